@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 INPUTS := pyproject.toml setup.py requirements/build.txt requirements/dev.txt \
-  $(wildcard shared/nearkin/kernels/_*.pyx shared/nearkin/kernels/*.c shared/nearkin/kernels/*.h)
+  $(wildcard shared/nearkin_shared/kernels/native/_*.pyx shared/nearkin_shared/kernels/native/*.c shared/nearkin_shared/kernels/native/*.h)
 export NEARKIN_KERNELS ?= cython
 
 .PHONY: help setup demo serve test soak man check up down status bench clean
@@ -21,34 +21,34 @@ $(STAMP): $(INPUTS) tools/system-packages
 	@touch $@
 
 demo: setup ## store three releases of a real package, show the savings, restore and compare them
-	@$(BIN)/python -m nearkin.testing.demo
+	@$(BIN)/python -m tests.support.demo
 
 serve: setup ## serve a store with something in it, .serve/store, and the dashboard, until Ctrl-C
-	@$(BIN)/python -m nearkin.testing.serve
+	@$(BIN)/python -m tests.support.serve
 	@$(BIN)/nearkin serve .serve/store || [ $$? = 130 ]
 
 test: setup ## run every test
 	@bash tools/system-packages test
-	@$(BIN)/python -m nearkin.testing.programs
+	@$(BIN)/python -m tests.support.servers.programs
 	@$(BIN)/python -m pytest -n 4 --dist loadfile
 
 soak: setup ## the engines' long runs: planted bugs, power cuts, races, 2,000 kills, 90 of services, 20,000 flipped bits (two hours; prints seeds)
-	@$(BIN)/python -m nearkin.testing.planted
+	@$(BIN)/python -m tests.support.engines.mutation_engine
 	@$(BIN)/python tests/support/mutation.py
-	@$(BIN)/python -m nearkin.testing.soak --disk
+	@$(BIN)/python -m tests.support.engines.soak --disk
 	@$(BIN)/python -m pytest -q -m soak
 	@SOAK=1 $(BIN)/python -m pytest -q tests/fault/test_gc_death.py tests/fault/test_races.py tests/fault/test_rounds_beside_puts.py
-	@$(BIN)/python -m nearkin.testing.soak --kills 2000
-	@$(BIN)/python -m nearkin.testing.deaths --kills 90
-	@$(BIN)/python -m nearkin.testing.bitflips --flips 10000
-	@$(BIN)/python -m nearkin.testing.bitflips --flips 10000 --parity rs-8-2
-	@$(BIN)/python -m nearkin.testing.bitflips --flips 5000 --parity rs-8-2 --encrypted
+	@$(BIN)/python -m tests.support.engines.soak --kills 2000
+	@$(BIN)/python -m tests.support.engines.service_crash --kills 90
+	@$(BIN)/python -m tests.support.engines.bitflips --flips 10000
+	@$(BIN)/python -m tests.support.engines.bitflips --flips 10000 --parity rs-8-2
+	@$(BIN)/python -m tests.support.engines.bitflips --flips 5000 --parity rs-8-2 --encrypted
 
 man: setup ## write the manual pages of the command to build/man/man1
 	@$(BIN)/nearkin docs man build/man/man1
 
 fuzz: setup ## 200,000 changed inputs for each parser; prints the seed, keeps what is at fault in fuzz-faults/
-	@$(BIN)/python -m nearkin.testing.fuzz --inputs 200000 --regressions tests/fuzz --keep fuzz-faults
+	@$(BIN)/python -m tests.support.fuzzing.fuzz --inputs 200000 --regressions tests/fuzz --keep fuzz-faults
 
 asan: setup ## the kernels' tests and 10 million inputs of the VCDIFF decoder under Address- and UBSanitizer
 	@bash tools/asan $(VENV) 10000000
@@ -62,13 +62,13 @@ check: setup ## ruff, ruff format, mypy strict, import-linter, vocabulary
 
 up: setup ## start Kafka, Redis, an S3 server, workers and a gateway on this machine; print its URL and a token
 	@bash tools/system-packages cluster
-	@$(BIN)/python -m nearkin.testing.cluster up
+	@$(BIN)/python -m tests.support.servers.cluster up
 
 down: setup ## end what `make up` started; its data stay in .cluster/
-	@$(BIN)/python -m nearkin.testing.cluster down
+	@$(BIN)/python -m tests.support.servers.cluster down
 
 status: setup ## say what of it runs, and what has ended by itself
-	@$(BIN)/python -m nearkin.testing.cluster status
+	@$(BIN)/python -m tests.support.servers.cluster status
 
 bench: setup ## nearkin bench: kernels, pairs of similar chunks, whole stores against restic, borg, kopia and zstd
 	@$(BIN)/nearkin bench kernels
@@ -77,5 +77,5 @@ bench: setup ## nearkin bench: kernels, pairs of similar chunks, whole stores ag
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find shared services -name '*.so' -delete
-	rm -f shared/nearkin/kernels/_*.c
+	find app shared services -name '*.so' -delete
+	rm -f shared/nearkin_shared/kernels/native/_*.c

@@ -1,4 +1,4 @@
-"""Build of the Cython kernels: every `shared/nearkin/kernels/_*.pyx` is one extension; each names its own C sources.
+"""Build of the Cython kernels: every `_*.pyx` of KERNELS is one extension; each names its own C sources.
 
 The xdelta3 C library comes from the `xdelta3` build requirement, found without importing it (its binding is broken).
 """
@@ -11,7 +11,7 @@ import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-KERNELS = Path("shared/nearkin/kernels")
+KERNELS = Path("shared/nearkin_shared/kernels/native")
 
 
 def xdelta3_source_dir() -> str:
@@ -31,7 +31,7 @@ def extension(pyx: Path) -> Extension:
     if pyx.stem == "_xdelta3":
         include_dirs.append(xdelta3_source_dir())
     return Extension(
-        f"nearkin.kernels.{pyx.stem}",
+        f"nearkin_shared.kernels.native.{pyx.stem}",
         [str(pyx), *([str(implementation)] if implementation.exists() else [])],
         include_dirs=include_dirs,
         depends=[str(shared) for shared in (*KERNELS.glob("*.h"), *KERNELS.glob("*.pxd"))],

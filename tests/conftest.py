@@ -19,8 +19,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from nearkin.store.s3 import S3Objects
-from nearkin.testing.servers import S3, MissingTool, Redis, shared_kafka
+from nearkin_shared.objectstore.s3 import S3Objects
+from tests.support.servers.servers import S3, MissingTool, Redis, shared_kafka
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Begun in the background of a shell: what the tests start would inherit that, and never hear a Ctrl-C.

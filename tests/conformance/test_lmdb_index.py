@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.testing import samples
-from nearkin.testing.conformance import IndexContract
-from nearkin.testing.conformance.index import first_claims
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from tests.support.conformance import IndexContract
+from tests.support.conformance.index_contract import first_claims
+from tests.support.data import samples
 
 
 class TestLmdbIndex(IndexContract):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.store.objects import LocalObjects
-from nearkin.testing.conformance import ObjectStoreContract
+from nearkin_shared.objectstore.base import LocalObjects
+from tests.support.conformance import ObjectStoreContract
 
 
 class TestLocalObjects(ObjectStoreContract):

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from nearkin.errors import NotFound
-from nearkin.formats.parity import Scheme
-from nearkin.store.clients import ObstoreObjects, memory_objects
-from nearkin.store.encrypted import EncryptedObjects
-from nearkin.store.objects import AlreadyExists
-from nearkin.store.overlay import Overlay
-from nearkin.store.parity import ParityObjects
-from nearkin.store.sealing import SealedObjects, Sealing
-from nearkin.testing.conformance import ObjectStoreContract
-from nearkin.testing.faulty import FaultyObjects
-from nearkin.testing.keys import MemoryKeys
+from nearkin_shared.errors import NotFound
+from nearkin_shared.formats.parity_object import Scheme
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.encrypting import SealedObjects, Sealing
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects, memory_objects
+from nearkin_shared.objectstore.overlay import Overlay
+from nearkin_shared.objectstore.parity import ParityObjects
+from tests.support.conformance import ObjectStoreContract
+from tests.support.data.test_keys import MemoryKeys
+from tests.support.fakes.faulty_objects import FaultyObjects
 
 
 class TestMemoryObjects(ObjectStoreContract):

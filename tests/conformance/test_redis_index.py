@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import redis
 
-from nearkin.config_services import RedisSettings
-from nearkin.index.redis import RedisIndex, catalog
-from nearkin.records import ContainerId
-from nearkin.testing import samples
-from nearkin.testing.conformance import IndexContract
-from nearkin.testing.conformance.collection import CollectionContract
-from nearkin.testing.conformance.index import claims
-from nearkin.testing.redis_server import redis_server
+from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.index.redis import RedisIndex, catalog_encoding
+from nearkin_shared.types import ContainerId
+from tests.support.conformance import IndexContract
+from tests.support.conformance.collection import CollectionContract
+from tests.support.conformance.index_contract import claims
+from tests.support.data import samples
+from tests.support.servers.redis_server import redis_server
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ class TestRedisCollection(CollectionContract):
 
     def spare_marks_bytes(self, index: RedisIndex) -> int:
         _, versions = index._home(index.epochs.current, "default")
-        listed = {catalog.member_start(entry.key, entry.version) for entry in index.catalog("default")}
+        listed = {catalog_encoding.member_start(entry.key, entry.version) for entry in index.catalog("default")}
         noted = index.server.one(("HGETALL", f"{versions}:marks"))
         pairs = noted.items() if isinstance(noted, dict) else zip(noted[::2], noted[1::2], strict=True)
         return sum(int(told.split()[1]) for start, told in pairs if start not in listed)

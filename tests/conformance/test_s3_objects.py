@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nearkin.formats.parity import Scheme
-from nearkin.store.encrypted import EncryptedObjects
-from nearkin.store.objects import AlreadyExists
-from nearkin.store.s3 import S3Objects
-from nearkin.testing.conformance import ObjectStoreContract
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.keys import MemoryKeys
-from nearkin.testing.servers import S3
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.formats.parity_object import Scheme
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.s3 import S3Objects
+from tests.support.conformance import ObjectStoreContract
+from tests.support.data.test_keys import MemoryKeys
+from tests.support.servers.servers import S3
 
 WRITERS = 16
 

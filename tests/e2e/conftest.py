@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nearkin import open_store
-from nearkin.testing.benches import tiny_corpus
-from nearkin.testing.commands import FIRST, SECOND, InProcess, answer, run
+from tests.support.checks.commands import FIRST, SECOND, InProcess, answer, run
+from tests.support.checks.lab_suites import tiny_corpus
 
 
 @pytest.fixture

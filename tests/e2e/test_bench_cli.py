@@ -17,10 +17,10 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from nearkin.lab.record import RECORD_FORMAT
+from nearkin.lab.measurement_record import RECORD_FORMAT
 from nearkin.lab.report import KINDS
-from nearkin.testing.benches import VERSIONS, command, environment, recorded
-from nearkin.testing.waiting import until
+from tests.support.checks.lab_suites import VERSIONS, command, environment, recorded
+from tests.support.checks.waiting import until
 
 SPREAD = {"median", "low", "high", "values"}
 
@@ -156,7 +156,7 @@ def test_kernels_measures_every_kernel_by_openssls_sha1(corpus: Path, tmp_path: 
 
 
 def test_kernels_of_another_build_run_beside_ours(corpus: Path, tmp_path: Path) -> None:
-    from nearkin.kernels import _features
+    from nearkin_shared.kernels.native import _features
 
     built = Path(_features.__file__).parent
     words = ("--runs", "1", "--warmups", "0", "--peers", "none", "--chart", "none", "--against", built)

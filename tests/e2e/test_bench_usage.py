@@ -13,10 +13,10 @@ from unittest.mock import patch
 import pytest
 
 from nearkin.cli import main
-from nearkin.errors import BadInput
 from nearkin.lab.corpora import KNOWN, find_corpora
-from nearkin.testing.benches import environment, recorded, run
-from nearkin.testing.generated import text_like
+from nearkin.lab.generated_data import text_like
+from nearkin_shared.errors import BadInput
+from tests.support.checks.lab_suites import environment, recorded, run
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
@@ -207,7 +207,7 @@ def test_the_lab_is_not_imported_until_a_room_runs() -> None:
 
 def test_a_failure_of_nearkin_in_one_process_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"no store")
-    worker = [sys.executable, "-m", "nearkin.lab.embedded", str(tmp_path / "file")]
+    worker = [sys.executable, "-m", "nearkin.lab.tools.embedded_nearkin", str(tmp_path / "file")]
     done = subprocess.run(worker, capture_output=True, text=True, env=environment(), input="", check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"nearkin: store {tmp_path / 'file'}: is a file; name a folder\n"
@@ -247,6 +247,6 @@ def test_an_empty_name_is_not_the_folder_one_stands_in(words: str, tmp_path: Pat
 
 
 def test_a_row_that_is_named_twice_runs_once() -> None:
-    from nearkin.lab.peers import choose_peers
+    from nearkin.lab.tools.peer_tools import choose_peers
 
     assert len(choose_peers(["nearkin@archive", "nearkin@archive"])) == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nearkin.cli.arguments import parse_range, parse_sample, store_folder, walk
-from nearkin.cli.ledger import human_bytes
-from nearkin.errors import BadInput, ConfigError
+from nearkin_shared.errors import BadInput, ConfigError
+from nearkin_shared.savings_table import human_bytes
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nearkin.cli.exit_codes import ExitCode
-from nearkin.testing.commands import FIRST, answer, run
+from tests.support.checks.commands import FIRST, answer, run
 
 
 @pytest.fixture

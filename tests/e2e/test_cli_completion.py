@@ -15,8 +15,8 @@ import pytest
 
 from nearkin.cli.commands import nearkin
 from nearkin.cli.man_pages import escape, generate_pages
-from nearkin.testing.commands import InProcess, environment, run
-from nearkin.testing.servers import MissingTool
+from tests.support.checks.commands import InProcess, environment, run
+from tests.support.servers.servers import MissingTool
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

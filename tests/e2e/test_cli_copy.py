@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.copying import Copier, plan_key
-from nearkin.reports import VersionInfo
-from nearkin.testing.commands import InProcess
-from nearkin.testing.gateway import TOKEN, ScriptedGateway
-from nearkin.testing.generated import mutated, random_bytes
-from nearkin.testing.stores import SMALL, containers, flip, settings
+from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin.store_copy import Copier, plan_key
+from nearkin_shared.results import VersionInfo
+from tests.support.checks.commands import InProcess
+from tests.support.data.stores import SMALL, containers, flip, settings
+from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
 CHOSEN = settings(SMALL)
 BIG = random_bytes(1_500_000, 1)

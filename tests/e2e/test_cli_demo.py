@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nearkin import Store
-from nearkin.testing import demo
-from nearkin.testing.commands import FIRST, SECOND
+from tests.support import demo
+from tests.support.checks.commands import FIRST, SECOND
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import create_store
-from nearkin.testing.commands import run
+from tests.support.checks.commands import run
 
 NAME = "café ✓"
 

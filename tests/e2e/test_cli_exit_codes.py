@@ -13,7 +13,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.cli.exit_codes import ExitCode
-from nearkin.testing.commands import FIRST, InProcess, command, damage, environment, new_store, run
+from tests.support.checks.commands import FIRST, InProcess, command, damage, environment, new_store, run
 
 HOLD = (
     "import sys, nearkin\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.cli.collecting import freed
-from nearkin.testing.commands import environment, new_store
+from nearkin.cli.gc import freed
+from tests.support.checks.commands import environment, new_store
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.testing.commands import FIRST, SECOND, InProcess, assert_refused, damage, new_store, run
+from tests.support.checks.commands import FIRST, SECOND, InProcess, assert_refused, damage, new_store, run
 
 
 def test_every_version_comes_back_byte_for_byte(store: Path, tmp_path: Path, call: InProcess) -> None:

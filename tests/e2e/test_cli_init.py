@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nearkin import create_store, open_store
-from nearkin.errors import BadInput, NotFound
-from nearkin.testing.commands import InProcess, assert_refused, run
+from nearkin_shared.errors import BadInput, NotFound
+from tests.support.checks.commands import InProcess, assert_refused, run
 
 REMEDY = "is the disk mounted? `nearkin init` makes one"
 COMMANDS = (

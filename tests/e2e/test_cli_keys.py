@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nearkin.cli import main
-from nearkin.testing.stores import objects
+from tests.support.data.stores import objects
 
 
 @pytest.fixture

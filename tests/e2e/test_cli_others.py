@@ -12,7 +12,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.cli.output import print_stats
-from nearkin.testing.commands import FIRST, SECOND, InProcess, answer, assert_refused, new_store, run
+from tests.support.checks.commands import FIRST, SECOND, InProcess, answer, assert_refused, new_store, run
 
 LEDGER = {
     "logical_bytes", "stored_bytes", "reduction_ratio", "chunks", "duplicate_chunks", "delta_chunks", "raw_chunks",

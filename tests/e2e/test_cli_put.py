@@ -16,8 +16,8 @@ import pytest
 from blake3 import blake3
 
 import nearkin
-from nearkin.limits import MIB
-from nearkin.testing.commands import FIRST, SECOND, InProcess, assert_refused, command, environment, new_store
+from nearkin_shared.limits import MIB
+from tests.support.checks.commands import FIRST, SECOND, InProcess, assert_refused, command, environment, new_store
 
 LEDGER = {
     "logical_bytes", "stored_bytes", "reduction_ratio", "chunks", "duplicate_chunks", "delta_chunks", "raw_chunks",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.testing.commands import InProcess, command, environment
+from tests.support.checks.commands import InProcess, command, environment
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_quiet_still_prints_what_was_asked_for(root: Path, call: InProcess) -> N
 
 def test_quiet_names_a_file_that_cannot_be_read(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.13: a file that `put -r` could not store is a failure: --quiet names it."""
-    from nearkin.cli.putting import _LeftOut
+    from nearkin.cli.put import _LeftOut
 
     lines: list[str] = []
     monkeypatch.setattr("nearkin.cli.output.is_quiet", lambda: True)

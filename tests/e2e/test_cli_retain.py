@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nearkin.testing.commands import InProcess, assert_refused, new_store
+from tests.support.checks.commands import InProcess, assert_refused, new_store
 
 
 def test_retain_says_until_when_and_rm_refuses(call: InProcess, tmp_path: Path) -> None:

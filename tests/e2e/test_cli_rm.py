@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.testing.commands import InProcess, assert_refused, new_store
+from tests.support.checks.commands import InProcess, assert_refused, new_store
 
 
 def test_rm_and_undelete_say_what_they_did(call: InProcess, tmp_path: Path) -> None:

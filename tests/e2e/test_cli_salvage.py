@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearkin import open_store
+from nearkin.lab.generated_data import random_bytes, text_like
 from nearkin.salvage import place
-from nearkin.testing.commands import InProcess
-from nearkin.testing.gateway import TOKEN, ScriptedGateway
-from nearkin.testing.generated import random_bytes, text_like
-from nearkin.testing.stores import SMALL, containers, flip, settings
+from tests.support.checks.commands import InProcess
+from tests.support.data.stores import SMALL, containers, flip, settings
+from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
 CHOSEN = settings(SMALL)
 CONTENT = random_bytes(900_000, 1) + bytes(100_000) + text_like(500_000, 2)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from nearkin.testing.commands import new_store
-from nearkin.testing.gateway import TOKEN, ScriptedGateway
-from nearkin.testing.samples import noise
+from tests.support.checks.commands import new_store
+from tests.support.data.samples import noise
+from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
 FIRST = noise(200_000, "server").tobytes()
 SECOND = FIRST[:120_000] + b"inserted" + FIRST[120_000:]

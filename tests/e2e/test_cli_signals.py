@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nearkin.testing.commands import FIRST, InProcess, command, environment, new_store, run
-from nearkin.testing.waiting import until
+from tests.support.checks.commands import FIRST, InProcess, command, environment, new_store, run
+from tests.support.checks.waiting import until
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import create_store, open_store
-from nearkin.testing.commands import InProcess, assert_refused, new_store, run
+from tests.support.checks.commands import InProcess, assert_refused, new_store, run
 
 
 @pytest.fixture
@@ -98,12 +98,13 @@ def test_put_of_changing_file_sets_source_changed(tmp_path: Path) -> None:
 def test_put_of_growing_file_warns(root: Path, tmp_path: Path) -> None:
     """F.12: `put` warns on stderr of a file that changed while it was read, and JSON has the flag."""
     script = (
-        "import os, sys; from nearkin import sources; from nearkin.cli import main; read = sources._read_into\n"
+        "import os, sys; from nearkin.local import source_feed; from nearkin.cli import main\n"
+        "read = source_feed._read_into\n"
         "def growing(file, window, name):\n"
         "    count = read(file, window, name)\n"
         "    if count: open(name, 'ab').write(b'!')\n"
         "    return count if count > 1 else 0\n"
-        "sources._read_into = growing; sys.exit(main(sys.argv[1:]))"
+        "source_feed._read_into = growing; sys.exit(main(sys.argv[1:]))"
     )
     (tmp_path / "log").write_bytes(b"line\n" * 1000)
     import subprocess

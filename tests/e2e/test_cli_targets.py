@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import create_store
-from nearkin.testing.commands import command, environment, run
+from tests.support.checks.commands import command, environment, run
 
 CONTENT = b"content " * 100_000
 

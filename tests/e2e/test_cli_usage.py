@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from nearkin import cli
-from nearkin.testing.commands import InProcess, assert_refused, command, environment, new_store, run
+from tests.support.checks.commands import InProcess, assert_refused, command, environment, new_store, run
 
 COMMANDS = (
     "put",

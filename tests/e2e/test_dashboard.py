@@ -20,11 +20,11 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from nearkin.testing.generated import mutated, records_like
-from nearkin.testing.serve import fill
-from nearkin.testing.servers import MissingTool
+from nearkin.lab.generated_data import mutated, records_like
 from nearkin_gateway.dashboard import charts, rendering
 from nearkin_gateway.dashboard.rendering import Visitor
+from tests.support.serve import fill
+from tests.support.servers.servers import MissingTool
 
 ARTEFACTS = Path(__file__).parents[2] / "test-artefacts/dashboard"
 PAGES = {
@@ -358,7 +358,7 @@ def pipeline_page() -> str:
     letter = {
         "letter": "3-1042", "time": "2026-11-20T10:00:00Z", "topic": "nearkin.segments", "partition": 3,
         "offset": 1042,
-        "stage": "dedup", "error": "nearkin.errors.Corrupt", "message": "containers/1a2b: checksum " * 6,
+        "stage": "dedup", "error": "nearkin_shared.errors.Corrupt", "message": "containers/1a2b: checksum " * 6,
         "replayed": False,
     }  # fmt: skip
     drawn, grid = charts.bars([("10:00", 5_000_000), ("10:01", 9_000_000)])

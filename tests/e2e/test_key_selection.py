@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.testing.commands import InProcess
-from nearkin.testing.gateway import TOKEN, ScriptedGateway
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, containers, flip, settings
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from tests.support.checks.commands import InProcess
+from tests.support.data.stores import SMALL, containers, flip, settings
+from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
 CHOSEN = settings(SMALL)
 KEYS = ("db/shop.sql", "db/web.sql", "db/web.rdb", "db/old/web.sql", "notes[1]", "notes1")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.errors import NearkinError
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.reports import VersionInfo
-from nearkin.testing import corpora
-from nearkin.testing.stores import process, settings
+from nearkin.lab import corpus_cache
+from nearkin.store import Store
+from nearkin_shared.errors import NearkinError
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.results import VersionInfo
+from tests.support.data.stores import process, settings
 
 MIB = 1 << 20
 ALGORITHMS = ("finesse", "ntransform", "odess")
@@ -24,11 +24,11 @@ def sources(corpus: str) -> list[Path]:
     try:
         match corpus:
             case "botocore":
-                return corpora.botocore(3)
+                return corpus_cache.botocore(3)
             case "redis":
-                return corpora.redis_dumps(5)
+                return corpus_cache.redis_dumps(5)
             case _:
-                return corpora.vm_images(1, mebibytes=300)
+                return corpus_cache.vm_images(1, mebibytes=300)
     except NearkinError as err:  # no network, no Redis server: the text says which
         pytest.skip(f"{corpus}: {err}")
 
@@ -139,7 +139,7 @@ ZERO_GIB = 10  # 27 s in and out on one core of two
 ZEROS = f"""
 import resource, sys, time
 from nearkin import open_store
-from nearkin.testing.stores import settings
+from tests.support.data.stores import settings
 
 SIZE = {ZERO_GIB} << 30
 zeros = memoryview(bytes(1 << 20))

@@ -8,10 +8,10 @@ import pytest
 from backports.zstd import CompressionParameter, ZstdCompressor
 
 from nearkin import open_store
-from nearkin.config_layers import load
-from nearkin.errors import NearkinError
-from nearkin.store import lock
-from nearkin.testing import corpora
+from nearkin.lab import corpus_cache
+from nearkin.local import process_lock
+from nearkin_shared.config.loader import load
+from nearkin_shared.errors import NearkinError
 
 SOLID = {
     CompressionParameter.compression_level: 9,
@@ -30,7 +30,7 @@ def solid_bytes(files: list[Path]) -> int:
 @pytest.mark.soak
 def test_an_archive_of_releases_is_smaller_than_the_solid_one_and_can_be_read_at_random(tmp_path: Path) -> None:
     try:
-        releases = corpora.botocore(3)
+        releases = corpus_cache.botocore(3)
     except NearkinError as err:  # no network: the text says so
         pytest.skip(f"botocore: {err}")
     with open_store(tmp_path / "s", settings=load(None, {"profile": "archive"})[0], create=True) as store:
@@ -44,7 +44,7 @@ def test_an_archive_of_releases_is_smaller_than_the_solid_one_and_can_be_read_at
 
 def test_ten_releases_of_botocore_reduce_at_least_fifty_times_and_the_parts_add_up(tmp_path: Path) -> None:
     try:
-        releases = corpora.botocore(10)
+        releases = corpus_cache.botocore(10)
     except NearkinError as err:  # no network: the text says so
         pytest.skip(f"botocore: {err}")
     root = tmp_path / "store"
@@ -53,7 +53,7 @@ def test_ten_releases_of_botocore_reduce_at_least_fifty_times_and_the_parts_add_
             store.put("botocore", release)
         stats = store.stats()
     counted = sum(path.stat().st_size for path in root.rglob("*") if path.is_file() and "index" not in path.parts)
-    outside = (*lock.NAMES, "reserve")  # files of the machine, not of the stored content
+    outside = (*process_lock.NAMES, "reserve")  # files of the machine, not of the stored content
     outside_bytes = sum((root / name).stat().st_size for name in outside if (root / name).exists())
     assert stats.ledger.stored_bytes == sum(stats.parts.values()) == counted - outside_bytes
     assert stats.ledger.reduction_ratio >= 65, stats.parts

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nearkin.testing.commands import new_store
+from tests.support.checks.commands import new_store
 
 TEMPORARY = "nearkin-serve-"
 

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import nearkin.kernels
+import nearkin_shared.kernels
 
 ROOT = Path(__file__).parents[2]
 SECONDS_MAX = 300
@@ -45,12 +45,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy2(ROOT / name, source)
-    for name in ("shared", "services"):
+    for name in ("app", "shared", "services"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info"))
     platform = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    built = source / "build" / platform / "nearkin" / "kernels"
+    built = source / "build" / platform / "nearkin_shared" / "kernels" / "native"
     built.mkdir(parents=True)
-    for kernel in Path(nearkin.kernels.__path__[0]).glob("_*.so"):
+    for kernel in Path(nearkin_shared.kernels.native.__path__[0]).glob("_*.so"):
         shutil.copy(kernel, built)  # younger than its sources, so it is up to date
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
     ran(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", source / "wheel", source, folder=source)
@@ -79,10 +79,23 @@ def test_the_wheel_holds_what_runs_and_nothing_else(wheel: Path) -> None:
     tops = {name.partition("/")[0] for name in names}
     packages = {
         "nearkin",
-        *(f"nearkin_{name}" for name in ("chunker", "dedup", "delta", "gateway", "janitor", "resemblance")),
+        *(
+            f"nearkin_{name}"
+            for name in (
+                "chunker",
+                "committer",
+                "dedup",
+                "delta",
+                "gateway",
+                "ingest",
+                "maintenance",
+                "resemblance",
+                "shared",
+            )
+        ),
     }
     assert tops == packages | {next(top for top in tops if top.endswith(".dist-info"))}
-    kernels = {path.stem for path in (ROOT / "shared/nearkin/kernels").glob("_*.pyx")}
+    kernels = {path.stem for path in (ROOT / "shared/nearkin_shared/kernels/native").glob("_*.pyx")}
     assert {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")} == kernels
     assert not [name for name in names if name.endswith((".c", ".h", ".pyx", ".pyc"))]
     pages = {

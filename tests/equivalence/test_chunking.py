@@ -7,11 +7,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nearkin.errors import BadInput, ConfigError
-from nearkin.kernels import _chunking as compiled
-from nearkin.kernels import _chunking_reference as reference
-from nearkin.kernels import _leastcdc as compiled_least
-from nearkin.kernels import _leastcdc_reference as reference_least
+from nearkin_shared.errors import BadInput, ConfigError
+from nearkin_shared.kernels.native import _chunking as compiled
+from nearkin_shared.kernels.native import _leastcdc as compiled_least
+from nearkin_shared.kernels.reference import chunking_reference as reference
+from nearkin_shared.kernels.reference import leastcdc_reference as reference_least
 
 PAIRS: dict[str, tuple[Any, Any]] = {
     "fastcdc": (compiled.fastcdc_cut, reference.fastcdc_cut),

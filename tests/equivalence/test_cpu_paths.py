@@ -10,7 +10,11 @@ import pytest
 PROGRAM = """
 import hashlib
 import numpy as np
-from nearkin.kernels import chunking, estimate, features, fingerprint, xdelta3
+from nearkin_shared.kernels import chunking
+from nearkin_shared.kernels import size_estimate
+from nearkin_shared.kernels import features
+from nearkin_shared.kernels import fingerprint
+from nearkin_shared.kernels import xdelta3
 
 data = np.random.Generator(np.random.PCG64(7)).integers(0, 200, 300_000, np.uint8)
 lengths = chunking.fastcdc_cut(data, 2048, 8192, 65536, True)
@@ -37,7 +41,7 @@ parts = [
     features.finesse(data, offsets, lengths),
     features.ntransform(data, offsets, lengths),
     features.odess(data, offsets, lengths),
-    estimate.compressed_bytes_estimate(data, offsets, lengths),
+    size_estimate.compressed_bytes_estimate(data, offsets, lengths),
 ]
 digest = hashlib.sha256(b"".join(p.tobytes() for p in parts)).hexdigest()
 print(features.cpu_path(), fingerprint.cpu_path(), chunking.cpu_path(), digest)

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearkin.errors import BadInput
-from nearkin.kernels import _features as compiled
-from nearkin.kernels import _features_reference as reference
+from nearkin_shared.errors import BadInput
+from nearkin_shared.kernels.native import _features as compiled
+from nearkin_shared.kernels.reference import features_reference as reference
 
 SHARED = Path(__file__).parents[2] / "shared"
 PATHS = ("base", "avx2", "avx512")
@@ -151,7 +151,7 @@ def run_with(cpu: str, script: str, *arguments: str) -> subprocess.CompletedProc
 def reachable() -> tuple[str, ...]:
     """Return the paths this machine has, asked in a process of its own so that NEARKIN_CPU here does not hide any."""
     environment = {name: value for name, value in os.environ.items() if name != "NEARKIN_CPU"}
-    script = "from nearkin.kernels import _features; print(_features.cpu_path())"
+    script = "from nearkin_shared.kernels.native import _features; print(_features.cpu_path())"
     best = subprocess.run(
         [sys.executable, "-c", script],
         env={**environment, "PYTHONPATH": str(SHARED)},
@@ -173,7 +173,7 @@ def test_every_cpu_path_gives_the_definition_s_answers_and_reads_nothing_outside
 
 def test_an_unknown_or_unreachable_cpu_path_is_refused_at_import() -> None:
     for demand in ("", "sse9", *PATHS[len(reachable()) :]):
-        result = run_with(demand, "import nearkin.kernels._features")
+        result = run_with(demand, "import nearkin_shared.kernels.native._features")
         assert result.returncode
         assert f'NEARKIN_CPU "{demand}": choose' in result.stderr
         assert "base" in result.stderr

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nearkin.errors import BadInput
-from nearkin.kernels import _fingerprint as fast
-from nearkin.kernels import _fingerprint_reference as plain
-from nearkin.kernels.fingerprint import TagKey
+from nearkin_shared.errors import BadInput
+from nearkin_shared.kernels.fingerprint import TagKey
+from nearkin_shared.kernels.native import _fingerprint as fast
+from nearkin_shared.kernels.reference import fingerprint_reference as plain
 
 KEY = TagKey(bytes(range(32)), b"tenant-a")
 PATHS = ("base", "avx2", "avx512")
@@ -106,8 +106,8 @@ PROBE = """
 import hashlib, json, sys
 import numpy as np
 sys.path.insert(0, sys.argv[1])
-from nearkin.kernels import _fingerprint as fast
-from nearkin.kernels.fingerprint import TagKey
+from nearkin_shared.kernels.native import _fingerprint as fast
+from nearkin_shared.kernels.fingerprint import TagKey
 rng = np.random.default_rng(3)
 payload = rng.bytes(400_000)
 edges = json.loads(sys.argv[2])
@@ -137,7 +137,7 @@ print(json.dumps([fast.cpu_path(), hashlib.sha256(tags.tobytes()).hexdigest(), l
 
 
 def probe(path: str) -> subprocess.CompletedProcess[str]:
-    source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(fast.__file__))))
+    source = os.path.abspath(os.path.join(os.path.dirname(fast.__file__), "../../.."))
     return subprocess.run(
         [sys.executable, "-c", PROBE, source, json.dumps(EDGES)],
         env={**os.environ, "NEARKIN_CPU": path},
@@ -187,7 +187,7 @@ def test_an_engine_that_is_not_here_is_refused_with_those_that_are() -> None:
         [
             sys.executable,
             "-c",
-            "import numpy as n; from nearkin.kernels._fingerprint import sha1_many as s\n"
+            "import numpy as n; from nearkin_shared.kernels.native._fingerprint import sha1_many as s\n"
             "s(b'', n.zeros(0, n.uint64), n.zeros(0, n.uint32), engine='avx2')",
         ],
         env={**os.environ, "NEARKIN_CPU": "base"},

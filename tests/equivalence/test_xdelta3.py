@@ -8,9 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearkin.errors import BadInput, Corrupt
-from nearkin.kernels import _xdelta3, _xdelta3_reference
-from nearkin.kernels._xdelta3_reference import number
+from nearkin_shared.errors import BadInput, Corrupt
+from nearkin_shared.kernels.native import _xdelta3
+from nearkin_shared.kernels.reference import xdelta3_reference
+from nearkin_shared.kernels.reference.xdelta3_reference import number
 
 
 def pack(pieces: list[bytes]) -> tuple[bytes, np.ndarray, np.ndarray]:
@@ -49,12 +50,12 @@ def pair(draw: st.DrawFn) -> tuple[bytes, bytes]:
 @given(pairs=st.lists(pair(), max_size=4), level=st.integers(1, 9), crude=st.booleans())
 def test_either_decodes_what_the_other_encodes(pairs: list[tuple[bytes, bytes]], level: int, crude: bool) -> None:
     targets, bases = [target for target, _ in pairs], [base for _, base in pairs]
-    encoder = _xdelta3_reference if crude else _xdelta3
+    encoder = xdelta3_reference if crude else _xdelta3
     limits = np.full(len(pairs), 1 << 20, np.uint32)
     deltas, lengths = encoder.encode_many(*pack(targets), *pack(bases), level=level, limit_bytes=limits)
     offsets = np.cumsum(lengths, dtype=np.uint64) - lengths
     target_lengths = np.array([len(target) for target in targets], np.uint32)
-    for decoder in (_xdelta3, _xdelta3_reference):
+    for decoder in (_xdelta3, xdelta3_reference):
         decoded = decoder.decode_many(deltas, offsets, lengths, *pack(bases), target_lengths)
         assert decoded.tobytes() == b"".join(targets)
 
@@ -69,7 +70,7 @@ def test_no_delta_is_longer_than_its_limit_and_none_within_it_is_lost(
 ) -> None:
     packed = (*pack([target for target, _ in pairs]), *pack([base for _, base in pairs]))
     limit_bytes = np.array(limits[: len(pairs)], np.uint32)
-    for kernel in (_xdelta3, _xdelta3_reference):
+    for kernel in (_xdelta3, xdelta3_reference):
         _, free = kernel.encode_many(*packed, limit_bytes=np.full(len(pairs), 1 << 20, np.uint32))
         _, bounded = kernel.encode_many(*packed, limit_bytes=limit_bytes)
         assert bounded.tolist() == np.where(free <= limit_bytes, free, 0).tolist()
@@ -79,7 +80,7 @@ def test_no_delta_is_longer_than_its_limit_and_none_within_it_is_lost(
 @given(data=st.data(), source=pair(), crude=st.booleans())
 def test_both_answer_damaged_deltas_alike(data: st.DataObject, source: tuple[bytes, bytes], crude: bool) -> None:
     target, base = source
-    encoder = _xdelta3_reference if crude else _xdelta3
+    encoder = xdelta3_reference if crude else _xdelta3
     delta, _ = encoder.encode_many(*pack([target]), *pack([base]), limit_bytes=np.array([1 << 20], np.uint32))
     damaged = bytearray(delta.tobytes())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -99,7 +100,7 @@ def test_both_answer_damaged_deltas_alike(data: st.DataObject, source: tuple[byt
                 del damaged[at]
     target_bytes = data.draw(st.just(len(target)) | st.integers(0, len(target) + 5))
     assert outcome(_xdelta3, bytes(damaged), base, target_bytes) == outcome(
-        _xdelta3_reference, bytes(damaged), base, target_bytes
+        xdelta3_reference, bytes(damaged), base, target_bytes
     )
 
 
@@ -126,7 +127,7 @@ def windows(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
         for _ in range(draw(st.integers(0, 8))):
             code = draw(st.integers(0, 255))
             codes.append(code)
-            for half in _xdelta3_reference.CODE_TABLE_DEFAULT[code]:
+            for half in xdelta3_reference.CODE_TABLE_DEFAULT[code]:
                 half_bytes = half.length
                 if half_bytes == 0:
                     half_bytes = draw(st.integers(0, 40))
@@ -151,14 +152,14 @@ def windows(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
 @settings(deadline=None)
 @given(hostile=windows())
 def test_both_answer_any_instructions_alike(hostile: tuple[bytes, bytes, int]) -> None:
-    assert outcome(_xdelta3, *hostile) == outcome(_xdelta3_reference, *hostile)
+    assert outcome(_xdelta3, *hostile) == outcome(xdelta3_reference, *hostile)
 
 
 @settings(deadline=None)
 @given(delta=st.binary(max_size=60), prefix=st.booleans(), base=st.binary(max_size=20), target_bytes=st.integers(0, 50))
 def test_both_answer_any_bytes_alike(delta: bytes, prefix: bool, base: bytes, target_bytes: int) -> None:
     delta = b"\xd6\xc3\xc4\x00" + delta if prefix else delta
-    assert outcome(_xdelta3, delta, base, target_bytes) == outcome(_xdelta3_reference, delta, base, target_bytes)
+    assert outcome(_xdelta3, delta, base, target_bytes) == outcome(xdelta3_reference, delta, base, target_bytes)
 
 
 ranges = st.lists(
@@ -186,4 +187,4 @@ def test_both_refuse_the_same_ranges_in_the_same_words(
             return str(err)
         return None
 
-    assert refusal(_xdelta3) == refusal(_xdelta3_reference)
+    assert refusal(_xdelta3) == refusal(xdelta3_reference)

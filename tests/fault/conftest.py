@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.testing.histories import filled
+from tests.support.data.histories import filled
 
 
 @pytest.fixture(scope="module")

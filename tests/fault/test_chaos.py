@@ -1,4 +1,4 @@
-"""A short chaos run; `bench/chaos.py` is the long one. The seed is in the failure's text."""
+"""A short chaos run; `benchmarks/chaos.py` is the long one. The seed is in the failure's text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nearkin.testing.chaos import Chaos
+from tests.support.engines.chaos import Chaos
 
 
 @pytest.mark.soak

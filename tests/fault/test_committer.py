@@ -14,23 +14,23 @@ import pytest
 import redis as redis_client
 
 from nearkin import open_store
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.formats.condemned import Condemned
-from nearkin.formats.message import End, Envelope, Placed, encode
-from nearkin.index.redis import RedisIndex
-from nearkin.records import Locations
-from nearkin.reports import Ledger
-from nearkin.runners.kafka import committing
-from nearkin.runners.kafka.committing import CommitHandler
-from nearkin.runners.kafka.loop import Record
-from nearkin.runners.kafka.tenants import lanes
-from nearkin.store.condemned import CondemnedStore
-from nearkin.store.manifests import ManifestStore
-from nearkin.store.opening import open_store_of
-from nearkin.testing.committers import Kept, Nothing
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.redis_server import RedisServer
+from nearkin.lab.generated_data import random_bytes
+from nearkin_committer import handler as committer_handler
+from nearkin_committer.handler import CommitHandler
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.formats.message import End, Envelope, Placed, encode
+from nearkin_shared.formats.pending_delete_record import Condemned
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.kafka.consumer_loop import Record
+from nearkin_shared.kafka.tenant_context import lanes
+from nearkin_shared.objectstore.factory import open_store_of
+from nearkin_shared.results import Ledger
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.types import Locations
+from tests.support.fakes.committers import Kept, Nothing
+from tests.support.servers.redis_server import RedisServer
 
 SEGMENT_BYTES = 1000
 BEGAN_US = time.time_ns() // 1000
@@ -119,7 +119,7 @@ def began_of(number: int) -> tuple[int, bytes]:
 
 @pytest.fixture
 def log(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
-    monkeypatch.setattr(committing, "Outbox", Kept)
+    monkeypatch.setattr(committer_handler, "Outbox", Kept)
     with redis_client.Redis.from_url(server.url) as client:
         client.flushall()
     changes = {
@@ -205,7 +205,7 @@ def test_an_end_that_is_read_again_without_its_segments_is_of_a_committed_blob(l
     assert start == 1
     log.begin()
     log.read(start)
-    later(log, 1 + committing.LATE_TIMES)
+    later(log, 1 + committer_handler.LATE_TIMES)
     log.handler.idle()
     assert log.states() == {"k1": "committed", "k2": "failed"}
     assert log.manifests.versions("t", "k1") == [1]
@@ -222,7 +222,7 @@ def test_a_version_that_was_committed_in_time_stays_however_late_its_records_com
     for name, _ in list(log.objects.names("containers")):
         log.objects.delete(name)
     hours, time_ns = int(20 * 3600e9), time.time_ns
-    monkeypatch.setattr(committing.time, "time_ns", lambda: time_ns() + hours)
+    monkeypatch.setattr(committer_handler.time, "time_ns", lambda: time_ns() + hours)
     log.begin()
     assert log.read() == {"k1": "committed"}
     log.placed(2, 0)
@@ -272,7 +272,7 @@ def test_late_version_of_condemned_segments_is_taken_back(log: Log, monkeypatch:
     condemned = Condemned(time.time_ns() // 1000, np.zeros(0, np.uint32), ordinal)
     CondemnedStore(log.objects).replace({container: condemned})
     hours, time_ns = int(20 * 3600e9), time.time_ns
-    monkeypatch.setattr(committing.time, "time_ns", lambda: time_ns() + hours)
+    monkeypatch.setattr(committer_handler.time, "time_ns", lambda: time_ns() + hours)
     log.placed(1, 0)
     log.end(1, 1)
     assert log.read() == {"k1": "failed"}
@@ -294,7 +294,7 @@ def test_two_uploads_of_one_key_are_two_versions(log: Log) -> None:
 
 
 def test_where_too_many_gather_those_that_came_first_go_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(committing, "OPEN_BLOBS_MAX", 3)
+    monkeypatch.setattr(committer_handler, "OPEN_BLOBS_MAX", 3)
     for sequence in range(2):
         for number in range(8):
             log.placed(number, sequence)
@@ -312,7 +312,7 @@ def test_where_too_many_gather_those_that_came_first_go_on(log: Log, monkeypatch
 
 
 def test_where_too_many_gather_one_whose_upload_is_dead_makes_room(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(committing, "OPEN_BLOBS_MAX", 3)
+    monkeypatch.setattr(committer_handler, "OPEN_BLOBS_MAX", 3)
     for number in range(3):
         log.placed(number, 0)
     log.read()
@@ -328,7 +328,7 @@ def test_where_too_many_gather_one_whose_upload_is_dead_makes_room(log: Log, mon
 def test_where_too_many_records_gather_the_blob_with_most_of_them_fails(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(committing, "RECORDS_MAX", 10)
+    monkeypatch.setattr(committer_handler, "RECORDS_MAX", 10)
     log.placed(1, 0)
     for sequence in range(40):
         log.placed(2, sequence)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from nearkin import failpoints, open_store
-from nearkin.errors import StoreUnavailable
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.collecting import COLLECTED
-from nearkin.testing.generated import mutated, text_like
-from nearkin.testing.stores import broken, flip
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.utils import failpoints
+from tests.support.checks.gc_checks import COLLECTED
+from tests.support.data.stores import broken, flip
+from tests.support.fakes.clock import DAY, Clock
 
 
 @pytest.mark.parametrize("died", [False, True], ids=["whole round", "died in between"])

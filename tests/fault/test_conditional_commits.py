@@ -12,23 +12,23 @@ import pytest
 import redis as redis_client
 from blake3 import blake3
 
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import NotFound
-from nearkin.formats.message import End, Envelope, encode
-from nearkin.index.redis import RedisIndex
-from nearkin.index.redis.key_locks import RedisKeyLocks
-from nearkin.preconditions import Precondition
-from nearkin.runners.kafka import committing
-from nearkin.runners.kafka.committing import CommitHandler
-from nearkin.runners.kafka.loop import Record
-from nearkin.runners.kafka.tenants import lanes
-from nearkin.store.deletion import Deletions
-from nearkin.store.manifests import ManifestStore
-from nearkin.store.opening import open_store_of
-from nearkin.testing.committers import Kept, Nothing
-from nearkin.testing.linearizability import ABSENT, Recorder, State, is_linearizable
-from nearkin.testing.redis_server import RedisServer
+from nearkin_committer import handler as committer_handler
+from nearkin_committer.handler import CommitHandler
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NotFound
+from nearkin_shared.formats.message import End, Envelope, encode
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
+from nearkin_shared.kafka.consumer_loop import Record
+from nearkin_shared.kafka.tenant_context import lanes
+from nearkin_shared.objectstore.factory import open_store_of
+from nearkin_shared.preconditions import Precondition
+from nearkin_shared.storage.deletions import Deletions
+from nearkin_shared.storage.manifests import ManifestStore
+from tests.support.checks.linearizability import ABSENT, Recorder, State, is_linearizable
+from tests.support.fakes.committers import Kept, Nothing
+from tests.support.servers.redis_server import RedisServer
 
 ONLY_FIRST = Precondition(if_none_match=("*",))
 
@@ -84,7 +84,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def fleet(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr(committing, "Outbox", Kept)
+    monkeypatch.setattr(committer_handler, "Outbox", Kept)
     with redis_client.Redis.from_url(server.url) as client:
         client.flushall()
     changes = {
@@ -143,7 +143,7 @@ def test_committed_blob_that_is_read_again_is_told_committed(fleet: Fleet) -> No
 
 def test_key_lock_of_a_dead_holder_expires(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.16: A committer that dies inside its commit holds the key for a bounded time."""
-    monkeypatch.setattr("nearkin.index.redis.key_locks.LOCK_SECONDS", 1)
+    monkeypatch.setattr("nearkin_shared.index.redis.redis_key_locks.LOCK_SECONDS", 1)
     held = fleet.locks.for_put("t", "k")
     held.__enter__()  # and never left
     started = time.monotonic()

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from backports.zstd import CompressionParameter
 
-from nearkin.errors import Corrupt
-from nearkin.formats import layout
-from nearkin.formats.block import encode_block, encode_patch
-from nearkin.formats.container import encode_container
-from nearkin.formats.directory import ChunkTable, PrefixTable, SegmentTable
-from nearkin.kernels import xdelta3
-from nearkin.limits import KIB, MIB, SEGMENT_BYTES_MAX
-from nearkin.records import U8, Locations, bounds_of, offsets_of
-from nearkin.store import chains, chunks, walk
-from nearkin.store.chunks import ChunkReader
-from nearkin.store.containers import ContainerStore, object_name
-from nearkin.store.objects import LocalObjects
-from nearkin.testing import samples
+from nearkin_shared.errors import Corrupt
+from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.block import encode_block, encode_patch
+from nearkin_shared.formats.container import encode_container
+from nearkin_shared.formats.directory import ChunkTable, PrefixTable, SegmentTable
+from nearkin_shared.kernels import xdelta3
+from nearkin_shared.limits import KIB, MIB, SEGMENT_BYTES_MAX
+from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.reading import block_decoder, chunk_reader, decode_budget
+from nearkin_shared.reading.chunk_reader import ChunkReader
+from nearkin_shared.storage.containers import ContainerStore, object_name
+from nearkin_shared.types import U8, Locations, bounds_of, offsets_of
+from tests.support.data import samples
 
 SEGMENTS = SegmentTable(
     np.array([0, 1], np.uint32),
@@ -74,7 +74,10 @@ def on_deltas(bases: list[U8], targets: list[tuple[int, U8]]) -> bytes:
     )
     assert encoded.all()
     packer = samples.compressor()
-    blocks = [encode_block(whole, layout.RAW, 0, packer), encode_block(deltas, layout.XDELTA3, 1, packer)]
+    blocks = [
+        encode_block(whole, container_layout.RAW, 0, packer),
+        encode_block(deltas, container_layout.XDELTA3, 1, packer),
+    ]
     table = chunk_table(
         [*base_lengths.tolist(), *lengths.tolist()],
         [0] * len(bases) + [1] * len(targets),
@@ -106,7 +109,7 @@ def test_of_distinct_bases_no_more_is_read_together_than_the_bound_says(
     targets = [(number % 9, bases[number % 9][number * 50 :][:64]) for number in range(100)]
     store = put(tmp_path, on_deltas(bases, targets))
     asked, reader = asked_of(store, monkeypatch), ChunkReader(store)
-    monkeypatch.setattr(chunks, "LEVEL_BYTES_MAX", level_bytes_max)
+    monkeypatch.setattr(chunk_reader, "LEVEL_BYTES_MAX", level_bytes_max)
     found = reader.fetch(reader.plan(rows_from(0, 109)))
     assert bytes(found) == b"".join(map(bytes, [*bases, *(target for _, target in targets)]))
     asked.clear()
@@ -120,14 +123,14 @@ def test_deltas_that_are_asked_for_again_and_again_take_no_more_than_the_bound(
     base, target = samples.noise(64, "base"), samples.noise(50 * KIB, "target")
     long = [(0, base), (0, target)]
     store = put(tmp_path, on_deltas([base], long))
-    monkeypatch.setattr(chunks, "LEVEL_BYTES_MAX", 200 * KIB)
-    joined, plain = list[int](), chunks.decode_many
+    monkeypatch.setattr(chunk_reader, "LEVEL_BYTES_MAX", 200 * KIB)
+    joined, plain = list[int](), chunk_reader.decode_many
 
     def decode_many(deltas: U8, *others: Any) -> U8:
         joined.append(len(deltas))
         return plain(deltas, *others)
 
-    monkeypatch.setattr(chunks, "decode_many", decode_many)
+    monkeypatch.setattr(chunk_reader, "decode_many", decode_many)
     reader, again = ChunkReader(store), rows_from(2, 1).take(np.zeros(100, np.intp))
     assert bytes(reader.fetch(reader.plan(again))) == bytes(target) * 100
     assert max(joined) <= 200 * KIB
@@ -140,7 +143,7 @@ def test_a_block_of_other_bytes_than_its_directory_says_is_corrupt(tmp_path: Pat
     packer = samples.compressor()
     options: dict[int, int] = {CompressionParameter.compression_level: 1, CompressionParameter.content_size_flag: 1}
     blocks = [
-        replace(encode_block(held[:really_bytes], layout.RAW, 0, packer), raw_bytes=len(held)),
+        replace(encode_block(held[:really_bytes], container_layout.RAW, 0, packer), raw_bytes=len(held)),
         encode_patch(held[500:], held[500:], 1, packer, options),
     ]
     table = chunk_table([500, 500, 500], [0, 0, 1], [500, 500, 500], [None, None, 1])
@@ -160,7 +163,7 @@ def lattice(wide: int, deep: int, chunk_bytes: int) -> tuple[bytes, U8]:
     content, packer = samples.noise(chunk_bytes, "content"), samples.compressor()
     options: dict[int, int] = {CompressionParameter.compression_level: 1, CompressionParameter.content_size_flag: 1}
     prefix = np.tile(content, wide)
-    blocks = [encode_block(content, layout.RAW, 0, packer)] * wide
+    blocks = [encode_block(content, container_layout.RAW, 0, packer)] * wide
     for depth in range(1, deep + 1):
         blocks += [encode_patch(content, prefix, depth, packer, options)] * wide
     count = len(blocks)
@@ -186,7 +189,7 @@ def lattice(wide: int, deep: int, chunk_bytes: int) -> tuple[bytes, U8]:
 @pytest.fixture
 def walked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is decoded together."""
-    monkeypatch.setattr(chains, "DECODED_BYTES_MAX", 1)
+    monkeypatch.setattr(block_decoder, "DECODED_BYTES_MAX", 1)
 
 
 @pytest.mark.usefixtures("walked")
@@ -203,8 +206,8 @@ def test_what_is_walked_to_is_decoded_once_whatever_the_cache_holds(tmp_path: Pa
 def test_a_read_that_decodes_without_end_is_told_as_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, _ = lattice(3, 20, 1000)
     store = put(tmp_path, data, cache_bytes=1)
-    monkeypatch.setattr(walk, "KEPT_BYTES_MAX", 2000)
-    monkeypatch.setattr(walk, "DECODED_BYTES_MAX", 10 * MIB)
+    monkeypatch.setattr(decode_budget, "KEPT_BYTES_MAX", 2000)
+    monkeypatch.setattr(decode_budget, "DECODED_BYTES_MAX", 10 * MIB)
     reader = ChunkReader(store)
     with pytest.raises(Corrupt, match=f"{object_name(samples.CONTAINER)} block 62: more than 0 GiB decoded"):
         reader.fetch(reader.plan(rows_from(62, 1)))
@@ -214,9 +217,9 @@ def test_a_read_that_decodes_without_end_is_told_as_corrupt(tmp_path: Path, monk
 def test_a_read_that_decodes_together_without_end_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, _ = lattice(3, 20, 1000)
     store = put(tmp_path, data, cache_bytes=1)
-    monkeypatch.setattr(chains, "DECODED_BYTES_MAX", 10_000)
-    monkeypatch.setattr(walk, "KEPT_BYTES_MAX", 2000)
-    monkeypatch.setattr(walk, "DECODED_BYTES_MAX", 10 * MIB)
+    monkeypatch.setattr(block_decoder, "DECODED_BYTES_MAX", 10_000)
+    monkeypatch.setattr(decode_budget, "KEPT_BYTES_MAX", 2000)
+    monkeypatch.setattr(decode_budget, "DECODED_BYTES_MAX", 10 * MIB)
     reader = ChunkReader(store)
     with pytest.raises(Corrupt, match="block 62: more than"):
         reader.fetch(reader.plan(rows_from(62, 1)))
@@ -227,9 +230,9 @@ def test_a_read_that_decodes_together_without_end_is_told_too(tmp_path: Path, mo
 def test_what_is_held_for_blocks_that_are_walked_to_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, content = lattice(3, 20, 1000)
     reader = ChunkReader(put(tmp_path, data, cache_bytes=1))
-    monkeypatch.setattr(walk, "HELD_BYTES_MAX", 20 * 3000)
+    monkeypatch.setattr(decode_budget, "HELD_BYTES_MAX", 20 * 3000)
     assert bytes(reader.fetch(reader.plan(rows_from(62, 1)))) == bytes(content)
-    monkeypatch.setattr(walk, "HELD_BYTES_MAX", 20 * 3000 - 1)
+    monkeypatch.setattr(decode_budget, "HELD_BYTES_MAX", 20 * 3000 - 1)
     with pytest.raises(Corrupt, match="block 62: more than 0 MiB held"):
         reader.fetch(reader.plan(rows_from(62, 1)))
 
@@ -237,7 +240,7 @@ def test_what_is_held_for_blocks_that_are_walked_to_is_bounded(tmp_path: Path, m
 def test_blocks_that_are_walked_to_are_not_held_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, content = lattice(12, 1, 128 * KIB)
     store = put(tmp_path, data, cache_bytes=1)
-    monkeypatch.setattr(walk, "KEPT_BYTES_MAX", 0)
+    monkeypatch.setattr(decode_budget, "KEPT_BYTES_MAX", 0)
     held, keep = list[int](), store.keep
 
     def noted(*kept: Any) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.formats.sealed import HEAD
-from nearkin.records import ContainerId
-from nearkin.testing import inspection
-from nearkin.testing.crash import Campaign
-from nearkin.testing.oracle import DAY, Break, Delete, Forget, Gc, Oracle, Put, Seen, Undelete, Violation
-from nearkin.testing.soak import RunRecord
-from nearkin.testing.stores import ENCRYPTED, flip, objects, process, settings
-from nearkin.testing.victim import CHOSEN, content, perform
+from nearkin_shared.formats.encrypted_object import HEAD
+from nearkin_shared.types import ContainerId
+from tests.support.checks import inspection
+from tests.support.data.stores import ENCRYPTED, flip, objects, process, settings
+from tests.support.engines.crash import Campaign
+from tests.support.engines.crash_child import CHOSEN, content, perform
+from tests.support.engines.model import DAY, Break, Delete, Forget, Gc, Oracle, Put, Seen, Undelete, Violation
+from tests.support.engines.soak import RunRecord
 
 
 @pytest.mark.soak
@@ -26,7 +26,7 @@ def test_a_soak_of_some_seconds_finds_nothing_and_says_its_seed(tmp_path: Path) 
     """In a process of its own: it forks, and obstore must not have been used before that."""
     words = ["--kills", os.environ.get("SOAK_KILLS", "30"), "--runs", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "nearkin.testing.soak", *words],
+        [sys.executable, "-m", "tests.support.engines.soak", *words],
         capture_output=True,
         text=True,
         check=False,
@@ -83,8 +83,9 @@ def test_a_deletion_that_died_before_its_mark_is_not_counted(tmp_path: Path) -> 
     """Found by seed 2: the index had noted a mark that was never written, and counted it until it was made anew."""
     script = """
 import sys
-from nearkin import failpoints, open_store
-from nearkin.testing.victim import CHOSEN
+from nearkin_shared.utils import failpoints
+from nearkin import open_store
+from tests.support.engines.crash_child import CHOSEN
 with open_store(sys.argv[1], settings=CHOSEN, create=True) as store:
     store.put("k", b"content")
     failpoints.arm("delete.noted:1:kill")
@@ -118,7 +119,7 @@ def test_an_older_generation_may_be_broken_already_when_a_store_is_broken(tmp_pa
 
 def test_a_rebuilt_index_is_durable_before_the_old_one_is_taken_for_gone(tmp_path: Path, monkeypatch) -> None:
     synced = []
-    monkeypatch.setattr("nearkin.local_index.sync_folder", synced.append)
+    monkeypatch.setattr("nearkin.local.index_lifecycle.sync_folder", synced.append)
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"content")
         store.rebuild_index()

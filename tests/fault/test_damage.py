@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.errors import Corrupt, IndexDamaged, NearkinError, NotFound, Permanent
-from nearkin.formats.manifest import decode_manifest, encode_manifest
-from nearkin.records import Locations
-from nearkin.reports import Damage
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, attempt, broken, containers, flip, manifests, settings
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store
+from nearkin_shared.errors import Corrupt, IndexDamaged, NearkinError, NotFound, Permanent
+from nearkin_shared.formats.manifest import decode_manifest, encode_manifest
+from nearkin_shared.results import Damage
+from nearkin_shared.types import Locations
+from tests.support.data.stores import SMALL, attempt, broken, containers, flip, manifests, settings
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}, "features": {"count": 6, "super_features": 6}})
 
@@ -139,7 +139,7 @@ def test_a_container_in_the_place_of_another_is_named(root):
 
 
 def manifest_of(root: Path, version: tuple[str, int]) -> Path:
-    from nearkin.formats.manifest import decode_manifest
+    from nearkin_shared.formats.manifest import decode_manifest
 
     for path in manifests(root):
         manifest = decode_manifest(path.read_bytes(), path.name)
@@ -426,8 +426,8 @@ def test_errors_of_damage_are_one_line_and_name_the_remedy(root):
 
 
 def test_after_a_rebuild_no_put_leans_on_what_is_broken_whichever_block_it_is(root):
-    from nearkin.formats.container import decode_container
-    from nearkin.formats.layout import BLOCK
+    from nearkin_shared.formats.container import decode_container
+    from nearkin_shared.formats.container_layout import BLOCK
 
     for number, path in enumerate(containers(root)):
         whole = path.read_bytes()

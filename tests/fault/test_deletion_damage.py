@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.config_layers import with_changes
-from nearkin.errors import Corrupt, NotFound, StoreLocked
-from nearkin.store.manifests import mark_name
-from nearkin.testing.stores import SMALL, process, settings
+from nearkin.store import Store
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.errors import Corrupt, NotFound, StoreLocked
+from nearkin_shared.storage.manifests import mark_name
+from tests.support.data.stores import SMALL, process, settings
 
 CHOSEN = settings(SMALL, {})
 VERSIONS = 4
@@ -21,16 +21,16 @@ VERSIONS = 4
 DIES = """
 import os, sys
 from nearkin import open_store
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.store import objects
-from nearkin.store.manifests import ManifestStore
-from nearkin.testing.stores import SMALL, settings
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.objectstore import base as objectstore_base
+from nearkin_shared.storage.manifests import ManifestStore
+from tests.support.data.stores import SMALL, settings
 
 step, times = sys.argv[2], int(sys.argv[3])
 kind, name = {
     "noted": (LmdbIndex, "mark_many"),
     "marked": (ManifestStore, "put_mark"),
-    "linked": (objects.os, "link"),
+    "linked": (objectstore_base.os, "link"),
 }[step]
 real, done = getattr(kind, name), []
 

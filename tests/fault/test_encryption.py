@@ -11,23 +11,13 @@ from unittest.mock import Mock
 import pytest
 
 from nearkin import open_store
-from nearkin.errors import Corrupt, NotFound
-from nearkin.formats.sealed import HEAD, PAGE_BYTES, STRIDE_BYTES
-from nearkin.store.containers import ContainerStore
-from nearkin.testing.bitflips import run
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.histories import WORD, filled, history
-from nearkin.testing.stores import (
-    ENCRYPTED,
-    SMALL,
-    attempt,
-    broken,
-    containers,
-    flip,
-    manifests,
-    objects,
-    settings,
-)
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.errors import Corrupt, NotFound
+from nearkin_shared.formats.encrypted_object import HEAD, PAGE_BYTES, STRIDE_BYTES
+from nearkin_shared.storage.containers import ContainerStore
+from tests.support.data.histories import WORD, filled, history
+from tests.support.data.stores import ENCRYPTED, SMALL, attempt, broken, containers, flip, manifests, objects, settings
+from tests.support.engines.bitflips import run
 
 CHOSEN = settings(SMALL, ENCRYPTED, {"delta": {"max_depth": 3}, "gc": {"grace_seconds": 0}})
 COVERED = settings(CHOSEN, {"storage": {"parity": "rs-8-2"}})
@@ -116,7 +106,7 @@ def test_the_whole_life_of_a_store_is_lived_encrypted(root: Path) -> None:
 
 
 def test_a_preview_leaves_nothing_in_clear_on_any_disk(root: Path, tmp_path: Path, monkeypatch) -> None:
-    from nearkin.store import overlay
+    from nearkin_shared.objectstore import overlay
 
     scratch, seen = tmp_path / "scratch", []
     scratch.mkdir()

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from nearkin import failpoints, open_store
-from nearkin.errors import BadInput, ConfigError, Corrupt, Erased, Retryable
-from nearkin.formats.key import name_of
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.histories import filled, history
-from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
-from nearkin.testing.stores import (
+from nearkin import open_store
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.errors import BadInput, ConfigError, Corrupt, Erased, Retryable
+from nearkin_shared.formats.key_record import name_of
+from nearkin_shared.utils import failpoints
+from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
+from tests.support.data.histories import filled, history
+from tests.support.data.stores import (
     ENCRYPTED,
     SMALL,
     attempt,
@@ -166,7 +167,7 @@ def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path
 def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_sum_that_drifts(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nearkin.store.keyring.FRESH_SECONDS", 0.0)  # it is heard of at once
+    monkeypatch.setattr("nearkin_shared.crypto.keyring.FRESH_SECONDS", 0.0)  # it is heard of at once
     at_once = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
     with open_store(root, settings=at_once, create=True) as store:
         store.put("gone", b"its last mark stays")

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from nearkin import failpoints, open_store
-from nearkin.api import Store
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import Corrupt, Erased, NotFound, StoreUnavailable
-from nearkin.failpoints import ERASURE_POINTS
-from nearkin.fingerprints import domain_of
-from nearkin.formats import sealed
-from nearkin.formats.sealed import STORE_OWNER
-from nearkin.testing.keys import MemoryKeys
-from nearkin.wrapping import generate
-from nearkin_gateway.resumable import Done, Meta, Resumable
+from nearkin import open_store
+from nearkin.store import Store
+from nearkin_gateway.uploads.resumable_store import Done, Meta, Resumable
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.crypto.key_wrapping import generate
+from nearkin_shared.errors import Corrupt, Erased, NotFound, StoreUnavailable
+from nearkin_shared.fingerprints import domain_of
+from nearkin_shared.formats import encrypted_object
+from nearkin_shared.formats.encrypted_object import STORE_OWNER
+from nearkin_shared.utils import failpoints
+from nearkin_shared.utils.failpoints import ERASURE_POINTS
+from tests.support.data.test_keys import MemoryKeys
 
 CONTENT = b"a part of a file that is on its way " * 100
 
@@ -57,7 +58,7 @@ def meta(tenant: str, **more: object) -> Meta:
 def owners(store: Store) -> set[bytes]:
     """Return whose keys sealed the objects of uploads."""
     inner = store._covered.inner
-    return {sealed.head_of(inner.get(name), name).owner for name, _ in inner.names("uploads")}
+    return {encrypted_object.head_of(inner.get(name), name).owner for name, _ in inner.names("uploads")}
 
 
 def test_staged_uploads_are_sealed_by_the_tenant(root: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.erasing import find_retained, remaining_copies
-from nearkin.errors import Erased, Retained
-from nearkin.testing.commands import InProcess, assert_refused
-from nearkin.wrapping import generate
+from nearkin.store import Store
+from nearkin_maintenance.gc.tenant_erasure import find_retained, remaining_copies
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.crypto.key_wrapping import generate
+from nearkin_shared.errors import Erased, Retained
+from tests.support.checks.commands import InProcess, assert_refused
 
 LATER = (datetime.now(UTC) + timedelta(days=30)).replace(microsecond=0)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import BadInput, Corrupt, Erased, NotFound
-from nearkin.formats import key as fmt
-from nearkin.wrapping import generate
+from nearkin.store import Store
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.crypto.key_wrapping import generate
+from nearkin_shared.errors import BadInput, Corrupt, Erased, NotFound
+from nearkin_shared.formats import key_record as fmt
 
 CONTENT = bytes(range(256)) * 400
 
@@ -57,7 +57,7 @@ def objects(root: Path) -> set[str]:
 
 
 def owner_of(root: Path, tenant: str) -> bytes:
-    from nearkin.fingerprints import domain_of
+    from nearkin_shared.fingerprints import domain_of
 
     with opened(root) as store:
         return store.keyring.owner_of(domain_of(tenant))

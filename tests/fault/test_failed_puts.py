@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from typing_extensions import Buffer
 
-from nearkin import failpoints, open_store
-from nearkin.api import Item, Store
-from nearkin.errors import BadInput, StoreUnavailable
-from nearkin.runners import embedded
-from nearkin.testing import inspection
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, containers, settings
+from nearkin import open_store
+from nearkin.embedded import runner as embedded_runner
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Item, Store
+from nearkin_shared.errors import BadInput, StoreUnavailable
+from nearkin_shared.utils import failpoints
+from tests.support.checks import inspection
+from tests.support.data.stores import SMALL, containers, settings
 
 CHOSEN = settings(SMALL, {"container": {"target_bytes": 1 << 20}, "runner": {"batch_bytes": 2 << 20}})
 EARLIER = text_like(400_000, 1)
@@ -117,7 +118,7 @@ def test_put_failed_after_a_manifest_keeps_its_containers(store: Store) -> None:
 
 def test_put_many_failed_late_keeps_committed_groups(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.3: Of many blobs those that were reported stay; only what came after them is removed."""
-    monkeypatch.setattr(embedded, "GROUP_BLOBS_MAX", 100)
+    monkeypatch.setattr(embedded_runner, "GROUP_BLOBS_MAX", 100)
     many = [Item(f"k{number:03}", random_bytes(3_000, number)) for number in range(250)]
     reported = set[str]()
     results = store.put_many([*many, Item("last", CONTENT, sha256=bytes(32))])
@@ -143,7 +144,7 @@ def test_interrupted_put_keeps_containers_for_resumption(store: Store) -> None:
 
 def test_failed_put_beside_a_gc_run_leaves_removal_to_gc(store: Store) -> None:
     """F.3: A GC run counts on the containers it listed: none is removed under it."""
-    from nearkin.store.lock import ROUNDS, WriterLock
+    from nearkin.local.process_lock import ROUNDS, WriterLock
 
     before = containers(store.root)
     runs = WriterLock(store.root, "lock.round")

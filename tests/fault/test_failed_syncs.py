@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.errors import StoreUnavailable
-from nearkin.store.objects import AlreadyExists, LocalObjects
-from nearkin.testing.disk import Disk, RecordingOs, Step, recording
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects
+from tests.support.fakes.power_loss_disk import Disk, RecordingOs, Step, recording
 
 NAME, DATA = "containers/00/x.nkc", b"d" * 5000
 OTHER = "containers/00/y.nkc"

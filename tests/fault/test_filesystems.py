@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.store import mounts
-from nearkin.store import objects as module
-from nearkin.store.objects import AlreadyExists, LocalObjects
-from nearkin.testing.stores import SMALL, settings
+from nearkin_shared.objectstore import base as module
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects
+from nearkin_shared.utils import mounts
+from tests.support.data.stores import SMALL, settings
 
 SHIM = r"""
 #define _GNU_SOURCE
@@ -66,8 +66,8 @@ WRITING = """
 import sys
 from pathlib import Path
 from nearkin import open_store
-from nearkin.store.objects import AlreadyExists, LocalObjects
-from nearkin.testing.stores import SMALL, settings
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects
+from tests.support.data.stores import SMALL, settings
 with open_store(sys.argv[1], settings=settings(SMALL), create=True) as store:
     store.put("k", b"content")
     store.put("k", b"more")
@@ -141,8 +141,8 @@ def test_other_failures_of_a_folder_sync_are_errors(tmp_path, shim):
 HOLDING = """
 import sys
 from pathlib import Path
-from nearkin.errors import NearkinError
-from nearkin.store.lock import WriterLock
+from nearkin_shared.errors import NearkinError
+from nearkin.local.process_lock import WriterLock
 lock = WriterLock(Path(sys.argv[1]))
 try:
     lock.acquire()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nearkin import Corrupt, open_store
-from nearkin.store.manifests import object_name
-from nearkin.testing.stores import SMALL, settings
+from nearkin_shared.storage.manifests import object_name
+from tests.support.data.stores import SMALL, settings
 
 
 def test_get_manifest_of_other_tenant_is_refused(tmp_path: Path) -> None:

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import Corrupt, FormatTooNew
-from nearkin.formats.authentic import record_key
-from nearkin.formats.columns import check_bytes
-from nearkin.formats.condemned import MAGIC, QUARANTINED, Condemned, decode_record, encode_record
-from nearkin.formats.mark import Kind, Mark, decode_mark, encode_mark
-from nearkin.store import descriptor
-from nearkin.store.clients import memory_objects
-from nearkin.store.condemned import CondemnedStore
-from nearkin.store.manifests import mark_name, object_name
-from nearkin.store.parity import ParityObjects
-from nearkin.store.pauses import Pauses
-from nearkin.store.quarantine import Quarantine
-from nearkin.store.scrubbed import ScrubState, ScrubStates
-from nearkin.testing import samples
+from nearkin.store import Store
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import Corrupt, FormatTooNew
+from nearkin_shared.formats.columns import check_bytes
+from nearkin_shared.formats.pending_delete_record import MAGIC, QUARANTINED, Condemned, decode_record, encode_record
+from nearkin_shared.formats.record_authentication import record_key
+from nearkin_shared.formats.tombstone import Kind, Mark, decode_mark, encode_mark
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.storage import descriptor
+from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.manifests import mark_name, object_name
+from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.quarantine import Quarantine
+from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
+from tests.support.data import samples
 
 CONTENT = bytes(range(256)) * 2000
 NONE = np.zeros(0, np.uint32)

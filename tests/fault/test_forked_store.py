@@ -11,7 +11,7 @@ import pytest
 CHILD_TRIES = """
 import multiprocessing, sys
 import nearkin
-from nearkin.errors import StoreLocked
+from nearkin_shared.errors import StoreLocked
 
 def tries(store, go, said):
     try:

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.errors import NoRoom, NotFound, StoreUnavailable
-from nearkin.store.reserve import SpaceReserve
-from nearkin.testing.generated import random_bytes, text_like
-from nearkin.testing.stores import SMALL, settings, stored_bytes
+from nearkin.lab.generated_data import random_bytes, text_like
+from nearkin.store import Store
+from nearkin_shared.errors import NoRoom, NotFound, StoreUnavailable
+from nearkin_shared.storage.disk_reserve import SpaceReserve
+from tests.support.data.stores import SMALL, settings, stored_bytes
 
 MIB = 1 << 20
 DISK_MIB = 48
@@ -135,11 +135,11 @@ SMALL_CHUNKS = {"min_bytes": 64, "target_bytes": 128, "max_bytes": 256}
 
 def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get_does(tmp_path, monkeypatch):
     """The folder's sync failed after the manifest had its name: the version is there, and was in no listing."""
-    from nearkin.store import objects
+    from nearkin_shared.objectstore import base as objectstore_base
 
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"first")
-        real, manifests = objects.sync_folder, []
+        real, manifests = objectstore_base.sync_folder, []
 
         def fails(folder):
             if "manifests" in folder.parts:
@@ -147,7 +147,7 @@ def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get
                 raise OSError(errno.EIO, "Input/output error")
             real(folder)
 
-        monkeypatch.setattr(objects, "sync_folder", fails)
+        monkeypatch.setattr(objectstore_base, "sync_folder", fails)
         with pytest.raises(StoreUnavailable):
             store.put("k", b"second")
         assert manifests

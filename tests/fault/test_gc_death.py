@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.errors import NotFound
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, objects, process, settings
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin_shared.errors import NotFound
+from tests.support.data.stores import SMALL, objects, process, settings
 
 DAY = 86_400
 START = 1_764_000_000.0
@@ -24,10 +24,10 @@ STRIDE = 1 if SOAK else 8
 DIES = """
 import os, shutil, signal, sys
 from nearkin import open_store
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.store.objects import LocalObjects
-import nearkin_janitor
-from nearkin.testing.stores import SMALL, settings
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.objectstore.base import LocalObjects
+import nearkin_maintenance
+from tests.support.data.stores import SMALL, settings
 
 root, now, before = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "before"
 DAY = 86_400

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from nearkin import open_store
-from nearkin.testing.crash import VARIANTS
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
-from nearkin.testing.oracle import Violation
-from nearkin.testing.stores import ENCRYPTED, settings
-from nearkin.testing.victim import CHOSEN
+from nearkin.lab.generated_data import random_bytes
+from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
+from tests.support.data.stores import ENCRYPTED, settings
+from tests.support.engines.crash import VARIANTS
+from tests.support.engines.crash_child import CHOSEN
+from tests.support.engines.model import Violation
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=range(len(VARIANTS)))

@@ -12,12 +12,12 @@ import lmdb
 import pytest
 
 from nearkin import open_store
-from nearkin.errors import IndexUnsafe
-from nearkin.index.environments import acquire
-from nearkin.index.page_check import find_page_damage
-from nearkin.index.session_notes import CRASHES_MAX, dead_notes, write_note
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import SMALL, process, settings
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.errors import IndexUnsafe
+from nearkin_shared.index.lmdb.environments import acquire
+from nearkin_shared.index.lmdb.page_check import find_page_damage
+from nearkin_shared.index.lmdb.session_notes import CRASHES_MAX, dead_notes, write_note
+from tests.support.data.stores import SMALL, process, settings
 
 CHOSEN = settings(SMALL)
 PAGE = 4096
@@ -25,7 +25,7 @@ PAGE = 4096
 LISTING = """
 import sys
 from nearkin import open_store
-from nearkin.testing.stores import SMALL, settings
+from tests.support.data.stores import SMALL, settings
 with open_store(sys.argv[1], settings=settings(SMALL)) as store:
     print(len(store.versions(all_versions=True)), flush=True)
 """

@@ -11,11 +11,11 @@ import lmdb
 import pytest
 
 from nearkin import open_store
-from nearkin.errors import IndexDamaged, StoreUnavailable
-from nearkin.index.entries import MARK_HEAD
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.histories import history
-from nearkin.testing.stores import SMALL, broken, manifests, settings
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.errors import IndexDamaged, StoreUnavailable
+from nearkin_shared.index.lmdb.entry_encoding import MARK_HEAD
+from tests.support.data.histories import history
+from tests.support.data.stores import SMALL, broken, manifests, settings
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}, "features": {"count": 6, "super_features": 6}})
 CONTENTS = history()

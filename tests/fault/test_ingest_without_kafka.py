@@ -11,12 +11,13 @@ import pytest
 from click.testing import CliRunner
 from confluent_kafka import KafkaException
 
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import StoreUnavailable
-from nearkin_gateway import ingest_consumer, ingest_worker
-from nearkin_gateway.ingest_consumer import IngestConsumer
-from nearkin_gateway.ingest_records import UserRecord
+from nearkin_ingest import __main__ as ingest_main
+from nearkin_ingest import consumer as ingest_consumer
+from nearkin_ingest.consumer import IngestConsumer
+from nearkin_ingest.records import UserRecord
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import StoreUnavailable
 
 
 @pytest.fixture
@@ -47,13 +48,13 @@ def test_a_worker_that_is_stopped_while_it_waits_for_kafka_ends_cleanly(
             os.kill(os.getpid(), signal.SIGTERM)
         raise StoreUnavailable("kafka 127.0.0.1:1: Local: Broker transport failure")
 
-    monkeypatch.setattr(ingest_worker, "create_topics", away)
-    monkeypatch.setattr(ingest_worker, "CONNECT_SECONDS_MAX", 0.0)
-    monkeypatch.setattr(ingest_worker.logs, "start", lambda *_: None)
+    monkeypatch.setattr(ingest_main, "create_topics", away)
+    monkeypatch.setattr(ingest_main, "CONNECT_SECONDS_MAX", 0.0)
+    monkeypatch.setattr(ingest_main.logs, "start", lambda *_: None)
     monkeypatch.setenv("NEARKIN_INGEST__TOPICS", "blobs")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        assert CliRunner().invoke(ingest_worker.main, ["--worker", "w"]).exit_code == code
+        assert CliRunner().invoke(ingest_main.main, ["--worker", "w"]).exit_code == code
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

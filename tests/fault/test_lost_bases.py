@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.config import Settings
-from nearkin.records import ContainerId
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.collecting import COLLECTED
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, broken, containers, flip, process, settings
-from nearkin_janitor.settled import referring
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.formats.block_kinds import referring
+from nearkin_shared.types import ContainerId
+from tests.support.checks.gc_checks import COLLECTED
+from tests.support.data.stores import SMALL, broken, containers, flip, process, settings
+from tests.support.fakes.clock import DAY, Clock
 
 CHANGES: Mapping[str, Mapping[str, object]] = {
     "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
@@ -112,9 +112,10 @@ def write_files(folder: Path, every: Sequence[bytes]) -> list[Path]:
 
 REPAIR_KILLED = """
 import json, sys
-from nearkin import failpoints, open_store
-from nearkin.testing.collecting import COLLECTED
-from nearkin.testing.stores import settings
+from nearkin_shared.utils import failpoints
+from nearkin import open_store
+from tests.support.checks.gc_checks import COLLECTED
+from tests.support.data.stores import settings
 with open_store(sys.argv[1], settings=settings(COLLECTED, json.loads(sys.argv[3])), create=True) as store:
     failpoints.arm(f"{sys.argv[2]}:1:kill")
     store.repair(sys.argv[4:])

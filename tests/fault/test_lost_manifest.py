@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.errors import Corrupt, NotFound
-from nearkin.reports import Damage
-from nearkin.retention import RetentionPolicy
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import ENCRYPTED, SMALL, containers, flip, manifests, settings, stored_bytes
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.errors import Corrupt, NotFound
+from nearkin_shared.results import Damage
+from nearkin_shared.retention import RetentionPolicy
+from tests.support.data.stores import ENCRYPTED, SMALL, containers, flip, manifests, settings, stored_bytes
 
 CHOSEN = settings(SMALL, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}})
 

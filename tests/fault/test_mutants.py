@@ -51,9 +51,15 @@ def test_mutants_replace_text_that_is_there_once() -> None:
 
 def test_mutation_engine_reports_missed_and_stale() -> None:
     """F.32: A change that breaks no test is reported as missed, and a text that the module lacks as stale."""
-    test = "tests/unit/test_retention.py"
+    test = "tests/unit/shared/test_retention.py"
     harmless = mutation.Mutant(
-        "harmless", "none", "a docstring differs", "nearkin.retention", "from __future__", "\nfrom __future__", (test,)
+        "harmless",
+        "none",
+        "a docstring differs",
+        "nearkin_shared.retention",
+        "from __future__",
+        "\nfrom __future__",
+        (test,),
     )
     stale = replace(harmless, old="no such text")
     assert mutation.run_mutant(harmless).outcome is mutation.Outcome.MISSED

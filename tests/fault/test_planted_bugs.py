@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from nearkin.testing.planted import BUGS
+from tests.support.engines.mutation_engine import BUGS
 
 SAMPLE = 3
 """Planted bugs in one run of `make test`, another choice each time; `make soak` hunts all of them."""
@@ -20,7 +20,7 @@ def test_planted_bugs_of_a_sample_are_caught() -> None:
     names = random.SystemRandom().sample(sorted(BUGS), SAMPLE)
     memory = ["--folder", "/dev/shm"] if os.path.isdir("/dev/shm") else []
     done = subprocess.run(
-        [sys.executable, "-m", "nearkin.testing.planted", *memory, *names],
+        [sys.executable, "-m", "tests.support.engines.mutation_engine", *memory, *names],
         capture_output=True,
         text=True,
         check=False,
@@ -37,12 +37,14 @@ def test_without_a_mistake_the_same_hunts_find_nothing() -> None:
     script = """
 import tempfile
 from pathlib import Path
-from nearkin.testing.planted import BUGS
+from tests.support.engines.mutation_engine import BUGS
 for name in ("directory-unchecked", "delta-not-verified", "block-number-given-again", "scrub-skips", "fence-not-asked"):
     with tempfile.TemporaryDirectory() as folder:
         BUGS[name].hunt(Path(folder), lambda: None)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    short = script.replace("for name", "import nearkin.testing.hunts as h\nh.KILLS_MAX, h.SEEDS = 6, (1,)\nfor name")
+    short = script.replace(
+        "for name", "import tests.support.engines.detectors as h\nh.KILLS_MAX, h.SEEDS = 6, (1,)\nfor name"
+    )
     done = subprocess.run([sys.executable, "-c", short], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr

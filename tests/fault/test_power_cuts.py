@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.testing.disk import PENDING_NAMES_MAX, Disk, Step
-from nearkin.testing.stores import objects
-from nearkin.testing.torn import WORKLOADS, explore, fail_each
+from tests.support.data.stores import objects
+from tests.support.engines.power_cut import WORKLOADS, explore, fail_each
+from tests.support.fakes.power_loss_disk import PENDING_NAMES_MAX, Disk, Step
 
 ALL = "SOAK" in os.environ
 """Every workload, every call: two and a half minutes. Else all worlds of nine workloads, each fifth call of three."""

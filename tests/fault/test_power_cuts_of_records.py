@@ -11,23 +11,24 @@ from typing import Any
 
 import pytest
 
-from nearkin.errors import Erased, NotFound
-from nearkin.fingerprints import domain_of
-from nearkin.formats.parity import scheme_of
-from nearkin.store import durable_files, objects
-from nearkin.store.keyring import Keyring
-from nearkin.store.objects import LocalObjects
-from nearkin.store.opening import as_set
-from nearkin.store.parity import ParityObjects
-from nearkin.store.pauses import Pauses
-from nearkin.store.scrubbed import ScrubState, ScrubStates
-from nearkin.testing.keys import KEY_ENCRYPTION_KEYS
-from nearkin.testing.oracle import Violation
-from nearkin.testing.stores import ENCRYPTED, settings
-from nearkin.testing.torn_records import Action, RecordWorkload, Results, explore_records
-from nearkin.wrapping import LocalKeys, generate, key_id_of, keys_in
-from nearkin_gateway import tokens
-from nearkin_gateway.resumable import Done, Meta, Resumable, Staged
+from nearkin_gateway.auth import tokens
+from nearkin_gateway.uploads.resumable_store import Done, Meta, Resumable, Staged
+from nearkin_shared.crypto.key_wrapping import LocalKeys, generate, key_id_of, keys_in
+from nearkin_shared.crypto.keyring import Keyring
+from nearkin_shared.errors import Erased, NotFound
+from nearkin_shared.fingerprints import domain_of
+from nearkin_shared.formats.parity_object import scheme_of
+from nearkin_shared.objectstore import base as objectstore_base
+from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.factory import as_set
+from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
+from nearkin_shared.utils import durable_files
+from tests.support.data.stores import ENCRYPTED, settings
+from tests.support.data.test_keys import KEY_ENCRYPTION_KEYS
+from tests.support.engines.model import Violation
+from tests.support.engines.power_cut_records import Action, RecordWorkload, Results, explore_records
 
 NOW = 1_764_000_000.0
 GRACE_SECONDS = 600
@@ -395,7 +396,7 @@ def test_power_cut_keeps_acknowledged_records(place: Path, name: str) -> None:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_unsynced_record_names_are_found(place: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.32: The engine finds a planted mistake: folders are not synced after a record was written or removed."""
-    for module in (objects, durable_files):
+    for module in (objectstore_base, durable_files):
         monkeypatch.setattr(module, "sync_folder", lambda _: None)
     with pytest.raises(Violation, match="power cut after step"):
         explore_records(place, WORKLOADS[name])

@@ -13,12 +13,12 @@ import lmdb
 import pytest
 
 from nearkin import open_store
-from nearkin.errors import Corrupt, StoreUnavailable
-from nearkin.index.lmdb import VERSION
-from nearkin.store.objects import LocalObjects
-from nearkin.store.private_files import open_private
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import ENCRYPTED, SMALL, settings
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.errors import Corrupt, StoreUnavailable
+from nearkin_shared.index.lmdb.lmdb_index import VERSION
+from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.utils.private_files import open_private
+from tests.support.data.stores import ENCRYPTED, SMALL, settings
 
 CHOSEN = settings(SMALL)
 SEALED = settings(SMALL, ENCRYPTED)
@@ -27,7 +27,7 @@ LEAKING = """
 import os, sys
 os.umask(0)
 from nearkin import open_store
-from nearkin.testing.stores import ENCRYPTED, settings
+from tests.support.data.stores import ENCRYPTED, settings
 
 with open_store(sys.argv[1], settings=settings(ENCRYPTED), create=True) as store:
     for i in range(10):

@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nearkin import failpoints, open_store
-from nearkin.api import Store
-from nearkin.errors import BadInput, NotFound, Paused, Retained, StoreLocked, StoreUnavailable
-from nearkin.testing import inspection
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.collecting import COLLECTED
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import ENCRYPTED, SMALL, broken, settings
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store
+from nearkin_shared.errors import BadInput, NotFound, Paused, Retained, StoreLocked, StoreUnavailable
+from nearkin_shared.utils import failpoints
+from tests.support.checks import inspection
+from tests.support.checks.gc_checks import COLLECTED
+from tests.support.data.stores import ENCRYPTED, SMALL, broken, settings
+from tests.support.fakes.clock import DAY, Clock
 
 SECRET = random_bytes(4000, 99)
 """Does not compress: wherever it is stored, parts of it are found."""
@@ -292,7 +293,7 @@ def test_purge_of_a_joined_chunk_keeps_what_refers_to_it(tmp_path: Path) -> None
 
 def test_purge_through_services_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.4: Beside services nothing is removed at once: their puts hold no lock of this store."""
-    from nearkin_janitor.reach import Reach
+    from nearkin_maintenance.gc.mark import Reach
 
     with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
         store.put("a", SECRET)

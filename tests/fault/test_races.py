@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.testing import races
+from tests.support.engines import races
 
 ALL = "SOAK" in os.environ
 """Every step of every pair: a minute and a half. Else each seventh, and all of those that found a bug."""

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.testing.stores import ENCRYPTED, SMALL, settings
+from tests.support.data.stores import ENCRYPTED, SMALL, settings
 
 READING = """
 import logging, os, sys, tempfile
 from pathlib import Path
 from nearkin import open_store
-from nearkin.errors import StoreUnavailable
-from nearkin.testing.stores import ENCRYPTED, SMALL, settings
+from nearkin_shared.errors import StoreUnavailable
+from tests.support.data.stores import ENCRYPTED, SMALL, settings
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
 chosen = settings(SMALL, ENCRYPTED if sys.argv[2] == "encrypted" else {})
 def read(root):
@@ -127,7 +127,7 @@ def test_store_on_a_read_only_mount_is_read(folder, has_index):
 
 def test_reader_beside_a_writer_shows_new_versions(folder):
     """F.8: A reader with a temporary index shows a version that a writer adds to a key, and newer keys in time."""
-    from nearkin import temporary_index
+    from nearkin.local import temporary_index
 
     root = folder / "s"
     make_store(root, "plain")

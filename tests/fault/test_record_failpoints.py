@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from nearkin.errors import Erased, StoreUnavailable
-from nearkin.failpoints import RECORD_POINTS, arm, disarm
-from nearkin.fingerprints import domain_of
-from nearkin.store.clients import memory_objects
-from nearkin.store.keyring import Keyring
-from nearkin.store.pauses import Pauses
-from nearkin.store.scrubbed import ScrubState, ScrubStates
-from nearkin.testing.keys import MemoryKeys
+from nearkin_shared.crypto.keyring import Keyring
+from nearkin_shared.errors import Erased, StoreUnavailable
+from nearkin_shared.fingerprints import domain_of
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
+from nearkin_shared.utils.failpoints import RECORD_POINTS, arm, disarm
+from tests.support.data.test_keys import MemoryKeys
 
 DB, WEB = domain_of("db"), domain_of("web")
 

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import redis
 
-from nearkin.claims import ContainerClaims
-from nearkin.config_services import RedisSettings
-from nearkin.errors import ConfigError, Corrupt, FormatTooNew, Retryable, StoreUnavailable
-from nearkin.index.redis import RedisIndex
-from nearkin.index.redis.scripts import BUCKET_ENTRIES_MAX
-from nearkin.records import ContainerId
-from nearkin.testing import samples
-from nearkin.testing.conformance.index import (
+from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.errors import ConfigError, Corrupt, FormatTooNew, Retryable, StoreUnavailable
+from nearkin_shared.index.container_entries import ContainerClaims
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.redis.scripts import BUCKET_ENTRIES_MAX
+from nearkin_shared.types import ContainerId
+from tests.support.conformance.index_contract import (
     FIRST,
     SECOND,
     SKETCH,
@@ -33,7 +32,8 @@ from nearkin.testing.conformance.index import (
     rows,
     second_claims,
 )
-from nearkin.testing.redis_server import RedisServer
+from tests.support.data import samples
+from tests.support.servers.redis_server import RedisServer
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def many(container: ContainerId, count: int, label: str) -> ContainerClaims:
 
 def whole(index: RedisIndex) -> None:
     """Say that the index was rebuilt, as a rebuild does."""
-    from nearkin.index.redis.rebuild import Rebuilder
+    from nearkin_shared.index.redis.background_rebuild import Rebuilder
 
     Rebuilder(index, lambda _: None).run_once()
 
@@ -485,8 +485,8 @@ def test_a_version_that_does_not_parse_is_corrupt(connect: Connect, raw: redis.R
 
 def test_crafted_super_features_fill_one_bucket_and_no_more(connect: Connect, raw: redis.Redis) -> None:
     """Keys that meet in one bucket at every level: it stops growing, and the others go on."""
-    from nearkin.index.redis.rows import FEATURES, Keys
-    from nearkin.index.redis.server import Server
+    from nearkin_shared.index.redis.connection import Server
+    from nearkin_shared.index.redis.key_encoding import FEATURES, Keys
 
     index = connect(partitions=1)
     epoch = index.epochs.current

@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.cli.verifying import repair_lines, verify_lines
-from nearkin.errors import Corrupt
-from nearkin.formats.container import decode_container
-from nearkin.formats.layout import BLOCK
-from nearkin.reports import RepairReport
-from nearkin.testing.generated import mutated, random_bytes
-from nearkin.testing.histories import history
-from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
-from nearkin.testing.stores import (
+from nearkin.cli.verify import repair_lines, verify_lines
+from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin.store import Store
+from nearkin_maintenance.repair.container_repair import Healer
+from nearkin_shared.errors import Corrupt
+from nearkin_shared.formats.container import decode_container
+from nearkin_shared.formats.container_layout import BLOCK
+from nearkin_shared.results import RepairReport
+from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
+from tests.support.data.histories import history
+from tests.support.data.stores import (
     SMALL,
     attempt,
     blocks_of,
@@ -30,7 +31,6 @@ from nearkin.testing.stores import (
     process,
     settings,
 )
-from nearkin_janitor.heal import Healer
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}})
 COVERED = settings(CHOSEN, {"storage": {"parity": "rs-8-2"}})
@@ -356,8 +356,9 @@ def test_who_dies_while_healing_leaves_an_index_that_says_what_a_rebuilt_one_doe
     script = """
 import sys
 from pathlib import Path
-from nearkin import failpoints, open_store
-from nearkin.testing.stores import SMALL, blocks_of, settings
+from nearkin_shared.utils import failpoints
+from nearkin import open_store
+from tests.support.data.stores import SMALL, blocks_of, settings
 failpoints.arm(f"{sys.argv[3]}:1:kill")
 with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}}), create=True) as store:
     store.repair([Path(sys.argv[2])])
@@ -387,8 +388,9 @@ def test_what_leans_on_a_healed_chunk_reads_while_the_broken_generation_is_there
     script = """
 import sys
 from pathlib import Path
-from nearkin import failpoints, open_store
-from nearkin.testing.stores import SMALL, blocks_of, settings
+from nearkin_shared.utils import failpoints
+from nearkin import open_store
+from tests.support.data.stores import SMALL, blocks_of, settings
 failpoints.arm("heal.put:1:kill")
 with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}}), create=True) as store:
     store.repair(map(Path, sys.argv[2:]))

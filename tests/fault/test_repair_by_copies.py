@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.collecting import COLLECTED
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, broken, containers, settings
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store
+from tests.support.checks.gc_checks import COLLECTED
+from tests.support.data.stores import SMALL, broken, containers, settings
+from tests.support.fakes.clock import DAY, Clock
 
 Contents = dict[tuple[str, int], bytes]
 ANEW = settings(

@@ -7,20 +7,11 @@ import shutil
 from pathlib import Path
 
 from nearkin import open_store
-from nearkin.formats.parity import Scheme, encode_parity
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.histories import history
-from nearkin.testing.inspection import check_parity_is_of_what_is_there
-from nearkin.testing.stores import (
-    SMALL,
-    broken,
-    containers,
-    flip,
-    manifests,
-    objects,
-    settings,
-    stored_bytes,
-)
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.formats.parity_object import Scheme, encode_parity
+from tests.support.checks.inspection import check_parity_is_of_what_is_there
+from tests.support.data.histories import history
+from tests.support.data.stores import SMALL, broken, containers, flip, manifests, objects, settings, stored_bytes
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}})
 COVERED = settings(CHOSEN, {"storage": {"parity": "rs-8-2"}})

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.errors import SourceFailed
-from nearkin.formats.container import decode_container
-from nearkin.local_repair import _sorted_out
-from nearkin.records import ContainerId
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.inspection import check_index_is_the_one_a_rebuild_makes
-from nearkin.testing.stores import SMALL, blocks_of, broken, containers, flip, settings
-from nearkin_janitor import given
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.local.local_repair import _sorted_out
+from nearkin_maintenance.repair import backup_copies
+from nearkin_shared.errors import SourceFailed
+from nearkin_shared.formats.container import decode_container
+from nearkin_shared.types import ContainerId
+from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
+from tests.support.data.stores import SMALL, blocks_of, broken, containers, flip, settings
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}})
 
@@ -151,8 +151,8 @@ def test_copies_are_not_held_in_memory(tmp_path, monkeypatch) -> None:
         assert len(kept) == len(files)
         assert left_bytes < 100_000
         assert peak_bytes < 3 * largest_bytes
-        monkeypatch.setattr(given, "HELD_BYTES", 2 * largest_bytes)
-        held = given.Held()
+        monkeypatch.setattr(backup_copies, "HELD_BYTES", 2 * largest_bytes)
+        held = backup_copies.Held()
         for of in kept.values():
             assert held.of(of[0])[0] == of[0].data
             assert held.held_bytes < 3.5 * largest_bytes

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import Corrupt, KeysLost
-from nearkin.fingerprints import domain_of
-from nearkin.formats.heads import decode_heads, encode_heads
-from nearkin.store.clients import memory_objects
-from nearkin.store.heads import VersionHeads
-from nearkin.store.manifests import ManifestStore, object_name
-from nearkin.testing.gateways import running
-from nearkin.testing.keys import MemoryKeys
-from nearkin.wrapping import generate
+from nearkin.store import Store
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.crypto.key_wrapping import generate
+from nearkin_shared.errors import Corrupt, KeysLost
+from nearkin_shared.fingerprints import domain_of
+from nearkin_shared.formats.head_record import decode_heads, encode_heads
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.storage.heads import VersionHeads
+from nearkin_shared.storage.manifests import ManifestStore, object_name
+from tests.support.data.test_keys import MemoryKeys
+from tests.support.servers.gateways import running
 
 GC = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
 

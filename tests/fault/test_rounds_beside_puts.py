@@ -14,29 +14,30 @@ from typing import Any
 
 import pytest
 
-from nearkin import failpoints, open_store
-from nearkin.errors import StoreLocked
-from nearkin.formats.container import decode_container
-from nearkin.records import ContainerId
-from nearkin.store.containers import ContainerStore
-from nearkin.store.lock import ROUND, WriterLock
-from nearkin.testing import beside, victim
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.oracle import DAY
-from nearkin.testing.races import Scene, scene
-from nearkin.testing.stores import containers, flip, settings
-from nearkin.testing.waiting import until
-from nearkin_janitor import soundness
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.local.process_lock import ROUND, WriterLock
+from nearkin_maintenance.verify import integrity
+from nearkin_shared.errors import StoreLocked
+from nearkin_shared.formats.container import decode_container
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.types import ContainerId
+from nearkin_shared.utils import failpoints
+from tests.support.checks.waiting import until
+from tests.support.data.stores import containers, flip, settings
+from tests.support.engines import crash_child, gc_during_put
+from tests.support.engines.model import DAY
+from tests.support.engines.races import Scene, scene
 
 EVERY = 1 if "SOAK" in os.environ else 11
 SECONDS = 8.0 if "SOAK" in os.environ else 3.0
-CHOSEN = settings(victim.CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
+CHOSEN = settings(crash_child.CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
 
 PREAMBLE = """
 import random, sys, time
 from nearkin import open_store
-from nearkin.errors import NotFound, StoreLocked
-from nearkin.testing.generated import mutated, random_bytes, text_like
+from nearkin_shared.errors import NotFound, StoreLocked
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
 from tests_chosen import CHOSEN
 root, until = sys.argv[1], time.monotonic() + float(sys.argv[2])
 def content(key, number):
@@ -100,9 +101,9 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 def child(script: str, root: Path, seconds: float) -> subprocess.Popen[str]:
     (root.parent / "tests_chosen.py").write_text(
-        "from nearkin.testing import victim\n"
-        "from nearkin.testing.stores import settings\n"
-        'CHOSEN = settings(victim.CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})\n'
+        "from tests.support.engines import crash_child\n"
+        "from tests.support.data.stores import settings\n"
+        'CHOSEN = settings(crash_child.CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})\n'
     )
     path = os.pathsep.join([str(root.parent), *(entry for entry in sys.path if entry)])
     return subprocess.Popen(
@@ -132,7 +133,12 @@ def test_three_processes_that_read_put_and_collect_never_meet_an_error(place: Pa
 
 @pytest.mark.parametrize(
     "race",
-    [beside.put_beside_a_round, beside.put_from_elsewhere, beside.second_round, beside.rebuild_beside_a_round],
+    [
+        gc_during_put.put_beside_a_round,
+        gc_during_put.put_from_elsewhere,
+        gc_during_put.second_round,
+        gc_during_put.rebuild_beside_a_round,
+    ],
     ids=lambda race: race.__name__,
 )
 def test_whoever_comes_by_at_a_step_of_a_round_loses_nothing(place: Path, race: Callable[..., int]) -> None:
@@ -140,7 +146,7 @@ def test_whoever_comes_by_at_a_step_of_a_round_loses_nothing(place: Path, race: 
 
 
 def test_a_put_is_not_kept_waiting_while_a_round_marks_and_plans(place: Path) -> None:
-    made = beside.neighbours(place)
+    made = gc_during_put.neighbours(place)
     points: list[str] = []
 
     def watch(name: str) -> None:
@@ -183,7 +189,7 @@ def test_a_put_waits_for_a_step_of_a_round_and_is_done(place: Path) -> None:
 
 
 def test_a_put_that_waited_in_vain_is_told_for_what(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearkin.store.lock.STEP_SECONDS_MAX", 0.1)
+    monkeypatch.setattr("nearkin.local.process_lock.STEP_SECONDS_MAX", 0.1)
     with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"1")
     step = WriterLock(place / "s")
@@ -254,7 +260,7 @@ def test_a_deletion_waits_for_a_step_of_a_round_that_has_only_just_taken_the_loc
 
 
 def test_a_store_that_is_closed_in_another_thread_lets_a_step_of_a_round_end_first(place: Path) -> None:
-    made = beside.neighbours(place)
+    made = gc_during_put.neighbours(place)
     with made.open() as store:
         store.put("lock", b"is this Store's")
         for point in ("gc.turn", "gc.forgot-due", "compact.put", "gc.recorded"):
@@ -279,7 +285,7 @@ def test_a_store_that_is_closed_in_another_thread_lets_a_step_of_a_round_end_fir
 
 def test_what_was_broken_when_a_round_planned_and_is_mended_and_leaned_on_since_does_not_go(place: Path) -> None:
     """Nothing of it was known to be there, so nothing of it seemed to be named by what came."""
-    now, chosen = victim.START, settings(victim.CHOSEN, {"chunker": {"algorithm": "fixed"}})
+    now, chosen = crash_child.START, settings(crash_child.CHOSEN, {"chunker": {"algorithm": "fixed"}})
     left, right, other = (random_bytes(40 * 1024, number) for number in range(3))
     going = text_like(64 * 1024, 3)
     edited = bytearray(going)
@@ -358,7 +364,7 @@ def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
             store.delete("k", number)
             store.delete("alone", 2 * number)
         store.gc()
-    real, step, steps, anew = soundness._read, 0, 1, 0
+    real, step, steps, anew = integrity._read, 0, 1, 0
     while step < steps:
         shutil.copytree(place / "s", place / str(step))
         passed = [0]
@@ -374,7 +380,7 @@ def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
             passes()
             return real(*arguments)
 
-        monkeypatch.setattr(soundness, "_read", read)
+        monkeypatch.setattr(integrity, "_read", read)
         with open_store(place / str(step), settings=chosen, create=True) as store:
             assert store.verify(progress=lambda *_, passes=passes: passes()).damage == ()
             assert store.get("k").read() == content

@@ -11,16 +11,16 @@ from dataclasses import asdict
 
 import pytest
 
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import ConfigError, NotFound, StoreUnavailable
-from nearkin.store.objects import AlreadyExists
-from nearkin.store.opening import open_store_of
-from nearkin.store.s3 import S3Objects
-from nearkin.testing.faulty_http import FaultyHttp
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.servers import S3
-from nearkin.testing.waiting import until
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError, NotFound, StoreUnavailable
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.factory import open_store_of
+from nearkin_shared.objectstore.s3 import S3Objects
+from tests.support.checks.waiting import until
+from tests.support.fakes.faulty_http import FaultyHttp
+from tests.support.servers.servers import S3
 
 DATA = random_bytes(300_000, 1)
 OTHER = random_bytes(300_000, 2)

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.errors import Corrupt, StoreUnavailable
-from nearkin.store.scrubbed import ScrubState, decode_state, encode_state
-from nearkin.testing.bitflips import run
-from nearkin.testing.clock import DAY
-from nearkin.testing.gateways import embedded, running
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import SMALL, broken, containers, flip, objects, settings
-from nearkin.testing.waiting import until
-from nearkin_janitor.scrub import BUSY_SHARE
+from nearkin.lab.generated_data import random_bytes
+from nearkin.store import Store
+from nearkin_maintenance.verify.scrubber import BUSY_SHARE
+from nearkin_shared.errors import Corrupt, StoreUnavailable
+from nearkin_shared.storage.scrub_progress import ScrubState, decode_state, encode_state
+from tests.support.checks.waiting import until
+from tests.support.data.stores import SMALL, broken, containers, flip, objects, settings
+from tests.support.engines.bitflips import run
+from tests.support.fakes.clock import DAY
+from tests.support.servers.gateways import embedded, running
 
 CHOSEN = settings(SMALL)
 COVERED = settings(SMALL, {"storage": {"parity": "rs-8-2"}})

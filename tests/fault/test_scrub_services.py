@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.config_layers import with_changes
-from nearkin.errors import Corrupt, StoreUnavailable
-from nearkin.fingerprints import Fingerprinter
-from nearkin.store import descriptor
-from nearkin.store.clients import ObstoreObjects
-from nearkin.store.objects import LocalObjects, ObjectStore
-from nearkin.store.opening import with_parity
-from nearkin.store.parity import ParityObjects
-from nearkin.store.quarantine import Quarantine
-from nearkin.store.s3 import S3Objects
-from nearkin.store.scrubbed import ScrubStates
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.servers import S3
-from nearkin.testing.stores import SMALL, objects, settings
-from nearkin.testing.waiting import until
-from nearkin_janitor import scrubbing as scrubbing_module
-from nearkin_janitor.scrubbing import BackgroundScrub
+from nearkin.lab.generated_data import random_bytes
+from nearkin_maintenance.verify import scrub_worker as scrubbing_module
+from nearkin_maintenance.verify.scrub_worker import BackgroundScrub
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.errors import Corrupt, StoreUnavailable
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.objectstore.base import LocalObjects, ObjectStore
+from nearkin_shared.objectstore.factory import with_parity
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects
+from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.s3 import S3Objects
+from nearkin_shared.storage import descriptor
+from nearkin_shared.storage.quarantine import Quarantine
+from nearkin_shared.storage.scrub_progress import ScrubStates
+from tests.support.checks.waiting import until
+from tests.support.data.stores import SMALL, objects, settings
+from tests.support.servers.servers import S3
 
 COVERED = settings(SMALL, {"storage": {"parity": "rs-8-2"}, "scrub": {"rate_bytes": "1GiB"}})
 

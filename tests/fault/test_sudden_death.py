@@ -13,11 +13,11 @@ import lmdb
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.errors import NotFound, StoreLocked
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, process, settings
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store
+from nearkin_shared.errors import NotFound, StoreLocked
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from tests.support.data.stores import SMALL, process, settings
 
 CHOSEN = settings(SMALL, {"features": {"algorithm": "odess"}})
 MOMENTS = 15
@@ -26,8 +26,8 @@ WRITER = """
 import random, sys
 from pathlib import Path
 from nearkin import open_store
-from nearkin.testing.generated import mutated
-from nearkin.testing.stores import SMALL, settings
+from nearkin.lab.generated_data import mutated
+from tests.support.data.stores import SMALL, settings
 
 first = Path(sys.argv[2]).read_bytes()
 mutated(first, 0, edits=1)  # imports numpy.random, and what interrupts the import of a compiled module is lost
@@ -186,10 +186,10 @@ DIES = """
 import os, sys
 from pathlib import Path
 from nearkin import open_store
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.store.containers import ContainerStore
-from nearkin.store.manifests import ManifestStore
-from nearkin.testing.stores import SMALL, settings
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from tests.support.data.stores import SMALL, settings
 
 def after(kind, name, times):
     real, done = getattr(kind, name), []
@@ -213,7 +213,7 @@ HOLDER = """
 import sys
 from io import BytesIO
 from nearkin import open_store
-from nearkin.testing.stores import SMALL, settings
+from tests.support.data.stores import SMALL, settings
 
 class Waiting(BytesIO):
     asked = 0
@@ -278,7 +278,7 @@ def test_two_stores_in_one_process_exclude_each_other_like_two_processes(tmp_pat
 
 
 def test_a_put_that_commits_while_verify_runs_is_not_taken_for_damage(first, tmp_path, monkeypatch):
-    from nearkin.store.containers import ContainerStore
+    from nearkin_shared.storage.containers import ContainerStore
 
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"earlier")

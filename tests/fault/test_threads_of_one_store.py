@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from nearkin import Store, failpoints, open_store
-from nearkin.errors import IndexClosed, StoreLocked, StoreUnavailable
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.records import ContainerId
-from nearkin.reports import RepairReport
-from nearkin.store.lock import WriterLock
-from nearkin.testing.generated import random_bytes
+from nearkin import Store, open_store
+from nearkin.lab.generated_data import random_bytes
+from nearkin.local.process_lock import WriterLock
+from nearkin_shared.errors import IndexClosed, StoreLocked, StoreUnavailable
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.results import RepairReport
+from nearkin_shared.types import ContainerId
+from nearkin_shared.utils import failpoints
 
 CONTENT = random_bytes(300_000, 1)
 WAIT_SECONDS = 30.0

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nearkin.fingerprints import Fingerprinter
-from nearkin.restore import Blob
-from nearkin.store.containers import ContainerStore
-from nearkin.store.manifests import ManifestStore
-from nearkin.store.opening import open_store_of
-from nearkin.testing.pipeline import Pipeline, uploading
-from nearkin.testing.servers import Kafka, Redis
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.objectstore.factory import open_store_of
+from nearkin_shared.reading.restore import Blob
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from tests.support.servers.pipeline import Pipeline, uploading
+from tests.support.servers.servers import Kafka, Redis
 
 MIB = 1024 * 1024
 PREFIX = "cut."

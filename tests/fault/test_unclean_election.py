@@ -10,14 +10,14 @@ import pytest
 from confluent_kafka import KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from nearkin.config import Settings
-from nearkin.config_layers import load
-from nearkin.formats.message import Frame, decode
-from nearkin.runners.kafka.clients import check_durability, consumer, create_topics, topic
-from nearkin.runners.kafka.loop import patiently
-from nearkin.testing.kafka_cluster import KafkaCluster
-from nearkin.testing.pipeline import uploading
-from nearkin.testing.waiting import until
+from nearkin_shared.config.loader import load
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.formats.message import Frame, decode
+from nearkin_shared.kafka.clients import check_durability, consumer, create_topics, topic
+from nearkin_shared.kafka.consumer_loop import patiently
+from tests.support.checks.waiting import until
+from tests.support.servers.kafka_cluster import KafkaCluster
+from tests.support.servers.pipeline import uploading
 
 LEADERLESS_SECONDS = 3.0
 READ_SECONDS = 30.0

@@ -13,13 +13,13 @@ from click.testing import CliRunner
 
 from nearkin import open_store
 from nearkin.cli.commands import nearkin
-from nearkin.cli.verifying import parse_since
-from nearkin.errors import BadInput, IndexDamaged
-from nearkin.index.lmdb import _SHAPES as SHAPES
-from nearkin.index.sorted_runs import PLACE, places_of
-from nearkin.kernels.runs import CHILDREN_BYTES, HEAD_BYTES
-from nearkin.testing.generated import mutated, random_bytes
-from nearkin.testing.stores import SMALL, containers, flip, settings
+from nearkin.cli.verify import parse_since
+from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin_shared.errors import BadInput, IndexDamaged
+from nearkin_shared.index.lmdb.lmdb_index import _SHAPES as SHAPES
+from nearkin_shared.index.lmdb.sorted_run_table import PLACE, places_of
+from nearkin_shared.kernels.sorted_runs import CHILDREN_BYTES, HEAD_BYTES
+from tests.support.data.stores import SMALL, containers, flip, settings
 
 CHOSEN = settings(SMALL)
 

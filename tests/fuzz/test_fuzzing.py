@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.testing import fuzz
-from nearkin.testing.fuzz import Fault, changed, kept, run, tried
-from nearkin.testing.fuzz_targets import TARGETS, Target, raw_frame
+from tests.support.fuzzing import fuzz
+from tests.support.fuzzing.fuzz import Fault, changed, kept, run, tried
+from tests.support.fuzzing.fuzz_targets import TARGETS, Target, raw_frame
 
 ROOT = Path(__file__).parents[2]
 REGRESSIONS = Path(__file__).parent
@@ -68,7 +68,7 @@ def test_the_same_seed_changes_bytes_in_the_same_way() -> None:
 
 
 def test_tables_in_raw_frames_are_taken_as_packed_ones_are() -> None:
-    from nearkin.kernels.frames import decode_frame
+    from nearkin_shared.kernels.zstd_frames import decode_frame
 
     for data in (b"", b"short", bytes(range(256)) * 1200):
         out = bytearray(len(data))
@@ -83,7 +83,7 @@ def test_the_vcdiff_decoder_stays_inside_its_buffers_under_sanitizers(tmp_path: 
     found = find_spec("xdelta3")
     assert found is not None, "xdelta3 is a build requirement"
     (library,) = found.submodule_search_locations or [""]
-    kernels = ROOT / "shared" / "nearkin" / "kernels"
+    kernels = ROOT / "shared/nearkin_shared/kernels/native"
     words = [compiler, "-g", "-O1", "-w", "-fno-strict-aliasing", "-DNK_DRIVER", "-fsanitize=address,undefined"]
     words += ["-fno-sanitize-recover=undefined", f"-I{kernels}", f"-I{Path(library) / 'lib'}"]
     words += [str(REGRESSIONS / "vcdiff.c"), str(kernels / "xdelta3_impl.c"), "-o", str(tmp_path / "vcdiff")]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nearkin.kernels import chunking
+from nearkin_shared.kernels import chunking
 
 
 def corpus() -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nearkin.kernels import features
+from nearkin_shared.kernels import features
 
 LENGTHS = (0, 575, 576, 2048, 4096, 8192, 12_345, 65_536)
 

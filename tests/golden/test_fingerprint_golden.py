@@ -7,9 +7,9 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.kernels import _fingerprint as fast
-from nearkin.kernels import _fingerprint_reference as plain
-from nearkin.kernels.fingerprint import TagKey
+from nearkin_shared.kernels.fingerprint import TagKey
+from nearkin_shared.kernels.native import _fingerprint as fast
+from nearkin_shared.kernels.reference import fingerprint_reference as plain
 
 SECRET = bytes(range(32))
 LENGTHS = np.array([0, 1, 64, 65, 2048, 2049, 8192, 65536, 921600], np.uint32)

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from backports import zstd
 
-from nearkin.formats import layout
-from nearkin.formats.block import decode_block
-from nearkin.formats.condemned import QUARANTINED, decode_record
-from nearkin.formats.manifest import decode_manifest, encode_manifest
-from nearkin.formats.mark import decode_mark, encode_mark
-from nearkin.formats.parity import mended
-from nearkin.formats.retention_record import decode_retention, encode_retention
-from nearkin.testing import samples
+from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.block import decode_block
+from nearkin_shared.formats.manifest import decode_manifest, encode_manifest
+from nearkin_shared.formats.parity_object import mended
+from nearkin_shared.formats.pending_delete_record import QUARANTINED, decode_record
+from nearkin_shared.formats.retention_record import decode_retention, encode_retention
+from nearkin_shared.formats.tombstone import decode_mark, encode_mark
+from tests.support.data import samples
 
 HERE = Path(__file__).parent
 ZSTD = "1.5.7"
@@ -63,8 +63,8 @@ def test_the_frozen_patch_blocks_are_still_read() -> None:
     data = (HERE / "container_v3.bin").read_bytes()
     found, _ = samples.read_all(data)
     made, _ = samples.read_all(samples.patched_container())
-    start = int(found.blocks.offsets[1]) - layout.BLOCK.size
-    record = data[start : start + layout.BLOCK.size + int(found.blocks.stored[1])]
+    start = int(found.blocks.offsets[1]) - container_layout.BLOCK.size
+    record = data[start : start + container_layout.BLOCK.size + int(found.blocks.stored[1])]
     decoded = decode_block(record, "frozen", b"".join(samples.PATCHED_BASES))
     assert digest(decoded.tobytes()) == "fe7bb56e0ca6dc0fba738993617d0180"
     for name in ("names", "lengths", "blocks", "positions", "encoded", "depths", "ranks"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nearkin.testing import programs
+from tests.support.servers import programs
 
 CHART = Path(__file__).parents[2] / "deploy/helm/nearkin"
 

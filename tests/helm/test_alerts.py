@@ -14,10 +14,15 @@ import pytest
 import yaml
 from prometheus_client import REGISTRY
 
-from nearkin import metrics, tally
+from nearkin_shared.observability import counters, metrics
 
 for _declares_levels in (
-    *("nearkin.index.environments", "nearkin.runners.workers", "nearkin.store.containers", "nearkin_gateway.embedded"),
+    *(
+        "nearkin_shared.index.lmdb.environments",
+        "nearkin_shared.pipeline.worker_thread",
+        "nearkin_shared.storage.containers",
+        "nearkin.embedded.gateway_backend",
+    ),
 ):
     import_module(_declares_levels)
 ROOT = Path(__file__).parents[2]
@@ -37,11 +42,11 @@ def series() -> dict[str, set[str]]:
         "process_resident_memory_bytes": set(),
         "process_cpu_seconds_total": set(),
     }
-    for count in tally.COUNTS:
+    for count in counters.COUNTS:
         found[f"{count.name}_total"] = set(count.labels)
-    for spread in tally.SPREADS:
+    for spread in counters.SPREADS:
         found |= {spread.name + suffix: set(spread.labels) for suffix in ("_bucket", "_sum", "_count")}
-    for level in tally.LEVELS:
+    for level in counters.LEVELS:
         found[level.name] = set(level.labels)
     for collector in vars(metrics).values():
         if hasattr(collector, "_labelnames"):
@@ -113,7 +118,9 @@ def test_alerts_and_panels_ask_for_series_that_exist(
 def test_values_that_series_are_matched_by_are_given(
     alerts: list[dict[str, Any]], panels: list[dict[str, Any]]
 ) -> None:
-    source = "\n".join(path.read_text() for path in (ROOT / "shared/nearkin").rglob("*.py"))
+    source = "\n".join(
+        path.read_text() for folder in ("app", "shared", "services") for path in (ROOT / folder).rglob("*.py")
+    )
     asked = [alert["expr"] for alert in alerts]
     asked += [target["expr"] for panel in panels for target in panel.get("targets", [])]
     values = {

@@ -17,12 +17,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from nearkin.runners.kafka.clients import Outbox, create_named
-from nearkin.testing.pipeline import SERVICES, Pipeline, store_authenticator, uploading
-from nearkin.testing.samples import noise
-from nearkin.testing.server import free_port
-from nearkin.testing.waiting import until
-from nearkin_gateway import tokens
+from nearkin_gateway.auth import tokens
+from nearkin_shared.kafka.clients import Outbox, create_named
+from tests.support.checks.waiting import until
+from tests.support.data.samples import noise
+from tests.support.servers.pipeline import SERVICES, Pipeline, store_authenticator, uploading
+from tests.support.servers.server import free_port
 
 FAULTS = {
     ("NearkinDown", 1),
@@ -36,7 +36,7 @@ Render = Callable[..., list[dict[str, Any]]]
 Shown = dict[str, dict[str, float]]
 """By process: value of each series, written with its labels."""
 LISTENS = re.compile(r"http://127\.0\.0\.1:(\d+)/metrics")
-PROCESSES = (*SERVICES, "gateway", "gateway.ingest_worker")
+PROCESSES = (*SERVICES, "gateway", "ingest")
 PHASE_MINUTES = 30
 AFTER_MINUTES = 120
 GIVEN = 'namespace="backups",job="store",component="{0}",pod="{0}-1"'
@@ -62,7 +62,7 @@ def pipeline(kafka: Any, redis: Any, topic_prefix: str, key_prefix: str, tmp_pat
     with made:
         create_named(made.settings, [f"users-{topic_prefix}x"])
         made.start("gateway")
-        made.start("gateway.ingest_worker")
+        made.start("ingest")
         yield made
 
 

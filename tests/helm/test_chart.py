@@ -14,10 +14,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from nearkin.config import HOT_FIELDS, Settings
-from nearkin.config_layers import load
-from nearkin.runners.kafka.lag import WAITS
-from nearkin.testing import chart, cluster
+from nearkin_shared.config.loader import load
+from nearkin_shared.config.settings import HOT_FIELDS, Settings
+from nearkin_shared.kafka.lag import WAITS
+from tests.support.checks import helm_chart
+from tests.support.servers import cluster
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/nearkin"
@@ -462,11 +463,11 @@ def test_a_value_that_cannot_be_is_refused_by_name(rendered: Render, values: dic
 
 def test_readme_and_schema_follow_from_the_values_and_the_settings() -> None:
     values = (CHART / "values.yaml").read_text()
-    assert chart.undocumented(values) == []
-    remedy = "run python -m nearkin.testing.chart"
+    assert helm_chart.undocumented(values) == []
+    remedy = "run python -m tests.support.checks.helm_chart"
     readme, schema = ((CHART / name).read_text() for name in ("README.md", "values.schema.json"))
-    assert chart.with_values(readme, values) == readme, remedy
-    assert chart.with_config(schema) == schema, remedy
+    assert helm_chart.with_values(readme, values) == readme, remedy
+    assert helm_chart.with_config(schema) == schema, remedy
 
 
 def test_the_chart_has_the_version_of_the_package() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from nearkin.testing.server import free_port, log_end
-from nearkin.testing.servers import S3, Redis
-from nearkin.testing.waiting import until
-from nearkin_gateway import tokens
+from nearkin_gateway.auth import tokens
+from tests.support.checks.waiting import until
+from tests.support.servers.server import free_port, log_end
+from tests.support.servers.servers import S3, Redis
 
 LISTENS = re.compile(r"http://127\.0\.0\.1:(\d+)/metrics")
 STOP_SECONDS_MAX = 60.0

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.testing.clock import Clock
-from nearkin.testing.collecting import COLLECTED
+from nearkin.store import Store
+from tests.support.checks.gc_checks import COLLECTED
+from tests.support.fakes.clock import Clock
 
 
 @pytest.fixture

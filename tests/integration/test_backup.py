@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.errors import NotFound
-from nearkin.testing.generated import mutated, random_bytes
-from nearkin.testing.stores import SMALL, attempt, settings
+from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin_shared.errors import NotFound
+from tests.support.data.stores import SMALL, attempt, settings
 
 TRUTH = ("nearkin.json", "chunking.json", "containers", "manifests", "gc", "parity", "quarantine", "scrub", "heads")
 """What is copied: neither the index, nor locks, nor what a writer has not finished."""

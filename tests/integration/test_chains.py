@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from nearkin import Store, open_store
-from nearkin.errors import Corrupt, StoreUnavailable
-from nearkin.formats import layout
-from nearkin.parallel import Helpers
-from nearkin.records import U8
-from nearkin.store import chains
-from nearkin.store.chains import Chains
-from nearkin.store.chunks import ChunkReader
-from nearkin.store.containers import ContainerStore, object_name
-from nearkin.store.objects import TOGETHER_BYTES_MAX
-from nearkin.store.plans import BlockName
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL
-from nearkin.testing.stores import settings as chosen
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin_shared.errors import Corrupt, StoreUnavailable
+from nearkin_shared.formats import container_layout
+from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX
+from nearkin_shared.reading import block_decoder
+from nearkin_shared.reading.block_decoder import Chains
+from nearkin_shared.reading.chunk_reader import ChunkReader
+from nearkin_shared.reading.read_plan import BlockName
+from nearkin_shared.storage.containers import ContainerStore, object_name
+from nearkin_shared.types import U8
+from nearkin_shared.utils.thread_pool import Helpers
+from tests.support.data.stores import SMALL
+from tests.support.data.stores import settings as chosen
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def leaning(source: ContainerStore, name: BlockName) -> set[BlockName]:
     while True:
         more = set(found)
         for other, (kind, _) in blocks_of(source).items():
-            if kind == layout.PATCH:
+            if kind == container_layout.PATCH:
                 plan = reader.plan(source.directory(other[0]).prefixes.of(other[1]))
                 if found & set(zip(plan.locations.containers.tolist(), plan.blocks.tolist(), strict=True)):
                     more.add(other)
@@ -70,7 +70,7 @@ def leaning(source: ContainerStore, name: BlockName) -> set[BlockName]:
 def test_a_chain_is_decoded_in_one_call(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store._containers
     calls, trips = list[int](), list[int]()
-    plain, plain_ranges = chains.decode_frames, source._objects.get_ranges
+    plain, plain_ranges = block_decoder.decode_frames, source._objects.get_ranges
 
     def decode_frames(frames: Any, *others: Any) -> Any:
         calls.append(len(frames))
@@ -84,7 +84,7 @@ def test_a_chain_is_decoded_in_one_call(store: Store, monkeypatch: pytest.Monkey
     depths = {depth for _, depth in every.values()}
     assert len(depths) >= 4
     deepest = [name for name, (_, depth) in every.items() if depth == max(depths)]
-    monkeypatch.setattr(chains, "decode_frames", decode_frames)
+    monkeypatch.setattr(block_decoder, "decode_frames", decode_frames)
     monkeypatch.setattr(source._objects, "get_ranges", get_ranges)
     found = chains_of(source).decoded(deepest)
     assert all(content is not None for content in found)
@@ -105,7 +105,7 @@ def test_no_more_is_decoded_together_than_the_bound_says(
     names = sorted(blocks_of(source))
     wanted = dict(zip(names, chains_of(source).decoded(names), strict=True))
     source.forget_read()
-    monkeypatch.setattr(chains, "DECODED_BYTES_MAX", bound)
+    monkeypatch.setattr(block_decoder, "DECODED_BYTES_MAX", bound)
     found = dict[BlockName, U8 | None]()
     while len(found) < len(names):
         source.blocks.clear()
@@ -127,7 +127,9 @@ def test_who_decodes_beside_another_has_half_of_the_bound(store: Store, monkeypa
     source = store._containers
     names = sorted(blocks_of(source))
     wanted = chains_of(source).decoded(names)
-    monkeypatch.setattr(chains, "DECODED_BYTES_MAX", sum(len(content) for content in wanted if content is not None))
+    monkeypatch.setattr(
+        block_decoder, "DECODED_BYTES_MAX", sum(len(content) for content in wanted if content is not None)
+    )
     taken = list[int]()
 
     def decoded() -> None:
@@ -136,14 +138,14 @@ def test_who_decodes_beside_another_has_half_of_the_bound(store: Store, monkeypa
         assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=False))
         taken.append(len(found))
 
-    plain = chains.decode_frames
+    plain = block_decoder.decode_frames
 
     def beside(frames: Any, *others: Any) -> Any:
-        monkeypatch.setattr(chains, "decode_frames", plain)
+        monkeypatch.setattr(block_decoder, "decode_frames", plain)
         decoded()  # while what is around it has not ended
         return plain(frames, *others)
 
-    monkeypatch.setattr(chains, "decode_frames", beside)
+    monkeypatch.setattr(block_decoder, "decode_frames", beside)
     decoded()
     decoded()
     assert taken[1:] == [len(names), len(names)], "alone, beside another and after it"
@@ -161,14 +163,14 @@ def test_who_decodes_alone_has_others_help(store: Store, monkeypatch: pytest.Mon
             super().share(work)
 
     with ThreadPoolExecutor(2) as threads:
-        reader = chains.Chains(source, ChunkReader(source).plan, Noted(threads, 3))
+        reader = block_decoder.Chains(source, ChunkReader(source).plan, Noted(threads, 3))
         source.forget_read()
         found = reader.decoded(names)
         assert asked, "they are there to be asked"
         assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
         asked.clear()
         source.forget_read()
-        turn = chains._turns.take()  # another thread decodes
+        turn = block_decoder._turns.take()  # another thread decodes
         reader.decoded(names)
         assert not asked, "one thread for each restore of a gateway that has many"
         del turn
@@ -208,7 +210,7 @@ def test_whose_turn_it_is_ends_with_what_ends_it(store: Store, monkeypatch: pyte
         with pytest.raises(KeyboardInterrupt) as raised:
             chains_of(source).decoded(sorted(blocks_of(source)))
         kept.append(raised.value)  # with all that its traceback holds
-    assert bounds == [chains.DECODED_BYTES_MAX] * 2, "the second is alone, too"
+    assert bounds == [block_decoder.DECODED_BYTES_MAX] * 2, "the second is alone, too"
 
 
 def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: Store, tmp_path: Path) -> None:

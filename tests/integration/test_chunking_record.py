@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from nearkin import create_store, open_store
-from nearkin.config import Settings
-from nearkin.config_layers import load
-from nearkin.errors import ConfigError, Corrupt
-from nearkin.store import chunking
-from nearkin.store.opening import open_store_of
-from nearkin.testing.stores import SMALL, settings, stored_bytes
+from nearkin_shared.config.loader import load
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError, Corrupt
+from nearkin_shared.objectstore.factory import open_store_of
+from nearkin_shared.storage import chunking_record
+from tests.support.data.stores import SMALL, settings, stored_bytes
 
 COARSE = {"chunker": {"min_bytes": 4096, "target_bytes": 16384, "max_bytes": 65536}}
 FIXED = {"chunker": {"algorithm": "fixed"}}
@@ -71,10 +71,10 @@ def test_explicit_default_value_is_refused(root: Path) -> None:
 
 def test_store_without_record_gets_one_at_a_put(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F.11: a store of an older release is read as before, and recorded once, by the first put's settings."""
-    (root / chunking.NAME).unlink()
+    (root / chunking_record.NAME).unlink()
     with open_store(root, settings=settings(FIXED)) as store:
         assert store.get("k").read() == CONTENT
-        assert not (root / chunking.NAME).exists()
+        assert not (root / chunking_record.NAME).exists()
         with caplog.at_level(logging.WARNING):
             store.put("a", CONTENT)
             store.put("b", CONTENT)
@@ -86,7 +86,7 @@ def test_store_without_record_gets_one_at_a_put(root: Path, caplog: pytest.LogCa
 
 def test_first_of_two_writers_makes_the_record(root: Path) -> None:
     """F.11: the record is created exclusively: the process that comes second is held to it."""
-    (root / chunking.NAME).unlink()
+    (root / chunking_record.NAME).unlink()
     with open_store(root, settings=settings(FIXED)) as late:
         with open_store(root, settings=settings(COARSE)) as first:
             first.put("a", CONTENT)
@@ -105,22 +105,22 @@ def test_damaged_record_is_named_and_stops_puts_alone(tmp_path: Path, encrypted:
     with create_store(root, settings=chosen) as store:
         store.put("k", CONTENT)
         assert store.verify().damage == ()
-    path = root / chunking.NAME
+    path = root / chunking_record.NAME
     sound = path.read_bytes()
     path.chmod(0o600)
     path.write_bytes(sound[:-20] + bytes([sound[-20] ^ 1]) + sound[-19:])
     with open_store(root, settings=chosen) as store:
         assert store.get("k").read() == CONTENT
-        assert [one.object_name for one in store.verify().damage] == [chunking.NAME]
-        with pytest.raises(Corrupt, match=chunking.NAME):
+        assert [one.object_name for one in store.verify().damage] == [chunking_record.NAME]
+        with pytest.raises(Corrupt, match=chunking_record.NAME):
             store.put("other", CONTENT)
 
 
 def test_record_is_not_forged_without_the_secret(root: Path) -> None:
     """F.11: a record with a valid check but without the store's MAC is not believed."""
-    path = root / chunking.NAME
+    path = root / chunking_record.NAME
     path.chmod(0o600)
-    path.write_bytes(chunking.encode_record(chunking.record_of(settings(FIXED)), bytes(32)))
+    path.write_bytes(chunking_record.encode_record(chunking_record.record_of(settings(FIXED)), bytes(32)))
     with open_store(root, settings=Settings()) as store, pytest.raises(Corrupt, match="not authenticated"):
         store.put("other", CONTENT)
 
@@ -130,13 +130,13 @@ def test_record_is_repaired_from_parity(tmp_path: Path) -> None:
     chosen = settings(COARSE, {"storage": {"parity": "rs-4-2"}})
     with create_store(tmp_path / "s", settings=chosen) as store:
         store.put("k", CONTENT)
-    path = tmp_path / "s" / chunking.NAME
+    path = tmp_path / "s" / chunking_record.NAME
     sound = path.read_bytes()
     path.chmod(0o600)
     path.write_bytes(sound[:40] + b"?" + sound[41:])
     with open_store(tmp_path / "s", settings=chosen) as store:
         store.put("more", CONTENT)
-        assert [one.object_name for one in store.repair().repaired] == [chunking.NAME]
+        assert [one.object_name for one in store.repair().repaired] == [chunking_record.NAME]
     assert path.read_bytes() == sound
 
 
@@ -154,7 +154,7 @@ def test_service_records_the_settings_of_a_new_store(tmp_path: Path) -> None:
     """F.11: the service that creates a store records its settings."""
     place = {"object_store": {"url": str(tmp_path / "s")}, "storage": {"create": True}}
     objects, _ = open_store_of(settings(COARSE, place))
-    record = chunking.read_record(objects)
+    record = chunking_record.read_record(objects)
     assert record is not None
     assert record.chunker.target_bytes == 16384
-    assert json.loads((tmp_path / "s" / chunking.NAME).read_bytes())["profile"] == "default"
+    assert json.loads((tmp_path / "s" / chunking_record.NAME).read_bytes())["profile"] == "default"

@@ -7,8 +7,8 @@ import gc
 import pytest
 
 from nearkin import open_store
-from nearkin.testing.generated import mutated, text_like
-from nearkin.testing.stores import settings
+from nearkin.lab.generated_data import mutated, text_like
+from tests.support.data.stores import settings
 
 MIB = 1 << 20
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.fingerprints import domain_of
-from nearkin.index.pending import PendingIndex
-from nearkin.records import Locations
-from nearkin.runners.facts import EmbeddedFacts, InFlight
-from nearkin.stage import Facts, Reads
-from nearkin.store.collected import Collected, RecordWatch
-from nearkin.store.condemned import CondemnedStore
-from nearkin.store.containers import ContainerStore
-from nearkin.store.objects import LocalObjects
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import SMALL, settings
+from nearkin.lab.generated_data import random_bytes
+from nearkin.store import Store
+from nearkin_shared.fingerprints import domain_of
+from nearkin_shared.index.pending import PendingIndex
+from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.pipeline.lookups import EmbeddedFacts, InFlight
+from nearkin_shared.pipeline.stage import Facts, Reads
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.pending_delete_watch import Collected, RecordWatch
+from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.types import Locations
+from tests.support.data.stores import SMALL, settings
 
 CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 3600}})
 
@@ -94,7 +94,7 @@ def test_what_was_read_is_let_go_of_when_the_record_changes(world: World) -> Non
 
 def test_what_was_read_is_let_go_of_once_a_round_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have written containers anew, less deep and with more chunks, and condemned nothing."""
-    monkeypatch.setattr("nearkin.store.collected.REFRESH_SECONDS", -1.0)
+    monkeypatch.setattr("nearkin_shared.storage.pending_delete_watch.REFRESH_SECONDS", -1.0)
     ended = iter([None, None, 1.0, 1.0])
     watch = RecordWatch(CondemnedStore(world.objects), 3600.0, lambda: next(ended))
     collected = Collected(watch, world.containers, world.fresh)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, settings
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from tests.support.data.stores import SMALL, settings
 
 PAIR = Path(__file__).parents[1] / "data" / "sha1-collision"
 SUFFIXES = [b"", b"!", b"one and the same ending " * 300, bytes(7000)]

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from nearkin import open_store
-from nearkin.config_reduction import CHUNKERS, DELTA_CODECS, FEATURES
-from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
-from nearkin.testing.stores import SMALL, settings
+from nearkin.lab.generated_data import mutated, random_bytes, records_like, text_like
+from nearkin_shared.config.reduction import CHUNKERS, DELTA_CODECS, FEATURES
+from tests.support.data.stores import SMALL, settings
 
 FIRST = text_like(150_000, 1) + bytes(100_000) + random_bytes(60_000, 2) + records_like(90_000, 3)
 VERSIONS = [FIRST]

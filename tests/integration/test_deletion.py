@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nearkin.api import open_store
-from nearkin.errors import BadInput, Corrupt, NotFound, StoreUnavailable
-from nearkin.formats.manifest import Manifest
-from nearkin.formats.mark import SEQUENCE_MAX, Kind, Mark, encode_mark
-from nearkin.index.protocols import Marked
-from nearkin.records import Locations
-from nearkin.reports import Ledger, VersionInfo
-from nearkin.store.clients import memory_objects
-from nearkin.store.deletion import Deletions
-from nearkin.store.manifests import History, ManifestStore, mark_name, object_name
-from nearkin.store.objects import LocalObjects, ObjectStore
-from nearkin.testing.clock import Clock
-from nearkin.testing.faulty import FaultyObjects
-from nearkin.testing.stores import SMALL, settings
+from nearkin.store import open_store
+from nearkin_shared.errors import BadInput, Corrupt, NotFound, StoreUnavailable
+from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.formats.tombstone import SEQUENCE_MAX, Kind, Mark, encode_mark
+from nearkin_shared.index.protocols import Marked
+from nearkin_shared.objectstore.base import LocalObjects, ObjectStore
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.results import Ledger, VersionInfo
+from nearkin_shared.storage.deletions import Deletions
+from nearkin_shared.storage.manifests import History, ManifestStore, mark_name, object_name
+from nearkin_shared.types import Locations
+from tests.support.data.stores import SMALL, settings
+from tests.support.fakes.clock import Clock
+from tests.support.fakes.faulty_objects import FaultyObjects
 
 WEEK = 604_800.0
 SETTINGS = {"undelete_seconds": WEEK}

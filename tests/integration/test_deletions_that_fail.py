@@ -11,10 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from nearkin import Store, failpoints, open_store
-from nearkin.errors import NoRoom, StoreLocked, StoreUnavailable
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.testing.stores import settings
+from nearkin import Store, open_store
+from nearkin_shared.errors import NoRoom, StoreLocked, StoreUnavailable
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.utils import failpoints
+from tests.support.data.stores import settings
 
 WAIT_SECONDS = 20.0
 

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from nearkin import open_store
-from nearkin.store.objects import LocalObjects
-from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
-from nearkin.testing.stores import SMALL, containers, settings
-from nearkin_delta.blocks import BlockEncoder
+from nearkin.lab.generated_data import mutated, random_bytes, records_like, text_like
+from nearkin_delta.block_encoder import BlockEncoder
+from nearkin_shared.objectstore.base import LocalObjects
+from tests.support.data.stores import SMALL, containers, settings
 
 FIRST = text_like(3_000_000, 1) + bytes(1_000_000) + records_like(2_000_000, 2) + random_bytes(500_000, 3)
 HISTORY = [FIRST, mutated(FIRST, 1, edits=300), mutated(FIRST, 2, edits=500)]
@@ -75,10 +75,10 @@ def test_slow_encoding_changes_nothing_that_is_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded, far):
     if crowded:  # blocks are handed over in the midst of a batch, and more are closed than may wait
-        monkeypatch.setattr("nearkin_delta.builder.HANDED_BYTES", 64 << 10)
-        monkeypatch.setattr("nearkin_delta.builder.CLOSING_BYTES_MAX", 1 << 20)
+        monkeypatch.setattr("nearkin_delta.container_builder.HANDED_BYTES", 64 << 10)
+        monkeypatch.setattr("nearkin_delta.container_builder.CLOSING_BYTES_MAX", 1 << 20)
     if far:  # what one block comes to tells how the next is written
-        monkeypatch.setattr("nearkin_delta.searches.FAR_BYTES_MIN", 1 << 14)
+        monkeypatch.setattr("nearkin_delta.compression_params.FAR_BYTES_MIN", 1 << 14)
     changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}, "delta": {"max_depth": 2}}
     changes["block"] = {"far_matches": far}
     base = text_like(1_500_000, 5)
@@ -86,7 +86,7 @@ def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded, f
     in_itself = b"".join(mutated(base, number, edits=200 * number) for number in range(8))
 
     def kept_on(count: int):
-        monkeypatch.setattr("nearkin.runners.embedded.cores", lambda: count)
+        monkeypatch.setattr("nearkin.embedded.runner.cores", lambda: count)
         return kept(tmp_path / str(count), changes, [*HISTORY, in_itself])
 
     two = kept_on(2)
@@ -111,7 +111,7 @@ def test_a_round_on_one_core_and_on_three_writes_what_one_on_two_writes(tmp_path
         store.put("another", text_like(900_000, 6))
 
     def written_on(count: int):
-        monkeypatch.setattr("nearkin.parallel.cores", lambda: count)
+        monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: count)
         root = tmp_path / str(count)
         shutil.copytree(tmp_path / "put", root)
         with open_store(root, settings=settings(SMALL, changes), create=True) as store:

@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from nearkin import failpoints, open_store
-from nearkin.api import Store
-from nearkin.config import Settings
-from nearkin.config_keeping import RetentionPolicy
-from nearkin.config_layers import with_changes
-from nearkin.errors import BadInput, Corrupt, NotFound, Retained, StoreUnavailable
-from nearkin.failpoints import RETENTION_POINTS
-from nearkin.formats.mark import Kind, Mark
-from nearkin.formats.retention_record import RetentionRecord, encode_retention
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.disk import Disk, recording
-from nearkin.testing.torn import _lay, _tree
-from nearkin.wrapping import generate
+from nearkin import open_store
+from nearkin.store import Store
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import RetentionPolicy
+from nearkin_shared.crypto.key_wrapping import generate
+from nearkin_shared.errors import BadInput, Corrupt, NotFound, Retained, StoreUnavailable
+from nearkin_shared.formats.retention_record import RetentionRecord, encode_retention
+from nearkin_shared.formats.tombstone import Kind, Mark
+from nearkin_shared.utils import failpoints
+from nearkin_shared.utils.failpoints import RETENTION_POINTS
+from tests.support.engines.power_cut import _lay, _tree
+from tests.support.fakes.clock import DAY, Clock
+from tests.support.fakes.power_loss_disk import Disk, recording
 
 START = datetime(2026, 11, 2, 6, tzinfo=UTC)
 LATER = START + timedelta(days=30)

@@ -9,20 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nearkin import open_store, restore
-from nearkin.errors import Corrupt
-from nearkin.limits import MIB
-from nearkin.records import ContainerId, Locations
-from nearkin.restore import Blob
-from nearkin.store import foresight as module
-from nearkin.store import plans as plans_module
-from nearkin.store.chunks import ChunkReader
-from nearkin.store.containers import ContainerStore, object_name
-from nearkin.store.foresight import Foresight
-from nearkin.store.objects import LocalObjects
-from nearkin.store.plans import Placed, Plan, seen_ahead
-from nearkin.testing.generated import mutated, text_like
-from nearkin.testing.stores import SMALL, settings
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin_shared.errors import Corrupt
+from nearkin_shared.limits import MIB
+from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.reading import eviction_hints as module
+from nearkin_shared.reading import read_plan as plans_module
+from nearkin_shared.reading import restore
+from nearkin_shared.reading.chunk_reader import ChunkReader
+from nearkin_shared.reading.eviction_hints import Foresight
+from nearkin_shared.reading.read_plan import Placed, Plan, seen_ahead
+from nearkin_shared.reading.restore import Blob
+from nearkin_shared.storage.containers import ContainerStore, object_name
+from nearkin_shared.types import ContainerId, Locations
+from tests.support.data.stores import SMALL, settings
 
 BLOCKS: Mapping[str, Mapping[str, object]] = {"block": {"raw_bytes": "256KiB", "delta_bytes": "16KiB"}}
 XDELTA: Mapping[str, Mapping[str, object]] = {"delta": {"codec": "xdelta3"}}

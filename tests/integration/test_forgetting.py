@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from nearkin import open_store
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.index.sorted_runs import PLACE
-from nearkin.testing.generated import mutated, text_like
-from nearkin.testing.stores import SMALL, settings
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.index.lmdb.sorted_run_table import PLACE
+from tests.support.data.stores import SMALL, settings
 
 CHOSEN = settings(SMALL, {"features": {"algorithm": "odess"}})
 DOMAIN, MAP_BYTES = b"d" * 8, 1 << 26

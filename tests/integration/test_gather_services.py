@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from nearkin import failpoints, open_store
-from nearkin.config_keeping import GcSettings
-from nearkin.errors import StoreUnavailable
-from nearkin.store.deletion import Deletions
-from nearkin.store.s3 import S3Objects
-from nearkin.testing.generated import mutated, text_like
-from nearkin.testing.janitors import GC, Fleet, bring
-from nearkin.testing.servers import Redis
-from nearkin.testing.stores import SMALL, settings
-from nearkin_janitor.settled import gathered, referring
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin_shared.config.storage import GcSettings
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.formats.block_kinds import gathered, referring
+from nearkin_shared.objectstore.s3 import S3Objects
+from nearkin_shared.storage.deletions import Deletions
+from nearkin_shared.utils import failpoints
+from tests.support.data.stores import SMALL, settings
+from tests.support.servers.maintenance_workers import GC, Fleet, bring
+from tests.support.servers.servers import Redis
 
 YEAR = 31_536_000.0
 CHOSEN = settings(

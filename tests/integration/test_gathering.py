@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.errors import Corrupt
-from nearkin.formats import layout
-from nearkin.formats.container import decode_container
-from nearkin.recoding import BlockRecoder
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.collecting import COLLECTED, collected, killed_in_a_round
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import ENCRYPTED, containers, flip, settings, stored_bytes
-from nearkin_janitor import gathering
-from nearkin_janitor.families import families_of
-from nearkin_janitor.gathering import Bounds, Gathering, to_gather
-from nearkin_janitor.generation import VerifiedReader
-from nearkin_janitor.laying import Laying
-from nearkin_janitor.reach import Reach
-from nearkin_janitor.settled import gathered, referring
+from nearkin.block_recoder import BlockRecoder
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store
+from nearkin_maintenance.gc.mark import Reach
+from nearkin_maintenance.optimize import merge_planner
+from nearkin_maintenance.optimize.base_trees import families_of
+from nearkin_maintenance.optimize.block_writer import Laying
+from nearkin_maintenance.optimize.container_rewriter import VerifiedReader
+from nearkin_maintenance.optimize.merge_planner import Bounds, Gathering, to_gather
+from nearkin_shared.errors import Corrupt
+from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.block_kinds import gathered, referring
+from nearkin_shared.formats.container import decode_container
+from tests.support.checks.gc_checks import COLLECTED, collected, killed_in_a_round
+from tests.support.data.stores import ENCRYPTED, containers, flip, settings, stored_bytes
+from tests.support.fakes.clock import DAY, Clock
 
 CHOSEN = {
     "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
@@ -348,7 +348,7 @@ def test_young_containers_neither_take_in_nor_give(store):
 def test_a_round_plans_no_more_blocks_that_refer_than_it_may_hold(store, monkeypatch):
     put(store, EVERY)
     whole = planned(store)
-    monkeypatch.setattr(gathering, "REFERENCES_MAX", 20)
+    monkeypatch.setattr(merge_planner, "REFERENCES_MAX", 20)
     some = planned(store)
     assert whole is not None
     assert some is not None
@@ -381,13 +381,13 @@ def test_a_round_that_dies_amid_gathering_loses_nothing(tmp_path, clock, point, 
 
 @pytest.mark.parametrize("of", [1, 2])
 def test_where_a_block_does_not_decode_again_nothing_is_gathered_in_its_container(store, caplog, monkeypatch, of):
-    monkeypatch.setattr("nearkin.parallel.cores", lambda: of)
+    monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: of)
     put(store, EVERY)
 
     def fails(*_: object) -> None:
         raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
 
-    monkeypatch.setattr("nearkin_delta.gathered.encode_gathered", fails)
+    monkeypatch.setattr("nearkin_delta.merged_block_encoder.encode_gathered", fails)
     with caplog.at_level("WARNING"):
         store.gc()
     assert "check this machine's memory: it is not gathered" in caplog.text
@@ -453,7 +453,7 @@ def test_blocks_that_take_something_in_are_not_joined_with_others(store):
     small = 0
     for container, _ in containers_.ids():
         directory = containers_.directory(container)
-        whole = gathered(directory) & (directory.blocks.kinds == layout.RAW)
+        whole = gathered(directory) & (directory.blocks.kinds == container_layout.RAW)
         kept = directory.chunks.there & (np.arange(len(directory.chunks)) % 8 == 0)
         joined = laying.joined(directory, kept)
         left = np.bincount(directory.chunks.blocks, directory.chunks.lengths * kept, len(whole))

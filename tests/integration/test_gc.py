@@ -12,19 +12,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nearkin import failpoints, open_store
-from nearkin.errors import BadInput, Corrupt, NotFound, Permanent, StoreLocked, StoreUnavailable
-from nearkin.formats.authentic import MAC_BYTES
-from nearkin.formats.layout import ROWS_MAX
-from nearkin.formats.manifest import Manifest
-from nearkin.records import Locations
-from nearkin.reports import Ledger
-from nearkin.store.condemned import EMPTY_BYTES
-from nearkin.store.manifests import object_name
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.collecting import COLLECTED, collected, killed_in_a_round
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import ENCRYPTED, containers, flip, manifests, objects, settings, stored_bytes
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin_shared.errors import BadInput, Corrupt, NotFound, Permanent, StoreLocked, StoreUnavailable
+from nearkin_shared.formats.container_layout import ROWS_MAX
+from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.formats.record_authentication import MAC_BYTES
+from nearkin_shared.results import Ledger
+from nearkin_shared.storage.manifests import object_name
+from nearkin_shared.storage.pending_deletes import EMPTY_BYTES
+from nearkin_shared.types import Locations
+from nearkin_shared.utils import failpoints
+from tests.support.checks.gc_checks import COLLECTED, collected, killed_in_a_round
+from tests.support.data.stores import ENCRYPTED, containers, flip, manifests, objects, settings, stored_bytes
+from tests.support.fakes.clock import DAY, Clock
 
 DELETION_SETS = 100 if "EVERY_SET" in os.environ else 30
 """Deletion sets whose reclaim is told before."""

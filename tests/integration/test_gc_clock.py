@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.api import Store, open_store
-from nearkin.config import Settings
-from nearkin.config_keeping import GcSettings, RetentionPolicy
-from nearkin.config_layers import with_changes
-from nearkin.errors import ClockSkew, Retained
-from nearkin.store.clients import memory_objects
-from nearkin.store.clock_records import FOLDER, ClockRecords
-from nearkin.store.objects import ObjectStore
-from nearkin.testing.clock import DAY, Clock
-from nearkin_janitor.clock_check import check_clock
+from nearkin.store import Store, open_store
+from nearkin_maintenance.gc.clock_check import check_clock
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import GcSettings, RetentionPolicy
+from nearkin_shared.errors import ClockSkew, Retained
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.storage.clock_records import FOLDER, ClockRecords
+from tests.support.fakes.clock import DAY, Clock
 
 START = float(int(time.time()))
 """Containers are named by the real clock."""

@@ -6,11 +6,11 @@ import random
 from pathlib import Path
 
 from nearkin import open_store
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.testing.clock import DAY
-from nearkin.testing.generated import text_like
-from nearkin.testing.stores import stored_bytes
+from nearkin.lab.generated_data import text_like
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from tests.support.data.stores import stored_bytes
+from tests.support.fakes.clock import DAY
 
 KEPT = 5
 CHANGES = {"deletion": {"undelete_seconds": 0}, "gc": {"bytes_per_second": 1 << 40}}

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from nearkin import failpoints, open_store
-from nearkin.errors import Paused
-from nearkin.store.objects import LocalObjects
-from nearkin.store.pauses import Pauses
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import SMALL, containers, objects, settings
+from nearkin import open_store
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.errors import Paused
+from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.utils import failpoints
+from tests.support.data.stores import SMALL, containers, objects, settings
 
 CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
 

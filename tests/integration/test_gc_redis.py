@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.config_keeping import GcSettings
-from nearkin.errors import Retryable
-from nearkin.index.redis import lease as lease_module
-from nearkin.index.redis.lease import Lease, LeaseOver
-from nearkin.index.redis.rounds import ToldRounds
-from nearkin.store.objects import LocalObjects, ObjectStore
-from nearkin.store.opening import with_parity
-from nearkin.store.s3 import S3Objects
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.janitors import CHOSEN, Fleet, bring
-from nearkin.testing.servers import Redis
-from nearkin.testing.stores import objects, settings
-from nearkin.testing.waiting import until
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin_shared.config.storage import GcSettings
+from nearkin_shared.errors import Retryable
+from nearkin_shared.index.redis import lease as lease_module
+from nearkin_shared.index.redis.gc_status import ToldRounds
+from nearkin_shared.index.redis.lease import Lease, LeaseOver
+from nearkin_shared.objectstore.base import LocalObjects, ObjectStore
+from nearkin_shared.objectstore.factory import with_parity
+from nearkin_shared.objectstore.s3 import S3Objects
+from tests.support.checks.waiting import until
+from tests.support.data.stores import objects, settings
+from tests.support.servers.maintenance_workers import CHOSEN, Fleet, bring
+from tests.support.servers.servers import Redis
 
 YEAR = 31_536_000.0
 
@@ -251,7 +251,15 @@ def test_a_janitor_that_is_stopped_past_its_lease_does_at_most_the_effect_it_sto
     fleet = Deployed(tmp_path, LocalObjects(root), redis, prefix)
     assert fleet.rounds().run_once() is not None
     fleet.now += 3601
-    words = [sys.executable, "-m", "nearkin.testing.janitors", str(root), redis.url, prefix, str(fleet.now)]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.support.servers.maintenance_workers",
+        str(root),
+        redis.url,
+        prefix,
+        str(fleet.now),
+    ]
     words += [str(LEASE_SECONDS), f"fence.passed:{effect}:stop"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as asleep:

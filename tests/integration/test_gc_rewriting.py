@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.errors import BadInput, Corrupt
-from nearkin.store.chunks import REWRITTEN_MAX, ChunkReader
-from nearkin.store.containers import Rewritten
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.collecting import COLLECTED, collected
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.inspection import check_no_orphans
-from nearkin.testing.stores import containers, flip, objects, settings, stored_bytes
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store
+from nearkin_shared.errors import BadInput, Corrupt
+from nearkin_shared.reading.chunk_reader import REWRITTEN_MAX, ChunkReader
+from nearkin_shared.storage.containers import Rewritten
+from tests.support.checks.gc_checks import COLLECTED, collected
+from tests.support.checks.inspection import check_no_orphans
+from tests.support.data.stores import containers, flip, objects, settings, stored_bytes
+from tests.support.fakes.clock import DAY, Clock
 
 
 def chain(store: Store, clock: Clock, versions: int, keep: int) -> dict[int, bytes]:
@@ -269,7 +269,7 @@ def test_what_no_record_has_room_for_is_condemned_and_freed_by_later_rounds(open
         store.put(f"kept{number}", b"".join(mine))
         store.delete(f"all{number}")
     clock.now += 8 * DAY
-    monkeypatch.setattr(f"nearkin.formats.condemned.{bound[0]}", bound[1])
+    monkeypatch.setattr(f"nearkin_shared.formats.pending_delete_record.{bound[0]}", bound[1])
     assert 0 < store.gc().condemned_containers < len(containers(store.root))
     collected(store, clock, rounds=12)
     monkeypatch.undo()

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.config_keeping import GcSettings
-from nearkin.fingerprints import Fingerprinter, domain_of
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.local_mending import super_features_of
-from nearkin.recoding import BlockRecoder
-from nearkin.restore import Blob
-from nearkin.store import descriptor
-from nearkin.store.clients import memory_objects
-from nearkin.store.condemned import CondemnedStore
-from nearkin.store.containers import ContainerStore
-from nearkin.store.manifests import ManifestStore
-from nearkin.store.objects import ObjectStore
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import SMALL, objects, settings
-from nearkin_janitor import Collector, Rewriter, Tenants, rebuild_index
+from nearkin.block_recoder import BlockRecoder
+from nearkin.lab.generated_data import random_bytes
+from nearkin.local.index_recovery import super_features_of
+from nearkin_maintenance import Collector, Rewriter, Tenants, rebuild_index
+from nearkin_shared.config.storage import GcSettings
+from nearkin_shared.fingerprints import Fingerprinter, domain_of
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.reading.restore import Blob
+from nearkin_shared.storage import descriptor
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.pending_deletes import CondemnedStore
+from tests.support.data.stores import SMALL, objects, settings
 
 CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}})
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.api import Store, open_store
 from nearkin.cli import main
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import ConfigError, NoRoom, NotWritable, StoreLocked, StoreUnavailable
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.index_location import TOKEN_FILE, IndexLocation
-from nearkin.local_index import LocalIndex
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import SMALL, settings
+from nearkin.lab.generated_data import random_bytes
+from nearkin.local.index_lifecycle import LocalIndex
+from nearkin.local.index_location import TOKEN_FILE, IndexLocation
+from nearkin.store import Store, open_store
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError, NoRoom, NotWritable, StoreLocked, StoreUnavailable
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from tests.support.data.stores import SMALL, settings
 
 STALE = "has an older state of the store"
 
@@ -418,8 +418,10 @@ def test_index_path_on_a_network_filesystem_warns(
     first: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """F.5: what counts is where the index is, not where the store is."""
-    monkeypatch.setattr("nearkin.local_index._CHECKED_FOLDERS", set())
-    monkeypatch.setattr("nearkin.local_index.network_type", lambda path: "nfs4" if path == first.index_path else None)
+    monkeypatch.setattr("nearkin.local.index_lifecycle._CHECKED_FOLDERS", set())
+    monkeypatch.setattr(
+        "nearkin.local.index_lifecycle.network_type", lambda path: "nfs4" if path == first.index_path else None
+    )
     with caplog.at_level(logging.WARNING, "nearkin"):
         first.put("a", b"1")
     assert [record for record in caplog.records if "network filesystem (nfs4)" in record.getMessage()]

@@ -13,18 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nearkin import Store, open_store
-from nearkin.errors import BadInput, NotFound
-from nearkin.formats.directory import CHUNK_ROW
-from nearkin.records import U8, ZERO, ContainerId, Locations, Pieces
-from nearkin.store import chains, chunks, lending
-from nearkin.store.bases import BaseReader
-from nearkin.store.chunks import ChunkReader
-from nearkin.store.containers import ContainerStore
-from nearkin.store.lending import Lending
-from nearkin.store.plans import Plan, by_block
-from nearkin.testing.generated import mutated, text_like
-from nearkin.testing.stores import SMALL
-from nearkin.testing.stores import settings as chosen
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin_shared.errors import BadInput, NotFound
+from nearkin_shared.formats.directory import CHUNK_ROW
+from nearkin_shared.reading import block_decoder, buffer_leases, chunk_reader
+from nearkin_shared.reading.base_reader import BaseReader
+from nearkin_shared.reading.buffer_leases import Lending
+from nearkin_shared.reading.chunk_reader import ChunkReader
+from nearkin_shared.reading.read_plan import Plan, by_block
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.types import U8, ZERO, ContainerId, Locations, Pieces
+from tests.support.data.stores import SMALL
+from tests.support.data.stores import settings as chosen
 
 KEPT = pytest.mark.parametrize("store", ["patch", "xdelta3"], indirect=True)
 
@@ -81,10 +81,10 @@ def test_what_is_lent_is_what_is_fetched_whatever_is_at_hand(store: Store, data:
     source.blocks.drop_if(lambda _: not kept or next(numbers) % kept > 0)
     rows = data.draw(st.lists(st.integers(0, len(places) - 1), min_size=1, max_size=60))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(lending, "LENT_BYTES_MAX", data.draw(st.sampled_from([0, 100_000, 1 << 30])))
-        patched.setattr(lending, "LENT_SHARE", data.draw(st.sampled_from([1, 8, 1 << 30])))
-        patched.setattr(chunks, "WINDOW_BYTES", data.draw(st.sampled_from([1, 20_000, 1 << 30])))
-        patched.setattr(chains, "DECODED_BYTES_MAX", data.draw(st.sampled_from([1, 90_000, 1 << 30])))
+        patched.setattr(buffer_leases, "LENT_BYTES_MAX", data.draw(st.sampled_from([0, 100_000, 1 << 30])))
+        patched.setattr(buffer_leases, "LENT_SHARE", data.draw(st.sampled_from([1, 8, 1 << 30])))
+        patched.setattr(chunk_reader, "WINDOW_BYTES", data.draw(st.sampled_from([1, 20_000, 1 << 30])))
+        patched.setattr(block_decoder, "DECODED_BYTES_MAX", data.draw(st.sampled_from([1, 90_000, 1 << 30])))
         pieces = reader.lent(plan.take(np.array(rows)))
     assert bytes_of(pieces) == [wanted[row] for row in rows]
 
@@ -101,7 +101,7 @@ def test_a_block_of_which_much_is_wanted_is_looked_at_where_it_lies(store: Store
         assert decoded is not None
         whole = reader.lent(plan.take(rows))
         assert all(whole.buffers[which] is decoded for which in whole.which)
-        if plan.lengths[rows[0]] * lending.LENT_SHARE < len(decoded):
+        if plan.lengths[rows[0]] * buffer_leases.LENT_SHARE < len(decoded):
             little = reader.lent(plan.take(rows[:1]))
             assert not np.shares_memory(little.buffers[little.which[0]], decoded)
 
@@ -111,7 +111,7 @@ def test_no_more_is_lent_than_the_bound_says(store: Store, monkeypatch: pytest.M
     source, reader = containers(store), ChunkReader(containers(store))
     plan = reader.plan(everything(source))
     for bound in (0, 150_000, 1 << 30):
-        monkeypatch.setattr(lending, "LENT_BYTES_MAX", bound)
+        monkeypatch.setattr(buffer_leases, "LENT_BYTES_MAX", bound)
         pieces = reader.lent(plan)
         names = set(zip(plan.locations.containers.tolist(), plan.blocks.tolist(), strict=True))
         blocks = source.decoded(list(names))
@@ -128,8 +128,8 @@ def test_a_block_that_lies_in_several_windows_is_lent_once(store: Store, monkeyp
     plan = plan.take(plan.locations.containers != np.uint64(ZERO))
     names = by_block(plan, np.arange(len(plan))).names
     looked_up = source.blocks.hits + source.blocks.misses
-    monkeypatch.setattr(chunks, "WINDOW_BYTES", 30_000)
-    monkeypatch.setattr(lending, "LENT_SHARE", 1 << 30)
+    monkeypatch.setattr(chunk_reader, "WINDOW_BYTES", 30_000)
+    monkeypatch.setattr(buffer_leases, "LENT_SHARE", 1 << 30)
     pieces = reader.lent(plan)
     assert source.blocks.hits + source.blocks.misses - looked_up > len(names)  # a block for each window it lies in
     assert len([buffer for buffer in pieces.buffers if len(buffer)]) == len(names)
@@ -224,7 +224,7 @@ def test_ancestors_come_with_what_stood_beside_them(store: Store, monkeypatch: p
     assert found.available.all()
     assert bytes_of(found.pieces) == fetched(reader, reader.plan(found.locations))
 
-    monkeypatch.setattr("nearkin.store.bases.BESIDE_BYTES_MAX", 0)
+    monkeypatch.setattr("nearkin_shared.reading.base_reader.BESIDE_BYTES_MAX", 0)
     assert len(bases.contents(deep, depth_below=1, bounds=each).locations) == len(deep)
 
 
@@ -242,7 +242,7 @@ def test_a_version_whose_chunks_end_elsewhere_leans_on_all_that_they_had(tmp_pat
 
     with_beside = stored("with")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("nearkin.store.bases.BESIDE_BYTES_MAX", 0)
+        patched.setattr("nearkin_shared.reading.base_reader.BESIDE_BYTES_MAX", 0)
         assert with_beside < 0.95 * stored("without")
 
 

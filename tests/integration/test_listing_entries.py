@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Item, Store
-from nearkin.config_services import RedisSettings
-from nearkin.formats.manifest import Manifest
-from nearkin.index.catalog import CatalogEntry
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.index.redis import RedisIndex
-from nearkin.store.manifests import ManifestStore
-from nearkin.testing.stores import SMALL, settings
-from nearkin_gateway.catalogue import Catalogue
-from nearkin_gateway.embedded import StoreListing
+from nearkin.embedded.gateway_backend import StoreListing
+from nearkin.store import Item, Store
+from nearkin_gateway.catalog.version_catalog import Catalogue
+from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.index.catalog import CatalogEntry
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.storage.manifests import ManifestStore
+from tests.support.data.stores import SMALL, settings
 
 KEYS = ["a", "ab", "b", "b/1", "b/2", "é", "x" * 400, "x" * 400 + "1", "x" * 401, "x" * 399 + "é"]
 """An index sorts by the first 400 bytes."""
@@ -84,7 +84,7 @@ def test_long_metadata_is_read_from_the_manifest(store: Store) -> None:
 
 def listed(store: Store, count: Callable[[str], None] = lambda _: None) -> list[object]:
     catalogue = Catalogue.__new__(Catalogue)
-    from nearkin.store import descriptor
+    from nearkin_shared.storage import descriptor
 
     catalogue.__init__(store._covered, descriptor.read(store._objects), store.settings, StoreListing(store))  # type: ignore[misc]
     with closing(catalogue):
@@ -117,15 +117,15 @@ def test_page_of_one_key_reads_few_entries(store: Store, monkeypatch: pytest.Mon
     """F.28: a listing of one key does not read the whole catalog, at its start or its end."""
     list(store.put_many([Item(f"k{number:04}", b"x") for number in range(500)]))
     decoded: list[CatalogEntry] = []
-    from nearkin.index import lmdb
+    from nearkin_shared.index.lmdb import lmdb_index
 
-    entry_from = lmdb.entry_from
+    entry_from = lmdb_index.entry_from
 
     def counted(*arguments: object) -> CatalogEntry:
         decoded.append(entry_from(*arguments))  # type: ignore[arg-type]
         return decoded[-1]
 
-    monkeypatch.setattr(lmdb, "entry_from", counted)
+    monkeypatch.setattr(lmdb_index, "entry_from", counted)
     for after in ("", "k0250", "k0499", "zzz"):
         decoded.clear()
         page = store.catalog_after("default", "", after, None, 1)

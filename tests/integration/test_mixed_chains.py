@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from nearkin import open_store
-from nearkin.store.chunks import ChunkReader
-from nearkin.testing.generated import mutated, text_like
-from nearkin.testing.stores import settings
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin_shared.reading.chunk_reader import ChunkReader
+from tests.support.data.stores import settings
 
 MIB = 1 << 20
 SMALL_CACHES = {"base": {"cache_bytes": MIB}, "restore": {"cache_bytes": 8 * MIB}}

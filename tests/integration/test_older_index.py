@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from nearkin.api import Store, open_store
-from nearkin.errors import StoreUnavailable
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.index_location import REMOVALS_FILE
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import SMALL, settings
+from nearkin.lab.generated_data import random_bytes
+from nearkin.local.index_location import REMOVALS_FILE
+from nearkin.store import Store, open_store
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from tests.support.data.stores import SMALL, settings
 
 STALE = "has an older state of the store"
 AT_ONCE = settings(SMALL, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}})

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.config import Settings
-from nearkin.errors import Corrupt
-from nearkin.formats import layout
-from nearkin.formats.manifest import decode_manifest, encode_manifest
-from nearkin.limits import MIB
-from nearkin.store.chunks import ChunkReader
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, containers, manifests, settings
-from nearkin_delta.gaps import OWN_BYTES
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin_delta.gap_alignment import OWN_BYTES
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import Corrupt
+from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.manifest import decode_manifest, encode_manifest
+from nearkin_shared.limits import MIB
+from nearkin_shared.reading.chunk_reader import ChunkReader
+from tests.support.data.stores import SMALL, containers, manifests, settings
 
 FROZEN = Path(__file__).parent.parent / "golden" / "store_v2.tar"
 
@@ -170,11 +170,11 @@ def test_a_store_of_container_format_2_is_read_and_goes_on(tmp_path):
         assert store.verify().damage == ()
         assert [store.get("history", n).read() for n in (1, 2, 3, 4)] == frozen
     formats = {path.read_bytes()[4] for path in containers(tmp_path / "s")}
-    assert formats == {2, layout.VERSION_WHOLE}
+    assert formats == {2, container_layout.VERSION_WHOLE}
 
 
 def test_a_paper_profile_has_no_patch_blocks(tmp_path):
-    from nearkin.config_layers import load
+    from nearkin_shared.config.loader import load
 
     with open_store(tmp_path / "s", settings=load(None, {"profile": "finesse-paper"})[0], create=True) as store:
         for content in history(3):
@@ -183,7 +183,7 @@ def test_a_paper_profile_has_no_patch_blocks(tmp_path):
         assert max(stats.depths) == 1
         assert set(stats.found_by) <= {"SF0", "SF1", "SF2"}
         for container in store._index.readable().container_ids().tolist():
-            assert layout.PATCH not in store._containers.directory(container).blocks.kinds
+            assert container_layout.PATCH not in store._containers.directory(container).blocks.kinds
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.config import Settings
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.collecting import COLLECTED
-from nearkin.testing.generated import random_bytes, records_like, text_like
-from nearkin.testing.stores import settings
+from nearkin.lab.generated_data import random_bytes, records_like, text_like
+from nearkin_shared.config.settings import Settings
+from tests.support.checks.gc_checks import COLLECTED
+from tests.support.data.stores import settings
+from tests.support.fakes.clock import DAY, Clock
 
 KEYS = ("a", "b")
 HOUR = 3600

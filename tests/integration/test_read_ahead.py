@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from nearkin import open_store, restore
-from nearkin.errors import Corrupt, StoreUnavailable
-from nearkin.restore import Blob
-from nearkin.store import ahead as module
-from nearkin.store.containers import ContainerStore
-from nearkin.store.objects import LocalObjects
-from nearkin.testing.generated import mutated, text_like
-from nearkin.testing.stores import settings
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin_shared.errors import Corrupt, StoreUnavailable
+from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.reading import read_ahead as module
+from nearkin_shared.reading import restore
+from nearkin_shared.reading.restore import Blob
+from nearkin_shared.storage.containers import ContainerStore
+from tests.support.data.stores import settings
 
 SMALL = {"block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"}, "container": {"target_bytes": "512KiB"}}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.api import Store, open_store
-from nearkin.errors import BadInput
-from nearkin.testing.stores import ENCRYPTED, SMALL, settings
+from nearkin.store import Store, open_store
+from nearkin_shared.errors import BadInput
+from tests.support.data.stores import ENCRYPTED, SMALL, settings
 
 WRITES: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put("b", b"2"),

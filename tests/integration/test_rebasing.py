@@ -8,22 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nearkin import local_gc, open_store
-from nearkin.api import Store
-from nearkin.errors import Corrupt
-from nearkin.formats import layout
-from nearkin.store.cache import CACHE_BYTES
-from nearkin.store.containers import ContainerStore
-from nearkin.store.plans import BlockName
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.collecting import COLLECTED
-from nearkin.testing.generated import mutated, text_like
-from nearkin.testing.stores import containers, flip, settings, stored_bytes
-from nearkin_janitor import rebasing, underway
-from nearkin_janitor.places import places_of
-from nearkin_janitor.reach import Reach
-from nearkin_janitor.settled import gathered
-from nearkin_janitor.underway import Means
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin.local import local_gc
+from nearkin.store import Store
+from nearkin_maintenance.gc.mark import Reach
+from nearkin_maintenance.optimize import container_rebase, rebase_batch
+from nearkin_maintenance.optimize.container_rebase import Means
+from nearkin_maintenance.optimize.stream_positions import places_of
+from nearkin_shared.errors import Corrupt
+from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.block_kinds import gathered
+from nearkin_shared.reading.block_cache import CACHE_BYTES
+from nearkin_shared.reading.read_plan import BlockName
+from nearkin_shared.storage.containers import ContainerStore
+from tests.support.checks.gc_checks import COLLECTED
+from tests.support.data.stores import containers, flip, settings, stored_bytes
+from tests.support.fakes.clock import DAY, Clock
 
 SMALL_BLOCKS = settings(
     COLLECTED, {"block": {"raw_bytes": "64KiB", "delta_bytes": "16KiB"}, "delta": {"codec": "patch", "max_depth": 4}}
@@ -77,7 +78,7 @@ def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.soak
 def test_what_all_of_them_lean_on_is_decoded_once_not_once_for_each(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(underway, "PLACE_CHUNKS", 16)
+    monkeypatch.setattr(container_rebase, "PLACE_CHUNKS", 16)
     with aged(tmp_path / "side", clock) as side:
         together = decoded_by_a_round(side, monkeypatch)
         check(side)
@@ -92,7 +93,7 @@ def test_containers_that_are_too_much_together_are_made_in_turn(tmp_path, clock,
     with aged(tmp_path / "all", clock) as store:
         rewritten = store.gc().containers_rewritten
         all_bytes = stored_bytes(store.root)
-    monkeypatch.setattr(rebasing, *bound)
+    monkeypatch.setattr(rebase_batch, *bound)
     with aged(tmp_path / "turn", clock) as store:
         assert store.gc().containers_rewritten == rewritten > 1
         assert stored_bytes(store.root) < 1.05 * all_bytes
@@ -122,7 +123,7 @@ def test_those_before_one_that_is_broken_are_written_and_the_others_stay(tmp_pat
 
 
 def test_a_block_of_patches_that_is_encoded_again_holds_what_lies_near(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(underway, "PLACE_CHUNKS", 16)
+    monkeypatch.setattr(container_rebase, "PLACE_CHUNKS", 16)
     large = settings(SMALL_BLOCKS, {"block": {"raw_bytes": "512KiB", "delta_bytes": "512KiB"}})
     with aged(tmp_path / "s", clock, large) as store:
         before = {c: len(store._containers.directory(c).blocks) for c, _ in store._containers.ids()}
@@ -130,7 +131,9 @@ def test_a_block_of_patches_that_is_encoded_again_holds_what_lies_near(tmp_path,
         patches = 0
         for container, _ in store._containers.ids():
             directory = store._containers.directory(container)
-            for number in np.flatnonzero((directory.blocks.raw > 0) & (directory.blocks.kinds == layout.PATCH)):
+            for number in np.flatnonzero(
+                (directory.blocks.raw > 0) & (directory.blocks.kinds == container_layout.PATCH)
+            ):
                 rows = np.flatnonzero(directory.chunks.there & (directory.chunks.blocks == number))
                 patches += int(number >= before[container])
                 assert number < before[container] or rows[-1] - rows[0] < 32

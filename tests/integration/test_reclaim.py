@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from nearkin import failpoints, open_store
-from nearkin.api import Store
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, settings, stored_bytes
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store
+from nearkin_shared.utils import failpoints
+from tests.support.data.stores import SMALL, settings, stored_bytes
+from tests.support.fakes.clock import DAY, Clock
 
 SETS = 50 if "EVERY_SET" in os.environ else 3
 """Of each kind; two kinds are a hundred."""

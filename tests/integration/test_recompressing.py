@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.errors import ConfigError, Corrupt
-from nearkin.formats import layout
-from nearkin.formats.directory import Directory
-from nearkin.recoding import BlockRecoder
-from nearkin.testing.clock import DAY
-from nearkin.testing.collecting import COLLECTED, collected, killed_in_a_round
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import ENCRYPTED, containers, flip, settings, stored_bytes
-from nearkin_delta import blocks
-from nearkin_janitor import recompressing
-from nearkin_janitor.reach import Reach
-from nearkin_janitor.recompressing import Recompressor
+from nearkin.block_recoder import BlockRecoder
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store
+from nearkin_delta import block_encoder
+from nearkin_maintenance.gc.mark import Reach
+from nearkin_maintenance.optimize import recompress
+from nearkin_maintenance.optimize.recompress import Recompressor
+from nearkin_shared.errors import ConfigError, Corrupt
+from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.directory import Directory
+from tests.support.checks.gc_checks import COLLECTED, collected, killed_in_a_round
+from tests.support.data.stores import ENCRYPTED, containers, flip, settings, stored_bytes
+from tests.support.fakes.clock import DAY
 
 LARGER = {"block": {"raw_bytes": "1MiB"}, "container": {"target_bytes": "4MiB"}, "gc": {"gather_bytes": 0}}
 CHOSEN = settings(COLLECTED, LARGER)
@@ -70,7 +70,7 @@ def test_a_round_makes_raw_blocks_smaller_and_changes_nothing_else(store, clock)
             assert np.array_equal(getattr(now.chunks, field), getattr(old.chunks, field)), field
         assert np.array_equal(now.chunks.bases.ordinals, old.chunks.bases.ordinals)
         assert np.array_equal(now.segments.bounds, old.segments.bounds)
-        raw = old.blocks.kinds == layout.RAW
+        raw = old.blocks.kinds == container_layout.RAW
         assert np.array_equal(now.blocks.raw, old.blocks.raw)
         assert np.array_equal(now.blocks.stored[~raw], old.blocks.stored[~raw])
         assert np.all(now.blocks.stored[raw] <= old.blocks.stored[raw])
@@ -140,7 +140,7 @@ def test_what_is_written_anew_for_another_reason_is_compressed_on_the_way(tmp_pa
 
 
 def test_so_much_at_a_time_the_oldest_first(store, monkeypatch, clock):
-    monkeypatch.setattr(recompressing, "ROUND_BYTES_MAX", 1)
+    monkeypatch.setattr(recompress, "ROUND_BYTES_MAX", 1)
     for number in range(3):
         store.put(f"k{number}", text_like(900_000, number))
     for done in range(1, 4):
@@ -182,7 +182,7 @@ def test_what_is_about_to_go_is_left_as_it_is_and_its_bases_are_not(store, clock
 @pytest.mark.parametrize("of", [1, 2])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_broken_container_is_left_as_it_is_and_the_others_are_not(store, caplog, monkeypatch, place, of):
-    monkeypatch.setattr("nearkin.parallel.cores", lambda: of)
+    monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: of)
     for number in range(3):
         store.put(f"{number}", text_like(900_000, number))
     broken = containers(store.root)[place]
@@ -199,18 +199,18 @@ def test_a_broken_container_is_left_as_it_is_and_the_others_are_not(store, caplo
 
 @pytest.mark.parametrize("of", [1, 2])
 def test_a_block_that_does_not_decode_again_leaves_its_container_as_it_is(store, caplog, monkeypatch, of):
-    monkeypatch.setattr("nearkin.parallel.cores", lambda: of)
+    monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: of)
     for number in range(3):
         store.put(f"{number}", text_like(900_000, number))
     first, second, third = containers(store.root)
-    real, mine = blocks.encode_again, text_like(900_000, 1)[:1000]
+    real, mine = block_encoder.encode_again, text_like(900_000, 1)[:1000]
 
     def encode(chunks, level, encoder):
         if chunks[:1000].tobytes() == mine:
             raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
         return real(chunks, level, encoder)
 
-    monkeypatch.setattr(blocks, "encode_again", encode)
+    monkeypatch.setattr(block_encoder, "encode_again", encode)
     with caplog.at_level(logging.WARNING):
         assert store.gc().containers_rewritten == 2
     assert "check this machine's memory: it is not compressed further" in caplog.text

@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 import redis
 
-from nearkin.config_services import RedisSettings
-from nearkin.errors import ConfigError, StoreUnavailable
-from nearkin.index.redis import RedisIndex
-from nearkin.index.redis.rebuild import Rebuilder
-from nearkin.testing import samples
-from nearkin.testing.certificates import self_signed
-from nearkin.testing.conformance import IndexContract
-from nearkin.testing.conformance.index import (
+from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.errors import ConfigError, StoreUnavailable
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.redis.background_rebuild import Rebuilder
+from tests.support.checks.waiting import until
+from tests.support.conformance import IndexContract
+from tests.support.conformance.index_contract import (
     FIRST,
     SECOND,
     SKETCH,
@@ -36,8 +35,9 @@ from nearkin.testing.conformance.index import (
     rows,
     second_claims,
 )
-from nearkin.testing.redis_server import RedisServer
-from nearkin.testing.waiting import until
+from tests.support.data import samples
+from tests.support.servers.certificates import self_signed
+from tests.support.servers.redis_server import RedisServer
 
 RIGHTS = (
     "~nearkin:* +@connection +evalsha +script|load +info +scan +get +set +exists +unlink +del +incr +pexpire +time "
@@ -228,11 +228,11 @@ def test_a_unix_socket_will_do(tmp_path: Path) -> None:
 
 PUBLISH = """
 import json, random, sys
-from nearkin.config_services import RedisSettings
-from nearkin.index.redis import RedisIndex
-from nearkin.records import ContainerId
-from nearkin.testing import samples
-from nearkin.testing.conformance.index import claims, manifest
+from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.types import ContainerId
+from tests.support.data import samples
+from tests.support.conformance.index_contract import claims, manifest
 url, number = sys.argv[1], int(sys.argv[2])
 index = RedisIndex(RedisSettings(url=url), samples.DOMAIN)
 print("ready", flush=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench" / "redis_index.py"
 BYTES_PER_CHUNK_MAX = 64
 
 
@@ -17,7 +16,17 @@ BYTES_PER_CHUNK_MAX = 64
 def test_a_unique_chunk_takes_at_most_64_bytes(tmp_path: Path) -> None:
     """The benchmark at a tenth of its size: what does not grow with the chunks weighs ten times as much here."""
     made = tmp_path / "out.json"
-    command = [sys.executable, str(BENCH), "--chunks", "100000", "--lookups", "5000", "--json", str(made)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.redis_index",
+        "--chunks",
+        "100000",
+        "--lookups",
+        "5000",
+        "--json",
+        str(made),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     found = json.loads(made.read_text())
     assert 50 < found["bytes_per_chunk"]["used_memory"] <= BYTES_PER_CHUNK_MAX

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import redis as client
 
-from nearkin import metrics
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import StoreUnavailable
-from nearkin.index.redis import RedisIndex
-from nearkin.testing.servers import Redis
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.observability import metrics
+from tests.support.servers.servers import Redis
 
 
 @pytest.fixture

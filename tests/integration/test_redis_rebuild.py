@@ -18,20 +18,20 @@ import pytest
 import redis
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.config_services import RedisSettings
-from nearkin.errors import StoreUnavailable
-from nearkin.index.lmdb import LmdbIndex
-from nearkin.index.protocols import Index
-from nearkin.index.redis import RedisIndex, rebuild_in_background
-from nearkin.index.redis.rebuild import Rebuilder, RebuildOver
-from nearkin.local_mending import super_features_of
-from nearkin.testing import samples
-from nearkin.testing.conformance.index import FIRST, chunk_names, first_claims, of_rank, rows
-from nearkin.testing.redis_server import RedisServer
-from nearkin.testing.stores import SMALL, settings
-from nearkin.testing.waiting import until
-from nearkin_janitor import Tenants, claims_of, rebuild_index
+from nearkin.local.index_recovery import super_features_of
+from nearkin.store import Store
+from nearkin_maintenance import Tenants, claims_of, rebuild_index
+from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.index.protocols import Index
+from nearkin_shared.index.redis import RedisIndex, rebuild_in_background
+from nearkin_shared.index.redis.background_rebuild import Rebuilder, RebuildOver
+from tests.support.checks.waiting import until
+from tests.support.conformance.index_contract import FIRST, chunk_names, first_claims, of_rank, rows
+from tests.support.data import samples
+from tests.support.data.stores import SMALL, settings
+from tests.support.servers.redis_server import RedisServer
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +186,9 @@ def test_who_looked_before_another_was_done_does_not_rebuild_again(
 
 REBUILD_AND_HANG = """
 import sys, time
-from nearkin.config_services import RedisSettings
-from nearkin.index.redis import RedisIndex
-from nearkin.index.redis.rebuild import Rebuilder
+from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.redis.background_rebuild import Rebuilder
 def hang(target):
     print("began", flush=True)
     time.sleep(600)
@@ -256,7 +256,7 @@ def test_a_rebuild_of_an_epoch_that_ends_begins_again(store: Store, server: Redi
 def test_a_rebuild_that_fails_is_tried_again_where_it_stopped(
     store: Store, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nearkin_janitor.rebuild.PUBLISH_CHUNKS", 1)  # each container by itself
+    monkeypatch.setattr("nearkin_maintenance.rebuild_index.PUBLISH_CHUNKS", 1)  # each container by itself
     index = connect(server, store)
     tries: list[int] = []
 

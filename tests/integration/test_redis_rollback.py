@@ -14,28 +14,28 @@ import pytest
 import redis
 
 from nearkin import open_store
-from nearkin.claims import ContainerClaims
-from nearkin.config_services import RedisSettings
-from nearkin.fingerprints import domain_of
-from nearkin.formats.message import End, Envelope, Placed, encode
-from nearkin.index.redis import RedisIndex
-from nearkin.index.redis.rebuild import Rebuilder, RebuildTarget
-from nearkin.local_mending import super_features_of
-from nearkin.records import ContainerId
-from nearkin.runners.embedded import EmbeddedWriter
-from nearkin.runners.kafka import committing
-from nearkin.runners.kafka.committing import CommitHandler
-from nearkin.runners.kafka.lag import Backlog
-from nearkin.runners.kafka.loop import Record
-from nearkin.runners.kafka.tenants import lanes
-from nearkin.store.condemned import CondemnedStore, GcGeneration
-from nearkin.store.objects import LocalObjects
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.janitors import CHOSEN, Fleet, bring
-from nearkin.testing.redis_server import RedisServer
-from nearkin.testing.waiting import until
-from nearkin_janitor import Tenants
-from nearkin_janitor.recover import recover_index
+from nearkin.embedded.runner import EmbeddedWriter
+from nearkin.lab.generated_data import random_bytes
+from nearkin.local.index_recovery import super_features_of
+from nearkin_committer import handler as committer_handler
+from nearkin_committer.handler import CommitHandler
+from nearkin_maintenance import Tenants
+from nearkin_maintenance.redis_index_recovery import recover_index
+from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.fingerprints import domain_of
+from nearkin_shared.formats.message import End, Envelope, Placed, encode
+from nearkin_shared.index.container_entries import ContainerClaims
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.redis.background_rebuild import Rebuilder, RebuildTarget
+from nearkin_shared.kafka.consumer_loop import Record
+from nearkin_shared.kafka.lag import Backlog
+from nearkin_shared.kafka.tenant_context import lanes
+from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.storage.pending_deletes import CondemnedStore, GcGeneration
+from nearkin_shared.types import ContainerId
+from tests.support.checks.waiting import until
+from tests.support.servers.maintenance_workers import CHOSEN, Fleet, bring
+from tests.support.servers.redis_server import RedisServer
 
 YEAR = 31_536_000.0
 CONTENT = random_bytes(600_000, 5)
@@ -242,7 +242,7 @@ def test_committer_refuses_freed_containers(single: tuple[RedisServer, Fleet], m
     _, fleet = single
     manifest = fleet.manifests.get("default", "a", 1)
     collect(fleet)
-    monkeypatch.setattr(committing, "Outbox", Kept)
+    monkeypatch.setattr(committer_handler, "Outbox", Kept)
     of_all = lanes(CHOSEN, fleet.objects, fleet.secret, fleet.bits, fleet.index.for_domain)
     handler = CommitHandler(CHOSEN, fleet.manifests, of_all, "w", Idle(), None)
     handler.assigned(0, "")

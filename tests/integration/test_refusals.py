@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.errors import (
+from nearkin.lab.generated_data import random_bytes
+from nearkin.local.index_lifecycle import LocalIndex
+from nearkin.store import Store
+from nearkin_shared.errors import (
     BadInput,
     ConfigError,
     Corrupt,
@@ -27,10 +29,8 @@ from nearkin.errors import (
     StoreLocked,
     StoreUnavailable,
 )
-from nearkin.local_index import LocalIndex
-from nearkin.store.manifests import object_name
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import SMALL, containers, flip, objects, settings
+from nearkin_shared.storage.manifests import object_name
+from tests.support.data.stores import SMALL, containers, flip, objects, settings
 
 CONTENT = random_bytes(50_000)
 ODD_KEYS = [

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import nearkin.fingerprints as fingerprints
+import nearkin_shared.fingerprints as fingerprints
 from nearkin import Corrupt, open_store
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.stores import SMALL, settings
+from nearkin.lab.generated_data import random_bytes
+from tests.support.data.stores import SMALL, settings
 
 CONTENT = random_bytes(300_000, 7)
 

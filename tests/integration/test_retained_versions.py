@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from nearkin.api import open_store
-from nearkin.config import Settings
-from nearkin.config_keeping import RetentionPolicy
-from nearkin.config_layers import with_changes
-from nearkin.errors import ClockSkew, Retained
+from nearkin.store import open_store
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import RetentionPolicy
+from nearkin_shared.errors import ClockSkew, Retained
 
 YEAR_SECONDS = 31_536_000
 NOW = time.time()

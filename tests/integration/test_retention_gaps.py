@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import Corrupt, Retained
-from nearkin.formats.mark import Kind, Mark
-from nearkin.testing.clock import DAY, Clock
-from nearkin.wrapping import generate
+from nearkin.store import Store
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.crypto.key_wrapping import generate
+from nearkin_shared.errors import Corrupt, Retained
+from nearkin_shared.formats.tombstone import Kind, Mark
+from tests.support.fakes.clock import DAY, Clock
 
 START = datetime(2026, 11, 2, 6, tzinfo=UTC)
 LATER = START + timedelta(days=30)

@@ -7,9 +7,9 @@ from io import BytesIO
 import pytest
 
 from nearkin import open_store
-from nearkin.config_reduction import CHUNKERS
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, settings
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin_shared.config.reduction import CHUNKERS
+from tests.support.data.stores import SMALL, settings
 
 KIB = 1024
 BOUNDS = {
@@ -80,9 +80,9 @@ def test_whatever_pieces_a_source_comes_in_the_same_is_stored(pieces, tmp_path):
 
 
 def test_many_blobs_in_one_call_come_back_in_order_over_several_groups(tmp_path, monkeypatch):
-    from nearkin.runners import embedded
+    from nearkin.embedded import runner as embedded_runner
 
-    monkeypatch.setattr(embedded, "GROUP_BLOBS_MAX", 64)  # not 4096: each blob is a file to sync
+    monkeypatch.setattr(embedded_runner, "GROUP_BLOBS_MAX", 64)  # not 4096: each blob is a file to sync
     sizes = [number % 50 for number in range(420)]  # sizes from nothing to several batches among them
     sizes[100], sizes[200], sizes[419] = len(RANDOM), 900 * KIB, 2048 * KIB
     items = [(f"k{number % 400}", RANDOM[number : number + size]) for number, size in enumerate(sizes)]

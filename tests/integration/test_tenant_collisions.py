@@ -10,21 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from nearkin import fingerprints, open_store
-from nearkin.api import Store
-from nearkin.claims import feature_keys
-from nearkin.config_services import RedisSettings
-from nearkin.errors import NotFound, TenantCollision
-from nearkin.formats.manifest import Manifest
-from nearkin.index import lmdb, pending
-from nearkin.index.entry_names import PlainNames, SealedNames
-from nearkin.index.protocols import Collected
-from nearkin.index.redis import RedisIndex, catalog
-from nearkin.records import U8, U64
-from nearkin.store import keyring, sealing
-from nearkin.testing.generated import mutated, text_like
-from nearkin.testing.servers import Redis
-from nearkin.testing.stores import ENCRYPTED, SMALL, objects, settings
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin.store import Store
+from nearkin_shared import fingerprints
+from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.crypto import keyring
+from nearkin_shared.errors import NotFound, TenantCollision
+from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.index import pending
+from nearkin_shared.index.container_entries import feature_keys
+from nearkin_shared.index.lmdb import lmdb_index
+from nearkin_shared.index.lmdb.version_entries import PlainNames, SealedNames
+from nearkin_shared.index.protocols import Collected
+from nearkin_shared.index.redis import RedisIndex, catalog_encoding
+from nearkin_shared.objectstore import encrypting
+from nearkin_shared.types import U8, U64
+from tests.support.data.stores import ENCRYPTED, SMALL, objects, settings
+from tests.support.servers.servers import Redis
 
 NO_CHANGES: Mapping[str, Mapping[str, object]] = {}
 REMEDY = r"tenant 'second': .*choose another name"
@@ -92,7 +95,7 @@ def manifest_of(store: Store, key: str) -> Manifest:
 @pytest.fixture
 def redis_index(redis: Redis, key_prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisIndex]:
     """An index in Redis in which all tenants have one hash."""
-    monkeypatch.setattr(catalog, "tenant_tag", lambda _tenant: "1" * 24)
+    monkeypatch.setattr(catalog_encoding, "tenant_tag", lambda _tenant: "1" * 24)
     with closing(RedisIndex(RedisSettings(url=redis.url, prefix=key_prefix.rstrip(":")), b"\2" * 16)) as made:
         yield made
 
@@ -121,7 +124,7 @@ def test_redis_refuses_the_second_tenant_of_a_hash(
 
 def test_keys_of_another_tenant_of_a_hash_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.30: A data key names its tenant: a second one of the same domain neither reads, writes nor erases by it."""
-    for module in (fingerprints, keyring, sealing):
+    for module in (fingerprints, keyring, encrypting):
         monkeypatch.setattr(module, "domain_of", lambda _tenant: b"\3" * 16)
     with opened(tmp_path, "first", ENCRYPTED) as store:
         store.put("key", b"the first tenant's")
@@ -144,7 +147,7 @@ def test_features_of_another_tenant_of_a_hash_are_no_bases(tmp_path: Path, monke
     def of_one_namespace(sketch: str, _domain: bytes, super_features: U64) -> U8:
         return feature_keys(sketch, b"\4" * 16, super_features)
 
-    for module in (lmdb, pending):
+    for module in (lmdb_index, pending):
         monkeypatch.setattr(module, "feature_keys", of_one_namespace)
     text = text_like(300_000, 1)
     with opened(tmp_path, "first") as store:

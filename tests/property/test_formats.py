@@ -8,16 +8,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearkin.formats import columns, runs
-from nearkin.formats.block import EncodedBlock, decode_block, encode_block
-from nearkin.formats.container import Corrupt, FormatTooNew, encode_container
-from nearkin.formats.directory import ChunkTable, SegmentTable, positions_in_blocks
-from nearkin.formats.layout import ROWS_MAX
-from nearkin.formats.manifest import Manifest, decode_manifest, encode_manifest
-from nearkin.limits import SEGMENT_BYTES_MAX
-from nearkin.records import ZERO, ContainerId, Locations
-from nearkin.reports import Ledger
-from nearkin.testing import samples
+from nearkin_shared.formats import columns, location_runs
+from nearkin_shared.formats.block import EncodedBlock, decode_block, encode_block
+from nearkin_shared.formats.container import Corrupt, FormatTooNew, encode_container
+from nearkin_shared.formats.container_layout import ROWS_MAX
+from nearkin_shared.formats.directory import ChunkTable, SegmentTable, positions_in_blocks
+from nearkin_shared.formats.manifest import Manifest, decode_manifest, encode_manifest
+from nearkin_shared.limits import SEGMENT_BYTES_MAX
+from nearkin_shared.results import Ledger
+from nearkin_shared.types import ZERO, ContainerId, Locations
+from tests.support.data import samples
 
 HOLDER = ContainerId(7_000_000)
 CONTAINERS = [2, 3, 6_999_999, int(HOLDER), 7_000_001, (1 << 64) - 1]
@@ -53,28 +53,30 @@ def equal(left: Locations, right: Locations) -> bool:
 
 @given(st.data())
 def test_runs_come_back_whatever_the_parts(data: st.DataObject) -> None:
-    rows = data.draw(stretches([*CONTAINERS, ZERO], 1000, runs.ORDINAL_MAX))
+    rows = data.draw(stretches([*CONTAINERS, ZERO], 1000, location_runs.ORDINAL_MAX))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=6)))
     bounds = np.array([0, *cuts, len(rows)], np.uint32)
     made = located(rows)
-    table, refs = runs.container_table(made.containers, HOLDER)
-    run_refs, steps, counts, parts = runs.compress(refs, made.ordinals, bounds)
+    table, refs = location_runs.container_table(made.containers, HOLDER)
+    run_refs, steps, counts, parts = location_runs.compress(refs, made.ordinals, bounds)
     assert int(counts.sum()) == len(rows)
     assert int(parts.sum()) == len(counts)
     ends = np.cumsum(counts, dtype=np.int64)
     assert set(np.cumsum(np.diff(bounds.astype(np.int64)))) <= {0, *ends.tolist()}
-    found_refs, ordinals = runs.expand(run_refs, steps, counts, len(rows), "r")
-    assert equal(runs.located(found_refs, ordinals, table, HOLDER, "r"), made)
+    found_refs, ordinals = location_runs.expand(run_refs, steps, counts, len(rows), "r")
+    assert equal(location_runs.located(found_refs, ordinals, table, HOLDER, "r"), made)
 
 
 @given(st.lists(st.integers(-(1 << 31), (1 << 31) - 1)))
 def test_signed_steps_come_back(steps: list[int]) -> None:
-    assert runs.unzigzag(runs.zigzag(np.array(steps, np.int64))).tolist() == steps
+    assert location_runs.unzigzag(location_runs.zigzag(np.array(steps, np.int64))).tolist() == steps
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-5, 5))))
 def test_group_totals_are_the_sums_of_earlier_rows(rows: list[tuple[int, int]]) -> None:
-    found = runs.group_totals(np.array([g for g, _ in rows], np.uint8), np.array([v for _, v in rows], np.int64))
+    found = location_runs.group_totals(
+        np.array([g for g, _ in rows], np.uint8), np.array([v for _, v in rows], np.int64)
+    )
     assert found.tolist() == [sum(v for h, v in rows[:i] if h == g) for i, (g, _) in enumerate(rows)]
 
 

@@ -20,21 +20,21 @@ from hypothesis import settings as runs
 from hypothesis import strategies as st
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.config_keeping import EXPIRY, GC_MODES, HYBRID, MARK_SWEEP, REFCOUNT
-from nearkin.config_layers import with_changes
-from nearkin.errors import ConfigError, Corrupt, StoreUnavailable
-from nearkin.formats.container import decode_container
-from nearkin.formats.manifest import Manifest
-from nearkin.records import Locations
-from nearkin.reports import Ledger as Bytes
-from nearkin.store.condemned import CondemnedStore
-from nearkin.store.manifests import object_name
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.stores import SMALL, containers, manifests, objects, settings
-from nearkin_janitor import Ledger
-from nearkin_janitor.collect import require_marking
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store
+from nearkin_maintenance import Ledger
+from nearkin_maintenance.gc.gc_run import require_marking
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.storage import EXPIRY, GC_MODES, HYBRID, MARK_SWEEP, REFCOUNT
+from nearkin_shared.errors import ConfigError, Corrupt, StoreUnavailable
+from nearkin_shared.formats.container import decode_container
+from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.results import Ledger as Bytes
+from nearkin_shared.storage.manifests import object_name
+from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.types import Locations
+from tests.support.data.stores import SMALL, containers, manifests, objects, settings
+from tests.support.fakes.clock import DAY, Clock
 
 WEEK = 7 * DAY
 
@@ -55,21 +55,21 @@ def left(root: Path) -> Counter[bytes]:
 
 def marked(store: Store) -> bool:
     """Do a round; return whether it read manifests to mark."""
-    from nearkin_janitor import collect
+    from nearkin_maintenance.gc import gc_run
 
     looked = []
-    real = collect.Reach
+    real = gc_run.Reach
 
     class Looking(real):
         def __init__(self, *args: object) -> None:
             looked.append(True)
             super().__init__(*args)
 
-    collect.Reach = Looking
+    gc_run.Reach = Looking
     try:
         store.gc()
     finally:
-        collect.Reach = real
+        gc_run.Reach = real
     return bool(looked)
 
 

@@ -16,16 +16,16 @@ from hypothesis import settings as runs
 from hypothesis import strategies as st
 
 from nearkin import open_store
-from nearkin.api import Store
-from nearkin.config_keeping import HYBRID
-from nearkin.errors import Corrupt
-from nearkin.testing.clock import DAY
-from nearkin.testing.generated import mutated, random_bytes
-from nearkin.testing.stores import SMALL, flip, manifests, settings
-from nearkin_janitor import Ledger
-from nearkin_janitor.reach import Reach
-from nearkin_janitor.roots import find_roots
-from nearkin_janitor.summaries import masks_of
+from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin.store import Store
+from nearkin_maintenance import Ledger
+from nearkin_maintenance.gc.manifest_refs_cache import masks_of
+from nearkin_maintenance.gc.mark import Reach
+from nearkin_maintenance.gc.roots import find_roots
+from nearkin_shared.config.storage import HYBRID
+from nearkin_shared.errors import Corrupt
+from tests.support.data.stores import SMALL, flip, manifests, settings
+from tests.support.fakes.clock import DAY
 
 DAY_US = DAY * 1_000_000
 FIRST_US = 20_000 * DAY_US

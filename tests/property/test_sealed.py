@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearkin.formats.sealed import PAGE_BYTES
-from nearkin.store.sealing import SealedObjects, Sealing
-from nearkin.testing.generated import random_bytes
-from nearkin.testing.keys import memory_keyring
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.formats.encrypted_object import PAGE_BYTES
+from nearkin_shared.objectstore.encrypting import SealedObjects, Sealing
+from tests.support.data.test_keys import memory_keyring
 
 KEYRING = memory_keyring()
 LARGE = random_bytes(4 * PAGE_BYTES + 77, 1)

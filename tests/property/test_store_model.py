@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from nearkin import open_store
-from nearkin.config_keeping import RetentionPolicy
-from nearkin.config_layers import with_changes
-from nearkin.config_reduction import BASE_POLICIES, CHUNKERS, FEATURES
-from nearkin.errors import BadInput, ClockSkew, NotFound, StoreLocked
-from nearkin.limits import CLOCK_SKEW_SECONDS_MAX
-from nearkin.testing.generated import mutated, random_bytes, records_like, text_like
-from nearkin.testing.stores import SMALL, broken, containers, flip, objects, settings, stored_bytes
+from nearkin.lab.generated_data import mutated, random_bytes, records_like, text_like
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.reduction import BASE_POLICIES, CHUNKERS, FEATURES
+from nearkin_shared.config.storage import RetentionPolicy
+from nearkin_shared.errors import BadInput, ClockSkew, NotFound, StoreLocked
+from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
+from tests.support.data.stores import SMALL, broken, containers, flip, objects, settings, stored_bytes
 
 WEEK = 604_800
 KEYS = ("a", "b", "ключ/🔑")

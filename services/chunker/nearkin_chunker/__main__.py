@@ -1,10 +1,10 @@
 """`python -m nearkin_chunker`: frames into segments."""
 
-from nearkin.runners.kafka.chunking import ChunkHandler
-from nearkin.runners.kafka.clients import Outbox
-from nearkin.runners.kafka.lag import Backlog
-from nearkin.runners.kafka.worker import Context, Part, command
 from nearkin_chunker import ChunkerStage
+from nearkin_chunker.handler import ChunkHandler
+from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.lag import Backlog
+from nearkin_shared.kafka.worker import Context, Part, command
 
 
 def handler(context: Context) -> ChunkHandler:

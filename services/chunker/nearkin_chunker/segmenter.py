@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nearkin.records import U8, U32, Bools
+from nearkin_shared.types import U8, U32, Bools
 
 
 def segment_bounds(names: U8, lengths: U32, zero: Bools, target_chunks: int, bytes_max: int, final: bool) -> U32:

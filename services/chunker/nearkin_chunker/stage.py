@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from nearkin.config import Settings
-from nearkin.fingerprints import Fingerprinter
-from nearkin.frozen import frozen
-from nearkin.limits import MIB
-from nearkin.records import NAME_BYTES, U8, U32, Bools, SegmentBatch, offsets_of
-from nearkin.stage import Facts, Reads
-from nearkin_chunker.algorithms import chunker
+from nearkin_chunker.chunking_algorithms import chunker
 from nearkin_chunker.segmenter import segment_bounds
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.limits import MIB
+from nearkin_shared.pipeline.stage import Facts, Reads
+from nearkin_shared.types import NAME_BYTES, U8, U32, Bools, SegmentBatch, offsets_of
+from nearkin_shared.utils.frozen import frozen
 
 STEP_BYTES = 4 * MIB
 """So much is cut, then named: of 16 MiB the beginning has left the core's cache by then (3.3 GB/s; in steps 3.9)."""

@@ -1,8 +1,9 @@
 """`python -m nearkin_dedup`: drops the segments and chunks that are known."""
 
-from nearkin.runners.kafka.clients import Outbox
-from nearkin.runners.kafka.relaying import RelayHandler, dedup_work
-from nearkin.runners.kafka.worker import Context, Part, command
+from nearkin_dedup.handler import dedup_work
+from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.relay_handler import RelayHandler
+from nearkin_shared.kafka.worker import Context, Part, command
 
 
 def handler(context: Context) -> RelayHandler:

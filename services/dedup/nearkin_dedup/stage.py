@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from nearkin.kernels.nametable import first_occurrence
-from nearkin.records import U8, U32, Bools, FreshBatch, Locations, SegmentBatch
-from nearkin.stage import Facts, Reads
+from nearkin_shared.kernels.fingerprint_table import first_occurrence
+from nearkin_shared.pipeline.stage import Facts, Reads
+from nearkin_shared.types import U8, U32, Bools, FreshBatch, Locations, SegmentBatch
 
 
 class DedupStage:

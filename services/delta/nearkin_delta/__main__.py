@@ -1,11 +1,7 @@
-"""`python -m nearkin_delta`: encodes and stores chunks, commits versions, and rebuilds an index that was lost."""
+"""`python -m nearkin_delta`: encodes and stores chunks."""
 
-from nearkin.index.redis.key_locks import RedisKeyLocks
-from nearkin.runners.kafka.committing import CommitHandler
-from nearkin.runners.kafka.lag import Backlog
-from nearkin.runners.kafka.placing import PlaceHandler
-from nearkin.runners.kafka.worker import Context, Part, command
-from nearkin.store.manifests import ManifestStore
+from nearkin_delta.handler import PlaceHandler
+from nearkin_shared.kafka.worker import Context, Part, command
 
 
 def placer(context: Context) -> PlaceHandler:
@@ -14,13 +10,5 @@ def placer(context: Context) -> PlaceHandler:
     return PlaceHandler(context.settings, context.current, context.lanes(), worker, context.authenticator)
 
 
-def committer(context: Context) -> CommitHandler:
-    """Return the handler of topic `placed`."""
-    locks = RedisKeyLocks(context.index)
-    manifests, worker = ManifestStore(context.objects, locks), f"committer-{context.worker}"
-    backlog, authenticator = Backlog(context.settings), context.authenticator
-    return CommitHandler(context.settings, manifests, context.lanes(), worker, backlog, authenticator, locks)
-
-
 if __name__ == "__main__":
-    command("delta", [Part("delta", "paired", placer), Part("committer", "placed", committer)])()
+    command("delta", [Part("delta", "paired", placer)])()

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.config_reduction import DeltaSettings
-from nearkin.errors import Corrupt, choose
-from nearkin.formats.layout import PATCH, XDELTA3
-from nearkin.frozen import frozen
-from nearkin.kernels import xdelta3
-from nearkin.kernels.gather import gather_new
-from nearkin.records import U8, U32, U64, Pieces, offsets_of
+from nearkin_shared.config.reduction import DeltaSettings
+from nearkin_shared.errors import Corrupt, choose
+from nearkin_shared.formats.container_layout import PATCH, XDELTA3
+from nearkin_shared.kernels import xdelta3
+from nearkin_shared.kernels.scatter_copy import gather_new
+from nearkin_shared.types import U8, U32, U64, Pieces, offsets_of
+from nearkin_shared.utils.frozen import frozen
 
 
 @frozen
@@ -82,7 +82,7 @@ def _no_encoder(level: int) -> Encode:
 
 CODECS: Mapping[str, tuple[int, Callable[[int], Encode]]] = {
     "xdelta3": (XDELTA3, xdelta3_encoder),
-    "patch": (PATCH, _no_encoder),  # whole blocks are encoded: blocks.py
+    "patch": (PATCH, _no_encoder),  # whole blocks are encoded: block_encoder.py
     "none": (XDELTA3, _no_encoder),
 }
 NAMES = tuple(CODECS)

@@ -12,13 +12,20 @@ from dataclasses import field
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.config import Settings
-from nearkin.formats.layout import PATCH
-from nearkin.frozen import frozen
-from nearkin.kernels.nametable import first_occurrence
-from nearkin.limits import MIB
-from nearkin.parallel import ALONE, Helpers
-from nearkin.records import (
+from nearkin_delta.base_choice import Chosen, only
+from nearkin_delta.base_search import AsksBases, BaseFinder
+from nearkin_delta.block_encoder import BlockCloser, Keeper, SparePrefixes
+from nearkin_delta.codecs import Deltas, check_round_trip, codec, pairs_with
+from nearkin_delta.container_builder import ContainerBuilder, Encodings, Prefixes, new_container_id
+from nearkin_delta.delta_or_raw import keep_delta
+from nearkin_delta.finished_container import FinishedContainer
+from nearkin_delta.gap_alignment import Mark
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.formats.container_layout import PATCH
+from nearkin_shared.kernels.fingerprint_table import first_occurrence
+from nearkin_shared.limits import MIB
+from nearkin_shared.pipeline.stage import Contents, Facts, Found, Reads
+from nearkin_shared.types import (
     NAME_BYTES,
     SEGMENT_ID_BYTES,
     U8,
@@ -30,15 +37,8 @@ from nearkin.records import (
     Locations,
     PairedBatch,
 )
-from nearkin.stage import Contents, Facts, Found, Reads
-from nearkin_delta.arbiter import keep_delta
-from nearkin_delta.bases import Chosen, only
-from nearkin_delta.blocks import BlockCloser, Keeper, SparePrefixes
-from nearkin_delta.builder import ContainerBuilder, Encodings, Prefixes, new_container_id
-from nearkin_delta.codecs import Deltas, check_round_trip, codec, pairs_with
-from nearkin_delta.finder import AsksBases, BaseFinder
-from nearkin_delta.finished import FinishedContainer
-from nearkin_delta.gaps import Mark
+from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.utils.thread_pool import ALONE, Helpers
 
 
 @frozen

@@ -14,24 +14,34 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp, Lifespan
 
-from nearkin.errors import NearkinError
-from nearkin.runners.tracing import current
-from nearkin_gateway import admin, blobs, dead_letters, deleting, looking, uploads
-from nearkin_gateway.access_log import AccessLog
-from nearkin_gateway.audit_requests import AuditRequests
-from nearkin_gateway.counting import Counted
-from nearkin_gateway.cross_origin import allow_origins
-from nearkin_gateway.handing_over import sweep_for_ever
-from nearkin_gateway.header_bounds import document_parameters
-from nearkin_gateway.keys import PathAsSent
-from nearkin_gateway.problems import MEDIA_TYPE, ProblemBody, install
+from nearkin_gateway.http.header_bounds import document_parameters
+from nearkin_gateway.http.problems import MEDIA_TYPE, ProblemBody, install
+from nearkin_gateway.http.url_keys import PathAsSent
+from nearkin_gateway.middleware.access_log import AccessLog
+from nearkin_gateway.middleware.audit_requests import AuditRequests
+from nearkin_gateway.middleware.cors import allow_origins
+from nearkin_gateway.middleware.request_metrics import Counted
+from nearkin_gateway.middleware.request_tracing import Traced
+from nearkin_gateway.middleware.shutdown import AnswerCutRequests
+from nearkin_gateway.routes import (
+    admin_routes,
+    blob_routes,
+    dead_letter_routes,
+    deletion_routes,
+    operations_routes,
+    upload_routes,
+)
 from nearkin_gateway.state import Gateway
-from nearkin_gateway.stopping import AnswerCutRequests
-from nearkin_gateway.traced import Traced
+from nearkin_gateway.uploads.finalize import sweep_for_ever
+from nearkin_shared.errors import NearkinError
+from nearkin_shared.observability.tracing import current
 
 THREADS_MAX = 64
 """Blocking calls of the object store: restores, listings. More wait in a queue bounded by the connections."""
-ROUTERS = tuple(module.router for module in (blobs, deleting, admin, looking, dead_letters, uploads))
+ROUTERS = tuple(
+    module.router
+    for module in (blob_routes, deletion_routes, admin_routes, operations_routes, dead_letter_routes, upload_routes)
+)
 _log = logging.getLogger("nearkin.gateway")
 
 

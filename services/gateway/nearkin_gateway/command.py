@@ -5,24 +5,29 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from nearkin.config_layers import load
-from nearkin.errors import BadInput, NearkinError
-from nearkin.runners import logs
+from nearkin_shared.config.loader import load
+from nearkin_shared.errors import BadInput, NearkinError
+from nearkin_shared.observability import log_setup
+
+if TYPE_CHECKING:
+    from nearkin_gateway.server import EmbeddedFactory
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="TOML file with settings.")
-def main(config: Path | None) -> None:
+@click.pass_obj
+def main(embedded: EmbeddedFactory | None, config: Path | None) -> None:
     """Run a Nearkin gateway. Settings come from FILE and from NEARKIN_* variables."""
     try:
         from nearkin_gateway.server import serve
 
         settings = load(config)[0]
-        logs.start(settings, logging.INFO)
-        serve(settings, config)
+        log_setup.start(settings, logging.INFO)
+        serve(settings, config, embedded=embedded)
     except NearkinError as err:
         click.echo(f"nearkin: {err}", err=True)
         sys.exit(2 if isinstance(err, BadInput) else 1)

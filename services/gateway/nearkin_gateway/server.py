@@ -15,15 +15,18 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nearkin.config import Settings
-from nearkin.config_services import GatewaySettings
-from nearkin.errors import ConfigError
-from nearkin.runners import logs, tracing
-from nearkin.runners.monitor import Monitor
-from nearkin.runners.readiness import Check
 from nearkin_gateway.app import create_app, served
-from nearkin_gateway.protocol import bounded_protocol
+from nearkin_gateway.http.connection_protocol import bounded_protocol
 from nearkin_gateway.state import Gateway
+from nearkin_shared.config.services import GatewaySettings
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError
+from nearkin_shared.observability import log_setup, tracing
+from nearkin_shared.observability.health import Monitor
+from nearkin_shared.observability.readiness import Check
+
+EmbeddedFactory = Callable[[Settings, float], Gateway]
+"""(settings, seconds to wait for the store's lock) -> the parts of a gateway whose store is in this process."""
 
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 1024
@@ -50,14 +53,19 @@ def check_address(settings: Settings) -> None:
         )
 
 
-def make_gateway(settings: Settings, config_file: Path | None = None, lock_wait_seconds: float = 0.0) -> Gateway:
+def make_gateway(
+    settings: Settings,
+    config_file: Path | None = None,
+    lock_wait_seconds: float = 0.0,
+    embedded: EmbeddedFactory | None = None,
+) -> Gateway:
     """Return the parts that `settings` name; `lock_wait_seconds` is for a local store. Raises NearkinError."""
     check_address(settings)
     if settings.gateway.ingest == "embedded":
-        from nearkin_gateway.embedded import embedded_gateway
-
-        return embedded_gateway(settings, lock_wait_seconds)
-    from nearkin_gateway.pipeline import pipeline_gateway
+        if embedded is None:
+            raise ConfigError('gateway.ingest "embedded": `nearkin serve` runs a gateway with a store in its process')
+        return embedded(settings, lock_wait_seconds)
+    from nearkin_gateway.backends.pipeline_backend import pipeline_gateway
 
     return pipeline_gateway(settings, config_file)
 
@@ -156,6 +164,7 @@ def serve(
     config_file: Path | None = None,
     ready: Callable[[str], None] | None = None,
     lock_wait_seconds: float = 0.0,
+    embedded: EmbeddedFactory | None = None,
 ) -> None:
     """Serve until a stop is requested; call `ready` with the URL. Raises NearkinError."""
     monitor = Monitor(settings.monitor)
@@ -163,21 +172,15 @@ def serve(
     tracing.start(settings, "gateway", socket.gethostname())
     make_room_for_files(settings.gateway)
     try:
-        with logs.audit_file(settings):
-            _run(settings, config_file, ready, lock_wait_seconds, monitor)
+        with log_setup.audit_file(settings):
+            gateway = make_gateway(settings, config_file, lock_wait_seconds, embedded)
+            _run(settings, gateway, ready, monitor)
     finally:
         tracing.stop()
         monitor.stop()
 
 
-def _run(
-    settings: Settings,
-    config_file: Path | None,
-    ready: Callable[[str], None] | None,
-    lock_wait_seconds: float,
-    monitor: Monitor,
-) -> None:
-    gateway = make_gateway(settings, config_file, lock_wait_seconds)
+def _run(settings: Settings, gateway: Gateway, ready: Callable[[str], None] | None, monitor: Monitor) -> None:
     server = make_server(settings, gateway, ready)
     monitor.connected(_checks(settings))
     # uvicorn stops by it, then raises it again: a stop is no failure. Not sooner, or a start could not be stopped.
@@ -196,6 +199,6 @@ def _run(
 def _checks(settings: Settings) -> dict[str, Check]:
     if settings.gateway.ingest == "embedded":
         return {}
-    from nearkin.runners.kafka.checking import checks_of
+    from nearkin_shared.kafka.readiness_checks import checks_of
 
     return checks_of(settings)

@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
-from nearkin.config import Settings
-from nearkin.config_services import GatewaySettings
-from nearkin.errors import NearkinError
-from nearkin.runners.readiness import Check, Readiness
-from nearkin.store.deletion import Deletions
-from nearkin.store.pauses import Pauses
-from nearkin_gateway.audit import AuditLog
-from nearkin_gateway.catalogue import Catalogue
-from nearkin_gateway.hot import HotChanges
-from nearkin_gateway.ingest import Ingest
-from nearkin_gateway.insight import Insight
-from nearkin_gateway.limits import Rates, Shares, Slots
-from nearkin_gateway.outcomes import Outcomes, Tickets
-from nearkin_gateway.resumable import Resumable
-from nearkin_gateway.sessions import Sessions
-from nearkin_gateway.threads import WorkerPools
-from nearkin_gateway.tokens import TokenFile
+from nearkin_gateway.auth.sessions import Sessions
+from nearkin_gateway.auth.tokens import TokenFile
+from nearkin_gateway.backends.ingest_backend import Ingest
+from nearkin_gateway.blocking_threads import WorkerPools
+from nearkin_gateway.catalog.version_catalog import Catalogue
+from nearkin_gateway.http.request_limits import Rates, Shares, Slots
+from nearkin_gateway.monitoring.audit_log import AuditLog
+from nearkin_gateway.monitoring.usage import Insight
+from nearkin_gateway.setting_changes import HotChanges
+from nearkin_gateway.uploads.resumable_store import Resumable
+from nearkin_gateway.uploads.upload_status import Outcomes, Tickets
+from nearkin_shared.config.services import GatewaySettings
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NearkinError
+from nearkin_shared.observability.readiness import Check, Readiness
+from nearkin_shared.storage.deletions import Deletions
+from nearkin_shared.storage.gc_pause import Pauses
 
 if TYPE_CHECKING:  # brings Kafka's client, which an embedded gateway does without
-    from nearkin_gateway.pipeline_state import PipelineState
+    from nearkin_gateway.monitoring.pipeline_state import PipelineState
 
 EXPLANATIONS_MAX = 4
 """At a time: each takes up to 300 MB, of 200,000 chunks and 60 MB of JSON."""

@@ -1,8 +1,9 @@
 """`python -m nearkin_resemblance`: finds the base candidates of fresh chunks."""
 
-from nearkin.runners.kafka.clients import Outbox
-from nearkin.runners.kafka.relaying import RelayHandler, resemblance_work
-from nearkin.runners.kafka.worker import Context, Part, command
+from nearkin_resemblance.handler import resemblance_work
+from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.relay_handler import RelayHandler
+from nearkin_shared.kafka.worker import Context, Part, command
 
 
 def handler(context: Context) -> RelayHandler:

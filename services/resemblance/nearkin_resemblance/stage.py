@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from nearkin.config import Settings
-from nearkin.parallel import ALONE, Helpers
-from nearkin.records import U64, FreshBatch, Locations, PairedBatch
-from nearkin.stage import Facts, Reads
-from nearkin_resemblance.algorithms import sketcher
+from nearkin_resemblance.feature_algorithms import sketcher
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.pipeline.stage import Facts, Reads
+from nearkin_shared.types import U64, FreshBatch, Locations, PairedBatch
+from nearkin_shared.utils.thread_pool import ALONE, Helpers
 
 
 class ResemblanceStage:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import nearkin
-from nearkin.client import exchange
-from nearkin.client.remote import RemoteStore
-from nearkin.testing.gateway import TOKEN, ScriptedGateway
+from nearkin.client import http
+from nearkin.client.sync import RemoteStore
+from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
 
 @pytest.fixture(autouse=True)
 def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_jitter", lambda _state: 0.001)
+    monkeypatch.setattr(http, "_jitter", lambda _state: 0.001)
     for name in [name for name in os.environ if name.startswith("NEARKIN_TOKEN")]:
         monkeypatch.delenv(name)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import nearkin
-from nearkin.client.remote import RemoteStore
-from nearkin.errors import Permanent
-from nearkin.formats import answers
-from nearkin.testing.gateway import TOKEN, ScriptedGateway
-from nearkin.testing.pipes import Unseekable
-from nearkin.testing.samples import noise
+from nearkin.client.sync import RemoteStore
+from nearkin_shared import results_json
+from nearkin_shared.errors import Permanent
+from tests.support.data.samples import noise
+from tests.support.fakes.pipes import Unseekable
+from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
 DATA = noise(300_000, "client").tobytes()
 KEYS = ("a/b", "..", ".", "ä ö%2F?#&=+", "versions/1", "a//b/", "\u202e\n", "x" * 1024)
@@ -30,10 +30,10 @@ def test_every_call_answers_what_the_store_itself_does(store: RemoteStore, gatew
         (store.info("a/b", 1), local.info("a/b", 1)),
         (first.info, local.info("a/b", 1)),
     ):
-        assert answers.info_json(found) == answers.info_json(expected)
+        assert results_json.info_json(found) == results_json.info_json(expected)
     assert store.stats() == local.stats()
     explained = store.explain("a/b", 1)
-    assert answers.explain_json(explained, segments=True) == answers.explain_json(
+    assert results_json.explain_json(explained, segments=True) == results_json.explain_json(
         local.explain("a/b", 1), segments=True
     )
     assert store.get("a/b").read() == local.get("a/b").read()

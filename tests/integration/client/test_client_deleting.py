@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nearkin.client.remote import RemoteStore
-from nearkin.errors import (
-    BadInput,
-    Denied,
-    NotFound,
-)
-from nearkin.testing.gateway import ScriptedGateway
+from nearkin.client.sync import RemoteStore
+from nearkin_shared.errors import BadInput, Denied, NotFound
+from tests.support.fakes.scripted_gateway import ScriptedGateway
 
 
 @pytest.mark.parametrize("fault", ["lost-reply", "busy", "reset"])

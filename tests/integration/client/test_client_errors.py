@@ -8,19 +8,12 @@ from typing import Any
 import pytest
 
 import nearkin
-from nearkin.client import exchange
-from nearkin.client.remote import RemoteStore
-from nearkin.errors import (
-    BadInput,
-    ConfigError,
-    Denied,
-    NotFound,
-    Permanent,
-    Retryable,
-)
-from nearkin.testing.certificates import self_signed
-from nearkin.testing.gateway import TOKEN, ScriptedGateway
-from nearkin.testing.samples import noise
+from nearkin.client import http
+from nearkin.client.sync import RemoteStore
+from nearkin_shared.errors import BadInput, ConfigError, Denied, NotFound, Permanent, Retryable
+from tests.support.data.samples import noise
+from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
+from tests.support.servers.certificates import self_signed
 
 DATA = noise(300_000, "client").tobytes()
 
@@ -108,9 +101,9 @@ def test_gets_that_are_left_open_are_named_when_no_connection_is_left(
     store: RemoteStore, gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put("k", noise(3_000_000, "left open").tobytes())
-    monkeypatch.setattr(exchange, "SILENCE_SECONDS", 0.2)
-    monkeypatch.setattr(exchange, "ATTEMPTS_MAX", 2)
-    left = [iter(store.get("k")) for _ in range(exchange.CONNECTIONS_MAX)]
+    monkeypatch.setattr(http, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(http, "ATTEMPTS_MAX", 2)
+    left = [iter(store.get("k")) for _ in range(http.CONNECTIONS_MAX)]
     for pieces in left:
         next(pieces)
     with pytest.raises(Retryable, match=r"32 calls of this client are at work.*not read to its end"):
@@ -153,13 +146,13 @@ def test_the_token_comes_from_the_environment_and_is_not_in_what_is_printed(
     monkeypatch.setenv("NEARKIN_TOKEN", TOKEN)
     with nearkin.connect(gateway.url) as store:
         assert store.versions() == []
-    assert TOKEN not in repr(exchange.Endpoint.of(gateway.url, TOKEN))
+    assert TOKEN not in repr(http.Endpoint.of(gateway.url, TOKEN))
 
 
 def test_a_token_over_plain_http_to_another_machine_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    exchange.Endpoint.of("http://nearkin.example", TOKEN)
+    http.Endpoint.of("http://nearkin.example", TOKEN)
     assert "unencrypted" in caplog.text
     caplog.clear()
     for url in ("https://nearkin.example", "http://localhost:1", "http://[::1]"):
-        exchange.Endpoint.of(url, TOKEN)
+        http.Endpoint.of(url, TOKEN)
     assert caplog.text == ""

@@ -6,13 +6,10 @@ import io
 
 import pytest
 
-from nearkin.client.remote import RemoteStore
-from nearkin.errors import (
-    Corrupt,
-    StoreUnavailable,
-)
-from nearkin.testing.gateway import ScriptedGateway
-from nearkin.testing.samples import noise
+from nearkin.client.sync import RemoteStore
+from nearkin_shared.errors import Corrupt, StoreUnavailable
+from tests.support.data.samples import noise
+from tests.support.fakes.scripted_gateway import ScriptedGateway
 
 DATA = noise(300_000, "client").tobytes()
 
@@ -48,7 +45,7 @@ def test_a_gateway_that_always_breaks_is_given_up(
     store: RemoteStore, gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put("k", DATA)
-    monkeypatch.setattr("nearkin.client.transfer.RESUMES_MAX", 5)
+    monkeypatch.setattr("nearkin.client.streaming.RESUMES_MAX", 5)
     gateway.script("ok", *["cut:10"] * 100)
     with pytest.raises(StoreUnavailable, match="broke 5 times, at byte 60"):
         store.get("k").read()

@@ -10,18 +10,12 @@ from typing import Any
 import pytest
 
 import nearkin
-from nearkin.client import exchange
-from nearkin.client.remote import RemoteStore
-from nearkin.errors import (
-    BadInput,
-    Corrupt,
-    Retryable,
-    SourceFailed,
-    StoreUnavailable,
-)
-from nearkin.testing.gateway import TOKEN, ScriptedGateway
-from nearkin.testing.pipes import Unseekable
-from nearkin.testing.samples import noise
+from nearkin.client import http
+from nearkin.client.sync import RemoteStore
+from nearkin_shared.errors import BadInput, Corrupt, Retryable, SourceFailed, StoreUnavailable
+from tests.support.data.samples import noise
+from tests.support.fakes.pipes import Unseekable
+from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
 DATA = noise(300_000, "client").tobytes()
 
@@ -58,10 +52,10 @@ def test_retries_end(store: RemoteStore, gateway: ScriptedGateway) -> None:
     gateway.script(*["busy"] * 50)
     with pytest.raises(StoreUnavailable, match="busy for a moment"):
         store.put("k", DATA)
-    assert len(gateway.seen) == exchange.ATTEMPTS_MAX
+    assert len(gateway.seen) == http.ATTEMPTS_MAX
     with pytest.raises(StoreUnavailable):
         store.info("k")
-    assert len(gateway.seen) == 2 * exchange.ATTEMPTS_MAX
+    assert len(gateway.seen) == 2 * http.ATTEMPTS_MAX
 
 
 def test_a_gateway_that_takes_no_puts_for_now_is_not_asked_again(store: RemoteStore, gateway: ScriptedGateway) -> None:

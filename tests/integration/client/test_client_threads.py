@@ -13,14 +13,10 @@ import pytest
 
 import nearkin
 from nearkin.client.aio import AsyncRemoteStore
-from nearkin.client.remote import RemoteStore
-from nearkin.errors import (
-    Corrupt,
-    NotFound,
-    StoreUnavailable,
-)
-from nearkin.testing.gateway import TOKEN, ScriptedGateway
-from nearkin.testing.samples import noise
+from nearkin.client.sync import RemoteStore
+from nearkin_shared.errors import Corrupt, NotFound, StoreUnavailable
+from tests.support.data.samples import noise
+from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
 DATA = noise(300_000, "client").tobytes()
 T = TypeVar("T")

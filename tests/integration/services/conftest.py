@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from nearkin.testing.gateways import Running, embedded, running
+from tests.support.servers.gateways import Running, embedded, running
 
 
 @pytest.fixture(scope="module")

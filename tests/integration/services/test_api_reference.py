@@ -9,11 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin_gateway import tokens
 from nearkin_gateway.app import openapi_document
-from nearkin_gateway.dashboard.reference import describe_schema
+from nearkin_gateway.auth import tokens
+from nearkin_gateway.dashboard.api_reference import describe_schema
 from nearkin_gateway.dashboard.rendering import POLICY
+from tests.support.servers.gateways import Running, embedded, running
 
 
 @pytest.fixture(scope="module")

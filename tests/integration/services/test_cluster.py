@@ -14,15 +14,15 @@ import psutil
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from nearkin.config_layers import load
-from nearkin.errors import Retryable
-from nearkin.runners.kafka.clients import TOPICS, topic
-from nearkin.store.opening import open_objects
-from nearkin.testing import members, programs
-from nearkin.testing.cluster import Cluster, NotUp, Service, main
-from nearkin.testing.members import Member
-from nearkin.testing.server import accepts
-from nearkin.testing.waiting import until
+from nearkin_shared.config.loader import load
+from nearkin_shared.errors import Retryable
+from nearkin_shared.kafka.clients import TOPICS, topic
+from nearkin_shared.objectstore.factory import open_objects
+from tests.support.checks.waiting import until
+from tests.support.servers import processes, programs
+from tests.support.servers.cluster import Cluster, NotUp, Service, main
+from tests.support.servers.processes import Member
+from tests.support.servers.server import accepts
 
 GOOD = Service("good", "standing_service", ("fine",), ready_line=": ready")
 BAD = Service("bad", "standing_service", ("broken",), ready_line=": ready")
@@ -110,7 +110,9 @@ def test_status_shows_what_crashed_and_two_at_work_do_not_meet(
     folder.mkdir()
     assert status()[0] == 3
     assert "gateway      not started" in status()[1]
-    chunker = members.launch("chunker", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "l", folder)
+    chunker = processes.launch(
+        "chunker", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "l", folder
+    )
     code, said = status()
     assert (code, f"chunker      up, pid {chunker.pid}" in said) == (0, True)
     (folder / "chunker.log").write_text("what went wrong\n")

@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from nearkin import connect
-from nearkin.api import Item, Store, open_store
-from nearkin.errors import PreconditionFailed
-from nearkin.reports import PutResult
-from nearkin.testing.gateways import Running
-from nearkin.testing.linearizability import ABSENT, Recorder, is_linearizable
+from nearkin.store import Item, Store, open_store
+from nearkin_shared.errors import PreconditionFailed
+from nearkin_shared.results import PutResult
+from tests.support.checks.linearizability import ABSENT, Recorder, is_linearizable
+from tests.support.servers.gateways import Running
 
 ONLY_FIRST = {"If-None-Match": "*"}
 
@@ -153,7 +153,7 @@ def test_local_put_checks_its_precondition(store: Store) -> None:
 
 def test_refused_put_of_a_group_leaves_the_others(store: Store) -> None:
     """F.16: The committer decides for each blob of a group in order; one that is refused ends alone."""
-    from nearkin.preconditions import Precondition
+    from nearkin_shared.preconditions import Precondition
 
     only_first = Precondition(if_none_match=("*",))
     items = [
@@ -172,10 +172,10 @@ def test_refused_put_of_a_group_leaves_the_others(store: Store) -> None:
 
 def test_bytes_of_a_refused_put_are_freed_by_gc(tmp_path: Path) -> None:
     """F.16: A put that lost at the commit has written containers; no version refers to them, and GC frees them."""
-    from nearkin.config import Settings
-    from nearkin.config_layers import with_changes
-    from nearkin.preconditions import Precondition
-    from nearkin.testing.generated import random_bytes
+    from nearkin.lab.generated_data import random_bytes
+    from nearkin_shared.config.loader import with_changes
+    from nearkin_shared.config.settings import Settings
+    from nearkin_shared.preconditions import Precondition
 
     chosen = with_changes(Settings(), {"gc": {"grace_seconds": 0}})
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:

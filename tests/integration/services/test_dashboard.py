@@ -16,17 +16,17 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from nearkin.api import open_store
-from nearkin.runners.kafka.asyncapi import document
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin.testing.generated import mutated, records_like
-from nearkin_gateway import tokens
+from nearkin.embedded.gateway_backend import StoreListing
+from nearkin.lab.generated_data import mutated, records_like
+from nearkin.store import open_store
 from nearkin_gateway.app import openapi_document
-from nearkin_gateway.catalogue import STATS_SECONDS
+from nearkin_gateway.auth import tokens
+from nearkin_gateway.auth.sessions import COOKIE, CSRF_HEADER, SECURE_COOKIE
+from nearkin_gateway.catalog.version_catalog import STATS_SECONDS
 from nearkin_gateway.dashboard import pages
 from nearkin_gateway.dashboard.rendering import POLICY
-from nearkin_gateway.embedded import StoreListing
-from nearkin_gateway.sessions import COOKIE, CSRF_HEADER, SECURE_COOKIE
+from nearkin_shared.kafka.asyncapi import document
+from tests.support.servers.gateways import Running, embedded, running
 
 PAGES = ("/", "/ui/blobs", "/ui/deleted", "/ui/blob?key=db%2Fdump", "/ui/pipeline", "/ui/upkeep", "/ui/settings")
 EVIL = "evil/\"><script>alert(1)</script>'&amp;"

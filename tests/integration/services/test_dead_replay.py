@@ -13,17 +13,17 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from nearkin.cli import main
-from nearkin.config import Settings
-from nearkin.config_layers import load
-from nearkin.errors import BadInput, NearkinError, NotFound, Permanent, StoreUnavailable
-from nearkin.runners.kafka import dead_replay
-from nearkin.runners.kafka.clients import Outbox, consumer, create_topics, group, topic
-from nearkin.runners.kafka.dead_letters import send_dead_letter
-from nearkin.runners.kafka.dead_replay import REPLAYED_HEADER, drop, list_letters, read_letter, replay
-from nearkin.runners.kafka.lag import Backlog, LagReader
-from nearkin.runners.kafka.loop import Record
-from nearkin.testing.kafka_server import users_producer
-from nearkin_gateway.ingest_records import UserRecord
+from nearkin_ingest.records import UserRecord
+from nearkin_shared.config.loader import load
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import BadInput, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin_shared.kafka import dead_letter_replay
+from nearkin_shared.kafka.clients import Outbox, consumer, create_topics, group, topic
+from nearkin_shared.kafka.consumer_loop import Record
+from nearkin_shared.kafka.dead_letter_replay import REPLAYED_HEADER, drop, list_letters, read_letter, replay
+from nearkin_shared.kafka.dead_letters import send_dead_letter
+from nearkin_shared.kafka.lag import Backlog, LagReader
+from tests.support.servers.kafka_server import users_producer
 
 
 class World:
@@ -91,7 +91,7 @@ def test_letters_are_listed_oldest_first_and_shown_whole(world: World) -> None:
     )
     assert [letter.timestamp_ms for letter in found] == sorted(letter.timestamp_ms for letter in found)
     assert all(letter.value is None for letter in found)
-    assert {(letter.stage, letter.error) for letter in found} == {("ingest", "nearkin.errors.BadInput")}
+    assert {(letter.stage, letter.error) for letter in found} == {("ingest", "nearkin_shared.errors.BadInput")}
     assert len(list_letters(world.settings, 2)) == 2
     (other,) = list_letters(world.settings, source="elsewhere")
     assert (other.source, other.value_bytes, other.message) == (("elsewhere", 1, 9), 0, "refused 9")
@@ -151,7 +151,7 @@ def test_two_replays_at_the_same_time_send_back_once(world: World) -> None:
 def test_a_replay_that_dies_before_its_commit_sent_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.reject(world.record(1))
     (letter,) = list_letters(world.settings)
-    transactional = dead_replay._transactional
+    transactional = dead_letter_replay._transactional
 
     class Dying:
         def __init__(self, settings: Settings) -> None:
@@ -159,16 +159,16 @@ def test_a_replay_that_dies_before_its_commit_sent_nothing(world: World, monkeyp
 
         def commit_transaction(self, _timeout: float) -> None:
             self._producer.flush(10)
-            raise KafkaException(dead_replay.KafkaError(dead_replay.KafkaError._FAIL, "died"))
+            raise KafkaException(dead_letter_replay.KafkaError(dead_letter_replay.KafkaError._FAIL, "died"))
 
         def abort_transaction(self, _timeout: float) -> None:
-            raise KafkaException(dead_replay.KafkaError(dead_replay.KafkaError._FAIL, "died"))
+            raise KafkaException(dead_letter_replay.KafkaError(dead_letter_replay.KafkaError._FAIL, "died"))
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._producer, name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(dead_replay, "_transactional", Dying)
+        patched.setattr(dead_letter_replay, "_transactional", Dying)
         with pytest.raises(StoreUnavailable, match="died"):
             replay(world.settings, [letter.place])
     replay(world.settings, [letter.place])  # fences the dead one and ends its transaction
@@ -200,7 +200,7 @@ def test_letters_that_are_not_there_are_said_not_to_be(world: World, kafka: Any)
     assert list_letters(nothing) == []
     for text in ("", "1", "1:", ":1", "-1:2", "1:2:3", "a:b", "1:" + "9" * 19):
         with pytest.raises(BadInput, match="PARTITION:OFFSET"):
-            dead_replay.parse_place(text)
+            dead_letter_replay.parse_place(text)
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_the_commands_refuse_what_is_not_meant(call: Callable[..., tuple[int, st
 def test_a_kafka_that_is_not_there_is_told_in_one_line(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_replay, "ASK_SECONDS", 1.0)
+    monkeypatch.setattr(dead_letter_replay, "ASK_SECONDS", 1.0)
     code = main(["dlq", "list", "--bootstrap", "127.0.0.1:9"])
     out, err = capfd.readouterr()
     assert (code, out, err.count("\n")) == (1, "", 1)

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 import nearkin
-from nearkin.config_layers import with_changes
-from nearkin.errors import Erased
-from nearkin.fingerprints import Fingerprinter, domain_of
-from nearkin.restore import Blob
-from nearkin.runners.kafka.dead_replay import list_letters
-from nearkin.store.containers import ContainerStore
-from nearkin.store.manifests import ManifestStore
-from nearkin.store.opening import open_keys, open_store_of
-from nearkin.testing.gateways import running
-from nearkin.testing.generated import mutated, text_like
-from nearkin.testing.pipeline import Pipeline, uploading
-from nearkin.testing.stores import objects
-from nearkin.wrapping import generate
-from nearkin_gateway import tokens
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin_gateway.auth import tokens
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.crypto.key_wrapping import generate
+from nearkin_shared.errors import Erased
+from nearkin_shared.fingerprints import Fingerprinter, domain_of
+from nearkin_shared.kafka.dead_letter_replay import list_letters
+from nearkin_shared.objectstore.factory import open_keys, open_store_of
+from nearkin_shared.reading.restore import Blob
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from tests.support.data.stores import objects
+from tests.support.servers.gateways import running
+from tests.support.servers.pipeline import Pipeline, uploading
 
 FIRST = text_like(2_000_000, 1)
 

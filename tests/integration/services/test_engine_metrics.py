@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from nearkin.testing.commands import new_store
-from nearkin.testing.samples import noise
-from nearkin.testing.waiting import until
+from tests.support.checks.commands import new_store
+from tests.support.checks.waiting import until
+from tests.support.data.samples import noise
 
 LEVELS = ("fresh", "segment", "chunk", "batch", "zero")
 POLICIES = ("none", "first-fit", "locality")

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from nearkin.config import Settings
-from nearkin.config_layers import load
-from nearkin.errors import BadInput
-from nearkin.formats.message import End, Envelope, encode
-from nearkin.runners.kafka.authentication import MAC_HEADER, EnvelopeAuthenticator
-from nearkin.runners.kafka.clients import Outbox, create_topics, topic
-from nearkin.runners.kafka.dead_letters import send_dead_letter
-from nearkin.runners.kafka.dead_replay import list_letters, replay
-from nearkin.runners.kafka.hot import HotSettings, config_message
-from nearkin.runners.kafka.loop import Record
-from nearkin.testing.pipeline import Pipeline, store_authenticator, uploading
-from nearkin.testing.waiting import until
-from nearkin_gateway.outcomes import Outcomes
-from nearkin_gateway.watching import Watch
+from nearkin_gateway.backends.event_consumer import Watch
+from nearkin_gateway.uploads.upload_status import Outcomes
+from nearkin_shared.config.loader import load
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import BadInput
+from nearkin_shared.formats.message import End, Envelope, encode
+from nearkin_shared.kafka.clients import Outbox, create_topics, topic
+from nearkin_shared.kafka.consumer_loop import Record
+from nearkin_shared.kafka.dead_letter_replay import list_letters, replay
+from nearkin_shared.kafka.dead_letters import send_dead_letter
+from nearkin_shared.kafka.live_config import HotSettings, config_message
+from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
+from tests.support.checks.waiting import until
+from tests.support.servers.pipeline import Pipeline, store_authenticator, uploading
 
 OURS = EnvelopeAuthenticator(b"the store's secret".ljust(32))
 FORGERS = (None, EnvelopeAuthenticator(b"not the store's secret".ljust(32)))

@@ -15,17 +15,18 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from nearkin import metrics
-from nearkin.api import open_store
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import BadInput, ConfigError, NotFound
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin.testing.smoke import NotWell, smoke
-from nearkin.testing.waiting import until
-from nearkin_gateway import limits, tokens
-from nearkin_gateway.counting import METHODS
+from nearkin.client.smoke import NotWell, smoke
+from nearkin.store import open_store
+from nearkin_gateway.auth import tokens
+from nearkin_gateway.http import request_limits
+from nearkin_gateway.middleware.request_metrics import METHODS
 from nearkin_gateway.server import check_address
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import BadInput, ConfigError, NotFound
+from nearkin_shared.observability import metrics
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import Running, embedded, running
 
 Maker = Callable[..., httpx.Client]
 
@@ -268,7 +269,7 @@ def test_a_gateway_that_ended_leaves_no_thread_behind(tmp_path: Path) -> None:
 
 def test_who_asks_too_often_is_told_when_to_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(request_limits, "time", SimpleNamespace(monotonic=lambda: now))
     with running(embedded(tmp_path, {"gateway": {"requests_per_second": 5}})) as gateway, gateway.client() as client:
         answers = [client.get("/v1/blobs") for _ in range(12)]
         assert [answer.status_code for answer in answers] == [200] * 5 + [429] * 7

@@ -8,8 +8,8 @@ import re
 import httpx
 import pytest
 
-from nearkin.testing.gateways import Running
-from nearkin.testing.waiting import until
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import Running
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -18,17 +18,17 @@ from typing import Any
 import httpx
 import pytest
 
-from nearkin import metrics
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import ConfigError
-from nearkin.runners import logs
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin.testing.waiting import until
-from nearkin_gateway import audit_events, tokens
 from nearkin_gateway.app import openapi_document
-from nearkin_gateway.audit import VALUE_CHARACTERS_MAX, Actor, AuditLog
-from nearkin_gateway.audit_events import COMMON_FIELDS, EVENTS, OPERATIONS, REASONS, UNAUDITED
+from nearkin_gateway.auth import tokens
+from nearkin_gateway.monitoring import audit_events
+from nearkin_gateway.monitoring.audit_events import COMMON_FIELDS, EVENTS, OPERATIONS, REASONS, UNAUDITED
+from nearkin_gateway.monitoring.audit_log import VALUE_CHARACTERS_MAX, Actor, AuditLog
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError
+from nearkin_shared.observability import log_setup, metrics
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import Running, embedded, running
 
 CONTENT = b"content-that-must-not-be-logged"
 BAD = "nk_00000000_" + "A" * 43
@@ -57,7 +57,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def collected() -> Iterator[Collected]:
-    handler, logger = Collected(), logging.getLogger(logs.AUDIT)
+    handler, logger = Collected(), logging.getLogger(log_setup.AUDIT)
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
@@ -71,7 +71,7 @@ def written() -> Iterator[io.StringIO]:
     """Yield what the process logs as JSON."""
     root = logging.getLogger()
     handlers, level, stream = root.handlers[:], root.level, io.StringIO()
-    logs.start(with_changes(Settings(), {"logs": {"format": "json"}}), logging.INFO, stream)
+    log_setup.start(with_changes(Settings(), {"logs": {"format": "json"}}), logging.INFO, stream)
     yield stream
     root.handlers[:] = handlers
     root.setLevel(level)
@@ -295,18 +295,18 @@ def test_audit_values_are_bounded_and_escaped(collected: Collected) -> None:
 def test_audit_file_is_private_json_and_survives_rotation(tmp_path: Path) -> None:
     """F.30: `audit.path` has mode 0600, takes the records from the other logs, and is opened again once moved."""
     path, log = tmp_path / "audit.json", AuditLog(Settings().audit)
-    logging.getLogger(logs.AUDIT).setLevel(logging.INFO)
-    with logs.audit_file(with_changes(Settings(), {"audit": {"path": str(path)}})):
+    logging.getLogger(log_setup.AUDIT).setLevel(logging.INFO)
+    with log_setup.audit_file(with_changes(Settings(), {"audit": {"path": str(path)}})):
         log.record("blob.read", Actor("default", "01234567", "::1"), {"key": "é", "result": 200})
         path.rename(tmp_path / "audit.1")
         log.record("blob.deleted", Actor("default"), {"key": "b"})
     first, second = (json.loads(file.read_text()) for file in (tmp_path / "audit.1", path))
-    assert (first["event"], first["key"], first["peer"], first["logger"]) == ("blob.read", "é", "::1", logs.AUDIT)
+    assert (first["event"], first["key"], first["peer"], first["logger"]) == ("blob.read", "é", "::1", log_setup.AUDIT)
     assert second["event"] == "blob.deleted"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     (tmp_path / "link").symlink_to(path)
     linked = with_changes(Settings(), {"audit": {"path": str(tmp_path / "link")}})
-    with pytest.raises(ConfigError, match=r"audit\.path"), logs.audit_file(linked):
+    with pytest.raises(ConfigError, match=r"audit\.path"), log_setup.audit_file(linked):
         pass
 
 
@@ -337,7 +337,7 @@ def test_blocked_audit_path_loses_records_and_no_request(
     lost = metrics.AUDIT_LOST._value
     before = lost.get()
     bad = {"Authorization": f"Bearer {BAD}"}
-    with logs.audit_file(with_changes(Settings(), {"audit": {"path": str(path)}})):
+    with log_setup.audit_file(with_changes(Settings(), {"audit": {"path": str(path)}})):
         for served in world(tmp_path, window_seconds=1):
             url = f"{served.gateway.url}/v1/blobs"
             with served.client() as client:
@@ -364,14 +364,14 @@ def test_audit_path_with_a_hard_link_is_refused(tmp_path: Path) -> None:
     path, victim, log = tmp_path / "audit.json", tmp_path / "victim", AuditLog(Settings().audit)
     victim.write_text("as it was")
     settings = with_changes(Settings(), {"audit": {"path": str(path)}})
-    logging.getLogger(logs.AUDIT).setLevel(logging.INFO)
-    with logs.audit_file(settings):
+    logging.getLogger(log_setup.AUDIT).setLevel(logging.INFO)
+    with log_setup.audit_file(settings):
         path.unlink()
         path.hardlink_to(victim)
         before = metrics.AUDIT_LOST._value.get()
         log.record("blob.read", Actor("default"), {"key": "a"})
         assert metrics.AUDIT_LOST._value.get() == before + 1
-    with pytest.raises(ConfigError, match=r"audit\.path.*2 hard links"), logs.audit_file(settings):
+    with pytest.raises(ConfigError, match=r"audit\.path.*2 hard links"), log_setup.audit_file(settings):
         pass
     assert victim.read_text() == "as it was"
 
@@ -409,7 +409,9 @@ def test_every_operation_has_an_audit_event() -> None:
 
 
 def test_docs_page_has_the_table_of_audit_events() -> None:
-    """F.30: `python -m nearkin_gateway.audit_events` has nothing to write, and the page names every reason."""
+    """F.30: `python -m nearkin_gateway.monitoring.audit_events` has nothing to write, and the page names every
+    reason.
+    """
     page = (ROOT / audit_events.PAGE).read_text()
     assert audit_events.with_event_table(page) == page
     assert all(f"`{reason}`" in page for reason in REASONS)

@@ -14,14 +14,14 @@ import httpx
 import pytest
 from blake3 import blake3
 
-from nearkin.api import open_store
-from nearkin.limits import FRAME_BYTES_MAX
-from nearkin.store.manifests import object_name
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin.testing.waiting import until
-from nearkin_gateway.keys import quoted
-from nearkin_gateway.limits import Holders
+from nearkin.store import open_store
+from nearkin_gateway.http.request_limits import Holders
+from nearkin_gateway.http.url_keys import quoted
 from nearkin_gateway.state import EXPLANATIONS_MAX
+from nearkin_shared.limits import FRAME_BYTES_MAX
+from nearkin_shared.storage.manifests import object_name
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import Running, embedded, running
 
 
 def noise(count: int, seed: int = 1) -> bytes:

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 import nearkin
-from nearkin import metrics
 from nearkin.cli import main
 from nearkin.cli.exit_codes import ExitCode
-from nearkin.client import conversations, exchange
-from nearkin.errors import BadInput, ConfigError, Denied, NotFound, StoreUnavailable
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin_gateway import tokens
-from nearkin_gateway.embedded import EmbeddedIngest
+from nearkin.client import http, requests
+from nearkin.embedded.gateway_backend import EmbeddedIngest
+from nearkin_gateway.auth import tokens
+from nearkin_shared.errors import BadInput, ConfigError, Denied, NotFound, StoreUnavailable
+from nearkin_shared.observability import metrics
+from tests.support.servers.gateways import Running, embedded, running
 
 KEYS = ("a/b", "..", ".", "ä ö%2F?#&=+", "versions", "x/versions", "a//b/", "\u202e\n", "k" * 1024)
 
@@ -64,10 +64,10 @@ def test_the_client_puts_and_gets_whatever_the_key(gateway: Running, token: str)
 def test_a_put_that_takes_longer_to_commit_than_anybody_is_silent_ends_once_it_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(exchange, "ATTEMPTS_MAX", 3)
-    monkeypatch.setattr(exchange, "BACKOFF_SECONDS_MAX", 0.5)
-    monkeypatch.setattr(conversations, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(http, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(http, "ATTEMPTS_MAX", 3)
+    monkeypatch.setattr(http, "BACKOFF_SECONDS_MAX", 0.5)
+    monkeypatch.setattr(requests, "WAIT_SECONDS", 0.1)
     plain, goes_on = EmbeddedIngest._put, threading.Event()
 
     def slow(ingest: EmbeddedIngest, jobs: list[Any]) -> None:

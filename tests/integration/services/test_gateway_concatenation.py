@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nearkin.store.objects import LocalObjects
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin_gateway import resumable as stored
-from nearkin_gateway.resumable import Meta, Resumable, Staged
+from nearkin_gateway.uploads import resumable_store as stored
+from nearkin_gateway.uploads.resumable_store import Meta, Resumable, Staged
+from nearkin_shared.objectstore.base import LocalObjects
+from tests.support.servers.gateways import Running, embedded, running
 
 TUS = {"Tus-Resumable": "1.0.0"}
 OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream"}
@@ -115,7 +115,7 @@ def test_claimed_part_goes_into_one_final_upload(tmp_path: Path, monkeypatch: py
     """F.14: of two final uploads with a common part one is refused, and the part is deleted with the other alone."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         urls = [partial(client, b"a"), partial(client, b"b"), partial(client, b"c")]
-        monkeypatch.setattr("nearkin_gateway.concatenation.handed_over", _never)
+        monkeypatch.setattr("nearkin_gateway.uploads.concatenation.handed_over", _never)
         first = final(client, "first", urls[:2])
         assert (first.status_code, "upload-offset" in first.headers) == (201, True)
         second = final(client, "second", urls[1:])

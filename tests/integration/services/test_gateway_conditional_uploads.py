@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nearkin.errors import StoreUnavailable
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin_gateway.resumable import Done, Resumable, Staged
+from nearkin_gateway.uploads.resumable_store import Done, Resumable, Staged
+from nearkin_shared.errors import StoreUnavailable
+from tests.support.servers.gateways import Running, embedded, running
 
 TUS = {"Tus-Resumable": "1.0.0"}
 OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream"}

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from nearkin.testing.gateways import Running
-from nearkin.testing.generated import random_bytes
+from nearkin.lab.generated_data import random_bytes
+from tests.support.servers.gateways import Running
 
 
 def test_conditions_of_reads_hold(client: httpx.Client) -> None:

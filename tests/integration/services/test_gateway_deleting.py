@@ -12,15 +12,16 @@ import httpx
 import pytest
 
 import nearkin
-from nearkin.api import open_store
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import NotFound
-from nearkin.reports import Damage
-from nearkin.store.manifests import mark_name, object_name
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin.testing.waiting import until
-from nearkin_gateway import catalogue, tokens
+from nearkin.store import open_store
+from nearkin_gateway.auth import tokens
+from nearkin_gateway.catalog import version_catalog
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NotFound
+from nearkin_shared.results import Damage
+from nearkin_shared.storage.manifests import mark_name, object_name
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import Running, embedded, running
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,7 @@ def test_pages_pass_over_what_is_deleted(client: httpx.Client, monkeypatch: pyte
         assert all_pages("/v1/blobs", "blobs", limit=limit)[0] == newest
         assert all_pages("/v1/blobs", "blobs", limit=limit, versions="all")[0] == every
         assert all_pages("/v1/deleted", "deleted", limit=limit)[0] == gone
-    monkeypatch.setattr(catalogue, "EXAMINED_MAX", 3)  # pages may be empty, and still lead on
+    monkeypatch.setattr(version_catalog, "EXAMINED_MAX", 3)  # pages may be empty, and still lead on
     assert all_pages("/v1/blobs", "blobs", limit=2)[0] == newest
     assert all_pages("/v1/blobs", "blobs", limit=2, versions="all")[0] == every
     found, pages = all_pages("/v1/deleted", "deleted", limit=100)

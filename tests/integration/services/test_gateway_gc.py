@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from nearkin import failpoints, open_store
-from nearkin.store.pauses import Pause, Pauses
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin.testing.waiting import until
-from nearkin_gateway import embedded as looked_after
+from nearkin import open_store
+from nearkin.embedded import gateway_backend as looked_after
+from nearkin_shared.storage.gc_pause import Pause, Pauses
+from nearkin_shared.utils import failpoints
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import Running, embedded, running
 
 CHANGES = {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0, "interval_seconds": 0}}
 

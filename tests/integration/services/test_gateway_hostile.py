@@ -17,9 +17,9 @@ import httpx
 import psutil
 import pytest
 
-from nearkin.one_ahead import OneAhead
-from nearkin.testing.gateways import Running, drained, embedded, process, running
-from nearkin.testing.waiting import until
+from nearkin_shared.utils.prefetch import OneAhead
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import Running, drained, embedded, process, running
 
 MIB = 1024 * 1024
 SLOW_SECONDS = 1

@@ -18,9 +18,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin.testing.waiting import until
-from nearkin_gateway import tokens
+from nearkin_gateway.auth import tokens
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import Running, embedded, running
 
 CHECKS = [
     not_a_server_error,

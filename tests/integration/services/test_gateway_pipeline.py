@@ -18,15 +18,15 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from nearkin.cli import main
-from nearkin.config import Settings
-from nearkin.config_layers import load, with_changes
-from nearkin.runners.kafka.clients import Outbox, consumer, topic
-from nearkin.runners.kafka.lag import WAITS
-from nearkin.testing.gateways import Running, process, running
-from nearkin.testing.pipeline import Pipeline, store_authenticator
-from nearkin.testing.servers import Kafka
-from nearkin.testing.waiting import until
-from nearkin_gateway import tokens
+from nearkin_gateway.auth import tokens
+from nearkin_shared.config.loader import load, with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.kafka.clients import Outbox, consumer, topic
+from nearkin_shared.kafka.lag import WAITS
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import Running, process, running
+from tests.support.servers.pipeline import Pipeline, store_authenticator
+from tests.support.servers.servers import Kafka
 
 MIB = 1024 * 1024
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import redis as client
 
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import StoreUnavailable
-from nearkin.runners.kafka.checking import redis_memory_check
-from nearkin.runners.kafka.clients import create_topics
-from nearkin.testing.gateways import Running, running
-from nearkin.testing.servers import Redis
-from nearkin.testing.waiting import until
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.kafka.clients import create_topics
+from nearkin_shared.kafka.readiness_checks import redis_memory_check
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import Running, running
+from tests.support.servers.servers import Redis
 
 
 def test_redis_memory_check_follows_the_server(redis: Redis) -> None:

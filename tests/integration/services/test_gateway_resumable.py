@@ -17,17 +17,17 @@ import pytest
 from tusclient.client import TusClient
 from tusclient.exceptions import TusCommunicationError
 
-from nearkin.errors import Corrupt, NotFound, StoreUnavailable
-from nearkin.store.objects import LocalObjects
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin.testing.samples import noise
-from nearkin.testing.waiting import until
-from nearkin.wrapping import generate
-from nearkin_gateway import handing_over
-from nearkin_gateway import resumable as stored
-from nearkin_gateway.limits import Holders
-from nearkin_gateway.problems import Problem
-from nearkin_gateway.resumable import PART_BYTES, Done, Meta, Resumable, Staged
+from nearkin_gateway.http.problems import Problem
+from nearkin_gateway.http.request_limits import Holders
+from nearkin_gateway.uploads import finalize
+from nearkin_gateway.uploads import resumable_store as stored
+from nearkin_gateway.uploads.resumable_store import PART_BYTES, Done, Meta, Resumable, Staged
+from nearkin_shared.crypto.key_wrapping import generate
+from nearkin_shared.errors import Corrupt, NotFound, StoreUnavailable
+from nearkin_shared.objectstore.base import LocalObjects
+from tests.support.checks.waiting import until
+from tests.support.data.samples import noise
+from tests.support.servers.gateways import Running, embedded, running
 
 MIB = 1024 * 1024
 TUS = {"Tus-Resumable": "1.0.0"}
@@ -282,7 +282,7 @@ def meta(length: int, lives_us: int = 3_600_000_000, tenant: str = "default") ->
 def test_a_whole_upload_of_a_dead_gateway_is_handed_over_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handing_over, "SWEEP_SECONDS", 0.2)
+    monkeypatch.setattr(finalize, "SWEEP_SECONDS", 0.2)
     monkeypatch.setattr(stored, "UNSEEN_SECONDS", 0.5)
     with running(embedded(tmp_path)):
         pass

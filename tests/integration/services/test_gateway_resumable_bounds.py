@@ -13,14 +13,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nearkin.store.objects import LocalObjects
-from nearkin.testing.gateways import embedded, running
-from nearkin.testing.waiting import until
-from nearkin_gateway import upload_bodies
-from nearkin_gateway.limits import Holders
-from nearkin_gateway.problems import Problem
-from nearkin_gateway.resumable import Meta, Resumable, Staged
+from nearkin_gateway.http.problems import Problem
+from nearkin_gateway.http.request_limits import Holders
 from nearkin_gateway.state import HAND_OVERS_MAX
+from nearkin_gateway.uploads import upload_bodies
+from nearkin_gateway.uploads.resumable_store import Meta, Resumable, Staged
+from nearkin_shared.objectstore.base import LocalObjects
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import embedded, running
 
 TUS = {"Tus-Resumable": "1.0.0"}
 WHOLE = {"tenant_share": 1, "address_share": 1}

@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 import nearkin
-from nearkin.cli.retaining import parse_end
-from nearkin.errors import BadInput, Denied, NotFound, Retained
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin.testing.waiting import until
-from nearkin_gateway import tokens
+from nearkin.cli.retain import parse_end
+from nearkin_gateway.auth import tokens
+from nearkin_shared.errors import BadInput, Denied, NotFound, Retained
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import Running, embedded, running
 
 LATER = (datetime.now(UTC) + timedelta(days=30)).replace(microsecond=0)
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nearkin.errors import NotFound
-from nearkin.store.objects import LocalObjects
-from nearkin.testing.gateways import embedded, running
-from nearkin.testing.waiting import until
-from nearkin_gateway import tokens
 from nearkin_gateway.app import THREADS_MAX
-from nearkin_gateway.catalogue import Catalogue
-from nearkin_gateway.limits import Holders, Holdings, Shares, Slots
-from nearkin_gateway.problems import Problem
-from nearkin_gateway.resumable import Meta, Resumable
+from nearkin_gateway.auth import tokens
+from nearkin_gateway.catalog.version_catalog import Catalogue
+from nearkin_gateway.http.problems import Problem
+from nearkin_gateway.http.request_limits import Holders, Holdings, Shares, Slots
+from nearkin_gateway.uploads.resumable_store import Meta, Resumable
+from nearkin_shared.errors import NotFound
+from nearkin_shared.objectstore.base import LocalObjects
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import embedded, running
 
 
 def test_readyz_while_the_object_store_hangs_denies_no_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nearkin.testing.gateways import drained, process
-from nearkin.testing.waiting import until
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import drained, process
 
 
 def test_upload_cut_by_a_stop_is_503_without_traceback(tmp_path: Path) -> None:

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.fingerprints import Fingerprinter, domain_of
-from nearkin.index.redis import RedisIndex
-from nearkin.index.redis.rounds import ToldRounds
-from nearkin.restore import Blob
-from nearkin.store.containers import ContainerStore
-from nearkin.store.deletion import Deletions
-from nearkin.store.manifests import ManifestStore
-from nearkin.store.opening import open_store_of
-from nearkin.store.pauses import Pauses
-from nearkin.testing.generated import mutated, random_bytes, text_like
-from nearkin.testing.pipeline import Pipeline, Uploader, uploading
-from nearkin.testing.waiting import until
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin_shared.fingerprints import Fingerprinter, domain_of
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.redis.gc_status import ToldRounds
+from nearkin_shared.objectstore.factory import open_store_of
+from nearkin_shared.reading.restore import Blob
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.deletions import Deletions
+from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.manifests import ManifestStore
+from tests.support.checks.waiting import until
+from tests.support.servers.pipeline import Pipeline, Uploader, uploading
 
 KEEP = 2
 GRACE_SECONDS = 4

@@ -16,21 +16,21 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from nearkin import metrics
-from nearkin.config import Settings
-from nearkin.config_layers import load, with_changes
-from nearkin.errors import StoreUnavailable
-from nearkin.formats.message import End, Frame, decode
-from nearkin.limits import FRAME_BYTES_MAX
-from nearkin.runners.kafka.clients import create_topics, topic
-from nearkin.runners.kafka.dead_letters import OMITTED_VALUE_HEADER
-from nearkin.runners.kafka.loop import run_forever
-from nearkin.store.objects import LocalObjects, ObjectStore
-from nearkin.testing.kafka_server import users_producer
-from nearkin.testing.samples import noise
-from nearkin.testing.waiting import until
-from nearkin_gateway import ingest_consumer
-from nearkin_gateway.ingest_consumer import IngestConsumer
+from nearkin_ingest import consumer as ingest_consumer
+from nearkin_ingest.consumer import IngestConsumer
+from nearkin_shared.config.loader import load, with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.formats.message import End, Frame, decode
+from nearkin_shared.kafka.clients import create_topics, topic
+from nearkin_shared.kafka.consumer_loop import run_forever
+from nearkin_shared.kafka.dead_letters import OMITTED_VALUE_HEADER
+from nearkin_shared.limits import FRAME_BYTES_MAX
+from nearkin_shared.objectstore.base import LocalObjects, ObjectStore
+from nearkin_shared.observability import metrics
+from tests.support.checks.waiting import until
+from tests.support.data.samples import noise
+from tests.support.servers.kafka_server import users_producer
 
 PATIENCE_SECONDS = 40.0
 Headers = list[tuple[str, bytes | None]]
@@ -235,7 +235,7 @@ def test_what_cannot_be_stored_is_a_dead_letter_and_stalls_nobody(world: World) 
     assert headers["__connect.errors.topic"] == world.users.encode()
     assert headers["__connect.errors.partition"] == b"0"
     assert headers["__connect.errors.stage"] == b"ingest"
-    assert headers["__connect.errors.exception.class.name"] == b"nearkin.errors.BadInput"
+    assert headers["__connect.errors.exception.class.name"] == b"nearkin_shared.errors.BadInput"
     assert b"no key" in headers["__connect.errors.exception.message"]
     assert (dead[0].key(), dead[0].value()) == (None, b"no key")
     assert (dead[1].key(), dead[1].value()) == (b"\xff", b"bad key")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from nearkin.config import Settings
-from nearkin.config_services import KafkaSettings
-from nearkin.errors import StoreUnavailable
-from nearkin.runners.kafka.clients import create_topics
-from nearkin_gateway.ingest_kafka import KafkaIngest
+from nearkin_gateway.backends.kafka_ingest import KafkaIngest
+from nearkin_shared.config.services import KafkaSettings
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.kafka.clients import create_topics
 
 
 class Failed:

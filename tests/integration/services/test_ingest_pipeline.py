@@ -18,18 +18,18 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 import nearkin
-from nearkin.api import open_store
 from nearkin.client.aio import AsyncRemoteStore
-from nearkin.client.remote import RemoteStore
-from nearkin.config_layers import load
-from nearkin.errors import BadInput, Denied, NotFound
-from nearkin.testing.commands import new_store
-from nearkin.testing.gateways import Running, running
-from nearkin.testing.kafka_server import users_producer
-from nearkin.testing.pipeline import Pipeline
-from nearkin.testing.samples import noise
-from nearkin.testing.waiting import until
-from nearkin_gateway import tokens
+from nearkin.client.sync import RemoteStore
+from nearkin.store import open_store
+from nearkin_gateway.auth import tokens
+from nearkin_shared.config.loader import load
+from nearkin_shared.errors import BadInput, Denied, NotFound
+from tests.support.checks.commands import new_store
+from tests.support.checks.waiting import until
+from tests.support.data.samples import noise
+from tests.support.servers.gateways import Running, running
+from tests.support.servers.kafka_server import users_producer
+from tests.support.servers.pipeline import Pipeline
 
 USERS = f"users-{os.urandom(6).hex()}"
 
@@ -79,7 +79,7 @@ def ingest(pipeline: Pipeline) -> Iterator[Callable[[], subprocess.Popen[bytes]]
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "nearkin_gateway.ingest_worker", "--config", str(pipeline.config_file)]
+        command = [sys.executable, "-m", "nearkin_ingest", "--config", str(pipeline.config_file)]
         with (pipeline.folder / "ingest.log").open("ab") as log:
             started.append(subprocess.Popen([*command, "--worker", "w1", "--verbose"], stdout=log, stderr=log))
         return started[-1]

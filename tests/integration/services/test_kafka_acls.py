@@ -24,14 +24,14 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewTopic
 
-from nearkin.formats.message import End, Envelope, encode
-from nearkin.runners.kafka.clients import STAGE_TOPICS, Outbox
-from nearkin.testing.kafka_server import Kafka, users_producer
-from nearkin.testing.pipeline import SERVICES, Pipeline, store_authenticator, uploading
-from nearkin.testing.samples import noise
-from nearkin.testing.server import LOOPBACK, free_port
-from nearkin.testing.waiting import until
-from nearkin_gateway import tokens
+from nearkin_gateway.auth import tokens
+from nearkin_shared.formats.message import End, Envelope, encode
+from nearkin_shared.kafka.clients import STAGE_TOPICS, Outbox
+from tests.support.checks.waiting import until
+from tests.support.data.samples import noise
+from tests.support.servers.kafka_server import Kafka, users_producer
+from tests.support.servers.pipeline import SERVICES, Pipeline, store_authenticator, uploading
+from tests.support.servers.server import LOOPBACK, free_port
 
 PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
 HEADER = "| user | operations | topics | groups | transactional ids |"
@@ -39,7 +39,7 @@ PREFIX = "acl."
 SOURCE = "acl-source"
 """A user's topic: its name does not begin with PREFIX."""
 PASSWORD = "secret"
-USERS = {"gateway": "gateway", "gateway.ingest_worker": "ingest", **{service: service for service in SERVICES}}
+USERS = {"gateway": "gateway", "ingest": "ingest", **{service: service for service in SERVICES}}
 """The user of each process of the pipeline."""
 AUDIT = re.compile(
     r"Principal = User:(\S+) is (\w+) operation = (\w+) .* on resource = (\S+) for .* based on rule (.*)"
@@ -176,7 +176,7 @@ def test_pipeline_runs_under_the_documented_acls(guarded_kafka: tuple[Kafka, str
     _run_topics_job(pipeline)
     with pipeline:
         pipeline.start("gateway")
-        pipeline.start("gateway.ingest_worker")
+        pipeline.start("ingest")
         text = tokens.create(pipeline.folder.parent / "tokens.json", "default", tokens.SCOPES)[0]
         url = f"http://{LOOPBACK}:{pipeline.config['gateway']['port']}"
         with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {text}"}, timeout=60) as client:
@@ -205,7 +205,7 @@ def _prepare(server: Kafka, acls: set[Acl]) -> None:
 
 def _run_topics_job(pipeline: Pipeline) -> None:
     """Let the Job create and alter the topics, as its own user."""
-    command = [sys.executable, "-m", "nearkin.runners.kafka.topics", "--config", str(pipeline.config_file)]
+    command = [sys.executable, "-m", "nearkin_shared.kafka.topics", "--config", str(pipeline.config_file)]
     environment = {**os.environ, "NEARKIN_KAFKA__SASL_USERNAME": "topics-job"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr

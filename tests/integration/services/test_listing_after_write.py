@@ -15,12 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from nearkin.api import open_store
-from nearkin.config_layers import load
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin.testing.pipeline import Pipeline
-from nearkin.testing.redis_server import RedisServer
-from nearkin.testing.stores import process
+from nearkin.store import open_store
+from nearkin_shared.config.loader import load
+from tests.support.data.stores import process
+from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.pipeline import Pipeline
+from tests.support.servers.redis_server import RedisServer
 
 Version = tuple[str, int]
 KEYS = tuple(f"{folder}/{name}" for folder in ("a", "b/c", "ключ") for name in ("x", "x.y", "z"))
@@ -28,7 +28,7 @@ WRITERS, LISTERS, PUTS = 3, 2, 12
 
 _LISTER = """
 import json, sys
-from nearkin.api import open_store
+from nearkin.store import open_store
 for line in sys.stdin:
     with open_store(sys.argv[1], read_only=True) as store:
         print(json.dumps([(info.key, info.version) for info in store.versions(all_versions=True)]), flush=True)

@@ -18,21 +18,21 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from nearkin import metrics
-from nearkin.config_layers import load
-from nearkin.errors import ConfigError
-from nearkin.runners.kafka import clients
-from nearkin.runners.kafka import hot as hot_module
-from nearkin.runners.kafka.clients import connection, consumer, group, producer, topic
-from nearkin.runners.kafka.hot import HotSettings, config_message, merged
-from nearkin.runners.kafka.lag import WAITS, LagWatch
-from nearkin.runners.kafka.topics import prepare_topics
-from nearkin.testing.pipeline import SERVICES, Pipeline, uploading
-from nearkin.testing.samples import noise
-from nearkin.testing.servers import Redis
-from nearkin.testing.waiting import until
-from nearkin_gateway.hot import HotChanges
-from nearkin_gateway.problems import Problem
+from nearkin_gateway.http.problems import Problem
+from nearkin_gateway.setting_changes import HotChanges
+from nearkin_shared.config.loader import load
+from nearkin_shared.errors import ConfigError
+from nearkin_shared.kafka import clients
+from nearkin_shared.kafka import live_config as hot_module
+from nearkin_shared.kafka.clients import connection, consumer, group, producer, topic
+from nearkin_shared.kafka.lag import WAITS, LagWatch
+from nearkin_shared.kafka.live_config import HotSettings, config_message, merged
+from nearkin_shared.kafka.topics import prepare_topics
+from nearkin_shared.observability import metrics
+from tests.support.checks.waiting import until
+from tests.support.data.samples import noise
+from tests.support.servers.pipeline import SERVICES, Pipeline, uploading
+from tests.support.servers.servers import Redis
 
 FRESH = 'nearkin_dedup_chunks_total{level="fresh"}'
 LINE = re.compile(r"http://127\.0\.0\.1:(\d+)/metrics")

@@ -12,17 +12,17 @@ import pytest
 import redis as redis_client
 
 import nearkin
-from nearkin.fingerprints import Fingerprinter
-from nearkin.formats.message import End, Envelope, Frame, encode
-from nearkin.restore import Blob
-from nearkin.runners.kafka.clients import consumer, group, topic
-from nearkin.runners.kafka.loop import IDLE_SECONDS
-from nearkin.store.containers import ContainerStore
-from nearkin.store.manifests import ManifestStore
-from nearkin.store.opening import open_store_of
-from nearkin.testing.pipeline import Pipeline, Uploader, uploading
-from nearkin.testing.servers import Redis
-from nearkin.testing.waiting import until
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.formats.message import End, Envelope, Frame, encode
+from nearkin_shared.kafka.clients import consumer, group, topic
+from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS
+from nearkin_shared.objectstore.factory import open_store_of
+from nearkin_shared.reading.restore import Blob
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from tests.support.checks.waiting import until
+from tests.support.servers.pipeline import Pipeline, Uploader, uploading
+from tests.support.servers.servers import Redis
 
 MIB = 1024 * 1024
 

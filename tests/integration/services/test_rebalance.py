@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.runners.kafka import worker
-from nearkin.runners.kafka.clients import consumer, create_topics, group, topic
-from nearkin.runners.kafka.loop import Loop, Record, run_forever
-from nearkin.runners.monitor import Monitor
-from nearkin.testing.kafka_server import users_producer
-from nearkin.testing.waiting import until
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.kafka import worker
+from nearkin_shared.kafka.clients import consumer, create_topics, group, topic
+from nearkin_shared.kafka.consumer_loop import Loop, Record, run_forever
+from nearkin_shared.observability.health import Monitor
+from tests.support.checks.waiting import until
+from tests.support.servers.kafka_server import users_producer
 
 PARTITIONS = 4
 SECONDS_MAX = 60.0
@@ -206,8 +206,8 @@ def test_what_was_taken_of_a_partition_that_is_given_away_is_left_to_its_next_ow
 MEMBER = """
 import os, sys, threading, time
 from pathlib import Path
-from nearkin.config_layers import load
-from nearkin.runners.kafka.loop import Loop
+from nearkin_shared.config.loader import load
+from nearkin_shared.kafka.consumer_loop import Loop
 
 config, name, folder = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 mine = set()

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 import nearkin
-from nearkin.api import Store, open_store
-from nearkin.config_keeping import RetentionPolicy
-from nearkin.errors import BadInput, Retained
-from nearkin.retention import decisions, forget
-from nearkin.testing.clock import DAY, Clock
-from nearkin.testing.gateways import Running, embedded, running
-from nearkin.testing.stores import SMALL, manifests, objects, settings
-from nearkin.testing.waiting import until
+from nearkin.store import Store, open_store
+from nearkin_shared.config.storage import RetentionPolicy
+from nearkin_shared.errors import BadInput, Retained
+from nearkin_shared.retention import decisions, forget
+from tests.support.checks.waiting import until
+from tests.support.data.stores import SMALL, manifests, objects, settings
+from tests.support.fakes.clock import DAY, Clock
+from tests.support.servers.gateways import Running, embedded, running
 
 START = datetime(2026, 11, 2, 6, tzinfo=UTC).timestamp()
 
@@ -194,7 +194,7 @@ def test_the_command_shows_a_table_and_deletes(tmp_path: Path) -> None:
 
 
 def test_policies_are_the_servers_own(gateway: Running) -> None:
-    from nearkin.cli.forgetting import forget_versions
+    from nearkin.cli.forget import forget_versions
     from nearkin.cli.session import Session
 
     session = Session()

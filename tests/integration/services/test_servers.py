@@ -17,12 +17,12 @@ from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 from redis import Redis as RedisClient
 
-from nearkin.testing import programs
-from nearkin.testing.kafka_server import users_producer
-from nearkin.testing.s3_server import REGION
-from nearkin.testing.server import ServerFailed, accepts
-from nearkin.testing.servers import S3, Kafka, MissingTool, Redis, Server
-from nearkin.testing.waiting import until
+from tests.support.checks.waiting import until
+from tests.support.servers import programs
+from tests.support.servers.kafka_server import users_producer
+from tests.support.servers.s3_server import REGION
+from tests.support.servers.server import ServerFailed, accepts
+from tests.support.servers.servers import S3, Kafka, MissingTool, Redis, Server
 
 GONE_SECONDS = 60.0
 
@@ -147,7 +147,7 @@ def test_s3_gives_back_what_it_took_and_makes_a_name_once(tmp_path: Path, need: 
 OWNER = """
 import sys, time
 from pathlib import Path
-from nearkin.testing import servers
+from tests.support.servers import servers
 server = getattr(servers, sys.argv[1])(Path(sys.argv[2])).start()
 print(server.pid, flush=True)
 time.sleep(600)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 
-from nearkin.testing.commands import new_store
-from nearkin.testing.waiting import until
-from nearkin_gateway import tokens
+from nearkin_gateway.auth import tokens
+from tests.support.checks.commands import new_store
+from tests.support.checks.waiting import until
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

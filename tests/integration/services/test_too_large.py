@@ -10,13 +10,13 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.errors import Permanent
-from nearkin.runners.kafka.clients import TOPIC_BYTES_MAX, Outbox, connection, topic
-from nearkin.runners.kafka.loop import run_forever
-from nearkin_gateway.ingest import Intent
-from nearkin_gateway.ingest_kafka import KafkaIngest
+from nearkin_gateway.backends.ingest_backend import Intent
+from nearkin_gateway.backends.kafka_ingest import KafkaIngest
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import Permanent
+from nearkin_shared.kafka.clients import TOPIC_BYTES_MAX, Outbox, connection, topic
+from nearkin_shared.kafka.consumer_loop import run_forever
 
 LIMIT_BYTES = 10_000
 MESSAGE_BYTES = 300_000

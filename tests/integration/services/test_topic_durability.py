@@ -16,10 +16,11 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,
 )
 
-from nearkin.config import Settings
-from nearkin.config_layers import load, with_changes
-from nearkin.errors import ConfigError
-from nearkin.runners.kafka.clients import (
+from nearkin_ingest import __main__ as ingest_main
+from nearkin_shared.config.loader import load, with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError
+from nearkin_shared.kafka.clients import (
     check_durability,
     connection,
     create_topics,
@@ -27,10 +28,9 @@ from nearkin.runners.kafka.clients import (
     durability_problem,
     topic,
 )
-from nearkin.runners.kafka.fleet import connect_fleet
-from nearkin.runners.kafka.loop import patiently
-from nearkin.runners.kafka.topics import prepare_topics
-from nearkin_gateway import ingest_worker
+from nearkin_shared.kafka.consumer_loop import patiently
+from nearkin_shared.kafka.fleet_store import connect_fleet
+from nearkin_shared.kafka.topics import prepare_topics
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_services_refuse_unclean_election_at_start(made: Settings, redis: Any, k
     with pytest.raises(ConfigError, match=r"frames: unclean\.leader"):
         connect_fleet(settings)
     with pytest.raises(ConfigError, match=r"frames: unclean\.leader"):
-        ingest_worker._connected(settings, threading.Event())
+        ingest_main._connected(settings, threading.Event())
     assert list(tmp_path.iterdir()) == []
 
 

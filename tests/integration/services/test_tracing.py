@@ -18,16 +18,16 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from nearkin.config import Settings
-from nearkin.config_layers import load, with_changes
-from nearkin.runners import tracing
-from nearkin.runners.kafka.clients import create_named, producer
-from nearkin.runners.tracing import Tracing
-from nearkin.testing.pipeline import SERVICES, Pipeline
-from nearkin.testing.samples import noise
-from nearkin.testing.server import free_port
-from nearkin.testing.waiting import until
-from nearkin_gateway import tokens
+from nearkin_gateway.auth import tokens
+from nearkin_shared.config.loader import load, with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.kafka.clients import create_named, producer
+from nearkin_shared.observability import tracing
+from nearkin_shared.observability.tracing import Tracing
+from tests.support.checks.waiting import until
+from tests.support.data.samples import noise
+from tests.support.servers.pipeline import MODULES, SERVICES, Pipeline
+from tests.support.servers.server import free_port
 
 STAGES = ("chunker", "dedup", "resemblance", "delta", "committer")
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -137,7 +137,7 @@ def test_a_blobs_trace_goes_from_the_request_to_its_commit_and_batches_are_linke
     data = noise(1_500_000, "tracing").tobytes() + b"NEVER-IN-A-SPAN" * 1000
     with Pipeline(tmp_path / "pipeline", sections) as pipeline:
         pipeline.start("gateway")
-        pipeline.start("gateway.ingest_worker")
+        pipeline.start("ingest")
         url = f"http://127.0.0.1:{port}"
         with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {text}"}, timeout=60) as client:
             until(lambda: _ready(client), pipeline.logs)
@@ -281,9 +281,9 @@ def test_a_context_that_is_none_is_nobodys_parent(text: bytes | None) -> None:
 AWAY = """
 import threading
 from opentelemetry.sdk.trace.export import SpanExporter
-from nearkin.config import Settings
-from nearkin.config_layers import with_changes
-from nearkin.runners.tracing import QUEUE_SPANS_MAX, Tracing
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.observability.tracing import QUEUE_SPANS_MAX, Tracing
 
 tried = []
 
@@ -320,7 +320,8 @@ def test_nothing_is_traced_where_no_collector_is_named() -> None:
 
 def test_processes_that_are_not_traced_never_load_what_exports() -> None:
     """redis and fastapi import the rest by themselves where it is installed."""
-    modules = [f"nearkin_{service}.__main__" for service in SERVICES] + ["nearkin_gateway.server"]
+    modules = [f"nearkin_{service}.__main__" for service in SERVICES if service not in MODULES]
+    modules += [*MODULES.values(), "nearkin_gateway.server"]
     code = f"import sys, {', '.join(modules)}\nassert not [one for one in sys.modules if '.exporter.otlp' in one]"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(filter(None, sys.path))})
 

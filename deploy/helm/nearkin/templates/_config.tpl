@@ -25,7 +25,7 @@
 {{ end }}{{ end }}{{ end }}
 {{- end -}}
 
-{{/* nearkin.config.HOT_FIELDS: what running services take from the changed file. */}}
+{{/* nearkin_shared.config.settings.HOT_FIELDS: what running services take from the changed file. */}}
 {{- define "nearkin.hotFields" -}}
 - base.policy
 - block.delta_bytes

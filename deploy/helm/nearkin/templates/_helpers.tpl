@@ -50,9 +50,9 @@ gateway: {module: nearkin_gateway}
 chunker: {module: nearkin_chunker, waits: {chunker: frames}}
 dedup: {module: nearkin_dedup, waits: {dedup: segments}}
 resemblance: {module: nearkin_resemblance, waits: {resemblance: fresh}}
-delta: {module: nearkin_delta, waits: {delta: paired, committer: placed}}
-janitor: {module: nearkin_janitor}
-ingest: {module: nearkin_gateway.ingest_worker}
+delta: {module: nearkin.workers.delta, waits: {delta: paired, committer: placed}}
+janitor: {module: nearkin.workers.maintenance}
+ingest: {module: nearkin_ingest}
 {{- end -}}
 
 {{/* The services that run, each with its values over `defaults`, as YAML. */}}

@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from nearkin.cli.ledger import human_bytes
-from nearkin.frozen import frozen
-from nearkin.reports import Explanation, Ledger
+from nearkin_shared.results import Explanation, Ledger
+from nearkin_shared.savings_table import human_bytes
+from nearkin_shared.utils.frozen import frozen
 
 WIDTH, HEIGHT = 720, 240
 LEFT, RIGHT, TOP, BOTTOM = 104, 12, 12, 34

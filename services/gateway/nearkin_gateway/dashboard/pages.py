@@ -16,26 +16,26 @@ from urllib.parse import parse_qsl
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 
-from nearkin.errors import BadInput, NearkinError, NotFound
-from nearkin.limits import KEY_BYTES_MAX
-from nearkin_gateway.access import address_of, open_caller, record_refusal, session_of, shown_token
-from nearkin_gateway.audit import Actor
-from nearkin_gateway.audit_events import REASONS
-from nearkin_gateway.audit_requests import annotate, identify
-from nearkin_gateway.bodies import whole
-from nearkin_gateway.dashboard import charts, forms
-from nearkin_gateway.dashboard.reference import read_document
+from nearkin_gateway.auth.access import address_of, open_caller, record_refusal, session_of, shown_token
+from nearkin_gateway.auth.sessions import COOKIE, SECURE_COOKIE, check_same_origin, cookie_of, is_secure
+from nearkin_gateway.auth.tokens import SCOPES
+from nearkin_gateway.dashboard import charts, setting_forms
+from nearkin_gateway.dashboard.api_reference import read_document
+from nearkin_gateway.dashboard.number_text import page_url
 from nearkin_gateway.dashboard.rendering import Visitor, asset, page
-from nearkin_gateway.dashboard.text import page_url
-from nearkin_gateway.dead_letters import letters_json
-from nearkin_gateway.keys import blob_url
-from nearkin_gateway.limits import Holders
-from nearkin_gateway.looking import collection_json, pipeline_json, tenant_json, tenants_json
-from nearkin_gateway.problems import Problem, from_error
-from nearkin_gateway.scrub_answers import scrub_json
-from nearkin_gateway.sessions import COOKIE, SECURE_COOKIE, check_same_origin, cookie_of, is_secure
+from nearkin_gateway.http.problems import Problem, from_error
+from nearkin_gateway.http.request_bodies import whole
+from nearkin_gateway.http.request_limits import Holders
+from nearkin_gateway.http.url_keys import blob_url
+from nearkin_gateway.middleware.audit_requests import annotate, identify
+from nearkin_gateway.monitoring.audit_events import REASONS
+from nearkin_gateway.monitoring.audit_log import Actor
+from nearkin_gateway.monitoring.scrub_status import scrub_json
+from nearkin_gateway.routes.dead_letter_routes import letters_json
+from nearkin_gateway.routes.operations_routes import collection_json, pipeline_json, tenant_json, tenants_json
 from nearkin_gateway.state import Gateway, gateway_of
-from nearkin_gateway.tokens import SCOPES
+from nearkin_shared.errors import BadInput, NearkinError, NotFound
+from nearkin_shared.limits import KEY_BYTES_MAX
 
 FORM_BYTES_MAX = 8 * 1024
 PAGE_ROWS = 50
@@ -347,7 +347,7 @@ async def settings(request: Request, gateway: Gateway, visitor: Visitor) -> Resp
         "settings.html",
         visitor,
         title="Settings",
-        sections=forms.hot_fields(gateway.settings, gateway.hot.changes),
+        sections=setting_forms.hot_fields(gateway.settings, gateway.hot.changes),
         revision=gateway.hot.revision,
         audit=changes,
     )

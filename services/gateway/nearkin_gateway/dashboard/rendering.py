@@ -14,9 +14,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse
 
-from nearkin.frozen import frozen
-from nearkin_gateway.dashboard import names, text
-from nearkin_gateway.keys import blob_url
+from nearkin_gateway.dashboard import display_names, number_text
+from nearkin_gateway.http.url_keys import blob_url
+from nearkin_shared.utils.frozen import frozen
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -87,11 +87,12 @@ def _templates() -> Environment:
         auto_reload=False,
     )
     made.filters |= {
-        "bytes": text.human_bytes, "count": text.count, "ratio": text.ratio, "moment": text.time_tag,
-        "key": names.short, "visible": names.visible,
-        "span": text.seconds, "rate": text.per_second,
+        "bytes": number_text.human_bytes, "count": number_text.count, "ratio": number_text.ratio,
+        "moment": number_text.time_tag,
+        "key": display_names.short, "visible": display_names.visible,
+        "span": number_text.seconds, "rate": number_text.per_second,
     }  # fmt: skip
-    made.globals |= {"page_url": text.page_url, "blob_url": blob_url, "version": _version()}
+    made.globals |= {"page_url": number_text.page_url, "blob_url": blob_url, "version": _version()}
     return made
 
 

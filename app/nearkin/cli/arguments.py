@@ -1,0 +1,248 @@
+"""What the command line says, checked. Invariant: whatever is refused here was refused before a store was opened.
+
+Bytes of the command line that are not UTF-8 arrive as lone surrogates; a key or metadata never holds one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from nearkin_shared.errors import BadInput, ConfigError
+from nearkin_shared.savings_table import counted
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_RANGE = re.compile(r"([0-9]{0,19})-([0-9]{0,19})", re.ASCII)  # 19 digits: any offset below 2**63
+_SAMPLE = re.compile(r"([0-9]{0,9}(?:\.[0-9]{0,9})?)(%?)", re.ASCII)
+
+
+class ByteRange(NamedTuple):
+    """`A-B`, `A-` or `-N` as HTTP has it (RFC 9110, section 14.1.2): both ends count, `-N` are the last N bytes."""
+
+    first: int | None
+    last: int | None
+
+    def resolve(self, size_bytes: int) -> tuple[int, int]:
+        """Return start and stop (the byte after the last) in a blob of `size_bytes`; BadInput if it starts past it."""
+        if self.first is None:
+            return max(0, size_bytes - (self.last or 0)), size_bytes
+        if self.first >= size_bytes:
+            raise BadInput(f"range starts at byte {self.first}: the blob has {counted(size_bytes, 'byte')}")
+        return self.first, size_bytes if self.last is None else min(self.last + 1, size_bytes)
+
+
+def parse_range(text: str) -> ByteRange:
+    """Read a `--range`. Raises BadInput."""
+    match = _RANGE.fullmatch(text)
+    if match is None or text == "-":
+        raise BadInput(f"range {text!r}: want A-B, A- or -N in bytes, such as 0-99 for the first hundred")
+    first, last = (int(part) if part else None for part in match.groups())
+    if first is None and last == 0:
+        raise BadInput(f"range {text!r}: want at least one byte")
+    if first is not None and last is not None and last < first:
+        raise BadInput(f"range {text!r}: ends before it starts")
+    return ByteRange(first, last)
+
+
+def parse_sample(text: str) -> float:
+    """Read a `--sample`, `1%` or `0.01`, as a fraction above 0 and at most 1. Raises BadInput."""
+    match = _SAMPLE.fullmatch(text)
+    if match is not None and match[1] not in ("", "."):
+        fraction = float(match[1]) / (100 if match[2] else 1)
+        if 0 < fraction <= 1:
+            return fraction
+    raise BadInput(f"sample {text!r}: want a share above 0 and up to 1, such as 1% or 0.01")
+
+
+def parse_metadata(pairs: Sequence[str], media_type: str | None = None) -> dict[str, str]:
+    """Read `--meta name=value` options, and `--content-type`. Raises BadInput."""
+    metadata: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise BadInput(f"metadata {pair!r}: want name=value")
+        if not _is_utf8(pair):
+            raise BadInput(f"metadata {pair!r}: not valid UTF-8")
+        if name in metadata:
+            raise BadInput(f"metadata {name!r}: given twice")
+        metadata[name] = value
+    if media_type is not None:
+        from nearkin_shared.validation import CONTENT_TYPE, is_media_type
+
+        if not is_media_type(media_type):
+            raise BadInput(
+                f"--content-type {media_type!r:.100}: want a media type such as text/csv or application/json"
+            )
+        if CONTENT_TYPE in metadata:
+            raise BadInput(f"--content-type and --meta {CONTENT_TYPE}=...: give one of them")
+        metadata[CONTENT_TYPE] = media_type
+    return metadata
+
+
+def parse_changes(pairs: Sequence[str]) -> dict[str, object]:
+    """Read `--set section.name=value` options as a nested merge patch. Raises BadInput."""
+    import json
+
+    changes: dict[str, object] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        *sections, last = name.split(".")
+        if not equals or not all((*sections, last)):
+            raise BadInput(f"setting {pair!r}: want name=value, such as features.algorithm=odess")
+        below: dict[str, object] = changes
+        for section in sections:
+            inner = below.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise BadInput(f"setting {pair!r}: {section} is given a value too")
+            below = inner
+        if last in below:
+            raise BadInput(f"setting {name!r}: given twice")
+        try:
+            value: object = json.loads(text)
+        except (ValueError, RecursionError):
+            value = text
+        below[last] = value if isinstance(value, bool | int | float | str) else text
+    return changes
+
+
+def parse_sha256(text: str) -> bytes:
+    """Read a `--sha256` as 32 bytes. Raises BadInput."""
+    if re.fullmatch("[0-9a-fA-F]{64}", text, re.ASCII) is None:
+        raise BadInput(f"sha256 {text!r}: want 64 hex digits, as sha256sum prints them")
+    return bytes.fromhex(text)
+
+
+def check_key(key: str, what: str = "key") -> str:
+    """Return `key` if a store takes it: UTF-8, 1 to KEY_BYTES_MAX bytes. Raises BadInput."""
+    from nearkin_shared.limits import KEY_BYTES_MAX
+
+    if not key:
+        raise BadInput(f"{what} '': must not be empty")
+    return check_prefix(key, what, KEY_BYTES_MAX)
+
+
+def check_prefix(prefix: str, what: str = "prefix", bytes_max: int | None = None) -> str:
+    """Return `prefix` if it is UTF-8. Raises BadInput."""
+    if not _is_utf8(prefix):
+        raise BadInput(f"{what} {prefix!r}: not valid UTF-8")
+    if bytes_max is not None and len(prefix.encode()) > bytes_max:
+        raise BadInput(f"{what} {prefix[:40]!r}...: {len(prefix.encode())} bytes, at most {bytes_max}")
+    return prefix
+
+
+def store_folder(text: str | None) -> Path:
+    """Return the folder that `--store` or NEARKIN_STORE names: a path or a `file://` URL. Raises ConfigError."""
+    if text is None:
+        raise ConfigError("no store given: use --store FOLDER or --server URL, or set NEARKIN_STORE or NEARKIN_SERVER")
+    if not text:
+        raise ConfigError('store "": want a folder or a file:// URL')
+    match = _SCHEME.fullmatch(text)
+    if match is None:
+        return Path(text)
+    scheme = match[1].lower()
+    if scheme != "file":
+        if scheme in ("http", "https"):
+            raise ConfigError(f"store {scheme}://: a gateway's URL is given with --server or NEARKIN_SERVER")
+        raise ConfigError(f"store {scheme}://: not in this build; give a folder or a file:// URL")
+    from urllib.parse import unquote_to_bytes
+
+    host, _, path = match[2].partition("/")
+    if host not in ("", "localhost"):
+        raise ConfigError(f'store "{text}": file:// URLs have three slashes, such as file:///var/lib/nearkin')
+    folder = unquote_to_bytes("/" + path)
+    if b"\0" in folder:
+        raise ConfigError(f'store "{text}": a path holds no NUL byte')
+    return Path(os.fsdecode(folder))
+
+
+def check_source(path: Path) -> os.stat_result:
+    """Return the status of a file that can be read; BadInput where it is missing, a folder or not readable."""
+    try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise BadInput(f'source "{path}": is a folder; put --recursive takes folders')
+        if stat.S_ISREG(status.st_mode):  # a pipe must not be opened twice
+            path.open("rb").close()
+    except (OSError, ValueError) as err:
+        raise BadInput(f'source "{path}": {_reason(err)}') from err
+    return status
+
+
+class TreeFile(NamedTuple):
+    """A regular file below a folder, the key it is put under, and its size when it was listed."""
+
+    key: str
+    path: Path
+    size_bytes: int
+
+
+Told = Callable[[str, str], None]
+"""Hears of a path that is left out, and why."""
+
+
+def walk(folder: Path, prefix: str, store: str | None, notice: Told, unread: Told) -> Iterator[TreeFile]:
+    """Yield the regular files below `folder`, sorted by name: the same tree is read in the same order each time.
+
+    Symbolic links, special files and `store`, the real path of a local store that the files go to (it would be read
+    while it grows), are left out and told to `notice(path, why)`; what this process may not read, to `unread(path,
+    why)`. Raises BadInput for a name that is not UTF-8, a key that is too long, and where `folder` itself cannot be
+    listed: an error is never taken for an empty folder.
+    """
+    try:
+        os.scandir(folder).close()
+    except (OSError, ValueError) as err:
+        raise BadInput(f'folder "{folder}": {_reason(err)}') from err
+    yield from _below(folder, prefix, store, notice, unread)
+
+
+def _below(folder: Path, prefix: str, store: str | None, notice: Told, unread: Told) -> Iterator[TreeFile]:
+    try:
+        with os.scandir(folder) as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
+    except OSError as err:
+        unread(str(folder), _reason(err))
+        return
+    for entry in entries:
+        if not _is_utf8(entry.name):
+            raise BadInput(f"name {entry.path!r}: not valid UTF-8, so it cannot be a key: rename it first")
+        key = f"{prefix}{entry.name}"
+        if entry.is_symlink():
+            notice(entry.path, "symbolic link")
+        elif entry.is_dir(follow_symlinks=False):
+            if os.path.realpath(entry.path) == store:
+                notice(entry.path, "the store itself")
+                continue
+            below = f"{check_key(key)}/"  # bounds the recursion: 512 folders deep
+            yield from _below(Path(entry.path), below, store, notice, unread)
+        elif entry.is_file(follow_symlinks=False):
+            try:
+                size_bytes = entry.stat(follow_symlinks=False).st_size
+            except FileNotFoundError:  # a tree that is in use: it might as well have gone before it was listed
+                notice(entry.path, "gone since it was listed")
+                continue
+            except OSError as err:
+                unread(entry.path, _reason(err))
+                continue
+            if not os.access(entry.path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+                unread(entry.path, os.strerror(errno.EACCES).lower())
+                continue
+            yield TreeFile(check_key(key), Path(entry.path), size_bytes)
+        else:
+            notice(entry.path, "neither file nor folder")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _reason(err: OSError | ValueError) -> str:
+    return (err.strerror or str(err)).lower() if isinstance(err, OSError) else str(err)

@@ -1,0 +1,675 @@
+"""The commands. Invariant: arguments first, then settings, then the store; a refused argument touches no store.
+
+nearkin [--store FOLDER | --server URL] [--config FILE] [--json] COMMAND ...      these may also follow the command
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from nearkin.cli.exit_codes import ExitCode
+from nearkin.cli.session import AsWrittenGroup, Session, complete_file, current_session, force_option, shared_options
+from nearkin_shared.errors import BadInput, Corrupt
+
+if TYPE_CHECKING:
+    from nearkin.client.sync import RemoteStore
+    from nearkin.store import Store
+    from nearkin_shared.results import Damage
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+_ELSEWHERE = {
+    "bench": "bench",
+    "completion": "completion",
+    "copy": "copy",
+    "dlq": "dlq",
+    "docs": "docs",
+    "init": "init",
+    "keys": "keys",
+    "serve": "serve",
+    "token": "serve",
+}
+"""Modules of commands that are read once one of these is asked for: a put starts 5 ms sooner."""
+
+
+class _Commands(AsWrittenGroup):
+    """The commands of this module, and those elsewhere."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Return all names, in order."""
+        return sorted([*super().list_commands(context), *_ELSEWHERE])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Return a command, None where there is none of that name."""
+        if name not in _ELSEWHERE:
+            return super().get_command(context, name)
+        command: click.Command = getattr(import_module(f"nearkin.cli.{_ELSEWHERE[name]}"), name)
+        return command
+
+
+def _show_version(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:  # completion parses a line that is not finished
+        from nearkin.cli.output import print_version
+
+        print_version(as_json=context.ensure_object(Session).as_json)
+        context.exit()
+
+
+@click.group(cls=_Commands, context_settings=_HELP)
+@click.option("--version", is_flag=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
+@shared_options
+def nearkin() -> None:
+    """Keep blobs: each chunk as its nearest kin plus the difference.
+
+    export NEARKIN_STORE=/var/lib/nearkin
+    nearkin init                         # once: creates the store
+    nearkin put db/dump monday.rdb       # version 1 of the key "db/dump"
+    nearkin put db/dump tuesday.rdb      # version 2: only what is new is stored
+    nearkin get db/dump -o restored.rdb  # the newest version, every byte verified
+    nearkin stats                        # what was saved, and by which step
+
+    The same with a gateway, whose token is read from NEARKIN_TOKEN alone:
+    nearkin --server https://nearkin.example put db/dump monday.rdb
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 incomplete (put -r or copy could not read some), 4 not found,
+    5 damaged, 6 no room, 7 precondition failed, 10 no store, 11 locked, 12 wrong or missing key-encryption key,
+    129 hung up, 130 interrupted, 141 stdout closed, 143 terminated.
+    """
+
+
+@nearkin.command(options_metavar="[OPTIONS]")
+@click.argument("key", metavar="KEY")
+@click.argument("sources", metavar="FILE|-", nargs=-1, shell_complete=complete_file)
+@click.option("--from-command", is_flag=True, help="Store what the command after -- writes to stdout, if it succeeds.")
+@click.option("--allow-empty", is_flag=True, help="Store an empty version if stdin or the command gives nothing.")
+@click.option("-r", "--recursive", is_flag=True, help="Put every file below a folder: KEY/relative/path.")
+@click.option(
+    "--meta",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Metadata kept with the version; repeatable.",
+)
+@click.option(
+    "--content-type",
+    metavar="TYPE",
+    help="Media type, such as text/csv: kept as metadata `content-type`; a gateway answers GET with it.",
+)
+@click.option("--sha256", metavar="HEX", help="Refuse the content unless its SHA-256 is this.")
+@click.option("--if-match", metavar="DIGEST|*", help="Only if the newest version has this digest; * for any version.")
+@click.option("--if-none-match", metavar="DIGEST|*", help="Only if the newest version has not; * for no version.")
+@force_option
+@shared_options
+def put(
+    key: str,
+    sources: tuple[str, ...],
+    from_command: bool,
+    allow_empty: bool,
+    recursive: bool,
+    meta: tuple[str, ...],
+    content_type: str | None,
+    sha256: str | None,
+    if_match: str | None,
+    if_none_match: str | None,
+) -> int:
+    """Store a file as a new version of KEY ("-" reads stdin).
+
+    nearkin put db/dump dump.rdb --meta host=db1
+    nearkin put report.csv report.csv --content-type text/csv
+    pg_dump shop | nearkin put db/shop -
+    nearkin put db/shop --from-command -- pg_dump shop    # stores nothing if pg_dump fails
+    nearkin put --if-none-match "*" lock mine    # only if the key has no version; else exit code 7
+    nearkin put -r home /home/kim      # keys home/notes.txt, home/src/main.c, ...
+    nearkin put -r /home/kim           # keys notes.txt, src/main.c, ...
+
+    What deltas saved of one put is an estimate, since blocks are compressed together with their bases; stats tells what
+    they did of all that is stored.
+
+    With -r, symbolic links and special files are skipped with a notice. What cannot be read is named, all else is
+    stored, and the exit code is 3. A name that cannot be a key, since it is no UTF-8 or longer than 1024 bytes, stops
+    all of it before anything is stored.
+    """
+    from nearkin.cli.arguments import parse_metadata, parse_sha256
+    from nearkin.cli.put import put_one, put_tree
+
+    metadata = parse_metadata(meta, content_type)
+    digest = None if sha256 is None else parse_sha256(sha256)
+    source = sources[0] if sources else None
+    if from_command:
+        if recursive:
+            raise BadInput("--from-command and --recursive: give one of them")
+        if source is None:
+            raise BadInput("--from-command: give the command after --, as in: put KEY --from-command -- pg_dump shop")
+        session, conditions = current_session(), (if_match, if_none_match)
+        put_one(session, key, source, metadata, digest, *conditions, command=sources, allow_empty=allow_empty)
+        return 0
+    if len(sources) > 1:
+        raise click.UsageError(f"Got unexpected extra argument ({sources[1]})", click.get_current_context())
+    if recursive:
+        if digest is not None:
+            raise BadInput("--sha256 names one content: not with --recursive")
+        if if_match is not None or if_none_match is not None:
+            raise BadInput("--if-match and --if-none-match name one key's version: not with --recursive")
+        prefix, folder = ("", key) if source is None else (key, source)
+        return put_tree(current_session(), prefix, folder, metadata)
+    if source is None:
+        raise click.MissingParameter(param_hint="'FILE'", param_type="argument")
+    put_one(current_session(), key, source, metadata, digest, if_match, if_none_match, allow_empty=allow_empty)
+    return 0
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    shell_complete=complete_file,
+    help="Write here instead of stdout; replaced only once all is verified.",
+)
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
+@click.option("--range", "range_text", metavar="A-B", help="Bytes A to B, both included; A- from A on; -N the last N.")
+@click.option("--explain", "explained", is_flag=True, help="Tell on stderr what had to be read (a local store's get).")
+@click.option("--at", metavar="TIME", help="The version of that time: 2026-11-20, 2026-11-20T18:00Z, 36h (ago).")
+@click.option("--salvage", is_flag=True, help="Write zeros where a damaged version is lost, and list these holes.")
+@shared_options
+def get(
+    key: str,
+    output: str | None,
+    version: int | None,
+    range_text: str | None,
+    explained: bool,
+    at: str | None,
+    salvage: bool,
+) -> int | None:
+    """Write a version's bytes to stdout or a file.
+
+    nearkin get db/dump -o dump.rdb
+    nearkin get db/dump --version 2 | head -c 100
+    nearkin get disk.img --range 0-511 -o boot.sector
+    nearkin get app.log --range -4096              # the last 4096 bytes
+    nearkin get disk.img --range 0-1048575 --explain -o start
+    nearkin get db/dump --at 2026-11-20T18:00Z -o before-the-mistake
+    nearkin get db/dump --at 36h | head -c 100
+    nearkin get disk.img --salvage -o what-is-left --json | jq .holes
+
+    Every chunk is verified before it is written. With -o a failed get leaves FILE as it was. Long runs of zeros become
+    holes of FILE, which take no space.
+
+    --at names a version that was deleted since then, instead of writing another one. --salvage (a local store's) ends
+    with the exit code of damage if anything is lost; what it writes besides zeros is verified.
+    """
+    from nearkin.cli.arguments import check_key, parse_range
+    from nearkin.cli.output import costs_json, costs_line, print_json, to_stderr
+    from nearkin.cli.output_file import Restored
+    from nearkin.cli.progress import bytes_bar
+    from nearkin_shared.reading.restore import Blob
+    from nearkin_shared.results_json import info_json
+
+    session = current_session()
+    check_key(key)
+    wanted = None if range_text is None else parse_range(range_text)
+    if session.as_json and output in (None, "-"):
+        raise BadInput("get --json describes what was written: name a file with -o")
+    if at is not None and version is not None:
+        raise BadInput("--at, --version: give one of them")
+
+    def choose_version(store: Store | RemoteStore) -> int | None:
+        if at is None:
+            return version
+        from nearkin.cli.version_at import find_version_at
+
+        return find_version_at(store, key, at)
+
+    if salvage:
+        from nearkin.cli.get_salvage import salvage as salvage_version
+
+        if wanted is not None or explained:
+            raise BadInput("--salvage writes a whole version: not with --range or --explain")
+        return salvage_version(session, key, output, choose_version)
+    started = time.perf_counter()
+    with session.open() as store:
+        version = choose_version(store)
+        if wanted is None:
+            blob = store.get(key, version)
+        else:
+            info = store.info(key, version)
+            start, stop = wanted.resolve(info.size_bytes)
+            blob = store.get(key, info.version, start=start, stop=stop)
+        if explained and not isinstance(blob, Blob):
+            raise BadInput("get --explain: a gateway does not tell what it read; run it where the store is")
+        quiet = session.as_json or (output in (None, "-") and sys.stdout is not None and sys.stdout.isatty())
+        with Restored(output) as file, bytes_bar("get", blob.size_bytes, shown=not quiet) as progress:
+            blob.write_to(file, progress=progress)
+    costs = blob.costs if explained and isinstance(blob, Blob) else None
+    if session.as_json:
+        seconds = time.perf_counter() - started
+        more = {"reads": costs_json(costs)} if costs is not None else {}
+        print_json({**info_json(blob.info), "written_bytes": blob.size_bytes, "seconds": seconds, **more})
+    elif costs is not None:
+        to_stderr(costs_line(costs))
+    return None
+
+
+@nearkin.command()
+@click.argument("pattern", metavar="[PREFIX|GLOB]", default="")
+@click.option("--literal", is_flag=True, help="Take * ? [ in PREFIX as they are.")
+@click.option("--versions", is_flag=True, help="Every version instead of the newest of each key.")
+@click.option(
+    "--deleted", is_flag=True, help="The versions that are deleted and can be brought back, or not yet freed."
+)
+@shared_options
+def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
+    """List keys that start with PREFIX or match GLOB.
+
+    GLOB has at least one of: * (any characters, / too), ? (one character), [abc] (one of these). It matches whole keys.
+
+    A line is: created (UTC), size, version, key. Versions that cannot be read are told on stderr: exit code 1.
+    With --deleted: deleted (UTC), until when it can be brought back, version, by whom, key, reason.
+
+    nearkin ls
+    nearkin ls db/ --versions
+    nearkin ls 'db/*.sql'                # in quotes, or the shell expands it
+    nearkin ls --literal 'notes[1]'      # a prefix that has such a character
+    nearkin ls --deleted
+    nearkin --json ls | jq '.[].key'
+    """
+    from nearkin.cli.key_patterns import parse_prefix_or_glob
+    from nearkin.cli.output import deletion_line, print_json, say, unreadable, version_line
+    from nearkin_shared.results_json import deletion_json, info_json
+
+    session = current_session()
+    wanted = parse_prefix_or_glob(pattern, literal=literal)
+    if versions and deleted:
+        raise BadInput("ls: --versions lists what is there, --deleted what is not: give one of them")
+    broken: list[Damage] = []
+    with session.open() as store:
+        if deleted:
+            gone = [entry for entry in store.deleted(wanted.prefix, broken=broken.append) if wanted.matches(entry.key)]
+            lines, values = map(deletion_line, gone), [deletion_json(entry) for entry in gone]
+        else:
+            listed = store.versions(wanted.prefix, all_versions=versions, broken=broken.append)
+            found = [info for info in listed if wanted.matches(info.key)]
+            lines, values = map(version_line, found), [info_json(info) for info in found]
+    broken = [one for one in broken if any(wanted.matches(key) for key, _ in one.versions) or not one.versions]
+    if session.as_json:
+        print_json(values)
+    else:
+        for line in lines:
+            say(line)
+    if broken:
+        raise Corrupt(unreadable(broken))
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version alone.")
+@click.option("--reason", metavar="TEXT", default="", help="Kept with the deletion; ls --deleted shows it.")
+@click.option("--now", is_flag=True, help="Remove the bytes for good at once: no undelete, no grace.")
+@click.option("--yes", is_flag=True, help="With --now: do not ask.")
+@shared_options
+def rm(key: str, version: int | None, reason: str, now: bool, yes: bool) -> None:
+    """Delete KEY with all its versions, or one of them.
+
+    They are gone at once, for every reader; `nearkin undelete` brings them back until deletion.undelete_seconds
+    are over (a week, if not set otherwise). Space is freed later.
+
+    nearkin rm db/dump
+    nearkin rm db/dump --version 2 --reason "wrong host"
+
+    With --now, for a leaked secret or a full disk, every byte that only these versions need is removed before the
+    command ends, also if they were deleted earlier. Nothing brings them back; restores that run meanwhile may fail.
+
+    nearkin rm db/dump --version 2 --now
+    """
+    from nearkin.cli.rm import change, purge
+
+    if yes and not now:
+        raise BadInput("--yes: only with --now")
+    if now:
+        purge(key, version, reason, confirmed=yes)
+        return
+    change("delete", "deleted", key, version, reason)
+
+
+_COUNT = click.IntRange(min=-1)
+
+
+@nearkin.command()
+@click.argument("prefix", metavar="[PREFIX]", default="")
+@click.option("--keep-last", metavar="N", type=_COUNT, default=0, help="The newest N versions of each key; -1: all.")
+@click.option("--keep-daily", metavar="N", type=_COUNT, default=0, help="The newest of each of the last N days.")
+@click.option("--keep-weekly", metavar="N", type=_COUNT, default=0, help="The same of weeks, from Monday on.")
+@click.option("--keep-monthly", metavar="N", type=_COUNT, default=0, help="The same of months.")
+@click.option("--keep-yearly", metavar="N", type=_COUNT, default=0, help="The same of years.")
+@click.option("--keep-within", metavar="TIME", help="All within this of a key's newest version: 36h, 30d, 2w.")
+@click.option("--min-age", metavar="TIME", help="None that is younger than this.")
+@click.option("--dry-run", is_flag=True, help="Show what would stay and what would go; delete nothing.")
+@shared_options
+def forget(
+    prefix: str,
+    keep_last: int,
+    keep_daily: int,
+    keep_weekly: int,
+    keep_monthly: int,
+    keep_yearly: int,
+    keep_within: str | None,
+    min_age: str | None,
+    dry_run: bool,
+) -> None:
+    """Delete the versions that no rule keeps.
+
+    Of keys that start with PREFIX. Rules are restic's: a version stays that any of them keeps; days, weeks, months and
+    years are UTC's, and those without a version do not count; while a rule could keep more, the oldest version stays
+    too. Without a rule retention.policies of the settings hold; keys without a policy keep all. Versions younger than
+    retention.min_age_seconds stay, whatever is said here.
+
+    nearkin forget --keep-last 3 --keep-daily 7 --keep-weekly 4 --dry-run
+    nearkin forget db/ --keep-within 30d
+    nearkin forget                                 # what retention.policies say
+    """
+    from nearkin.cli.forget import forget_versions, parse_duration
+    from nearkin_shared.config.storage import RetentionPolicy
+
+    policy = RetentionPolicy(
+        keep_last=keep_last,
+        keep_daily=keep_daily,
+        keep_weekly=keep_weekly,
+        keep_monthly=keep_monthly,
+        keep_yearly=keep_yearly,
+        keep_within_seconds=0 if keep_within is None else parse_duration("keep-within", keep_within),
+    )
+    seconds = 0 if min_age is None else parse_duration("min-age", min_age)
+    forget_versions(current_session(), prefix, policy, seconds, dry_run=dry_run)
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version alone.")
+@click.option("--reason", metavar="TEXT", default="", help="Kept with what was done.")
+@shared_options
+def undelete(key: str, version: int | None, reason: str) -> None:
+    """Bring back what the latest rm of KEY took, or one version.
+
+    nearkin ls --deleted
+    nearkin undelete db/dump
+    """
+    from nearkin.cli.rm import change
+
+    change("undelete", "undeleted", key, version, reason)
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
+@click.option("--until", metavar="TIME", help="Retain it until this time (UTC): 2027-11-20, 2027-11-20T18:00Z.")
+@click.option("--for", "duration", metavar="TIME", help="Retain it this long from now: 36h, 90d, 7y.")
+@click.option("--reason", metavar="TEXT", default="", help="Stored with the extension.")
+@shared_options
+def retain(key: str, version: int | None, until: str | None, duration: str | None, reason: str) -> None:
+    """Retain one version of KEY: nothing deletes it before then.
+
+    nearkin retain db/dump --for 90d
+    nearkin retain db/dump --version 2 --until 2034-01-01 --reason "tax audit"
+
+    A retention is extended, never shortened: an earlier time than the one that holds is refused. Through a gateway
+    this needs a token with the scope delete.
+    """
+    from nearkin.cli.retain import retain as extend
+
+    extend(key, version, until, duration, reason)
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
+@shared_options
+def info(key: str, version: int | None) -> None:
+    """Show one version: size, digests, time, metadata.
+
+    nearkin info db/dump --version 2
+    """
+    from nearkin.cli.arguments import check_key
+    from nearkin.cli.output import info_lines, print_json, say
+    from nearkin_shared.results_json import info_json
+
+    session = current_session()
+    check_key(key)
+    with session.open() as store:
+        found = store.info(key, version)
+    if session.as_json:
+        print_json(info_json(found))
+        return
+    for line in info_lines(found):
+        say(line)
+
+
+@nearkin.command()
+@shared_options
+def stats() -> None:
+    """Show what the store holds and what each step saved.
+
+    nearkin stats
+    nearkin stats --json | jq .reduction_ratio
+
+    DCR and DCE are the Finesse paper's: what delta compression took off the chunks it was given. Metadata are all
+    bytes beside blocks, parity and quarantine. Bases found are told by base.policy, of first-fit by super-feature too
+    (SF0 is the first); a base that a round of gc gave is "gathered" or "reference".
+    """
+    from nearkin.cli.output import print_json, print_stats
+    from nearkin_shared.results_json import stats_json
+
+    session = current_session()
+    with session.open() as store:
+        found = store.stats()
+        folder: Path | None = getattr(store, "index_folder", None)  # a server has none to show
+    if session.as_json:
+        print_json(stats_json(found))
+        return
+    print_stats(found, folder)
+
+
+@nearkin.command()
+@click.argument("key", metavar="[KEY]", required=False)
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="With KEY: this version alone.")
+@click.option("--sample", metavar="SHARE", help="Read only this share of the containers: 1% or 0.01.")
+@click.option("--seed", metavar="NUMBER", type=click.IntRange(0), help="Draw the sample by this; printed with it.")
+@click.option("--since", metavar="TIME", help="Read only containers written since: 2026-11-20, 2026-11-20T18:00Z, 36h.")
+@shared_options
+def verify(key: str | None, version: int | None, sample: str | None, seed: int | None, since: str | None) -> int:
+    """Check every checksum and fingerprint, and the index.
+
+    Exit code 5 if anything is damaged; the report names the versions it touches.
+
+    With KEY only the containers are read that its versions (with --version: one of them) depend on. A server's KEY is
+    downloaded and compared with its BLAKE3.
+
+    nearkin verify
+    nearkin verify db/dump
+    nearkin verify db/dump --version 2 --json
+    nearkin verify --sample 1%
+    nearkin verify --since 2d --json | jq .damage
+    """
+    from nearkin.cli.verify import verify as verify_store
+
+    if key is not None:
+        from nearkin.cli.key_verification import verify_key
+
+        given = [name for name, value in (("sample", sample), ("seed", seed), ("since", since)) if value is not None]
+        if given:
+            raise BadInput(f"--{given[0]}: not with KEY, whose containers are all read")
+        return verify_key(key, version)
+    if version is not None:
+        raise BadInput("--version: only with KEY")
+    return verify_store(sample, seed, since)
+
+
+@nearkin.command()
+@click.option(
+    "--from",
+    "files",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A copy of a damaged object, or content that was put once; may be given again.",
+)
+@shared_options
+def repair(files: tuple[Path, ...]) -> int:
+    """Put right what is damaged, as far as that can be done.
+
+    All is verified first. What is broken comes back from its parity (storage.parity), from copies given with --from,
+    or from the same chunks elsewhere in the store; what is left stays in quarantine until its content is put again.
+    Nothing that can be read is removed. Exit code 5 if anything is damaged still.
+
+    nearkin repair
+    nearkin repair --from /backup/containers/1a200/1a20082bad40bb55.nkc
+    nearkin repair --from dump-of-last-week.sql
+    """
+    from nearkin.cli.verify import repair as repair_store
+
+    return repair_store(files)
+
+
+@nearkin.command()
+@click.option("--dry-run", is_flag=True, help="Say what a round would free, and what holds the rest; change nothing.")
+@click.option("--deleted-too", is_flag=True, help="With --dry-run: as if nothing deleted could come back any more.")
+@click.option("--pause", is_flag=True, help="Begin no rounds, and end one that is at work before its next step.")
+@click.option("--resume", is_flag=True, help="Let rounds be done again.")
+@click.option("--now", is_flag=True, help="Remove all that is deleted at once, whatever time it has left.")
+@click.option("--yes", is_flag=True, help="With --now: do not ask.")
+@click.option(
+    "--status", is_flag=True, help="Tell whether it is paused, and what is condemned; of a server, the last round too."
+)
+@shared_options
+def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool, now: bool, yes: bool) -> None:
+    """Free what no version needs: one round.
+
+    Versions that were deleted, and can no longer be brought back, go at once. What nothing needs any more is
+    condemned, and freed by a later round when gc.grace_seconds are over (12 hours, if not set otherwise). At its end a
+    round deletes the versions that retention.policies do not keep, as rm does.
+
+    put, rm, get and all that only reads go on meanwhile: a put waits for a step of the round, some 0.1 s. A round does
+    not begin while another process writes; beside `nearkin serve` ask that for one, with --server.
+
+    nearkin gc --dry-run
+    nearkin gc --dry-run --deleted-too       # what the latest rm will have freed in the end
+    nearkin gc --json | jq .freed_bytes
+    nearkin gc --pause                       # whoever would do rounds of this store: commands, gateways, janitors
+    nearkin gc --now                         # the disk is full: all that was deleted goes, nothing brings it back
+    """
+    from nearkin.cli.gc import change, collect
+    from nearkin.cli.rm import purge
+
+    actions = [name for name, given in (("pause", pause), ("resume", resume), ("status", status)) if given]
+    if len(actions) + dry_run + now > 1:
+        raise BadInput("--dry-run, --now, --pause, --resume, --status: one of them")
+    if yes and not now:
+        raise BadInput("--yes: only with --now")
+    if now:
+        purge(None, None, "", confirmed=yes)
+        return
+    if actions:
+        change(actions[0])
+        return
+    if deleted_too and not dry_run:
+        raise BadInput("--deleted-too: only with --dry-run")
+    collect(dry_run=dry_run, deleted_too=deleted_too)
+
+
+@nearkin.command("rebuild-index")
+@shared_options
+def rebuild_index() -> int:
+    """Build the index anew from what is stored.
+
+    Exit code 5 if some stored objects cannot be read; these are left out.
+
+    nearkin rebuild-index
+    """
+    from nearkin.cli.output import print_json, rebuild_json, rebuild_lines
+    from nearkin.cli.output import report as report_line
+    from nearkin.cli.progress import count_bar
+
+    session = current_session()
+    with session.open_local(read_only=False) as store, count_bar("rebuild", shown=not session.as_json) as progress:
+        report = store.rebuild_index(progress=progress)
+    if session.as_json:
+        print_json(rebuild_json(report))
+    else:
+        for line in rebuild_lines(report):
+            report_line(line)
+    return ExitCode.DAMAGED if report.skipped else ExitCode.DONE
+
+
+@nearkin.command()
+@click.argument("key", metavar="KEY")
+@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
+@click.option("--segments", is_flag=True, help="Each segment too; with --json each chunk of it.")
+@shared_options
+def explain(key: str, version: int | None, segments: bool) -> None:
+    """Show how a version is kept: duplicates, deltas, raw.
+
+    For deltas also what found their bases, in the words of stats; a segment says who made its super-features.
+
+    nearkin explain db/dump
+    nearkin explain db/dump --segments --json | jq '.segments[0].chunks'
+    """
+    from nearkin.cli.arguments import check_key
+    from nearkin.cli.output import print_explanation, print_json
+    from nearkin_shared.results_json import explain_json
+
+    session = current_session()
+    check_key(key)
+    with session.open() as store:
+        explanation = store.explain(key, version)
+    if session.as_json:
+        print_json(explain_json(explanation, segments=segments))
+    else:
+        print_explanation(explanation, segments=segments)
+
+
+@nearkin.command()
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--set", "changes", metavar="NAME=VALUE", multiple=True, help="Change a running server; repeatable.")
+@click.option("--local", is_flag=True, help="This command's own settings, even if a server is named.")
+@shared_options
+def config(names: tuple[str, ...], changes: tuple[str, ...], local: bool) -> None:
+    """Show settings, their values and where they came from.
+
+    All of them; or those of NAME, a setting or a section such as gc, and what they take and do.
+
+    nearkin config delta base.policy
+    nearkin --config nearkin.toml config
+    nearkin --store /backup config chunker profile                      # of the store, where nothing else is set
+    NEARKIN_DELTA__MAX_DEPTH=1 nearkin config --json
+    nearkin --server http://127.0.0.1:8080 config                       # what the services run with
+    nearkin --server http://127.0.0.1:8080 config --set features.algorithm=odess
+    """
+    from nearkin.cli.arguments import parse_changes
+    from nearkin.cli.config import chosen, local_settings, print_settings, print_told, server_settings
+
+    session = current_session()
+    told, patch = chosen(names) if names else None, parse_changes(changes)
+    server = None if local else session.load()[0].server
+    if server is None and patch:
+        raise BadInput("--set changes running services: name their --server; settings of your own go into --config")
+    rows = local_settings(session) if server is None else server_settings(session, server, patch)
+    if told is None:
+        print_settings(session, rows)
+    else:
+        print_told(session, rows, told)
+
+
+@nearkin.command()
+@shared_options
+def version() -> None:
+    """Show the version of this command, as --version does.
+
+    nearkin version --json
+    """
+    from nearkin.cli.output import print_version
+
+    print_version(as_json=current_session().as_json)

@@ -1,0 +1,130 @@
+"""`nearkin config`. Invariant: settings have one form, (name, value, source), whoever runs with them.
+
+No secret is among them: `nearkin_shared.config.settings.load` hides its own, the gateway those of the services.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from nearkin_shared.errors import BadInput, NearkinError
+
+if TYPE_CHECKING:
+    from nearkin.cli.session import Session
+    from nearkin_shared.config.reference import Told
+    from nearkin_shared.config.settings import Settings
+
+SettingRows = Mapping[str, tuple[object, str]]
+"""By dotted name: the value and where it came from."""
+
+
+def local_settings(session: Session) -> SettingRows:
+    """Return the settings of commands on this machine, with those that come from the store's record."""
+    settings, origins = session.load()
+    rows = {name: (origin.value, origin.source) for name, origin in origins.items()}
+    return rows if settings.store is None else {**rows, **_adopted(session, settings)}
+
+
+def _adopted(session: Session, settings: Settings) -> SettingRows:
+    """Return the settings that the local store gives; none if it cannot be opened: settings can be shown without it."""
+    from dataclasses import asdict
+
+    from nearkin_shared.config.loader import shown
+
+    try:
+        with session.open_folder() as store:
+            if store.chunking is None:
+                return {}
+            used, given = dict(_flat(asdict(store.settings), "")), dict(_flat(asdict(settings), ""))
+            recorded = store.chunking.values()
+    except (NearkinError, OSError):
+        return {}
+    profile = f"profile {store.settings.profile} of the store"
+    changed = {name: (shown(name, value), profile) for name, value in used.items() if value != given.get(name)}
+    ours = {name for name, value in recorded.items() if name not in session.explicit and used[name] == value}
+    return changed | {name: (used[name], "store") for name in ours}
+
+
+def server_settings(session: Session, server: str, patch: Mapping[str, object]) -> SettingRows:
+    """Return the settings that the services behind a server run with, once `patch` is merged in."""
+    settings, _ = session.load()
+    with session.connect(server, settings) as store:
+        told = store.change_config(patch) if patch else store.config()
+    source = f"{server} revision {told['revision']}" if "revision" in told else server
+    return {name: (value, source) for name, value in _flat(told.get("settings", told), "")}
+
+
+def chosen(names: Sequence[str]) -> list[Told]:
+    """Return the settings and sections of these names, with what they mean. Raises BadInput for one that is neither."""
+    from nearkin_shared.config.reference import told
+
+    known = list(told())
+    found: dict[str, Told] = {}
+    for name in names:
+        some = {
+            each.name: each for each in known if each.name == name or each.name.startswith((f"{name}.", f"{name}["))
+        }
+        if not some:
+            near = get_close_matches(name, {part for each in known for part in (each.name, each.name.split(".")[0])})
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; `nearkin config` lists them all"
+            raise BadInput(f'setting "{name}": there is none, and no such section{hint}')
+        found |= some
+    return list(found.values())
+
+
+def print_told(session: Session, rows: SettingRows, settings: Sequence[Told]) -> None:
+    """Print some settings with what they take and do, as a table or as JSON."""
+    from nearkin.cli.output import console, print_json
+    from nearkin_shared.utils.terminal import printable
+
+    if session.as_json:
+        parts = {each.name: {"takes": each.wants, "meaning": each.meaning, "hot": each.hot} for each in settings}
+        values = {name: {"value": value, "source": source} for name, (value, source) in rows.items()}
+        print_json({name: values.get(name, {}) | part for name, part in parts.items()})
+        return
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table("setting", "value", "source", "takes", "what it does", box=SIMPLE, pad_edge=False)
+    for each in settings:
+        value, source = rows.get(each.name, (None, "-"))
+        shown = _written(value)
+        meaning = f"{each.meaning} (hot)" if each.hot else each.meaning
+        table.add_row(each.name, shown, printable(source), each.wants.replace("`", ""), meaning.replace("`", ""))
+    console().print(table)
+
+
+def print_settings(session: Session, rows: SettingRows) -> None:
+    """Print settings as a table or as JSON."""
+    from nearkin.cli.output import console, print_json
+    from nearkin_shared.utils.terminal import printable
+
+    if session.as_json:
+        print_json({name: {"value": value, "source": source} for name, (value, source) in rows.items()})
+        return
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table("setting", "value", "source", box=SIMPLE, pad_edge=False)
+    for name, (value, source) in rows.items():
+        table.add_row(printable(name), _written(value), printable(source))
+    console().print(table)
+
+
+def _written(value: object) -> str:
+    """Return a value as a file of settings has it, a dash for none."""
+    from nearkin_shared.utils.terminal import printable
+
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "-" if value is None else printable(str(value))
+
+
+def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, object]]:
+    for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

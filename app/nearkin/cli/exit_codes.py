@@ -1,0 +1,64 @@
+"""Exit codes of the command. Invariant: a code keeps its meaning; restic's codes are used for the cases it knows."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from nearkin_shared.errors import (
+    BadInput,
+    Corrupt,
+    NoRoom,
+    NoStore,
+    NotFound,
+    PreconditionFailed,
+    StoreLocked,
+    WrongKey,
+)
+
+
+class ExitCode(IntEnum):
+    """What the exit code of a command means."""
+
+    DONE = 0
+    FAILED = 1
+    """Unreachable, denied, or any other failure without a code of its own."""
+    USAGE = 2
+    """A wrong command line, or a setting, key, range or file that is refused."""
+    INCOMPLETE = 3
+    """`put -r` could not read some files, or `copy` some versions; all others are stored."""
+    NOT_FOUND = 4
+    """The store has no such key or version."""
+    DAMAGED = 5
+    """Stored data are damaged; `get --salvage` wrote what is left of them."""
+    NO_ROOM = 6
+    """The store's device is full."""
+    PRECONDITION_FAILED = 7
+    """The key's newest version is not the one that a conditional put names; nothing was stored."""
+    NO_STORE = 10
+    """There is no store at the path."""
+    LOCKED = 11
+    """Another process has the store; --wait waits for it."""
+    WRONG_KEY = 12
+    """The key-encryption key of an encrypted store is wrong or missing."""
+    HUNG_UP = 129
+    INTERRUPTED = 130
+    PIPE_CLOSED = 141
+    """The reader of stdout went away (silent)."""
+    TERMINATED = 143
+
+
+_CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
+    (WrongKey, ExitCode.WRONG_KEY),
+    (BadInput, ExitCode.USAGE),
+    (NoStore, ExitCode.NO_STORE),
+    (NotFound, ExitCode.NOT_FOUND),
+    (Corrupt, ExitCode.DAMAGED),
+    (NoRoom, ExitCode.NO_ROOM),
+    (PreconditionFailed, ExitCode.PRECONDITION_FAILED),
+    (StoreLocked, ExitCode.LOCKED),
+)
+
+
+def exit_code_of(err: Exception) -> ExitCode:
+    """Return the exit code for an error."""
+    return next((code for kind, code in _CODES if isinstance(err, kind)), ExitCode.FAILED)

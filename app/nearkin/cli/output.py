@@ -1,0 +1,277 @@
+"""What a command prints. Invariant: with `--json` stdout is exactly one JSON value; keys never steer the terminal.
+
+A record's JSON form is `nearkin_shared.results_json`, but for reports that only a local store gives: these are here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC
+from typing import TYPE_CHECKING
+
+from nearkin.cli.session import is_quiet
+from nearkin_shared.results_json import info_json, kinds
+from nearkin_shared.savings_table import counted, human_bytes, ledger_table
+from nearkin_shared.utils.terminal import printable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from nearkin_shared.reading.read_stats import ReadCosts
+    from nearkin_shared.results import (
+        Damage,
+        Deletion,
+        Explanation,
+        Ledger,
+        RebuildReport,
+        SegmentExplained,
+        Stats,
+        VersionInfo,
+    )
+
+
+def print_version(*, as_json: bool) -> None:
+    """Print what runs: Nearkin, Python, and which kernels. Raises ConfigError for kernels that there are not."""
+    from platform import python_version
+
+    from nearkin import __version__
+    from nearkin_shared.kernels.selection import CHOSEN
+
+    if as_json:
+        print_json({"version": __version__, "python": python_version(), "kernels": CHOSEN})
+    else:
+        say(f"nearkin {__version__} (Python {python_version()}, {CHOSEN} kernels)")
+
+
+UNREADABLE_NAMED = 10
+"""A listing's one line of what it left out names so many; `verify` names all."""
+
+
+def say(line: str) -> None:
+    """Print one line for people to stdout."""
+    print(line)
+
+
+def report(line: str) -> None:
+    """Print one line about what the command did to stdout; --quiet omits it, unlike what was asked for."""
+    if not is_quiet():
+        say(line)
+
+
+def notice(line: str) -> None:
+    """Print one line for people to stderr; --quiet omits it."""
+    if not is_quiet():
+        warn(line)
+
+
+def warn(line: str) -> None:
+    """Print one line about a failure to stderr, with --quiet too."""
+    to_stderr(f"nearkin: {line}")
+
+
+def to_stderr(line: str) -> None:
+    """Print one line to stderr, or nowhere where that was closed: print() would then take stdout, the data's place."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr)
+
+
+def print_json(value: object) -> None:
+    """Print one JSON value; ASCII only, so that no terminal or locale changes it."""
+    print(json.dumps(value, indent=2))
+
+
+def console() -> Console:
+    """Return a console for tables on stdout: nothing is taken for markup, and a pipe gets lines of any width.
+
+    A pipe whose reader has gone raises BrokenPipeError, as print() does, in place of rich's SystemExit(1).
+    """
+    from rich.console import Console
+
+    class Tables(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed, and print() prints nothing
+    width = None if terminal else 10_000
+    return Tables(markup=False, highlight=False, emoji=False, width=width)
+
+
+def print_ledger(ledger: Ledger, seconds: float, title: str) -> None:
+    """Print one line and the ledger below it as a table."""
+    say(title)
+    console().print(ledger_table(ledger, seconds))
+
+
+def info_lines(info: VersionInfo) -> Iterable[str]:
+    """Yield a version for people, a field a line."""
+    for name, value in info_json(info).items():
+        if name == "metadata":
+            for meta_name, meta_value in info.metadata.items():
+                yield f"{'meta':<12}{printable(f'{meta_name}={meta_value}')}"
+        elif name == "size_bytes":
+            yield f"{'size':<12}{info.size_bytes:,} bytes"
+        elif name == "retain_until" and value is not None:
+            yield f"{'retained':<12}until {value}"
+        elif value is not None and value is not False:
+            yield f"{name:<12}{printable(str(value))}"
+
+
+def version_line(info: VersionInfo) -> str:
+    """Return a version as one line of `ls`; the key comes last, since it alone has no width."""
+    created = info.created.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"{created}  {human_bytes(info.size_bytes):>8}  v{info.version:<4}  {printable(info.key)}"
+
+
+def deletion_line(deletion: Deletion) -> str:
+    """Return a deleted version as one line of `ls --deleted`; what has no width comes last."""
+    deleted, until = (
+        moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") for moment in (deletion.deleted, deletion.until)
+    )
+    who = printable(deletion.who) or "-"
+    reason = f"  # {printable(deletion.reason)}" if deletion.reason else ""
+    return f"{deleted}  until {until}  v{deletion.version:<4}  {who}  {printable(deletion.key)}{reason}"
+
+
+def unreadable(broken: Sequence[Damage]) -> str:
+    """Return one line that names the versions a listing had to leave out: the first few, and how many more."""
+    names = [f"{key!r} version {version}" for damage in broken for key, version in damage.versions]
+    more = f" and {len(names) - UNREADABLE_NAMED} more" if len(names) > UNREADABLE_NAMED else ""
+    return f"{', '.join(names[:UNREADABLE_NAMED])}{more} cannot be read: {broken[0].problem}: run `nearkin verify`"
+
+
+def print_stats(stats: Stats, index_folder: Path | None = None) -> None:
+    """Print a store's sums for people; `index_folder` of a local store."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    held = f"{counted(stats.versions, 'version')} of {counted(stats.keys, 'key')}"
+    if stats.deleted_versions:
+        held += f" (and {counted(stats.deleted_versions, 'version')} deleted, {human_bytes(stats.deleted_bytes)})"
+    print_ledger(stats.ledger, stats.seconds, f"{held} in {counted(stats.containers, 'container')}")
+    parts = Table(box=SIMPLE, pad_edge=False)
+    parts.add_column("where the stored bytes lie")
+    parts.add_column("bytes", justify="right")
+    parts.add_column("share", justify="right")
+    for name, part_bytes in sorted(stats.parts.items(), key=lambda part: -part[1]):
+        share = part_bytes / stats.ledger.stored_bytes if stats.ledger.stored_bytes else 0.0
+        parts.add_row(name.replace("_", " "), human_bytes(part_bytes), f"{share:.1%}")
+    console().print(parts)
+    lookups = stats.base_cache_hits + stats.base_cache_misses
+    say(f"metadata     {human_bytes(stats.metadata_bytes)}{_by_chunk(stats)}")
+    where = "" if index_folder is None else f" in {printable(str(index_folder))}"
+    say(f"index        {human_bytes(stats.index_bytes)}{where} (can be rebuilt; not counted as stored)")
+    say(f"segments     {stats.segments:,}{_sketches(stats.sketches)}")
+    depths = (f"{depth}: {counted(count, 'chunk')}" for depth, count in sorted(stats.depths.items()))
+    say(f"depths       {', '.join(depths) or '-'}")
+    _say_found(stats.found_by)
+    if lookups:  # of the process that was asked: a command of its own has done none
+        say(f"base cache   {stats.base_cache_hits:,} of {lookups:,} lookups hit")
+
+
+def _by_chunk(stats: Stats) -> str:
+    """Return what metadata a chunk has, of the kinds of chunks that there are."""
+    logical, fresh = stats.metadata_bytes_per_chunk, stats.metadata_bytes_per_fresh_chunk
+    told = [f"{logical:.1f} B a logical chunk"] * bool(logical) + [f"{fresh:.1f} B a fresh one"] * bool(fresh)
+    return f": {', '.join(told)}" if told else ""
+
+
+def costs_json(costs: ReadCosts) -> dict[str, int]:
+    """Return what a get had to read as JSON has it."""
+    return {
+        "containers": len(costs.containers),
+        "directory_reads": costs.directory_reads,
+        "block_reads": costs.block_reads,
+        "blocks_decoded": costs.blocks_decoded,
+        "bytes": costs.bytes_read,
+    }
+
+
+def costs_line(costs: ReadCosts) -> str:
+    """Return what a get had to read, for people."""
+    return (
+        f"read {human_bytes(costs.bytes_read)} of {counted(len(costs.containers), 'container')}: "
+        f"{counted(costs.directory_reads, 'directory', 'directories')}, {counted(costs.block_reads, 'block')}"
+    )
+
+
+def rebuild_json(report: RebuildReport) -> dict[str, object]:
+    """Return an index rebuild as JSON has it."""
+    return {
+        "containers": report.containers,
+        "chunks": report.chunks,
+        "segments": report.segments,
+        "versions": report.versions,
+        "skipped": list(report.skipped),
+        "seconds": report.seconds,
+    }
+
+
+def rebuild_lines(report: RebuildReport) -> Iterable[str]:
+    """Yield an index rebuild for people."""
+    for name in report.skipped:
+        yield f"skipped, cannot be read: {printable(name)}"
+    read = ", ".join(
+        (counted(report.containers, "container"), counted(report.segments, "segment"), counted(report.chunks, "chunk"))
+    )
+    yield f"index rebuilt from {read}, {counted(report.versions, 'version')} in {report.seconds:.2f} s"
+
+
+def print_explanation(explanation: Explanation, *, segments: bool) -> None:
+    """Print how a version is kept for people: with `segments` a line a segment, then the sum."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    if segments:
+        say("segment      offset     length  chunks   dup  zero  delta   raw  stored about")
+        for segment in explanation.segments:
+            say(_segment_line(segment))
+        say("")
+    info = explanation.info
+    table = Table(
+        title=f"{printable(info.key)} version {info.version}", title_justify="left", box=SIMPLE, pad_edge=False
+    )
+    table.add_column("kept as")
+    for name in ("chunks", "bytes", "stored about"):
+        table.add_column(name, justify="right")
+    for kind, (count, length_bytes, stored_bytes) in kinds(explanation):
+        table.add_row(kind, f"{count:,}", human_bytes(length_bytes), human_bytes(stored_bytes))
+    console().print(table)
+    known = sum(segment.known for segment in explanation.segments)
+    sketches = _sketches(Counter(segment.sketch for segment in explanation.segments if segment.sketch))
+    say(f"segments     {len(explanation.segments):,}, of them {known:,} already stored{sketches}")
+    _say_found(explanation.found_by)
+
+
+def _sketches(sketches: Mapping[str, int]) -> str:
+    return "".join(f"; {count:,} by {printable(name)}" for name, count in sorted(sketches.items()))
+
+
+def _say_found(found_by: Mapping[str, int]) -> None:
+    """Print which policy found how many bases; where super-features did, each."""
+    from nearkin_shared.results import by_policy, policy_of
+
+    found, told = sum(found_by.values()), []
+    for policy, count in by_policy(found_by).items():
+        parts = [f"{name} {found_by[name]:,}" for name in sorted(found_by) if policy_of(name) == policy != name]
+        share = f"{count / found:.1%}{': ' if parts else ''}{', '.join(parts)}"
+        told.append(f"{policy} {count:,} ({share})")
+    if told:
+        say(f"bases found  {printable(', '.join(told))}")
+
+
+def _segment_line(segment: SegmentExplained) -> str:
+    counts = dict.fromkeys(("duplicate", "zero", "delta", "raw"), 0)
+    stored_bytes = 0
+    for chunk in segment.chunks:
+        counts[chunk.kind] = counts.get(chunk.kind, 0) + 1
+        stored_bytes += chunk.stored_estimate_bytes if chunk.kind in ("delta", "raw") else 0
+    return (
+        f"{segment.sequence:>7} {segment.offset:>11} {segment.length_bytes:>10} {len(segment.chunks):>7} "
+        f"{counts['duplicate']:>5} {counts['zero']:>5} {counts['delta']:>6} {counts['raw']:>5}  "
+        f"{'already stored' if segment.known else human_bytes(stored_bytes)}"
+    )

@@ -1,0 +1,127 @@
+"""Where a get writes. Invariant: a regular file is whole or as it was; it is written beside its place, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import sys
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from nearkin_shared.errors import BadInput
+
+COPY_BYTES = 1 << 20
+LINKS_MAX = 40
+"""Symbolic links of one path that are followed, as by Linux."""
+STDOUT = "standard output"
+"""What an error calls it."""
+
+
+class Restored:
+    """A context that gives the file to write to: stdout for None and `-`. Raises BadInput if it cannot be written."""
+
+    def __init__(self, name: str | None) -> None:
+        given = None if name in (None, "-") else str(name)
+        self._descriptor = None if given is None else _descriptor_of(given)
+        self._target = None if given is None else Path(os.path.realpath(given))  # through links, like cp
+        if self._descriptor is not None:
+            self._target = Path(str(given))
+        self._beside: Path | None = None
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> BinaryIO:
+        try:
+            return self._opened()
+        except BaseException:  # a Ctrl-C or SIGTERM too: nobody leaves a context that was not entered
+            self._discard()
+            raise
+
+    def _opened(self) -> BinaryIO:
+        if self._target is None:
+            if sys.stdout is None:
+                raise BadInput("stdout is closed: name a file with -o")
+            # not sys.stdout.buffer: PYTHONUNBUFFERED makes that a raw file, whose write may end short without an error
+            sys.stdout.flush()
+            self._file = os.fdopen(sys.stdout.fileno(), "wb", closefd=False)
+            return self._file
+        try:
+            if self._descriptor is not None:
+                # a duplicate keeps position and append mode; opening the name again would truncate a log
+                self._file = os.fdopen(os.dup(self._descriptor), "wb")
+                return self._file
+            mode = self._target.stat().st_mode if self._target.exists() else None
+            if mode is not None and stat.S_ISDIR(mode):
+                raise BadInput(f'output "{self._target}": is a folder')
+            if mode is not None and not stat.S_ISREG(mode):  # a pipe or device has no place to rename into
+                self._file = self._target.open("wb")
+                return self._file
+            self._beside = self._target.with_name(f".nearkin-{os.urandom(8).hex()}.part")
+            self._file = self._beside.open("xb")
+            if mode is not None:
+                self._beside.chmod(stat.S_IMODE(mode))
+        except (OSError, ValueError) as err:
+            reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
+            raise BadInput(f'output "{self._target}": {reason.lower()}') from err
+        return self._file
+
+    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: object) -> None:
+        """Put the file in its place, or remove what was begun. What the system says of it then names it."""
+        try:
+            self._end(kind)
+        except OSError as ended:
+            self._name(ended)
+            raise
+        if isinstance(err, OSError):
+            self._name(err)
+
+    def _name(self, err: OSError) -> None:
+        """Say of which file it is that there was, say, no room for it."""
+        if err.errno is not None and err.filename is None:
+            err.filename = STDOUT if self._target is None else str(self._target)
+
+    def _end(self, kind: type[BaseException] | None) -> None:
+        try:
+            if self._file is not None:
+                with suppress(OSError) if kind is not None else nullcontext():  # the first failure is the one to tell
+                    self._file.close()
+            if kind is None and self._beside is not None and self._target is not None:
+                self._replace(self._beside, self._target)
+                self._beside = None
+        finally:
+            self._discard()
+
+    def _replace(self, written: Path, target: Path) -> None:
+        """Rename the written file to the target; copy it into a target that is a mount point, as in containers."""
+        try:
+            written.replace(target)
+        except OSError as err:
+            if err.errno != errno.EBUSY:
+                raise
+            with written.open("rb") as source, target.open("wb") as file:
+                shutil.copyfileobj(source, file, COPY_BYTES)
+            written.unlink()
+
+    def _discard(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        if self._beside is not None:
+            self._beside.unlink(missing_ok=True)
+
+
+def _descriptor_of(name: str) -> int | None:
+    """Return the open descriptor that a path such as /dev/stdout or /dev/fd/63 names, None for any other path."""
+    path = name
+    own = {f"/proc/{os.getpid()}/fd", f"/proc/{os.getpid()}/task/{os.getpid()}/fd", "/dev/fd"}
+    for _ in range(LINKS_MAX):
+        folder, last = os.path.split(os.path.abspath(path))
+        if os.path.realpath(folder) in own and last.isdecimal():
+            return int(last)
+        try:
+            path = os.path.join(folder, os.readlink(path))
+        except OSError:
+            return None
+    return None

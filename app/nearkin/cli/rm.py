@@ -1,0 +1,80 @@
+"""`nearkin rm` and `nearkin undelete`. Invariant: exit code 0 means that it is done, durably, for every reader."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from nearkin.cli.session import current_session
+from nearkin_shared.errors import BadInput, NotFound
+
+WARNING = (
+    "This cannot be undone: `nearkin undelete` brings nothing back, the undelete window and the grace of garbage "
+    "collection are passed over, and restores that run meanwhile may fail."
+)
+
+
+def change(what: Literal["delete", "undelete"], done: str, key: str, version: int | None, reason: str) -> None:
+    """Delete or undelete, and print how many versions that were."""
+    from nearkin.cli.arguments import check_key
+    from nearkin.cli.output import print_json, report
+    from nearkin_shared.savings_table import counted
+    from nearkin_shared.utils.terminal import printable
+
+    session = current_session()
+    check_key(key)
+    with session.open(read_only=False) as store:
+        count = (store.delete if what == "delete" else store.undelete)(key, version, reason=reason)
+    if session.as_json:
+        print_json({"key": key, "version": version, done: count})
+    else:
+        report(f"{done} {counted(count, 'version')} of {printable(key)}")
+
+
+def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool) -> None:
+    """Delete versions of a key and remove their bytes at once, or, without a key, the bytes of all that is deleted."""
+    from contextlib import suppress
+
+    from nearkin.cli.arguments import check_key
+    from nearkin.cli.gc import gc_lines
+    from nearkin.cli.output import print_json, say
+    from nearkin.cli.progress import steps_bar
+    from nearkin_shared.results_json import gc_json
+
+    session = current_session()
+    if session.choose()[1] is not None:
+        raise BadInput("--now: not through a gateway; stop it, and run the same on its host with --store FOLDER")
+    if key is not None:
+        check_key(key)
+    _confirm(key, version, confirmed=confirmed)
+    with session.open_local(read_only=False) as store, steps_bar("purge", shown=not session.as_json) as steps:
+        count = 0
+        store.pauses.check()  # before anything is deleted: its bytes could not be removed
+        if key is not None:
+            with suppress(NotFound):  # deleted earlier: `purge` says where it never was
+                count = store.delete(key, version, reason=reason)
+        report = store.purge(key, version, steps=steps)
+    if session.as_json:
+        print_json({"key": key, "version": version, "deleted": count, **gc_json(report)})
+        return
+    for line in gc_lines(report):
+        say(line)
+
+
+def _confirm(key: str | None, version: int | None, *, confirmed: bool) -> None:
+    """Ask for confirmation on a terminal. Raises BadInput without a terminal, or if the answer is no."""
+    import sys
+
+    import click
+
+    from nearkin_shared.utils.terminal import printable
+
+    if confirmed:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise BadInput("--now: removes bytes for good; pass --yes to run without a terminal")
+    what = (
+        "all that is deleted" if key is None else f"{printable(key)}{'' if version is None else f' version {version}'}"
+    )
+    click.echo(WARNING, err=True)
+    if not click.confirm(f"Remove {what} for good?", err=True):
+        raise BadInput("--now: not confirmed; nothing was removed")

@@ -1,0 +1,229 @@
+"""The two streams. Invariant: neither side holds a blob, and both know its digest when it ends.
+
+A download's last piece is kept back until the whole's BLAKE3 agrees: a wrong whole never looks like a good one (I8).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO
+
+import anyio.to_thread
+from blake3 import blake3
+
+from nearkin.client.http import Call, blob_path
+from nearkin_shared.errors import BadInput, Corrupt, NearkinError, Retryable, SourceFailed, StoreUnavailable
+from nearkin_shared.results import VersionInfo
+from nearkin_shared.validation import Progress, Source
+
+PIECE_BYTES = 1024 * 1024
+RESUMES_MAX = 100
+"""How often one download goes on after it broke; each time at least a byte has come."""
+
+AsyncSource = Source | AsyncIterable[bytes]
+
+
+class Upload:
+    """A source on its way to the gateway, from the start as often as needed if it can be read again."""
+
+    def __init__(self, source: AsyncSource, progress: Progress | None = None) -> None:
+        self.idempotency_key = secrets.token_hex(16)
+        self.digest = ""
+        """`blake3:...` of what the last reading gave, once it came to its end."""
+        self._stream = source if isinstance(source, AsyncIterable) else None
+        self._source: Source = b"" if isinstance(source, AsyncIterable) else _taken(source)
+        self._progress = progress
+        self._told_bytes = 0
+        self._touched = False
+        self._start = self._tell()
+        self.size_bytes = self._known_bytes()
+
+    @property
+    def repeatable(self) -> bool:
+        """Return whether it may be sent once more."""
+        rereadable = self._stream is None and (isinstance(self._source, Path | bytes) or self._start is not None)
+        return rereadable or not self._touched
+
+    def headers(self) -> dict[str, str]:
+        """Return what the gateway is told of it: a size lets it refuse before a byte is sent."""
+        return {"Idempotency-Key": self.idempotency_key, "Content-Type": "application/octet-stream"} | (
+            {"Content-Length": str(self.size_bytes)} if self.size_bytes is not None else {}
+        )
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the source from its start. Raises BadInput for a file that cannot be read, or that shrank."""
+        self._touched = True
+        hasher, taken = blake3(), 0
+        file = self._open()
+        try:
+            while True:
+                left = PIECE_BYTES if self.size_bytes is None else min(PIECE_BYTES, self.size_bytes - taken)
+                piece = self._read(file, left) if left else b""
+                if not piece:
+                    break
+                hasher.update(piece)
+                taken += len(piece)
+                yield piece
+                self._tell_progress(taken)
+        finally:
+            if isinstance(self._source, Path | bytes):
+                file.close()
+        if self.size_bytes is not None and taken != self.size_bytes:
+            raise BadInput(f"source: ended after {taken} bytes of {self.size_bytes}: it changed while it was sent")
+        self.digest = f"blake3:{hasher.hexdigest()}"
+
+    async def async_pieces(self) -> AsyncIterator[bytes]:
+        """Yield the same; files are read in a thread."""
+        if self._stream is None:
+            pieces = self.pieces()
+            while piece := await anyio.to_thread.run_sync(next, pieces, b""):
+                yield piece
+            return
+        self._touched = True
+        hasher, taken = blake3(), 0
+        async for piece in self._stream:
+            hasher.update(piece)
+            taken += len(piece)
+            yield bytes(piece)
+            self._tell_progress(taken)
+        self.digest = f"blake3:{hasher.hexdigest()}"
+
+    def _tell(self) -> int | None:
+        """Return where a file that can go back stands; None where it cannot, or is not one."""
+        if isinstance(self._source, Path | bytes):
+            return None
+        try:
+            return self._source.tell() if self._source.seekable() else None
+        except (AttributeError, OSError, ValueError):
+            return None
+
+    def _known_bytes(self) -> int | None:
+        """Return the size that is sent, whatever is appended meanwhile; 0 is what /proc says of anything: not told."""
+        if self._stream is not None:
+            return None
+        if isinstance(self._source, bytes):
+            return len(self._source)
+        if isinstance(self._source, Path):
+            try:
+                if not self._source.is_file():
+                    reason = "is not a regular file" if self._source.exists() else "no such file"
+                    raise BadInput(f"{self._source}: {reason}")
+                return self._source.stat().st_size or None
+            except OSError as err:
+                raise BadInput(f"{self._source}: {err.strerror}") from err
+            except ValueError as err:  # a NUL in it
+                raise BadInput(f"{str(self._source)!r}: {err}") from err
+        return None
+
+    def _open(self) -> BinaryIO | BytesIO:
+        if isinstance(self._source, bytes):
+            return BytesIO(self._source)
+        if isinstance(self._source, Path):
+            try:
+                return self._source.open("rb", buffering=0)
+            except OSError as err:
+                raise BadInput(f"{self._source}: {err.strerror}") from err
+        if self._start is not None:
+            self._source.seek(self._start, os.SEEK_SET)
+        return self._source
+
+    def _read(self, file: BinaryIO | BytesIO, most_bytes: int) -> bytes:
+        name = str(self._source) if isinstance(self._source, Path) else "source"
+        try:
+            piece = file.read(most_bytes)
+        except OSError as err:
+            reason = err.strerror or str(err) or type(err).__name__
+            raise SourceFailed(f"{name}: reading it failed: {reason}; nothing was stored: put it again") from err
+        except ValueError as err:  # a closed file says so in this way
+            raise BadInput(f"{name}: cannot be read: {err}") from err
+        if piece is None:  # not the end: taken for it, half a blob would be committed as a whole one
+            raise BadInput(f"{name}: has nothing to read yet; open it blocking, not non-blocking")
+        if not isinstance(piece, bytes | bytearray | memoryview):
+            raise BadInput(f'{name}: gives {type(piece).__name__}; open it for reading bytes, such as with "rb"')
+        return piece
+
+    def _tell_progress(self, taken: int) -> None:
+        if self._progress is not None and taken > self._told_bytes:
+            self._progress(taken - self._told_bytes)
+            self._told_bytes = taken
+
+
+def _taken(source: Source) -> Source:
+    if isinstance(source, bytearray | memoryview):
+        return bytes(source)
+    if not (isinstance(source, Path | bytes) or hasattr(source, "read")):
+        raise BadInput(f"source of type {type(source).__name__}: want a Path, bytes, or a file open for reading bytes")
+    return source
+
+
+class Download:
+    """The bytes [start, stop) of a version on their way here, over as many connections as it takes."""
+
+    def __init__(self, info: VersionInfo, start: int, stop: int) -> None:
+        self._info = info
+        self._position, self._stop = start, stop
+        self._hasher = blake3() if (start, stop) == (0, info.size_bytes) else None
+        self._held = b""
+        self._skip_bytes = 0
+        self._resumes = 0
+
+    @property
+    def done(self) -> bool:
+        """Return whether every byte has come."""
+        return self._position == self._stop
+
+    @property
+    def named(self) -> str:
+        """Return what is being read, for messages."""
+        return f"{self._info.key!r} version {self._info.version}"
+
+    def call(self) -> Call:
+        """Return the request for what is still missing."""
+        headers = {"Accept": "application/octet-stream, application/problem+json"}
+        if (self._position, self._stop) != (0, self._info.size_bytes):
+            headers |= {"Range": f"bytes={self._position}-{self._stop - 1}", "If-Range": f'"{self._info.digest}"'}
+        return Call("GET", blob_path(self._info.key), {"version": str(self._info.version)}, headers)
+
+    def opened(self, status: int, headers: Mapping[str, str]) -> None:
+        """Check what the answer is about to send. Raises Corrupt."""
+        found = headers.get("etag", "").strip('"')
+        if found != self._info.digest:
+            raise Corrupt(f"{self.named}: the gateway sends {found or 'no ETag'}, not {self._info.digest}")
+        if headers.get("content-encoding", "identity") != "identity":
+            raise Corrupt(f"{self.named}: came encoded, which nobody asked for; a proxy on the way must not do that")
+        self._skip_bytes = self._position if status == 200 else 0
+        if status == 206 and not headers.get("content-range", "").startswith(f"bytes {self._position}-"):
+            raise Corrupt(f"{self.named}: asked from byte {self._position}, got {headers.get('content-range')!r}")
+
+    def take(self, piece: bytes) -> bytes:
+        """Return what may be given out now that `piece` has come; empty where all of it must wait."""
+        if self._skip_bytes:
+            skipped = min(self._skip_bytes, len(piece))
+            self._skip_bytes -= skipped
+            piece = piece[skipped:]
+        piece = piece[: self._stop - self._position]
+        if not piece:
+            return b""
+        self._position += len(piece)
+        if self._hasher is None:
+            return piece
+        self._hasher.update(piece)
+        if not self.done:
+            before, self._held = self._held, piece
+            return before
+        found = f"blake3:{self._hasher.hexdigest()}"
+        if found != self._info.digest:
+            raise Corrupt(f"{self.named}: {found} came, {self._info.digest} was stored: get it again, then verify")
+        return self._held + piece
+
+    def broke(self, err: NearkinError | None) -> None:
+        """Note that a connection ended before the range did. Raises what ended it once that is too often."""
+        self._resumes += 1
+        if err is not None and not isinstance(err, Retryable):
+            raise err
+        if self._resumes > RESUMES_MAX:
+            raise StoreUnavailable(f"{self.named}: broke {RESUMES_MAX} times, at byte {self._position}") from err

@@ -1,0 +1,320 @@
+"""The store behind a gateway, for threads. Invariant: the same calls and results as `nearkin.store.Store`.
+
+One RemoteStore may be used by many threads; it holds at most 32 connections.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import httpx
+from tenacity import Retrying
+
+from nearkin.client import requests
+from nearkin.client.http import (
+    ANSWER_BYTES_MAX,
+    Answer,
+    Call,
+    Conversation,
+    Endpoint,
+    T,
+    closed,
+    error_of,
+    retry_options,
+    unreachable,
+)
+from nearkin.client.requests import Accepted
+from nearkin.client.streaming import Download, Upload
+from nearkin_shared.errors import NearkinError, StoreUnavailable
+from nearkin_shared.preconditions import precondition_of
+from nearkin_shared.results import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
+from nearkin_shared.validation import Progress, Source, write_pieces
+
+PUTS_IN_FLIGHT_MAX = 64
+"""Blobs of one `put_many` that are durable and not yet committed."""
+
+
+class RemoteStore:
+    """A store behind a gateway; `close` gives its connections back."""
+
+    def __init__(self, endpoint: Endpoint, commit_seconds: float) -> None:
+        self.url = endpoint.url
+        self._commit_seconds = commit_seconds
+        self._http = httpx.Client(**endpoint.client_options())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    # --- put ---------------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        key: str,
+        source: Source,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        sha256: bytes | None = None,
+        if_match: str | None = None,
+        if_none_match: str | None = None,
+        progress: Progress | None = None,
+    ) -> PutResult:
+        """Store a new version of `key`. Returns once it is committed and durable.
+
+        A source that can be read again (a Path, bytes, a seekable file) is sent again where the connection fails; it is
+        stored once all the same (perhaps twice by an embedded gateway that was ended in between). `if_match` and
+        `if_none_match` as for `Store.put`. Raises PreconditionFailed (nothing stored), BadInput (nothing stored),
+        Denied, StoreUnavailable (the same put may be tried again), SourceFailed, Corrupt (what was stored is not what
+        was sent).
+        """
+        upload, precondition = Upload(source, progress), precondition_of(if_match, if_none_match)
+        return self._hold(requests.put(key, upload, metadata or {}, sha256, self._commit_seconds, precondition))
+
+    def put_many(self, items: Iterable[tuple[str, Source]], *, progress: Progress | None = None) -> Iterator[PutResult]:
+        """Store many blobs, one sent while those before it are being committed. Yields results in order."""
+        waiting: deque[Accepted] = deque()
+        for key, source in items:
+            upload = Upload(source, progress)
+            done = self._hold(requests.accept(key, upload, {}, None, 0.0, self._commit_seconds))
+            if isinstance(done, Accepted):
+                waiting.append(done)
+            else:
+                yield from (self._settled(accepted) for accepted in _drained(waiting))
+                yield done
+            if len(waiting) >= PUTS_IN_FLIGHT_MAX:
+                yield self._settled(waiting.popleft())
+        yield from (self._settled(accepted) for accepted in _drained(waiting))
+
+    def _settled(self, accepted: Accepted) -> PutResult:
+        return self._hold(requests.settle(accepted, self._commit_seconds))
+
+    # --- get ---------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None) -> RemoteBlob:
+        """Return a version (the newest by default) or its bytes [start, stop). Raises NotFound, BadInput, Denied."""
+        found = self.info(key, version)
+        return RemoteBlob(self, found, start, requests.check_range(found, start, stop))
+
+    def info(self, key: str, version: int | None = None) -> VersionInfo:
+        """Return what is known of a version, the newest by default. Raises NotFound."""
+        return self._hold(requests.info(key, version))
+
+    def explain(self, key: str, version: int | None = None) -> Explanation:
+        """Return how each chunk of a version is kept. Raises NotFound."""
+        return self._hold(requests.explain(key, version))
+
+    def versions(
+        self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
+    ) -> list[VersionInfo]:
+        """Return the newest version, or all, of every key that starts with `prefix`, by key.
+
+        One that cannot be read is left out and told to `broken`, by default with a warning in the log.
+        """
+        return self._hold(requests.versions(prefix, all_versions, broken))
+
+    # --- delete ------------------------------------------------------------------------------------------------------
+
+    def delete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
+        """Delete a version, or all that the key has at this moment; return how many are gone, for every reader.
+
+        Sent again where the connection fails; it is done once all the same. Raises NotFound, Retained (one is younger
+        than the settings allow: none goes), Denied, Erased, StoreUnavailable.
+        """
+        return self._hold(requests.delete(key, version, reason))
+
+    def undelete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
+        """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
+
+        Raises NotFound (nothing of it is deleted, or its time is over), Denied, Erased, StoreUnavailable.
+        """
+        return self._hold(requests.undelete(key, version, reason))
+
+    def retain(self, key: str, until: datetime, version: int | None = None, *, reason: str = "") -> VersionInfo:
+        """Retain a version, the newest by default, until a time: no process can delete it before; return it.
+
+        A retention is extended, never shortened. Sent again if the connection fails; a repeat changes nothing. Raises
+        NotFound, BadInput (the time is earlier than the one that holds), Denied, Erased, StoreUnavailable.
+        """
+        return self._hold(requests.retain(key, until, version, reason))
+
+    def deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
+        """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key."""
+        return self._hold(requests.deleted(prefix, broken))
+
+    # --- the store as a whole ----------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Return sums over the store."""
+        return self._hold(requests.stats())
+
+    def gc_state(self) -> dict[str, Any]:
+        """Return what the last round of garbage collection did, and whether collection is paused. Raises Denied."""
+        return self._hold(requests.gc_state())
+
+    def change_gc(self, action: str) -> dict[str, Any]:
+        """Ask for a round (`run`), `pause` collection or `resume` it. Raises BadInput, Denied, Paused.
+
+        Returns how it stands; after `run` as it did before the round, which is done later: `last.ended` will differ.
+        """
+        return self._hold(requests.change_gc(action))
+
+    def config(self) -> dict[str, Any]:
+        """Return the settings that the services run with. Raises Denied."""
+        return self._hold(requests.config())
+
+    def change_config(self, changes: Mapping[str, object]) -> dict[str, Any]:
+        """Change settings of the running services, such as {"features": {"algorithm": "odess"}}; return what holds now.
+
+        Raises BadInput (nothing is changed) and Denied.
+        """
+        return self._hold(requests.change_config(changes))
+
+    def dead_letters(self) -> list[dict[str, Any]]:
+        """Return the newest dead letters that are not dropped, newest first. Raises Denied."""
+        return self._hold(requests.dead_letters())
+
+    def dead_letter(self, name: str, value_bytes_max: int) -> dict[str, Any]:
+        """Return a dead letter with its headers and the first bytes of its value. Raises NotFound, Denied."""
+        return self._hold(requests.dead_letter(name, value_bytes_max))
+
+    def settle_dead_letters(self, action: str, names: Sequence[str]) -> list[str]:
+        """`replay` or `drop` dead letters, each once; return their names. Raises BadInput, NotFound, Denied."""
+        return self._hold(requests.settle_dead_letters(action, names))
+
+    # --- the wire ----------------------------------------------------------------------------------------------------
+
+    def _hold(self, conversation: Conversation[T]) -> T:
+        try:
+            call = next(conversation)
+            while True:
+                call = conversation.send(self._answer(call))
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
+    def _answer(self, call: Call) -> Answer:
+        time.sleep(call.after_seconds)
+        for attempt in Retrying(**retry_options(call)):
+            with attempt:
+                return self._answer_once(call)
+        raise AssertionError("unreachable: tenacity returns or raises")
+
+    def _answer_once(self, call: Call) -> Answer:
+        response = self._send(call)
+        try:
+            return self._collected(call, response)
+        finally:
+            response.close()
+
+    def _collected(self, call: Call, response: httpx.Response) -> Answer:
+        """Return the whole answer. Raises the error that it stands for."""
+        named, body = self._named(call), bytearray()
+        try:
+            for piece in response.iter_raw():
+                body += piece
+                if len(body) > ANSWER_BYTES_MAX:
+                    raise StoreUnavailable(f"{named}: answers more than {ANSWER_BYTES_MAX:,} bytes")
+        except httpx.TransportError as err:
+            raise unreachable(named, err) from err
+        if not response.is_success:
+            raise error_of(named, response.status_code, response.headers, bytes(body))
+        return Answer(response.status_code, response.headers, bytes(body), named)
+
+    def _send(self, call: Call) -> httpx.Response:
+        if self._http.is_closed:
+            raise closed(self.url)
+        request = self._http.build_request(
+            call.method,
+            self.url + call.path,
+            params=dict(call.params),
+            headers=dict(call.headers),
+            content=call.upload.pieces() if call.upload is not None else call.body,
+            timeout=call.timeout(),
+        )
+        try:
+            return self._http.send(request, stream=True)
+        except httpx.TransportError as err:
+            raise unreachable(self._named(call), err) from err
+
+    def _named(self, call: Call) -> str:
+        return f"{call.method} {self.url}{call.path}"
+
+    def open_download(self, download: Download) -> tuple[httpx.Response, Iterator[bytes], bytes]:
+        """Return an answer that has begun, the rest of its pieces, and the first. Raises what `get` does."""
+        call = download.call()
+        for attempt in Retrying(**retry_options(call)):
+            with attempt:
+                response = self._send(call)
+                try:
+                    if not response.is_success:
+                        self._collected(call, response)
+                    download.opened(response.status_code, response.headers)
+                    pieces = response.iter_raw()
+                    return response, pieces, next(pieces, b"")
+                except httpx.TransportError as err:
+                    response.close()
+                    raise unreachable(self._named(call), err) from err
+                except BaseException:
+                    response.close()
+                    raise
+        raise AssertionError("unreachable: tenacity returns or raises")
+
+
+class RemoteBlob:
+    """A version, or a range of one: iterate it for its bytes, `read` it, or `write_to` a file."""
+
+    def __init__(self, store: RemoteStore, info: VersionInfo, start: int, stop: int) -> None:
+        self.info = info
+        self.size_bytes = stop - start
+        """Bytes of the range, not of the version."""
+        self._store = store
+        self._start, self._stop = start, stop
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Yield the range's bytes in order, over another connection where one breaks.
+
+        The gateway verifies each chunk; the whole's BLAKE3 is compared here too, before its last bytes are yielded.
+        Raises Corrupt, StoreUnavailable.
+        """
+        download = Download(self.info, self._start, self._stop)
+        while not download.done:
+            response, pieces, piece = self._store.open_download(download)
+            failure: NearkinError | None = None
+            try:
+                while piece and not download.done:
+                    ready = download.take(piece)
+                    if ready:
+                        yield memoryview(ready)
+                    piece = b"" if download.done else next(pieces, b"")
+            except httpx.TransportError as err:
+                failure = unreachable(download.named, err)
+            finally:
+                response.close()
+            if not download.done:
+                download.broke(failure)
+
+    def read(self) -> bytes:
+        """Return the range's bytes."""
+        return b"".join(self)
+
+    def write_to(self, file: BinaryIO, progress: Progress | None = None) -> int:
+        """Write the range's bytes; return how many. `progress` hears of each piece's bytes."""
+        return write_pieces(self, file, progress)
+
+
+def _drained(waiting: deque[Accepted]) -> Iterator[Accepted]:
+    while waiting:
+        yield waiting.popleft()

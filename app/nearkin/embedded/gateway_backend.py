@@ -1,0 +1,445 @@
+"""Embedded ingest. Invariant: `finish` returns when the version is committed and durable in this process's store.
+
+    request tasks                 one writer thread                                       one collector thread, at times
+    spool to disk   -- queue -->  put_many: what waits together is committed together     a round of garbage collection
+
+A body waits on disk, not in the writer: one slow client must not hold up the others, and there is but one writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from io import BytesIO
+from itertools import groupby
+from pathlib import Path
+from queue import Empty, Queue
+from typing import BinaryIO, cast
+
+from nearkin.embedded.background_scrub import Scrubbing
+from nearkin.store import Item, Store, open_store
+from nearkin_gateway.auth.tokens import token_file
+from nearkin_gateway.backends.ingest_backend import Ending, Intent, committed_event
+from nearkin_gateway.blocking_threads import WorkerPool, WorkerPools
+from nearkin_gateway.catalog.version_catalog import Catalogue
+from nearkin_gateway.setting_changes import HotChanges
+from nearkin_gateway.state import HAND_OVERS_MAX, Gateway, shares_of
+from nearkin_gateway.uploads.resumable_store import Resumable
+from nearkin_gateway.uploads.upload_status import Outcomes, Tickets
+from nearkin_maintenance.gc.schedule import Schedule
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin_shared.index.catalog import CatalogEntry
+from nearkin_shared.kafka.live_config import HotSettings
+from nearkin_shared.objectstore.factory import as_set, local_objects
+from nearkin_shared.observability import counters, metrics
+from nearkin_shared.results import PutResult, Stats
+from nearkin_shared.results_json import gc_json
+from nearkin_shared.storage import descriptor
+from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.utils.private_files import make_private_folder
+from nearkin_shared.validation import check_key, check_metadata
+
+GROUP_BLOBS_MAX = 256
+GROUP_BYTES_MAX = 64 * 1024 * 1024
+MARKED_A_PAGE = 512
+"""Entries read at a time where deleted versions are searched."""
+CLOSE_SECONDS_MAX = 60.0
+ROUND_WAITS_SECONDS = 600.0
+"""So long a round waits for the put that is at work as it begins: a body can be large."""
+BROKEN_SECONDS = 60.0
+"""After a round or a scrub that could not even begin, the next look is so much later."""
+PAUSED_SECONDS = 2.0
+"""So often it is looked whether a round that is due is still paused; at each passing that took all of a core."""
+_log = logging.getLogger("nearkin.gateway")
+
+
+@frozen
+class _Job:
+    intent: Intent
+    source: BinaryIO
+    ending: Ending
+    done: asyncio.Future[PutResult]
+    loop: asyncio.AbstractEventLoop
+
+
+class _Wake:
+    """In the queue where a round is asked for, or has ended: the writer has nothing else to wake up for."""
+
+
+def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gateway:
+    """Return the parts of a gateway that is a whole store in one process; its start waits for the store's lock.
+
+    Raises NearkinError.
+    """
+    if settings.store is None:
+        raise ConfigError("store: gateway.ingest embedded wants the folder of a local store")
+    root = Path(settings.store).expanduser()
+    store = open_store(root, settings=settings, create=settings.storage.create)
+    store.wait_for_lock(lock_wait_seconds)
+    settings = store.settings  # the store's chunker and profile, where ours name none
+    objects = as_set(local_objects(root, settings), settings)
+    found = descriptor.read(objects)
+    secret = bytes.fromhex(found.secret)
+
+    hot = HotSettings(settings, None, None)
+    outcomes = Outcomes(int(settings.gateway.outcomes_bytes))
+    outcomes.known_since(time.time_ns() // 1_000_000)
+    pools = WorkerPools()
+    ingest = EmbeddedIngest(store, outcomes, lambda: hot.settings, pools.disk)
+    return Gateway(
+        hot=HotChanges(settings, hot),
+        tokens=token_file(settings.auth.tokens_file),
+        ingest=ingest,
+        outcomes=outcomes,
+        tickets=Tickets(secret),
+        catalogue=Catalogue(objects, found, settings, StoreListing(store)),
+        deletions=store.deletions,
+        resumable=Resumable(objects, settings.gateway.resumable_max, shares_of(settings.gateway)),
+        collecting=ingest,
+        pauses=store.pauses,
+        pools=pools,
+    )
+
+
+class EmbeddedIngest:
+    """Commits into a local store; the store's own tenant alone."""
+
+    commits = True
+
+    def __init__(self, store: Store, outcomes: Outcomes, settings: Callable[[], Settings], disk: WorkerPool) -> None:
+        self._store = store
+        self._outcomes = outcomes
+        self._settings = settings
+        self.disk = disk
+        """Threads that spool bodies."""
+        # Bodies of uploads, of resumable ones handed over, a word that a round is wanted, that one has ended, to stop.
+        self._queue: Queue[_Job | _Wake | None] = Queue(settings().gateway.uploads_max + HAND_OVERS_MAX + 3)
+        UPLOADS.watch(self, "writer")
+        self._scrubbing = Scrubbing(store)
+        self._thread = threading.Thread(target=self._run, name="nearkin-gateway-writer", daemon=True)
+        self._collected: dict[str, object] | None = None
+        self._asked = threading.Event()
+        self._schedule = Schedule(time.monotonic())
+        self._collector: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._paused_until = 0.0
+        self._broken_until = 0.0
+
+    @property
+    def queued(self) -> int:
+        """Return about how many bodies wait for the writer."""
+        return self._queue.qsize()
+
+    def accepts(self, tenant: str) -> bool:
+        """Return whether it is the store's tenant: one folder has one writer, and a writer one tenant."""
+        return tenant == self._store.settings.tenant
+
+    async def open(self) -> None:
+        """Take the store's lock, so that a second writer is refused now and not in the middle of an upload."""
+        await asyncio.to_thread(lambda: list(self._store.put_many([])))
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Commit what is queued; give the lock back."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._queue.put_nowait(None)
+            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS_MAX)
+        if (collector := self._collector) is not None:
+            await asyncio.to_thread(collector.join, CLOSE_SECONDS_MAX)
+        await asyncio.to_thread(self._store.close)
+
+    async def begin(self, intent: Intent) -> EmbeddedUpload:
+        """Start an upload."""
+        check_key(intent.key)
+        check_metadata(intent.metadata)
+        return EmbeddedUpload(self, intent)
+
+    def check(self) -> None:
+        """Raise where the writer is gone."""
+        if not self._thread.is_alive():
+            raise StoreUnavailable("the store's writer has stopped: start the gateway again")
+
+    @property
+    def scratch(self) -> Path:
+        """Return the folder where bodies wait, on the store's own device."""
+        folder = self._store.root / "tmp"
+        make_private_folder(folder)
+        return folder
+
+    async def commit(self, intent: Intent, source: BinaryIO, ending: Ending) -> None:
+        """Queue a whole body and wait until it is committed."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[PutResult] = loop.create_future()
+        self.check()
+        self._queue.put_nowait(_Job(intent, source, ending, done, loop))
+        # Shielded: a client that goes away now does not take the commit back.
+        result = await asyncio.shield(done)
+        metrics.count_committed(result.ledger, 0, result.seconds)  # its ledger counts the manifest
+        began = datetime.fromtimestamp(intent.began_us / 1e6, UTC).isoformat(timespec="milliseconds")
+        self._outcomes.add(committed_event(intent, began.replace("+00:00", "Z"), result))
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._queue.get(timeout=self._waits_seconds())
+            except Empty:
+                self._look_after()
+                continue
+            if job is None:
+                self._scrubbing.close()
+                return
+            jobs: list[_Job | _Wake] = [job]
+            waiting_bytes, last = 0 if isinstance(job, _Wake) else job.ending.size_bytes, False
+            while len(jobs) < GROUP_BLOBS_MAX and waiting_bytes < GROUP_BYTES_MAX:
+                try:
+                    more = self._queue.get_nowait()
+                except Empty:
+                    break
+                if more is None:
+                    last = True
+                    break
+                jobs.append(more)
+                waiting_bytes += 0 if isinstance(more, _Wake) else more.ending.size_bytes
+            if blobs := [one for one in jobs if not isinstance(one, _Wake)]:
+                self._put(blobs)
+            if last:
+                self._scrubbing.close()
+                return
+            self._look_after()  # here too, or a gateway that is always busy would never collect or scrub
+
+    def _waits_seconds(self) -> float | None:
+        """Return how long the writer has nothing to do but puts; None: until it is woken."""
+        if self._collects():
+            return None
+        if self._asked.is_set():  # and could not begin
+            return max(0.0, self._broken_until - time.monotonic())
+        gc_due = self._schedule.next_round(self._settings().gc.interval_seconds)
+        gc_waits = None if gc_due is None else max(0.0, max(gc_due, self._paused_until) - time.monotonic())
+        wait = min((wait for wait in (gc_waits, self._scrubbing.waits_seconds()) if wait is not None), default=None)
+        return None if wait is None else max(wait, self._broken_until - time.monotonic())
+
+    def _look_after(self) -> None:
+        """Begin a round that is due, or scrub. What breaks in it must not end this thread, or nothing is put."""
+        if self._collects() or time.monotonic() < self._broken_until:
+            return
+        try:
+            self._begin_upkeep()
+        except Exception:
+            _log.exception("looking after the store broke; it is tried again in %.0f s", BROKEN_SECONDS)
+            self._broken_until = time.monotonic() + BROKEN_SECONDS
+
+    def _begin_upkeep(self) -> None:
+        """Never both at once: they would meet at the same containers."""
+        if self._round_is_due():
+            asked = self._asked.is_set()
+            self._asked.clear()
+            self._store.settings = self._settings()
+            self._collector = threading.Thread(target=self._collect, name="nearkin-gateway-collector", daemon=True)
+            try:
+                self._collector.start()
+            except RuntimeError:  # the system lets this process have no more threads
+                self._collector = None
+                if asked:
+                    self._asked.set()
+                raise
+        else:
+            self._scrubbing.step_if_due()
+
+    def _collects(self) -> bool:
+        collector = self._collector  # which a round that ends takes away
+        return collector is not None and collector.is_alive()
+
+    def collected(self) -> dict[str, object] | None:
+        """Return what the last round of garbage collection did, or why it failed; None before the first one."""
+        return self._collected
+
+    def ask(self) -> None:
+        """Ask for a round: it begins next, or once the one at work has ended."""
+        if not self._asked.is_set():
+            self._asked.set()
+            self._queue.put_nowait(_Wake())
+
+    def _round_is_due(self) -> bool:
+        if self._asked.is_set():
+            return True
+        gc_due, now = self._schedule.next_round(self._settings().gc.interval_seconds), time.monotonic()
+        if gc_due is None or now < max(gc_due, self._paused_until):
+            return False
+        try:
+            paused = self._store.pauses.read() is not None
+        except NearkinError as err:  # doubt pauses, and puts go on
+            _log.error("garbage is not collected, whether that is paused is not known: %s", err)
+            paused = True
+        if paused:
+            self._paused_until = now + PAUSED_SECONDS
+        return not paused
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise StoreUnavailable("the gateway stops: the next round does the rest")
+
+    def _collect(self) -> None:
+        """Do a round of garbage collection: here, since nobody else may write this store. Puts wait for its steps."""
+        due_seconds: float | None = None
+        try:
+            report = self._store.gc(wait_seconds=ROUND_WAITS_SECONDS, go_on=self._check_open)
+        except Exception as err:  # damage, or a full disk: the next round tries again
+            if not isinstance(err, NearkinError):
+                _log.exception("a round of garbage collection broke")
+            self._collected = {"ended": _now(), "failure": str(err)}
+            metrics.count_collected(None)
+            _log.error("garbage was not collected: %s", err)
+        else:
+            self._collected = {"ended": _now(), "failure": None, **gc_json(report)}
+            metrics.count_collected(report)
+            _log.info("a round of garbage collection freed %d bytes in %.1f s", report.freed_bytes, report.seconds)
+            if report.due is not None:
+                due_seconds = report.due.timestamp() - time.time()
+        interval_seconds = self._settings().gc.interval_seconds
+        self._schedule = self._schedule.after(time.monotonic(), interval_seconds, due_seconds)
+        self._collector = None
+        self._queue.put(_Wake())
+
+    def _put(self, jobs: list[_Job]) -> None:
+        """Commit a group; what was committed before a failure stays committed and is told so."""
+        self._store.settings = self._settings()  # the hot ones may have changed
+        results = iter(
+            self._store.put_outcomes(
+                Item(
+                    job.intent.key,
+                    job.source,
+                    job.intent.metadata,
+                    job.ending.sha256,
+                    precondition=job.intent.precondition,
+                )
+                for job in jobs
+            )
+        )
+        failure: Exception | None = None
+        for job in jobs:
+            try:
+                if failure is None:
+                    job.loop.call_soon_threadsafe(_tell, job.done, next(results), None)
+                    continue
+            except Exception as err:
+                failure = err if isinstance(err, NearkinError) else StoreUnavailable(f"{type(err).__name__}: {err}")
+                _log.error("a group of %d blobs was not committed: %s", len(jobs), err)
+            job.loop.call_soon_threadsafe(_tell, job.done, None, failure)
+        for job in jobs:
+            job.source.close()
+
+
+UPLOADS: counters.Levels[EmbeddedIngest] = counters.level(
+    "nearkin_uploads_waiting", "Bodies that wait for the writer.", "queue", lambda ingest: ingest.queued
+)
+
+
+class EmbeddedUpload:
+    """A body on its way to disk; one of a single frame stays in memory."""
+
+    def __init__(self, ingest: EmbeddedIngest, intent: Intent) -> None:
+        self._ingest = ingest
+        self._intent = intent
+        self._first: bytes | bytearray | None = None
+        self._file: BinaryIO | None = None
+
+    async def write(self, frame: bytes | bytearray) -> None:
+        """Take a frame."""
+        if self._first is None and self._file is None:
+            self._first = frame
+            return
+        await self._ingest.disk.run(self._spool, frame)
+
+    async def finish(self, ending: Ending) -> None:
+        """Commit the body."""
+        if self._file is not None:
+            self._file.seek(0)
+        source = self._file if self._file is not None else BytesIO(self._first or b"")
+        self._file = None
+        await self._ingest.commit(self._intent, source, ending)
+
+    async def abort(self, why: str) -> None:
+        """Drop the body: nothing of it has reached the store."""
+        file, self._file, self._first = self._file, None, None
+        if file is not None:
+            await self._ingest.disk.run(file.close)  # to free the room of a large one takes long
+
+    def _spool(self, frame: bytes | bytearray) -> None:
+        try:
+            if self._file is None:
+                self._file = cast(
+                    "BinaryIO",
+                    tempfile.TemporaryFile(buffering=0, dir=self._ingest.scratch, suffix=".part"),  # noqa: SIM115 - closed by whoever ends the upload
+                )
+                _write_all(self._file, self._first or b"")
+                self._first = None
+            _write_all(self._file, frame)
+        except OSError as err:
+            raise StoreUnavailable(
+                f"the body cannot be kept meanwhile: {err.strerror}; make room and try again"
+            ) from err
+
+
+class StoreListing:
+    """The index of an embedded store."""
+
+    whole = True
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def catalog_after(
+        self, tenant: str, prefix: str, after_key: str, after_version: int | None, count: int
+    ) -> Iterator[CatalogEntry]:
+        """Yield entries by key and version, after what was given, `count` at a time."""
+        while page := self._store.catalog_after(tenant, prefix, after_key, after_version, count):
+            yield from page
+            if len(page) < count:
+                return
+            after_key, after_version = page[-1].key, page[-1].version
+
+    def marked_keys(self, tenant: str, prefix: str, from_key: str = "") -> Iterator[str]:
+        """Yield the keys from `from_key` on that have a version with marks, by key."""
+        entries = self.catalog_after(tenant, prefix, from_key, 0 if from_key else None, MARKED_A_PAGE)
+        return (key for key, _ in groupby(entry.key for entry in entries if entry.sequence))
+
+    def entries(self, tenant: str) -> Iterator[CatalogEntry]:
+        """Yield what is kept of every version, by key and version."""
+        return self._store.catalog(tenant)
+
+    def stats(self, tenant: str) -> Stats:
+        """Return the sums of the store's own tenant, nothing of other tenants in the same folder."""
+        own = self._store.settings.tenant
+        if tenant != own:
+            raise NotFound(f"stats of tenant {tenant!r}: this gateway runs embedded and sums up {own!r} alone")
+        return self._store.tenant_stats()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _write_all(file: BinaryIO, data: bytes | bytearray) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _tell(done: asyncio.Future[PutResult], result: PutResult | Permanent | None, failure: Exception | None) -> None:
+    if done.done():
+        return
+    if isinstance(result, Permanent):  # its precondition refused it
+        failure = result
+    if failure is not None:
+        done.set_exception(failure)
+        done.exception()  # looked at: nobody may be waiting any more
+    else:
+        assert isinstance(result, PutResult)
+        done.set_result(result)

@@ -1,0 +1,490 @@
+"""Embedded runner. Invariant: a version's manifest is written only after every container it names is durable (I2).
+
+    caller's thread     cut thread                reduce thread                        commit thread
+    read, BLAKE3  -->  cut, name, group  -->  dedup, resemblance, delta  -->  seal and put container, publish, manifest
+       some MiB at a time       a batch or a few  | ^                  bounded queue
+                                                  v |  encode threads: blocks of a batch, until the next is decided
+
+One thread reduces, so that what is stored depends on the input alone, never on timing. On one core it encodes as well,
+and the caller's thread cuts and waits for it (ADR 5).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from nearkin_chunker import STEP_BYTES, BlobRun
+from nearkin_chunker.splitter import CARRY_BYTES_MAX, Arenas, Cutter, Filled
+from nearkin_dedup import DedupStage
+from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage, FinishedContainer, SparePrefixes, encoders_max
+from nearkin_resemblance import ResemblanceStage
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NearkinError, Permanent, Retryable
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.index.catalog import summarise
+from nearkin_shared.index.container_entries import ContainerClaims
+from nearkin_shared.index.pending import PendingIndex
+from nearkin_shared.index.protocols import Index
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.observability import counters
+from nearkin_shared.observability.stage_metrics import count_fresh, count_sealed
+from nearkin_shared.pipeline.lookups import EmbeddedFacts, InFlight, SameTurn
+from nearkin_shared.pipeline.stage import run_stage
+from nearkin_shared.pipeline.worker_thread import Direct, Worker
+from nearkin_shared.preconditions import Precondition
+from nearkin_shared.results import Ledger, PutResult
+from nearkin_shared.retention import retain_until_us
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.types import U32, Bools, ContainerId, FreshBatch, Locations, SegmentBatch
+from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.utils.memory import large_from_system, one_heap
+from nearkin_shared.utils.thread_pool import Helpers, cores
+
+VERSION_RACES_MAX = 1000
+GROUP_BLOBS_MAX = 4096
+"""So many blobs share a commit at most; each is a file to write and sync."""
+PUBLISHED_ENTRIES = 1 << 14
+"""Containers are published together once they bring so many entries, or with a commit: each time a transaction is
+synced, and the first run of each table written again. No more of them wait in memory than of one large container."""
+MANIFEST_THREADS = 8
+"""Syncs of a group's manifests wait side by side: 5,000 small files took 17 s one after another."""
+
+
+@dataclass(slots=True)
+class _Blob:
+    """A blob on its way."""
+
+    number: int
+    key: str
+    metadata: Mapping[str, str]
+    sha256: bytes | None
+    started: float
+    created_us: int | None = None
+    """Creation time to record; None: the moment of the commit."""
+    source_changed: bool = False
+    """Whether the source changed while it was read: the content may mix two states of it."""
+    size_bytes: int = 0
+    hasher: blake3 = field(default_factory=blake3)
+    segments: list[Locations] = field(default_factory=list)
+    known: list[Bools] = field(default_factory=list)
+    lengths: list[U32] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+    done: Future[PutResult] = field(default_factory=Future)
+    precondition: Precondition | None = None
+
+
+@frozen
+class Spares:
+    """Memory that goes from one writer to the next."""
+
+    arenas: Arenas
+    prefixes: SparePrefixes
+
+    @staticmethod
+    def of(settings: Settings) -> Spares:
+        """Return those of a first writer."""
+        return Spares(Arenas(int(settings.runner.batch_bytes)), SparePrefixes())
+
+
+@frozen
+class _Commit:
+    """All blobs that ended before this point, to be committed once the containers before it are durable."""
+
+    blobs: tuple[_Blob, ...]
+    seal: bool
+
+
+class EmbeddedWriter:
+    """Puts blobs into a store; commits them in groups. Not to be shared between threads."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        fingerprinter: Fingerprinter,
+        containers: ContainerStore,
+        manifests: ManifestStore,
+        index: Index,
+        last_container: int,
+        clock: Callable[[], float] = time.time,
+        spares: Spares | None = None,
+    ) -> None:
+        """`spares`: what the writer before this one left, where there was one."""
+        large_from_system()
+        one_heap()
+        spares = spares or Spares.of(settings)
+        self._settings = settings
+        self._clock = clock
+        self._containers = containers
+        self._manifests = manifests
+        self._index = index
+        self._pending = PendingIndex(index, fingerprinter.domain)
+        self._in_flight = InFlight(containers)
+        self._dedup = DedupStage()
+        count = cores()
+        alone = count == 1
+        encoders = min(count, encoders_max(settings.block))
+        self._encoding = None if alone else ThreadPoolExecutor(encoders, "nearkin-encode")
+        helpers = Helpers(self._encoding, encoders)
+        self._facts = EmbeddedFacts(self._pending, self._in_flight, helpers=helpers)
+        self._same_turn = SameTurn(self._facts)
+        self._resemblance = ResemblanceStage(settings, looks_up=False, helpers=helpers)
+        self._delta = DeltaStage(
+            settings,
+            fingerprinter.domain,
+            last_container,
+            asks_bases="late",
+            encoding=self._encoding,
+            sets_aside=True,
+            keeper=self._in_flight,
+            prefixes=spares.prefixes,
+            helpers=helpers,
+        )
+        self._arenas = spares.arenas
+        self._arena = self._arenas.take()
+        self._used = self._handed = CARRY_BYTES_MAX
+        """Up to where the arena is filled, and may be cut."""
+        self._runs: list[BlobRun] = []
+        self._ended: list[_Blob] = []
+        self._by_number: dict[int, _Blob] = {}
+        self._blobs = 0
+        self._unpublished: list[ContainerClaims] = []
+        """Of containers that are durable; the index has them before any manifest that names them is written."""
+        self._written: list[ContainerId] = []
+        """Containers of this writer that no version refers to yet: perhaps durable, perhaps published."""
+        self._attempted: list[tuple[str, int]] = []
+        """Versions whose manifests are being written: one of them may refer to what was `_written`."""
+        self._stored = Ledger()
+        self._reported = Ledger()
+        self._committer: Worker[FinishedContainer | _Commit] = Worker("commit", self._commit, 2)
+        batches = settings.runner.queue_batches
+        self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, batches, in_turn=alone)
+        self._chunks = Cutter(settings, fingerprinter, self._arenas, self._reducer.put)
+        self._cutter: Direct[Filled | _Commit] | Worker[Filled | _Commit] = (
+            Direct(self._cut) if alone else Worker("cut", self._cut, batches)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close() if kind is None else self.abort(failed=isinstance(err, Exception))
+
+    # --- the caller's side -------------------------------------------------------------------------------------------
+
+    def begin(
+        self, key: str, metadata: Mapping[str, str], sha256: bytes | None, precondition: Precondition | None = None
+    ) -> _Blob:
+        """Start a blob; its bytes follow through `window` and `advance`."""
+        blob = _Blob(self._blobs, key, metadata, sha256, time.perf_counter(), precondition=precondition)
+        self._by_number[self._blobs] = blob
+        self._blobs += 1
+        self._runs.append(BlobRun(blob.number, self._used, self._used, False))
+        return blob
+
+    def window(self) -> memoryview:
+        """Return where the blob's next bytes may be written."""
+        if self._used == len(self._arena):
+            self._fill()
+        return self._arena.data[self._used :]
+
+    def advance(self, blob: _Blob, count: int) -> None:
+        """Take `count` bytes that were written to the window."""
+        blob.hasher.update(self._arena.data[self._used : self._used + count])
+        blob.size_bytes += count
+        self._used += count
+        run = self._runs[-1]
+        self._runs[-1] = BlobRun(run.blob, run.start, self._used, False)
+        if self._used - self._handed >= STEP_BYTES and self._used < len(self._arena):
+            self._cutter.add(Filled(self._arena, tuple(self._runs), full=False))
+            self._handed = self._used
+
+    def end(self, blob: _Blob) -> None:
+        """End a blob; it is committed with its group."""
+        run = self._runs[-1]
+        self._runs[-1] = BlobRun(run.blob, run.start, run.stop, True)
+        self._ended.append(blob)
+        if len(self._ended) >= GROUP_BLOBS_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Commit all blobs that ended; wait until they are durable. Raises what went wrong."""
+        if self._runs:
+            self._fill()
+        self._cutter.put(_Commit(tuple(self._ended), seal=True))
+        self._ended = []
+        self._cutter.drain()
+        self._reducer.drain()
+        self._committer.drain()
+
+    def close(self) -> None:
+        """Commit what ended and stop."""
+        try:
+            self.flush()
+        except BaseException as err:
+            self.abort(failed=isinstance(err, Exception))
+            raise
+        with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
+            steps.callback(self._arenas.give_back, self._arena)
+            steps.callback(self._in_flight.end)
+            if self._encoding is not None:
+                steps.callback(self._encoding.shutdown)
+            for worker in (self._committer, self._reducer, self._cutter):
+                steps.callback(worker.stop)
+
+    def abort(self, *, failed: bool = False) -> None:
+        """Stop without committing. What an interrupted put stored stays, and serves the put that resumes it.
+
+        What a `failed` one stored is not published: the caller removes what is `uncommitted`.
+        """
+        with ExitStack() as steps:
+            steps.callback(self._in_flight.end)
+            steps.callback(self._in_flight.abandon)
+            if not failed:
+                steps.callback(self._publish_if_possible)
+            if self._encoding is not None:
+                steps.callback(self._encoding.shutdown)
+            for worker in (self._committer, self._reducer, self._cutter):
+                steps.callback(worker.cancel)  # each may wait for room with the next: the cutter's ends first
+
+    def uncommitted(self) -> list[ContainerId]:
+        """Return the containers that this writer wrote and no version refers to, once it is aborted.
+
+        Raises StoreUnavailable where that cannot be told.
+        """
+        tenant = self._settings.tenant
+        if any(self._manifests.is_committed(tenant, key, version) for key, version in self._attempted):
+            return []
+        return list(self._written)
+
+    def _publish_if_possible(self) -> None:
+        with suppress(NearkinError):  # else whoever writes next finds that the index is behind, and does it
+            self._publish()
+
+    def _fill(self) -> None:
+        """Hand the arena on and start the next."""
+        last = self._runs[-1]
+        self._cutter.put(Filled(self._arena, tuple(self._runs)))
+        self._arena, self._used, self._handed = self._arenas.take(), CARRY_BYTES_MAX, CARRY_BYTES_MAX
+        self._runs = [] if last.final else [BlobRun(last.blob, self._used, self._used, False)]
+
+    def _cut(self, item: Filled | _Commit) -> None:
+        if isinstance(item, _Commit):
+            self._reducer.put(item)
+        else:
+            self._chunks.cut(item)
+
+    # --- the reduce thread -------------------------------------------------------------------------------------------
+
+    def _reduce(self, item: SegmentBatch | _Commit) -> None:
+        if isinstance(item, _Commit):
+            for container in self._delta.flush():
+                self._hand_on(container)
+            self._committer.put(item)
+            return
+        self._in_flight.opened(*self._delta.open)
+        fresh = run_stage(self._dedup, item, self._facts)
+        count_fresh(fresh)
+        if all_known(fresh):
+            outcome = self._delta.fold(fresh, self._resemblance.sketch.name)
+        else:
+            paired = run_stage(self._resemblance, fresh, self._facts)
+            outcome = run_stage(self._delta, paired, self._same_turn)
+            placed = outcome.placed
+            self._pending.place(
+                placed.names,
+                placed.chunks,
+                placed.sketch,
+                placed.base_chunks,
+                placed.super_features,
+                placed.segment_ids,
+                placed.segments,
+            )
+        self._account(outcome, item.segment_lengths)
+        for container in outcome.finished:
+            self._hand_on(container)
+        self._arenas.give_back(item.payload)  # all that is kept was copied into blocks
+
+    def _hand_on(self, container: FinishedContainer) -> None:
+        self._in_flight.finished(container)
+        self._committer.put(container)
+
+    def _account(self, outcome: DeltaOutcome, lengths: U32) -> None:
+        """Give each blob its segments, of these lengths, and its share of the ledger: sums by blob, a step a blob."""
+        changes = np.flatnonzero(np.diff(outcome.blobs)) + 1
+        for start, stop in pairwise([0, *changes.tolist(), len(outcome.blobs)]):
+            blob = self._by_number[int(outcome.blobs[start])]
+            blob.segments.append(outcome.segments.take(slice(start, stop)))
+            blob.known.append(outcome.segment_known[start:stop])
+            blob.lengths.append(lengths[start:stop])
+        for number, share in _shares(outcome.counts):
+            self._by_number[number].ledger += Ledger(*share)
+
+    # --- the commit thread -------------------------------------------------------------------------------------------
+
+    def _commit(self, item: FinishedContainer | _Commit) -> None:
+        with counters.STAGE_SECONDS.time("commit"):
+            self._made_durable(item)
+
+    def _made_durable(self, item: FinishedContainer | _Commit) -> None:
+        """1 put  2 publish  3 manifest  4 catalog: dying in between leaves dead space or a stale index."""
+        if isinstance(item, FinishedContainer):
+            sealed = item.seal()
+            failpoint("put.sealed")
+            self._written.append(sealed.container)
+            self._containers.put(sealed.container, sealed.parts)  # 1
+            failpoint("put.container")
+            self._in_flight.durable(sealed.claims.directory)
+            self._unpublished.append(sealed.claims)
+            if sum(claims.entries for claims in self._unpublished) >= PUBLISHED_ENTRIES:
+                self._publish()
+            count_sealed(sealed.claims.directory)
+            summary = summarise(sealed.claims)
+            self._stored += Ledger(
+                block_bytes=summary.raw_block_bytes + summary.delta_block_bytes,
+                raw_block_bytes=summary.raw_block_bytes,
+                stored_bytes=self._containers.takes_bytes(sealed.container, summary.container_bytes),
+            )
+            return
+        self._publish()
+        failpoint("commit.begun")
+        by_key: dict[str, list[_Blob]] = {}
+        for blob in item.blobs:
+            by_key.setdefault(blob.key, []).append(blob)
+        with ThreadPoolExecutor(MANIFEST_THREADS if len(by_key) > 1 else 1) as threads:
+            done = dict(pair for pairs in threads.map(self._put_manifests, by_key.values()) for pair in pairs)  # 3
+        failpoint("commit.manifests")
+        if any(not isinstance(put, Permanent) for put in done.values()):
+            self._written, self._attempted = [], []
+        self._index.commit_many([put for put in done.values() if not isinstance(put, Permanent)])  # 4
+        failpoint("commit.catalogued")
+        for blob in item.blobs:
+            put = done[blob.number]
+            if isinstance(put, Permanent):
+                self._report_refused(blob, put)
+            else:
+                self._report(blob, *put)
+        self._reported = self._stored
+
+    def _publish(self) -> None:
+        many, self._unpublished = self._unpublished, []
+        if many:
+            self._index.publish_many(many)  # 2
+            failpoint("put.published")
+            self._pending.published([claims.directory.container for claims in many])
+
+    def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, tuple[Manifest, int] | Permanent]]:
+        """Commit the versions of one key, in order; of a conditional put that is refused, return why."""
+        return [(blob.number, self._put_manifest(blob)) for blob in blobs]
+
+    def _report(self, blob: _Blob, manifest: Manifest, manifest_bytes: int) -> None:
+        self._stored += Ledger(stored_bytes=self._manifests.stored_bytes(manifest, manifest_bytes))
+        group = self._stored
+        before = self._reported
+        self._reported = group
+        ledger = blob.ledger + Ledger(
+            block_bytes=group.block_bytes - before.block_bytes,
+            raw_block_bytes=group.raw_block_bytes - before.raw_block_bytes,
+            stored_bytes=group.stored_bytes - before.stored_bytes,
+        )
+        del self._by_number[blob.number]
+        blob.done.set_result(PutResult(manifest.info, ledger, manifest.seconds))
+
+    def _report_refused(self, blob: _Blob, err: Permanent) -> None:
+        """End a conditional put that was refused; what was stored of it is unreferenced until GC frees it."""
+        del self._by_number[blob.number]
+        blob.done.set_exception(err)
+
+    def _put_manifest(self, blob: _Blob) -> tuple[Manifest, int] | Permanent:
+        """Commit under the next free number; on conflict check again and retry with the following number (I2)."""
+        with self._manifests.exclusive_if(blob.precondition, self._settings.tenant, blob.key):
+            return self._take_number(blob)
+
+    def _take_number(self, blob: _Blob) -> tuple[Manifest, int] | Permanent:
+        tenant = self._settings.tenant
+        seconds = round(time.perf_counter() - blob.started, 3)  # as the manifest keeps it
+        # What the index lists is taken too: a manifest that is lost may come back from a copy.
+        indexed, version = self._index.versions_of(tenant, blob.key), 0
+        for _ in range(VERSION_RACES_MAX):
+            histories = self._manifests.histories(tenant, blob.key)
+            try:
+                self._manifests.check_precondition(tenant, blob.key, histories, blob.precondition)
+            except Permanent as err:  # of this blob alone: the others of its group are committed
+                return err
+            version = max((version, *histories, *indexed)) + 1
+            now_us = int(self._clock() * 1e6)
+            manifest = Manifest(
+                tenant=tenant,
+                key=blob.key,
+                version=version,
+                created_us=now_us if blob.created_us is None else blob.created_us,
+                retain_until_us=retain_until_us(
+                    self._settings.retention, tenant, blob.key, now_us, self._manifests.known_time
+                ),
+                size_bytes=blob.size_bytes,
+                blake3=blob.hasher.digest(),
+                sha256=blob.sha256,
+                seconds=seconds,
+                ledger=blob.ledger,
+                segments=Locations.join(blob.segments),
+                known=np.concatenate([np.zeros(0, np.bool_), *blob.known]),
+                metadata=dict(blob.metadata),
+                lengths=np.concatenate([np.zeros(0, np.uint32), *blob.lengths]),
+                source_changed=blob.source_changed,
+                previous=self._manifests.find_previous(tenant, blob.key, histories),
+            )
+            self._attempted.append((blob.key, version))
+            try:
+                manifest_bytes = self._manifests.put(manifest)  # 3
+            except AlreadyExists:
+                continue
+            failpoint("commit.manifest")
+            return manifest, manifest_bytes
+        raise Retryable(f"key {blob.key!r}: {VERSION_RACES_MAX} other puts took the next version first; try again")
+
+
+def all_known(fresh: FreshBatch) -> bool:
+    """Return whether a batch holds known segments alone: the stages behind have nothing to do with it."""
+    return bool(fresh.segment_known.all())
+
+
+def _shares(counts: ChunkCounts) -> list[tuple[int, list[int]]]:
+    """Return (blob, its share of the ledger) for each blob of a batch."""
+    stored, delta = ~counts.duplicate, counts.delta
+    if len(counts.blobs) and counts.blobs[0] == counts.blobs[-1]:  # they ascend: one blob, as in most batches
+        numbers, rows = counts.blobs[:1], None
+    else:
+        numbers, rows = np.unique(counts.blobs, return_inverse=True)
+
+    def summed(values: NDArray[np.generic]) -> NDArray[np.int64]:
+        if rows is None:
+            return np.asarray([values.sum(dtype=np.int64)])
+        return np.bincount(rows, values, len(numbers)).astype(np.int64)
+
+    sums = (
+        summed(counts.lengths),
+        summed(np.ones(len(counts.blobs), np.uint8)),
+        summed(counts.duplicate),
+        summed(delta),
+        summed(stored & ~delta),
+        summed(counts.zero),
+        summed(counts.lengths * stored),
+        summed(counts.lengths * delta),
+        summed(counts.delta_bytes),
+    )
+    return list(zip(numbers.tolist(), np.stack(sums, axis=1).tolist(), strict=True))

@@ -1,0 +1,1 @@
+"""Programs that `nearkin bench` measures, each behind one interface."""

@@ -1,0 +1,92 @@
+"""A store that is compared. Invariant: it is driven through its own command, one process a put, one a get.
+
+Each keeps its repository in `folder/repository`; caches, logs and settings lie beside it and are counted apart.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from nearkin.lab.measure import Cost, asked, first_line, run
+from nearkin_shared.errors import Permanent
+
+
+class MissingPeer(Permanent):
+    """A store's command is not installed; names it."""
+
+
+class Peer(ABC):
+    """One store with its settings. `put` and `get` name versions 1, 2, 3, ..."""
+
+    name: ClassVar[str]
+    program: ClassVar[str]
+    settings: ClassVar[str]
+    install: ClassVar[str]
+    """How to get the command."""
+    ours: ClassVar[bool] = False
+    version_words: ClassVar[tuple[str, ...]] = ("--version",)
+    inside: ClassVar[tuple[str, ...]] = ()
+    """Folders below the repository that hold what can be rebuilt; counted apart, as caches are."""
+    appends: ClassVar[bool] = True
+    """Whether versions are put one by one; else `put_history` takes all of them at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.repository = folder / "repository"
+        self.environment = {**os.environ, "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+        self.command = self.find()
+
+    @classmethod
+    def find(cls) -> tuple[str, ...]:
+        """Return the words that start the command. Raises MissingPeer."""
+        found = shutil.which(cls.program)
+        if found is None:
+            raise MissingPeer(f"{cls.program} is not installed")
+        return (found,)
+
+    @classmethod
+    def version(cls) -> str:
+        """Return what the command says its version is. This starts it once: its code is in memory afterwards.
+
+        Raises MissingPeer, CommandFailed where it cannot be run or hangs.
+        """
+        said = first_line(asked([*cls.find(), *cls.version_words])).partition(", by")[0].strip("* ")
+        return said.partition(" build: ")[0]  # kopia's; empty where Go built it from a module
+
+    def close(self) -> None:  # noqa: B027 - most leave nothing running
+        """End what `create` started."""
+
+    @abstractmethod
+    def create(self) -> None:
+        """Make an empty repository."""
+
+    @abstractmethod
+    def put(self, version: int, source: Path) -> Cost:
+        """Store `source` as the next version, durably."""
+
+    def put_history(self, sources: Sequence[Path]) -> Cost:
+        """Store all versions at once, durably; for those that do not append."""
+        raise NotImplementedError(f"{self.name} appends: put its versions one by one")
+
+    def upkeep(self) -> Cost | None:
+        """Do what is done to a store now and then, so that it stays small; None where there is nothing."""
+        return None
+
+    @abstractmethod
+    def get(self, version: int, target: Path) -> Cost:
+        """Write a version to `target`."""
+
+    def _run(
+        self,
+        *words: str,
+        stdin: Path | Sequence[Path] = (),
+        stdout: Path | None = None,
+        sync: bool = False,
+    ) -> Cost:
+        command = [*self.command, *words]
+        return run(command, self.environment, stdin=stdin, stdout=stdout, sync=self.folder if sync else None)

@@ -1,0 +1,214 @@
+"""What makes the index of a local store whole. Invariant: containers, manifests and marks alone say what it must name.
+
+make: all of it, anew      catch up: what a writer stored and did not tell      restate marks, forget: what is not so
+
+Whoever asks holds the store's lock: nothing is stored or goes meanwhile but by that one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from nearkin_shared.errors import Erased, Permanent
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.formats.pending_delete_record import Record
+from nearkin_shared.formats.tombstone import Kind
+from nearkin_shared.index.protocols import Marked
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.results import RebuildReport
+from nearkin_shared.storage.containers import ContainerStore, object_name
+from nearkin_shared.storage.manifests import History, ManifestStore
+from nearkin_shared.storage.manifests import object_name as manifest_name
+from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.quarantine import Quarantine, joined
+from nearkin_shared.types import U8, U32, U64, ContainerId
+from nearkin_shared.utils.signals import interrupts_wait
+
+if TYPE_CHECKING:  # most commands mend nothing
+    from nearkin_maintenance import Tenants
+    from nearkin_shared.index.catalog import CatalogEntry
+    from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+
+_log = logging.getLogger("nearkin")
+
+
+class Mending:
+    """Reads one store, and tells its index."""
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        containers: ContainerStore,
+        manifests: ManifestStore,
+        fingerprinter: Callable[[str], Fingerprinter],
+        tenant: str,
+    ) -> None:
+        self._objects = objects
+        self._containers = containers
+        self._manifests = manifests
+        self._fingerprinter = fingerprinter
+        self._tenant = tenant
+
+    def make(self, index: LmdbIndex, progress: Callable[[int, int], None] | None) -> RebuildReport:
+        """Fill an empty index with all that is stored, and say that it is complete."""
+        with interrupts_wait():
+            from nearkin_maintenance import rebuild_index
+
+        closed = erasures_of(self._objects)  # before anything is read: their objects are hidden from then on
+        report = rebuild_index(
+            self._containers,
+            self._manifests,
+            index,
+            self._tenants(),
+            super_features_of,
+            progress,
+            condemned=self._left_out(),
+        )
+        index.record_excluded(closed)
+        index.mark_complete()
+        return report
+
+    def fill_catalog(self, index: LmdbIndex) -> list[str]:
+        """Fill an empty index with what listings and sums need; return the names of unreadable objects.
+
+        The store's lock is not needed: objects that a writer adds or deletes meanwhile are listed or not.
+        """
+        with interrupts_wait():
+            from nearkin_maintenance import fill_catalog
+
+        skipped = fill_catalog(self._containers, self._manifests, index)
+        index.mark_complete()
+        return skipped
+
+    def catch_up(self, index: LmdbIndex) -> None:
+        """Add what a writer had stored, and not yet put into the index, when it died or failed."""
+        with interrupts_wait():
+            from nearkin_maintenance import rebuild_index
+
+        known = {manifest_name(tenant, entry.key, entry.version): entry.sequence for tenant, entry in index.catalogs()}
+        rebuild_index(
+            self._containers,
+            self._manifests,
+            index,
+            self._tenants(),
+            super_features_of,
+            known_containers=set(index.container_ids().tolist()),
+            known_manifests=set(known),
+            known_marks=known,
+            condemned=self._left_out(),
+        )
+
+    def names_lost_objects(self, index: LmdbIndex) -> bool:
+        """Return whether the index names a container or a version that the store lacks."""
+        if not {container for container, _ in self._containers.ids()}.issuperset(index.container_ids().tolist()):
+            return True
+        there = {name for name, _ in self._manifests.names()}
+        return any(manifest_name(tenant, entry.key, entry.version) not in there for tenant, entry in index.catalogs())
+
+    def find_again(self, index: LmdbIndex, containers: Collection[int]) -> None:
+        """Name what lies in containers that the index has, and let go of while it was broken.
+
+        What it keeps of them as a whole stays: who healed one has told that before its older generation went.
+        """
+        from nearkin_maintenance import claims_of
+
+        known, left_out, tenants = set(index.container_ids().tolist()), self._left_out(), self._tenants()
+        for container in sorted(known.intersection(containers)):
+            if container in left_out and left_out[container].whole:
+                continue
+            try:
+                directory = self._containers.of(None).directory(ContainerId(container))
+                own, named = self._containers.of(directory.domain), tenants.fingerprinter(directory.domain)
+                claims = claims_of(directory, own, named, super_features_of, known, left_out)
+            except Permanent:  # broken once more, or its tenant was erased
+                continue
+            index.publish_many([claims], summaries=False)
+
+    def restate_marks(self, index: LmdbIndex) -> None:
+        """Let go of marks that a deletion noted and died before it wrote: sums would count them for good."""
+        by_key: dict[tuple[str, str], list[CatalogEntry]] = {}
+        for tenant, entry in index.catalogs():
+            if entry.has_records:
+                by_key.setdefault((tenant, entry.key), []).append(entry)
+        stated = []
+        for (tenant, key), entries in by_key.items():
+            try:
+                histories = self._manifests.histories(tenant, key)
+            except Erased:  # its entries go with the next round of garbage collection
+                continue
+            for entry in entries:
+                there = histories.get(entry.version)
+                sequence, marks_bytes = (self._sequence(tenant, key, there), there.marks_bytes) if there else (0, 0)
+                if (sequence, marks_bytes) != (entry.sequence, entry.marks_bytes):
+                    stated.append(Marked(tenant, key, entry.version, sequence, marks_bytes))
+        index.restate_marks(stated)
+
+    def _sequence(self, tenant: str, key: str, history: History) -> int:
+        """Return what is noted of a version's highest mark: of one that a round is ending that it is deleted."""
+        if history.sequence and history.sequence % 2 == 0 and history.committed:
+            with suppress(Permanent):
+                mark = self._manifests.mark(tenant, key, history.version, history.sequence)
+                return history.sequence - (mark.kind is Kind.COLLECTED)
+        return history.sequence
+
+    def marks_of(
+        self, tenant: str, key: str, versions: Collection[int], *, collected_alone: bool = False
+    ) -> list[Marked]:
+        """Return what is there of marks of these versions, or of those of them that a round has collected."""
+        histories = self._manifests.histories(tenant, key)
+        found = [histories.get(version, History(version)) for version in versions]
+        return [
+            Marked(tenant, key, history.version, self._sequence(tenant, key, history), history.marks_bytes)
+            for history in found
+            if not (collected_alone and history.committed)
+        ]
+
+    def forget_missing(self, index: LmdbIndex, listed: Collection[ContainerId]) -> None:
+        """Let go of what lay in containers that are no longer there; `listed` are all that are.
+
+        Costs one read of the ids that the index has, 8 bytes each, where none is missing.
+        """
+        missing = sorted(set(index.container_ids().tolist()).difference(listed))
+        if not missing:
+            return
+        from nearkin_maintenance import Soundness
+
+        first = object_name(ContainerId(missing[0]))
+        _log.warning(
+            "%d of the containers that the index names are missing, the first %s: what lay in them is stored anew when "
+            "it is put again; `nearkin verify` names the versions they break",
+            len(missing),
+            first,
+        )
+        soundness = Soundness(self._containers, self._tenants(), self._fingerprinter(self._tenant))
+        unsound = soundness.unsound([*listed, *map(ContainerId, missing)])
+        index.forget(unsound.chunks, unsound.segments, missing)
+
+    def _left_out(self) -> Record:
+        """Return what is not to be found again: condemned, or broken when it was last read."""
+        return joined(CondemnedStore(self._objects).read(), Quarantine(self._objects, time.time).read())
+
+    def _tenants(self) -> Tenants:
+        from nearkin_maintenance import Tenants
+
+        return Tenants(self._fingerprinter, [self._tenant], self._manifests)
+
+
+def erasures_of(objects: ObjectStore, *, due: bool = False) -> frozenset[tuple[bytes, int]]:
+    """Return owner and time of the erasures of which objects may be left. `due`: those whose grace is over."""
+    if not isinstance(objects, EncryptedObjects):
+        return frozenset()
+    found = objects.keyring.list_due() if due else objects.keyring.erasures()
+    return frozenset((erasure.owner, erasure.erased_us) for erasure in found if erasure.problem is None)
+
+
+def super_features_of(sketch: str, payload: U8, offsets: U64, lengths: U32) -> U64:
+    """Return what the sketch of that name gives: what a rebuild needs of the resemblance stage."""
+    from nearkin_resemblance import Sketch
+
+    return Sketch.parse(sketch).super_features(payload, offsets, lengths)

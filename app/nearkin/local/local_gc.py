@@ -1,0 +1,349 @@
+"""Garbage collection of a local store. Invariant: one round at a time; each of its effects is done while no put runs.
+
+a round (nearkin_maintenance.Collector) -> what retention.policies do not keep is deleted, for later rounds to free
+
+The lock of rounds is held throughout, the store's lock for a turn at a time: puts and rounds run side by side, in this
+process and others. docs/adr/0028-gc-concurrent-with-puts.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from nearkin.block_recoder import BlockRecoder
+from nearkin.local.index_lifecycle import LocalIndex
+from nearkin.local.process_lock import ROUNDS, WriterLock
+from nearkin_maintenance import Collector, Ledger, Purge, Rewriter, Steps, Tenants
+from nearkin_maintenance.gc.clock_check import check_clock
+from nearkin_maintenance.gc.erased_tenants import count_erasures, remaining_after, sweep_erased
+from nearkin_maintenance.gc.gc_run import BLOCKS_BYTES, counted_in
+from nearkin_maintenance.gc.mark import Reach
+from nearkin_maintenance.gc.rolled_back_keys import record_heads
+from nearkin_maintenance.gc.roots import find_roots
+from nearkin_maintenance.gc.tombstone_signing import sign_old_marks
+from nearkin_maintenance.gc.version_expiry import Endings
+from nearkin_maintenance.gc.writer_gate import OneTurn
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import MARK_SWEEP
+from nearkin_shared.errors import BadInput, Corrupt, Erased, Retryable, StoreUnavailable
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.formats.tombstone import Mark
+from nearkin_shared.index.catalog import summarise_directory
+from nearkin_shared.index.protocols import SupportsCollection
+from nearkin_shared.objectstore.base import check_tenant
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.results import GcReport
+from nearkin_shared.retention import apply_policies
+from nearkin_shared.storage.containers import ContainerStore, object_name
+from nearkin_shared.storage.deletions import Deletions
+from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.manifests import object_name as manifest_name
+from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.types import U32, ContainerId
+from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.frozen import frozen
+
+TURN_SECONDS_MAX = 60.0
+"""So long, or as long as the first, a turn waits for a put; then the round ends, and what was done stays done."""
+PREVIEW_TRIES_MAX = 4
+"""Each but the first means that a round has removed, since it began, what a preview was to read."""
+KEYS_AT_ONCE = 64
+"""Of so many keys versions are deleted in one turn, by the settings' policies."""
+
+
+@frozen
+class LocalGc:
+    """The parts of an open store that a round works on."""
+
+    root: Path
+    settings: Settings
+    containers: ContainerStore
+    manifests: ManifestStore
+    condemned: CondemnedStore
+    index: LocalIndex
+    deletions: Deletions
+    fingerprinter: Callable[[str], Fingerprinter]
+    clock: Callable[[], float]
+    pauses: Pauses
+    writing: Callable[[], None] = lambda: None
+    """Told before each container that a round writes anew or removes."""
+
+    def run(self, wait_seconds: float, go_on: Callable[[], None], steps: Steps | None) -> GcReport:
+        """Do a round; at its beginning wait so long for a put. `go_on` ends it, before a step, by raising.
+
+        Raises Corrupt, Paused, StoreLocked, StoreUnavailable.
+        """
+        self.pauses.check()
+        rounds = WriterLock(self.root, "lock.round")
+        rounds.acquire(self.index.lock_wait_seconds, ROUNDS)
+        alone, ended = self.index.writes_alone, False
+        try:
+            self.check_clock()
+            with self.index.turn(wait_seconds) as index:
+                failpoint("gc.begun")
+                if self.settings.gc.sign_old_records:
+                    sign_old_marks(self.condemned.objects, index)
+                swept = sweep_erased(self.condemned.objects, index)
+            self._check_no_manifest_is_lost()
+            # Directories and blocks of its own: those of puts and of a round are forgotten at other moments.
+            apart = self.containers.apart(self.condemned.objects, BLOCKS_BYTES)
+            turns = LocalTurns(self.index, self.containers, max(wait_seconds, TURN_SECONDS_MAX), self.writing)
+            try:
+                with self._ledger() as ledger:
+                    report = self._collector(apart, steps, ledger, go_on).run_in_turns(turns)
+            finally:
+                apart.forget_read()  # else 100 MB wait for the garbage collector
+            waiting, refused = count_erasures(self.condemned.objects)
+            rolled_back = record_heads(self.condemned.objects)
+            report = replace(
+                report,
+                freed_bytes=report.freed_bytes + swept.freed_bytes,
+                rolled_back_keys=rolled_back,
+                pending_erasures=waiting,
+                finished_erasures=len(swept.finished),
+                remaining=remaining_after(self.settings, swept.finished),
+                refused_records=report.refused_records + refused,
+            )
+            report, ended = self._with_retention(report, dry_run=False), True
+            return report
+        finally:
+            rounds.release()
+            self._forget(alone=ended and alone and self.index.writes_alone)
+
+    def purge(self, wait_seconds: float, ends: Callable[[Mark], bool], steps: Steps | None) -> GcReport:
+        """End the deleted versions that `ends` names, and remove all that no other version needs, at once.
+
+        Grace and undelete windows are passed over: other writers are kept out from beginning to end instead (I6). What
+        the index keeps in free pages stays until it is made again. Raises Corrupt, Paused, StoreLocked,
+        StoreUnavailable.
+        """
+        started = time.perf_counter()
+        self.pauses.check()
+        rounds = WriterLock(self.root, "lock.round")
+        rounds.acquire(what=ROUNDS)
+        try:
+            self.check_clock()
+            with self.index.turn(wait_seconds) as index:
+                swept = sweep_erased(self.condemned.objects, index)
+                self._check_no_manifest_is_lost()
+                self.containers.forget_read()
+                counted, objects = counted_in(self.condemned.objects)
+                containers, manifests = self.containers.over(objects), ManifestStore(objects)
+                now_us = int(self.clock() * 1e6)
+                roots = find_roots(manifests, now_us, ends)
+                generations = containers.generations()
+                if not roots.highest and generations:
+                    raise StoreUnavailable(
+                        "manifests: there is none, and no mark, beside containers: if they are on a disk of their own "
+                        "mount it; nothing was removed"
+                    )
+                Reach(containers, manifests, [version.manifest for version in roots.kept], listed=generations)
+                ended = Endings(manifests, lambda: now_us).end(roots, OneTurn(index))
+                for container, there in generations.items():  # what a run that died has replaced
+                    for older in sorted(there)[:-1]:
+                        index.renew(summarise_directory(containers.of(None).directory(container)))
+                        containers.delete(container, older)
+                reach = Reach(containers, manifests, [version.manifest for version in ended.kept], listed=generations)
+                if reach.by_services is not None and not self.settings.gc.services_ended:
+                    raise BadInput(
+                        f"{reach.by_services} came through services: nothing may be removed at once beside them; stop "
+                        "them, and set gc.services_ended if none will ever write this store again"
+                    )
+                purge = self._purge(containers, steps)
+                purge.run(reach, index)
+                CondemnedStore(objects).replace({})
+        finally:
+            rounds.release()
+            self._forget(alone=False)
+        return GcReport(
+            dry_run=False,
+            versions=ended.versions,
+            containers_deleted=purge.deleted,
+            containers_rewritten=purge.rewritten,
+            freed_bytes=counted.freed_bytes + swept.freed_bytes,
+            finished_erasures=len(swept.finished),
+            remaining=remaining_after(self.settings, swept.finished),
+            condemned_containers=0,
+            freed_later_bytes=0,
+            due=None,
+            held={},
+            seconds=time.perf_counter() - started,
+        )
+
+    def check_clock(self) -> None:
+        """Raise ClockSkew if the clock is ahead: graces, retentions and erasures would end too soon."""
+        check_clock(self.condemned.objects, list(self.containers.generations()), self.clock(), self.settings.gc)
+
+    def _purge(self, containers: ContainerStore, steps: Steps | None) -> Purge:
+        tenants = Tenants(self.fingerprinter, [self.settings.tenant], self.manifests)
+        any_fingerprinter = self.fingerprinter(self.settings.tenant)
+        return Purge(containers, tenants, any_fingerprinter, BlockRecoder(self.settings), steps)
+
+    def _forget(self, *, alone: bool) -> None:
+        """Let go of what has gone: no later put may lean on it. `alone`: nobody but this round can have removed any."""
+        try:
+            if alone:
+                self.containers.forget_gone()
+        except (Corrupt, StoreUnavailable):  # the round is done all the same
+            alone = False
+        if not alone:
+            self.containers.forget_read()
+        self.containers.buffers.let_go()
+
+    def preview(self, steps: Steps | None, *, deleted_too: bool) -> GcReport:
+        """Return what `run` would do, and what holds the rest; takes no lock. Raises Corrupt, Retryable."""
+        self._check_no_manifest_is_lost()
+        report, objects = self._previewed(steps, deleted_too), self.condemned.objects
+        if isinstance(objects, EncryptedObjects):
+            report = replace(report, freed_bytes=report.freed_bytes + sum(size for _, size in objects.erased(due=True)))
+        return self._with_retention(report, dry_run=True)
+
+    def _previewed(self, steps: Steps | None, deleted_too: bool) -> GcReport:
+        for _ in range(PREVIEW_TRIES_MAX):
+            before = self._listed()
+            try:
+                return self._collector(self.containers, steps).preview(deleted_too=deleted_too)
+            except Corrupt as err:
+                if before <= self._listed():
+                    raise
+                self.containers.forget_read()
+                last = err
+        raise Retryable(
+            f"store {self.root}: a round of garbage collection is at work, and removes what this one reads; try again "
+            "when it is done"
+        ) from last
+
+    def _check_no_manifest_is_lost(self) -> None:
+        """Raise Corrupt where a version that the index lists has no manifest: what it needs is not known.
+
+        Whoever ends a version takes it out of the index before its manifest goes, and who commits one adds it after.
+        """
+        lost = self._lost_manifests()
+        still = self._lost_manifests() if lost else {}  # a round, or an erasure, may have come in between
+        name = min(lost.keys() & still.keys(), default=None)
+        if name is not None:
+            key, version = lost[name]
+            raise Corrupt(
+                f"{name}: missing, and the index lists {key!r} version {version}: what that needs is not known, so "
+                "nothing is freed; put it back from a copy (`nearkin repair --from`), or give that version up with "
+                "`nearkin rebuild-index`"
+            )
+
+    def _lost_manifests(self) -> dict[str, tuple[str, int]]:
+        remembered = self.index.remembered()
+        # Who erases a tenant tells the index after its keys: killed in between, or at work now, it is told by a round.
+        gone = {tenant for tenant in {tenant for tenant, _ in remembered} if self._is_erased(tenant)}
+        known = {
+            manifest_name(tenant, entry.key, entry.version): (entry.key, entry.version)
+            for tenant, entry in remembered
+            if tenant not in gone
+        }
+        there = {name for name, _ in self.manifests.names()}
+        return {name: version for name, version in known.items() if name not in there}
+
+    def _is_erased(self, tenant: str) -> bool:
+        try:
+            check_tenant(self.condemned.objects, tenant)
+        except (Erased, Corrupt):  # or its erasure record does not verify: its objects are hidden
+            return True
+        return False
+
+    def _listed(self) -> set[str]:
+        """Return the names of all manifests, and of all containers with their generations."""
+        names = {name for name, _ in self.manifests.names_and_marks()[0]}
+        for container, generations in self.containers.generations().items():
+            names.update(object_name(container, generation) for generation in generations)
+        return names
+
+    @contextmanager
+    def _ledger(self) -> Iterator[Ledger | None]:
+        if self.settings.gc.mode == MARK_SWEEP:
+            yield None
+            return
+        ledger = Ledger(self.index.gc_folder, int(self.settings.index.map_bytes), self.settings.gc.mode)
+        try:
+            yield ledger
+        finally:
+            ledger.close()
+
+    def _collector(
+        self,
+        containers: ContainerStore,
+        steps: Steps | None,
+        ledger: Ledger | None = None,
+        go_on: Callable[[], None] = lambda: None,
+    ) -> Collector:
+        def check() -> None:
+            go_on()
+            self.pauses.check()
+
+        tenant = self.settings.tenant
+        tenants = Tenants(self.fingerprinter, [tenant], self.manifests)
+        recoder = BlockRecoder(self.settings)
+        rewriter = Rewriter(containers, tenants, self.fingerprinter(tenant), recoder)
+        chosen, clock = self.settings.gc, self.clock
+        return Collector(
+            containers,
+            self.manifests,
+            self.condemned,
+            chosen,
+            rewriter,
+            clock=clock,
+            ledger=ledger,
+            go_on=check,
+            steps=steps,
+        )
+
+    def _with_retention(self, report: GcReport, *, dry_run: bool) -> GcReport:
+        """Delete what the settings' policies do not keep, of all tenants; marks take bytes, which the report counts."""
+        if not self.settings.retention.policies:
+            return report
+        catalogs = self.index.read(lambda index: index.catalogs())
+        keys = list(dict.fromkeys((tenant, entry.key) for tenant, entry in catalogs))
+        forgotten = marks_bytes = 0
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            some = keys[start : start + KEYS_AT_ONCE]
+            with nullcontext() if dry_run else self.index.turn(TURN_SECONDS_MAX):
+                versions, size_bytes = apply_policies(
+                    self.settings.retention,
+                    some,
+                    self.manifests,
+                    None if dry_run else self.deletions,
+                    self.settings.deletion.undelete_seconds,
+                    self.clock(),
+                )
+            forgotten, marks_bytes = forgotten + versions, marks_bytes + size_bytes
+        return replace(report, forgotten=forgotten, freed_bytes=report.freed_bytes - marks_bytes)
+
+
+@frozen
+class LocalTurns:
+    """Turns of a round in a store of one folder."""
+
+    index: LocalIndex
+    containers: ContainerStore
+    """What puts and restores of this process read through."""
+    wait_seconds: float
+    writing: Callable[[], None]
+    """Told before each container."""
+
+    def take(self) -> AbstractContextManager[SupportsCollection]:
+        """Hold the store's lock. Raises StoreLocked, StoreUnavailable."""
+        return self.index.turn(self.wait_seconds)
+
+    def state(self) -> object:
+        """Return what is another after any write: whoever writes tells the index, before or right after."""
+        return self.index.state()
+
+    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
+        """Look up beside puts what a turn lets the index forget: a scan of all of it."""
+        return self.index.look_up(chunks, segments)
+
+    def written(self, container: ContainerId) -> None:
+        """Let go of what was read of a container: no later put may lean on what has gone."""
+        self.containers.forget_read(container)

@@ -1,0 +1,155 @@
+"""The writer's lock. Invariant: one process writes a store at a time; a dead holder's lock is free at once.
+
+The kernel holds the lock (file_locks.py), so it ends with its process; a file beside it only names the holder.
+A process that is forked does not hold what its parent does.
+
+    lock            held by whoever writes, from its first write to its close, or for one step of a round
+    lock.round      held by whoever does a round of garbage collection, from its beginning to its end
+    lock.wanted     held, shared, by whoever waits for a step of a round to end: the round lets them go first
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from weakref import WeakSet
+
+from nearkin_shared.errors import StoreLocked, StoreUnavailable
+from nearkin_shared.utils.file_locks import lock_file
+from nearkin_shared.utils.private_files import LinkRefused, open_private, read_private, write_error, write_private
+
+POLL_SECONDS = 0.005
+STEP_SECONDS_MAX = 60.0
+"""So long whoever writes waits for a step of a round: it holds the lock for one step at a time (adr/0028)."""
+LOOK_AGAIN_SECONDS = 0.02
+"""Between taking the lock and naming itself a holder needs some 0.1 ms: who is named twice holds it."""
+HOLDER_BYTES_MAX = 4096
+WRITING = "writing"
+ROUND = "a step of garbage collection"
+ROUNDS = "garbage collection"
+_BEING = {ROUNDS: "is being collected by", ROUND: "is being written, in a step of garbage collection, by"}
+NAMES = frozenset({"lock", "lock.holder", "lock.round", "lock.round.holder", "lock.wanted", "lock.rename"})
+
+_LOCKS: WeakSet[WriterLock] = WeakSet()
+"""All of this process."""
+
+
+class WriterLock:
+    """Held from `acquire` to `release`."""
+
+    def __init__(self, root: Path, name: str = "lock") -> None:
+        self._path = root / name
+        self._holder = root / f"{name}.holder"
+        self._wanted = root / "lock.wanted"
+        self._descriptor: int | None = None
+        _LOCKS.add(self)
+
+    def acquire(self, wait_seconds: float = 0.0, what: str = WRITING) -> None:
+        """Take the lock, for `what`; wait so long for whoever holds it. Raises StoreLocked, naming the holder.
+
+        A step of a round is waited for, up to STEP_SECONDS_MAX, whatever `wait_seconds` is.
+        """
+        if self._descriptor is not None:
+            return
+        try:
+            descriptor = open_private(self._path, os.O_RDWR | os.O_CREAT)
+        except OSError as err:
+            raise write_error(self._path, err) from err
+        try:
+            if not lock_file(descriptor):
+                self._wait(descriptor, wait_seconds, yields=what == ROUND)
+        except OSError as err:
+            os.close(descriptor)
+            raise StoreUnavailable(f"{self._path}: {err.strerror}") from err
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        holder = {
+            "pid": os.getpid(),
+            "host": os.uname().nodename,
+            "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "for": what,
+        }
+        try:
+            write_private(self._holder, json.dumps(holder).encode())
+        except LinkRefused:
+            self.release()
+            raise
+        except OSError:
+            return  # a full disk must not stop a delete or a retry; the lock itself is held
+
+    def release(self) -> None:
+        """Give the lock back; in a process forked meanwhile, leave it to its parent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @property
+    def wanted(self) -> bool:
+        """Return whether somebody waits for the lock who is to have it before the next step of a round."""
+        if not self._wanted.exists():
+            return False
+        with _opened(self._wanted) as descriptor:
+            return descriptor is not None and not lock_file(descriptor)
+
+    def _wait(self, descriptor: int, wait_seconds: float, *, yields: bool) -> None:
+        began = time.monotonic()
+        with _opened(None if yields else self._wanted) as wanted:
+            while True:
+                held_for = self._held_for()
+                waited_seconds = time.monotonic() - began
+                # One that is named may be the one before: LOOK_AGAIN_SECONDS.
+                bound_seconds = max(wait_seconds, STEP_SECONDS_MAX if held_for == ROUND else LOOK_AGAIN_SECONDS)
+                if waited_seconds >= bound_seconds:
+                    being = _BEING.get(held_for, "is being written by")
+                    raise StoreLocked(f"store {self._path.parent} {being} {self._named()}; try again when it is done")
+                if wanted is not None:
+                    lock_file(wanted, shared=True)  # False: a round that looks holds it for a moment, next time
+                time.sleep(POLL_SECONDS)
+                if lock_file(descriptor):
+                    return
+
+    def _held_for(self) -> str:
+        try:
+            return str(json.loads(read_private(self._holder, HOLDER_BYTES_MAX))["for"])
+        except (LinkRefused, OSError, ValueError, KeyError, TypeError, RecursionError):
+            return WRITING
+
+    def _named(self) -> str:
+        try:
+            holder = json.loads(read_private(self._holder, HOLDER_BYTES_MAX))
+            own = holder["pid"] == os.getpid() and holder["host"] == os.uname().nodename
+            also = ", which is this one: close its other Store first" if own else ""
+            return f"process {holder['pid']} on {holder['host']} since {holder['since']}{also}"
+        except (LinkRefused, OSError, ValueError, KeyError, TypeError, RecursionError):
+            return "another process"
+
+
+@contextmanager
+def _opened(path: Path | None) -> Iterator[int | None]:
+    """Open a lock's file; None where that is not possible: nobody is told then that somebody waits."""
+    try:
+        descriptor = None if path is None else open_private(path, os.O_RDWR | os.O_CREAT)
+    except OSError:
+        descriptor = None
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _forked() -> None:
+    """Leave all to the parent: with a descriptor open here too a lock would be two's, and outlive its holder."""
+    for lock in list(_LOCKS):
+        with suppress(OSError):
+            lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,100 @@
+"""Who writes one open store, in one process. Invariant: a step of a round is alone; everybody else is side by side.
+
+Where both wait they take turns: after a step of a round whoever writes goes first, after a put the step of a round.
+Between processes the store's lock does about the same (process_lock.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nearkin.local.process_lock import STEP_SECONDS_MAX
+from nearkin_shared.errors import StoreLocked
+
+A_STEP = "a step of garbage collection"
+
+
+class Crossing:
+    """Safe between threads."""
+
+    def __init__(self, named: str) -> None:
+        """`named`: the store, for errors."""
+        self._named = named
+        self._changed = threading.Condition()
+        self._inside: set[object] = set()
+        """What entered and has not left: a count would drift where a Ctrl-C falls between two steps."""
+        self._waiting = 0
+        """Who waits to write."""
+        self._steps_waiting = 0
+        self._step_was_last = False
+        self._alone: int | None = None
+        """The thread whose step of a round, or whatever else is alone, is at work."""
+        self._what = A_STEP
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Be no step of a round; wait for the one at work. Within a step, it is part of it. Raises StoreLocked."""
+        entry = object()
+        try:
+            self.enter(entry)
+            yield
+        finally:
+            self.leave(entry)
+
+    def enter(self, entry: object) -> None:
+        """Begin what `leave` ends, in whichever thread. Raises StoreLocked."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                if not self._changed.wait_for(self._may_enter, STEP_SECONDS_MAX):
+                    raise StoreLocked(
+                        f"store {self._named}: {self._what} in this process has kept it for "
+                        f"{STEP_SECONDS_MAX:.0f} s; try again when it is done"
+                    )
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()
+            self._inside.add(entry)
+
+    @property
+    def mine(self) -> bool:
+        """Return whether a step of a round is at work in this thread."""
+        return self._alone == threading.get_ident()
+
+    def leave(self, entry: object) -> None:
+        """End what `enter` began, if it did."""
+        with self._changed:
+            if entry in self._inside:
+                self._inside.remove(entry)
+                self._step_was_last = False
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self, wait_seconds: float, what: str = A_STEP) -> Iterator[None]:
+        """Do a step of a round, or `what`; wait so long for whoever writes. Raises StoreLocked."""
+        with self._changed:
+            self._steps_waiting += 1
+            try:
+                if not self._changed.wait_for(self._may_be_alone, wait_seconds):
+                    raise StoreLocked(f"store {self._named}: this process is writing it; try again when that is done")
+            finally:
+                self._steps_waiting -= 1
+                self._changed.notify_all()
+            self._alone, self._what = threading.get_ident(), what
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone, self._step_was_last = None, True
+                self._changed.notify_all()
+
+    def _may_enter(self) -> bool:
+        if self._alone is not None:
+            return self.mine
+        # Within what somebody has entered, a put that tells the index, say, nobody waits for a step that waits for it.
+        return bool(self._inside) or not self._steps_waiting or self._step_was_last
+
+    def _may_be_alone(self) -> bool:
+        return self._alone is None and not self._inside and not (self._waiting and self._step_was_last)

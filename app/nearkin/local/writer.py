@@ -1,0 +1,221 @@
+"""Puts into a local store. Invariant: one at a time; whatever ends one, interrupts too, leaves the store to the next.
+
+items -> an EmbeddedWriter's groups -> committed -> what is quarantined heals from them
+
+What is decoded stays at hand within a bound: a put's while one is at work, a restore's or a round's before and after.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nearkin.local.failed_puts import FailedPuts
+from nearkin.local.index_lifecycle import LocalIndex
+from nearkin.local.source_feed import feed
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NearkinError, Permanent, StoreLocked
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.limits import MIB
+from nearkin_shared.objectstore.base import check_tenant
+from nearkin_shared.objectstore.encrypted_store import check_keys
+from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.preconditions import Precondition
+from nearkin_shared.results import PutResult
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.signals import interrupts_wait
+from nearkin_shared.validation import Progress, Source, check_key, check_metadata
+
+if TYPE_CHECKING:
+    from nearkin.embedded.runner import EmbeddedWriter, Spares
+
+BESIDE_ROUND_BYTES = 48 * MIB
+"""Of decoded blocks that puts and restores have at hand while a round writes, which has as many of its own twice
+over."""
+PutItem = tuple[str, Source, Mapping[str, str], bytes | None, int | None, Precondition | None]
+"""Key, content, metadata, expected SHA-256, creation time in microseconds since 1970 (None: at the commit),
+and what must hold at the commit."""
+
+
+class LocalPuts:
+    """Carries out the puts of one open store."""
+
+    def __init__(
+        self,
+        root: Path,
+        settings: Callable[[], Settings],
+        covered: ParityObjects,
+        fingerprinter: Fingerprinter,
+        containers: ContainerStore,
+        manifests: ManifestStore,
+        index: LocalIndex,
+        clock: Callable[[], float],
+        heal: Callable[[], None],
+        failed: FailedPuts,
+    ) -> None:
+        """`settings` are asked for at each put: hot ones change. `heal` is called once what it stored is committed."""
+        self._failed = failed
+        self._root = root
+        self._settings = settings
+        self._covered = covered
+        self._fingerprinter = fingerprinter
+        self._containers = containers
+        self._manifests = manifests
+        self._index = index
+        self._clock = clock
+        self._heal = heal
+        self._reading_bytes = int(settings().restore.cache_bytes)
+        self._spares: Spares | None = None
+        self.forked()
+
+    def forked(self) -> None:
+        """Begin anew in a process that was forked."""
+        self._claim: object | None = None
+        """Of the put at work."""
+        self._claiming = threading.Lock()
+        self._by = 0
+        """The thread that began it."""
+        self._writer: EmbeddedWriter | None = None
+        """Of that put."""
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep no memory for the next put."""
+        self._spares = None
+
+    @property
+    def at_work(self) -> bool:
+        """Return whether a put is at work."""
+        return self._claim is not None
+
+    @property
+    def is_mine(self) -> bool:
+        """Return whether a put of this thread is at work."""
+        return self.at_work and self._by == threading.get_ident()
+
+    @property
+    def writes_elsewhere(self) -> bool:
+        """Return whether a put of another thread is at work."""
+        return self.at_work and not self.is_mine
+
+    def check_none(self) -> None:
+        """Raise StoreLocked while a put is at work."""
+        if self.at_work:
+            raise self.in_the_middle()
+
+    def in_the_middle(self, of: str = "a put") -> StoreLocked:
+        """Return the error of what cannot be done within a put."""
+        return StoreLocked(f"store {self._root}: this Store is in the middle of {of}; let that end first")
+
+    def abort_mine(self) -> None:
+        """End a put of this thread that was left in the middle: what it has not committed it never will."""
+        if self._writer is not None and self.is_mine:
+            self._writer.abort()
+
+    def bound_for_reading(self) -> None:
+        """Have as much at hand as restores may, and what is there already: it serves whoever reads next."""
+        if not self.at_work:
+            blocks = self._containers.blocks
+            blocks.bound(max(self._reading_bytes, blocks.used_bytes))
+
+    def bound_for_round(self) -> None:
+        """Have less at hand while a round writes. A put that is at work takes what it needs."""
+        if not self.at_work:
+            self._containers.blocks.bound(min(BESIDE_ROUND_BYTES, self._reading_bytes))
+
+    def put(self, items: Iterable[PutItem], progress: Progress | None) -> Iterator[PutResult | Permanent]:
+        """Put blobs; yield results as groups commit, and the error of each that its precondition refused.
+
+        Raises what `Store.put` does.
+        """
+        if self.at_work:
+            raise self.in_the_middle("another put")
+        settings = self._settings()
+        check_tenant(self._covered, settings.tenant)
+        crossing = self._index.crossing  # of this process: one that is forked meanwhile has another
+        entry = object()
+        with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
+            steps.callback(crossing.leave, entry)  # by whichever thread ends this
+            crossing.enter(entry)
+            steps.callback(self._ended, entry)
+            with self._claiming:  # here: two may have waited for the same step of a round
+                if self.at_work:
+                    raise self.in_the_middle("another put")
+                self._claim, self._by = entry, threading.get_ident()
+            self._containers.blocks.bound(int(settings.base.cache_bytes))  # a put has much else in memory
+            try:
+                yield from self._in_groups(settings, items, progress)
+            except Exception:
+                self._remove_uncommitted()
+                raise
+
+    def _remove_uncommitted(self) -> None:
+        """Remove what the put at work stored, once it has failed; an interrupted one can be resumed."""
+        writer = self._writer
+        if writer is None:
+            return
+        with interrupts_wait(), suppress(NearkinError):  # the error that ended the put is the one to report
+            if self._failed.remove(writer.uncommitted()):
+                self.let_go()  # prefixes of what is gone
+
+    def _ended(self, claim: object) -> None:
+        with interrupts_wait():
+            if self._claim is not claim:
+                return
+            self._claim, self._writer = None, None
+            self._index.put_ends()
+            self.bound_for_reading()
+
+    def _in_groups(
+        self, settings: Settings, items: Iterable[PutItem], progress: Progress | None
+    ) -> Iterator[PutResult | Permanent]:
+        with interrupts_wait():
+            from nearkin.embedded.runner import EmbeddedWriter, Spares
+
+        if self._spares is None:
+            self._spares = Spares.of(settings)
+        index = self._index.put_begins()
+        check_keys(self._covered, settings.tenant, index.catalog)
+        listed = [container for container, _ in self._containers.ids()]
+        self._index.forget_missing(listed)
+        failpoint("put.begun")
+        last = max(listed, default=0)
+        with ExitStack() as steps:
+            with interrupts_wait():  # one in the midst of it would leave the threads that it has begun for ever
+                writer = self._writer = steps.enter_context(
+                    EmbeddedWriter(
+                        settings,
+                        self._fingerprinter,
+                        self._containers,
+                        self._manifests,
+                        index,
+                        last,
+                        self._clock,
+                        self._spares,
+                    )
+                )
+            waiting = []
+            for key, source, metadata, sha256, created_us, precondition in items:
+                check_key(key)
+                check_metadata(metadata)
+                waiting.append(feed(writer, key, source, metadata, sha256, progress, created_us, precondition))
+                if waiting[0].done():
+                    yield from (_outcome(done) for done in waiting if done.done())
+                    waiting = [pending for pending in waiting if not pending.done()]
+            writer.flush()
+            self._index.behind = False
+            failpoint("put.settled")
+            self._heal()
+            yield from (_outcome(done) for done in waiting)
+
+
+def _outcome(done: Future[PutResult]) -> PutResult | Permanent:
+    """Return the result, or why the precondition of this blob alone refused it. Raises what ended the whole put."""
+    err = done.exception()
+    return err if isinstance(err, Permanent) else done.result()

@@ -1,0 +1,980 @@
+"""The store. Invariant: a put either ends as a committed version or changes nothing that a reader can see.
+
+root/nearkin.json   containers/   manifests/      the truth: what is counted as stored
+root/index/         lock          tmp/            rebuildable, transient
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import field, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+from weakref import WeakSet
+
+from nearkin.local.failed_puts import FailedPuts
+from nearkin.local.index_lifecycle import BESIDE_SECONDS, LocalIndex
+from nearkin.local.index_location import IndexLocation, check_index_path
+from nearkin.local.process_lock import NAMES as LOCKS
+from nearkin.local.writer import LocalPuts, PutItem
+from nearkin_shared.config.loader import explicit_names, load
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import RetentionPolicy
+from nearkin_shared.crypto.keyring import Keyring
+from nearkin_shared.errors import BadInput, Corrupt, NearkinError, NotFound, Permanent, StoreLocked, StoreUnavailable
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.formats.manifest import CREATED_US_MAX, Manifest, moment_of, us_of
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects, check_tenant, sync_folder
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.factory import as_set, local_objects, no_store
+from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.read_only import ReadOnlyObjects
+from nearkin_shared.preconditions import Precondition, precondition_of
+from nearkin_shared.reading.restore import Blob
+from nearkin_shared.results import (
+    Damage,
+    Deletion,
+    Explanation,
+    GcReport,
+    GcState,
+    PutResult,
+    RebuildReport,
+    Repaired,
+    RepairReport,
+    Stats,
+    VerifyReport,
+    VersionInfo,
+)
+from nearkin_shared.retention import Decision, decisions, forget, guard_of, min_age_seconds, policy_of
+from nearkin_shared.storage import chunking_record, descriptor
+from nearkin_shared.storage.chunking_record import ChunkingGuard
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.deletions import Deletions, user_and_host
+from nearkin_shared.storage.disk_reserve import SpaceReserve
+from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.heads import VersionHeads
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.manifests import object_name as manifest_name
+from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.quarantine import Quarantine
+from nearkin_shared.storage.scrub_progress import ScrubStates
+from nearkin_shared.storage.version_listing import check_newest, shown, units, with_unnamed
+from nearkin_shared.types import ContainerId
+from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.utils.memory import give_back_free
+from nearkin_shared.utils.private_files import make_private_folders
+from nearkin_shared.utils.thread_pool import all_cores
+from nearkin_shared.validation import Progress, Source, check_bound, check_key, check_prefix, check_version
+
+if TYPE_CHECKING:
+    from nearkin.local.local_gc import LocalGc
+    from nearkin.local.local_repair import LocalRepair
+    from nearkin.salvage import SalvagedBlob
+    from nearkin_maintenance import Choice, Scrubber, Unsound, Verifier
+    from nearkin_maintenance.verify.scrubber import Step
+    from nearkin_shared.formats.tombstone import Mark
+    from nearkin_shared.index.catalog import CatalogEntry
+
+__all__ = ["Item", "Progress", "Source", "Store", "create_store", "open_store"]
+
+FORGET_REASON = "forget"
+CLOSE_SECONDS = 30.0
+"""So long the closing of a store waits for a put in another thread."""
+_log = logging.getLogger("nearkin")
+
+
+@frozen
+class Item:
+    """One of many blobs to put, where it has more to it than key and content; as for `Store.put`."""
+
+    key: str
+    source: Source
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    sha256: bytes | None = None
+    created: datetime | None = None
+    """Creation time of a version that is copied from another store; None: the moment of the commit."""
+    precondition: Precondition | None = None
+
+    def as_put(self) -> PutItem:
+        """Return the tuple that `LocalPuts.put` takes."""
+        created_us = None if self.created is None else us_of(self.created)
+        return self.key, self.source, self.metadata, self.sha256, created_us, self.precondition
+
+
+def open_store(
+    path: str | Path,
+    *,
+    settings: Settings | None = None,
+    create: bool = False,
+    read_only: bool = False,
+    fingerprint_bits: int = descriptor.FINGERPRINT_BITS,
+    clock: Callable[[], float] = time.time,
+    explicit: Collection[str] | None = None,
+    force: bool = False,
+) -> Store:
+    """Open the store in a folder; with `create`, create it first if the folder has none.
+
+    A missing store is an error by default: an unmounted disk must not get a second, empty store.
+
+    Where the caller set no `chunker.*` and no profile the store's own are used (`Store.settings`), as its first writer
+    recorded them. `explicit`: dotted names of the settings that the caller set; None: those that differ from the
+    defaults. A put under set values that differ from the store's raises ConfigError; with `force` it warns.
+
+    `read_only`: calls that would change an object of the store raise BadInput; the index may still be made or mended.
+
+    `clock` returns the seconds since 1970 that date versions and that deletion and retention use.
+    `fingerprint_bits` below 160 is for tests of collisions.
+
+    Raises NotFound (no store there), BadInput (`create` in a folder with other files), ConfigError (`index.path` is
+    inside the store), FormatTooNew, Corrupt, StoreUnavailable.
+    """
+    chosen = settings
+    if chosen is None:
+        chosen, origins = load()
+        explicit = explicit_names(origins)
+    root = _store_path(path)
+    if not _has_store(root):
+        if not create or read_only:
+            raise no_store(str(root))
+        with suppress(AlreadyExists):  # another process has just created it: open that one
+            return _create(root, chosen, fingerprint_bits, clock)
+    objects = local_objects(root, chosen)
+    covered = as_set(ReadOnlyObjects(root) if read_only else objects, chosen)
+    found = descriptor.read(covered, fingerprint_bits)
+    guard = ChunkingGuard(covered, chosen, explicit, force=force)
+    return Store(root, objects, covered, found, guard, clock, read_only=read_only)
+
+
+def create_store(
+    path: str | Path, *, settings: Settings | None = None, clock: Callable[[], float] = time.time
+) -> Store:
+    """Create a store in a new or empty folder and open it.
+
+    Raises BadInput (a store or other files are there), Corrupt (a store without its descriptor), StoreUnavailable.
+    """
+    root = _store_path(path)
+    exists = BadInput(f"store {root}: already exists; choose another folder, or use the existing store")
+    if _has_store(root):
+        raise exists
+    try:
+        return _create(root, settings if settings is not None else load()[0], descriptor.FINGERPRINT_BITS, clock)
+    except AlreadyExists as err:
+        raise exists from err
+
+
+def _create(root: Path, settings: Settings, fingerprint_bits: int, clock: Callable[[], float]) -> Store:
+    """Create and open a store. Raises AlreadyExists if another process creates it first."""
+    check_index_path(root, settings.index.path)  # before anything is made
+    _check_only_store_files(root)
+    try:
+        if not root.is_dir():
+            make_private_folders(root)
+        sync_folder(root.parent)
+    except OSError as err:
+        raise StoreUnavailable(f"store {root}: {err.strerror}") from err
+    objects = local_objects(root, settings)
+    covered = as_set(objects, settings)
+    found = descriptor.create(covered, fingerprint_bits)
+    chunking_record.create_record(covered, settings)
+    return Store(root, objects, covered, found, ChunkingGuard(covered, settings), clock)
+
+
+def _store_path(path: str | Path) -> Path:
+    """Return the folder named by `path`. Raises BadInput for a path that cannot be a folder."""
+    try:
+        root = Path(path).expanduser()
+        if "\0" in str(root):
+            raise ValueError("a path holds no NUL byte")  # noqa: TRY301 - as all that no path can be
+        if root.exists() and not root.is_dir():
+            raise BadInput(f"store {root}: is a file; name a folder")
+    except OSError as err:
+        raise StoreUnavailable(f"store {path}: {err.strerror}") from err
+    except (ValueError, RuntimeError, TypeError) as err:  # a user without a home; no path at all
+        raise BadInput(f"store {str(path)!r}: {err}") from err
+    return root
+
+
+def _has_store(root: Path) -> bool:
+    """Return whether the folder has a store. Raises Corrupt if a store has lost its descriptor."""
+    try:
+        if (root / descriptor.NAME).is_file():
+            return True
+    except OSError as err:
+        raise StoreUnavailable(f"store {root}: {err.strerror}") from err
+    if _entry_names(root) >= {"containers", "manifests"}:
+        raise Corrupt(
+            f"store {root}: {descriptor.NAME} is lost; restore it from a copy, every chunk's tag depends on it"
+        )
+    return False
+
+
+def _check_only_store_files(root: Path) -> None:
+    """Raise BadInput if the folder has files that an unfinished creation of a store cannot have left."""
+    if _entry_names(root) - {*LOCKS, "tmp", "keys", "parity", descriptor.NAME, chunking_record.NAME}:
+        raise BadInput(
+            f"store {root}: the folder is not empty and holds no {descriptor.NAME}; name an empty or new folder"
+        )
+
+
+def _entry_names(root: Path) -> set[str]:
+    try:
+        return {entry.name for entry in root.iterdir()} if root.is_dir() else set()
+    except OSError as err:
+        raise StoreUnavailable(f"store {root}: {err.strerror}") from err
+
+
+_STORES: WeakSet[Store] = WeakSet()
+"""All of this process."""
+
+
+class Store:
+    """An open store: one writer (the first write takes the lock, `close` gives it back), any number of readers.
+
+    In a process that is forked it is open too, and holds nothing of its parent's: neither the lock nor a put at work.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        objects: LocalObjects,
+        covered: ParityObjects,
+        found: descriptor.Descriptor,
+        guard: ChunkingGuard,
+        clock: Callable[[], float] = time.time,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        self.root = root
+        self._is_read_only = read_only
+        self.store_id = found.store_id
+        self._clock = clock
+        self.settings = settings = guard.settings
+        self._chunking = guard
+        self._objects = objects
+        self._covered = covered
+        self._fingerprinters = partial(
+            Fingerprinter, bytes.fromhex(found.secret), fingerprint_bits=found.fingerprint_bits
+        )
+        self._fingerprinter = self._fingerprinters(settings.tenant)
+        domain = self._fingerprinter.domain
+        self._containers = ContainerStore(self._covered, domain, int(settings.restore.cache_bytes))
+        self._manifests = ManifestStore(self._covered)
+        self._index = LocalIndex(
+            IndexLocation(root, found.store_id, settings.index.path),
+            objects,
+            covered,
+            settings,
+            self._fingerprinters,
+            self._containers,
+            self._manifests,
+        )
+        self._condemned = CondemnedStore(covered)
+        self._heads = VersionHeads(covered)
+        self._quarantine = Quarantine(covered, clock)
+        self.reserve = SpaceReserve(root, lambda: int(self.settings.storage.reserve_bytes))
+        self.pauses = Pauses(covered, clock, self.reserve)
+        self._deletions = Deletions(
+            self._manifests,
+            lambda marks: self._index.noting().mark_many(marks),
+            clock=clock,
+            guard=guard_of(settings.retention, clock),
+            notes=self._index,
+            reserve=self.reserve,
+        )
+        self._puts = LocalPuts(
+            root,
+            lambda: self.settings,
+            covered,
+            self._fingerprinter,
+            self._containers,
+            self._manifests,
+            self._index,
+            clock,
+            self._heal,
+            FailedPuts(root, self._containers, self._index, self.reserve),
+        )
+        _STORES.add(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock, the index, and what was read: some 200 MB that would wait for the garbage collector.
+
+        A step of a round, or a put, in another thread ends first; the round then goes on, and takes the lock for its
+        steps alone. A put_many of this thread that was left in the middle ends here: what it has not committed it never
+        will, for without the lock another process could collect what it leans on.
+        """
+        crossing, elsewhere = self._index.crossing, self._puts.writes_elsewhere
+        self._puts.abort_mine()
+        wanted = crossing.alone(CLOSE_SECONDS, "the closing of the store") if elsewhere else crossing.beside()
+        try:
+            with wanted:
+                self._index.close()
+        except StoreLocked as err:  # a step, or a put, that takes long: the process is to end all the same
+            _log.warning("%s; closed", err)
+            self._index.close()
+        self._puts.let_go()
+        self._containers.forget_read()
+        self._containers.buffers.let_go()
+
+    def forked(self) -> None:
+        """Begin anew in a process that was forked."""
+        self._manifests.locks.forked()
+        self._puts.forked()
+        self._index.forked()
+
+    def wait_for_lock(self, seconds: float) -> None:
+        """Let writes of this Store wait up to `seconds` for the lock of another process; by default they do not."""
+        self._index.lock_wait_seconds = seconds
+
+    def _check_writable(self, operation: str) -> None:
+        if self._is_read_only:
+            raise BadInput(f"{operation}: store {self.root} was opened with read_only=True; open it without to write")
+
+    # --- put ---------------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        key: str,
+        source: Source,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        sha256: bytes | None = None,
+        if_match: str | None = None,
+        if_none_match: str | None = None,
+        progress: Progress | None = None,
+    ) -> PutResult:
+        """Store a new version of `key`. Returns once it is committed and durable.
+
+        `sha256` is what the caller holds the content to be. `if_match`: only over a newest version with this digest
+        (`VersionInfo.digest`), or `*` for any; `if_none_match`: only where the newest version has another digest, or
+        with `*` where there is none. Both are decided at the commit: of several puts that rely on the same state one
+        succeeds. Raises PreconditionFailed (nothing stored), BadInput (nothing stored), StoreLocked, StoreUnavailable
+        (nothing visible stored; the same put may be tried again).
+        """
+        self._check_writable("put")
+        precondition = precondition_of(if_match, if_none_match)
+        if precondition is not None:  # before a large source is read in vain; the commit decides
+            check_key(key)
+            newest = self._manifests.newest(self.settings.tenant, key)
+            precondition.check(key, None if newest is None else newest.info)
+        item = Item(key, source, metadata or {}, sha256, precondition=precondition)
+        (result,) = self.put_many([item], progress=progress)
+        return result
+
+    def put_many(
+        self, items: Iterable[tuple[str, Source] | Item], *, progress: Progress | None = None
+    ) -> Iterator[PutResult]:
+        """Store many blobs, committed in groups: far fewer syncs than one put each. Yields results as groups commit.
+
+        Raises PreconditionFailed at the first item that its precondition refuses; others of its group are committed.
+        """
+        for outcome in self.put_outcomes(items, progress=progress):
+            if isinstance(outcome, Permanent):
+                raise outcome
+            yield outcome
+
+    def put_outcomes(
+        self, items: Iterable[tuple[str, Source] | Item], *, progress: Progress | None = None
+    ) -> Iterator[PutResult | Permanent]:
+        """Store many blobs as `put_many` does; yield the error in place of the result of one that is refused."""
+        self._check_writable("put")
+        self._chunking.prepare_put()
+        return self._puts.put(((item if isinstance(item, Item) else Item(*item)).as_put() for item in items), progress)
+
+    # --- get ---------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None) -> Blob:
+        """Return a version (the newest by default) or its bytes [start, stop).
+
+        Raises NotFound, Corrupt, BadInput, Erased, StoreUnavailable.
+        """
+        manifest = self._manifest(key, version)
+        check_bound("start", start)
+        if stop is not None:
+            check_bound("stop", stop)
+        end = manifest.size_bytes if stop is None else min(stop, manifest.size_bytes)
+        if not 0 <= start <= end:
+            raise BadInput(f"range {start} to {stop}: {key!r} has {manifest.size_bytes} bytes")
+        return Blob(manifest.info, manifest, self._containers.counting(), self._fingerprinter, start, end)
+
+    def salvage(self, key: str, version: int | None = None) -> SalvagedBlob:
+        """Return what is left of a damaged version: zeros and a list of holes where its chunks are lost.
+
+        Raises NotFound, Erased, StoreUnavailable, and Corrupt if the manifest itself cannot be read.
+        """
+        from nearkin.salvage import SalvagedBlob
+
+        return SalvagedBlob(self._manifest(key, version), self._containers.counting(), self._fingerprinter)
+
+    def info(self, key: str, version: int | None = None) -> VersionInfo:
+        """Return what is known of a version, the newest by default. Raises as `get` does."""
+        return self._manifests.info(self._manifest(key, version))
+
+    def explain(self, key: str, version: int | None = None) -> Explanation:
+        """Return how each chunk of a version is kept. Raises as `get` does."""
+        from nearkin_shared.explain import explain
+
+        manifest = self._manifest(key, version)
+        return explain(manifest.info, manifest, self._containers)
+
+    def versions(
+        self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
+    ) -> list[VersionInfo]:
+        """Return the newest version, or all, of every key that starts with `prefix`, by key.
+
+        Deleted versions are not among them. One whose manifest is lost or broken is left out and told to `broken`, by
+        default with a warning in the log; an older one never stands in for it. Raises BadInput, StoreUnavailable.
+        """
+        check_prefix(prefix)
+        tenant = self.settings.tenant
+        check_tenant(self._covered, tenant)
+        names = self._index.read(lambda index: index.manifest_names(tenant, prefix))
+        found, retentions = list[VersionInfo](), dict[tuple[str, int], int]()
+        for unit in units(with_unnamed(self._manifests, tenant, names, retentions), all_versions=all_versions):
+            retention = retentions.get((unit[0], unit[1][-1]))
+            entry = shown(self._manifests, tenant, unit, all_versions=all_versions, retention=retention)
+            if isinstance(entry, Damage):
+                (broken or _warn)(entry)
+            elif entry is not None:
+                found.append(entry)
+        return found
+
+    def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
+        """Yield what the index keeps of any tenant's versions, by key and version: for servers that answer for many.
+
+        Deleted versions are among them.
+        """
+        return self._index.read(lambda index: index.catalog(tenant, prefix))
+
+    def catalog_after(self, tenant: str, prefix: str, key: str, version: int | None, count: int) -> list[CatalogEntry]:
+        """Return up to `count` entries as `catalog` does, of what comes after `key`, or after one version of it."""
+        return self._index.read(
+            lambda index: list(islice(index.catalog_after(tenant, prefix, key, version, count), count))
+        )
+
+    # --- delete ------------------------------------------------------------------------------------------------------
+
+    def delete(self, key: str, version: int | None = None, *, reason: str = "", who: str | None = None) -> int:
+        """Delete a version, or all that the key has at this moment; return how many are gone.
+
+        They are gone for every reader when this returns, and stay gone whatever fails; their bytes are freed later, and
+        until `deletion.undelete_seconds` are over `undelete` brings them back. A number is never given again. A version
+        whose put is committed meanwhile stays. Raises NotFound, BadInput, Retained (one is younger than the settings
+        allow: none goes), Erased, StoreLocked, StoreUnavailable (perhaps some are gone: the same call ends it).
+        """
+        self._check_writable("delete")
+        return self._deletions.delete(
+            self.settings.tenant,
+            key,
+            version,
+            undelete_seconds=self.settings.deletion.undelete_seconds,
+            who=user_and_host() if who is None else who,
+            reason=reason,
+        )
+
+    def undelete(self, key: str, version: int | None = None, *, reason: str = "", who: str | None = None) -> int:
+        """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
+
+        Raises NotFound (nothing of it is deleted, or its time is over), BadInput, Erased, StoreLocked,
+        StoreUnavailable.
+        """
+        self._check_writable("undelete")
+        who = user_and_host() if who is None else who
+        return self._deletions.undelete(self.settings.tenant, key, version, who=who, reason=reason)
+
+    def retain(
+        self, key: str, until: datetime, version: int | None = None, *, reason: str = "", who: str | None = None
+    ) -> VersionInfo:
+        """Retain a version, the newest by default, until a time: no process can delete it before; return it.
+
+        A retention is extended, never shortened. Raises NotFound, BadInput (the time is earlier than the one that
+        holds, in the past, or over 100 years away), Corrupt, Erased, StoreLocked, StoreUnavailable.
+        """
+        self._check_writable("retain")
+        who = user_and_host() if who is None else who
+        until_us = us_of(until)
+        return self._deletions.extend_retention(self.settings.tenant, key, version, until_us, who=who, reason=reason)
+
+    def deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
+        """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key.
+
+        One whose mark cannot be read is told to `broken`, by default with a warning in the log.
+        """
+        check_prefix(prefix)
+        tenant = self.settings.tenant
+        check_tenant(self._covered, tenant)
+        marked = {entry.key: None for entry in self.catalog(tenant, prefix) if entry.sequence}
+        return list(self._deletions.listed(tenant, marked, broken or _warn))
+
+    def forget(
+        self,
+        prefix: str = "",
+        policy: RetentionPolicy | None = None,
+        *,
+        min_age: int = 0,
+        dry_run: bool = False,
+        broken: Callable[[Damage], None] | None = None,
+    ) -> list[Decision]:
+        """Delete the versions that no rule keeps, of keys that start with `prefix`; return what became of each.
+
+        By `policy`, or by those of the settings; without one for a key all its versions stay. None goes that is younger
+        than `min_age` seconds or than what the settings say. Raises as `delete` does: the same call goes on.
+        """
+        retention, tenant = self.settings.retention, self.settings.tenant
+        if not dry_run:
+            self._check_writable("forget")
+            self._collection().check_clock()
+        found = list(
+            decisions(
+                self,
+                prefix,
+                lambda key: policy or policy_of(retention, tenant, key),
+                lambda key: max(min_age, min_age_seconds(retention, tenant, key)),
+                self._clock(),
+                broken or _warn,
+                0 if policy is not None else retention.superseded_seconds,
+            )
+        )
+        return found if dry_run else forget(self, found, FORGET_REASON)
+
+    @property
+    def chunking(self) -> chunking_record.ChunkingRecord | None:
+        """Return how the store's data are cut; None for a store of an older release before its next put."""
+        return self._chunking.record
+
+    @property
+    def deletions(self) -> Deletions:
+        """Return what deletes any tenant's versions: for servers that answer for many."""
+        return self._deletions
+
+    def _manifest(self, key: str, version: int | None) -> Manifest:
+        check_key(key)
+        tenant = self.settings.tenant
+        if version is None:
+            newest = self._manifests.newest(tenant, key)
+            check_newest(self._manifests, tenant, key, newest, lambda: self._index.numbers(tenant, key))
+            self._heads.check(self._manifests, tenant, key, 0 if newest is None else newest.version)
+            if newest is None:
+                raise NotFound(
+                    f"key {key!r}: the store has none; `nearkin ls` lists the keys, `nearkin ls --deleted` those that "
+                    "undelete brings back"
+                )
+            return newest
+        check_version(version)
+        try:
+            return self._manifests.seen(tenant, key, version)
+        except NotFound as err:
+            raise NotFound(
+                f"key {key!r} version {version}: the store has none; `nearkin ls --versions` lists them"
+            ) from err
+
+    # --- the store as a whole ----------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Return sums over the store, all tenants of it, from the index and the object store's listing."""
+        from nearkin_shared.stats import stats
+
+        quarantine_bytes = sum(self._quarantine.listed().values()) + sum(ScrubStates(self._covered).listed().values())
+        condemned_bytes = sum(self._condemned.listed().values())
+        covered = self._covered
+        return self._index.read(
+            lambda index: stats(
+                index,
+                self._containers,
+                chunking_record.descriptor_bytes(self._objects),
+                condemned_bytes,
+                self._index.bytes_on_disk,
+                manifest_bytes=sum(size_bytes for _, size_bytes in covered.names("manifests")),
+                parity_bytes=sum(size_bytes for _, size_bytes in self._objects.names("parity")),
+                quarantine_bytes=quarantine_bytes + sum(self.pauses.listed().values()),
+                encryption_bytes=covered.encryption_bytes() if isinstance(covered, EncryptedObjects) else None,
+            )
+        )
+
+    def tenant_stats(self) -> Stats:
+        """Return sums over the own tenant alone: for a caller who may not learn what other tenants store.
+
+        Where the store has other tenants, a container counts for the tenant in its header; what no tenant owns (index,
+        parity, quarantine, records of GC) is left out then.
+        """
+        from nearkin_shared.stats import sum_up
+
+        tenant = self.settings.tenant
+        entries, found = self._index.read(lambda index: (list(index.catalogs()), list(index.containers())))
+        if all(owner == tenant for owner, _ in entries):
+            return self.stats()
+        own = [summary for summary in found if self._owns(summary.container)]
+        descriptor_bytes = chunking_record.descriptor_bytes(self._objects)
+        return sum_up(
+            ((owner, entry) for owner, entry in entries if owner == tenant),
+            own,
+            sum(summary.container_bytes for summary in own) + descriptor_bytes,
+            descriptor_bytes=descriptor_bytes,
+            index_bytes=0,
+        )
+
+    def _owns(self, container: ContainerId) -> bool:
+        try:
+            return self._containers.of(None).directory(container).domain == self._fingerprinter.domain
+        except (Corrupt, NotFound):  # whose it is is not known: it is nobody's
+            return False
+
+    def verify(
+        self,
+        sample: float | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        seed: int = 0,
+        since: datetime | None = None,
+    ) -> VerifyReport:
+        """Read containers and every manifest; name what is broken, with the versions it touches.
+
+        Of containers all, a `sample` (a share between 0 and 1 of them, drawn by `seed`), or those written `since`; of
+        the others the directories alone. Where all are read, every entry of the index is compared with them too.
+        A read-only store reports the damage alone.
+
+        The index lets go of broken chunks, so that a later put of the same data stores them anew instead of leaning on
+        them; stored objects stay as they are. Raises BadInput, StoreUnavailable.
+        """
+        from nearkin_maintenance import Choice
+
+        return self._verified(Choice(sample, seed, None if since is None else int(since.timestamp() * 1e6)), progress)
+
+    def verify_key(
+        self, key: str, version: int | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> VerifyReport:
+        """Read one version of `key`, or all, and the containers that they reach; report what damages these versions.
+
+        Deleted versions are not read. The index drops broken chunks, as after `verify`. Raises NotFound, BadInput,
+        Corrupt, Erased, StoreUnavailable.
+        """
+        check_key(key)
+        if version is not None:
+            check_version(version)
+        tenant = self.settings.tenant
+        check_tenant(self._covered, tenant)
+        histories = self._manifests.histories(tenant, key)
+        hidden = {number for number, history in histories.items() if history.sequence % 2}
+        listed = {number for number, history in histories.items() if history.committed}
+        numbers = sorted((listed | set(self._index.numbers(tenant, key))) - hidden)
+        if version is not None:
+            numbers = [number for number in numbers if number == version]
+        if not numbers:
+            named = f"key {key!r}" if version is None else f"key {key!r} version {version}"
+            raise NotFound(f"{named}: the store has none; `nearkin ls --versions` lists them")
+        verifier = self._verifier()
+        names = [manifest_name(tenant, key, number) for number in numbers]
+        with all_cores("nearkin-verify") as helpers:
+            report = verifier.run_versions(names, progress, helpers=helpers)
+        return self._with_index_purged(verifier, report, everything=False)
+
+    def _verifier(self) -> Verifier:
+        from nearkin_maintenance import Verifier
+
+        entries = {
+            manifest_name(tenant, entry.key, entry.version): (tenant, entry)
+            for tenant, entry in self._index.remembered()
+        }
+        remembered = {name: (tenant, entry.key, entry.version) for name, (tenant, entry) in entries.items()}
+        verifier = Verifier(
+            self._containers,
+            self._manifests,
+            self._fingerprinters,
+            self.settings.tenant,
+            remembered,
+            self._condemned,
+            self._quarantine,
+            self._covered,
+            self._index.lists,
+            lambda: (self._index.to_check() or (None, False))[1],
+        )
+        verifier.compare_entries({name: entry.listed for name, (_, entry) in entries.items()})
+        return verifier
+
+    def _verified(self, choice: Choice, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        verifier = self._verifier()
+        index, whole = self._index.to_check() or (None, False)
+        unreadable = self._index.damage
+        with all_cores("nearkin-verify") as helpers:
+            report = verifier.run(choice, progress, index, index_whole=whole, helpers=helpers)
+        if unreadable is not None and choice.everything:
+            report = replace(report, damage=(*report.damage, Damage("index", unreadable, ())))
+        return self._with_index_purged(verifier, report, everything=choice.everything)
+
+    def _with_index_purged(self, verifier: Verifier, report: VerifyReport, *, everything: bool) -> VerifyReport:
+        """Quarantine the chunks found broken and drop them from the index; return the report with the outcome."""
+        if self._is_read_only or (not verifier.broken and not self._quarantine.listed()):
+            return report
+
+        def quarantined() -> Unsound:
+            unsound = verifier.unsound()
+            self._quarantine.note(unsound.chunks, unsound.segments, everything=everything)
+            return unsound
+
+        forgotten = self._index.forget(quarantined)
+        return replace(report, forgotten=forgotten) if verifier.broken else report
+
+    def scrubber(self) -> Scrubber:
+        """Return what reads all of this store again and again, by its settings `scrub`."""
+        from nearkin_maintenance import Scrubber, Tenants
+
+        tenants = Tenants(self._fingerprinters, [self.settings.tenant], self._manifests)
+        return Scrubber(
+            self._covered, self._containers, tenants, self._fingerprinter, lambda: self.settings.scrub, self._clock
+        )
+
+    def attend(self, step: Step) -> tuple[tuple[Repaired, ...], tuple[Damage, ...]]:
+        """Put right what a step of scrubbing found, as far as parity and later puts allow; quarantine the rest.
+
+        Returns what was repaired, and what is damaged still with the versions it touches. Raises StoreLocked,
+        StoreUnavailable.
+        """
+        self._check_writable("attend")
+        with self._index.crossing.beside():
+            return self._repairs().attend(step.damaged, self._verified)
+
+    def repair(
+        self, files: Sequence[str | Path] = (), progress: Callable[[int, int], None] | None = None
+    ) -> RepairReport:
+        """Verify all, and put right what can be put right; what is left stays in quarantine.
+
+        From parity; from `files`, which may be copies of objects or hold content that was put once; from chunks of the
+        same name anywhere in the store. Nothing is put meanwhile: a put heals too, once it is committed, and
+        both would make the same next generation. `progress` hears how far the verification is. Raises BadInput,
+        StoreLocked, StoreUnavailable.
+        """
+        self._check_writable("repair")
+        if self._puts.is_mine:
+            raise self._puts.in_the_middle()
+        with self._index.crossing.alone(BESIDE_SECONDS, "a repair"):
+            return self._repairs(progress).run([Path(file) for file in files])
+
+    def _container_bytes(self) -> int:
+        return sum(size_bytes for _, size_bytes in self._containers.ids())
+
+    def _heal(self) -> None:
+        """Heal what is quarantined from what was just committed; where that fails, what was committed stays so."""
+        self.reserve.restore(self._container_bytes)
+        try:
+            if self._quarantine.listed():
+                self._repairs().heal_quarantined()
+        except NearkinError as err:
+            _log.warning("what is quarantined was not healed, `nearkin repair` does it: %s", err)
+
+    def _repairs(self, progress: Callable[[int, int], None] | None = None) -> LocalRepair:
+        from nearkin.local.local_repair import LocalRepair
+
+        return LocalRepair(
+            self.settings,
+            self._covered,
+            self._containers,
+            self._manifests,
+            self._index,
+            self._quarantine,
+            self._fingerprinters,
+            partial(self.verify, None, progress),
+        )
+
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        deleted_too: bool = False,
+        wait_seconds: float = 0.0,
+        go_on: Callable[[], None] = lambda: None,
+        steps: Callable[[int, int, str], None] | None = None,
+    ) -> GcReport:
+        """Do a round of garbage collection, of all tenants; with `dry_run` say what it would do, and change nothing.
+
+        `deleted_too`, of a dry run alone: as if no deleted version could be brought back any more.
+
+        Puts, deletions and restores go on meanwhile, in this process and others: each effect of the round is a turn of
+        0.1 s or so, for which puts wait. It waits for a put at work, at its beginning `wait_seconds`, and for a turn 60
+        s or as long. `go_on` is asked before each container is written or removed, and ends the round by raising.
+        `steps` hears how many are done, of how many, and of what.
+
+        What a round finds unreached it condemns; a later one frees it once `gc.grace_seconds` are over. Versions whose
+        time to come back is over go at once. At its end what `retention.policies` do not keep is deleted. Raises
+        Corrupt (what a version needs cannot be read: nothing is condemned), Paused, StoreLocked, StoreUnavailable,
+        Retryable (a tenant was erased meanwhile).
+        """
+        collection = self._collection()
+        if deleted_too and not dry_run:
+            raise BadInput("deleted_too: only a dry run goes by what has not happened")
+        if dry_run:
+            return collection.preview(steps, deleted_too=deleted_too)
+        self._check_writable("gc")
+        if not wait_seconds:
+            self._puts.check_none()
+        try:
+            report = self.reserve.run(lambda: collection.run(wait_seconds, go_on, steps))
+        finally:
+            self._puts.bound_for_reading()
+            give_back_free()
+        self._finish_erasures()
+        self.reserve.restore(self._container_bytes, grow=True)
+        return report
+
+    def _finish_erasures(self) -> None:
+        """Make the index again where its free pages may hold what it knew of erased tenants, then end the erasures.
+
+        1 the objects are removed  2 the index is made again  3 the erasure is recorded as swept. Until 3 each GC run
+        does what is left; while puts of this process are at work 2 waits for the next run.
+        """
+        if not isinstance(self._covered, EncryptedObjects) or not self._covered.keyring.list_due():
+            return
+        failpoint("erasure.objects-removed")  # 1
+        try:
+            if self._index.holds_erased():
+                _log.info("gc: the index is made again, without what it held of erased tenants")
+                self.rebuild_index()  # 2
+            failpoint("erasure.index-renewed")
+            self._covered.confirm_swept()  # 3
+        except (StoreLocked, BadInput) as err:
+            _log.warning("gc: the index still holds names and digests of erased tenants until the next run: %s", err)
+
+    def purge(
+        self,
+        key: str | None = None,
+        version: int | None = None,
+        *,
+        wait_seconds: float = 0.0,
+        steps: Callable[[int, int, str], None] | None = None,
+    ) -> GcReport:
+        """Remove deleted versions for good at once, of one key or of all, and every byte that no other version needs.
+
+        For leaked secrets and full disks: neither what `deletion.undelete_seconds` was at their deletion nor
+        `gc.grace_seconds` counts. The writer lock is held throughout; restores that run meanwhile may fail and must be
+        run again. The index is made again, so that nothing stays in its free pages. `get` of other versions answers as
+        before. Raises BadInput (services write this store), Corrupt (a needed chunk is damaged: repair first; nothing
+        that is needed was removed), NotFound (no such version is deleted), Paused, StoreLocked (a put, a GC run or
+        another process is at work), StoreUnavailable (`purge()` goes on).
+        """
+        self._check_writable("purge")
+        self._puts.check_none()
+        tenant = self.settings.tenant
+        if key is not None and not any(one.key == key and version in (None, one.version) for one in self.deleted(key)):
+            raise NotFound(f"key {key!r}: no such version is deleted; `nearkin rm` deletes it first")
+
+        def ends(mark: Mark) -> bool:
+            return key is None or (mark.tenant == tenant and mark.key == key and version in (None, mark.version))
+
+        try:
+            report = self.reserve.run(lambda: self._collection().purge(wait_seconds, ends, steps))
+        finally:
+            self._puts.bound_for_reading()
+            give_back_free()
+        self.reserve.run(self.rebuild_index)
+        self._finish_erasures()
+        self.reserve.restore(self._container_bytes, grow=True)
+        return report
+
+    def _collection(self) -> LocalGc:
+        from nearkin.local.local_gc import LocalGc
+
+        return LocalGc(
+            self.root,
+            self.settings,
+            self._containers,
+            self._manifests,
+            self._condemned,
+            self._index,
+            self._deletions,
+            self._fingerprinters,
+            self._clock,
+            self.pauses,
+            self._puts.bound_for_round,
+        )
+
+    def erase_tenant(self, tenant: str, grace_seconds: int | None = None, *, despite_retention: bool = False) -> int:
+        """Erase a tenant's data keys, durably: what they sealed can never be read again; return how many there are.
+
+        The tenant is closed at once; its keys are removed by the first `gc` after `grace_seconds` (None: the setting
+        deletion.erase_grace_seconds; 0: now). Until then `keyring.cancel_erasure` opens it again. Everything of other
+        tenants stays as it is. `gc` frees the bytes. Again ends what was cut short, and a tenant that has no key can
+        never have one in this store. Raises BadInput (the store is not encrypted), Retained (some of its versions are
+        retained; `despite_retention` erases them all the same), StoreLocked, StoreUnavailable.
+        """
+        self._check_writable("erase_tenant")
+        if grace_seconds is None:
+            grace_seconds = self.settings.deletion.erase_grace_seconds
+        if not isinstance(self._covered, EncryptedObjects):
+            raise BadInput(f"store {self.root}: is not encrypted: delete the tenant's keys, and let `gc` free them")
+        self._puts.check_none()
+        from nearkin_maintenance.gc.erased_tenants import forget_erased
+        from nearkin_maintenance.gc.tenant_erasure import find_retained
+
+        with self._index.crossing.beside():
+            index = self._index.writable()
+            if not despite_retention:
+                find_retained(self._covered, tenant, self.settings, self._clock()).check_none(tenant)
+            count = self._covered.keyring.erase(tenant, grace_seconds)
+            forget_erased(self._covered, index, tenant)
+            self._containers.forget_read()
+        return count
+
+    @property
+    def index_folder(self) -> Path:
+        """Return where the index is: in the store's folder, or below `index.path`."""
+        return self._index.folder
+
+    @property
+    def keyring(self) -> Keyring:
+        """Return the data keys of an encrypted store. Raises BadInput for another."""
+        if not isinstance(self._covered, EncryptedObjects):
+            raise BadInput(f"store {self.root}: is not encrypted (storage.encryption)")
+        return self._covered.keyring
+
+    def gc_state(self) -> GcState:
+        """Return whether collection is paused, and what waits for its grace to pass. Raises StoreUnavailable."""
+        pause, condemned = self.pauses.read(), self._condemned.read()
+        at_us = min((entry.at_us for entry in condemned.values()), default=None)
+        due = None if at_us is None else min(at_us / 1e6 + self.settings.gc.grace_seconds, CREATED_US_MAX // 1_000_000)
+        return GcState(
+            None if pause is None else moment_of(pause.at_us),
+            "" if pause is None else pause.who,
+            len(condemned),
+            None if due is None else datetime.fromtimestamp(due, UTC),
+        )
+
+    def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:
+        """Replace the index by one made from containers and manifests alone, all tenants' alike.
+
+        Nothing is put or deleted meanwhile. Raises StoreLocked, StoreUnavailable.
+        """
+        self._check_writable("rebuild_index")
+        self._puts.check_none()
+        with self._index.crossing.alone(BESIDE_SECONDS, "a rebuild of the index"):
+            report = self._index.rebuild(progress)
+            self._heads.accept(self._manifests)  # versions that were lost are given up
+            return report
+
+
+def _warn(damage: Damage) -> None:
+    for key, version in damage.versions:
+        _log.warning("%r version %d cannot be read: %s; run `nearkin verify`", key, version, damage.problem)
+
+
+def _forked() -> None:
+    for store in list(_STORES):
+        store.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,284 @@
+"""Copy versions from one store to another: incremental, in order, verified, resumable.
+
+source versions of a key    1 2 3 4 5        only versions after the newest one that the target already has
+target versions of a key    1 2 3       ->   4 5 are copied, oldest first
+
+A version is identified by its content, creation time and metadata; version numbers are the target's own. A server
+stamps its own creation time, so a copy to a server keeps the original time in the metadata entry CREATED_METADATA;
+a copy from there to a local store restores it.
+
+Invariant: a version is committed in the target only if its BLAKE3 is the one of the source (I8). An interrupted run
+leaves complete versions only; the next run continues after them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, cast
+
+from nearkin_shared.errors import Corrupt, Erased, NotFound
+from nearkin_shared.results import Damage, PutResult, VersionInfo
+from nearkin_shared.utils.frozen import frozen
+
+if TYPE_CHECKING:
+    from nearkin.client.sync import RemoteStore
+    from nearkin.store import Store
+
+CREATED_METADATA = "nearkin-created"
+"""Metadata entry with the creation time (ISO 8601, UTC) of a version that was copied to a server."""
+SMALL_BYTES = 1024 * 1024
+"""Versions up to this size are read into memory first and committed in groups: one sync for many."""
+GROUP_BYTES = 16 * 1024 * 1024
+GROUP_VERSIONS = 256
+
+Progress = Callable[[int], None]
+
+
+class ReadableStore(Protocol):
+    """What is needed of a source: `nearkin.store.Store` and `nearkin.client.RemoteStore` have it."""
+
+    def versions(
+        self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
+    ) -> list[VersionInfo]:
+        """Return versions by key."""
+
+    def get(self, key: str, version: int | None = None) -> Iterable[memoryview]:
+        """Return a version, which yields verified pieces."""
+
+
+@frozen
+class Failure:
+    """A version that was not copied. `version` and all later ones of the key are missing in the target."""
+
+    key: str
+    version: int
+    reason: str
+
+
+@frozen
+class KeyPlan:
+    """What to copy of one key."""
+
+    key: str
+    target_key: str
+    pending: tuple[VersionInfo, ...]
+    """Oldest first."""
+    present: int
+    """Versions that the target already has, or had and deleted."""
+    failure: Failure | None = None
+    """Why the versions after `pending` are not copied."""
+
+
+class Copied(NamedTuple):
+    """A version of the source and its copy."""
+
+    source: VersionInfo
+    target: VersionInfo
+
+
+def original(info: VersionInfo) -> tuple[datetime, Mapping[str, str]]:
+    """Return when the content was first stored, and its metadata without CREATED_METADATA."""
+    metadata = dict(info.metadata)
+    try:
+        moment = datetime.fromisoformat(metadata[CREATED_METADATA])
+    except (KeyError, ValueError):
+        return info.created.astimezone(UTC), metadata
+    if moment.tzinfo is None or moment.year < 1970:  # not written by a copy
+        return info.created.astimezone(UTC), metadata
+    del metadata[CREATED_METADATA]
+    return moment.astimezone(UTC), metadata
+
+
+def identity(info: VersionInfo) -> tuple[object, ...]:
+    """Return what a version and its copies have in common; times to the millisecond, as servers report them."""
+    created, metadata = original(info)
+    return info.digest, info.size_bytes, int(created.timestamp() * 1000), tuple(sorted(metadata.items()))
+
+
+def plan_key(
+    key: str,
+    target_key: str,
+    source: list[VersionInfo],
+    target: list[VersionInfo],
+    damaged: Mapping[int, str],
+    *,
+    skip_damaged: bool = False,
+) -> KeyPlan:
+    """Return which versions of a key to copy.
+
+    `source` and `target` ascend by version. `damaged`: reason by version of the source that cannot be listed; unless
+    `skip_damaged`, copying stops before the first of them, so that a later run can still copy it.
+    """
+    present = Counter(map(identity, target))
+    newest = 0
+    for number, info in enumerate(source, 1):
+        if present[identity(info)]:
+            present[identity(info)] -= 1
+            newest = number
+    pending = source[newest:]
+    done_version = source[newest - 1].version if newest else 0
+    lost = min((number for number in damaged if number > done_version), default=None)
+    failure = None if lost is None else Failure(key, lost, damaged[lost])
+    if lost is not None and not skip_damaged:
+        pending = [info for info in pending if info.version < lost]
+    own = [info for info in target if present[identity(info)] > 0]
+    if pending and own and own[-1].version == target[-1].version and original(own[-1])[0] > original(pending[0])[0]:
+        reason = (
+            f"the target has a version of its own, {own[-1].version} of {own[-1].created:%Y-%m-%dT%H:%M:%SZ}, that is "
+            "newer: a copy would replace it as the newest version; copy under another --prefix"
+        )
+        return KeyPlan(key, target_key, (), newest, Failure(key, pending[0].version, reason))
+    return KeyPlan(key, target_key, tuple(pending), newest, failure)
+
+
+class Copier:
+    """Copies planned keys. `failures` collects versions that cannot be read; the rest of their key is left out."""
+
+    def __init__(
+        self,
+        source: ReadableStore,
+        target: Store | RemoteStore,
+        *,
+        skip_damaged: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._skip_damaged = skip_damaged
+        self._progress = progress
+        self.failures: list[Failure] = []
+
+    def run(self, plans: Iterable[KeyPlan]) -> Iterator[Copied]:
+        """Copy and yield what was committed. Raises what puts and gets raise, but for damage of single versions."""
+        group: list[tuple[VersionInfo, str, bytes]] = []
+        group_bytes = 0
+        for plan in plans:
+            if plan.failure is not None:
+                self.failures.append(plan.failure)
+            for info in plan.pending:
+                try:
+                    if info.size_bytes <= SMALL_BYTES:
+                        group.append((info, plan.target_key, _read(self._source, info)))
+                        group_bytes += info.size_bytes
+                    else:
+                        yield from self._put_group(group)
+                        group, group_bytes = [], 0
+                        yield self._stream(info, plan.target_key)
+                except (Corrupt, NotFound, Erased) as err:
+                    self.failures.append(Failure(info.key, info.version, str(err)))
+                    if not self._skip_damaged:
+                        break
+                if group_bytes >= GROUP_BYTES or len(group) >= GROUP_VERSIONS:
+                    yield from self._put_group(group)
+                    group, group_bytes = [], 0
+        yield from self._put_group(group)
+
+    def _put_group(self, group: list[tuple[VersionInfo, str, bytes]]) -> Iterator[Copied]:
+        if not group:
+            return
+        puts = self._put_many((info, key, content) for info, key, content in group)
+        for (info, _, _), result in zip(group, puts, strict=True):
+            yield _checked(info, result)
+
+    def _stream(self, info: VersionInfo, key: str) -> Copied:
+        with closing(_VersionFile(self._source, info)) as file:
+            try:
+                (result,) = self._put_many([(info, key, cast("BinaryIO", file))])
+            except Exception as err:
+                if file.failure is not None:  # the put only reports that its source failed
+                    raise file.failure from err
+                raise
+        return _checked(info, result)
+
+    def _put_many(self, puts: Iterable[tuple[VersionInfo, str, bytes | BinaryIO]]) -> Iterator[PutResult]:
+        from nearkin.store import Item, Store
+
+        if isinstance(self._target, Store):
+            yield from self._target.put_many(
+                (
+                    Item(key, content, original(info)[1], _sha256(info), original(info)[0])
+                    for info, key, content in puts
+                ),
+                progress=self._progress,
+            )
+            return
+        for info, key, content in puts:
+            created, metadata = original(info)
+            stamped = {**metadata, CREATED_METADATA: created.isoformat(timespec="microseconds")}
+            yield self._target.put(key, content, metadata=stamped, sha256=_sha256(info), progress=self._progress)
+
+
+class _VersionFile(io.RawIOBase):
+    """A version of the source as a file; seeking to the start reads it again, so that an upload can be repeated."""
+
+    def __init__(self, source: ReadableStore, info: VersionInfo) -> None:
+        self._source, self._info = source, info
+        self._pieces: Iterator[memoryview] | None = None
+        self._rest = memoryview(b"")
+        self._position = 0
+        self.failure: Exception | None = None
+        """What reading the source raised."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if (offset, whence) != (0, io.SEEK_SET):
+            raise io.UnsupportedOperation("only the start can be sought")
+        self._end_reading()
+        self._rest, self._position = memoryview(b""), 0
+        return 0
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        try:
+            if self._pieces is None:
+                self._pieces = iter(self._source.get(self._info.key, self._info.version))
+            while not self._rest:
+                self._rest = memoryview(next(self._pieces))
+        except StopIteration:
+            return 0
+        except Exception as err:
+            self.failure = err
+            raise
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        self._end_reading()
+        super().close()
+
+    def _end_reading(self) -> None:
+        if self._pieces is not None and hasattr(self._pieces, "close"):
+            self._pieces.close()
+        self._pieces = None
+
+
+def _read(source: ReadableStore, info: VersionInfo) -> bytes:
+    with closing(_VersionFile(source, info)) as file:
+        return file.readall() or b""
+
+
+def _sha256(info: VersionInfo) -> bytes | None:
+    return None if info.sha256 is None else bytes.fromhex(info.sha256)
+
+
+def _checked(info: VersionInfo, result: PutResult) -> Copied:
+    if result.info.digest != info.digest:
+        raise Corrupt(
+            f"key {info.key!r} version {info.version}: the copy is {result.info.digest}, the source {info.digest}: "
+            f"delete version {result.info.version} of {result.info.key!r} in the target and copy again"
+        )
+    return Copied(info, result.info)

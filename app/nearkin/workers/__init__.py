@@ -1,0 +1,1 @@
+"""Worker processes that need more than one service, put together here."""

@@ -1,0 +1,8 @@
+"""Run the delta stage and the committer in one worker: `python -m nearkin.workers.delta`."""
+
+from nearkin_committer.__main__ import committer
+from nearkin_delta.__main__ import placer
+from nearkin_shared.kafka.worker import Part, command
+
+if __name__ == "__main__":
+    command("delta", [Part("delta", "paired", placer), Part("committer", "placed", committer)])()

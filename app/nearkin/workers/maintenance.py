@@ -1,0 +1,102 @@
+"""`python -m nearkin.workers.maintenance`: makes a lost index in Redis again, scrubs the object store, collects
+garbage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from nearkin.block_recoder import BlockRecoder
+from nearkin.local.index_recovery import super_features_of
+from nearkin_maintenance.domain_owners import Tenants
+from nearkin_maintenance.gc.blob_keys import Keys
+from nearkin_maintenance.gc.erased_tenants import remaining_after
+from nearkin_maintenance.gc.gc_run import require_marking
+from nearkin_maintenance.gc.gc_worker import Rounds
+from nearkin_maintenance.optimize.compact import Rewriter
+from nearkin_maintenance.redis_index_recovery import recover_index
+from nearkin_maintenance.verify.scrub_worker import BackgroundScrub
+from nearkin_shared.fingerprints import Fingerprinter, domain_of
+from nearkin_shared.index.protocols import Marked
+from nearkin_shared.index.redis import rebuild_in_background
+from nearkin_shared.index.redis.background_rebuild import RebuildTarget
+from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
+from nearkin_shared.kafka.lag import LagWatch
+from nearkin_shared.kafka.worker import Context, command
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.retention import apply_policies, guard_of
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.deletions import Deletions
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.quarantine import Quarantine, joined
+
+
+def start(context: Context) -> Callable[[], None]:
+    """Watch the index and the groups' lag, collect garbage; return what ends that.
+
+    One janitor of the fleet rebuilds or collects at a time (a lease in Redis).
+    """
+    require_marking(context.settings.gc)
+    manifests = ManifestStore(context.objects)
+
+    def fingerprinter(tenant: str) -> Fingerprinter:
+        return Fingerprinter(context.secret, tenant, context.found.fingerprint_bits)
+
+    def rebuild(index: RebuildTarget) -> object:
+        settings = context.settings
+        containers = ContainerStore(context.objects, domain_of(settings.tenant), int(settings.base.cache_bytes))
+        tenants = Tenants(fingerprinter, [settings.tenant], manifests)
+        left_out = joined(CondemnedStore(context.objects).read(), Quarantine(context.objects, time.time).read())
+        return recover_index(containers, manifests, index, tenants, super_features_of, left_out)
+
+    stop_rebuilding = rebuild_in_background(context.index, rebuild).stop
+    stop_looking = LagWatch(context.settings).start()
+
+    scrub = BackgroundScrub(context.objects, context.current, fingerprinter, context.index)
+    scrub.start()
+
+    def containers(objects: ObjectStore) -> ContainerStore:
+        return ContainerStore(objects, domain_of(context.settings.tenant), int(context.settings.base.cache_bytes))
+
+    def rewriter(found: ContainerStore) -> Rewriter:
+        settings = context.current()
+        tenants = Tenants(fingerprinter, [settings.tenant], manifests)
+        return Rewriter(found, tenants, fingerprinter(settings.tenant), BlockRecoder(settings))
+
+    keys = Keys()
+
+    def forgetting(objects: ObjectStore, check: Callable[[], None]) -> tuple[int, int]:
+        settings, listed = context.current(), ManifestStore(objects, RedisKeyLocks(context.index))
+
+        def note(marks: Sequence[Marked]) -> None:
+            check()
+            context.index.mark_many(marks)
+
+        deletions = Deletions(listed, note, guard=guard_of(settings.retention, time.time))
+        undelete_seconds = settings.deletion.undelete_seconds
+        found = keys.of(listed) if settings.retention.policies else ()
+        return apply_policies(settings.retention, found, listed, deletions, undelete_seconds, time.time())
+
+    rounds = Rounds(
+        context.index,
+        context.objects,
+        lambda: context.current().gc,
+        containers,
+        rewriter,
+        forgetting=forgetting,
+        remaining=lambda finished: remaining_after(context.current(), finished),
+    ).start()
+
+    def stop() -> None:
+        rounds.stop()
+        scrub.stop()
+        stop_looking()
+        stop_rebuilding()
+
+    return stop
+
+
+if __name__ == "__main__":
+    command("janitor", [], start)()

@@ -1,0 +1,41 @@
+"""The chaos run: `python -m benchmarks.chaos --blobs 300 --kills 40 [--seed N]`. Exit code 1 when a promise was
+broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.support.engines.chaos import Chaos
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blobs", type=int, default=300)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
+    parser.add_argument("--keep", type=Path, help="work in this folder and leave it there")
+    chosen = parser.parse_args()
+    if chosen.keep is not None:
+        report = Chaos(chosen.keep, chosen.seed, chosen.blobs, chosen.kills, say).run()
+    else:
+        with tempfile.TemporaryDirectory(prefix="nearkin-chaos-") as folder:
+            report = Chaos(Path(folder), chosen.seed, chosen.blobs, chosen.kills, say).run()
+    print(json.dumps(asdict(report), indent=1))
+    sys.exit(1 if report.problems else 0)
+
+
+def say(line: str) -> None:
+    """Tell how it goes."""
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

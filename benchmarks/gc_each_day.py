@@ -1,0 +1,209 @@
+"""What a store under collection holds, on each day. Invariant: every day's fresh store gets that day's live versions.
+
+As gc_days.py, but measured each day after its puts, its deletions and its round, and with what the bytes are made of:
+
+    python -m benchmarks.gc_each_day [--edits stretches|small] [--days 30] [--keep 7] [--scale 1]
+
+`living`, `bases`, `condemned`, `beside`: shares of blocks that versions read, that living ones lean on alone, that wait
+for the grace, and that lie beside what is needed; `names`: directories; `rest`: manifests, marks, records. Each less
+what the fresh store has of it, in per cent of the fresh store. `due`: the ratio, had all that was condemned gone;
+`highest`: that of the day's highest moment, its puts and every round counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import mean
+
+import numpy as np
+
+from benchmarks.gc_cost import system_bytes
+from benchmarks.gc_days import small, stretches
+from nearkin import Store, open_store
+from nearkin.lab.generated_data import random_bytes, records_like, text_like
+from nearkin_maintenance.gc.mark import Reach, filled
+from nearkin_maintenance.gc.roots import find_roots
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import GC_MODES, MARK_SWEEP
+from nearkin_shared.formats import container_layout
+from tests.support.data.stores import stored_bytes
+from tests.support.fakes.clock import DAY
+
+PARTS = ("living", "bases", "condemned", "beside", "names", "rest")
+Contents = dict[str, bytes]
+Live = dict[tuple[str, int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """A day's end: the store, the fresh one, what the round wrote and took."""
+
+    day: int
+    stored: int
+    highest: int
+    """Of what was stored after the puts and deletions, and after each round."""
+    fresh: int
+    parts: dict[str, int]
+    fresh_parts: dict[str, int]
+    written_bytes: int
+    content_bytes: int
+    rewritten: int
+    cpu_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Return how many times the fresh store's bytes are stored."""
+        return self.stored / self.fresh
+
+
+def parts_of(store: Store) -> dict[str, int]:
+    """Return what the bytes of a store are made of; a chunk's share of its block is an estimate."""
+    objects, manifests = store._containers.of(None), store._manifests
+    roots = find_roots(manifests, 0)
+    reach = Reach(objects, manifests, [version.manifest for version in roots.kept])
+    needed, record = reach.closed(reach.chunks), store._condemned.read()
+    found, total = dict.fromkeys(PARTS, 0), 0
+    none = np.zeros(0, np.bool_)
+    for container, size_bytes in objects.ids():
+        directory = objects.directory(container)
+        chunks, blocks = directory.chunks, directory.blocks
+        ratio = (blocks.stored + float(container_layout.BLOCK.size)) / np.maximum(blocks.raw, 1)
+        shares = chunks.encoded * ratio[chunks.blocks]
+        living = filled(reach.chunks.get(container, none), len(chunks))
+        held = filled(needed.get(container, none), len(chunks))
+        condemned = np.zeros(len(chunks), np.bool_)
+        if container in record:
+            condemned[record[container].chunks] = True
+        found["living"] += int(shares[living].sum())
+        found["bases"] += int(shares[held & ~living].sum())
+        found["condemned"] += int(shares[condemned & ~held].sum())
+        found["beside"] += int(shares[~condemned & ~held].sum())
+        total += size_bytes
+    found["names"] = total - sum(found.values())
+    found["rest"] = stored_bytes(store.root) - total
+    return found
+
+
+def history(edits: str, days: int, scale: int) -> Iterator[Contents]:
+    """Yield what the keys hold on each day."""
+    draw, edit = Random(1), {"small": small, "stretches": stretches}[edits]
+    contents = {
+        "text": text_like(3_000_000 * scale, 1),
+        "records": records_like(3_000_000 * scale, 2),
+        "mixed": random_bytes(1_000_000 * scale, 3) + text_like(1_000_000 * scale, 4),
+    }
+    for day in range(days):
+        contents = {
+            key: edit(content, draw, draw.uniform(0.01, 0.05)) if day else content for key, content in contents.items()
+        }
+        yield contents
+
+
+def fresh_store(live: Live, chosen: Settings) -> tuple[int, dict[str, int]]:
+    """Return the bytes of a store of these versions alone, put in their order, and what they are made of."""
+    with tempfile.TemporaryDirectory() as folder, open_store(folder, settings=chosen, create=True) as store:
+        for (key, _), content in sorted(live.items(), key=lambda entry: (entry[0][1], entry[0][0])):
+            store.put(key, content)
+        return stored_bytes(store.root), parts_of(store)
+
+
+def run(given: argparse.Namespace, known: dict[int, tuple[int, dict[str, int]]]) -> Iterator[Day]:
+    """Yield the days of a store. `known`: fresh stores by day, filled in."""
+    now, live = [1_764_000_000.0], Live()
+    changes = {
+        "deletion": {"undelete_seconds": 0},
+        "gc": {
+            "mode": given.mode,
+            "grace_seconds": given.grace_seconds,
+            "compact_below": given.compact_below,
+            "bytes_per_second": 1 << 40,
+        },
+        "index": {"map_bytes": 1 << 30},
+    }
+    chosen = with_changes(Settings(), changes)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_store(folder, settings=chosen, clock=lambda: now[0], create=True) as store,
+    ):
+        for day, contents in enumerate(history(given.edits, given.days, given.scale)):
+            for key, content in contents.items():
+                version = store.put(key, content).info.version
+                live[key, version] = content
+                if version > given.keep:
+                    store.delete(key, version - given.keep)
+                    del live[key, version - given.keep]
+            _, before = system_bytes()
+            began, rewritten, sizes = time.process_time(), 0, [stored_bytes(store.root)]
+            for _ in range(given.rounds):
+                now[0] += DAY / given.rounds
+                rewritten += store.gc().containers_rewritten
+                sizes.append(stored_bytes(store.root))
+            cpu_seconds, (_, after) = time.process_time() - began, system_bytes()
+            if day not in known:
+                known[day] = fresh_store(live, chosen)
+            yield Day(
+                day,
+                sizes[-1],
+                max(sizes),
+                known[day][0],
+                parts_of(store),
+                known[day][1],
+                after - before,
+                sum(map(len, contents.values())),
+                rewritten,
+                cpu_seconds,
+            )
+        if store.verify().damage or any(store.get(*name).read() != content for name, content in live.items()):
+            raise SystemExit("a version is damaged")
+
+
+def main() -> None:
+    """Print a row a day, and the means once versions end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--edits", choices=["stretches", "small"], default="stretches")
+    parser.add_argument("--days", type=int, default=30)
+    parser.add_argument("--keep", type=int, default=7)
+    parser.add_argument("--scale", type=int, default=1, help="times 8 MB")
+    parser.add_argument("--mode", choices=GC_MODES, default=MARK_SWEEP)
+    parser.add_argument("--compact-below", type=float, default=0.9)
+    parser.add_argument("--rounds", type=int, default=2, help="a day: with 2 the second frees what the first condemned")
+    parser.add_argument("--grace-seconds", type=int, default=Settings().gc.grace_seconds)
+    parser.add_argument("--fresh", type=Path, help="keep the fresh stores' figures in this file, or take them from it")
+    given = parser.parse_args()
+    known: dict[int, tuple[int, dict[str, int]]] = {}
+    if given.fresh is not None and given.fresh.exists():
+        known = {int(day): (size, parts) for day, (size, parts) in json.loads(given.fresh.read_text()).items()}
+    print(" day     stored      fresh  ratio    due highest | % of fresh:", *(f"{part:>9}" for part in PARTS), end="")
+    print(" | written MB  rewritten  CPU s")
+    days = []
+    for day in run(given, known):
+        days.append(day)
+        due, highest = (day.stored - day.parts["condemned"]) / day.fresh, day.highest / day.fresh
+        print(
+            f"{day.day:>4} {day.stored:>10,} {day.fresh:>10,} {day.ratio:>6.3f} {due:>6.3f} {highest:>7.3f}", end=" |"
+        )
+        print(" " * 12, end=" ")
+        print(*(f"{(day.parts[p] - day.fresh_parts[p]) / day.fresh * 100:>9.1f}" for p in PARTS), end="")
+        print(f" | {day.written_bytes / 1e6:>10.2f} {day.rewritten:>10} {day.cpu_seconds:>6.2f}", flush=True)
+    if given.fresh is not None:
+        given.fresh.write_text(json.dumps(known))
+    ended = days[given.keep :]
+    over, highest = [day.ratio for day in ended], max(day.highest / day.fresh for day in ended)
+    written, content = mean(day.written_bytes for day in ended), mean(day.content_bytes for day in ended)
+    print(
+        f"{given.edits}: days {given.keep} to {given.days - 1}: ratio {min(over):.3f} to {max(over):.3f}, mean "
+        f"{mean(over):.3f}, highest moment {highest:.3f}; rounds write {written / 1e6:.2f} MB a day for "
+        f"{content / 1e6:.1f} MB of content, {mean(day.cpu_seconds for day in ended):.2f} CPU s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Long histories, gathered or not. Invariant: every version read is compared with the file that was put.
+
+    python -m benchmarks.long_history [-c rdb] [--versions 40] [--every 4] [--gather-bytes 4MiB] [--keep N]
+
+Puts versions one after the other, does a round of garbage collection after every few, and prints after each round what
+the store holds, the last put and reads of the oldest and the newest version: seconds, and MB decoded. `--keep`: only
+the last N versions stay; then rounds have a grace of 0. docs/benchmarks/history.md, ADR 33 has the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nearkin import Store, open_store
+from nearkin.lab.corpora import find_corpora
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.reading.read_plan import BlockName
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.types import U8
+from tests.support.data.stores import stored_bytes
+
+KEY = "k"
+
+
+@contextmanager
+def decoding() -> Iterator[Callable[[], float]]:
+    """Yield what tells the MB of blocks decoded since it was asked last."""
+    real, decoded = ContainerStore.keep, [0]
+
+    def keep(self: ContainerStore, names: Sequence[BlockName], contents: Sequence[U8]) -> None:
+        decoded[0] += sum(map(len, contents))
+        real(self, names, contents)
+
+    def since() -> float:
+        found, decoded[0] = decoded[0] / 1e6, 0
+        return found
+
+    ContainerStore.keep = keep  # type: ignore[method-assign]
+    try:
+        yield since
+    finally:
+        ContainerStore.keep = real  # type: ignore[method-assign]
+
+
+def timed(work: Callable[[], Any], decoded: Callable[[], float]) -> str:
+    """Return how long something takes, and what is decoded for it."""
+    decoded()
+    started = time.perf_counter()
+    work()
+    return f"{time.perf_counter() - started:6.2f} s {decoded():7.0f} MB"
+
+
+def read(store: Store, version: int, file: Path) -> None:
+    """Read a version, and compare it with its file."""
+    found = hashlib.sha256()
+    for part in store.get(KEY, version):
+        found.update(part)
+    with file.open("rb") as whole:
+        assert found.digest() == hashlib.file_digest(whole, "sha256").digest(), version
+
+
+def main() -> None:
+    """Print one row a round."""
+    given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given.add_argument("-c", "--corpus", default="rdb")
+    given.add_argument("--versions", type=int, default=40)
+    given.add_argument("--every", type=int, default=4, help="puts between rounds")
+    given.add_argument("--gather-bytes", default="4MiB", help="gc.gather_bytes; 0: never")
+    given.add_argument("--keep", type=int, help="versions that stay; without: all")
+    chosen = given.parse_args()
+    (corpus,) = find_corpora([chosen.corpus], chosen.versions)
+    changes: dict[str, dict[str, object]] = {"gc": {"gather_bytes": chosen.gather_bytes}}
+    if chosen.keep is not None:
+        changes = {"gc": {**changes["gc"], "grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
+    settings = with_changes(Settings(), changes)
+    print("version      put: s, decoded      round: s, decoded      stored MB  oldest: s, decoded   newest: s, decoded")
+    with tempfile.TemporaryDirectory() as folder, decoding() as decoded:
+        root = Path(folder, "s")
+        for number, file in enumerate(corpus.paths, 1):
+            with open_store(root, settings=settings, create=True) as store:
+                put = timed(lambda store=store, file=file: store.put(KEY, file), decoded)  # type: ignore[misc]
+                if chosen.keep is not None and number > chosen.keep:
+                    store.delete(KEY, number - chosen.keep)
+            if number % chosen.every:
+                continue
+            with open_store(root, settings=settings, create=True) as store:
+                a_round = timed(store.gc, decoded)
+            oldest = max(1, number - chosen.keep + 1) if chosen.keep else 1
+            reads = []
+            for version in (oldest, number):
+                with open_store(root, settings=settings, read_only=True) as store:
+                    path = corpus.paths[version - 1]
+                    reads.append(timed(lambda s=store, v=version, p=path: read(s, v, p), decoded))  # type: ignore[misc]
+            print(f"{number:7} {put} {a_round} {stored_bytes(root) / 1e6:12.2f} {reads[0]} {reads[1]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The services on this machine: MB/s end to end, bytes a stage, who uses the CPU, and what Python costs a segment.
+
+    python -m benchmarks.pipeline --versions 4
+
+Kafka, Redis and one worker of each service run beside the uploader; the store is a folder. Every blob is waited for;
+the last is put again: then everything is known. What comes first is put by another tenant beforehand: a JVM and an
+interpreter that have just started are not what is measured.
+docs/benchmarks/history.md, ADR 8 has the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.cpu_by_object import CLASSES, Sampled
+from nearkin.lab.corpus_cache import botocore
+from nearkin_shared.kafka.clients import STAGE_TOPICS
+from tests.support.servers.pipeline import Pipeline, Uploader, file_pieces, uploading
+from tests.support.servers.servers import Kafka, Redis
+
+MB = 1_000_000
+WORKERS = ("chunker", "dedup", "resemblance", "delta")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--versions", type=int, default=4)
+    parser.add_argument("--duplicates", type=int, default=2, help="how often the last one is put again")
+    parser.add_argument("--kafka", action="append", default=[], metavar="FIELD=VALUE", help="a setting of [kafka]")
+    parser.add_argument("--objects", action="store_true", help="print the shared objects that took the CPU, too")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    chosen = parser.parse_args()
+    changed = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in chosen.kafka)}
+    files = botocore(chosen.versions)
+    with tempfile.TemporaryDirectory(prefix="nearkin-pipeline-") as folder:
+        rows = measured(Path(folder), files, chosen.duplicates, changed)
+    print(tables(rows))
+    if chosen.objects:
+        for row in rows:
+            print(row["put"], json.dumps({name: _most(found) for name, found in row["objects"].items()}, indent=1))
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(rows, indent=1))
+
+
+def measured(folder: Path, files: Sequence[Path], duplicates: int, changed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one row a kind of put: the first version, new versions, duplicates."""
+    kinds = {"first version": files[:1], "new version": files[1:], "duplicate": [files[-1]] * duplicates}
+    with Kafka(folder / "kafka") as kafka, Redis(folder / "redis") as redis:
+        config = {
+            "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": "bench.", "partitions": 2, **changed},
+            "redis": {"url": redis.url},
+            "object_store": {"url": str(folder / "objects")},
+        }
+        with Pipeline(folder / "pipeline", config) as pipeline, uploading(pipeline.settings) as uploader:
+            warm = Uploader(pipeline.settings, "warm")
+            for path in (files[0], files[-1], files[-1]):
+                warm.wait(warm.put("b", file_pieces(path)), 600)
+            warm.close()
+            pids = {name: process.pid for name, process in pipeline.processes.items() if name in WORKERS}
+            pids |= {"kafka": kafka.pid, "redis": redis.pid, "uploader": psutil.Process().pid}
+            return [
+                row_of(name, uploader, paths, pids, folder / "kafka") for name, paths in kinds.items() if len(paths)
+            ]
+
+
+def row_of(kind: str, uploader: Uploader, paths: Sequence[Path], pids: dict[str, int], kafka: Path) -> dict[str, Any]:
+    """Put blobs one after another; return what they took together."""
+    sent, events, seconds = topic_bytes(kafka), [], 0.0
+    with Sampled(pids) as sampled:
+        for path in paths:
+            started = time.perf_counter()
+            events.append(uploader.wait(uploader.put("b", file_pieces(path)), 600))
+            seconds += time.perf_counter() - started
+    received = topic_bytes(kafka)
+    logical_bytes = sum(event["ledger"]["logical_bytes"] for event in events)
+    return {
+        "put": kind,
+        "logical_bytes": logical_bytes,
+        "stored_bytes": sum(event["ledger"]["stored_bytes"] for event in events),
+        "segments": sum(event["segments"] for event in events),
+        "mb_per_second": logical_bytes / seconds / MB,
+        "cpu": sampled.seconds,
+        "objects": sampled.objects,
+        "topic_bytes": {name: received[name] - sent[name] for name in received},
+    }
+
+
+def topic_bytes(kafka: Path) -> dict[str, int]:
+    """Return the bytes that each stage's topic takes on the broker's disk."""
+    return {name: sum(path.stat().st_size for path in kafka.rglob(f"bench.{name}-*/*.log")) for name in STAGE_TOPICS}
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Return Markdown."""
+    names = list(rows[0]["cpu"])
+    lines = [f"| CPU s/GB of | MB | MB/s | {' | '.join(names)} | sum |", f"|{'---|' * (4 + len(names))}"]
+    for row in rows:
+        each = [sum(row["cpu"][name].values()) / row["logical_bytes"] * 1e9 for name in names]
+        shares = " | ".join(f"{found:.1f}" for found in [*each, sum(each)])
+        lines.append(f"| {row['put']} | {row['logical_bytes'] / MB:.0f} | {row['mb_per_second']:.1f} | {shares} |")
+    lines += ["", f"| MB a 100 MB put | {' | '.join(STAGE_TOPICS)} | stored |", f"|{'---|' * 7}"]
+    for row in rows:
+        sizes = [*(row["topic_bytes"][name] for name in STAGE_TOPICS), row["stored_bytes"]]
+        shares = " | ".join(f"{size / row['logical_bytes'] * 100:.2f}" for size in sizes)
+        lines.append(f"| {row['put']} | {shares} |")
+    lines += ["", f"| us a segment | worker | {' | '.join(CLASSES)} | / kernels | / all native |", f"|{'---|' * 9}"]
+    for row in rows:
+        for name in WORKERS:
+            each_us = {kind: seconds / row["segments"] * 1e6 for kind, seconds in row["cpu"][name].items()}
+            python_us = each_us["interpreter"]
+            native_us = sum(each_us.values()) - python_us
+            figures = " | ".join(f"{each_us[kind]:.1f}" for kind in CLASSES)
+            share = f"{python_us / each_us['kernels']:.0%}" if each_us["kernels"] > 1 else "-"
+            lines.append(f"| {row['put']} | {name} | {figures} | {share} | {python_us / native_us:.0%} |")
+    return "\n".join(lines)
+
+
+def _most(found: dict[str, float]) -> dict[str, float]:
+    return {name: round(seconds, 3) for name, seconds in sorted(found.items(), key=lambda item: -item[1])[:8]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Frames into segments. Invariant: what is resumed after a death starts at a segment's start, so it is cut the same.
+
+A blob's state is (blob id, position, next sequence): what lies before `position` has been sent on as `sequence`
+segments. The states of open blobs travel with the committed offset, which is that of the first frame any of them needs.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from struct import Struct
+
+import numpy as np
+
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError
+from nearkin_shared.formats.message import CHUNKS_MAX, SEGMENTS_MAX, End, Envelope, Frame, Segments, encode
+from nearkin_shared.kafka.ack_tracker import Awaiting
+from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.coalesce import CHUNK_BYTES_SENT, FRESH_CHUNK_BYTES_SENT, ROOM_BYTES, SEGMENT_BYTES_SENT
+from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record
+from nearkin_shared.kafka.lag import BACKLOG_SECONDS, Backlog
+from nearkin_shared.kafka.record_guard import BoundedCache, RecordGuard, headers_of, trace_of
+from nearkin_shared.limits import SEGMENT_BYTES_MAX
+from nearkin_shared.observability.log_setup import about
+from nearkin_shared.pipeline.stage import Facts
+from nearkin_shared.types import U8, SegmentBatch
+from nearkin_shared.utils.failpoints import failpoint
+
+_log = logging.getLogger("nearkin.chunker")
+
+_STATE = Struct("<16sQQ")
+STATES_MAX = 90
+"""Open blobs whose state fits into a commit's 4096 bytes of metadata; those beyond are read again from their start."""
+JOIN_BYTES_MAX = 8 * 1024 * 1024
+"""Frames of one blob that are cut together: fewer calls, and what is left over is cut again less often."""
+OPEN_BLOBS_MAX = 4096
+
+
+def check_messages_fit(settings: Settings) -> None:
+    """Refuse settings under which a segment could outgrow a message."""
+    smallest = max(1, settings.chunker.min_bytes)
+    chunks = -(-int(settings.segment.max_bytes) // smallest) + 1
+    each = CHUNK_BYTES_SENT + FRESH_CHUNK_BYTES_SENT + 8 * settings.features.super_features
+    needed = int(settings.segment.max_bytes) + chunks * each + SEGMENT_BYTES_SENT
+    if needed > ROOM_BYTES or chunks > CHUNKS_MAX:
+        raise ConfigError(
+            f'chunker.min_bytes "{smallest}": a segment of {settings.segment.max_bytes} bytes may have {chunks} chunks '
+            f"and take {needed} bytes as a message, more than {ROOM_BYTES}: want chunker.min_bytes >= 1024"
+        )
+
+
+@dataclass(slots=True)
+class _Open:
+    """A blob in the making."""
+
+    envelope: Envelope
+    position: int
+    """Byte of the blob at which `carry` starts."""
+    sequence: int
+    first_offset: int | None
+    """Offset of the frame at position 0; None where it lies before what this worker has read."""
+    carry: U8 = field(default_factory=lambda: np.zeros(0, np.uint8))
+    waiting: list[U8] = field(default_factory=list)
+    waiting_bytes: int = 0
+    frames: deque[tuple[int, int]] = field(default_factory=deque)
+    """(offset, end position) of the frames that are not wholly sent on, and always of the last one."""
+    last_seen: float = field(default_factory=time.monotonic)
+
+    @property
+    def end(self) -> int:
+        """Return the byte up to which frames have come."""
+        return self.position + len(self.carry) + self.waiting_bytes
+
+
+@dataclass(slots=True)
+class _Partition:
+    resumed: dict[bytes, tuple[int, int]]
+    open: dict[bytes, _Open] = field(default_factory=dict)
+    next_offset: int | None = None
+
+
+class ChunkHandler:
+    """Cuts frames."""
+
+    def __init__(
+        self, settings: Settings, stage_of: Callable[[str], ChunkerStage], outbox: Outbox, backlog: Backlog
+    ) -> None:
+        """`backlog`: asked before an upload is ended for want of frames."""
+        check_messages_fit(settings)
+        self._backlog = backlog
+        self._settings = settings
+        self._stages: BoundedCache[str, ChunkerStage] = BoundedCache(stage_of, 256)
+        self._outbox = outbox
+        self._guard = RecordGuard(settings, "chunker", outbox, "segments")
+        self._partitions: dict[int, _Partition] = {}
+        self._awaiting = Awaiting(outbox)
+
+    def assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
+        self._awaiting.forget(partition)
+        self._partitions[partition] = _Partition(_resumed(metadata))
+
+    def handle(self, records: list[Record]) -> None:
+        """Cut what came, and send it on."""
+        touched: dict[bytes, tuple[_Partition, _Open, Record]] = {}
+        for record in records:
+            part = self._partitions[record.partition]
+            part.next_offset = record.offset + 1
+            message = self._guard.decoded(record)
+            if message is None:
+                continue
+            if isinstance(message, Frame):
+                found = self._take(part, record, message)
+                if found is not None:
+                    touched[message.envelope.blob] = (part, found, record)
+                    if found.waiting_bytes >= JOIN_BYTES_MAX:
+                        self._cut_guarded(*touched.pop(message.envelope.blob))
+            elif isinstance(message, End):
+                touched.pop(message.envelope.blob, None)
+                self._end(part, record, message)
+            else:
+                _log.warning("%s: a %s does not belong here", record.named, type(message).__name__)
+        for part, blob, record in touched.values():
+            self._cut_guarded(part, blob, record)
+        self._reached({record.partition for record in records})
+
+    def idle(self) -> float:
+        """End uploads whose frames have stopped coming, not those whose frames nobody has read."""
+        seconds = self._settings.kafka.upload_idle_seconds
+        oldest = time.monotonic() - seconds
+        for number, part in self._partitions.items():
+            late = [blob for blob in part.open.values() if blob.last_seen < oldest]
+            # The service was paused, or Kafka away, and those frames were acknowledged: who sent them was told 202.
+            if late and part.next_offset is not None and self._backlog.unread("frames", number, part.next_offset):
+                for blob in late:
+                    blob.last_seen = oldest + BACKLOG_SECONDS
+                continue
+            for blob in late:
+                self._fail(part, blob, f"the upload stopped: no frame came for {seconds} s", None)
+                self._reached([number])
+        self._awaiting.settle()
+        return IDLE_SECONDS
+
+    def drain(self, partition: int) -> None:
+        """Wait until Kafka has all that was cut."""
+        self._awaiting.drain()
+
+    def dropped(self, partition: int) -> None:  # noqa: D102
+        self._partitions.pop(partition, None)
+        self._awaiting.forget(partition)
+
+    def committable(self) -> Iterable[tuple[int, int, str]]:
+        """Yield the first frame that is still needed, with the states of open blobs, as of the last batch sent."""
+        return self._awaiting.committable()
+
+    def _reached(self, numbers: Iterable[int]) -> None:
+        """Say where to resume these partitions once all that was sent is acknowledged."""
+        parts = {number: self._partitions[number] for number in numbers}
+        self._awaiting.batch({n: _resume_point(part) for n, part in parts.items() if part.next_offset is not None})
+
+    def close(self) -> None:  # noqa: D102
+        self._outbox.close()
+        self._backlog.close()
+
+    def _take(self, part: _Partition, record: Record, frame: Frame) -> _Open | None:
+        """Put a frame behind what its blob has; return the blob, or None for what needs no work."""
+        envelope, payload = frame.envelope, frame.payload
+        blob = part.open.get(envelope.blob)
+        if blob is None:
+            state = part.resumed.pop(envelope.blob, None)
+            if state is not None:
+                position, sequence = state
+                blob = _Open(envelope, position, sequence, record.offset if envelope.position == 0 else None)
+            elif envelope.position == 0:
+                blob = _Open(envelope, 0, 0, record.offset)
+            else:
+                return None  # of a blob that ended: read again because another one needs what lies before
+            part.open[envelope.blob] = blob
+            if len(part.open) > OPEN_BLOBS_MAX:
+                oldest = min(part.open.values(), key=lambda other: other.last_seen)
+                self._fail(part, oldest, f"more than {OPEN_BLOBS_MAX} uploads at once", None)
+        elif not self._guard.belongs(record, envelope, blob.envelope):
+            return None
+        blob.last_seen = time.monotonic()
+        start, stop = envelope.position, envelope.position + len(payload)
+        if start > blob.end:
+            self._fail(part, blob, f"bytes {blob.end} to {start} never came", trace_of(record))
+            return None
+        blob.frames.append((record.offset, stop))
+        if stop > blob.end:
+            fresh = payload[blob.end - start :]
+            blob.waiting.append(fresh)
+            blob.waiting_bytes += len(fresh)
+        return blob
+
+    def _end(self, part: _Partition, record: Record, end: End) -> None:
+        blob = part.open.get(end.envelope.blob)
+        if blob is None:
+            state = part.resumed.pop(end.envelope.blob, None)
+            if state is None and end.envelope.position:
+                return  # read again; it was ended before
+            position, sequence = state or (0, 0)
+            blob = _Open(end.envelope, position, sequence, record.offset)
+        elif not self._guard.belongs(record, end.envelope, blob.envelope):
+            return
+        if end.failure is None and end.size_bytes != blob.end:
+            self._fail(part, blob, f"{blob.end} bytes came of {end.size_bytes}", trace_of(record))
+            return
+        envelope = replace(end.envelope, sequence=blob.sequence)
+
+        def finish() -> None:
+            if end.failure is None:
+                self._cut(blob, trace_of(record), final=True)
+            last = replace(end, envelope=replace(envelope, sequence=blob.sequence), segments=blob.sequence)
+            headers = headers_of("chunker", "end", last.envelope, trace_of(record))
+            self._outbox.send("segments", end.envelope.blob, encode(last), headers)
+
+        self._guard.carry_out(record, envelope, finish)
+        part.open.pop(end.envelope.blob, None)
+
+    def _cut_guarded(self, part: _Partition, blob: _Open, record: Record) -> None:
+        if not self._guard.carry_out(record, blob.envelope, lambda: self._cut(blob, trace_of(record), final=False)):
+            part.open.pop(blob.envelope.blob, None)
+
+    def _cut(self, blob: _Open, traceparent: bytes | None, *, final: bool) -> None:
+        """Send on all segments that no later byte can change."""
+        parts = [blob.carry, *blob.waiting] if len(blob.carry) else blob.waiting
+        payload = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.uint8), *parts])
+        runs = (BlobRun(0, 0, len(payload), final),)
+        chunked = self._stages[blob.envelope.tenant].decide(FrameRuns(payload, runs), Facts())
+        position, sequence = blob.position, blob.sequence
+        for batch in split_segments(chunked.segments, self._settings.features.super_features):
+            envelope = replace(blob.envelope, position=position, sequence=sequence)
+            headers = headers_of("chunker", "segments", envelope, traceparent)
+            self._outbox.send("segments", envelope.blob, encode(Segments(envelope, batch)), headers)
+            failpoint("cut.sent")
+            position, sequence = position + batch.logical_bytes, sequence + batch.segments
+        consumed = position - blob.position
+        blob.carry = payload[consumed:].copy()  # a view would hold on to the whole frame
+        blob.waiting, blob.waiting_bytes = [], 0
+        blob.position, blob.sequence = position, sequence
+        while len(blob.frames) > 1 and blob.frames[0][1] <= position:
+            blob.frames.popleft()
+
+    def _fail(self, part: _Partition, blob: _Open, failure: str, traceparent: bytes | None) -> None:
+        with about(blob.envelope.blob, blob.envelope.tenant, traceparent):
+            _log.warning("blob %s: %s", blob.envelope.blob.hex(), failure)
+        self._guard.fail(replace(blob.envelope, sequence=blob.sequence), failure, traceparent)
+        part.open.pop(blob.envelope.blob, None)
+
+
+def split_segments(batch: SegmentBatch, super_features: int) -> Iterator[SegmentBatch]:
+    """Yield runs of segments that each fit into a message at every later stage."""
+    counts = np.diff(batch.chunk_bounds)
+    carried = np.where(batch.zero, 0, batch.lengths).astype(np.int64)
+    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(carried)])
+    bytes_at = sums[batch.chunk_bounds]
+    each = CHUNK_BYTES_SENT + FRESH_CHUNK_BYTES_SENT + 8 * super_features
+    cost_at = bytes_at + batch.chunk_bounds.astype(np.int64) * each
+    cost_at += np.arange(len(cost_at), dtype=np.int64) * SEGMENT_BYTES_SENT
+    start = 0
+    while start < len(counts):
+        stop = min(
+            int(np.searchsorted(cost_at, cost_at[start] + ROOM_BYTES, side="right")) - 1,
+            int(np.searchsorted(bytes_at, bytes_at[start] + SEGMENT_BYTES_MAX, side="right")) - 1,
+            int(np.searchsorted(batch.chunk_bounds, batch.chunk_bounds[start] + CHUNKS_MAX, side="right")) - 1,
+            start + SEGMENTS_MAX,
+        )
+        stop = max(stop, start + 1)
+        yield _segments(batch, start, stop)
+        start = stop
+
+
+def _segments(batch: SegmentBatch, start: int, stop: int) -> SegmentBatch:
+    first, last = int(batch.chunk_bounds[start]), int(batch.chunk_bounds[stop])
+    return SegmentBatch(
+        payload=batch.payload,
+        offsets=batch.offsets[first:last],
+        lengths=batch.lengths[first:last],
+        names=batch.names[first:last],
+        zero=batch.zero[first:last],
+        chunk_bounds=batch.chunk_bounds[start : stop + 1] - np.uint32(first),
+        blobs=batch.blobs[start:stop],
+        segment_ids=batch.segment_ids[start:stop],
+    )
+
+
+def _resume_point(part: _Partition) -> tuple[int, str]:
+    """Return (offset, metadata): where to read from after a death, and what is known of the blobs open there."""
+    assert part.next_offset is not None
+    # Those whose first frame is out of reach need their state: the open ones, and those of the last owner whose next
+    # frame is still to come; together no more than it left. All others can be cut again from their start.
+    lost = [blob for blob in part.open.values() if blob.first_offset is None]
+    within = sorted(
+        (blob.first_offset, blob.envelope.blob) for blob in part.open.values() if blob.first_offset is not None
+    )
+    room = max(0, STATES_MAX - len(lost) - len(part.resumed))
+    listed = [*lost, *(part.open[blob] for _, blob in within[:room])]
+    needed = [blob.frames[0][0] for blob in listed if blob.frames]
+    needed += [offset for offset, _ in within[room:]]
+    states = [_STATE.pack(blob.envelope.blob, blob.position, blob.sequence) for blob in listed]
+    states += [_STATE.pack(blob, *state) for blob, state in part.resumed.items()]
+    assert len(states) <= STATES_MAX, len(states)
+    return min([part.next_offset, *needed]), base64.b64encode(b"".join(states)).decode()
+
+
+def _resumed(metadata: str) -> dict[bytes, tuple[int, int]]:
+    """Return the states in a commit's metadata; what does not parse is none of ours."""
+    try:
+        data = base64.b64decode(metadata, validate=True)
+    except (binascii.Error, ValueError):
+        return {}
+    if len(data) % _STATE.size or len(data) > STATES_MAX * _STATE.size:
+        return {}
+    return {blob: (position, sequence) for blob, position, sequence in _STATE.iter_unpack(data)}

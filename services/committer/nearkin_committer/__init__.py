@@ -1,0 +1,1 @@
+"""Committer: assembles the placed segments of a blob into a committed version."""

@@ -1,0 +1,505 @@
+"""Placed segments into versions. Invariant: a blob is committed once, when all its segments are there, or told failed.
+
+Its state is the topic: offsets move only past blobs that are committed or failed, so that a restart reads the rest
+again. A message that comes twice is recognised by its sequence, a blob by its origin among the key's newest versions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from nearkin_committer.put_conditions import Refusals, check_precondition
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import Corrupt, NotFound, Permanent, PreconditionFailed, Retryable
+from nearkin_shared.formats.manifest import Manifest, moment_of
+from nearkin_shared.formats.message import End, Envelope, Placed
+from nearkin_shared.index.protocols import SupportsReports
+from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
+from nearkin_shared.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog
+from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
+from nearkin_shared.kafka.offset_tracker import PartitionOffsets
+from nearkin_shared.kafka.record_guard import RecordGuard, headers_of, trace_of
+from nearkin_shared.kafka.tenant_context import Lane, Lanes
+from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.observability import metrics
+from nearkin_shared.observability.log_setup import about
+from nearkin_shared.observability.tracing import about as about_span
+from nearkin_shared.observability.tracing import span
+from nearkin_shared.preconditions import PRECONDITION
+from nearkin_shared.results import LEDGER_FIELDS, Ledger
+from nearkin_shared.results_json import info_json, ledger_json
+from nearkin_shared.retention import retain_until_us
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.types import U32, Bools, Locations
+from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.frozen import frozen
+
+_log = logging.getLogger("nearkin.commit")
+
+VERSION_RACES_MAX = 1000
+FINISHED_MAX = 10_000
+"""Blobs remembered as committed or failed: what is still told of them changes nothing."""
+OPEN_BLOBS_MAX = 20_000
+RECORDS_MAX = 1 << 20
+"""Records of all blobs that are gathering: 1.2 KiB each where a run has 14 segments of 128 KiB, as most have."""
+STAGES_BEFORE = frozenset(WAITS) - {"committer"}
+"""What waits for one of these may be what a blob lacks. The committers' own offset is held back by that blob."""
+LATE_TIMES = 1 + len(STAGES_BEFORE)
+"""A blob is given up after so many times kafka.upload_idle_seconds: a stage that is behind by less is not seen as such,
+and its segments may meet all of them."""
+LOOKS = 10
+"""How often it is looked in each such time whether a stage is behind: one may have been, and have caught up since."""
+CLOCK_SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
+"""A version older than its blob's beginning by more is not its own."""
+
+
+_Name = tuple[int, bytes, str, str]
+"""Partition, blob id, tenant, key: what another tenant, or another partition, says of an id is of another blob (I9)."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A blob whose segments are gathering."""
+
+    envelope: Envelope
+    name: _Name
+    placed: dict[int, Placed] = field(default_factory=dict)
+    end: End | None = None
+    records: list[tuple[int, int]] = field(default_factory=list)
+    last_seen: float = field(default_factory=time.monotonic)
+    segments: int = 0
+    refusal: PreconditionFailed | None = None
+    """Why its precondition refused it."""
+
+    def add(self, placed: Placed) -> None:
+        """Keep what is told of a run of segments: once for each start, the longest."""
+        held = self.placed.get(placed.envelope.sequence)
+        if held is None or len(held.segments) < len(placed.segments):
+            self.placed[placed.envelope.sequence] = placed
+            self.segments += len(placed.segments) - (len(held.segments) if held is not None else 0)
+
+    def runs(self) -> tuple[list[tuple[Placed, int]], int]:
+        """Return ([(run, how many of its segments are told before)], segments told without a gap).
+
+        A chunker that died is followed by one that groups the same segments otherwise: runs may overlap.
+        """
+        found, reached = [], 0
+        for sequence in sorted(self.placed):
+            placed = self.placed[sequence]
+            if sequence > reached:
+                break
+            if sequence + len(placed.segments) > reached:
+                found.append((placed, reached - sequence))
+                reached = sequence + len(placed.segments)
+        return found, reached
+
+
+class CommitHandler:
+    """Commits."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        manifests: ManifestStore,
+        lanes: Lanes,
+        worker: str,
+        backlog: Backlog,
+        authenticator: EnvelopeAuthenticator | None,
+        refusals: Refusals | None = None,
+    ) -> None:
+        """`backlog`: asked before a blob is failed for want of segments; `refusals`: of conditional puts."""
+        self._refusals = refusals
+        self._settings = settings
+        self._backlog = backlog
+        self._manifests = manifests
+        self._lanes = lanes
+        self._outbox = Outbox(settings, f"{worker}-committed", authenticator)
+        self._guard = RecordGuard(settings, "committer", self._outbox, None)
+        self._offsets: dict[int, PartitionOffsets] = {}
+        self._open: OrderedDict[_Name, _Open] = OrderedDict()
+        """Last seen last."""
+        self._records = 0
+        self._looked = -math.inf
+        self._finished: OrderedDict[_Name, None] = OrderedDict()
+        for state in ("committed", "failed"):
+            metrics.BLOBS.labels(state)
+
+    def assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
+        self._offsets[partition] = PartitionOffsets()
+
+    def handle(self, records: list[Record]) -> None:
+        """Gather what came; commit blobs that are whole."""
+        done: list[tuple[int, int]] = []
+        for record in records:
+            self._offsets[record.partition].taken(record.offset)
+            done += self._one(record)
+        self._outbox.flush()
+        self._done(done)
+
+    def idle(self) -> float:
+        """Fail blobs whose segments have stopped coming: one of them was put aside on the way.
+
+        Not while a stage before is that far behind: a store that is away for longer would fail all that was accepted.
+        The wait begins anew then: the segments that a stage has caught up with still have the other stages before them.
+        """
+        seconds, now = self._settings.kafka.upload_idle_seconds, time.monotonic()
+        waiting = [blob for blob in self._open.values() if now - blob.last_seen > seconds]
+        if not waiting or now - self._looked < max(BACKLOG_SECONDS, seconds / LOOKS):
+            return IDLE_SECONDS
+        self._looked = now
+        if self._unread(waiting) or self._backlog.oldest_seconds(STAGES_BEFORE) > seconds:
+            for blob in waiting:
+                blob.last_seen = now
+                self._open.move_to_end(blob.name)
+            return IDLE_SECONDS
+        for blob in waiting:
+            if now - blob.last_seen > LATE_TIMES * seconds:
+                done = self._fail(blob, "some of its segments never came; look among the dead letters", None)
+                self._outbox.flush()
+                self._done(done)
+        return IDLE_SECONDS
+
+    def _unread(self, blobs: Iterable[_Open]) -> bool:
+        """Return whether the topic has more than was read of where these blobs come from."""
+        found = {partition: self._offsets[partition].following for partition in {blob.records[0][0] for blob in blobs}}
+        return any(self._backlog.unread("placed", part, after) for part, after in found.items() if after is not None)
+
+    def drain(self, partition: int) -> None:
+        """Nothing waits that could be ended sooner: blobs that are not whole are gathered again elsewhere."""
+
+    def dropped(self, partition: int) -> None:
+        """Forget a partition and its blobs."""
+        self._offsets.pop(partition, None)
+        for blob in [blob for blob in self._open.values() if blob.name[0] == partition]:
+            del self._open[blob.name]
+            self._records -= len(blob.records)
+
+    def committable(self) -> Iterable[tuple[int, int, str]]:
+        """Yield what lies before the oldest open blob."""
+        for partition, offsets in self._offsets.items():
+            if offsets.committable is not None:
+                yield partition, offsets.committable, ""
+
+    def close(self) -> None:  # noqa: D102
+        self._outbox.close()
+        self._backlog.close()
+
+    def _done(self, records: Iterable[tuple[int, int]]) -> None:
+        for partition, offset in records:
+            offsets = self._offsets.get(partition)
+            if offsets is not None:
+                offsets.done(offset)
+
+    def _one(self, record: Record) -> list[tuple[int, int]]:
+        """Return the records that are done with this one."""
+        place = (record.partition, record.offset)
+        message = self._guard.decoded(record)
+        if message is None or (name := _name(record.partition, message.envelope)) in self._finished:
+            return [place]
+        if not isinstance(message, Placed | End):
+            _log.warning("%s: a %s does not belong here", record.named, type(message).__name__)
+            return [place]
+        blob = self._open.setdefault(name, _Open(message.envelope, name))
+        self._open.move_to_end(name)
+        self._records += 1
+        blob.records.append(place)
+        blob.last_seen = time.monotonic()
+        if isinstance(message, Placed):
+            blob.add(message)
+        else:
+            blob.end = message
+        end = blob.end
+        if end is not None and end.failure is not None:
+            return self._fail(blob, end.failure, trace_of(record))
+        if end is not None and end.segments is not None and self._whole(blob, end.segments):
+            return self._carry_out(blob, end, record)
+        return self._make_room(blob)
+
+    def _carry_out(self, blob: _Open, end: End, record: Record) -> list[tuple[int, int]]:
+        """Commit a whole blob, or fail it; return its records."""
+        if not self._guard.carry_out(record, blob.envelope, lambda: self._commit_traced(blob, end, record)):
+            return self._fail(blob, "it could not be committed; look among the dead letters", trace_of(record))
+        if blob.refusal is not None:
+            return self._fail(blob, str(blob.refusal), trace_of(record), PRECONDITION)
+        return self._finish(blob)
+
+    def _make_room(self, newest: _Open) -> list[tuple[int, int]]:
+        """Fail a blob where more gather than may; return its records.
+
+        The one not seen for longest goes if its upload must be dead by now, else the one that came last: to end those
+        that wait longest would end them all where a few too many take turns.
+        """
+        if len(self._open) > OPEN_BLOBS_MAX:
+            longest = next(iter(self._open.values()))
+            dead = time.monotonic() - longest.last_seen > self._settings.kafka.upload_idle_seconds
+            blob, problem = longest if dead else newest, f"more than {OPEN_BLOBS_MAX} blobs are gathering"
+        elif self._records > RECORDS_MAX:
+            blob = max(self._open.values(), key=lambda one: len(one.records))
+            problem = f"the blobs that are gathering have more than {RECORDS_MAX} records, this one most of them"
+        else:
+            return []
+        return self._fail(blob, f"{problem}: add partitions (kafka.partitions) or committers, then put it again", None)
+
+    @staticmethod
+    def _whole(blob: _Open, segments: int) -> bool:
+        return blob.segments >= segments and blob.runs()[1] >= segments
+
+    def _finish(self, blob: _Open) -> list[tuple[int, int]]:
+        del self._open[blob.name]
+        self._records -= len(blob.records)
+        self._finished[blob.name] = None
+        if len(self._finished) > FINISHED_MAX:
+            self._finished.popitem(last=False)
+        return blob.records
+
+    def _commit_traced(self, blob: _Open, end: End, record: Record) -> None:
+        told = about_span(blob.envelope.blob, blob.envelope.tenant) | {"nearkin.bytes": end.size_bytes or 0}
+        with span("commit", trace_of(record), told) as traceparent:
+            try:
+                self._commit(blob, end, traceparent)
+            except PreconditionFailed as err:  # an answer to the caller, not a fault: no dead letter
+                blob.refusal = err
+
+    def _commit(self, blob: _Open, end: End, traceparent: bytes | None) -> None:
+        """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
+        lane = self._lanes[end.envelope.tenant]  # first: a manifest must not be sealed by a key that is made for it
+        gathered = _gathered(blob, end)
+        manifest, manifest_bytes, durable_us = self._committed(lane, end, gathered)  # 1
+        failpoint("version.manifest")
+        self._confirm(lane, manifest, durable_us - end.began_us)
+        self._catalogue(lane, manifest, manifest_bytes)  # 2
+        failpoint("version.catalogued")
+        ledger = gathered.ledger + self._stored(manifest, manifest_bytes)
+        self._tell_committed(end, manifest, ledger, traceparent)  # 3
+        failpoint("version.told")
+
+    def _stored(self, manifest: Manifest, manifest_bytes: int) -> Ledger:
+        return Ledger(stored_bytes=self._manifests.stored_bytes(manifest, manifest_bytes))
+
+    @staticmethod
+    def _catalogue(lane: Lane, manifest: Manifest, manifest_bytes: int) -> None:
+        """Tell the index. What that refuses for good undoes nothing: the version is there, an index made anew has it.
+
+        Raises Retryable.
+        """
+        try:
+            lane.index.commit(manifest, manifest_bytes)
+        except Permanent as err:
+            if isinstance(err, Corrupt):
+                metrics.CORRUPT.labels("committer").inc()
+            _log.error(
+                "key %r version %d: committed, but the index refused it: listings lack it until the index is rebuilt: "
+                "%s",
+                manifest.key,
+                manifest.version,
+                err,
+            )
+
+    def _confirm(self, lane: Lane, manifest: Manifest, took_us: int) -> None:
+        """Take a version back that came so late that what it was told is there may be collected. Raises Permanent.
+
+        Whatever a blob was told, it was told since it began. What is condemned at that moment or later goes a grace
+        later at the soonest, unless a manifest that is durable by then names it. So one that was durable in time stays,
+        however late it is looked at again: what it needs may be damaged by then, and may come back from a copy.
+        """
+        collected = lane.collected
+        if took_us < collected.grace_seconds / 2 * 1e6 - CLOCK_SKEW_US:
+            return
+        problem = collected.dangling(manifest.segments)
+        if problem is not None:
+            self._manifests.delete(manifest.tenant, manifest.key, manifest.version)
+            raise Permanent(f"{problem}: the blob was on its way for too long (gc.grace_seconds); put it again")
+
+    @staticmethod
+    def _require_stored(lane: Lane, segments: Locations) -> None:
+        """Refuse segments that the store lacks (I2): an index that was restored from an older copy may name them.
+
+        Raises Permanent, after which the index is checked, so that the same content is stored when it is put again.
+        """
+        missing = lane.collected.find_missing(segments)
+        if missing is None:
+            return
+        container, problem = missing
+        if isinstance(lane.index, SupportsReports):
+            lane.index.report_missing(container)
+        metrics.CORRUPT.labels("committer").inc()
+        raise Permanent(
+            f"the index named a segment that the store lacks ({problem}): it is being checked; put the blob again"
+        )
+
+    def _committed(self, lane: Lane, end: End, gathered: _Gathered) -> tuple[Manifest, int, int]:
+        """Return (manifest, its bytes, us when it was durable), committed now or by an earlier delivery (I2).
+
+        Raises PreconditionFailed.
+        """
+        with self._manifests.exclusive_if(end.precondition, end.envelope.tenant, end.envelope.key):
+            return self._take_number(lane, end, gathered)
+
+    def _take_number(self, lane: Lane, end: End, gathered: _Gathered) -> tuple[Manifest, int, int]:
+        tenant, key = end.envelope.tenant, end.envelope.key
+        for _ in range(VERSION_RACES_MAX):
+            histories = self._manifests.histories(tenant, key)
+            earlier = self._earlier(end, sorted(histories))
+            if earlier is not None:
+                return *earlier, earlier[0].created_us
+            check_precondition(self._manifests, self._refusals, end, histories)
+            self._require_stored(lane, gathered.segments)
+            now_us = time.time_ns() // 1000
+            manifest = Manifest(
+                tenant=tenant,
+                key=key,
+                version=max(histories, default=0) + 1,
+                created_us=now_us,
+                retain_until_us=retain_until_us(
+                    self._settings.retention, tenant, key, now_us, self._manifests.known_time
+                ),
+                size_bytes=end.size_bytes,
+                blake3=end.blake3,
+                sha256=end.sha256,
+                seconds=round(max(0, now_us - end.began_us) / 1e6, 3),
+                ledger=gathered.ledger,
+                segments=gathered.segments,
+                known=gathered.known,
+                metadata=dict(end.metadata),
+                origin=end.origin,
+                lengths=gathered.lengths,
+                previous=self._manifests.find_previous(tenant, key, histories),
+            )
+            try:
+                manifest_bytes = self._manifests.put(manifest)
+            except AlreadyExists:
+                continue  # another put took the number, or this one did and its answer was lost
+            metrics.count_committed(gathered.ledger, manifest_bytes, manifest.seconds)
+            return manifest, manifest_bytes, time.time_ns() // 1000
+        raise Retryable(f"key {key!r}: {VERSION_RACES_MAX} other puts took the next version first")
+
+    def _earlier(self, end: End, versions: list[int]) -> tuple[Manifest, int] | None:
+        """Return the version that has this origin, looking from the newest back to those older than the blob."""
+        for version in reversed(versions):
+            try:
+                found = self._manifests.get(end.envelope.tenant, end.envelope.key, version)
+            except (NotFound, Corrupt) as err:
+                _log.warning("blob %s: an earlier version, %d: %s", end.envelope.blob.hex(), version, err)
+                continue
+            if found.origin == end.origin:
+                return found, self._manifests.size_bytes(found)
+            if found.created_us < end.began_us - CLOCK_SKEW_US:
+                return None
+        return None
+
+    def _fail(
+        self, blob: _Open, failure: str, traceparent: bytes | None, reason: str | None = None
+    ) -> list[tuple[int, int]]:
+        """Tell a blob failed, or committed where a version has its origin; return its records, which are done.
+
+        `reason`: a name for programs, where there is one.
+
+        Raises Retryable.
+        """
+        origin, began_us, end = blob.envelope.blob, 0, blob.end
+        if end is not None:
+            origin, began_us = end.origin, end.began_us
+        earlier = self._version_of(end) if end is not None and end.segments is not None else None
+        with about(blob.envelope.blob, blob.envelope.tenant, traceparent):
+            if end is not None and earlier is not None:
+                manifest, manifest_bytes = earlier
+                _log.warning("blob %s: is version %d; since then: %s", origin.hex(), manifest.version, failure)
+                ledger = manifest.ledger + self._stored(manifest, manifest_bytes)
+                self._tell_committed(end, manifest, ledger, traceparent)
+            else:
+                metrics.BLOBS.labels("failed").inc()
+                _log.warning("blob %s: failed: %s", blob.envelope.blob.hex(), failure)
+                self._tell(
+                    blob.envelope,
+                    origin,
+                    began_us,
+                    traceparent,
+                    {"state": "failed", "failure": failure, "reason": reason},
+                )
+        return self._finish(blob)
+
+    def _version_of(self, end: End) -> tuple[Manifest, int] | None:
+        """Return what was committed of a blob, None where that is nothing, or nothing that can be read."""
+
+        def look() -> tuple[Manifest, int] | None:
+            return self._earlier(end, self._manifests.versions(end.envelope.tenant, end.envelope.key))
+
+        try:
+            return patiently(look)
+        except Permanent as err:
+            _log.warning("blob %s: its key's versions: %s", end.envelope.blob.hex(), err)
+            return None
+
+    def _tell_committed(self, end: End, manifest: Manifest, ledger: Ledger, traceparent: bytes | None) -> None:
+        _log.info("blob %s: committed as version %d", end.envelope.blob.hex(), manifest.version)
+        what = {"state": "committed", "failure": None, **info_json(manifest.info)}
+        what |= {"seconds": manifest.seconds, "ledger": ledger_json(ledger, manifest.seconds)}
+        self._tell(end.envelope, end.origin, end.began_us, traceparent, what)
+
+    def _tell(
+        self,
+        envelope: Envelope,
+        origin: bytes,
+        began_us: int,
+        traceparent: bytes | None,
+        what: dict[str, Any],
+    ) -> None:
+        event = {
+            "id": envelope.blob.hex(),
+            "origin": origin.hex(),
+            "tenant": envelope.tenant,
+            "key": envelope.key,
+            "began": moment_of(began_us).isoformat() if began_us else None,
+            **what,
+        }
+        headers = headers_of("committer", what["state"], envelope, traceparent)
+        value = json.dumps(event, ensure_ascii=False).encode()
+        self._outbox.send("committed", envelope.blob, value, headers)
+
+
+def _name(partition: int, envelope: Envelope) -> _Name:
+    return partition, envelope.blob, envelope.tenant, envelope.key
+
+
+@frozen
+class _Gathered:
+    """What a version is made of."""
+
+    segments: Locations
+    known: Bools
+    lengths: U32
+    ledger: Ledger
+
+
+def _gathered(blob: _Open, end: End) -> _Gathered:
+    """Return a blob's segments in order. Raises Corrupt when they do not fit together."""
+    runs, reached = blob.runs()
+    if reached != end.segments:
+        raise Corrupt(f"blob {blob.envelope.blob.hex()}: {reached} segments came of {end.segments}")
+    lengths = np.concatenate([np.zeros(0, np.uint32), *(run.lengths[told:] for run, told in runs)])
+    logical_bytes = int(lengths.sum(dtype=np.uint64))
+    if logical_bytes != end.size_bytes:
+        raise Corrupt(f"blob {blob.envelope.blob.hex()}: {logical_bytes} bytes placed of {end.size_bytes}")
+    ledger = sum((_share(run, told) for run, told in runs), Ledger())
+    known = np.concatenate([np.zeros(0, np.bool_), *(run.known[told:] for run, told in runs)])
+    segments = Locations.join([run.segments.take(slice(told, None)) for run, told in runs])
+    return _Gathered(segments, known, lengths, replace(ledger, logical_bytes=logical_bytes))
+
+
+def _share(run: Placed, told: int) -> Ledger:
+    """Return a run's ledger, less the share of the segments that were told before."""
+    left, whole = len(run.segments) - told, len(run.segments)
+    if not told:
+        return run.ledger
+    return Ledger(*(getattr(run.ledger, name) * left // whole for name in LEDGER_FIELDS))

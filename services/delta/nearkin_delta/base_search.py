@@ -1,0 +1,224 @@
+"""How a batch's bases are found. Invariant: what is asked follows from the answers so far, and nothing is asked twice.
+
+    names, gaps -> old neighbours, span by span (locality_candidates.py) -> [super-features] -> bytes of what they name
+                   each: bytes -> [shallower ones, by level]                     -> [shallower ones, by level]
+
+Each round is one `Reads`; what was worked out between two of them is kept until the bases are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from nearkin_delta import base_choice as choice
+from nearkin_delta.base_choice import Chosen, Targets, try_bases
+from nearkin_delta.candidate_budget import FEW, FEW_OF_RANK, RankTrials, Trials
+from nearkin_delta.depth_limit import Crowded, crowded, relieved
+from nearkin_delta.gap_alignment import Alignment, Mark
+from nearkin_delta.locality_candidates import Near
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.formats.container_layout import PATCH
+from nearkin_shared.pipeline.stage import Contents, Facts, Neighbours, Reads
+from nearkin_shared.types import Bools, FreshBatch, Locations, PairedBatch
+from nearkin_shared.utils.thread_pool import ALONE, Helpers
+
+AsksBases = Literal["never", "again", "late"]
+"""Whether super-features are looked up by the stage that stores.
+
+"never": the resemblance stage did it. "again": that stage runs elsewhere, and may not have seen what was placed here;
+they are asked about with the first question. "late": that stage did not ask; they are asked about for the chunks for
+which locality has found none, which in a later version are few.
+"""
+
+
+@dataclass(slots=True)
+class _WorkedOut:
+    """What is known of a batch between two rounds of reading."""
+
+    near: Near | None = None
+    """Bases that locality finds."""
+    near_done: bool = False
+    asked: Bools | None = None
+    """Which fresh chunks try the base that a super-feature found."""
+    similar: list[choice.Part] | None = None
+    """What was chosen of these."""
+    crowded: Crowded | None = None
+
+
+class BaseFinder:
+    """Asks for candidates round after round, tries them, and chooses; learns from each blob which are worth trying."""
+
+    def __init__(self, settings: Settings, kind: int, asks_bases: AsksBases, helpers: Helpers = ALONE) -> None:
+        """`kind`: of the blocks that are written with bases. `helpers` try bases beside the caller."""
+        delta, policy = settings.delta, settings.base.policy
+        self._asks_bases = asks_bases
+        self._helpers = helpers
+        self._max_depth = delta.max_depth
+        self._local = policy != "first-fit" and delta.codec != "none"
+        self._similar = policy != "locality" and delta.codec != "none"
+        self._no_deltas = kind == PATCH
+        """A patch leans on no VCDIFF delta: of patches on deltas on patches each block is decoded by itself, and what
+        a read costs doubles and more with each level."""
+        self._tries = self._local or kind == PATCH
+        """Whether bases are tried before they are used, and too deep ones replaced by their own."""
+        self._alignment = Alignment()
+        self._trials = Trials(0 if settings.base.try_all else FEW)
+        self._rank_trials = RankTrials(FEW_OF_RANK if self._tries and not settings.base.try_all else 0)
+        self._batch = _WorkedOut()
+
+    @property
+    def depth_bound(self) -> int:
+        """Return below which depth a chunk is offered as a base: any, where deep ones are replaced."""
+        return self._max_depth + self._tries
+
+    @property
+    def _depth_below(self) -> int | None:
+        return self._max_depth if self._tries else None
+
+    def reads(self, batch: PairedBatch, facts: Facts, stream: Hashable, here: Mark) -> Reads | None:
+        """Ask for the fresh chunks once more, for what lay in their place, late for super-features, and for bytes.
+
+        `here`: where the next chunk of `stream` will be stored.
+        """
+        if facts.chunks is None:
+            self._batch = _WorkedOut()
+        if not len(batch.fresh.fresh):  # duplicates alone: nothing to look for, and asking costs 0.5 ms a batch
+            if self._local:
+                self._alignment.begin(batch.fresh.batch, stream, here)
+            return None
+        if facts.chunks is None:
+            return self._first_question(batch, stream, here)
+        if facts.neighbours is not None and not self._batch.near_done:
+            more = self._near(batch, facts, facts.neighbours, stream)
+            if more is not None:
+                return more
+            self._batch.near_done = True
+        if not self._similar or facts.similar is not None:
+            return self._crowded_ones(batch, facts, stream)
+        if self._asks_bases == "late" and facts.bases is None:
+            return self._late_question(batch, facts, stream)
+        paired = self.with_bases(batch, facts)
+        asked = self._asked(paired, facts, stream)
+        return Reads(similar=paired.bases.take(asked), depth_below=self._depth_below, no_deltas=self._no_deltas)
+
+    def with_bases(self, batch: PairedBatch, facts: Facts) -> PairedBatch:
+        """Return `batch` with the candidates that were found when this stage asked for them."""
+        if facts.bases is None:
+            return batch
+        late = self._asks_bases == "late"
+        asked = np.flatnonzero(self._without_base(batch, facts) if late else ~batch.base_found)
+        found, bases, ranks = batch.base_found.copy(), batch.bases, batch.base_rank.copy()
+        bases = Locations(bases.containers.copy(), bases.ordinals.copy())
+        found[asked], ranks[asked] = facts.bases.found, facts.bases.ranks
+        bases.containers[asked] = facts.bases.locations.containers
+        bases.ordinals[asked] = facts.bases.locations.ordinals
+        return replace(batch, base_found=found, bases=bases, base_rank=ranks)
+
+    def choose(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> tuple[Chosen, Contents]:
+        """Return the bases of all fresh chunks, and their bytes; the batch is done then.
+
+        `batch` as `with_bases` returned it.
+        """
+        of = self._batch
+        similar = self._similar_ones(batch, facts, stream) if of.similar is None else of.similar
+        near = [] if of.near is None else of.near.parts
+        chosen = choice.joined(len(batch.fresh.fresh), [*near, *similar])
+        if self._local:
+            self._alignment.follow(batch, stream, facts.neighbours)
+        self._batch = _WorkedOut()
+        return chosen
+
+    def pass_known(self, fresh: FreshBatch, stream: Hashable, here: Mark) -> None:
+        """Take note of a batch of known segments alone."""
+        if self._local:
+            self._alignment.pass_known(fresh, stream, here)
+
+    def _first_question(self, batch: PairedBatch, stream: Hashable, here: Mark) -> Reads:
+        names = batch.fresh.batch.names[batch.fresh.fresh]
+        gaps = self._alignment.gaps(batch, stream, here) if self._local else None
+        if self._asks_bases == "again" and self._similar:
+            unknown = batch.super_features[~batch.base_found]
+            return Reads(names=names, sketch=batch.sketch, super_features=unknown, gaps=gaps)
+        return Reads(names=names, gaps=gaps)
+
+    def _late_question(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> Reads:
+        """Ask for what the super-features name, of those ranks of which enough turn out to be bases."""
+        super_features = batch.super_features[self._without_base(batch, facts)]
+        ranks = self._rank_trials.asked(_alone(batch, stream), super_features.shape[1])
+        return Reads(sketch=batch.sketch, super_features=np.where(ranks, super_features, np.uint64(0)))
+
+    def _near(self, batch: PairedBatch, facts: Facts, neighbours: Neighbours, stream: Hashable) -> Reads | None:
+        """Ask for old neighbours until all were tried that are worth it; None: they were. The next trials follow."""
+        of = self._batch
+        if of.near is None:
+            if not self._trials.wanted(_alone(batch, stream)):
+                return None
+            no_deltas, helpers = self._no_deltas, self._helpers
+            of.near = Near(_targets(batch), neighbours, self._max_depth, no_deltas=no_deltas, helpers=helpers)
+        more = of.near.reads(facts)
+        if more is None:
+            had_some = int(neighbours.fresh[np.diff(neighbours.bounds) > 0].sum())
+            self._trials.heard(had_some, int(np.count_nonzero(of.near.found)))
+        return more
+
+    def _crowded_ones(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> Reads | None:
+        """Ask for shallower bases of chunks that would stand at the end of a chain which super-features found."""
+        if not self._tries:
+            return None
+        of = self._batch
+        if of.similar is None:
+            of.similar = self._similar_ones(self.with_bases(batch, facts), facts, stream)
+            of.crowded = crowded(of.similar, self._max_depth)
+        elif of.crowded is not None and facts.lower is not None:
+            lower = facts.lower
+            of.similar, of.crowded = relieved(of.similar, of.crowded, _targets(batch), lower, self._helpers)
+        if of.crowded is None:
+            return None
+        bounds = of.crowded.bounds
+        return Reads(
+            lower=of.crowded.asked, depth_below=of.crowded.depth_below, no_deltas=self._no_deltas, bounds=bounds
+        )
+
+    def _without_base(self, batch: PairedBatch, facts: Facts) -> Bools:
+        """Return which fresh chunks are still unknown, and locality found no base for them."""
+        assert facts.chunks is not None
+        near = self._batch.near
+        return ~facts.chunks.found if near is None else ~(facts.chunks.found | near.found)
+
+    def _asked(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> Bools:
+        """Return which fresh chunks are to try the base that a super-feature found."""
+        if self._batch.asked is None:
+            asked = batch.base_found & self._without_base(batch, facts)
+            if self._asks_bases != "late":  # then no other was asked for
+                rows = np.flatnonzero(asked)
+                asked[rows] = self._rank_trials.wanted(_alone(batch, stream), batch.base_rank[rows])
+            self._batch.asked = asked
+        return self._batch.asked
+
+    def _similar_ones(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> list[choice.Part]:
+        """Return what was chosen of what super-features found. The next batch's trials follow from it."""
+        if facts.similar is None:
+            return []
+        asked = np.flatnonzero(self._asked(batch, facts, stream))
+        if self._tries:
+            each = np.arange(len(asked) + 1, dtype=np.uint32)
+            similar = try_bases(_targets(batch).take(asked), each, facts.similar, each, self._helpers)
+        else:
+            similar = choice.untried(facts.similar, self._max_depth)
+        self._rank_trials.heard(batch.base_rank[asked], similar.found)
+        return [choice.Part(asked, similar, facts.similar, batch.base_rank[asked])] if similar.found.any() else []
+
+
+def _targets(batch: PairedBatch) -> Targets:
+    rows, segments = batch.fresh.fresh, batch.fresh.batch
+    return Targets(segments.payload, segments.offsets[rows], segments.lengths[rows])
+
+
+def _alone(batch: PairedBatch, stream: Hashable) -> Hashable:
+    """Return the blob that a batch belongs to, None for one of several."""
+    blobs = batch.fresh.batch.blobs
+    return (stream, int(blobs[0])) if (blobs == blobs[0]).all() else None

@@ -1,0 +1,404 @@
+"""Blocks. Invariant: what a closed block holds has been decoded and compared; a base's bytes are in a prefix once.
+
+chunks and their bases gather -> close -> the smallest of: raw | zstd | zstd with the bases as prefix | zstd over VCDIFF
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+from backports.zstd import CompressionParameter
+from numpy.typing import NDArray
+
+from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
+from nearkin_delta.compression_params import Searches, deeper, log_of, of_rounds
+from nearkin_shared.config.reduction import BlockSettings, DeltaSettings
+from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.block import EncodedBlock, encode_block, encode_patch
+from nearkin_shared.kernels.base_prefix import BasePrefix, BaseRows
+from nearkin_shared.kernels.scatter_copy import gather
+from nearkin_shared.kernels.table_rows import rows_to_fill
+from nearkin_shared.kernels.zstd_frames import FrameEncoder
+from nearkin_shared.limits import KIB, MIB, PREFIX_BYTES_MIN
+from nearkin_shared.types import U8, U32, U64, ContainerId, Locations, offsets_of
+from nearkin_shared.utils.buffers import Buffers, Slabs
+from nearkin_shared.utils.frozen import frozen
+
+PREFIX_BYTES_MAX = 2 * MIB
+"""A block closes before its bases exceed this, whatever its own size: what one read of a chunk may cost besides."""
+PREFIX_BASES_MAX = 4096
+SPAN_BYTES_MAX = 4 * MIB
+"""A patch block closes when the stream has gone on so far, of a batch what is fresh in it: what lay close together then
+leans on what lay close together, and a restore meets the blocks that it needs one behind the other."""
+DEPTH_COSTS = 0.9
+"""Bases must take a tenth off a block, or it is kept without them: nothing is then ever read for it."""
+PLAIN_TRIED = 4
+VCDIFF_TRIED = 16
+"""Other ways are tried where a patch is more than 1/4, 1/16 of its chunks. Plain zstd is never smaller below that; and
+what VCDIFF would win there it costs twice later, since no patch leans on it (botocore: 20 kB won, 173 lost)."""
+VCDIFF_BASES_SHARE_MAX = 7 / 8
+"""And VCDIFF where bases are no more of the chunks than this, as where several chunks lean on one: it knows one base a
+chunk. Of 706 blocks of botocore it took less for 24: their bases were 0.75 of their chunks in the median, all others'
+1.0; of 1,816 of dumps, with 1.3, for none."""
+LAST_CHUNK_BYTES = 64 * KIB
+"""The largest chunk, by default: it may pass a block's limit."""
+SLACK_SHARE = 16
+"""Room for it takes this part of a block at most, and grows where more passes: a fifth of what was held of patch blocks
+of 256 KiB was slack. Large blocks, whose copying would cost, have room for all of it."""
+SPARE_BYTES_MAX = 16 * MIB
+"""Of prefixes, kept for the next blocks, and without a keeper of rooms."""
+FAST_LEVEL_MAX = 3
+FAST_HASH_LOG = 18
+ENCODERS_MAX = 4
+"""Each has contexts, a slab of frames and room to decode into: some 15 MB. A batch fills four blocks of 4 MiB."""
+SMALL_LEVEL_MAX = 9
+SMALL_RAW_BYTES_MAX = 8 * MIB
+"""Above either an encoder takes 50 to 390 MB: there is one."""
+
+
+class Keeper(Protocol):
+    """Keeps what blocks decode to for those that will lean on them, so that nothing just written is decoded."""
+
+    def room(self, size_bytes: int) -> U8:
+        """Return uint8[size_bytes], its content undefined."""
+
+    def keep_written(self, container: ContainerId, block: int, decoded: U8) -> None:
+        """Take what a block decodes to that was just encoded, and compared."""
+
+
+class SparePrefixes:
+    """Prefixes that no block needs any more, for the next ones. Blocks are begun on one thread, encoded on another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spares: deque[tuple[BasePrefix, int]] = deque()
+        self._held_bytes = 0
+
+    def take(self) -> BasePrefix:
+        """Return an empty one."""
+        with self._lock:
+            if self._spares:
+                prefix, held_bytes = self._spares.pop()
+                self._held_bytes -= held_bytes
+                return prefix
+        return BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX)
+
+    def give_back(self, prefix: BasePrefix) -> None:
+        """Take back one that nothing looks at; let go of it where enough are held."""
+        held_bytes = prefix.room_bytes
+        if not held_bytes:
+            return
+        prefix.clear()
+        with self._lock:
+            if self._held_bytes + held_bytes <= SPARE_BYTES_MAX:
+                self._spares.append((prefix, held_bytes))
+                self._held_bytes += held_bytes
+
+
+class OpenBlock:
+    """A block that still grows, and the bases gathered for it."""
+
+    def __init__(
+        self,
+        number: int,
+        kind: int,
+        depth: int,
+        limit_bytes: int,
+        take: Callable[[int], U8] | None = None,
+        prefix: BasePrefix | None = None,
+        last_chunk_bytes: int = LAST_CHUNK_BYTES,
+    ) -> None:
+        """`take`: gives memory for its bytes, undefined; `prefix`: an empty one; `last_chunk_bytes`: the largest."""
+        self.number = number
+        self.kind = kind
+        self.depth = depth
+        self.limit_bytes = limit_bytes
+        self.used = 0
+        self.rest_bytes = 0
+        """What its chunks are estimated at with their bases, where they have some."""
+        self._take = Buffers(0).take if take is None else take
+        self.room = self._take(limit_bytes + min(last_chunk_bytes, limit_bytes // SLACK_SHARE))
+        self.bases_so_far = BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX) if prefix is None else prefix
+        self.span_bytes = 0
+        """How far the stream has gone on since the block was opened, duplicates included."""
+        self.lengths: list[U32] = []
+        self.bases: list[Locations] = []
+
+    @property
+    def full(self) -> bool:
+        """Return whether it must take no more."""
+        return self.used >= self.limit_bytes
+
+    @property
+    def bytes_so_far(self) -> U8:
+        """Return the encodings that it holds; a view."""
+        return self.room[: self.used]
+
+    @property
+    def fills_its_room(self) -> bool:
+        """Return whether its memory may be kept as what it decodes to: little of it is slack."""
+        return self.used * 4 >= len(self.room) * 3
+
+    @property
+    def prefix(self) -> memoryview:
+        """Return the bytes of all bases, in order; a view."""
+        return self.bases_so_far.content
+
+    def without_prefix(self) -> BasePrefix:
+        """Return the prefix for others to use: the block is encoded."""
+        prefix = self.bases_so_far
+        del self.bases_so_far
+        return prefix
+
+    @property
+    def prefix_bases(self) -> Locations:
+        """Return the bases in the order of their bytes."""
+        containers, ordinals, _ = self.bases_so_far.bases()
+        return Locations(containers, ordinals)
+
+    def fitting(self, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
+        """Return the first of the rows, up to and with the one that fills the block; it has room for one such more."""
+        return rows[: rows_to_fill(rows, encoded, self.limit_bytes - self.used)]
+
+    def lean_on(self, bases: BaseRows, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
+        """Gather the bases of rows as far as these fit with them; return which do."""
+        fit = self.fitting(rows, encoded)
+        return fit[: self.bases_so_far.add(fit, bases)]
+
+    def append(self, sources: tuple[U8, U8], which: NDArray[np.int32], offsets: U64, encoded: U32) -> None:
+        """Copy encodings behind what is there."""
+        sizes = np.cumsum(encoded, dtype=np.int64)
+        wanted = self.used + int(sizes[-1])
+        if wanted > len(self.room):
+            grown = self._take(wanted)
+            grown[: self.used] = self.bytes_so_far
+            self.room = grown
+        gather(list(sources), which, offsets, encoded, self.room, (sizes - encoded + self.used).astype(np.uint64))
+        self.used += int(sizes[-1])
+        self.lengths.append(encoded)
+
+    def took(self, bases: Locations) -> None:
+        """Remember the best base of each chunk that was appended."""
+        self.bases.append(bases)
+
+
+@frozen
+class ClosedBlock:
+    """A block as it will be stored. `encoded` where its encodings have other lengths than those that were appended."""
+
+    block: EncodedBlock
+    chunk_bytes: int
+    """What was appended to it."""
+    prefix: Locations
+    encoded: U32 | None = None
+    decoded: U8 | None = None
+    """What decoding it gives, where that was asked for."""
+
+    def with_decoded(self, decoded: U8 | None) -> ClosedBlock:
+        """Return it with other bytes that decoding gives."""
+        return ClosedBlock(self.block, self.chunk_bytes, self.prefix, self.encoded, decoded)
+
+
+@frozen
+class Encoding:
+    """A block that is being encoded: its `place` among those that are encoded together."""
+
+    together: Future[list[ClosedBlock]] | list[ClosedBlock]
+    place: int
+
+    def result(self) -> ClosedBlock:
+        """Return it, once it is encoded. Raises what encoding raised."""
+        all_of = self.together if isinstance(self.together, list) else self.together.result()
+        return all_of[self.place]
+
+
+class BlockEncoder:
+    """Decides, by real sizes, how a block is kept."""
+
+    def __init__(
+        self,
+        block: BlockSettings,
+        delta: DeltaSettings,
+        room: Callable[[int], U8] | None = None,
+        *,
+        keep: bool = False,
+        raw_level: int = 0,
+    ) -> None:
+        """`room`: memory for frames, None: malloc's; and, to `keep`, for what each block decodes to, where the block's
+        own memory is too large for that. `raw_level`: a round's, for blocks that lean on nothing; 0: as a put.
+        """
+        self._level, self._far = block.level, block.far_matches
+        options: dict[int, int] = {
+            CompressionParameter.compression_level: block.level,
+            CompressionParameter.content_size_flag: 1,
+        }
+        self._encoder = FrameEncoder(options, None if room is None else Slabs(room).cut)
+        self._searches = Searches(options, block.far_matches)
+        self._raw_level = raw_level
+        self._encode_deltas = xdelta3_encoder(delta.level)
+        self._keep_in = room if keep else None
+
+    def forget(self) -> None:
+        """Go by no block before: what the next one comes to then depends on it alone."""
+        self._searches.forget()
+
+    def close(self, open_block: OpenBlock) -> ClosedBlock:
+        """Return the smallest of the ways to keep a block. Raises Corrupt where it does not decode again."""
+        closed = self._smallest(open_block)
+        if self._keep_in is None or closed.block.kind == container_layout.XDELTA3:
+            return closed
+        if open_block.fills_its_room:
+            return closed.with_decoded(open_block.bytes_so_far)
+        decoded = self._keep_in(open_block.used)
+        decoded[:] = open_block.bytes_so_far
+        return closed.with_decoded(decoded)
+
+    def raw(self, chunks: U8) -> EncodedBlock:
+        """Return a block that leans on nothing. Raises Corrupt where it does not decode again."""
+        if self._raw_level:
+            return encode_again(chunks, self._raw_level, self._encoder)
+        return self._searches.encode(chunks, self._encoder)
+
+    def _smallest(self, open_block: OpenBlock) -> ClosedBlock:
+        raw, none = open_block.bytes_so_far, Locations.empty()
+        if open_block.kind != container_layout.PATCH or len(open_block.prefix) < PREFIX_BYTES_MIN:
+            kind = container_layout.RAW if open_block.kind == container_layout.PATCH else open_block.kind
+            if kind == container_layout.RAW:
+                return ClosedBlock(self.raw(raw), len(raw), none)
+            return ClosedBlock(encode_block(raw, kind, open_block.depth, self._encoder), len(raw), none)
+        patch = encode_patch(raw, open_block.prefix, open_block.depth, self._encoder, self._options(open_block))
+        found = ClosedBlock(patch, len(raw), open_block.prefix_bases)
+        few = len(open_block.prefix) <= VCDIFF_BASES_SHARE_MAX * len(raw)
+        if few and patch.stored_bytes * VCDIFF_TRIED > len(raw):
+            found = self._as_deltas(open_block, raw, found)
+        if patch.stored_bytes * PLAIN_TRIED > len(raw):
+            plain = encode_block(raw, container_layout.RAW, 0, self._encoder)
+            if plain.stored_bytes * DEPTH_COSTS <= found.block.stored_bytes:
+                found = ClosedBlock(plain, len(raw), none)
+        return found
+
+    def _options(self, open_block: OpenBlock) -> dict[int, int]:
+        """Return zstd's, with a window that reaches from the block's end to the prefix's start.
+
+        What matters in a patch is that all of the prefix is in the tables: up to level 3 the fast strategy with a table
+        of 2^18 writes as few bytes as level 3 by itself (botocore +2.6 %, the dumps -2.3 %) at 1.5 times the speed.
+
+        """
+        reach = len(open_block.prefix) + open_block.used
+        options: dict[int, int] = {
+            CompressionParameter.compression_level: self._level,
+            CompressionParameter.content_size_flag: 1,
+            CompressionParameter.window_log: log_of(reach),
+        }
+        if self._far:
+            options |= deeper(self._level)
+        if self._level <= FAST_LEVEL_MAX:
+            options[CompressionParameter.compression_level] = 1
+            options[CompressionParameter.hash_log] = FAST_HASH_LOG
+        return options
+
+    def _as_deltas(self, open_block: OpenBlock, raw: U8, patch: ClosedBlock) -> ClosedBlock:
+        """Return the block as deltas of each chunk's best base if these are smaller, else the patch."""
+        lengths, bases = np.concatenate(open_block.lengths), Locations.join(open_block.bases)
+        containers, ordinals, starts = open_block.bases_so_far.bases()
+        keys = {pair: i for i, pair in enumerate(zip(containers.tolist(), ordinals.tolist(), strict=True))}
+        ends = np.append(starts[1:], np.uint64(len(open_block.prefix)))
+        mine = zip(bases.containers.tolist(), bases.ordinals.tolist(), strict=True)
+        rows = np.array([keys[pair] for pair in mine], np.intp)
+        offsets = offsets_of(lengths)
+        prefix = np.frombuffer(open_block.prefix, np.uint8)
+        base_lengths = (ends - starts)[rows].astype(np.uint32)
+        pairs = Pairs(raw, offsets, lengths, prefix, starts[rows], base_lengths)
+        deltas: Deltas = self._encode_deltas(pairs, lengths)
+        if not deltas.lengths.all():
+            return patch
+        check_round_trip(pairs, deltas, np.arange(len(pairs)))
+        block = encode_block(deltas.payload, container_layout.XDELTA3, open_block.depth, self._encoder)
+        if block.stored_bytes >= patch.block.stored_bytes:
+            return patch
+        return ClosedBlock(block, len(raw), Locations.empty(), deltas.lengths)
+
+
+def encode_again(chunks: U8, level: int, encoder: FrameEncoder) -> EncodedBlock:
+    """Return a block that leans on nothing, as a round writes it. Raises Corrupt where it does not decode again."""
+    return encode_block(chunks, container_layout.RAW, 0, encoder, of_rounds(level, len(chunks)))
+
+
+def encoders_max(block: BlockSettings) -> int:
+    """Return how many blocks may be encoded side by side: one, where trials of one tell how the next is written.
+
+    And where an encoder takes much memory.
+    """
+    small = block.level <= SMALL_LEVEL_MAX and block.raw_bytes <= SMALL_RAW_BYTES_MAX
+    return ENCODERS_MAX if small and not block.far_matches else 1
+
+
+class BlockCloser:
+    """Begins blocks and has them encoded; hands what they hold on to the keeper, in order."""
+
+    def __init__(
+        self,
+        block: BlockSettings,
+        delta: DeltaSettings,
+        threads: Executor | None = None,
+        keeper: Keeper | None = None,
+        prefixes: SparePrefixes | None = None,
+        last_chunk_bytes: int = LAST_CHUNK_BYTES,
+    ) -> None:
+        """`threads` encode while the caller goes on, `encoders_max` of them at most.
+
+        `prefixes`: those that earlier puts left. `last_chunk_bytes`: what may pass a block's limit.
+        """
+        self._last_chunk_bytes = last_chunk_bytes
+        self.room: Callable[[int], U8] = Buffers(SPARE_BYTES_MAX).take if keeper is None else keeper.room
+        """Gives memory of so many bytes, undefined: the keeper's, or what this one's blocks leave for the next."""
+        self._new_encoder = partial(BlockEncoder, block, delta, self.room, keep=keeper is not None)
+        self._encoders: deque[BlockEncoder] = deque()
+        """Those that no thread uses."""
+        self._threads = threads
+        self._keeper = keeper
+        self._prefixes = prefixes or SparePrefixes()
+
+    def begin(self, number: int, kind: int, depth: int, limit_bytes: int) -> OpenBlock:
+        """Return a new block."""
+        prefix = self._prefixes.take() if kind == container_layout.PATCH else None
+        return OpenBlock(number, kind, depth, limit_bytes, self.room, prefix, self._last_chunk_bytes)
+
+    @property
+    def at_once(self) -> bool:
+        """Return whether `close` encodes before it returns."""
+        return self._threads is None
+
+    def close(self, blocks: Sequence[OpenBlock]) -> list[Encoding]:
+        """Return what the blocks will be, which one thread encodes; none must change until then, nor has a prefix."""
+        together = self._all(blocks) if self._threads is None else self._threads.submit(self._all, blocks)
+        return [Encoding(together, place) for place in range(len(blocks))]
+
+    def _all(self, blocks: Sequence[OpenBlock]) -> list[ClosedBlock]:
+        try:
+            encoder = self._encoders.pop()
+        except IndexError:
+            encoder = self._new_encoder()
+        closed = [self._encoded(encoder, block) for block in blocks]
+        self._encoders.append(encoder)
+        return closed
+
+    def _encoded(self, encoder: BlockEncoder, block: OpenBlock) -> ClosedBlock:
+        closed = encoder.close(block)
+        prefix = block.without_prefix()
+        if block.kind == container_layout.PATCH:  # none of the others' is ever filled
+            self._prefixes.give_back(prefix)
+        return closed
+
+    def settle(self, container: ContainerId, block: OpenBlock, closed: ClosedBlock) -> ClosedBlock:
+        """Take what a closed block decodes to; return it without."""
+        if self._keeper is None or closed.decoded is None:
+            return closed
+        self._keeper.keep_written(container, block.number, closed.decoded)
+        return closed.with_decoded(None)

@@ -1,0 +1,253 @@
+"""Gaps: where fresh chunks stand among known ones. Invariant: gaps partition the fresh chunks, in stream order.
+
+known known | fresh fresh | known | fresh ...    each run between known chunks is a gap; what is all zero or repeated in
+            `--- gap 0 ---'       `-- gap 1      the batch itself does not end one
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin_shared.limits import MIB
+from nearkin_shared.pipeline.stage import Anchor, Gaps, Neighbours
+from nearkin_shared.types import (
+    CONTAINER_ID_MIN,
+    U8,
+    U32,
+    Bools,
+    FreshBatch,
+    Locations,
+    PairedBatch,
+    SegmentBatch,
+    distinct,
+)
+from nearkin_shared.utils.frozen import frozen
+
+GAP_CHUNKS_MAX = 32
+"""A longer run is several gaps, each going on where the one before ended: what is tried for a chunk stays in L2."""
+STREAMS_MAX = 256
+OWN_BYTES = 32 * MIB
+"""What a blob stored while so much of it passed is no anchor."""
+OWN_SHARE = 8
+"""What it stored before that is one in a batch of which so much is known from there: then the blob is a history itself.
+(Botocore's first version, 1 % in two batches, takes a tenth longer with what followed these, and gains nothing.)"""
+MARK_BYTES = MIB
+"""A blob's way is marked so often at most."""
+
+Place = tuple[int, int, int]
+"""(Anchor, container, ordinal)."""
+
+
+@frozen
+class Mark:
+    """A place in the stream of containers: the open one, and how many chunks and segments it holds."""
+
+    container: int
+    chunks: int = 0
+    segments: int = 0
+
+
+EVERYTHING_BEFORE = Mark((1 << 64) - 1)
+
+
+class _Way:
+    """Where containers stood while a blob passed, OWN_BYTES back: some 30 marks."""
+
+    def __init__(self, began: Mark) -> None:
+        self.began = began
+        self._marks: deque[tuple[int, Mark]] = deque()
+        self._passed_bytes = 0
+
+    def stand(self, here: Mark) -> None:
+        """The blob goes on here."""
+        if not self._marks or self._passed_bytes - self._marks[-1][0] >= MARK_BYTES:
+            self._marks.append((self._passed_bytes, here))
+        while len(self._marks) > 1 and self._passed_bytes - self._marks[1][0] >= OWN_BYTES:
+            self._marks.popleft()
+
+    def passed(self, size_bytes: int) -> None:
+        """So much of the blob has passed since."""
+        self._passed_bytes += size_bytes
+
+    @property
+    def lately(self) -> Mark:
+        """Return from where on containers have what the blob stored OWN_BYTES ago, or less."""
+        return self._marks[0][1]
+
+
+@frozen
+class _Anchors:
+    """Per chunk of a batch: its anchor, kind NONE where it has none, and its blob."""
+
+    kinds: U8
+    locations: Locations
+    blobs: U32
+
+
+class Alignment:
+    """Where each stream stands among what was stored before: a hint, bounded, and lost without harm.
+
+    What a blob has just stored itself is no anchor: what followed it is what comes now, or a copy within the version,
+    which super-features find as well and without a depth for the next version to stand on. (First version of botocore:
+    9.68 in place of 9.72, in 0.8 of the time.) What lies further back is one, or a blob that is a history itself, such
+    as a tar of dumps, would be reduced as if it had none.
+    """
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[Hashable, Place] = OrderedDict()
+        self._ways: OrderedDict[Hashable, _Way] = OrderedDict()
+
+    def gaps(self, batch: PairedBatch, stream: Hashable, here: Mark = EVERYTHING_BEFORE) -> Gaps:
+        """Return the gaps of a batch; those at its start go on where its blob's last batch ended.
+
+        `here` is where the next chunk will be stored: for a blob that is new to this, where it began.
+        """
+        self.begin(batch.fresh.batch, stream, here)
+        anchors, rows = self._anchors(batch, stream), batch.fresh.fresh
+        if not len(rows):
+            none8, none = np.zeros(0, np.uint8), Locations.empty()
+            return Gaps(none, none8, none, none8, np.zeros(0, np.uint32))
+        before, after = _nearest(anchors)
+        left, right, blobs = before[rows], after[rows], anchors.blobs[rows]
+        run = np.concatenate([np.zeros(1, np.intp), np.cumsum((left[1:] != left[:-1]) | (blobs[1:] != blobs[:-1]))])
+        within = np.arange(len(rows)) - np.searchsorted(run, run)
+        part = within // GAP_CHUNKS_MAX
+        starts = np.flatnonzero(within % GAP_CHUNKS_MAX == 0)
+        ends = np.append(starts[1:], len(rows)) - 1
+        left_kinds, lefts = _taken(anchors, left[starts])
+        right_kinds, rights = _taken(anchors, right[ends])
+        left_kinds[part[starts] > 0] = Anchor.CONTINUED
+        right_kinds[np.append(run[starts[1:]] == run[ends[:-1]], False)] = Anchor.NONE
+        for gap in np.flatnonzero(left_kinds == Anchor.NONE).tolist():
+            place = self._places.get((stream, int(blobs[starts[gap]])))
+            if place is not None:
+                left_kinds[gap], lefts.containers[gap], lefts.ordinals[gap] = place
+        return Gaps(lefts, left_kinds, rights, right_kinds, np.diff(np.append(starts, len(rows))).astype(np.uint32))
+
+    def begin(self, segments: SegmentBatch, stream: Hashable, here: Mark) -> None:
+        """Remember from where the batch's blobs go on."""
+        for number in distinct(segments.blobs).tolist():
+            self._ways.setdefault((stream, number), _Way(here)).stand(here)
+        while len(self._ways) > STREAMS_MAX:
+            self._ways.popitem(last=False)
+
+    def follow(self, batch: PairedBatch, stream: Hashable, neighbours: Neighbours | None) -> None:
+        """Remember where the batch's last blob stands now."""
+        anchors, rows = self._anchors(batch, stream), batch.fresh.fresh
+        if not len(anchors.kinds):
+            return
+        blob = self._pass_last(batch.fresh.batch, stream)
+        known = np.flatnonzero((anchors.kinds != Anchor.NONE) & (anchors.blobs == blob))
+        place: Place | None = None
+        if len(rows) and int(anchors.blobs[rows[-1]]) == blob and (not len(known) or rows[-1] > known[-1]):
+            if neighbours is not None and neighbours.ends.containers[-1]:
+                place = Anchor.ROW, int(neighbours.ends.containers[-1]), int(neighbours.ends.ordinals[-1])
+        elif len(known):
+            last = known[-1]
+            locations = anchors.locations
+            place = int(anchors.kinds[last]), int(locations.containers[last]), int(locations.ordinals[last])
+        else:
+            return  # zeros or repeats alone
+        self._stand((stream, blob), place)
+
+    def pass_known(self, fresh: FreshBatch, stream: Hashable, here: Mark) -> None:
+        """Do what `begin` and `follow` do, for a batch of known segments alone."""
+        segments = fresh.batch
+        self.begin(segments, stream, here)
+        if not segments.segments:
+            return
+        mine = np.flatnonzero(segments.blobs == segments.blobs[-1])
+        at = fresh.segment_locations.take(mine)
+        known = _Anchors(np.full(len(mine), Anchor.SEGMENT, np.uint8), at, segments.blobs[mine])
+        older = np.flatnonzero(~self._stored_since(known, _blobs(known), stream, _lately))
+        blob = self._pass_last(segments, stream)
+        if len(older):
+            last = older[-1]
+            self._stand((stream, blob), (Anchor.SEGMENT, int(at.containers[last]), int(at.ordinals[last])))
+
+    def _pass_last(self, segments: SegmentBatch, stream: Hashable) -> int:
+        """Count what has passed of the batch's last blob, return its number; those before it have mostly ended."""
+        blob = int(segments.blobs[-1])
+        way = self._ways.get((stream, blob))
+        if way is not None:
+            first = int(np.argmax(segments.blobs == blob))
+            way.passed(int(segments.lengths[segments.chunk_bounds[first] :].sum(dtype=np.uint64)))
+        return blob
+
+    def _stand(self, key: tuple[Hashable, int], place: Place | None) -> None:
+        self._places.pop(key, None)
+        if place is not None:
+            self._places[key] = place
+        while len(self._places) > STREAMS_MAX:
+            self._places.popitem(last=False)
+
+    def _anchors(self, batch: PairedBatch, stream: Hashable) -> _Anchors:
+        anchors = _anchors(batch)
+        blobs = _blobs(anchors)
+        own, lately = (self._stored_since(anchors, blobs, stream, since) for since in (_began, _lately))
+        is_history = OWN_SHARE * np.count_nonzero(own & ~lately) >= np.count_nonzero(~batch.fresh.batch.zero)
+        anchors.kinds[lately if is_history else own] = Anchor.NONE
+        return anchors
+
+    def _stored_since(
+        self, places: _Anchors, blobs: tuple[U32, NDArray[np.intp]], stream: Hashable, since: Callable[[_Way], Mark]
+    ) -> Bools:
+        """Return which places, of `_blobs(places)`, were stored since their blob stood where `since` says."""
+        numbers, of = blobs
+        ways = [self._ways.get((stream, number)) for number in numbers.tolist()]
+        marks = [EVERYTHING_BEFORE if way is None else since(way) for way in ways]
+        containers = np.array([mark.container for mark in marks], np.uint64)[of]
+        chunks = np.array([mark.chunks for mark in marks], np.int64)[of]
+        segments = np.array([mark.segments for mark in marks], np.int64)[of]
+        limit = np.where(places.kinds == Anchor.SEGMENT, segments, chunks)
+        at = places.locations
+        later: Bools = (at.containers > containers) | ((at.containers == containers) & (at.ordinals >= limit))
+        return later
+
+
+def _blobs(places: _Anchors) -> tuple[U32, NDArray[np.intp]]:
+    """Return (uint32[b], intp[n]): the distinct blobs, and which of them each place belongs to."""
+    return np.unique(places.blobs, return_inverse=True)
+
+
+def _began(way: _Way) -> Mark:
+    return way.began
+
+
+def _lately(way: _Way) -> Mark:
+    return way.lately
+
+
+def _anchors(batch: PairedBatch) -> _Anchors:
+    fresh, segments = batch.fresh, batch.fresh.batch
+    of_segment = np.repeat(np.arange(segments.segments), np.diff(segments.chunk_bounds))
+    in_known = fresh.segment_known[of_segment]
+    alone = ~in_known & fresh.chunk_known & (fresh.chunk_locations.containers >= np.uint64(CONTAINER_ID_MIN))
+    kinds = np.where(in_known, np.uint8(Anchor.SEGMENT), np.where(alone, np.uint8(Anchor.CHUNK), np.uint8(0)))
+    places, chunks = fresh.segment_locations.take(of_segment), fresh.chunk_locations
+    locations = Locations(
+        np.where(in_known, places.containers, chunks.containers), np.where(in_known, places.ordinals, chunks.ordinals)
+    )
+    return _Anchors(kinds.astype(np.uint8), locations, segments.blobs[of_segment])
+
+
+def _nearest(anchors: _Anchors) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return for each chunk the row of the anchor before and after it in its blob, -1 where there is none."""
+    rows = np.arange(len(anchors.kinds))
+    known = anchors.kinds != Anchor.NONE
+    before = np.maximum.accumulate(np.where(known, rows, -1))
+    after = np.minimum.accumulate(np.where(known, rows, len(rows))[::-1])[::-1]
+    after = np.where(after == len(rows), -1, after)
+    for nearest in (before, after):
+        nearest[(nearest >= 0) & (anchors.blobs[nearest] != anchors.blobs)] = -1
+    return before, after
+
+
+def _taken(anchors: _Anchors, rows: NDArray[np.intp]) -> tuple[U8, Locations]:
+    """Return (kinds, locations) of the anchors in `rows`; kind NONE for row -1."""
+    kinds = np.where(rows >= 0, anchors.kinds[rows], np.uint8(Anchor.NONE)).astype(np.uint8)
+    return kinds, anchors.locations.take(rows)

@@ -1,0 +1,238 @@
+"""Tokens. Invariant: the file never holds a token, only what recognises one.
+
+    nk_7f3a9c0e_5tR...        nk_ID_SECRET, the secret 32 random bytes in base64url
+
+The file keeps a plain SHA-256 of each token. A slow hash protects what people choose; 256 random bits cannot be
+searched for at any speed, and a slow hash would cost every request its time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from nearkin_shared.errors import BadInput, ConfigError, NotFound, choose
+from nearkin_shared.tenant_names import tenant_problem
+from nearkin_shared.utils.durable_files import make_folders, replace_file
+from nearkin_shared.utils.file_locks import lock_file
+from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.utils.private_files import open_private
+
+OPERATOR = "operator"
+SCOPES = ("read", "write", "delete", "admin", OPERATOR)
+"""The first four are of the token's tenant; `operator` is of all services: settings, GC, workers, scrub, dead letters,
+sums of every tenant. A token of an operator alone has no tenant."""
+NO_TENANT = ""
+SECRET_BYTES = 32
+TOKENS_MAX = 10_000
+FILE_BYTES_MAX = 8 * 1024 * 1024
+NOTE_CHARACTERS_MAX = 200
+DAYS_MAX = 3650
+LOOK_SECONDS = 1.0
+"""How long a revoked token may still be taken: the file is looked at this often at most."""
+
+_TEXT = re.compile(r"nk_([0-9a-f]{8})_[A-Za-z0-9_-]{43}", re.ASCII)
+_log = logging.getLogger("nearkin.gateway")
+
+
+@frozen
+class Token:
+    """What is known of a token. `expires` and `created` in seconds since 1970; `expires` None is never."""
+
+    id: str
+    sha256: str
+    tenant: str
+    scopes: tuple[str, ...]
+    created: int
+    expires: int | None = None
+    note: str = ""
+
+    def expired(self, now: float) -> bool:
+        """Return whether the token is not taken any more."""
+        return self.expires is not None and now >= self.expires
+
+
+def create(
+    path: Path, tenant: str, scopes: Sequence[str], *, days: int | None = 90, note: str = ""
+) -> tuple[str, Token]:
+    """Add a token to the file; return its text, which is kept nowhere, and what is. Raises BadInput."""
+    for scope in scopes:
+        if scope not in SCOPES:
+            raise choose("scope", scope, SCOPES)
+    if not scopes:
+        raise BadInput(f"scopes: want at least one of {', '.join(SCOPES)}")
+    if set(scopes) == {OPERATOR}:
+        tenant = NO_TENANT
+    elif (problem := tenant_problem(tenant)) is not None:
+        raise BadInput(f"tenant {tenant!r:.200}: {problem}")
+    if days is not None and not 1 <= days <= DAYS_MAX:
+        raise BadInput(f"days {days}: want 1 to {DAYS_MAX}")
+    if len(note) > NOTE_CHARACTERS_MAX:
+        raise BadInput(f"note of {len(note)} characters: want at most {NOTE_CHARACTERS_MAX}")
+    now = datetime.now(UTC)
+    with _locked(path):
+        found = _read(path) if path.exists() else {}
+        if len(found) >= TOKENS_MAX:
+            raise BadInput(f"{path}: holds {TOKENS_MAX} tokens already; revoke some")
+        number = secrets.token_hex(4)
+        while number in found:
+            number = secrets.token_hex(4)
+        text = f"nk_{number}_{secrets.token_urlsafe(SECRET_BYTES)}"
+        token = Token(
+            id=number,
+            sha256=_digest(text),
+            tenant=tenant,
+            scopes=tuple(scope for scope in SCOPES if scope in scopes),
+            created=int(now.timestamp()),
+            expires=None if days is None else int((now + timedelta(days=days)).timestamp()),
+            note=note,
+        )
+        _write(path, {**found, number: token})
+    return text, token
+
+
+def revoke(path: Path, number: str) -> Token:
+    """Take a token, named by its id, out of the file. Raises NotFound."""
+    with _locked(path):
+        found = _read(path)
+        if number not in found:
+            raise NotFound(f"token {number!r}: {path} has none; `nearkin token list` lists them")
+        gone = found.pop(number)
+        _write(path, found)
+    return gone
+
+
+def listed(path: Path) -> list[Token]:
+    """Return all tokens, oldest first. Raises ConfigError."""
+    return sorted(_read(path).values(), key=lambda token: (token.created, token.id))
+
+
+class TokenFile:
+    """The tokens of a file; what changes there is seen within LOOK_SECONDS, and a broken file changes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.on_change: Callable[[list[Token], list[Token]], None] | None = None
+        """Called with the tokens that a change of the file added and removed."""
+        self._seen = self._mark()  # before it is read: what changes in between is seen by the next look
+        self._tokens = _read(path)
+        self._failed: tuple[int, ...] | None = None
+        self._looked = time.monotonic()
+
+    def find(self, text: str) -> Token | None:
+        """Return the token, expired or not, that `text` is."""
+        self._look()
+        match = _TEXT.fullmatch(text)
+        token = self._tokens.get(match[1]) if match is not None else None
+        # A missing id takes as long as a wrong secret; ids are no secret.
+        right = hmac.compare_digest(_digest(text), token.sha256 if token is not None else "0" * 64)
+        return token if right else None
+
+    def by_id(self, number: str) -> Token | None:
+        """Return the token with this id, expired or not: for who has proved before that it knows the rest."""
+        self._look()
+        return self._tokens.get(number)
+
+    def tenants(self) -> list[str]:
+        """Return the tenants that tokens name."""
+        self._look()
+        return sorted({token.tenant for token in self._tokens.values() if token.tenant != NO_TENANT})
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        mark = self._mark()
+        if mark == self._seen:
+            return
+        try:
+            before, self._tokens, self._failed = self._tokens, _read(self._path), None
+            _log.info("%s: read again, %d tokens", self._path, len(self._tokens))
+            if self.on_change is not None:
+                self.on_change(_missing_from(before, self._tokens), _missing_from(self._tokens, before))
+        except ConfigError as err:
+            if mark != self._failed:
+                _log.error("%s; the tokens read before stay", err)
+            self._failed = mark
+            if isinstance(err.__cause__, OSError):
+                return  # no descriptor to spare, no permission: that ends, the mark stays, and so would who was revoked
+        self._seen = mark
+
+    def _mark(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def token_file(name: str | None) -> TokenFile | None:
+    """Return the tokens of `auth.tokens_file`, where there is one. Raises ConfigError."""
+    return None if name is None else TokenFile(Path(name).expanduser())
+
+
+def _missing_from(tokens: dict[str, Token], others: dict[str, Token]) -> list[Token]:
+    """Return those of `others` that `tokens` lacks; a token that differs is another one."""
+    return [token for number, token in others.items() if tokens.get(number) != token]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
+
+def _read(path: Path) -> dict[str, Token]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+        if len(data) > FILE_BYTES_MAX:
+            raise ValueError(f"more than {FILE_BYTES_MAX} bytes")  # noqa: TRY301 - one place names the file
+        fields = json.loads(data)["tokens"]
+        tokens = [Token(**{**entry, "scopes": tuple(entry["scopes"])}) for entry in fields]
+        for token in tokens:
+            whole = re.fullmatch("[0-9a-f]{8}", token.id) and re.fullmatch("[0-9a-f]{64}", token.sha256)
+            known = bool(token.scopes) and set(token.scopes) <= set(SCOPES)
+            timed = isinstance(token.created, int) and isinstance(token.expires, int | None)
+            owned = isinstance(token.tenant, str) and (
+                token.tenant == NO_TENANT if token.scopes == (OPERATOR,) else tenant_problem(token.tenant) is None
+            )
+            if not (whole and known and timed and owned):
+                raise ValueError(f"token {token.id!r:.40} is not one that `nearkin token` wrote")  # noqa: TRY301
+    except FileNotFoundError as err:
+        raise ConfigError(f'tokens file "{path}": no such file; `nearkin token create` makes one') from err
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise ConfigError(f'tokens file "{path}": {err}') from err
+    return {token.id: token for token in tokens}
+
+
+def _write(path: Path, tokens: dict[str, Token]) -> None:
+    """Replace the file at once, durably: a token that was revoked must not come back; only its owner may read it."""
+    data = json.dumps({"tokens": [asdict(token) for token in tokens.values()]}, indent=1).encode()
+    try:
+        replace_file(path, data)
+    except OSError as err:
+        raise BadInput(f'tokens file "{path}": {err.strerror}') from err
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one change the file at a time."""
+    try:
+        make_folders(path.parent)
+        lock = os.fdopen(open_private(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT), "r+b")
+    except OSError as err:
+        raise BadInput(f'tokens file "{path}": {err.strerror}') from err
+    with lock:
+        lock_file(lock.fileno(), wait=True)
+        yield

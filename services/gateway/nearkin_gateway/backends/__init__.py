@@ -1,0 +1,1 @@
+"""Where uploads go: the Kafka pipeline or a store in this process."""

@@ -1,0 +1,100 @@
+"""Ingest. Invariant: what `finish` let pass is durable and ends committed or visibly failed (I3).
+
+    begin -> write* -> finish        or   begin -> write* -> abort
+
+Two implementations: `kafka` hands frames to the pipeline, `embedded` commits in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any, Protocol
+
+from nearkin_shared.preconditions import Precondition
+from nearkin_shared.results import PutResult
+from nearkin_shared.results_json import info_json, ledger_json
+from nearkin_shared.utils.frozen import frozen
+
+COMMITTED = "committed"
+FAILED = "failed"
+
+
+@frozen
+class Intent:
+    """What an upload is to become. `blob` and `origin` 16 bytes each: this attempt, and what is stored once."""
+
+    tenant: str
+    key: str
+    blob: bytes
+    origin: bytes
+    began_us: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    trace: str | None = None
+    """W3C traceparent of the request."""
+    precondition: Precondition | None = None
+    """Checked where the version is committed."""
+
+
+@frozen
+class Ending:
+    """What the bytes of an upload turned out to be. `blake3` 32 bytes; `sha256` 32 bytes where it was asked for."""
+
+    size_bytes: int
+    blake3: bytes
+    sha256: bytes | None = None
+
+
+class Upload(Protocol):
+    """One upload on its way."""
+
+    async def write(self, frame: bytes | bytearray) -> None:
+        """Take a frame of at most FRAME_BYTES_MAX; waits while too much is unacknowledged. Raises Retryable."""
+
+    async def finish(self, ending: Ending) -> None:
+        """Return once all is durable. Raises Retryable: what became of it is then not known.
+
+        An ingest that commits raises PreconditionFailed; from any other the outcome tells it.
+        """
+
+    async def abort(self, why: str) -> None:
+        """Give the upload up, visibly where that is possible. Never raises."""
+
+
+class Ingest(Protocol):
+    """Where uploads go."""
+
+    commits: bool
+    """Whether `finish` returns with the outcome known, so that the answer is always 201."""
+
+    def accepts(self, tenant: str) -> bool:
+        """Return whether it takes uploads of this tenant."""
+
+    async def open(self) -> None:
+        """Get ready. Raises NearkinError."""
+
+    async def close(self) -> None:
+        """Bring what is on its way to its end, within a bound, and release all."""
+
+    async def begin(self, intent: Intent) -> Upload:
+        """Start an upload. Raises Retryable."""
+
+    def check(self) -> None:
+        """Raise Retryable where an upload could not be taken now; may block for some seconds."""
+
+
+def committed_event(intent: Intent, began: str, result: PutResult) -> dict[str, Any]:
+    """Return the event of a commit, as the topic `committed` has it."""
+    ledger = ledger_json(result.ledger, result.seconds)
+    del ledger["seconds"]
+    return {
+        "id": intent.blob.hex(),
+        "origin": intent.origin.hex(),
+        "state": COMMITTED,
+        "tenant": intent.tenant,
+        "failure": None,
+        "began": began,
+        **info_json(result.info),
+        "seconds": result.seconds,
+        "ledger": ledger,
+    }

@@ -1,0 +1,246 @@
+"""Ingest into the pipeline. Invariant: `finish` returns when Kafka has acknowledged every frame and the end (I3).
+
+    write: wait for room in both budgets -> frame to Kafka      acknowledgement: room again, in any order
+    finish: end to Kafka -> wait for the last acknowledgement   abort: an end that says why
+
+The producer is idempotent and keyed by the blob: frames of an attempt arrive once and in order, or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import Message as KafkaMessage
+
+from nearkin_gateway.backends.ingest_backend import Ending, Intent
+from nearkin_gateway.http.request_limits import Budget
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NearkinError, StoreUnavailable
+from nearkin_shared.formats.message import FAILURE_CHARACTERS_MAX, End, Envelope, Frame, encode
+from nearkin_shared.kafka.clients import is_final, producer, signed_headers, topic, unavailable, undelivered
+from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
+from nearkin_shared.kafka.record_guard import headers_of
+from nearkin_shared.validation import check_key, check_metadata
+
+POLL_SECONDS = 0.1
+ROOM_SECONDS = 0.02
+ROOM_SECONDS_MAX = 60.0
+"""How long one message may wait for room in the producer's own queue."""
+CHECK_SECONDS = 3.0
+"""How long Kafka may take to answer a readiness check."""
+CLOSE_SECONDS = 15.0
+MESSAGE_ROOM_BYTES = 64 * 1024
+"""What an end is counted as, beside its metadata."""
+_log = logging.getLogger("nearkin.gateway")
+
+
+class KafkaIngest:
+    """One producer for all uploads of a process."""
+
+    commits = False
+
+    def __init__(self, settings: Settings, client_id: str, authenticator: EnvelopeAuthenticator | None) -> None:
+        """`authenticator` signs every message."""
+        self._settings = settings
+        self._authenticator = authenticator
+        self.frames = topic(settings, "frames")
+        self.budget = Budget(int(settings.gateway.unacknowledged_bytes))
+        self.upload_bytes_max = int(settings.gateway.upload_unacknowledged_bytes)
+        self._client_id = client_id
+        self._producer = producer(settings, client_id)
+        self._ended: deque[Producer] = deque()
+        """Producers that failed for good, until they have told what became of their last messages."""
+        self._stop = threading.Event()
+        self._poller = threading.Thread(target=self._poll, name="nearkin-gateway-kafka", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def accepts(self, tenant: str) -> bool:
+        """Return True: the pipeline takes all."""
+        return True
+
+    async def open(self) -> None:
+        """Start to hear of acknowledgements."""
+        self._loop = asyncio.get_running_loop()
+        self._poller.start()
+
+    async def close(self) -> None:
+        """Let what is queued go out, within a bound."""
+        left = await asyncio.to_thread(self._producer.flush, CLOSE_SECONDS)
+        if left:
+            _log.warning("kafka: %d messages were not acknowledged before the stop", left)
+        self._stop.set()
+        if self._poller.is_alive():
+            await asyncio.to_thread(self._poller.join)
+
+    async def begin(self, intent: Intent) -> KafkaUpload:
+        """Start an upload; nothing is sent before its first frame."""
+        check_key(intent.key)
+        check_metadata(intent.metadata)
+        return KafkaUpload(self, intent)
+
+    def check(self) -> None:
+        """Raise StoreUnavailable where Kafka does not answer; blocks for CHECK_SECONDS at most."""
+        try:
+            self._producer.list_topics(self.frames, CHECK_SECONDS)
+        except KafkaException as err:
+            raise unavailable(self._settings, err) from err
+
+    async def publish(self, name: str, key: bytes, value: bytes) -> None:
+        """Send a message to one of TOPICS and wait until it is acknowledged. Raises StoreUnavailable."""
+        tracker = Tracker()
+        await self.send(topic(self._settings, name), key, value, {}, tracker, 0)
+        await tracker.settled()
+
+    async def send(
+        self, full: str, key: bytes, value: bytes, headers: Mapping[str, bytes], tracker: Tracker, room_bytes: int
+    ) -> None:
+        """Queue a message. `tracker` hears of its acknowledgement, with the `room_bytes` that it frees."""
+        loop = self._loop
+        assert loop is not None
+
+        def delivered(err: KafkaError | None, _message: KafkaMessage) -> None:
+            failure = None if err is None else undelivered(err, full, len(value))
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(tracker.delivered, room_bytes, failure)
+
+        deadline = time.monotonic() + ROOM_SECONDS_MAX
+        signed: list[tuple[str, str | bytes | None]] = [*signed_headers(self._authenticator, full, key, value, headers)]
+        while True:
+            try:
+                self._producer.produce(full, value, key, headers=signed, on_delivery=delivered)
+            except BufferError as err:
+                if time.monotonic() > deadline:
+                    raise StoreUnavailable(f"kafka: {full}: no room to send for {ROOM_SECONDS_MAX:.0f} s") from err
+                await asyncio.sleep(ROOM_SECONDS)
+            except KafkaException as err:
+                if is_final(err.args[0]):
+                    self._renew()
+                raise undelivered(err.args[0], full, len(value)) from err
+            else:
+                tracker.sent()
+                return
+
+    def _renew(self) -> None:
+        """Go on with a new producer. What the old one still held is told as lost: whoever waits for it hears 503."""
+        _log.error("kafka: the producer failed for good; a new one takes over")
+        self._producer.purge(in_queue=True, in_flight=True)
+        self._ended.append(self._producer)
+        self._producer = producer(self._settings, self._client_id)
+
+    def _poll(self) -> None:
+        while not self._stop.is_set():
+            self._producer.poll(POLL_SECONDS)
+            if self._ended and not self._ended[0].flush(0):
+                self._ended.popleft()
+
+
+class Tracker:
+    """What of some messages is acknowledged. In one event loop."""
+
+    def __init__(self, *budgets: Budget) -> None:
+        self._budgets = budgets
+        self._waiting = 0
+        self._failure: NearkinError | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def sent(self) -> None:
+        """Count a message that is on its way."""
+        self._waiting += 1
+        self._idle.clear()
+
+    def delivered(self, room_bytes: int, err: NearkinError | None) -> None:
+        """Count one that is acknowledged, or lost."""
+        self._waiting -= 1
+        for budget in self._budgets:
+            budget.give(room_bytes)
+        if err is not None and self._failure is None:
+            self._failure = err
+        if not self._waiting:
+            self._idle.set()
+
+    def check(self) -> None:
+        """Raise StoreUnavailable once a message is lost, Permanent once one is too large for its topic."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def settled(self) -> None:
+        """Wait until all are acknowledged: at most the producer's delivery timeout. Raises as `check` does."""
+        await self._idle.wait()
+        self.check()
+
+
+class KafkaUpload:
+    """Frames of one blob on their way."""
+
+    def __init__(self, ingest: KafkaIngest, intent: Intent) -> None:
+        self._ingest = ingest
+        self._intent = intent
+        self._own = Budget(ingest.upload_bytes_max)
+        self._tracker = Tracker(self._own, ingest.budget)
+        self._position = 0
+
+    async def write(self, frame: bytes | bytearray) -> None:
+        """Send a frame once there is room for it."""
+        self._tracker.check()
+        message = Frame(self._envelope(), np.frombuffer(frame, np.uint8))
+        await self._send(encode(message), len(frame), "frame")
+        self._position += len(frame)
+
+    async def finish(self, ending: Ending) -> None:
+        """Send the end and wait for every acknowledgement."""
+        self._tracker.check()
+        end = End(
+            envelope=self._envelope(),
+            began_us=self._intent.began_us,
+            origin=self._intent.origin,
+            size_bytes=ending.size_bytes,
+            blake3=ending.blake3,
+            sha256=ending.sha256,
+            metadata=self._intent.metadata,
+            precondition=self._intent.precondition,
+        )
+        await self._send(encode(end), MESSAGE_ROOM_BYTES, "end")
+        await self._tracker.settled()
+
+    async def abort(self, why: str) -> None:
+        """Say that the upload ended without success; where nothing was sent nobody needs to know."""
+        if not self._position:
+            return
+        end = End(
+            envelope=self._envelope(),
+            began_us=self._intent.began_us,
+            origin=self._intent.origin,
+            size_bytes=self._position,
+            failure=why[:FAILURE_CHARACTERS_MAX],
+        )
+        try:
+            await self._send(encode(end), MESSAGE_ROOM_BYTES, "end")
+        except NearkinError as err:
+            _log.warning("upload %s: its end could not be sent: %s", self._intent.blob.hex(), err)
+
+    def _envelope(self) -> Envelope:
+        return Envelope(self._intent.blob, self._intent.tenant, self._intent.key, self._position)
+
+    async def _send(self, value: bytes, room_bytes: int, kind: str) -> None:
+        await self._own.take(room_bytes)
+        try:
+            await self._ingest.budget.take(room_bytes)
+        except asyncio.CancelledError:
+            self._own.give(room_bytes)
+            raise
+        trace = self._intent.trace
+        headers = headers_of("gateway", kind, self._envelope(), None if trace is None else trace.encode())
+        try:
+            await self._ingest.send(self._ingest.frames, self._intent.blob, value, headers, self._tracker, room_bytes)
+        except BaseException:
+            self._own.give(room_bytes)
+            self._ingest.budget.give(room_bytes)
+            raise

@@ -1,0 +1,141 @@
+"""A gateway in front of the pipeline. Invariant: it holds no state of its own; any other one answers the same.
+
+Kafka takes uploads and tells outcomes, Redis lists, the object store has what is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from nearkin_gateway.auth.tokens import token_file
+from nearkin_gateway.backends.event_consumer import Watch
+from nearkin_gateway.backends.kafka_ingest import KafkaIngest
+from nearkin_gateway.catalog.pipeline_listing import PipelineListing
+from nearkin_gateway.catalog.version_catalog import Catalogue
+from nearkin_gateway.monitoring.pipeline_state import PipelineState
+from nearkin_gateway.setting_changes import HotChanges
+from nearkin_gateway.state import Gateway, shares_of
+from nearkin_gateway.uploads.resumable_store import Resumable
+from nearkin_gateway.uploads.upload_status import Outcomes, Tickets
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import Retryable
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.redis.gc_status import ToldRounds
+from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
+from nearkin_shared.kafka.fleet_store import connect_fleet
+from nearkin_shared.kafka.live_config import HotSettings
+from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
+from nearkin_shared.kafka.readiness_checks import redis_memory_check
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.retention import guard_of
+from nearkin_shared.storage import descriptor
+from nearkin_shared.storage.deletions import Deletions
+from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.manifests import ManifestStore
+
+CONNECT_SECONDS_MAX = 120.0
+RETRY_SECONDS = 1.0
+CONFIG_KEY = b"settings"
+"""Of all messages of the compacted topic `config`: the newest is kept."""
+_log = logging.getLogger("nearkin.gateway")
+
+
+class PipelineIngest(KafkaIngest):
+    """The same, with what else a gateway reads and keeps open."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        client_id: str,
+        authenticator: EnvelopeAuthenticator,
+        watch: Watch,
+        hot: HotSettings,
+        index: RedisIndex,
+    ) -> None:
+        super().__init__(settings, client_id, authenticator)
+        self._watch, self._hot, self._index = watch, hot, index
+        self.state = PipelineState(settings)
+
+    async def open(self) -> None:
+        """Start all. Raises StoreUnavailable."""
+        await asyncio.to_thread(self._hot.start)
+        await self._watch.open()
+        await super().open()
+
+    async def close(self) -> None:
+        """End all."""
+        await super().close()
+        await self._watch.close()
+        await asyncio.to_thread(self.state.close)
+        await asyncio.to_thread(self._hot.stop)
+        await asyncio.to_thread(self._index.close)
+
+
+def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
+    """Return the parts of a gateway, waiting for servers that are not up yet. Raises NearkinError."""
+    objects, found, index = _connected(settings)
+    client_id = f"gateway-{socket.gethostname()}"
+    outcomes = Outcomes(int(settings.gateway.outcomes_bytes))
+    authenticator = authenticator_of(settings, found)
+    watch = Watch(settings, outcomes, client_id, authenticator)
+    hot = HotSettings(settings, config_file, authenticator)
+    ingest = PipelineIngest(settings, client_id, authenticator, watch, hot, index)
+
+    async def publish(message: bytes) -> None:
+        await ingest.publish("config", CONFIG_KEY, message)
+
+    return Gateway(
+        hot=HotChanges(settings, hot, publish),
+        tokens=token_file(settings.auth.tokens_file),
+        ingest=ingest,
+        outcomes=outcomes,
+        tickets=Tickets(bytes.fromhex(found.secret)),
+        catalogue=Catalogue(objects, found, settings, PipelineListing(index, found, objects)),
+        deletions=Deletions(
+            ManifestStore(objects, RedisKeyLocks(index)), index.mark_many, guard=guard_of(settings.retention, time.time)
+        ),
+        resumable=Resumable(objects, settings.gateway.resumable_max, shares_of(settings.gateway)),
+        collecting=JanitorRounds(index),
+        pauses=Pauses(objects),
+        workers=watch,
+        pipeline=ingest.state,
+        checks={"redis": redis_memory_check(settings)},
+    )
+
+
+class JanitorRounds:
+    """Rounds that the janitors of the fleet do, as Redis knows of them."""
+
+    def __init__(self, index: RedisIndex) -> None:
+        self._told = ToldRounds(index)
+
+    def collected(self) -> dict[str, object] | None:
+        """Return what the last round did, and why a later one did not end; None before the first one."""
+        last = self._told.last()
+        if last is None:
+            return None
+        at = last.pop("failed_at", None) if "failure" in last else last.get("at")
+        last.pop("regular_at", None), last.pop("freeing_at", None)  # between janitors
+        moment = datetime.fromtimestamp(float(at or 0), UTC).isoformat(timespec="milliseconds")
+        return {"failure": None, **last, "ended": moment.replace("+00:00", "Z")}
+
+    def ask(self) -> None:
+        """Ask the janitors for a round."""
+        self._told.ask()
+
+
+def _connected(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor, RedisIndex]:
+    deadline = time.monotonic() + CONNECT_SECONDS_MAX
+    while True:
+        try:
+            return connect_fleet(settings)
+        except Retryable as err:
+            if time.monotonic() > deadline:
+                raise
+            _log.warning("waiting: %s", err)
+            time.sleep(RETRY_SECONDS)

@@ -1,0 +1,59 @@
+"""The hot settings as fields of a form. Invariant: a field says the values that its rule takes; the API checks them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nearkin_shared.config.runtime import rule_of
+from nearkin_shared.config.settings import HOT_FIELDS, Settings
+from nearkin_shared.config.validators import Between, OneOf
+from nearkin_shared.utils.frozen import frozen
+
+UNITS = {"_bytes": "bytes", "_seconds": "seconds", "_hours": "hours", "_days": "days", "_bits": "bits"}
+
+
+@frozen
+class Field:
+    """One hot setting. `choices` for a name; `least` and `most` for a number; neither for on and off."""
+
+    name: str
+    section: str
+    field: str
+    value: Any
+    changed: bool
+    """By PATCH, over the file."""
+    choices: tuple[str, ...] = ()
+    least: int | None = None
+    most: int | None = None
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of a number, by the end of its name; empty for counts and names."""
+        return next((unit for end, unit in UNITS.items() if self.field.endswith(end)), "")
+
+    @property
+    def stops_service(self) -> bool:
+        """Return whether this is the switch that stops all work."""
+        return self.name == "service.paused"
+
+
+def hot_fields(settings: Settings, changes: dict[str, dict[str, Any]]) -> list[tuple[str, list[Field]]]:
+    """Return (section, its fields)."""
+    found: dict[str, list[Field]] = {}
+    for name in sorted(HOT_FIELDS):
+        section, _, field = name.partition(".")
+        holder = getattr(settings, section)
+        rule = rule_of(name)
+        found.setdefault(section, []).append(
+            Field(
+                name=name,
+                section=section,
+                field=field,
+                value=getattr(holder, field),
+                changed=field in changes.get(section, {}),
+                choices=rule.known if isinstance(rule, OneOf) else (),
+                least=rule.least if isinstance(rule, Between) else None,
+                most=rule.most if isinstance(rule, Between) else None,
+            )
+        )
+    return list(found.items())

@@ -1,0 +1,201 @@
+"""Connections. Invariant: what a connection may hold or delay before a request exists is bounded.
+
+headers above `header_bytes_max` -> 431    no whole head within `slow_seconds` -> closed
+as much beside a body's bytes -> 431       a body under `Upgrade` -> 400: the parser would take it for requests
+garbage -> 400                             a body that nobody wants: DISCARD_BYTES_MAX or DISCARD_SECONDS, then closed
+half a head, or idle: the oldest of an address beyond `idle_per_address_max`, or of all at `connections_max` -> closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import sys
+import termios
+from asyncio.events import TimerHandle
+from contextlib import suppress
+from functools import partial
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from nearkin_gateway.http.idle_connections import IdleConnections
+from nearkin_gateway.http.problems import MEDIA_TYPE, Problem, problem_body
+from nearkin_shared.config.services import GatewaySettings
+
+DISCARD_BYTES_MAX = 16 * 1024 * 1024
+DISCARD_SECONDS = 5.0
+"""After an early answer: closing at once would reset the connection before the client has read why."""
+UPGRADE = "only HTTP/1.1 is spoken: send bodies without Upgrade (curl --http1.1, Java HttpClient.Version.HTTP_1_1)"
+
+
+class _Refused(Exception):
+    pass
+
+
+def _unsent_bytes(transport: asyncio.Transport) -> int:
+    """Return what the peer has not acknowledged: the system's buffer hides what a slow one takes, a third at a time."""
+    queued = transport.get_write_buffer_size()
+    with suppress(OSError, AttributeError):  # a socket that is closed, or a system that does not tell
+        told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        queued += int.from_bytes(told, sys.byteorder)
+    return queued
+
+
+def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
+    """Return uvicorn's protocol with the bounds of `settings`."""
+    connections_max = settings.connections_max
+    head_bytes_max, head_seconds = int(settings.header_bytes_max), settings.slow_seconds
+    idle = IdleConnections(settings.idle_per_address_max)
+    head_too_large = f"a request's head, metadata and all, takes at most {head_bytes_max} bytes"
+
+    class BoundedProtocol(HttpToolsProtocol):
+        """HTTP/1.1 for clients that nobody knows."""
+
+        _in_head = True
+        _head_bytes = 0
+        _framing_bytes = 0
+        _discarded_bytes = 0
+        _refused = False
+        _timer: TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._arm(head_seconds)
+            self._note_idle()
+            if len(self.connections) > connections_max and not idle.close_oldest(self):
+                self._refuse(503, "busy", f"{connections_max} connections are open, which is the most; try again")
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            idle.discard(self)
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
+            if self._in_head:
+                self._head_bytes += len(data)
+                if self._timer is None:
+                    self._arm(head_seconds)
+            else:
+                self._framing_bytes += len(data)
+            super().data_received(data)
+            if self._refused:
+                return
+            if self._in_head and self._head_bytes > head_bytes_max:
+                self._refuse(431, "header-too-large", head_too_large)
+            elif not self._in_head and self._framing_bytes > head_bytes_max:
+                self._refuse(431, "header-too-large", f"trailers and extensions take at most {head_bytes_max} bytes")
+
+        def send_400_response(self, msg: str) -> None:
+            if not self._refused:
+                self._refuse(400, "bad-request", "not an HTTP/1.1 request")
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.scope["extensions"] = {
+                "nearkin.connection": {
+                    "unsent_bytes": partial(_unsent_bytes, self.transport),
+                    "abort": self.transport.abort,
+                }
+            }
+            self._in_head = True
+
+        def on_headers_complete(self) -> None:
+            self._in_head, self._head_bytes, self._discarded_bytes = False, 0, 0
+            self._framing_bytes = 0
+            self._disarm()
+            idle.discard(self)
+            size_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if size_bytes > head_bytes_max:
+                self._refuse(431, "header-too-large", head_too_large)
+                raise _Refused
+            if b"#" in self.url:  # the parser would cut it off, and what lies behind it: another key
+                self._refuse(400, "bad-request", "a request's target has no fragment: write # as %23")
+                raise _Refused
+            if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
+                # httptools ends such a request with its head: an empty blob, and its bytes the next request.
+                self._refuse(400, "upgrade-with-body", UPGRADE)
+                raise _Refused
+            super().on_headers_complete()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._in_head:  # a trailer is no header, and was not counted as one
+                super().on_header(name, value)
+
+        def on_body(self, body: bytes) -> None:
+            self._framing_bytes = 0
+            if self.cycle.response_complete:
+                self._discarded_bytes += len(body)
+                if self._discarded_bytes > DISCARD_BYTES_MAX:
+                    self.transport.close()
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self._in_head, self._head_bytes = True, 0
+            self._disarm()
+            if self.cycle.response_complete and not self.transport.is_closing():  # its rest was discarded
+                self._arm(self.timeout_keep_alive)
+            self._note_idle()
+
+        def on_response_complete(self) -> None:
+            unread = self.cycle is not None and self.cycle.more_body
+            super().on_response_complete()
+            if unread and not self.transport.is_closing():
+                self._unset_keepalive_if_required()
+                self._arm(DISCARD_SECONDS)
+            self._note_idle()
+
+        def close_idle(self) -> None:
+            """Make room for another connection."""
+            self._refused = True
+            self._disarm()
+            self._unset_keepalive_if_required()
+            self.transport.close()
+            if self.transport.get_write_buffer_size():  # the end of an answer: a peer that reads still gets it
+                self.loop.call_later(DISCARD_SECONDS, self.transport.abort)
+
+        def _note_idle(self) -> None:
+            """Count the connection among the idle ones if it has no request under way."""
+            if self._in_head and (self.cycle is None or self.cycle.response_complete):
+                address = "unknown" if self.client is None else self.client[0]
+                if not self.transport.is_closing():
+                    idle.add(self, address)
+
+        def shutdown(self) -> None:
+            self._disarm()
+            super().shutdown()
+
+        def _refuse(self, status: int, name: str, detail: str) -> None:
+            self._refused = True
+            self._disarm()
+            self._unset_keepalive_if_required()
+            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+                body = problem_body(Problem(status, name, detail), None)
+                head = b"content-type: %b\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+                self.transport.write(STATUS_LINE[status] + head % (MEDIA_TYPE.encode(), len(body)) + body)
+            self.transport.close()
+
+        def _arm(self, seconds: float) -> None:
+            self._disarm()
+            self._timer = self.loop.call_later(seconds, self._late, seconds)
+
+        def _late(self, seconds: float) -> None:
+            self._timer = None
+            if self._in_head and self.cycle is not None and not self.cycle.response_complete:
+                self._arm(seconds)  # half a pipelined request: the answer before it goes first
+            else:
+                self.transport.close()
+
+        def _disarm(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    return BoundedProtocol
+
+
+def _announces_body(name: bytes, value: bytes) -> bool:
+    name = name.lower()
+    return name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0 \t") != b"")

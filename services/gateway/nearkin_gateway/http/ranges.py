@@ -1,0 +1,134 @@
+"""Conditions and ranges (RFC 9110, 13 and 14). Invariant: decided from a version's facts alone, without I/O."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from email.utils import format_datetime, parsedate_to_datetime
+
+from starlette.datastructures import Headers
+
+from nearkin_gateway.http.problems import Problem
+from nearkin_shared.preconditions import ANY, PRECONDITION, Precondition, Tags, tags_of
+from nearkin_shared.results import VersionInfo
+
+_RANGE = re.compile(r"bytes\s*=\s*(\d{0,19})\s*-\s*(\d{0,19})\s*", re.ASCII | re.IGNORECASE)
+_TAG = re.compile(r'(W/)?"([^"]*)"')
+
+
+def etag(info: VersionInfo) -> str:
+    """Return a version's strong entity tag: its digest."""
+    return f'"{info.digest}"'
+
+
+def last_modified(info: VersionInfo) -> str:
+    """Return when a version was made, as HTTP has it."""
+    return format_datetime(info.created.astimezone(UTC).replace(microsecond=0), usegmt=True)
+
+
+def listed(headers: Headers, name: str) -> str | None:
+    """Return a header that is a list: on several lines it says the same as on one (RFC 9110, 5.3)."""
+    lines = headers.getlist(name)
+    return ", ".join(lines) if lines else None
+
+
+def precondition_of_put(headers: Headers) -> Precondition | None:
+    """Return what `If-Match` and `If-None-Match` ask of the key's newest version. Raises BadInput."""
+    match, none_match = listed(headers, "if-match"), listed(headers, "if-none-match")
+    if match is None and none_match is None:
+        return None
+    return Precondition(_tags("If-Match", match, weak=False), _tags("If-None-Match", none_match, weak=True))
+
+
+def check_match(match: str, info: VersionInfo) -> None:
+    """Refuse a deletion whose `If-Match` is another than the newest version that would go. Raises Problem 412."""
+    if not _listed(match, etag(info), weak=False):
+        raise Problem(412, PRECONDITION, f"If-Match {match:.100}: version {info.version} is {info.digest}")
+
+
+def not_modified(headers: Headers, info: VersionInfo, *, named: bool) -> bool:
+    """Return whether 304 is the answer to a read. Raises Problem 412.
+
+    A date counts in full for a `named` version alone, which never changes. Of a key's newest one it tells too little:
+    two of one second share it, and after a deletion the newest is older than what the caller has (RFC 9110, 8.8.2.2).
+    """
+    match, none_match = listed(headers, "if-match"), listed(headers, "if-none-match")
+    if match is not None:
+        if not _listed(match, etag(info), weak=False):
+            raise Problem(412, PRECONDITION, f"If-Match {match:.100}: this version is {info.digest}")
+    else:
+        unmodified = _date(headers.get("if-unmodified-since"))
+        if unmodified is not None and (_seconds(info) if named else info.created) > unmodified:
+            raise Problem(412, PRECONDITION, f"If-Unmodified-Since: made at {last_modified(info)}; use If-Match")
+    if none_match is not None:
+        return _listed(none_match, etag(info), weak=True)
+    since = _date(headers.get("if-modified-since"))
+    return named and since is not None and _seconds(info) <= since
+
+
+def wanted_range(headers: Headers, info: VersionInfo) -> tuple[int, int] | None:
+    """Return start and stop (the byte after the last), or None for the whole. Raises Problem 416.
+
+    Several ranges, other units and what does not parse are passed over, as the RFC allows: the whole is sent.
+    """
+    text = listed(headers, "range")
+    match = _RANGE.fullmatch(text.strip()) if text is not None else None
+    if match is None or not (match[1] or match[2]) or not _if_range(headers.get("if-range"), info):
+        return None
+    size_bytes = info.size_bytes
+    if not match[1]:
+        last = int(match[2])
+        if last and not size_bytes:
+            return None
+        start, stop = max(0, size_bytes - last), size_bytes
+    else:
+        start = int(match[1])
+        stop = size_bytes if not match[2] else min(int(match[2]) + 1, size_bytes)
+        if match[2] and int(match[2]) < start:
+            return None
+    if start >= size_bytes:
+        raise Problem(
+            416,
+            "range-not-satisfiable",
+            f"Range {text!s:.60}: the blob has {size_bytes} byte{'' if size_bytes == 1 else 's'}",
+            headers={"Content-Range": f"bytes */{size_bytes}"},
+        )
+    return start, stop
+
+
+def _if_range(condition: str | None, info: VersionInfo) -> bool:
+    if condition is None:
+        return True
+    # Strong comparison: a weak tag never matches, nor does a date. Two versions of one second share it, and who went
+    # on after a break would join the one's beginning and the other's end (RFC 9110, 13.1.5).
+    return condition.strip() == etag(info)
+
+
+def _listed(text: str, tag: str, *, weak: bool) -> bool:
+    if text.strip() == "*":
+        return True
+    return any(f'"{found[2]}"' == tag and (weak or not found[1]) for found in _TAG.finditer(text))
+
+
+def _tags(name: str, text: str | None, *, weak: bool) -> Tags | None:
+    """Return the digests that a list of entity tags names; a weak tag counts in a weak comparison alone."""
+    if text is None:
+        return None
+    found = _TAG.finditer(text)
+    return tags_of(
+        name, [ANY] if text.strip() == ANY else [tag[2] for tag in found if tag[2] != ANY and (weak or not tag[1])]
+    )
+
+
+def _seconds(info: VersionInfo) -> datetime:
+    return info.created.astimezone(UTC).replace(microsecond=0)
+
+
+def _date(text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        found = parsedate_to_datetime(text)
+    except (ValueError, TypeError, OverflowError, IndexError):
+        return None
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

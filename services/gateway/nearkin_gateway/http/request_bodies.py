@@ -1,0 +1,118 @@
+"""Request bodies. Invariant: never more than a frame is held, and a client that dawdles is let go.
+
+Only the time in which we wait for the client counts against it, not the time in which it waits for us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from nearkin_gateway.http.problems import Problem
+from nearkin_gateway.http.request_limits import Slots
+from nearkin_shared.config.services import GatewaySettings
+from nearkin_shared.limits import FRAME_BYTES_MAX
+
+FRAME_SECONDS = 10.0
+"""A frame goes out by then, full or not: the pipeline ends an upload that falls silent (kafka.upload_idle_seconds)."""
+
+
+def check_declared(request: Request, bytes_max: int) -> None:
+    """Refuse a body that says itself that it is too large, or that is encoded. Raises Problem."""
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > bytes_max:
+        raise _too_large(bytes_max)
+    for name, plain in ("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked"):
+        coding = ", ".join(request.headers.getlist(name)).strip().lower()
+        if coding not in (plain, ""):
+            raise Problem(
+                415,
+                "encoded-body",
+                f"{name} {coding:.40}: send the bytes as they are to be stored",
+                headers={"Accept-Encoding": "identity"},
+            )
+    if "content-range" in request.headers:
+        raise Problem(400, "partial-put", "Content-Range: a put stores a whole; /v1/uploads takes parts (tus)")
+
+
+async def chunks(
+    request: Request, bounds: GatewaySettings, bytes_max: int, slots: Slots | None = None
+) -> AsyncIterator[bytes]:
+    """Yield the body as it comes, some 64 KiB at a time. Raises Problem 408 or 413, ClientDisconnect.
+
+    The slowest sender that is borne depends on how many of `slots` are taken.
+    """
+    window_seconds = bounds.slow_seconds
+    waited_seconds, window_got, total_bytes = 0.0, 0, 0
+    while True:
+        before = time.monotonic()
+        try:
+            async with asyncio.timeout(window_seconds - waited_seconds):
+                message = await request.receive()
+        except TimeoutError:
+            message = None
+        waited_seconds += time.monotonic() - before
+        if message is not None:
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            body: bytes = message.get("body", b"")
+            total_bytes += len(body)
+            window_got += len(body)
+            if total_bytes > bytes_max:
+                raise _too_large(bytes_max)
+            if body:
+                yield body
+            if not message.get("more_body", False):
+                return
+        if message is None or waited_seconds >= window_seconds:
+            least = bounds.slow_bytes_per_second if slots is None else slots.least_bytes_per_second
+            if window_got < window_seconds * least:
+                raise Problem(
+                    408,
+                    "too-slow",
+                    f"{window_got} bytes in {waited_seconds:.0f} s: want {least:.0f} a second at "
+                    "least; /v1/uploads takes up where it stopped (tus)",
+                )
+            waited_seconds, window_got = 0.0, 0
+
+
+async def whole(request: Request, bounds: GatewaySettings, bytes_max: int) -> bytes:
+    """Return a small body at once. Raises as `chunks` does."""
+    return b"".join([piece async for piece in chunks(request, bounds, bytes_max)])
+
+
+async def json_member(request: Request, bounds: GatewaySettings, bytes_max: int, name: str, want: str) -> Any:
+    """Return one member of the object that the body is; `want` shows what is. Raises Problem 400 too."""
+    try:
+        return json.loads(await whole(request, bounds, bytes_max))[name]
+    except (ValueError, RecursionError, KeyError, TypeError) as err:
+        raise Problem(400, "bad-json", f"want {want}") from err
+
+
+async def frames(pieces: AsyncIterator[bytes | memoryview]) -> AsyncIterator[bytearray]:
+    """Yield the same bytes in frames: of FRAME_BYTES_MAX, less where bytes come so slowly that waiting is over."""
+    frame, began = bytearray(), 0.0
+    async for piece in pieces:
+        left = memoryview(piece)
+        while len(frame) + len(left) >= FRAME_BYTES_MAX:
+            room = FRAME_BYTES_MAX - len(frame)
+            frame += left[:room]
+            left = left[room:]
+            yield frame
+            frame = bytearray()
+        began = began if frame else time.monotonic()
+        frame += left
+        if frame and time.monotonic() - began > FRAME_SECONDS:
+            yield frame
+            frame = bytearray()
+    if frame:
+        yield frame
+
+
+def _too_large(bytes_max: int) -> Problem:
+    return Problem(413, "too-large", f"the body may have at most {bytes_max} bytes")

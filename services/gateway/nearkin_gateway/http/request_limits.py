@@ -1,0 +1,207 @@
+"""Limits in one process. Invariant: whoever is over a limit is told so at once; nobody waits in a queue without end."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import math
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from nearkin_gateway.http.problems import RETRY_SECONDS, Problem
+from nearkin_shared.utils.frozen import frozen
+
+CALLERS_MAX = 10_000
+"""Callers whose rate is remembered; the one not seen for longest is forgotten, which is in its favour."""
+
+
+@frozen
+class Holders:
+    """Who takes a place: its tenant, its token ("" without tokens), its peer address."""
+
+    tenant: str
+    token: str
+    address: str
+
+
+@frozen
+class Shares:
+    """The most that one tenant, one token and one peer address may take of a limit, each 0 to 1."""
+
+    tenant: float = 1.0
+    token: float = 1.0
+    address: float = 1.0
+
+
+class Holdings:
+    """Places by id that are counted by holder. Invariant: no holder has more than its share of `places_max`."""
+
+    def __init__(self, name: str, places_max: int, shares: Shares, state: str = "running") -> None:
+        self._name, self._max, self._shares, self._state = name, places_max, shares, state
+        self._held: dict[object, Holders] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def occupancy(self) -> float:
+        """Return the share of all places that is taken."""
+        return len(self._held) / self._max
+
+    def check_room(self, holders: Holders, retry_seconds: int = RETRY_SECONDS) -> None:
+        """Refuse one more place. Raises Problem: 503 where all are taken, 429 beyond a share."""
+        retry = {"Retry-After": str(retry_seconds)}
+        if len(self._held) >= self._max:
+            why = f"{self._max} {self._name} are {self._state}, which is the most; try again"
+            raise Problem(503, "busy", why, headers=retry)
+        for kind, name in _names(holders):
+            most = max(1, math.ceil(getattr(self._shares, kind) * self._max))
+            if self._counts[kind, name] >= most:
+                why = f"{most} {self._name} of this {kind} are {self._state}, its share of {self._max}"
+                raise Problem(429, "share-exceeded", f"{why} (gateway.{kind}_share)", headers=retry)
+
+    def add(self, place: object, holders: Holders) -> None:
+        """Count a place; one that is counted stays as it is."""
+        if place not in self._held:
+            self._held[place] = holders
+            self._counts.update(_names(holders))
+
+    def discard(self, place: object) -> None:
+        """Count a place no longer, if it was."""
+        holders = self._held.pop(place, None)
+        for name in [] if holders is None else _names(holders):
+            self._counts[name] -= 1
+            if not self._counts[name]:
+                del self._counts[name]
+
+    def replace(self, held: Mapping[object, Holders]) -> None:
+        """Count these places and no others."""
+        for place in self._held.keys() - held.keys():
+            self.discard(place)
+        for place, holders in held.items():
+            self.add(place, holders)
+
+
+class Slots:
+    """So many at a time; one more is refused, and the slowest client that is borne rises as they fill.
+
+    `rates`: bytes a second that a client must move at least while half of the slots are free, and when none is.
+    """
+
+    def __init__(
+        self, name: str, slots_max: int, shares: Shares | None = None, rates: tuple[int, int] = (0, 0)
+    ) -> None:
+        self._held = Holdings(name, slots_max, shares or Shares())
+        self._least, self._busy = rates[0], max(rates)
+
+    @property
+    def taken(self) -> int:
+        """Return how many are taken."""
+        return len(self._held)
+
+    @property
+    def least_bytes_per_second(self) -> float:
+        """Return what a client must move now; it doubles in even steps between half full and full."""
+        fullness = max(0.0, self._held.occupancy - 0.5) * 2
+        return self._least * (self._busy / self._least) ** fullness if self._least else 0.0
+
+    @contextmanager
+    def one(self, holders: Holders) -> Iterator[None]:
+        """Hold a slot. Raises Problem 503 or 429."""
+        self._held.check_room(holders)
+        place = object()
+        self._held.add(place, holders)
+        try:
+            yield
+        finally:
+            self._held.discard(place)
+
+
+def _names(holders: Holders) -> list[tuple[str, str]]:
+    names = ("tenant", holders.tenant), ("token", holders.token), ("address", peer_group(holders.address))
+    return [(kind, name) for kind, name in names if name]
+
+
+def peer_group(address: str) -> str:
+    """Return what addresses of one peer share: an IPv4 address, or the /64 of an IPv6 one."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))
+
+
+class Rates:
+    """A token bucket for each caller: `per_second` requests, in bursts of as many."""
+
+    def __init__(self, per_second: int) -> None:
+        self._per_second = per_second
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, caller: str) -> None:
+        """Count a request. Raises Problem 429."""
+        if not self.allows(caller):
+            raise Problem(
+                429,
+                "too-many-requests",
+                f"at most {self._per_second} requests a second; slow down",
+                headers={"Retry-After": "1"},
+            )
+
+    def allows(self, caller: str) -> bool:
+        """Count one more of a caller and return whether its rate allows it."""
+        if not self._per_second:
+            return True
+        now = time.monotonic()
+        left, since = self._buckets.pop(caller, (float(self._per_second), now))
+        left = min(float(self._per_second), left + (now - since) * self._per_second)
+        allowed = left >= 1
+        self._buckets[caller] = (left - 1 if allowed else left, now)
+        if len(self._buckets) > CALLERS_MAX:
+            self._buckets.popitem(last=False)
+        return allowed
+
+
+class Budget:
+    """Bytes that may be on their way at once; who wants more waits, first come first served."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._max = bytes_max
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self.used_bytes = 0
+
+    async def take(self, count_bytes: int) -> None:
+        """Wait until `count_bytes` fit; more than the whole budget is let through alone."""
+        if not self._waiting and self._fits(count_bytes):
+            self.used_bytes += count_bytes
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (turn, count_bytes)
+        self._waiting.append(entry)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(count_bytes)  # it was our turn already
+            elif entry in self._waiting:
+                self._waiting.remove(entry)
+            raise
+
+    def give(self, count_bytes: int) -> None:
+        """Give bytes back."""
+        self.used_bytes -= count_bytes
+        while self._waiting and self._fits(self._waiting[0][1]):
+            turn, wanted_bytes = self._waiting.popleft()
+            if not turn.done():
+                self.used_bytes += wanted_bytes
+                turn.set_result(None)
+
+    def _fits(self, count_bytes: int) -> bool:
+        return not self.used_bytes or self.used_bytes + count_bytes <= self._max

@@ -1,0 +1,94 @@
+"""Keys in URLs. Invariant: a key is decoded once, strictly, and never normalised; two keys never share a URL.
+
+Routes match the path as it was sent. In it a literal `/versions` at the end names the versions of a key; a key that
+itself ends so is written with its last slash as %2F: /v1/blobs/notes%2Fversions. All other slashes may be either.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import quote, unquote_to_bytes
+
+from fastapi import Depends, Path, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nearkin_gateway.http.problems import Problem
+from nearkin_gateway.state import gateway_of
+from nearkin_shared.validation import check_key
+
+_VERSIONS = "/versions"
+_DESCRIPTION = (
+    "The key, percent-encoded; its slashes may stand as they are or as %2F. A key that ends in `/versions` needs %2F "
+    "for that last slash."
+)
+
+
+class PathAsSent:
+    """Let routes see the path percent-encoded: decoded first, %2F and / would be one, and bad UTF-8 be replaced."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] == "http":
+            scope["path"] = scope["raw_path"].decode("latin-1")
+            if scope["method"] == "POST" and scope["path"].startswith("/v1/uploads/"):
+                for name, value in scope["headers"]:  # tus: for clients behind proxies that know GET and POST alone
+                    if name == b"x-http-method-override" and value in (b"PATCH", b"DELETE"):
+                        scope["method"] = value.decode()
+        await self._app(scope, receive, send)
+
+
+def decoded_key(text: str, bytes_max: int) -> str:
+    """Return the key that a URL names. Raises Problem, BadInput."""
+    data = unquote_to_bytes(text)
+    if len(data) > bytes_max:
+        raise Problem(414, "key-too-long", f"key of {len(data)} bytes: want at most {bytes_max}")
+    try:
+        key = data.decode()
+    except UnicodeDecodeError as err:
+        raise Problem(400, "bad-key", f"key: is not UTF-8 (byte {err.start})") from err
+    check_key(key)
+    return key
+
+
+def quoted(key: str) -> str:
+    """Return a key as one part of a path. `.` and `..` are escaped too: clients would take them for steps."""
+    return key.replace(".", "%2E") if key in (".", "..") else quote(key, safe="")
+
+
+def blob_url(key: str, version: int | None = None) -> str:
+    """Return where a blob is found."""
+    url = f"/v1/blobs/{quoted(key)}"
+    return url if version is None else f"{url}?version={version}"
+
+
+def _plain(request: Request, key: Annotated[str, Path(description=_DESCRIPTION)]) -> str:
+    return decoded_key(key, gateway_of(request).bounds.key_bytes_max)
+
+
+def _blob(request: Request, key: Annotated[str, Path(description=_DESCRIPTION)]) -> str:
+    if key.endswith(_VERSIONS):
+        raise Problem(
+            405,
+            "method-not-allowed",
+            f"{request.method} is not for the versions of a key; a key that ends in /versions is written with %2F",
+            headers={"Allow": "GET"},
+        )
+    return _plain(request, key)
+
+
+Key = Annotated[str, Depends(_plain)]
+BlobKey = Annotated[str, Depends(_blob)]
+
+
+def _named_by_query(request: Request) -> None:
+    """Raise Problem where a query is not UTF-8: with its bytes replaced it would name other keys than it says."""
+    try:
+        unquote_to_bytes(request.scope["query_string"]).decode()
+    except UnicodeDecodeError as err:
+        raise Problem(400, "bad-query", f"query: is not UTF-8 (byte {err.start}, percent-decoded)") from err
+
+
+KeysInQuery = Depends(_named_by_query)

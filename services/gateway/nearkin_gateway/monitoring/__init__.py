@@ -1,0 +1,1 @@
+"""Audit log, usage, rolling statistics and state of the pipeline."""

@@ -1,0 +1,114 @@
+"""How far the stages are, for who looks. Invariant: Kafka is asked nothing while nobody looks, and once for all who do.
+
+Two readings some seconds apart tell what a group takes a second: the sum of its offsets, which only its commits move.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from confluent_kafka import KafkaException
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.kafka.clients import unavailable
+from nearkin_shared.kafka.dead_letter_replay import DeadLetter, drop, list_letters, parse_place, read_letter, replay
+from nearkin_shared.kafka.lag import GroupLag, LagReader
+from nearkin_shared.utils.frozen import frozen
+
+READ_SECONDS = 5.0
+"""A reading counts for so long: it asks Kafka some 25 questions."""
+READINGS_MAX = 60
+RATE_SECONDS = 60.0
+"""Rates are told over the readings of so long."""
+LETTERS_MAX = 200
+
+
+@frozen
+class StageState:
+    """One group: records that wait, those of them that are old, what it took a second, once that is known."""
+
+    group: str
+    behind_records: int
+    old_records: int
+    records_per_second: float | None
+
+
+class PipelineState:
+    """Reads lag and dead letters when asked. All calls block: they belong on a thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._reader: LagReader | None = None
+        self._readings: deque[tuple[float, list[GroupLag]]] = deque(maxlen=READINGS_MAX)
+        self._letters: tuple[float, list[DeadLetter]] = (-READ_SECONDS, [])
+
+    def stages(self) -> list[StageState]:
+        """Return how far each group is, READ_SECONDS old at most. Raises StoreUnavailable."""
+        with self._lock:
+            now = time.monotonic()
+            if not self._readings or now - self._readings[-1][0] >= READ_SECONDS:
+                self._readings.append((now, self._read()))
+            since = next((entry for entry in self._readings if now - entry[0] <= RATE_SECONDS), self._readings[-1])
+            last = self._readings[-1]
+        before = {found.group: found.taken for found in since[1]}
+        seconds = last[0] - since[0]
+        return [
+            StageState(
+                found.group,
+                sum(found.behind.values()),
+                found.old,
+                max(0, found.taken - before.get(found.group, found.taken)) / seconds if seconds > 0 else None,
+            )
+            for found in last[1]
+        ]
+
+    def letters(self) -> list[DeadLetter]:
+        """Return the newest dead letters that are not dropped, oldest first. Raises StoreUnavailable."""
+        with self._lock:
+            if time.monotonic() - self._letters[0] >= READ_SECONDS:
+                self._letters = (time.monotonic(), list_letters(self._settings, LETTERS_MAX, replayed=True))
+            return self._letters[1]
+
+    def letter(self, name: str) -> DeadLetter:
+        """Return one dead letter, whole. Raises BadInput, NotFound, StoreUnavailable."""
+        return read_letter(self._settings, parse_place(name))
+
+    def replay(self, names: list[str]) -> list[DeadLetter]:
+        """Send letters back, each once. Raises BadInput, NotFound, Permanent, StoreUnavailable."""
+        sent = replay(self._settings, [parse_place(name) for name in names])
+        self._forget_letters()
+        return sent
+
+    def drop(self, names: list[str], dropped_by: str) -> list[DeadLetter]:
+        """Mark letters as dropped. Raises BadInput, NotFound, StoreUnavailable."""
+        dropped = drop(self._settings, [parse_place(name) for name in names], dropped_by)
+        self._forget_letters()
+        return dropped
+
+    def _forget_letters(self) -> None:
+        """Let the next listing read the topic."""
+        with self._lock:
+            self._letters = (-READ_SECONDS, [])
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+
+    def _read(self) -> list[GroupLag]:
+        try:
+            if self._reader is None:
+                self._reader = LagReader(self._settings)
+            return list(self._reader.read())
+        except KafkaException as err:
+            raise unavailable(self._settings, err) from err
+        except TimeoutError as err:
+            raise StoreUnavailable(
+                f"kafka {self._settings.kafka.bootstrap_servers}: did not tell how far it is"
+            ) from err

@@ -1,0 +1,393 @@
+"""/v1/blobs. Invariant: 201 is said of what is committed, 202 of what will end committed or visibly failed (I3)."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Header, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from nearkin_gateway.auth.access import Caller, Reader, Writer, check_open_to
+from nearkin_gateway.catalog.pipeline_listing import damaged_json
+from nearkin_gateway.catalog.version_catalog import LISTED_MAX, VERSION_MAX, Listed
+from nearkin_gateway.http import header_bounds, response_models
+from nearkin_gateway.http.blob_responses import BlobResponse
+from nearkin_gateway.http.digests import (
+    announced_digests,
+    announced_sha256,
+    check_digests,
+    content_type_of,
+    metadata_headers,
+    metadata_of,
+    repr_digest,
+    wants_sha256,
+)
+from nearkin_gateway.http.problems import responses
+from nearkin_gateway.http.ranges import etag, last_modified, not_modified, precondition_of_put, wanted_range
+from nearkin_gateway.http.request_bodies import check_declared, chunks, frames
+from nearkin_gateway.http.url_keys import BlobKey, Key, KeysInQuery, blob_url
+from nearkin_gateway.middleware.audit_requests import annotate
+from nearkin_gateway.state import Gateway, gateway_of
+from nearkin_gateway.uploads.upload_preconditions import check_newest
+from nearkin_gateway.uploads.upload_service import (
+    check_failed,
+    check_idempotency_key,
+    check_same,
+    one_at_a_time,
+    replayed,
+    take,
+)
+from nearkin_shared.errors import PreconditionFailed
+from nearkin_shared.results_json import info_json
+from nearkin_shared.validation import CONTENT_TYPE, check_metadata, content_type
+
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
+router = APIRouter(tags=["blobs"])
+TOLD_SECONDS = 1.0
+"""So long a repeat whose condition does not hold waits to hear that the version in its way is its own."""
+
+VersionQuery = Annotated[int | None, Query(ge=1, le=VERSION_MAX, description="This version instead of the newest.")]
+Wait = Annotated[
+    float, Query(ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for the outcome before 202.")
+]
+_ANY_MEDIA = {"*/*": {"schema": {"type": "string", "format": "binary"}}}
+"""A body of any type: a put keeps its `Content-Type`, and reads return it."""
+_BODY: dict[str, Any] = {"requestBody": {"required": False, "content": _ANY_MEDIA}}
+_TAG_HEADERS = {
+    "ETag": {"description": "The digest, quoted.", "schema": {"type": "string"}},
+    "X-Nearkin-Version": {"description": "The version.", "schema": {"type": "integer"}},
+}
+_READ_HEADERS = {
+    **_TAG_HEADERS,
+    "Last-Modified": {"description": "When the version was put.", "schema": {"type": "string"}},
+    "Accept-Ranges": {"description": "`bytes`.", "schema": {"type": "string"}},
+    "Repr-Digest": {
+        "description": "SHA-256 (RFC 9530), where the put told or asked for it.",
+        "schema": {"type": "string"},
+    },
+    "X-Nearkin-Meta-Omitted": {
+        "description": "In place of `X-Nearkin-Meta-NAME` headers, percent-encoded, where these are many: how many.",
+        "schema": {"type": "integer"},
+    },
+}
+_PUT_ANSWERS: dict[int | str, dict[str, Any]] = {
+    201: {
+        "model": response_models.Outcome,
+        "description": "Committed: the version and its savings ledger.",
+        "headers": {
+            **_TAG_HEADERS,
+            "Location": {"description": "The version.", "schema": {"type": "string"}},
+            "Idempotent-Replayed": {
+                "description": "`true`: stored by an earlier request.",
+                "schema": {"type": "string"},
+            },
+        },
+    },
+    202: {
+        "model": response_models.Outcome,
+        "description": "Durable; it will end committed or visibly failed.",
+        "headers": {
+            "Location": {"description": "Where its outcome will be.", "schema": {"type": "string"}},
+            "Retry-After": {"description": "Seconds until it is worth asking.", "schema": {"type": "string"}},
+        },
+    },
+    **responses(400, 401, 403, 405, 408, 409, 410, 412, 413, 414, 415, 422, 429, 431, 500, 503),
+}
+_READ_PROBLEMS = responses(400, 401, 403, 404, 405, 410, 412, 414, 422, 429, 431, 500, 503)
+
+
+@router.put(
+    "/v1/blobs/{key:path}", status_code=201, responses=_PUT_ANSWERS, openapi_extra=_BODY, operation_id="putBlob"
+)
+@router.post(
+    "/v1/blobs/{key:path}", status_code=201, responses=_PUT_ANSWERS, openapi_extra=_BODY, operation_id="postBlob"
+)
+async def put_blob(
+    request: Request,
+    key: BlobKey,
+    caller: Writer,
+    wait: Wait = 0.0,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            description="Repeats with the same key and Idempotency-Key store once.",
+            json_schema_extra=header_bounds.IDEMPOTENCY_KEY,
+        ),
+    ] = None,
+    content_digest: Annotated[
+        str | None,
+        Header(
+            description="`sha-256=:BASE64:`, also sha-512, md5, sha; checked (RFC 9530).",
+            json_schema_extra=header_bounds.CONTENT_DIGEST,
+        ),
+    ] = None,
+    content_md5: Annotated[
+        str | None,
+        Header(
+            alias="Content-MD5",
+            description="Base64, checked (RFC 1864).",
+            json_schema_extra=header_bounds.CONTENT_MD5,
+        ),
+    ] = None,
+    x_content_sha256: Annotated[
+        str | None, Header(description="64 hex digits, checked.", json_schema_extra=header_bounds.CONTENT_SHA256)
+    ] = None,
+    want_repr_digest: Annotated[str | None, Header(description="`sha-256=10`: keep the SHA-256 too.")] = None,
+    if_match: Annotated[
+        str | None, Header(description="Only over this newest version (ETag); checked at the commit.")
+    ] = None,
+    if_none_match: Annotated[
+        str | None, Header(description="`*`: only where there is no version; checked at the commit.")
+    ] = None,
+) -> Response:
+    """Store the body as a new version of the key. Metadata: `X-Nearkin-Meta-NAME: VALUE`, both percent-encoded.
+
+    The `Content-Type` is kept as metadata `content-type` and returned by GET and HEAD.
+    `If-Match` and `If-None-Match` are checked where the version is committed: of several puts that rely on the same
+    state one is 201, the others are 412 and store nothing. After 202 the outcome has the reason `precondition-failed`.
+    """
+    gateway = gateway_of(request)
+    bytes_max = int(gateway.bounds.body_bytes_max)
+    annotate(request, key=key)
+    await check_open_to(request, gateway, caller)
+    check_declared(request, bytes_max)
+    metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
+    if (media_type := content_type_of(request.headers)) is not None:
+        metadata.setdefault(CONTENT_TYPE, media_type)
+        check_metadata(metadata)
+    announced = announced_digests(request.headers)
+    precondition = precondition_of_put(request.headers)
+    origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
+    with ExitStack() as held:
+        held.enter_context(gateway.uploads.one(caller.holders))
+        body = frames(chunks(request, gateway.bounds, bytes_max, gateway.uploads))
+        pieces = check_digests(body, announced, gateway.pools.hashing)
+        earlier = None
+        if origin is not None:
+            held.enter_context(one_at_a_time(gateway, origin))
+            earlier = gateway.outcomes.of_origin(origin)
+        if earlier is None and precondition is not None:  # before a large body is sent in vain
+            try:
+                await check_newest(gateway, caller.tenant, key, precondition)
+            except PreconditionFailed:  # what is in its way may be its own version
+                earlier = None if origin is None else await _told_soon(gateway, origin)
+                if earlier is None:
+                    raise
+        if earlier is not None:
+            await replayed(gateway, earlier, pieces, sha256)
+            annotate(request, blob=earlier["id"], version=earlier["version"], replay=True)
+            return created(gateway, caller.tenant, earlier, replay=True)
+        blob, ending = await take(
+            gateway,
+            pieces,
+            caller.tenant,
+            key,
+            metadata=metadata,
+            origin=origin,
+            sha256=sha256,
+            with_sha256=wants_sha256(request.headers),
+            trace=_trace(request),
+            precondition=precondition,
+        )
+    annotate(request, blob=blob.hex())
+    outcome = await gateway.outcomes.wait(blob, wait)
+    if outcome is None:
+        return accepted(gateway, caller.tenant, blob, key)
+    check_failed(outcome)
+    check_same(outcome, ending)
+    annotate(request, version=outcome["version"])
+    return created(gateway, caller.tenant, outcome)
+
+
+def _trace(request: Request) -> str | None:
+    """Return the W3C trace context; what is none is not passed on: it would travel with every message."""
+    text = request.headers.get("traceparent", "")
+    return text if _TRACEPARENT.fullmatch(text) else None
+
+
+@router.get(
+    "/v1/blobs/{key:path}/versions",
+    responses=_READ_PROBLEMS,
+    response_model=response_models.VersionPage,
+    operation_id="listVersions",
+)
+async def list_versions(
+    request: Request,
+    key: Key,
+    caller: Reader,
+    after: Annotated[int, Query(ge=0, le=VERSION_MAX)] = 0,
+    limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100,
+) -> Response:
+    """List the versions of a key, oldest first, with digests and metadata."""
+    catalogue = gateway_of(request).catalogue
+    annotate(request, key=key)
+    listed, following = await asyncio.to_thread(catalogue.versions, caller.tenant, key, after, limit)
+    annotate(request, entries=len(listed))
+    return JSONResponse({"versions": [info_json(info) for info in listed.found], "next": following, **_damaged(listed)})
+
+
+_LINK = {"Link": {"description": 'The next page, `rel="next"`, where there is one.', "schema": {"type": "string"}}}
+
+
+@router.get(
+    "/v1/blobs",
+    responses={200: {"headers": _LINK}, **_READ_PROBLEMS},
+    response_model=response_models.Page,
+    operation_id="listBlobs",
+    dependencies=[KeysInQuery],
+)
+async def list_blobs(
+    request: Request,
+    caller: Reader,
+    prefix: Annotated[str, Query(max_length=1024)] = "",
+    after: Annotated[
+        str, Query(max_length=1050, description="Only keys that sort after this one; or the `next` of a page.")
+    ] = "",
+    limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100,
+    versions: Annotated[Literal["newest", "all"], Query(description="Which versions of each key.")] = "newest",
+) -> Response:
+    """List keys in order with their versions. A key put meanwhile never moves others between pages."""
+    catalogue = gateway_of(request).catalogue
+    annotate(request, prefix=prefix)
+    listed, following = await asyncio.to_thread(
+        catalogue.listed, caller.tenant, prefix, after, limit, all_versions=versions == "all"
+    )
+    annotate(request, entries=len(listed))
+    headers = {}
+    if following is not None:
+        query = urlencode({"prefix": prefix, "after": following, "limit": limit, "versions": versions})
+        headers["Link"] = f'</v1/blobs?{query}>; rel="next"'
+    shown = {"blobs": [info_json(info) for info in listed.found], "next": following, **_damaged(listed)}
+    return JSONResponse(shown, headers=headers)
+
+
+def _damaged(listed: Listed) -> dict[str, object]:
+    return {"damaged": damaged_json(listed.damaged)}
+
+
+_WHOLE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The bytes.", "content": _ANY_MEDIA, "headers": _READ_HEADERS},
+    304: {"description": "Not modified.", "headers": _READ_HEADERS},
+    **_READ_PROBLEMS,
+}
+_RANGE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    **_WHOLE_ANSWERS,
+    206: {
+        "description": "A range of them.",
+        "content": _ANY_MEDIA,
+        "headers": {**_READ_HEADERS, "Content-Range": {"description": "Which.", "schema": {"type": "string"}}},
+    },
+    **responses(416),
+}
+
+
+@router.get("/v1/blobs/{key:path}", responses=_RANGE_ANSWERS, response_class=Response, operation_id="getBlob")
+async def get_blob(
+    request: Request,
+    key: BlobKey,
+    caller: Reader,
+    version: VersionQuery = None,
+    range: Annotated[str | None, Header(description="One range of bytes: `bytes=A-B`, `bytes=A-`, `bytes=-N`.")] = None,
+    if_none_match: Annotated[str | None, Header()] = None,
+    if_match: Annotated[str | None, Header()] = None,
+    if_range: Annotated[str | None, Header()] = None,
+) -> Response:
+    """Return a version's bytes, each verified before it is sent. A body that ends early is damaged: never use it."""
+    return await _read(request, key, caller, version)
+
+
+@router.head("/v1/blobs/{key:path}", responses=_WHOLE_ANSWERS, response_class=Response, operation_id="headBlob")
+async def head_blob(request: Request, key: BlobKey, caller: Reader, version: VersionQuery = None) -> Response:
+    """Return what GET would, without the bytes."""
+    return await _read(request, key, caller, version)
+
+
+async def _read(request: Request, key: str, caller: Caller, version: int | None) -> Response:
+    gateway, tenant = gateway_of(request), caller.tenant
+    annotate(request, key=key, version=version)
+    manifest = await asyncio.to_thread(gateway.catalogue.manifest, tenant, key, version)
+    info = manifest.info
+    annotate(request, version=info.version)
+    headers = {
+        "ETag": etag(info),
+        "Last-Modified": last_modified(info),
+        "Accept-Ranges": "bytes",
+        "X-Nearkin-Version": str(info.version),
+        "Cache-Control": "private, no-cache",
+        "Content-Type": content_type(info.metadata),
+        # What strangers stored is no page, script or picture of ours, whoever links to it.
+        "X-Content-Type-Options": "nosniff",
+        "Content-Disposition": "attachment",
+        "Content-Security-Policy": "sandbox; default-src 'none'",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        **metadata_headers(info.metadata),
+    }
+    if info.sha256 is not None:
+        headers["Repr-Digest"] = repr_digest(info.sha256)
+    if not_modified(request.headers, info, named=version is not None):
+        del headers["Content-Type"]
+        return Response(status_code=304, headers=headers)
+    wanted = wanted_range(request.headers, info) if request.method == "GET" else None
+    start, stop = wanted if wanted is not None else (0, info.size_bytes)
+    if wanted is not None:
+        annotate(request, range=f"{start}-{stop - 1}")
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{info.size_bytes}"
+    headers["Content-Length"] = str(stop - start)
+    if request.method == "HEAD":
+        return Response(headers=headers)
+    slot = gateway.downloads.one(caller.holders)
+    slot.__enter__()
+    try:
+        pieces = iter(gateway.catalogue.blob(tenant, manifest, start, stop))
+        # Before the status goes out: damage in the first piece is still answered with a problem.
+        first = await asyncio.to_thread(next, pieces, None)
+    except BaseException:
+        slot.__exit__(None, None, None)
+        raise
+    return BlobResponse(
+        pieces, first, 206 if wanted is not None else 200, headers, gateway.bounds, slot, gateway.downloads
+    )
+
+
+async def _told_soon(gateway: Gateway, origin: bytes) -> dict[str, Any] | None:
+    """Return the event that committed an origin, None where none comes: a version is there before that is told."""
+    until = time.monotonic() + TOLD_SECONDS
+    while (found := gateway.outcomes.of_origin(origin)) is None and time.monotonic() < until:
+        await asyncio.sleep(TOLD_SECONDS / 20)
+    return found
+
+
+def outcome_json(gateway: Gateway, tenant: str, blob: bytes, outcome: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return an outcome as callers see it: ids with their MAC, nothing of the pipeline's own."""
+    ticket = gateway.tickets.of(tenant, blob)
+    shown: dict[str, Any] = {"id": ticket, "state": "pending", "status": f"/v1/status/{ticket}"}
+    if outcome is not None:
+        shown |= {name: value for name, value in outcome.items() if name not in ("id", "origin", "tenant")}
+    elif gateway.outcomes.may_be_forgotten(blob):
+        shown["state"] = "unknown"
+    return shown
+
+
+def accepted(gateway: Gateway, tenant: str, blob: bytes, key: str) -> Response:
+    """Return 202."""
+    shown = {**outcome_json(gateway, tenant, blob, None), "state": "pending", "key": key}
+    return JSONResponse(shown, 202, {"Location": shown["status"], "Retry-After": "1"})
+
+
+def created(gateway: Gateway, tenant: str, outcome: Mapping[str, Any], *, replay: bool = False) -> Response:
+    """Return 201."""
+    shown = outcome_json(gateway, tenant, bytes.fromhex(outcome["id"]), outcome)
+    headers = {
+        "Location": blob_url(outcome["key"], outcome["version"]),
+        "ETag": f'"{outcome["digest"]}"',
+        "X-Nearkin-Version": str(outcome["version"]),
+    }
+    if replay:
+        headers["Idempotent-Replayed"] = "true"
+    return JSONResponse(shown, 201, headers)

@@ -1,0 +1,1 @@
+"""Uploads: plain and resumable (tus), from first byte to result."""

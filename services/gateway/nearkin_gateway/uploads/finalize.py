@@ -1,0 +1,147 @@
+"""Whole resumable uploads into the store. Invariant: whoever repeats it, after a crash or at once, stores once.
+
+The parts are streamed on like any other body; the origin is the upload's id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from nearkin_gateway.http.problems import Problem
+from nearkin_gateway.http.request_bodies import frames
+from nearkin_gateway.monitoring.audit_log import Actor
+from nearkin_gateway.state import Gateway
+from nearkin_gateway.uploads.resumable_store import DamagedPart, Done, Meta, Staged
+from nearkin_gateway.uploads.upload_preconditions import OUTCOME_SECONDS, check_refused
+from nearkin_gateway.uploads.upload_service import one_at_a_time, take
+from nearkin_shared.errors import NearkinError, NotFound, PreconditionFailed
+from nearkin_shared.observability import tracing
+from nearkin_shared.preconditions import PRECONDITION
+
+HAND_OVER_SECONDS = 20.0
+"""How long the answer to the last part waits for the hand-over; after that it goes on by itself."""
+SWEEP_SECONDS = 60.0
+_log = logging.getLogger("nearkin.gateway")
+
+
+async def handed_over(gateway: Gateway, meta: Meta, number: str) -> None:
+    """Hand a whole upload over, and wait for that as long as an answer may wait.
+
+    Raises NotFound where it is gone, Problem 409 where a part of it is damaged: that one is to be sent again, Problem
+    412 where its precondition refused it at the commit.
+    """
+    task = _begun(gateway, meta.tenant, number)
+    with suppress(TimeoutError):
+        ended = await asyncio.wait_for(asyncio.shield(task), HAND_OVER_SECONDS)
+        if isinstance(ended, Problem):
+            raise ended
+        if not ended:
+            # It expired, or was dropped, as its last bytes came: "204, all is there" would be the last word of it.
+            await asyncio.to_thread(gateway.resumable.load, meta.tenant, number)
+        if meta.precondition is not None:
+            staged = await asyncio.to_thread(gateway.resumable.load, meta.tenant, number)
+            await check_refused(gateway, staged, OUTCOME_SECONDS)
+
+
+def _begun(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool | Problem]:
+    """Return the task that hands an upload over: one for each, however often a HEAD or a sweep asks for it."""
+    task = gateway.background.get(number)
+    if task is None:
+        task = gateway.background[number] = asyncio.create_task(_hand_over(gateway, tenant, number))
+        task.add_done_callback(lambda _: gateway.background.pop(number, None))
+    return task
+
+
+async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | Problem:
+    """1 stream the parts on, until all is durable  2 note that  3 remove the parts: repeating it stores once.
+
+    Returns whether the upload was there to the end, or what the client is to do: something of it is missing.
+    """
+    resumable = gateway.resumable
+    try:
+        async with gateway.hand_overs:
+            staged = await asyncio.to_thread(resumable.load, tenant, number)
+            if staged.done is not None:
+                return True
+            if not staged.whole:
+                why = f"{staged.offset} of {staged.meta.length_bytes} bytes are there; ask HEAD where to go on"
+                return Problem(409, "wrong-offset", why)
+            with one_at_a_time(gateway, bytes.fromhex(number)):
+                try:
+                    done = await _store(gateway, staged)  # 1
+                except DamagedPart as err:
+                    await asyncio.to_thread(resumable.drop, err)
+                    _log.error("upload %s: %s; waiting for the client to send them again", number, err)
+                    why = f"{err}; they were dropped: ask HEAD, and send them again"
+                    return Problem(409, "damaged-part", why)
+                await asyncio.to_thread(resumable.finish, staged, done)  # 2, 3
+    except NotFound:
+        _log.info("upload %s: another gateway has handed it over, or it was terminated", number)
+        return False
+    except (NearkinError, Problem) as err:
+        _log.warning("upload %s: not handed over yet: %s", number, err)
+    return True
+
+
+async def _store(gateway: Gateway, staged: Staged) -> Done:
+    """Stream the parts on; return how the upload ended. Raises DamagedPart, NotFound, Problem, NearkinError."""
+    meta, origin = staged.meta, bytes.fromhex(staged.id)
+    with tracing.span("resumable upload", None, begins=True) as trace:
+        earlier = gateway.outcomes.of_origin(origin)  # it was stored, and could not be noted
+        if earlier is not None:
+            return Done(str(earlier["id"]))
+        try:
+            blob, _ = await take(
+                gateway,
+                frames(_parts(gateway, staged)),
+                meta.tenant,
+                meta.key,
+                metadata=meta.metadata,
+                origin=origin,
+                sha256=None if meta.sha256 is None else bytes.fromhex(meta.sha256),
+                trace=None if trace is None else trace.decode(),
+                precondition=meta.precondition,
+            )
+        except PreconditionFailed as err:
+            return Done(None, str(err), PRECONDITION)
+        except Problem as err:
+            if err.status != 400:
+                raise
+            return Done(None, err.detail)
+        done = Done(blob.hex())
+        _record_stored(gateway, staged, done)
+        return done
+
+
+def _record_stored(gateway: Gateway, staged: Staged, done: Done) -> None:
+    meta = staged.meta
+    fields = {"key": meta.key, "blob": done.blob, "upload": staged.id, "bytes": meta.length_bytes}
+    gateway.audit.record("blob.stored", Actor(meta.tenant, meta.token, meta.address), fields)
+
+
+async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[memoryview]:
+    parts = gateway.resumable.read(staged)
+    while (part := await asyncio.to_thread(next, parts, None)) is not None:
+        yield part
+
+
+async def sweep_for_ever(gateway: Gateway) -> None:
+    """Now and then remove what has expired, and hand over what a gateway left whole when it died."""
+    loop = asyncio.get_running_loop()
+
+    def hand_over(staged: Staged) -> None:
+        loop.call_soon_threadsafe(_begun, gateway, staged.meta.tenant, staged.id)
+
+    while True:
+        try:
+            await asyncio.to_thread(gateway.resumable.sweep, hand_over)
+        except NearkinError as err:
+            _log.warning("resumable uploads were not swept: %s", err)
+        except Exception:  # nobody would begin the sweeper again
+            _log.exception("resumable uploads were not swept")
+        # Jitter: several gateways should not all find the same upload at the same time.
+        await asyncio.sleep(SWEEP_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311

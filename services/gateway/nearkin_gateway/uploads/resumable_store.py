@@ -1,0 +1,404 @@
+"""Resumable uploads in the object store. Invariant: the parts of an upload form a chain; its end is where to go on.
+
+uploads/ID/meta                 what it is to become; made once
+uploads/ID/parts/OFFSET         16 hex digits; each made once, so that of two writers at one offset one is refused:
+                                its bytes, then CHECK_BYTES of their BLAKE3 and offset
+uploads/ID/done                 handed over, as which attempt; or why it never will be
+uploads/ID/claim                of a partial upload: the id of the final upload that it is a part of (tus concatenation)
+
+Any gateway takes up any upload: nothing of it is kept in a process. All calls block: they belong on a thread. In an
+encrypted store all of it is sealed under the tenant's keys; older releases sealed it under the store's, which is read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import asdict, field
+from typing import TypeVar
+
+from blake3 import blake3
+from pydantic import TypeAdapter, ValidationError
+
+from nearkin_gateway.http.request_limits import Holders, Holdings, Shares
+from nearkin_shared.errors import Corrupt, NearkinError, NotFound
+from nearkin_shared.limits import FRAME_BYTES_MAX
+from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
+from nearkin_shared.objectstore.encrypted_store import put_of_tenant
+from nearkin_shared.preconditions import Precondition
+from nearkin_shared.utils.frozen import frozen
+
+ROOT = "uploads"
+ID_BYTES = 16
+PART_BYTES = 4 * FRAME_BYTES_MAX
+"""What a running PATCH holds in memory at most; a part of this size is read back in one piece."""
+CHECK_BYTES = 16
+UNSEEN_SECONDS = 60.0
+"""An upload that is whole and not handed over, or has parts and no meta, is left alone so long: it may be at work."""
+ROOM_RETRY_SECONDS = 60
+WHOLE_SECONDS = 7 * 24 * 3600
+"""An upload that is whole and cannot be handed over is kept so long after it would have expired."""
+_ID = re.compile("[0-9a-f]{32}", re.ASCII)
+_PART = re.compile("parts/([0-9a-f]{16})", re.ASCII)
+Parsed = TypeVar("Parsed")
+_log = logging.getLogger("nearkin.gateway")
+
+
+class DamagedPart(Corrupt):
+    """A staged part is not what was written: what was staged ends before it."""
+
+    def __init__(self, number: str, offset: int, why: str) -> None:
+        super().__init__(f"bytes from {offset} on, which were staged, are damaged: {why}")
+        self.number, self.offset = number, offset
+
+
+@frozen
+class Meta:
+    """What an upload is to become. Times in microseconds since 1970."""
+
+    tenant: str
+    key: str
+    length_bytes: int
+    created_us: int
+    expires_us: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    sha256: str | None = None
+    upload_metadata: str = ""
+    """The header `Upload-Metadata` as the client sent it."""
+    partial: bool = False
+    """Stored as a part of a final upload only; `key` may be empty."""
+    sources: tuple[str, ...] = ()
+    """Ids of the partial uploads that a final upload concatenates, in order."""
+    token: str = ""
+    address: str = ""
+    empty_expires_us: int = 0
+    """When it expires while none of its bytes has arrived; 0: with the others."""
+    precondition: Precondition | None = None
+    """Checked where the version is committed."""
+
+    @property
+    def holders(self) -> Holders:
+        """Return whose shares it counts against."""
+        return Holders(self.tenant, self.token, self.address)
+
+    @property
+    def final(self) -> bool:
+        """Return whether the upload is the concatenation of partial uploads."""
+        return bool(self.sources)
+
+
+@frozen
+class Done:
+    """How an upload ended: `blob` the attempt's id in hex, or `failure`."""
+
+    blob: str | None
+    failure: str | None = None
+    reason: str | None = None
+    """Of a failure: PRECONDITION where the precondition refused it at the commit."""
+
+
+@frozen
+class Staged:
+    """An upload as it lies in the store. `parts` are (offset, bytes), in order, without a gap."""
+
+    id: str
+    meta: Meta
+    parts: tuple[tuple[int, int], ...]
+    done: Done | None
+    claim: str | None = None
+    """The final upload that a partial upload belongs to."""
+    sources: tuple[Staged, ...] = ()
+    """The partial uploads of a final upload that is not handed over; ends at the first one that is missing."""
+
+    @property
+    def offset(self) -> int:
+        """Return how many bytes there are."""
+        if self.done is not None:
+            return self.meta.length_bytes  # its parts are gone
+        return sum(part_bytes for _, part_bytes in self.parts) + sum(source.offset for source in self.sources)
+
+    @property
+    def whole(self) -> bool:
+        """Return whether nothing is missing."""
+        if self.done is not None:
+            return True
+        return len(self.sources) == len(self.meta.sources) and self.offset == self.meta.length_bytes
+
+    @property
+    def pending(self) -> bool:
+        """Return whether the upload is whole and must still be handed over; partial uploads never are."""
+        return self.whole and self.done is None and not self.meta.partial
+
+    @property
+    def expired(self) -> bool:
+        """Return whether its time is over. One that is whole was answered so, and waits WHOLE_SECONDS for the store.
+
+        A claimed partial upload expires with its final upload (`Resumable.sweep`).
+        """
+        waits = WHOLE_SECONDS if self.pending else 0
+        if self.meta.empty_expires_us and not self.offset and not self.whole:
+            return self.meta.empty_expires_us < time.time_ns() // 1000
+        return self.meta.expires_us + waits * 1_000_000 < time.time_ns() // 1000
+
+
+class Resumable:
+    """All resumable uploads of a store."""
+
+    def __init__(self, objects: ObjectStore, uploads_max: int, shares: Shares | None = None) -> None:
+        self._objects = objects
+        self._open = Holdings("resumable uploads", uploads_max, shares or Shares(), "open")
+        self._begun: dict[object, Holders] = {}
+        """Those that began since the last sweep did."""
+        self._suspects: dict[str, float] = {}
+
+    def create(self, meta: Meta) -> str:
+        """Begin an upload; return its id. Raises StoreUnavailable; `check_room` goes first."""
+        number = os.urandom(ID_BYTES).hex()
+        self._put(meta.tenant, f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())
+        self._add(number, meta)
+        return number
+
+    def _add(self, number: str, meta: Meta) -> None:
+        self._begun[number] = meta.holders
+        self._open.add(number, meta.holders)
+
+    def _drop(self, number: str) -> None:
+        self._begun.pop(number, None)
+        self._open.discard(number)
+
+    def create_final(self, number: str, meta: Meta) -> Staged:
+        """Begin a final upload under an id derived from its request; a repeat returns the one there is.
+
+        1 meta  2 claims: a partial upload is removed with the final upload that claims it, and only then.
+        Raises AlreadyExists where another final upload has claimed one of the partial uploads.
+        """
+        with suppress(AlreadyExists):
+            self._put(meta.tenant, f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())  # 1
+            self._add(number, meta)
+        staged = self._load(number)
+        if staged.done is None:
+            try:
+                for source in meta.sources:
+                    self._claim(meta.tenant, source, number)  # 2
+            except AlreadyExists:
+                self._release(meta.sources, number)
+                raise
+        return staged
+
+    def _claim(self, tenant: str, source: str, number: str) -> None:
+        name = f"{ROOT}/{source}/claim"
+        try:
+            self._put(tenant, name, number.encode())
+            self._drop(source)
+        except AlreadyExists:
+            if self._objects.get(name) != number.encode():
+                raise
+
+    def _release(self, sources: Sequence[str], number: str) -> None:
+        """Take back a final upload: its partial uploads stay, without its claims."""
+        for source in sources:
+            if self._claimed_by(source, number):
+                self._objects.delete(f"{ROOT}/{source}/claim")
+        self._objects.delete(f"{ROOT}/{number}/meta")
+        self._drop(number)
+
+    def _claimed_by(self, source: str, number: str) -> bool:
+        try:
+            return self._objects.get(f"{ROOT}/{source}/claim") == number.encode()
+        except NotFound:
+            return False
+
+    def check_room(self, holders: Holders) -> None:
+        """Refuse one more upload, as last counted. Raises Problem: 503 where all are open, 429 beyond a share."""
+        self._open.check_room(holders, ROOM_RETRY_SECONDS)
+
+    def load(self, tenant: str, number: str) -> Staged:
+        """Return an upload of a tenant. Raises NotFound: never there, another's, expired or terminated."""
+        missing = NotFound(f"upload {number!r:.60}: there is none; it may have expired")
+        if _ID.fullmatch(number) is None:
+            raise missing
+        try:
+            staged = self._load(number)
+        except NotFound as err:
+            raise missing from err
+        if staged.meta.tenant != tenant or staged.expired:
+            raise missing
+        return staged
+
+    def _put(self, tenant: str, name: str, data: bytes) -> None:
+        """Write an object of an upload: under the tenant's keys, so that an erasure of the tenant reaches it."""
+        put_of_tenant(self._objects, tenant, name, data)
+
+    def stage(self, number: str, offset: int, data: bytes | bytearray, *, tenant: str) -> None:
+        """Add a part of a tenant's upload at the end. Raises AlreadyExists where another request put one there."""
+        name, whole = _part(number, offset), b"".join((data, _check(number, offset, data)))
+        try:
+            self._put(tenant, name, whole)
+        except AlreadyExists:
+            if self._objects.size_bytes(name) > CHECK_BYTES:
+                raise
+            self._objects.delete(name)  # it was cut short: nothing of it is told of, and nobody else would remove it
+            self._put(tenant, name, whole)
+
+    def read(self, staged: Staged) -> Iterator[memoryview]:
+        """Yield the parts' bytes. Raises DamagedPart, or NotFound: another gateway has handed it over."""
+        for source in staged.sources:
+            yield from self.read(source)
+        for offset, part_bytes in staged.parts:
+            try:
+                data = self._objects.get(_part(staged.id, offset))
+            except Corrupt as err:
+                raise DamagedPart(staged.id, offset, str(err)) from err
+            content = memoryview(data)[: len(data) - CHECK_BYTES]
+            if len(content) != part_bytes or data[-CHECK_BYTES:] != _check(staged.id, offset, content):
+                raise DamagedPart(staged.id, offset, f"{_part(staged.id, offset)} is not what was written")
+            yield content
+
+    def drop(self, damaged: DamagedPart) -> None:
+        """Remove a part that cannot be read: the chain ends before it, and goes on once it is sent again."""
+        self._objects.delete(_part(damaged.number, damaged.offset))
+
+    def finish(self, staged: Staged, done: Done) -> Done:
+        """Note how it ended, then remove its parts; return the note that stands, ours or an earlier one."""
+        try:
+            self._put(staged.meta.tenant, f"{ROOT}/{staged.id}/done", json.dumps(asdict(done)).encode())
+            self._drop(staged.id)
+        except AlreadyExists:
+            done = self._done(staged.id)
+        for offset, _ in staged.parts:
+            self._objects.delete(_part(staged.id, offset))
+        self._remove_sources(staged.id, staged.meta)
+        return done
+
+    def _remove_sources(self, number: str, meta: Meta) -> None:
+        """Remove the partial uploads that a final upload has claimed."""
+        for source in meta.sources:
+            if self._claimed_by(source, number):
+                self.remove(source)
+
+    def remove(self, number: str) -> None:
+        """Remove all of an upload, its meta last: until then whoever sweeps comes back to it."""
+        with suppress(NotFound, Corrupt):  # before its own meta: until then a sweep comes back to it
+            self._remove_sources(number, _parsed(_META, self._objects.get(f"{ROOT}/{number}/meta"), number))
+        names = [name for name, _ in self._objects.names(f"{ROOT}/{number}")]
+        for name in sorted(names, key=lambda name: name.endswith("/meta")):
+            self._objects.delete(name)
+        self._drop(number)
+
+    def sweep(self, hand_over: Callable[[Staged], None]) -> None:
+        """Remove what has expired; hand over what is whole and was left by a gateway that died.
+
+        Costs a listing of `uploads/`, and one read for each upload. An error leaves an upload for the next time.
+        """
+        found: dict[str, set[str]] = {}
+        self._begun = {}
+        for name, _ in self._objects.names(ROOT):
+            _, number, rest = (*name.split("/", 2), "", "")[:3]
+            if _ID.fullmatch(number) is not None:
+                found.setdefault(number, set()).add(rest.partition("/")[0])
+        now, ended = time.monotonic(), {number for number, kinds in found.items() if "done" in kinds}
+        self._suspects = {number: since for number, since in self._suspects.items() if number in found}
+        still_open: dict[object, Holders] = {}
+        for number, kinds in found.items():
+            try:
+                if "claim" in kinds:
+                    self._sweep_claimed(number, found.keys() - ended, now)
+                else:
+                    holders = self._swept(number, kinds, now, hand_over)
+                    if holders is not None:
+                        still_open[number] = holders
+            except NearkinError as err:
+                _log.warning("upload %s: not swept: %s", number, err)
+        # A sweep of thousands takes long, and more begin meanwhile.
+        self._open.replace({**self._begun, **still_open})
+
+    def _sweep_claimed(self, number: str, finals: Set[str], now: float) -> None:
+        """Remove a claimed partial upload whose final upload has ended; `finals`: those that have not."""
+        with suppress(NotFound):  # its final upload was handed over meanwhile
+            if self._objects.get(f"{ROOT}/{number}/claim").decode(errors="replace") in finals:
+                self._suspects.pop(number, None)
+            elif self._suspect(number, now):  # a final upload may be newer than the listing
+                self.remove(number)
+
+    def _swept(self, number: str, kinds: set[str], now: float, hand_over: Callable[[Staged], None]) -> Holders | None:
+        """Return whose shares the upload counts against, None where it is not open."""
+        if "meta" not in kinds:
+            if self._suspect(number, now):
+                self.remove(number)
+            return None
+        staged = self._load(number)
+        if staged.expired:
+            _log.log(logging.ERROR if staged.pending else logging.INFO, "upload %s: expired", number)
+            self.remove(number)
+            return None
+        if staged.done is not None:
+            if staged.parts:
+                self.finish(staged, staged.done)
+            return None
+        if staged.pending and self._suspect(number, now):
+            hand_over(staged)
+        return staged.meta.holders
+
+    def _suspect(self, number: str, now: float) -> bool:
+        return now - self._suspects.setdefault(number, now) >= UNSEEN_SECONDS
+
+    def _load(self, number: str) -> Staged:
+        what = f"{ROOT}/{number}/meta"
+        meta = _parsed(_META, self._objects.get(what), what)
+        parts, is_done, claim = [], False, None
+        for name, size_bytes in self._objects.names(f"{ROOT}/{number}"):
+            _, _, rest = name.split("/", 2)
+            part = _PART.fullmatch(rest)
+            if part is not None:
+                parts.append((int(part[1], 16), size_bytes - CHECK_BYTES))
+            is_done |= rest == "done"
+            if rest == "claim":
+                claim = self._objects.get(name).decode(errors="replace")
+        parts.sort()
+        chain, end = [], 0
+        for offset, part_bytes in parts:
+            if offset < end:
+                continue  # left behind a part that was sent anew, in another size
+            if offset != end or part_bytes <= 0:
+                break
+            chain.append((offset, part_bytes))
+            end += part_bytes
+        if is_done:
+            return Staged(number, meta, tuple(parts), self._done(number), claim)
+        return Staged(number, meta, tuple(chain), None, claim, self._sources(meta))
+
+    def _sources(self, meta: Meta) -> tuple[Staged, ...]:
+        found: list[Staged] = []
+        with suppress(NotFound):
+            for source in meta.sources:
+                found.append(self._load(source))
+        return tuple(found)
+
+    def _done(self, number: str) -> Done:
+        what = f"{ROOT}/{number}/done"
+        return _parsed(_DONE, self._objects.get(what), what)
+
+
+_META, _DONE = TypeAdapter(Meta), TypeAdapter(Done)
+
+
+def _parsed(kind: TypeAdapter[Parsed], data: bytes, what: str) -> Parsed:
+    try:
+        return kind.validate_json(data, strict=True)
+    except ValidationError as err:
+        first = err.errors()[0]
+        raise Corrupt(f"{what}: does not parse: {'.'.join(map(str, first['loc']))}: {first['msg']}") from err
+
+
+def _check(number: str, offset: int, data: bytes | bytearray | memoryview) -> bytes:
+    hasher = blake3(f"{number} {offset}".encode(), derive_key_context="nearkin 2026 part of a resumable upload")
+    return hasher.update(data).digest(length=CHECK_BYTES)
+
+
+def _part(number: str, offset: int) -> str:
+    return f"{ROOT}/{number}/parts/{offset:016x}"

@@ -1,0 +1,48 @@
+"""Check preconditions of uploads where the gateway can: before the bytes are sent on, and once the outcome is known.
+
+The commit decides (ADR 52); a check before it only spares a large body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from nearkin_gateway.http.problems import Problem
+from nearkin_gateway.state import Gateway
+from nearkin_gateway.uploads.resumable_store import Staged
+from nearkin_gateway.uploads.upload_service import is_refused
+from nearkin_shared.errors import NotFound
+from nearkin_shared.preconditions import PRECONDITION, Precondition
+from nearkin_shared.results import VersionInfo
+
+OUTCOME_SECONDS = 5.0
+"""How long the answer to the last bytes of a conditional resumable upload waits for the committer's decision."""
+
+
+async def check_newest(gateway: Gateway, tenant: str, key: str, precondition: Precondition | None) -> None:
+    """Compare a precondition with the newest version of a key. Raises PreconditionFailed, NearkinError."""
+    if precondition is not None:
+        precondition.check(key, await _find_newest(gateway, tenant, key))
+
+
+async def _find_newest(gateway: Gateway, tenant: str, key: str) -> VersionInfo | None:
+    try:
+        return (await asyncio.to_thread(gateway.catalogue.manifest, tenant, key)).info
+    except NotFound:
+        return None
+
+
+async def check_refused(gateway: Gateway, staged: Staged, wait_seconds: float = 0.0) -> None:
+    """Report that the precondition of a resumable upload refused it at the commit. Raises Problem 412.
+
+    Waits up to `wait_seconds` for the outcome of an upload that the pipeline commits.
+    """
+    done = staged.done
+    if done is None or staged.meta.precondition is None:
+        return
+    if done.reason == PRECONDITION:
+        raise Problem(412, PRECONDITION, str(done.failure))
+    if done.blob is not None:
+        outcome = await gateway.outcomes.wait(bytes.fromhex(done.blob), wait_seconds)
+        if outcome is not None and is_refused(outcome):
+            raise Problem(412, PRECONDITION, str(outcome["failure"]))

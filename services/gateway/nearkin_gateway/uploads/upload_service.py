@@ -1,0 +1,206 @@
+"""One upload, from first byte to outcome. Invariant: a refused or cut upload ends visibly; nothing of it is committed.
+
+    1 begin  2 frames, hashed as they pass  3 digest as announced?  4 finish: all durable  5 the outcome
+
+Up to 4 whatever goes wrong aborts the upload. From 4 on its end may be durable: then nobody says that it failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from blake3 import blake3
+from starlette.requests import ClientDisconnect
+
+from nearkin_gateway.backends.ingest_backend import FAILED, Ending, Intent, Upload
+from nearkin_gateway.blocking_threads import WorkerPool
+from nearkin_gateway.http.problems import RETRY_SECONDS, Problem, from_error
+from nearkin_gateway.state import Gateway
+from nearkin_gateway.uploads.upload_status import new_id
+from nearkin_shared.limits import FRAME_BYTES_MAX
+from nearkin_shared.observability import log_setup, tracing
+from nearkin_shared.preconditions import PRECONDITION, Precondition
+from nearkin_shared.utils.failpoints import failpoint
+
+_log = logging.getLogger("nearkin.gateway")
+
+HASHED_APART_BYTES = 256 * 1024
+"""Frames above this are hashed on a thread: 0.9 ms of SHA-256 a frame would hold up every other request."""
+ABORT_SECONDS = 10.0
+IDEMPOTENCY_KEY_CHARACTERS_MAX = 255
+FOREIGN_TENANT = "foreign-tenant"
+"""Name of the problem of a tenant that this gateway does not store for."""
+
+
+def check_writable(gateway: Gateway) -> None:
+    """Refuse changes where none are taken. Raises Problem."""
+    retry = {"Retry-After": str(RETRY_SECONDS)}
+    if gateway.stopping:
+        raise Problem(503, "stopping", "this gateway is stopping; try another one", headers=retry)
+    if gateway.settings.service.read_only:
+        raise Problem(503, "read-only", "service.read_only is set: blobs are read, nothing is changed", headers=retry)
+
+
+async def check_open(gateway: Gateway, tenant: str) -> None:
+    """Refuse uploads where none are taken. Raises Problem, Erased, StoreUnavailable."""
+    check_writable(gateway)
+    if not gateway.ingest.accepts(tenant):
+        raise Problem(
+            403,
+            FOREIGN_TENANT,
+            f"this gateway runs embedded and stores for tenant {gateway.settings.tenant!r} alone, not for {tenant!r}",
+        )
+    if gateway.settings.storage.encryption != "none":  # before a byte is taken that no stage could store
+        await asyncio.to_thread(gateway.catalogue.check_tenant, tenant)
+
+
+def check_idempotency_key(gateway: Gateway, tenant: str, key: str, given: str | None) -> bytes | None:
+    """Return what all requests with this `Idempotency-Key` for a key share, if there is one. Raises Problem."""
+    if given is None:
+        return None
+    if not 1 <= len(given) <= IDEMPOTENCY_KEY_CHARACTERS_MAX:
+        raise Problem(
+            400, "bad-idempotency-key", f"Idempotency-Key: want 1 to {IDEMPOTENCY_KEY_CHARACTERS_MAX} characters"
+        )
+    return gateway.tickets.origin(tenant, key, given)
+
+
+@contextmanager
+def one_at_a_time(gateway: Gateway, origin: bytes) -> Iterator[None]:
+    """Refuse a second upload with the same idempotency key while the first one runs here. Raises Problem."""
+    if origin in gateway.origins:
+        raise Problem(
+            409,
+            "still-running",
+            "an upload with this Idempotency-Key is running; wait for its answer",
+            headers={"Retry-After": "1"},
+        )
+    gateway.origins.add(origin)
+    try:
+        yield
+    finally:
+        gateway.origins.discard(origin)
+
+
+async def take(
+    gateway: Gateway,
+    pieces: AsyncIterator[bytearray],
+    tenant: str,
+    key: str,
+    *,
+    metadata: Mapping[str, str],
+    origin: bytes | None = None,
+    sha256: bytes | None = None,
+    with_sha256: bool = False,
+    trace: str | None = None,
+    precondition: Precondition | None = None,
+) -> tuple[bytes, Ending]:
+    """Store what `pieces` yield; return the attempt's id and what the bytes were. Raises Problem, NearkinError.
+
+    `sha256` is what the caller announced; `pieces` yield frames of at most FRAME_BYTES_MAX.
+    """
+    blob = new_id()
+    intent = Intent(tenant, key, blob, origin or blob, time.time_ns() // 1000, metadata, trace, precondition)
+    log_setup.bind(blob, tenant, trace)
+    tracing.describe(trace, tracing.about(blob, tenant))
+    upload = await gateway.ingest.begin(intent)
+    failpoint("intake.begun")
+    try:
+        ending = await _stream(pieces, upload, gateway.pools.hashing, with_sha256=with_sha256 or sha256 is not None)
+        check_sha256(ending, sha256)
+    except BaseException as err:
+        await _abort(upload, err)
+        raise
+    failpoint("intake.sent")
+    await upload.finish(ending)
+    failpoint("intake.durable")
+    _log.info("blob %s: %d bytes taken", blob.hex(), ending.size_bytes)
+    return blob, ending
+
+
+def check_sha256(ending: Ending, announced: bytes | None) -> None:
+    """Refuse bytes that are not those announced. Raises Problem."""
+    if announced is not None and ending.sha256 != announced:
+        found = ending.sha256.hex() if ending.sha256 is not None else "unknown"
+        raise Problem(
+            400,
+            "digest-mismatch",
+            f"the body's SHA-256 is {found}, announced was {announced.hex()}; nothing was stored",
+        )
+
+
+async def replayed(
+    gateway: Gateway, earlier: Mapping[str, Any], pieces: AsyncIterator[bytearray], sha256: bytes | None
+) -> None:
+    """Check that a repeated upload has the content of the first one. Raises Problem 422."""
+    ending = await _stream(pieces, None, gateway.pools.hashing, with_sha256=sha256 is not None)
+    check_sha256(ending, sha256)
+    check_same(earlier, ending)
+
+
+def check_same(outcome: Mapping[str, Any], ending: Ending) -> None:
+    """Refuse an idempotency key that was used for another content. Raises Problem 422."""
+    if outcome["digest"] != f"blake3:{ending.blake3.hex()}":
+        raise Problem(
+            422,
+            "idempotency-key-reused",
+            f"this Idempotency-Key stored {outcome['digest']} as version {outcome['version']}; the body is "
+            f"blake3:{ending.blake3.hex()}. Use a new key for new content",
+        )
+
+
+def check_failed(outcome: Mapping[str, Any]) -> None:
+    """Say that an upload which was accepted has failed. Raises Problem."""
+    if outcome["state"] == FAILED:
+        if is_refused(outcome):
+            raise Problem(412, PRECONDITION, str(outcome["failure"]))
+        raise Problem(500, "blob-failed", f"the blob was not stored: {outcome['failure']}")
+
+
+def is_refused(outcome: Mapping[str, Any]) -> bool:
+    """Return whether the precondition of an upload refused it at the commit."""
+    return bool(outcome["state"] == FAILED and outcome.get("reason") == PRECONDITION)
+
+
+async def _stream(
+    pieces: AsyncIterator[bytearray], upload: Upload | None, hashing: WorkerPool, *, with_sha256: bool
+) -> Ending:
+    """Hash the frames and pass them to `upload`, where there is one; return what the bytes are."""
+    whole, sha256, size_bytes = blake3(), hashlib.sha256() if with_sha256 else None, 0
+
+    def hash_all(frame: bytearray) -> None:
+        whole.update(frame)
+        if sha256 is not None:
+            sha256.update(frame)
+
+    async for frame in pieces:
+        assert len(frame) <= FRAME_BYTES_MAX
+        size_bytes += len(frame)
+        if len(frame) > HASHED_APART_BYTES:
+            await hashing.run(hash_all, frame)
+        else:
+            hash_all(frame)
+        if upload is not None:
+            await upload.write(frame)
+    return Ending(size_bytes, whole.digest(), sha256.digest() if sha256 is not None else None)
+
+
+async def _abort(upload: Upload, err: BaseException) -> None:
+    match err:
+        case ClientDisconnect():
+            why = "the client went away"
+        case asyncio.CancelledError():
+            why = "the gateway stopped"
+        case Exception():
+            why = from_error(err).detail
+        case _:
+            why = type(err).__name__
+    task = asyncio.ensure_future(upload.abort(why))
+    with suppress(TimeoutError, asyncio.CancelledError):  # the pipeline ends an upload that falls silent by itself
+        await asyncio.wait_for(asyncio.shield(task), ABORT_SECONDS)

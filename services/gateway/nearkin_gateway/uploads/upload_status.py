@@ -1,0 +1,148 @@
+"""What became of uploads. Invariant: an outcome is forgotten only for room, and the time of that is remembered.
+
+The table holds events of the topic `committed` as they came, newest last, bounded in bytes. An id carries when its
+upload began: began after the last one that was forgotten and not in the table means that it is still on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import re
+import time
+from collections import OrderedDict
+from typing import Any
+
+from blake3 import blake3
+
+from nearkin_gateway.monitoring.rolling_stats import Minutes
+
+ID_BYTES = 16
+MAC_BYTES = 8
+ENTRY_BYTES = 400
+"""What an entry takes beside its text: keys, future slots, Python's objects (measured 370)."""
+_TICKET = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})", re.ASCII)
+
+
+def new_id() -> bytes:
+    """Return the id of an upload attempt: 6 bytes milliseconds since 1970, 10 bytes random."""
+    return (time.time_ns() // 1_000_000).to_bytes(6, "big") + os.urandom(ID_BYTES - 6)
+
+
+def began_ms(blob: bytes) -> int:
+    """Return when the upload with this id began."""
+    return int.from_bytes(blob[:6], "big")
+
+
+class Tickets:
+    """Ids as callers see them: with a MAC, so that one that was never given out is told from one still on its way."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = blake3(secret, derive_key_context="nearkin 2026 status ids of a gateway").digest()
+
+    def of(self, tenant: str, blob: bytes) -> str:
+        """Return the public id."""
+        return f"{blob.hex()}-{self._mac(tenant, blob)}"
+
+    def read(self, tenant: str, ticket: str) -> bytes | None:
+        """Return the blob id, or None where this was not given to this tenant."""
+        match = _TICKET.fullmatch(ticket)
+        if match is None:
+            return None
+        blob = bytes.fromhex(match[1])
+        return blob if hmac.compare_digest(match[2], self._mac(tenant, blob)) else None
+
+    def origin(self, tenant: str, key: str, idempotency_key: str) -> bytes:
+        """Return what all attempts with one idempotency key share."""
+        hasher = blake3(self._key, derive_key_context="nearkin 2026 origin of an idempotency key")
+        for part in (tenant, key, idempotency_key):
+            encoded = part.encode()
+            hasher.update(len(encoded).to_bytes(4, "big") + encoded)
+        return hasher.digest(length=ID_BYTES)
+
+    def _mac(self, tenant: str, blob: bytes) -> str:
+        return blake3(blob + tenant.encode(), key=self._key).hexdigest(length=MAC_BYTES)
+
+
+class Outcomes:
+    """The table. For one event loop; `add` must be called in it."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._events: OrderedDict[str, bytes] = OrderedDict()
+        self._origins: dict[str, str] = {}
+        """Origin -> id of the first outcome that had it."""
+        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        self._forgotten_ms = 0
+        self.minutes = Minutes()
+        """The last hour of them, summed up."""
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def known_since(self, since_ms: int) -> None:
+        """Say that outcomes from before are not in the table."""
+        self._forgotten_ms = max(self._forgotten_ms, since_ms)
+
+    def add(self, event: dict[str, Any], text: bytes | None = None) -> None:
+        """Add an event; repeating one changes nothing. `text` is its JSON as it came.
+
+        One told failed, and committed later as its log was read again, is committed: its version is there.
+        """
+        number, origin = str(event["id"]), str(event["origin"])
+        told = self._events.get(number)
+        committed = event["state"] == "committed"
+        if told is None or (committed and json.loads(told)["state"] != "committed"):
+            kept = json.dumps(event).encode() if text is None else text
+            self._events[number] = kept
+            self._bytes += len(kept) + ENTRY_BYTES - (0 if told is None else len(told) + ENTRY_BYTES)
+            self.minutes.add(event)
+            if committed:
+                self._origins.setdefault(origin, number)
+            while self._bytes > self._bytes_max and len(self._events) > 1:
+                self._forget_oldest()
+        for waiter in self._waiting.get(number, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def get(self, blob: bytes) -> dict[str, Any] | None:
+        """Return the event of an upload."""
+        text = self._events.get(blob.hex())
+        return None if text is None else dict(json.loads(text))
+
+    def of_origin(self, origin: bytes) -> dict[str, Any] | None:
+        """Return the event that committed an origin."""
+        number = self._origins.get(origin.hex())
+        return None if number is None else self.get(bytes.fromhex(number))
+
+    def may_be_forgotten(self, blob: bytes) -> bool:
+        """Return whether an upload that is not in the table may have ended nevertheless."""
+        return began_ms(blob) <= self._forgotten_ms
+
+    async def wait(self, blob: bytes, seconds: float) -> dict[str, Any] | None:
+        """Return the event of an upload once it is there, None if it is not after `seconds`."""
+        number = blob.hex()
+        if number not in self._events and seconds > 0:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(number, set()).add(turn)
+            try:
+                await asyncio.wait_for(turn, seconds)
+            except TimeoutError:
+                pass
+            finally:
+                mine = self._waiting[number]
+                mine.discard(turn)
+                if not mine:
+                    del self._waiting[number]
+        return self.get(blob)
+
+    def _forget_oldest(self) -> None:
+        number, text = self._events.popitem(last=False)
+        self._bytes -= len(text) + ENTRY_BYTES
+        event = json.loads(text)
+        if self._origins.get(str(event["origin"])) == number:
+            del self._origins[str(event["origin"])]
+        self._forgotten_ms = max(self._forgotten_ms, time.time_ns() // 1_000_000)

@@ -1,0 +1,1 @@
+"""Ingest: stores records of users' Kafka topics as blobs."""

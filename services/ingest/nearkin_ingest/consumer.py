@@ -1,0 +1,381 @@
+"""Blobs out of users' topics. Invariant: a record's offset is committed after its blob, or its dead letter, is durable.
+
+    1 take  2 read and check  3 queue frames and end, or a dead letter  4 flush  5 commit offsets          (I4)
+
+A key's blobs become versions in the order of their records. A record that is delivered again has the same origin, so
+it is committed once. One that can never be stored goes to the dead letters; one whose object cannot be read now holds
+back its own partition alone, for `ingest.retry_seconds` at most. Losing Kafka starts the consumer over from what it
+committed (`run_forever`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from confluent_kafka import (
+    TIMESTAMP_NOT_AVAILABLE,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    TopicCollection,
+    TopicPartition,
+)
+from confluent_kafka import Message as KafkaMessage
+from confluent_kafka.admin import AdminClient
+from tenacity import RetryCallState, Retrying, wait_random_exponential
+
+from nearkin_ingest.frames import STAGE, Away, attempt_id, frames_of, header_pairs, object_frames, send_blob
+from nearkin_ingest.records import Intake, UserRecord, intake_of, origin_of, tenants_of
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import BadInput, Retryable, StoreUnavailable
+from nearkin_shared.kafka.clients import (
+    ADMIN_SECONDS_MAX,
+    Outbox,
+    as_bytes,
+    connection,
+    consumer,
+    group,
+    is_final,
+    on_parts,
+    topic,
+    unavailable,
+)
+from nearkin_shared.kafka.dead_letters import send_dead_letter
+from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
+from nearkin_shared.kafka.rebalance import SecondRound
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.observability import metrics, tracing
+
+_log = logging.getLogger("nearkin.ingest")
+
+POLL_SECONDS = 0.05
+BATCH_RECORDS = 500
+"""Records between two flushes; their bytes are bounded by what the client prefetches, 32 MiB."""
+ALIVE_SECONDS = 5.0
+"""How often the group hears of a consumer that streams a long object."""
+BACKOFF_SECONDS_MAX = 30.0
+
+_Place = tuple[str, int]
+_Piece = TypeVar("_Piece", bytes, memoryview)
+
+
+class _Revoked(Exception):
+    """The partition went to another consumer, or this one is to stop: its record is begun anew there."""
+
+
+@dataclass(slots=True)
+class _Stall:
+    """A partition that waits for what its next record needs."""
+
+    offset: int
+    since: float
+    attempts: int = 0
+    until: float = 0.0
+
+
+class IngestConsumer:
+    """One consumer of the group. Not to be shared between threads."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        objects: ObjectStore | None,
+        worker: str,
+        authenticator: EnvelopeAuthenticator | None,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`objects` is where claim checks lie; `worker` a name of its own that stays over a restart (KIP-345).
+
+        `beat` is called after each step, and after each piece of a long object.
+        """
+        self._settings = settings
+        self._objects = objects
+        self._tenants = tenants_of(settings)
+        self._beat = beat
+        self._outbox = Outbox(settings, f"{worker}-ingest", authenticator)
+        self._consumer: Consumer = consumer(
+            settings,
+            settings.ingest.group or group(settings, STAGE),
+            f"{worker}-ingest",
+            **{"group.instance.id": f"{STAGE}-{worker}"},
+        )
+        self._second_round = SecondRound(settings, settings.ingest.group or group(settings, STAGE))
+        self._admin = AdminClient(connection(settings, f"{worker}-ingest-topics"))
+        self._cluster = ""
+        self._partitions = settings.kafka.partitions
+        """Of our topics. They say themselves how many: by another number a key's blobs would pass out of order."""
+        self._topic_ids: dict[str, str] = {}
+        self._mine: set[_Place] = set()
+        self._done: dict[_Place, int] = {}
+        """The offset to commit next, by partition."""
+        self._stalled: dict[_Place, _Stall] = {}
+        self._ahead: deque[KafkaMessage] = deque()
+        self._paused = False
+        self._stop = threading.Event()
+        self._alive_at = time.monotonic()
+
+    def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
+        """Work until `stop`. Raises Retryable when Kafka was away."""
+        self._stop = stop
+        try:
+            self._look_at_cluster()
+            came, went, lost = (on_parts(self._settings, told) for told in (self._assigned, self._revoked, self._lost))
+            self._consumer.subscribe(list(self._tenants), on_assign=came, on_revoke=went, on_lost=lost)
+            while not stop.is_set():
+                self._pause(paused())
+                self._resume_due()
+                self._step(self._take())  # 1
+                self._beat()
+        except KafkaException as err:
+            raise unavailable(self._settings, err) from err
+        finally:
+            self._second_round.end()
+            try:
+                self._outbox.close()
+            finally:
+                self._consumer.close()
+
+    def _step(self, records: list[UserRecord]) -> None:
+        """Bring what was taken to its end."""
+        count_taken(records)
+        passed_over: set[_Place] = set()
+        with metrics.STEP_SECONDS.labels(STAGE).time() if records else nullcontext():
+            for record in records:
+                place = (record.topic, record.partition)
+                if place not in passed_over and not self._one(record):  # 2, 3
+                    passed_over.add(place)
+            self._settle()  # 4, 5
+
+    # --- one record --------------------------------------------------------------------------------------------------
+
+    def _send(self, intake: Intake, attempt: bytes, origin: bytes, place: _Place) -> None:
+        """Queue a record's blob; the trace that its producer began goes on, or one may begin here."""
+        told = tracing.about(attempt, intake.tenant)
+        with tracing.span(STAGE, intake.traceparent, told, begins=True) as traceparent:
+            traced = replace(intake, traceparent=traceparent)
+            send_blob(self._outbox, traced, attempt, origin, self._pieces(intake, place))
+
+    def _one(self, record: UserRecord) -> bool:
+        """Bring one record to its end; False where it, and what follows in its partition, comes again."""
+        place = (record.topic, record.partition)
+        if place not in self._mine or self._stop.is_set():
+            return False
+        try:
+            intake = intake_of(record, self._tenants[record.topic], self._settings)
+            if intake is not None:
+                origin = origin_of(self._cluster, self._topic_id(record.topic), record)
+                attempt = attempt_id(intake.tenant, intake.key, self._partitions)
+                self._send(intake, attempt, origin, place)
+        except _Revoked:
+            return False
+        except Away as err:
+            if not self._waited_enough(record):
+                self._stall(record, err)
+                return False
+            send_dead_letter(self._settings, self._outbox, record, STAGE, err)
+        except (Retryable, KafkaException):
+            raise
+        except Exception as err:
+            _log.debug("%s", record.named, exc_info=err)
+            send_dead_letter(self._settings, self._outbox, record, STAGE, err)
+        self._stalled.pop(place, None)
+        self._done[place] = record.offset + 1
+        return True
+
+    def _pieces(self, intake: Intake, place: _Place) -> Iterator[memoryview] | Iterator[bytes]:
+        if intake.dataref is None:
+            return self._watched(frames_of(intake.value or b""), place)
+        if self._objects is None:
+            raise BadInput("dataref: this consumer has no object store")
+        return self._watched(
+            object_frames(self._objects, intake.dataref, int(self._settings.ingest.dataref_bytes_max)), place
+        )
+
+    def _watched(self, pieces: Iterator[_Piece], place: _Place) -> Iterator[_Piece]:
+        """Yield what `pieces` do; in between let the group know that we live. Raises _Revoked."""
+        for piece in pieces:
+            yield piece
+            self._beat()
+            if time.monotonic() - self._alive_at > ALIVE_SECONDS:
+                parts = self._consumer.assignment()
+                self._consumer.pause(parts)
+                message = self._consumer.poll(0)
+                if message is not None:
+                    self._ahead.append(message)
+                self._resume(self._consumer.assignment())
+                self._alive_at = time.monotonic()
+            if place not in self._mine or self._stop.is_set():
+                raise _Revoked("this consumer gives the partition up; the record is begun anew elsewhere")
+
+    def _waited_enough(self, record: UserRecord) -> bool:
+        stall = self._stalled.get((record.topic, record.partition))
+        if stall is None or stall.offset != record.offset:
+            return False
+        return time.monotonic() - stall.since > self._settings.ingest.retry_seconds
+
+    def _stall(self, record: UserRecord, err: Away) -> None:
+        """Come back to a record later, and until then take nothing more of its partition."""
+        place, now = (record.topic, record.partition), time.monotonic()
+        stall = self._stalled.get(place)
+        if stall is None or stall.offset != record.offset:
+            stall = self._stalled[place] = _Stall(record.offset, now)
+        stall.attempts += 1
+        stall.until = now + _backoff_seconds(stall.attempts)
+        _log.warning("%s: waits %.1f s: %s", record.named, stall.until - now, err)
+        back = TopicPartition(record.topic, record.partition, record.offset)
+        self._consumer.pause([back])
+        self._consumer.seek(back)
+
+    def _resume_due(self) -> None:
+        """Let partitions go on whose wait is over."""
+        now = time.monotonic()
+        due = [place for place, stall in self._stalled.items() if 0 < stall.until <= now]
+        for place in due:
+            self._stalled[place].until = 0.0
+        if due:
+            self._resume([TopicPartition(*place) for place in due])
+
+    # --- the consumer ------------------------------------------------------------------------------------------------
+
+    def _take(self) -> list[UserRecord]:
+        messages = list(self._ahead)
+        self._ahead.clear()
+        first = self._consumer.poll(POLL_SECONDS)
+        self._alive_at = time.monotonic()
+        if first is not None:
+            # No second wait: `consume` would sit out its timeout for a batch that is not full.
+            messages += [first, *self._consumer.consume(BATCH_RECORDS - 1, 0)]
+        return [record for message in messages if (record := self._record(message)) is not None]
+
+    def _record(self, message: KafkaMessage) -> UserRecord | None:
+        problem = message.error()
+        if problem is not None:
+            if problem.code() == KafkaError._PARTITION_EOF:
+                return None
+            if is_final(problem):
+                raise StoreUnavailable(f"kafka: {problem.str()}; a new consumer takes over")
+            _log.warning("kafka: %s", problem.str())  # an unknown topic too: it is taken up when it is made
+            return None
+        topic, partition, offset = message.topic(), message.partition(), message.offset()
+        assert topic is not None
+        assert partition is not None
+        assert offset is not None
+        kind, timestamp_ms = message.timestamp()
+        unreadable = None
+        try:
+            headers = header_pairs(message.headers())
+        except (UnicodeDecodeError, SystemError) as err:  # a header's name that is not UTF-8
+            headers, unreadable = (), f"its headers cannot be read: {err}"
+        return UserRecord(
+            topic=topic,
+            partition=partition,
+            offset=offset,
+            key=as_bytes(message.key()),
+            value=as_bytes(message.value()),
+            all_headers=headers,
+            unreadable=unreadable,
+            timestamp_ms=None if kind == TIMESTAMP_NOT_AVAILABLE else timestamp_ms,
+        )
+
+    def _settle(self) -> None:
+        """Flush, then commit what is done. Raises StoreUnavailable."""
+        if not self._done:
+            return
+        self._outbox.flush()
+        done, self._done = self._done, {}
+        offsets = [TopicPartition(*place, offset) for place, offset in done.items() if place in self._mine]
+        try:
+            if offsets:
+                self._consumer.commit(offsets=offsets, asynchronous=False)
+        except KafkaException as err:
+            # The group moves on: whoever has the partition next repeats a little, which is committed once all the same.
+            # A partition that stays with this member is committed with the next batch, or at the next look.
+            _log.warning("offsets not committed: %s", err.args[0].str())
+            for place, offset in done.items():
+                self._done.setdefault(place, offset)
+
+    def _pause(self, paused: bool) -> None:
+        if paused:
+            self._consumer.pause(self._consumer.assignment())  # again each time: partitions may have come meanwhile
+        was, self._paused = self._paused, paused
+        if was and not paused:
+            self._resume(self._consumer.assignment())
+
+    def _resume(self, parts: list[TopicPartition]) -> None:
+        """Resume what nothing holds back."""
+        if self._paused:
+            return
+        waiting = {place for place, stall in self._stalled.items() if stall.until}
+        self._consumer.resume([part for part in parts if (part.topic, part.partition) not in waiting])
+
+    def _assigned(self, client: Consumer, parts: list[TopicPartition]) -> None:
+        client.incremental_assign(parts)
+        self._second_round.begin()
+        for part in parts:
+            self._topic_ids.pop(part.topic, None)  # it may have been made anew
+        self._mine |= {(part.topic, part.partition) for part in parts}
+        _log.info("took %s", ", ".join(sorted(f"{part.topic}[{part.partition}]" for part in parts)) or "nothing")
+
+    def _revoked(self, client: Consumer, parts: list[TopicPartition]) -> None:
+        self._settle()
+        self._lost(client, parts)
+
+    def _lost(self, client: Consumer, parts: list[TopicPartition]) -> None:
+        for part in parts:
+            place = (part.topic, part.partition)
+            self._mine.discard(place)
+            self._done.pop(place, None)
+            self._stalled.pop(place, None)
+        client.incremental_unassign(parts)
+
+    def _look_at_cluster(self) -> None:
+        found = self._admin.list_topics(timeout=ADMIN_SECONDS_MAX)
+        self._cluster = str(found.cluster_id or "")
+        frames = found.topics.get(topic(self._settings, "frames"))
+        if frames is not None and frames.partitions:
+            self._partitions = len(frames.partitions)
+        if self._partitions != self._settings.kafka.partitions:
+            _log.warning(
+                'kafka.partitions "%d": topic %s has %d; set that number',
+                self._settings.kafka.partitions, topic(self._settings, "frames"), self._partitions,
+            )  # fmt: skip
+
+    def _topic_id(self, topic: str) -> str:
+        """Return what tells a topic from a later one of its name; empty where the brokers know no such thing.
+
+        Raises KafkaException, StoreUnavailable.
+        """
+        if topic not in self._topic_ids:
+            found = self._admin.describe_topics(TopicCollection([topic]), request_timeout=ADMIN_SECONDS_MAX)[topic]
+            try:
+                self._topic_ids[topic] = str(found.result(ADMIN_SECONDS_MAX).topic_id or "")
+            except TimeoutError as err:  # no fault of the record for which it was asked
+                raise StoreUnavailable(
+                    f"topic {topic}: kafka did not describe it in {ADMIN_SECONDS_MAX:.0f} s"
+                ) from err
+        return self._topic_ids[topic]
+
+
+def count_taken(records: Sequence[UserRecord]) -> None:
+    """Count records as they come, again where they come again."""
+    sent_ms = [record.timestamp_ms for record in records if record.timestamp_ms is not None]
+    metrics.RECORD_AGE.labels(STAGE).set(max(0.0, time.time() - min(sent_ms) / 1000) if sent_ms else 0.0)
+    metrics.RECORDS.labels(STAGE).inc(len(records))
+    metrics.RECORD_BYTES.labels(STAGE).inc(sum(len(record.value or b"") for record in records))
+
+
+_jitter = wait_random_exponential(multiplier=0.25, max=BACKOFF_SECONDS_MAX)
+
+
+def _backoff_seconds(attempt: int) -> float:
+    """Return tenacity's exponential wait with full jitter, for a wait that must not block the others."""
+    state = RetryCallState(Retrying(), None, (), {})
+    state.attempt_number = attempt
+    return max(0.05, _jitter(state))

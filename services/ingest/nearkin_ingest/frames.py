@@ -1,0 +1,108 @@
+"""A blob on its way into the pipeline. Invariant: what was begun ends, with an end that is whole or says why not.
+
+Frames and end are queued; they are durable when the outbox was flushed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+from blake3 import blake3
+
+from nearkin_ingest.records import Intake
+from nearkin_shared.errors import BadInput, NearkinError, Retryable, StoreUnavailable
+from nearkin_shared.formats.message import BLOB_BYTES, FAILURE_CHARACTERS_MAX, End, Envelope, Frame, encode
+from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.record_guard import headers_of
+from nearkin_shared.limits import FRAME_BYTES_MAX
+from nearkin_shared.objectstore.base import ObjectStore, SupportsStamps
+
+STAGE = "ingest"
+
+
+class Away(Retryable):
+    """What a record needs cannot be reached now; others may go on."""
+
+
+def frames_of(value: bytes) -> Iterator[memoryview]:
+    """Yield a value in frames."""
+    view = memoryview(value)
+    for start in range(0, len(view), FRAME_BYTES_MAX):
+        yield view[start : start + FRAME_BYTES_MAX]
+
+
+def object_frames(objects: ObjectStore, name: str, bytes_max: int) -> Iterator[bytes]:
+    """Yield an object in frames, one in memory at a time. Raises NotFound, BadInput, Away."""
+    try:
+        size_bytes, _ = began = _stamp(objects, name)
+        if size_bytes > bytes_max:
+            raise BadInput(
+                f"dataref {name!r}: object of {size_bytes} bytes: want at most ingest.dataref_bytes_max ({bytes_max})"
+            )
+        for start in range(0, size_bytes, FRAME_BYTES_MAX):
+            stop = min(start + FRAME_BYTES_MAX, size_bytes)
+            (piece,) = objects.get_ranges(name, [start], [stop])
+            if len(piece) != stop - start:
+                raise Away(f"dataref {name!r}: {len(piece)} bytes at {start}, want {stop - start}: it is being changed")
+            yield bytes(piece)
+        if _stamp(objects, name) != began:  # else one half may be of another object than the other
+            raise Away(f"dataref {name!r}: it is being changed")
+    except StoreUnavailable as err:
+        raise Away(str(err)) from err
+
+
+def _stamp(objects: ObjectStore, name: str) -> tuple[int, str | None]:
+    return objects.stamp(name) if isinstance(objects, SupportsStamps) else (objects.size_bytes(name), None)
+
+
+def attempt_id(tenant: str, key: str, partitions: int) -> bytes:
+    """Return a new blob id: 6 bytes milliseconds since 1970, 10 random ones, on the partition that is its key's.
+
+    Every topic of the pipeline is keyed by blob id, so a key's blobs pass all stages in the order of their records and
+    become versions in that order. Ids are drawn until one fits: `partitions` draws on average, 1 us each.
+    """
+    began = (time.time_ns() // 1_000_000).to_bytes(6, "big")
+    wanted = zlib.crc32(key.encode(), zlib.crc32(tenant.encode())) % partitions
+    while True:
+        drawn = began + os.urandom(BLOB_BYTES - 6)
+        if zlib.crc32(drawn) % partitions == wanted:  # librdkafka's partitioner of keyed messages
+            return drawn
+
+
+def send_blob(
+    outbox: Outbox, intake: Intake, attempt: bytes, origin: bytes, pieces: Iterator[memoryview] | Iterator[bytes]
+) -> None:
+    """Queue a blob. What `pieces` raise ends it as failed and is raised on; so is the outbox's StoreUnavailable."""
+    hasher, position = blake3(), 0
+
+    def envelope() -> Envelope:
+        return Envelope(attempt, intake.tenant, intake.key, position)
+
+    def send(kind: str, message: Frame | End) -> None:
+        headers = headers_of(STAGE, kind, message.envelope, intake.traceparent)
+        outbox.send("frames", attempt, encode(message), headers)
+
+    try:
+        for piece in pieces:
+            send("frame", Frame(envelope(), np.frombuffer(piece, np.uint8)))
+            hasher.update(piece)
+            position += len(piece)
+    except BaseException as err:
+        if position:
+            with suppress(NearkinError):  # then the chunker ends it after upload_idle_seconds
+                failure = f"{STAGE}: {str(err) or type(err).__name__}"[:FAILURE_CHARACTERS_MAX]
+                send("end", End(envelope(), intake.began_us, origin, failure=failure))
+        raise
+    whole = End(envelope(), intake.began_us, origin, position, hasher.digest(), None, None, None, dict(intake.metadata))
+    send("end", whole)
+
+
+def header_pairs(found: object) -> tuple[tuple[str, bytes | None], ...]:
+    """Return a client's headers, a list of pairs or None, with values as bytes."""
+    pairs = found if isinstance(found, list) else []
+    return tuple((str(name), value.encode() if isinstance(value, str) else value) for name, value in pairs)

@@ -1,0 +1,1 @@
+"""Garbage collection: mark, plan, sweep, pending deletes, schedule."""

@@ -1,0 +1,217 @@
+"""Remove at once all that no version needs, while no other process writes.
+
+    1 containers of which nothing is needed go          2 blocks that depend on unneeded chunks are stored raw
+    3 containers are written again without unneeded chunks, those that depend on others before these
+
+A GC run waits a grace and lets unneeded bytes stay where removing them costs more than it frees; this does neither.
+What is needed is what recipes of live versions name: not the bases of it, nor what a GC run joined for it.
+
+Invariant: the caller holds the writer lock and the lock of GC runs throughout (I6); whatever stays can be decoded at
+each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin_maintenance.domain_owners import Tenants
+from nearkin_maintenance.gc.mark import Masks, Reach, blocks_leaning, filled, is_in, reached
+from nearkin_maintenance.optimize.container_rewriter import NewGeneration, VerifiedReader
+from nearkin_maintenance.optimize.encoder_port import Part, Recoder
+from nearkin_shared.errors import Corrupt
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.directory import Directory
+from nearkin_shared.index.catalog import summarise_directory
+from nearkin_shared.index.protocols import SupportsCollection
+from nearkin_shared.limits import MIB
+from nearkin_shared.storage.container_graph import leaning_last
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.types import U32, Bools, ContainerId, Locations
+from nearkin_shared.utils.failpoints import failpoint
+
+BLOCK_BYTES = 4 * MIB
+"""Raw blocks are closed at this."""
+_NONE: Bools = np.zeros(0, np.bool_)
+
+
+class Purge:
+    """Removes what no live version needs from the containers of one store."""
+
+    def __init__(
+        self,
+        containers: ContainerStore,
+        tenants: Tenants,
+        any_fingerprinter: Fingerprinter,
+        recode: Recoder,
+        step: Callable[[int, int, str], None] | None = None,
+    ) -> None:
+        """`step` is called with how many containers are done, of how many, and what is done."""
+        self._containers = containers.of(None)
+        self._reader = VerifiedReader(self._containers, tenants, any_fingerprinter)
+        self._recode = recode
+        self._step = step or (lambda done, of, what: None)
+        self.deleted = 0
+        self.rewritten = 0
+
+    def run(self, reach: Reach, index: SupportsCollection) -> None:
+        """Remove all but what `reach` names. Raises Corrupt (a needed chunk is damaged), NoRoom, StoreUnavailable."""
+        live, unneeded = _needed_chunks(reach), Masks()
+        directories = {container: reach.readable(container) for container, _ in self._containers.ids()}
+        for container, directory in directories.items():
+            if directory is not None:
+                unneeded[container] = directory.chunks.there & ~filled(
+                    live.get(container, _NONE), len(directory.chunks)
+                )
+        whole = [c for c in directories if not live.get(c, _NONE).any() and not reach.segments.get(c, _NONE).any()]
+        self._withdraw(index, reach, directories, unneeded, whole)
+        bases = reach.closed(live)
+        self._delete([c for c in self._dependents_first(whole) if not bases.get(c, _NONE).any()])  # 1
+        self._store_raw(index, directories, live, unneeded)  # 2
+        self._delete([c for c in self._dependents_first(whole) if c in dict(self._containers.ids())])
+        self._rewrite(index, reach, unneeded, set(whole))  # 3
+
+    def _withdraw(
+        self,
+        index: SupportsCollection,
+        reach: Reach,
+        directories: dict[ContainerId, Directory | None],
+        unneeded: Masks,
+        whole: list[ContainerId],
+    ) -> None:
+        """Let the index name nothing that goes (I1)."""
+        chunks: dict[int, U32 | None] = {c: np.flatnonzero(mask).astype(np.uint32) for c, mask in unneeded.items()}
+        chunks = {c: rows for c, rows in chunks.items() if rows is not None and len(rows)}
+        segments = {}
+        for container, directory in directories.items():
+            if directory is not None and len(rows := _unneeded_recipes(reach, directory)):
+                segments[int(container)] = rows
+        index.forget({**chunks, **dict.fromkeys(whole)}, segments, whole)
+        failpoint("purge.withdrawn")
+
+    def _dependents_first(self, containers: list[ContainerId]) -> list[ContainerId]:
+        def bases(container: int) -> list[int]:
+            try:
+                return self._containers.directory(ContainerId(container)).leans_on()
+            except Corrupt:
+                return []
+
+        return [ContainerId(c) for c in reversed(list(leaning_last(sorted(containers), bases)))]
+
+    def _delete(self, containers: list[ContainerId]) -> None:
+        for done, container in enumerate(containers):
+            self._step(done, len(containers), "containers removed")
+            self._containers.delete(container, self._containers.generation(container))
+            self._containers.forget_read(container)
+            self.deleted += 1
+            failpoint("purge.container")
+
+    def _store_raw(
+        self,
+        index: SupportsCollection,
+        directories: dict[ContainerId, Directory | None],
+        live: Masks,
+        unneeded: Masks,
+    ) -> None:
+        """Store blocks raw that hold needed chunks and depend on unneeded ones; nothing is left out yet."""
+        wanted = {}
+        for container, directory in directories.items():
+            if directory is not None:
+                again = blocks_leaning(directory, unneeded) & _blocks_with(directory, live)
+                wanted.update({container: again} if again.any() else {})
+        for done, (container, again) in enumerate(wanted.items()):
+            self._step(done, len(wanted), "containers without unneeded bases")
+            directory = self._containers.directory(container)
+            self._replace(
+                index, container, self._encode(directory, directory.chunks.there, again, np.zeros(0, np.uint32))
+            )
+
+    def _rewrite(self, index: SupportsCollection, reach: Reach, unneeded: Masks, whole: set[ContainerId]) -> None:
+        """Write containers again without unneeded chunks and recipes."""
+        wanted = {}
+        for container, _ in self._containers.ids():
+            directory = self._containers.directory(container)
+            recipes = _unneeded_recipes(reach, directory)
+            names_unneeded = len(recipes) and is_in(unneeded, _chunks_of(directory, recipes)).any()
+            if container not in whole and (unneeded[container].any() or names_unneeded):
+                wanted[container] = recipes
+        order = [container for container in self._dependents_first(list(wanted)) if container in wanted]
+        for done, container in enumerate(order):
+            self._step(done, len(order), "containers written again")
+            directory = self._containers.directory(container)
+            kept = directory.chunks.there & ~filled(unneeded[container], len(directory.chunks))
+            mixed = np.zeros(len(directory.blocks), np.bool_)
+            mixed[directory.chunks.blocks[directory.chunks.there & ~kept]] = True
+            self._replace(index, container, self._encode(directory, kept, mixed, wanted[container]))
+
+    def _encode(self, directory: Directory, kept: Bools, raw: Bools, dropped_recipes: U32) -> bytes:
+        """Return the next generation with the chunks `kept`; the blocks `raw` are stored raw, others are copied."""
+        new = NewGeneration(self._containers, directory, kept, self._recode)
+        chunks = directory.chunks
+        for number in np.flatnonzero(directory.blocks.raw).tolist():
+            rows = np.flatnonzero(kept & (chunks.blocks == number))
+            if not len(rows):
+                continue
+            if not raw[number]:
+                new.copy(number)
+                continue
+            for part in _portions(rows, chunks.lengths):
+                lengths = chunks.lengths[part]
+                own = np.full(len(part), directory.container, np.uint64)
+                payload = self._reader.read(directory.domain, Locations(own, part.astype(np.uint32)))
+                none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
+                whole = Part(container_layout.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
+                new.lay(part, self._recode(whole), lengths)
+                new.lean_on_nothing(part)
+        return new.encoded(dropped_recipes)
+
+    def _replace(self, index: SupportsCollection, container: ContainerId, data: bytes) -> None:
+        generation = self._containers.generation(container)
+        self._containers.put(container, [data], generation + 1)
+        self._containers.forget_read(container)
+        failpoint("purge.put")
+        index.renew(summarise_directory(self._containers.directory(container)))
+        failpoint("purge.renewed")
+        self._containers.delete(container, generation)
+        self.rewritten += 1
+        failpoint("purge.replaced")
+
+
+def _needed_chunks(reach: Reach) -> Masks:
+    """Return the chunks that recipes of live versions name."""
+    found: Masks = {}
+    for container, wanted in reach.segments.items():
+        directory = reach.directory(container)
+        named = _chunks_of(directory, np.flatnonzero(filled(wanted, len(directory.segments))).astype(np.uint32))
+        for other in np.unique(named.containers).tolist():
+            if other:
+                reached(found, other, named.ordinals[named.containers == np.uint64(other)])
+    return found
+
+
+def _chunks_of(directory: Directory, recipes: U32) -> Locations:
+    some = np.zeros(len(directory.segments), np.bool_)
+    some[recipes] = True
+    return directory.segments.chunks.take(np.repeat(some, np.diff(directory.segments.bounds)))
+
+
+def _unneeded_recipes(reach: Reach, directory: Directory) -> U32:
+    there = np.diff(directory.segments.bounds) > 0
+    needed = filled(reach.segments.get(directory.container, _NONE), len(there))
+    return np.flatnonzero(there & ~needed).astype(np.uint32)
+
+
+def _blocks_with(directory: Directory, live: Masks) -> Bools:
+    """Return which blocks hold needed chunks."""
+    found = np.zeros(len(directory.blocks), np.bool_)
+    mask = filled(live.get(directory.container, _NONE), len(directory.chunks)) & directory.chunks.there
+    found[directory.chunks.blocks[mask]] = True
+    return found
+
+
+def _portions(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:
+    portion = np.cumsum(lengths[rows], dtype=np.int64) // BLOCK_BYTES
+    return np.split(rows, np.flatnonzero(np.diff(portion)) + 1)

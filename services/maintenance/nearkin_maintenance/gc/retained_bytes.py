@@ -1,0 +1,57 @@
+"""What holds the rest. Invariant: a byte is counted once, under the first reason that holds it.
+
+undelete    only versions that are deleted, and can be brought back, need it
+bases       no version reads it, but blocks that stay lean on it
+condemned   nothing needs it: it waits for the grace to pass
+beside      nothing needs it, but it lies in a block or container with what is needed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from nearkin_maintenance.gc.mark import Masks, Reach, filled
+from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.directory import Directory
+from nearkin_shared.formats.pending_delete_record import Record
+from nearkin_shared.types import Bools
+
+NAME_AND_ROW_BYTES = 31
+"""A chunk's share of a directory: its name, 28 bytes, and 3.4 of all tables (docs/adr/0001)."""
+
+
+def held_by(reach: Reach, without_undeletable: Reach, ids: Iterable[int], record: Record) -> dict[str, int]:
+    """Return the bytes of chunks that no readable version names, by what holds them; shares of blocks are estimates."""
+    read = without_undeletable.chunks
+    needed = without_undeletable.closed(read)
+    kept = reach.closed(reach.chunks)
+    sums = dict.fromkeys(("undelete", "bases", "condemned", "beside"), 0)
+    for container in ids:
+        directory = reach.readable(container)
+        if directory is None:
+            continue
+        shares = bytes_of_chunks(directory)
+        by_version, by_base, by_any = (_mask(masks, container, directory) for masks in (read, needed, kept))
+        condemned = np.zeros(len(shares), np.bool_)
+        if container in record:
+            condemned[record[container].chunks] = True
+        sums["bases"] += int(shares[by_base & ~by_version].sum())
+        sums["undelete"] += int(shares[by_any & ~by_base].sum())
+        sums["condemned"] += int(shares[condemned & ~by_any].sum())
+        sums["beside"] += int(shares[~by_any & ~condemned].sum())
+    return sums
+
+
+def bytes_of_chunks(directory: Directory) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return float64[n]: each chunk's share of its block as stored, and of the directory."""
+    blocks, chunks = directory.blocks, directory.chunks
+    ratio = (blocks.stored + float(container_layout.BLOCK.size)) / np.maximum(blocks.raw, 1)
+    shares: np.ndarray[tuple[int], np.dtype[np.float64]] = chunks.encoded * ratio[chunks.blocks] + NAME_AND_ROW_BYTES
+    shares[~chunks.there] = 0
+    return shares
+
+
+def _mask(masks: Masks, container: int, directory: Directory) -> Bools:
+    return filled(masks.get(container, np.zeros(0, np.bool_)), len(directory.chunks))

@@ -1,0 +1,177 @@
+"""What an erasure of a tenant has to consider: its retained versions, and copies out of the reach of its keys' removal.
+
+Invariant: retention that cannot be read counts as retention; a copy is listed wherever one may exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NotFound, Permanent, Retained
+from nearkin_shared.fingerprints import domain_of
+from nearkin_shared.formats.manifest import CREATED_US_MAX, moment_of
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.results import RemainingCopy
+from nearkin_shared.retention import min_age_seconds
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.retention_records import SUFFIX, record_sequence
+from nearkin_shared.utils.frozen import frozen
+
+NAMED_MAX = 3
+"""So many retained versions are named in an error."""
+
+
+@frozen
+class RetainedVersions:
+    """The versions of a tenant that must not be deleted yet."""
+
+    count: int = 0
+    until: datetime | None = None
+    """The latest end of their retentions."""
+    named: tuple[str, ...] = ()
+    """Some of them."""
+    unreadable: tuple[str, ...] = ()
+    """Object names of manifests and records that cannot be read: up to when they retain is not known."""
+
+    def check_none(self, tenant: str) -> None:
+        """Raise Retained if there are any."""
+        if not self.count and not self.unreadable:
+            return
+        problems = []
+        if self.until is not None:
+            more = "" if self.count <= len(self.named) else ", ..."
+            problems.append(
+                f"retained versions: {self.count}, the last one until {self.until:%Y-%m-%dT%H:%M:%SZ} "
+                f"({', '.join(self.named)}{more})"
+            )
+        if self.unreadable:
+            problems.append(
+                f"versions with an unreadable retention: {len(self.unreadable)} (first: {self.unreadable[0]})"
+            )
+        raise Retained(
+            f"tenant {tenant!r}: {'; '.join(problems)}; nothing was erased: wait until then, or erase them all the "
+            "same with --despite-retention"
+        )
+
+
+def find_retained(objects: EncryptedObjects, tenant: str, settings: Settings, now: float) -> RetainedVersions:
+    """Return the versions of a tenant that their manifests, retention records or the settings retain.
+
+    Reads the head of every manifest, and the tenant's manifests. A tenant that an authentic erasure has closed already
+    has none. Raises StoreUnavailable.
+    """
+    erasure = objects.keyring.find_erasure(tenant)
+    if erasure is not None and erasure.problem is None:
+        return RetainedVersions()
+    manifests, now_us = ManifestStore(objects), int(now * 1e6)
+    count, latest_us, named, unreadable = 0, 0, list[str](), list[str]()
+    names = objects.names_of_domain("manifests", domain_of(tenant))
+    sequences: dict[str, int] = {}
+    for name in names:
+        if name.endswith(SUFFIX):
+            try:
+                of, sequence = record_sequence(name)
+            except Permanent:
+                unreadable.append(name)
+            else:
+                sequences[of] = max(sequences.get(of, 0), sequence)
+    for name in names:
+        if not name.endswith(".nkm"):
+            continue
+        try:
+            manifest = manifests.read(name)
+            until_us = manifests.retentions.current_retain_until_us(manifest, sequences.get(name, 0))
+        except NotFound:  # GC ended the version meanwhile
+            continue
+        except Permanent:
+            unreadable.append(name)
+            continue
+        seconds = min_age_seconds(settings.retention, tenant, manifest.key)
+        until_us = max(until_us, manifest.created_us + seconds * 1_000_000 if seconds else 0)
+        if until_us > now_us:
+            count, latest_us = count + 1, max(latest_us, until_us)
+            if len(named) < NAMED_MAX:
+                named.append(f"{manifest.key!r} version {manifest.version}")
+    until = moment_of(min(latest_us, CREATED_US_MAX)) if count else None
+    return RetainedVersions(count, until, tuple(named), tuple(unreadable))
+
+
+def remaining_copies(settings: Settings, closed: datetime, removed: datetime) -> list[RemainingCopy]:
+    """Return what an erasure does not reach, given when the tenant is closed and when its keys are removed."""
+    return [*_of_services(settings, closed), *_of_any_store(settings, removed)]
+
+
+def _of_services(settings: Settings, closed: datetime) -> Iterator[RemainingCopy]:
+    url = settings.object_store.url
+    if url is None:
+        return
+    yield RemainingCopy(
+        "kafka",
+        f"contents and key names in the topics {settings.kafka.topic_prefix}*, dead letters included",
+        closed + timedelta(hours=settings.kafka.retention_hours),
+        "kafka.retention_hours ends it; `nearkin dlq drop` and kafka-delete-records end it sooner",
+    )
+    if settings.ingest.topics:
+        yield RemainingCopy(
+            "ingest-topics",
+            f"contents in topics of your own: {', '.join(settings.ingest.topics)}",
+            None,
+            "their own retention ends it, or kafka-delete-records",
+        )
+    yield RemainingCopy(
+        "redis",
+        "key names, digests and metadata in RDB and AOF files, replicas and their backups",
+        None,
+        "after the GC run that frees the objects: BGSAVE, BGREWRITEAOF; then remove older dumps",
+    )
+    if url.startswith("s3://"):
+        yield RemainingCopy(
+            "bucket-versions",
+            f"wrapped keys and sealed objects in versions, trash, replicas and inventories of {url}",
+            None,
+            "a lifecycle rule for noncurrent versions; remove those below keys/ at once",
+        )
+
+
+def _of_any_store(settings: Settings, removed: datetime) -> Iterator[RemainingCopy]:
+    yield RemainingCopy(
+        "key-copies",
+        "copies of the folder keys/: with the key-encryption key they open everything that is left",
+        None,
+        "remove the tenant's folder below keys/ from each copy, or replace the key-encryption key there",
+    )
+    yield RemainingCopy(
+        "backups",
+        "copies and snapshots of the store: sealed, and opened by copies of keys/",
+        None,
+        "their own retention; erase the tenant there, too",
+    )
+    if settings.object_store.url is None:
+        yield RemainingCopy(
+            "index",
+            "digests and sealed names in free pages of the local index",
+            None,
+            f"made again by the first GC run after {removed.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}, which frees the "
+            "objects; blocks of removed files stay until the disk writes over them",
+        )
+    hours = settings.gateway.resumable_hours
+    yield RemainingCopy(
+        "staged-uploads",
+        "parts of resumable uploads that an older release began, sealed under the store's key",
+        removed + timedelta(hours=hours),
+        "gateway.resumable_hours ends it; parts of this release are sealed under the tenant's keys",
+    )
+    yield RemainingCopy(
+        "logs",
+        "tenant and key names in access logs, audit records, traces and metrics",
+        None,
+        "your log retention",
+    )
+    yield RemainingCopy(
+        "memory",
+        "keys and contents in processes that have used them, their swap and core dumps",
+        removed + timedelta(minutes=1),
+        "processes stop using the keys within a minute; restart them to clear their memory",
+    )

@@ -1,0 +1,56 @@
+"""Marks of an older release get a MAC, once, where the operator vouches for them (`gc.sign_old_records`).
+
+Invariant: a mark keeps what it says; who dies in between leaves some signed, and a later run signs the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol, runtime_checkable
+
+from nearkin_shared.errors import Corrupt, NotFound
+from nearkin_shared.index.protocols import Marked
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.storage.manifests import ManifestStore, marked_version
+
+_log = logging.getLogger("nearkin")
+
+
+@runtime_checkable
+class _Marking(Protocol):
+    def mark_many(self, marks: Sequence[Marked]) -> None: ...
+
+
+def sign_old_marks(objects: ObjectStore, index: object, check: Callable[[], None] = lambda: None) -> int:
+    """Give every mark without a MAC one, and tell the index its new size; return how many.
+
+    A mark that cannot be read is passed over. `check` raises where nothing may be changed any more. Raises
+    StoreUnavailable.
+    """
+    manifests = ManifestStore(objects)
+    if not isinstance(objects, ParityObjects) or not manifests.authenticates_marks:
+        return 0
+    signed: dict[str, Marked] = {}
+    sizes = dict(manifests.names_and_marks()[1])
+    for name in sorted(sizes):
+        with suppress(Corrupt, NotFound):
+            mark = manifests.read_mark(name)
+            if mark.authenticated:
+                continue
+            check()
+            data = manifests.encode_mark(mark)
+            objects.replace(name, data)
+            if objects.has_some:
+                objects.renew_parity(name, data)
+            of, _ = marked_version(name)
+            sizes[name] = len(data)
+            total = sum(size for other, size in sizes.items() if other.startswith(f"{of[:-4]}."))
+            signed[of] = Marked(mark.tenant, mark.key, mark.version, mark.sequence, total)
+    if signed and isinstance(index, _Marking):
+        index.mark_many(list(signed.values()))
+    if signed:
+        _log.info("gc: marks of %d versions were signed; unset gc.sign_old_records", len(signed))
+    return len(signed)

@@ -1,0 +1,1 @@
+"""Optimization of stored containers: compact, merge, rebase, recompress."""

@@ -1,0 +1,309 @@
+"""Repair. Invariant: an object is overwritten by nothing but its own bytes; a container healed otherwise gets a new
+generation, and the one before goes only after that is durable.
+
+parity -> the object's own bytes      a copy of the object -> its own bytes      copies of chunks -> a new generation
+
+A copy of another generation is taken as a whole only where the directory of the one that is there is lost. Its chunks
+may lie deeper in it than in that one, and newer ones lean on them: so its deltas are made raw.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from nearkin_maintenance.repair.backup_copies import Given, Needs
+from nearkin_maintenance.repair.container_repair import Copies, Healer
+from nearkin_maintenance.repair.lost_bases import encode_without, lost_rows, referenced_rows, undecodable_rows
+from nearkin_maintenance.verify.integrity import Soundness
+from nearkin_shared.errors import Corrupt, NotFound, Permanent
+from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.container import decode_container
+from nearkin_shared.formats.directory import Directory
+from nearkin_shared.formats.pending_delete_record import Condemned
+from nearkin_shared.objectstore.parity import FOLDER, SUFFIX, ParityObjects
+from nearkin_shared.results import Repaired
+from nearkin_shared.storage.container_graph import leaning_last
+from nearkin_shared.storage.containers import ContainerStore, id_of, object_name
+from nearkin_shared.types import U32, ContainerId, Locations
+from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.frozen import frozen
+
+_NONE: U32 = np.zeros(0, np.uint32)
+REMOVAL = "removal of lost chunks that nothing refers to"
+_log = logging.getLogger("nearkin")
+
+
+@frozen
+class Copied:
+    """What copies of objects are given."""
+
+    others: Mapping[str, Given]
+    """Manifests and marks, by name."""
+    containers: Mapping[ContainerId, Sequence[Given]]
+    """Of whatever generations."""
+    needs: Needs | None
+    """What says which of several to take."""
+
+
+class Repairer:
+    """Puts right what is damaged, one object at a time. Who calls it holds the store's lock or lease."""
+
+    def __init__(
+        self,
+        objects: ParityObjects,
+        containers: ContainerStore,
+        healer: Healer,
+        renew: Callable[[Directory], None],
+    ) -> None:
+        """`renew` tells the index what a new generation holds, before the one until now goes."""
+        self._renew = renew
+        self._objects = objects
+        self._containers = containers.of(None)
+        self._healer = healer
+        self.sound: set[ContainerId] = set()
+        """Containers in which nothing of their own was broken."""
+
+    def repair(
+        self, damaged: Iterable[str], copies: Sequence[Copies] = (), given: Copied | None = None
+    ) -> list[Repaired]:
+        """Put right what can be, of the objects named as `verify` names them. Raises StoreUnavailable, SourceFailed."""
+        wanted, found = dict.fromkeys(damaged), []
+        objects = {id_of(name) or name for name in wanted}
+        for name in wanted:
+            if name.startswith(f"{FOLDER}/"):
+                done = self._parity(name, objects)
+            else:
+                done = self._object(name, copies, given or Copied({}, {}, None))
+            if done is not None:
+                _log.warning("%s: repaired by %s", done.object_name, done.by)
+                found.append(done)
+        if found:
+            self._containers.forget_read()
+        return found
+
+    def repair_dependents(self, unsound: Mapping[int, Condemned], copies: Sequence[Copies]) -> list[Repaired]:
+        """Store raw the deltas whose bases are lost, as far as copies have their content. Raises as `repair` does.
+
+        `unsound` is what the quarantine names. Containers are taken in the order of their bases: what is stored raw may
+        be the base that others lack.
+        """
+        found = []
+        for number in leaning_last(unsound, self._leans_on):
+            container, rows = ContainerId(number), unsound[number].chunks
+            if unsound[number].whole or not self._reads(container):
+                continue
+            rows = undecodable_rows(self._containers, self._containers.directory(container), rows)
+            done = self._heal(container, self._containers.generation(container), copies, rows) if len(rows) else None
+            if done is not None:
+                _log.warning("%s: repaired by %s", done.object_name, done.by)
+                self._containers.forget_read()
+                found.append(done)
+        return found
+
+    def remove_unreferenced(self, damaged: Iterable[str]) -> list[Repaired]:
+        """Remove lost chunks that no recipe and no delta refers to: nothing can ever read them."""
+        lost: dict[int, U32] = {}
+        for container in filter(None, map(id_of, damaged)):
+            if self._reads(container):
+                rows = lost_rows(self._containers, self._containers.directory(container))
+                lost.update({container: rows} if len(rows) else {})
+        referenced = referenced_rows(self._containers, lost) if lost else None
+        if referenced is None:
+            return []
+        found = []
+        for number, rows in lost.items():
+            container, removed = ContainerId(number), np.setdiff1d(rows, referenced[number])
+            if not len(removed):
+                continue
+            try:
+                data = encode_without(self._containers, self._containers.directory(container), removed)
+            except Corrupt as err:
+                _log.warning("%s: its lost chunks are not removed", err)
+                continue
+            self._new_generation(container, self._containers.generation(container), data)
+            self._containers.forget_read(container)
+            found.append(Repaired(object_name(container), REMOVAL, len(removed)))
+        return found
+
+    def _leans_on(self, container: int) -> list[int]:
+        try:
+            return self._containers.directory(ContainerId(container)).leans_on()
+        except Permanent:
+            return []
+
+    def _object(self, name: str, copies: Sequence[Copies], given: Copied) -> Repaired | None:
+        container = id_of(name)
+        if container is None:
+            whole = self._objects.mended(name)
+            by = "parity"
+            if whole is None and name in given.others:
+                whole, by = given.others[name].data, "a copy"
+            if whole is None:
+                return None
+            self._replace(name, whole)
+            return Repaired(name, by)
+        generation = self._containers.generation(container)
+        stored = object_name(container, generation)
+        whole = self._objects.mended(stored)
+        if whole is not None and self._stored(stored) != whole:
+            self._replace(stored, whole)
+            self._containers.forget_read()
+            return Repaired(name, "parity")
+        if container in given.containers and self._from_copy(container, generation, stored, given, copies):
+            return Repaired(name, "a copy")
+        return self._heal(container, generation, copies)
+
+    def _from_copy(
+        self, container: ContainerId, generation: int, stored: str, given: Copied, copies: Sequence[Copies]
+    ) -> bool:
+        there = self._stored(stored)
+        for one in given.containers[container]:
+            data = one.data
+            same = (
+                there is not None and len(there) == len(data) and there[-container_layout.FOOTER.size :] == data[-32:]
+            )
+            if same or one.sealed_as == stored:
+                self._replace(stored, data)
+                self._containers.forget_read()
+                return True
+        reads = self._reads(container)
+        wholes = [one for one in given.containers[container] if one.whole]
+        if reads and (generation or not wholes):
+            return False  # chunk by chunk: what is sound in the generation that is there stays
+        chosen = wholes[0] if reads or given.needs is None else given.needs.best(container)
+        data = chosen.data
+        if reads or (chosen.whole and not generation and not self._too_deep(data)):
+            self._replace(stored, data)  # it is not known that there was a later one
+        else:  # of whatever generation: there is nothing else
+            self._new_generation(container, generation, self._raw(container, data, copies))
+        self._containers.forget_read()
+        return True
+
+    def _raw(self, container: ContainerId, data: bytes, copies: Sequence[Copies]) -> bytes:
+        try:
+            return self._healer.raw(data, copies)
+        except Corrupt as err:
+            _log.warning("%s: %s: its copy is taken as it is", object_name(container), err)
+            return data
+
+    def _too_deep(self, data: bytes) -> bool:
+        """Return whether anything leans on a chunk that is no shallower in this copy: it was less deep later."""
+        copy = decode_container(data, "a copy of a container")
+        for other, _ in self._containers.ids():
+            try:
+                directory = self._containers.directory(other)
+            except Permanent:
+                continue
+            chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
+            deltas = chunks.there & (chunks.depths > 0)
+            bases = Locations.join([chunks.bases.take(deltas), prefixes.bases])
+            depths = np.concatenate([chunks.depths[deltas], np.repeat(blocks.depths, np.diff(prefixes.bounds))])
+            mine = (bases.containers == np.uint64(copy.container)) & (bases.ordinals < len(copy.chunks))
+            if np.any(copy.chunks.depths[bases.ordinals[mine]] >= depths[mine]):
+                return True
+        return False
+
+    def _reads(self, container: ContainerId) -> bool:
+        """Return whether the directory of a container can be read."""
+        self._containers.forget_read(container)
+        try:
+            self._containers.directory(container)
+        except Corrupt:
+            return False
+        return True
+
+    def _heal(
+        self, container: ContainerId, generation: int, copies: Sequence[Copies], undecodable: U32 = _NONE
+    ) -> Repaired | None:
+        try:
+            healed = self._healer.healed(container, copies, undecodable)
+        except Corrupt as err:
+            _log.warning("%s: it is not healed chunk by chunk", err)
+            return None
+        if healed.data is None:
+            if not healed.lost:
+                self.sound.add(container)
+            return None
+        self._new_generation(container, generation, healed.data)
+        return Repaired(object_name(container), "copies of chunks", healed.found, healed.lost)
+
+    def _new_generation(self, container: ContainerId, generation: int, data: bytes) -> None:
+        """1 put  2 index  3 the one until now goes: whoever dies in between leaves two, and a round ends it."""
+        self._containers.put(container, [data], generation + 1)
+        failpoint("heal.put")
+        self._renew(self._containers.directory(container))
+        failpoint("heal.renewed")
+        self._containers.delete(container, generation)
+        failpoint("heal.removed")
+
+    def _replace(self, name: str, data: bytes) -> None:
+        self._objects.replace(name, data)
+        failpoint("repair.replaced")
+
+    def _stored(self, name: str) -> bytes | None:
+        try:
+            return self._objects.get(name)
+        except (NotFound, Corrupt):
+            return None
+
+    def _parity(self, name: str, damaged: Collection[ContainerId | str]) -> Repaired | None:
+        of = name.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)
+        if (id_of(of) or of) in damaged:
+            return None  # the next run, when its object is sound
+        data = self._stored(of)
+        if data is None:
+            return None
+        self._objects.renew_parity(of, data)
+        return Repaired(name, "its object")
+
+
+def still_broken(soundness: Soundness, containers: Sequence[ContainerId], at_us: int) -> dict[int, Condemned | None]:
+    """Read containers again; return what of each is broken now, None for a sound one."""
+    for container in leaning_last(containers, soundness.leans_on):
+        soundness.check(ContainerId(container), deep=True)
+    unsound = soundness.unsound(containers)
+    found: dict[int, Condemned | None] = {}
+    for container in containers:
+        if container not in unsound.chunks and container not in unsound.segments:
+            found[container] = None
+            continue
+        chunks, segments = unsound.chunks.get(container, _NONE), unsound.segments.get(container, _NONE)
+        found[container] = Condemned(at_us, _NONE if chunks is None else chunks, segments, chunks is None)
+    return found
+
+
+class ParityCheck:
+    """Looks at the parity of objects that are what was written."""
+
+    def __init__(self, objects: ParityObjects) -> None:
+        self._objects = objects
+        self.problems: dict[str, str] = {}
+        self.missing: list[str] = []
+        """Objects that should have parity, and have none yet."""
+
+    def check(self, name: str) -> None:
+        """Compare the parity of one object. What is wrong with the object itself is told by others."""
+        try:
+            data = self._objects.get(name)
+        except NotFound:
+            data = b""
+        except Permanent:
+            return
+        try:
+            problem = self._objects.damage_of(name, data)
+        except NotFound:
+            if self._objects.adds:
+                self.missing.append(name)
+            return
+        except Permanent as err:
+            problem = str(err)
+        if problem is not None and not self._is_of_damaged(name):
+            self.problems[f"{FOLDER}/{name}{SUFFIX}"] = problem
+
+    def _is_of_damaged(self, name: str) -> bool:
+        """Return whether the object is not what it was: then its parity is needed as it is."""
+        whole = self._objects.mended(name)
+        return whole is not None and not self._objects.is_stored(name, whole)

@@ -1,0 +1,1 @@
+"""Verification and scrub."""

@@ -1,0 +1,1 @@
+"""Settings: sections, loader, validators, profiles and their reference."""

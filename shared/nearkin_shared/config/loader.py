@@ -1,0 +1,275 @@
+"""Settings from their sources. Invariant: a value that is refused names its field, itself and what would be right.
+
+Lowest to highest: built-in defaults, the profile, the TOML file, `NEARKIN_*` variables, explicit overrides.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nearkin_shared.config import settings as config_settings
+from nearkin_shared.config.plain import SECTIONS, nested, settings_of
+from nearkin_shared.config.settings import HIDDEN, PROFILES, SECRETS, Settings
+from nearkin_shared.config.validators import Refused, Unknown
+from nearkin_shared.errors import ConfigError, choose
+from nearkin_shared.utils.terminal import printable
+from nearkin_shared.utils.url_masking import mask_urls
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+ENVIRONMENT_PREFIX = "NEARKIN_"
+OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug", "failpoint", "from_token"})
+"""`NEARKIN_` names that are not settings: read before there are settings, or by tools."""
+FILE_BYTES_MAX = 1 << 20
+UNSET_SOURCES = frozenset({"default", "profile"})
+"""First words of the sources of values that the user did not set."""
+TABLES_DEPTH_MAX = 32
+"""Of tables within tables; the settings have three."""
+
+
+class Origin(NamedTuple):
+    """A value as it may be shown, and its source.
+
+    This is `default`, `profile NAME`, `file PATH`, `environment NAME` or `argument`.
+    """
+
+    value: object
+    source: str
+
+
+def load(
+    config_file: str | Path | None = None, overrides: Mapping[str, object] | None = None
+) -> tuple[Settings, dict[str, Origin]]:
+    """Return the settings and, by dotted name, where each came from.
+
+    `overrides` is nested as the settings are. Raises ConfigError, one line, for anything that does not fit.
+    """
+    layers: list[tuple[str, dict[str, Any]]] = []
+    if config_file is not None:
+        layers.append((f"file {config_file}", _read_toml(Path(config_file))))
+    layers.append(("environment", _read_environment()))
+    if overrides:
+        layers.append(("argument", {name: value for name, value in overrides.items() if value is not None}))
+    source, profile = next(
+        ((source, layer["profile"]) for source, layer in reversed(layers) if "profile" in layer), ("default", "default")
+    )
+    if not isinstance(profile, str) or profile not in PROFILES:
+        refused = choose("profile", _as_written(profile), PROFILES)
+        raise ConfigError(f"{refused}{_set_by('profile', {'profile': source})}")
+    layers.insert(0, (f"profile {profile}", {name: dict(values) for name, values in PROFILES[profile].items()}))
+    merged: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, layer in layers:
+        _merge(merged, layer, source, sources, "")
+    settings = _validated(merged, sources)
+    return settings, {
+        name: Origin(shown(name, value), _named(_source_of(name, sources), name))
+        for name, value in _flatten(asdict(settings))
+    }
+
+
+def explicit_names(origins: Mapping[str, Origin]) -> frozenset[str]:
+    """Return the dotted names of the settings that a file, the environment or an argument set."""
+    return frozenset(name for name, origin in origins.items() if origin.source.split(" ")[0] not in UNSET_SOURCES)
+
+
+def with_changes(settings: Settings, changes: Mapping[str, object]) -> Settings:
+    """Return `settings` with nested `changes` merged in (RFC 7396 without deletion), validated again."""
+    merged = asdict(settings)
+    _merge(merged, changes, "argument", {}, "")
+    return _validated(merged, {})
+
+
+def _validated(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings:
+    plain = settings_of(merged)
+    if plain is not None:
+        return plain
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(Settings).validate_python(merged)
+    except ValidationError as err:
+        raise _one_line(err, sources) from err
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    import tomllib  # 2 ms, and most commands read no such file
+
+    try:
+        with path.open("rb") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
+        if len(text) > FILE_BYTES_MAX:
+            raise ConfigError(f'config file "{path}": has more than {FILE_BYTES_MAX:,} bytes')
+        found = tomllib.loads(text.decode("utf-8-sig"))  # some editors put a mark first
+    except FileNotFoundError as err:
+        raise ConfigError(f'config file "{path}": no such file') from err
+    except OSError as err:
+        raise ConfigError(f'config file "{path}": {err.strerror or err}') from err
+    except (ValueError, RecursionError) as err:  # broken TOML, and a number of 5,000 digits: ValueErrors
+        raise ConfigError(f'config file "{path}": {err}') from err
+    _check_depth(found, path)
+    return found
+
+
+def _check_depth(found: object, path: Path) -> None:
+    """Refuse what would be too deep for whoever walks it. Raises ConfigError."""
+    level = [found]
+    for _ in range(TABLES_DEPTH_MAX):
+        level = [
+            below
+            for value in level
+            for below in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+        ]
+    if level:
+        raise ConfigError(f'config file "{path}": has tables or lists more than {TABLES_DEPTH_MAX} deep')
+
+
+def _read_environment() -> dict[str, Any]:
+    # Whatever their case, as pydantic-settings reads them below: of two the last one.
+    folded = {name.lower(): text for name, text in os.environ.items()}
+    head = ENVIRONMENT_PREFIX.lower()
+    named = {name.removeprefix(head): text for name, text in folded.items() if name.startswith(head)}
+    for name in sorted(named):
+        first, *below = name.split("__")
+        known = first in Settings.__dataclass_fields__ or first in OTHER_VARIABLES
+        if not known or (below and first not in SECTIONS and first not in OTHER_VARIABLES):
+            names = [f"{section}__{field}" for section in SECTIONS for field in _fields(section)]
+            near = _near(name, [*names, *(one for one in _fields(None) if one not in SECTIONS)])
+            hint = _or_listed([f"{ENVIRONMENT_PREFIX}{one.upper()}" for one in near])
+            raise ConfigError(f"environment {ENVIRONMENT_PREFIX}{name.upper()}: no such setting; {hint}")
+    plain = nested({name: text for name, text in named.items() if name.split("__")[0] not in OTHER_VARIABLES})
+    if plain is not None:
+        return plain
+    from pydantic import create_model
+    from pydantic_settings import BaseSettings as FromEnvironment
+    from pydantic_settings import EnvSettingsSource
+
+    fields: dict[str, Any] = {name: (field.type, None) for name, field in Settings.__dataclass_fields__.items()}
+    model = create_model("Environment", __base__=FromEnvironment, __module__=config_settings.__name__, **fields)
+    model.model_rebuild(_types_namespace=vars(config_settings))
+    try:
+        return EnvSettingsSource(model, env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__")()
+    except Exception as err:  # pydantic-settings raises its own type for a section given as broken JSON
+        section = next((one for one in SECTIONS if f'"{one}"' in str(err)), None)
+        if section is None:
+            raise ConfigError(f"NEARKIN_* variables: {err}") from err
+        name = f"{ENVIRONMENT_PREFIX}{section.upper()}"
+        single = f"{name}__{_fields(section)[0].upper()}"
+        raise ConfigError(f"environment {name}: is no JSON; a variable may set one value, such as {single}") from err
+
+
+def _merge(into: dict[str, Any], layer: Mapping[str, Any], source: str, sources: dict[str, str], prefix: str) -> None:
+    for name, value in layer.items():
+        if isinstance(value, Mapping):
+            below = into.setdefault(name, {})
+            if not isinstance(below, dict):
+                raise ConfigError(f'{prefix}{name} "{below}": is one value, not a section')
+            _merge(below, value, source, sources, f"{prefix}{name}.")
+        else:
+            into[name] = value
+            sources[f"{prefix}{name}"] = source
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+    flat: list[tuple[str, object]] = []
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat += _flatten(value, f"{prefix}{name}.")
+        else:
+            flat.append((f"{prefix}{name}", value))
+    return flat
+
+
+def _source_of(name: str, sources: Mapping[str, str]) -> str:
+    """Return who set a field; one that takes a table was set by parts."""
+    return sources.get(name) or next((sources[part] for part in sources if part.startswith(f"{name}.")), "default")
+
+
+def shown(name: str, value: object) -> object:
+    """Return a setting as people may see it: no secret, and no password in a URL."""
+    if name in SECRETS:
+        return HIDDEN if value is not None else value
+    return mask_urls(value) if isinstance(value, str) else value
+
+
+def _named(source: str, name: str) -> str:
+    return f"environment NEARKIN_{name.replace('.', '__').upper()}" if source == "environment" else source
+
+
+def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
+    """Say the first thing that is wrong: the field, its value, the remedy, and who set it."""
+    first = err.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    source = _set_by(field, sources)
+    cause = first.get("ctx", {}).get("error")
+    given = _as_written(shown(field, first["input"]))
+    if isinstance(cause, Unknown):
+        return ConfigError(f"{choose(field, given, cause.known)}{source}")
+    if isinstance(cause, Refused):
+        return ConfigError(f'{field} "{given}": {cause}{source}')
+    if cause is not None:  # a section or the whole: the text names fields and values itself
+        return ConfigError(f"{field}: {cause}{_set_together(field, str(cause), sources)}" if field else str(cause))
+    if first["type"] == "unexpected_keyword_argument":
+        section, dot, name = field.rpartition(".")
+        near = [f"{section}{dot}{one}" for one in _near(name, _fields(section) if dot else _fields(None))]
+        for one in near:  # what was meant to be a secret is one
+            given = _as_written(shown(one, given))
+        named = field if isinstance(first["input"], Mapping) else f'{field} "{given}"'  # whose values may be secrets
+        return ConfigError(f"{named}: no such setting; {_or_listed(near)}{source}")
+    if first["type"] == "dataclass_type" and field in SECTIONS:
+        remedy = f"is a section, not one value; `nearkin config {field}` lists what it holds"
+        return ConfigError(f'{field} "{given}": {remedy}{source}')
+    said = f"{first['msg'][0].lower()}{first['msg'][1:]}{_takes(field)}"
+    return ConfigError(f'{field} "{given}": {said}{source}')
+
+
+def _takes(field: str) -> str:
+    from nearkin_shared.config.reference import told
+
+    return next((f"; takes {each.wants.replace('`', '')}" for each in told() if each.name == field), "")
+
+
+def _as_written(value: object) -> str:
+    """Return a value as a file or a variable has it, but for a password in a URL."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return printable(mask_urls(str(value)))
+
+
+def _fields(section: str | None) -> list[str]:
+    """Return the names of a section; None: those that are in none, and the sections'. Empty for what is no section."""
+    if section is None:
+        return list(Settings.__dataclass_fields__)
+    return list(type(SECTIONS[section]).__dataclass_fields__) if section in SECTIONS else []
+
+
+def _near(name: str, known: Sequence[str]) -> list[str]:
+    from difflib import get_close_matches
+
+    return get_close_matches(name, known, n=2, cutoff=0.75)
+
+
+def _or_listed(near: Sequence[str]) -> str:
+    """Return the remedy for a name that is not known."""
+    return f"did you mean {' or '.join(near)}?" if near else "`nearkin config` lists them all"
+
+
+def _set_together(section: str, text: str, sources: Mapping[str, str]) -> str:
+    """Return who set those of a section's settings that a text names."""
+    words = set(re.findall(r"\w+", text))
+    named = [name for name in sources if name.startswith(f"{section}.") and name.rpartition(".")[2] in words]
+    said = dict.fromkeys(_named(sources[name], name) for name in named if sources[name] != "default")
+    return f" (set by {', '.join(said)})" if said else ""
+
+
+def _set_by(name: str, sources: Mapping[str, str]) -> str:
+    source = _source_of(name, sources)
+    if source == "default":  # a part of a list or a table, which its source gave as one value
+        name, source = next(((part, sources[part]) for part in sources if name.startswith(f"{part}.")), (name, source))
+    return f" (set by {_named(source, name)})" if source != "default" else ""

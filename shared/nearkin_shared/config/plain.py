@@ -1,0 +1,115 @@
+"""Plain settings. Invariant: what is taken here pydantic takes as the same value; all else is left to it.
+
+Importing pydantic and building its validators takes 100 ms: a command that was given one setting took 0.25 s, where
+it takes 0.15 without. A value is plain where its type says what it is, or where text can mean one thing alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import is_dataclass, replace
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.validators import Rule, Size
+from nearkin_shared.limits import GIB, KIB, MIB
+
+UNITS = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": KIB, "mib": MIB, "gib": GIB}
+_NUMBER = r"[0-9]{1,9}"
+_SIZE = rf"(?ai)([0-9]{{1,6}})({'|'.join(UNITS)})|[0-9]{{1,15}}"
+"""What stays below 2^53: pydantic counts in floats."""
+_BOOLS = {"true": True, "false": False}
+SECTIONS: Mapping[str, Any] = {
+    name: field.default for name, field in Settings.__dataclass_fields__.items() if is_dataclass(field.default)
+}
+
+
+class _Kind(NamedTuple):
+    """What a field takes: values of this type, which the rule, where there is one, takes too."""
+
+    of: type
+    rule: Rule | None
+
+
+class _NotPlain(ValueError):
+    """A value that pydantic has to look at."""
+
+
+def settings_of(values: Mapping[str, Any]) -> Settings | None:
+    """Return the settings that nested values make; None where any of them is not plain, or refused."""
+    try:
+        changes = _taken(None, {name: value for name, value in values.items() if name not in SECTIONS})
+        for name in values.keys() & SECTIONS.keys():
+            if not isinstance(values[name], Mapping):
+                return None
+            changes[name] = replace(SECTIONS[name], **_taken(name, values[name]))
+        return replace(Settings(), **changes)
+    except ValueError:  # whatever is wrong: pydantic comes to the same, and its error is told
+        return None
+
+
+def nested(variables: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return nested values, from text by names such as `tenant` and `features__algorithm`.
+
+    None where a name is not that of a field that takes a single value.
+    """
+    found: dict[str, Any] = {}
+    for name, text in variables.items():
+        section, separator, field = name.partition("__")
+        if separator and section in SECTIONS and field in _kinds(section):
+            found.setdefault(section, {})[field] = text
+        elif not separator and name in _kinds(None):
+            found[name] = text
+        else:
+            return None
+    return found
+
+
+def _taken(section: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values as a section holds them. Raises ValueError where one is refused, or is not plain."""
+    if not values:
+        return {}
+    kinds = _kinds(section)
+    if not values.keys() <= kinds.keys():
+        raise _NotPlain
+    return {name: _as(kinds[name], value) for name, value in values.items()}
+
+
+def _as(kind: _Kind, value: object) -> Any:
+    if isinstance(value, str) and kind.of is not str:
+        value = _read(kind, value)
+    if type(value) is not kind.of:  # True is an int elsewhere
+        raise _NotPlain
+    return value if kind.rule is None else kind.rule.check(value)
+
+
+def _read(kind: _Kind, text: str) -> object:
+    """Return what a text means where it can mean one thing alone."""
+    if kind.of is bool:
+        return _BOOLS.get(text)
+    if kind.of is int and isinstance(kind.rule, Size):
+        size = re.fullmatch(_SIZE, text)
+        return size and (int(size[1]) * UNITS[size[2].lower()] if size[2] else int(text))
+    return int(text) if kind.of is int and re.fullmatch(_NUMBER, text) else None
+
+
+@cache
+def _kinds(section: str | None) -> dict[str, _Kind]:
+    """Return the fields of a section, None: of the settings themselves, that take text, a number or yes or no."""
+    owner = Settings if section is None else type(SECTIONS[section])
+    hints = get_type_hints(owner, include_extras=True).items()
+    return {name: kind for name, hint in hints if (kind := _kind(hint, None)) is not None}
+
+
+def _kind(hint: Any, rule: Rule | None) -> _Kind | None:
+    if get_origin(hint) is Annotated:
+        inner, *notes = get_args(hint)
+        rules = [note for note in notes if isinstance(note, Rule)]
+        return _kind(inner, rules[0]) if len(rules) == len(notes) == 1 and rule is None else None
+    if get_origin(hint) in (Union, UnionType):
+        others = [each for each in get_args(hint) if each is not NoneType]
+        return _kind(others[0], rule) if len(others) == 1 else None
+    return _Kind(hint, rule) if hint in (str, int, bool, float) else None

@@ -1,0 +1,148 @@
+"""What settings mean. Invariant: the words are those below each field in the source; none is said twice.
+
+    told()  ->  Told("delta.max_depth", "1 to 63", 4, "Deltas to decode at most ...", hot=True, secret=False), ...
+
+Python drops these words when it compiles: they are read from the source, which every installation has.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from nearkin_shared.config import validators
+from nearkin_shared.config.settings import HOT_FIELDS, SECRETS, Settings
+from nearkin_shared.limits import GIB, KIB, MIB
+from nearkin_shared.utils.frozen import frozen
+
+_UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+_PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@frozen
+class Told:
+    """A setting: its dotted name, what it takes, its default, and what it does."""
+
+    name: str
+    wants: str
+    default: object
+    meaning: str
+    hot: bool
+    secret: bool
+
+
+@frozen
+class ToldSection:
+    """A section, "" for what lies in none: what it is about, and its settings."""
+
+    name: str
+    meaning: str
+    settings: tuple[Told, ...]
+
+
+def sections() -> list[ToldSection]:
+    """Return all sections, in the order of `nearkin config`."""
+    found = {"": ToldSection("", "What every command may be told.", tuple(_settings(Settings, "")))}
+    for field in fields(Settings):
+        section = _section_of(get_type_hints(Settings)[field.name])
+        if section is not None:
+            meaning = inspect.cleandoc(section.__doc__ or "")
+            found[field.name] = ToldSection(field.name, meaning, tuple(_settings(section, f"{field.name}.")))
+    return list(found.values())
+
+
+def told() -> Iterator[Told]:
+    """Yield all settings, section by section."""
+    for section in sections():
+        yield from section.settings
+
+
+def _settings(section: type[Any], prefix: str) -> Iterator[Told]:
+    hints, words = get_type_hints(section, include_extras=True), _words(section)
+    for field in fields(section):
+        kind, name = hints[field.name], f"{prefix}{field.name}"
+        if _section_of(kind) is not None:
+            continue
+        default = field.default
+        yield Told(name, _wants(kind), default, words.get(field.name, ""), name in HOT_FIELDS, name in SECRETS)
+        if get_origin(kind) is tuple and (entry := _section_of(get_args(kind)[0])) is not None:
+            yield from _settings(entry, f"{name}[].")
+
+
+def _section_of(kind: Any) -> type[Any] | None:
+    return kind if isinstance(kind, type) and is_dataclass(kind) else None
+
+
+def _wants(kind: Any) -> str:
+    """Return in a few words what a field takes."""
+    rule: object = None
+    plain, optional = given(kind)
+    if get_origin(plain) is Annotated:
+        plain, rule = get_args(plain)
+        plain, unset = given(plain)
+        optional |= unset
+    said = _ruled(rule) or ("tables" if get_origin(plain) is tuple else _PLAIN.get(plain, "text"))
+    return f"{said}, or unset" if optional else said
+
+
+def given(kind: Any) -> tuple[Any, bool]:
+    """Return what a field is when it is set, and whether it may be unset."""
+    if get_origin(kind) not in (UnionType, Union):
+        return kind, False
+    return next(part for part in get_args(kind) if part is not NoneType), NoneType in get_args(kind)
+
+
+def _ruled(rule: object) -> str | None:
+    said: str | None = None
+    match rule:
+        case validators.OneOf():
+            said = ", ".join(f"`{name}`" for name in rule.known)
+        case validators.Size():
+            said = f"bytes, {in_units(rule.least)} to {in_units(rule.most)}"
+        case validators.Between():
+            said = f"{rule.least} to {rule.most}{', a power of two' if rule.power_of_two else ''}"
+        case validators.Share():
+            said = f"a share, 0 to {rule.most:g}"
+        case validators.ParityScheme():
+            said = "`none`, or `rs-K-M`"
+        case validators.ServerUrl():
+            said = "a URL"
+        case validators.LocalFolder():
+            said = "an absolute path, or one that starts with ~"
+        case validators.TopicTenants():
+            said = "a list, a table, or text with commas"
+        case validators.Origins():
+            said = "a list, or text with commas"
+        case validators.ObjectPrefix():
+            said = "a folder of names that ends in /"
+    return said
+
+
+def in_units(size_bytes: int) -> str:
+    """Return bytes by the largest binary unit that divides them: 64 KiB, 1000."""
+    for unit, name in _UNITS:
+        if size_bytes and size_bytes % unit == 0:
+            return f"{size_bytes // unit} {name}"
+    return str(size_bytes)
+
+
+def _words(section: type[Any]) -> Mapping[str, str]:
+    """Return the words below each field of a class, paragraphs as one line."""
+    (made,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(made, ast.ClassDef)
+    found = {}
+    for field, after in pairwise(made.body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and isinstance(after.value.value, str)
+        ):
+            found[field.target.id] = " ".join(after.value.value.split())
+    return found

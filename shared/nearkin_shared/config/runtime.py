@@ -1,0 +1,45 @@
+"""What each hot setting takes. Invariant: read off the settings themselves; nobody says it a second time."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from nearkin_shared.config.settings import HOT_FIELDS, Settings
+from nearkin_shared.config.validators import Between, OneOf, Size
+
+
+def rule_of(name: str) -> object:
+    """Return the rule of a setting by its dotted name; None where its type says it all."""
+    section, _, field = name.partition(".")
+    hint = get_type_hints(type(getattr(Settings(), section)), include_extras=True)[field]
+    return get_args(hint)[1] if get_origin(hint) is Annotated else None
+
+
+def changes_schema(*, nullable: bool = False) -> dict[str, Any]:
+    """Return the JSON schema of changes: sections of hot fields; `nullable`: of a merge patch."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name in sorted(HOT_FIELDS):
+        section, _, field = name.partition(".")
+        schema = _schema(rule_of(name))
+        sections.setdefault(section, {})[field] = {"anyOf": [schema, {"type": "null"}]} if nullable else schema
+    return {
+        "type": "object",
+        "properties": {
+            section: {"type": "object", "properties": fields, "additionalProperties": False}
+            for section, fields in sections.items()
+        },
+        "additionalProperties": False,
+    }
+
+
+def _schema(rule: object) -> dict[str, Any]:
+    match rule:
+        case OneOf():
+            return {"type": "string", "enum": list(rule.known)}
+        case Size():  # `8KiB` says it as well
+            return {"type": ["integer", "string"], "minimum": rule.least, "maximum": rule.most}
+        case Between():
+            return {"type": "integer", "minimum": rule.least, "maximum": rule.most}
+        case None:
+            return {"type": "boolean"}
+    raise TypeError(f"{rule!r}: no schema is known for it")

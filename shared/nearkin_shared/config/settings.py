@@ -1,0 +1,152 @@
+"""Settings, all of them: their profiles, the secret ones, the hot ones. Invariant: each field carries its rule.
+
+reduction: reduction.py, a store: storage.py, services: services.py. Where their values come from:
+loader.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated
+
+from nearkin_shared.config.reduction import (
+    BaseSettings,
+    BlockSettings,
+    ChunkerSettings,
+    ContainerSettings,
+    DeltaSettings,
+    FeatureSettings,
+    SegmentSettings,
+)
+from nearkin_shared.config.services import (
+    AuditSettings,
+    AuthSettings,
+    DashboardSettings,
+    GatewaySettings,
+    IngestSettings,
+    KafkaSettings,
+    LogSettings,
+    MonitorSettings,
+    RedisSettings,
+    ServiceSettings,
+    TracingSettings,
+)
+from nearkin_shared.config.storage import (
+    DeletionSettings,
+    GcSettings,
+    IndexSettings,
+    ObjectStoreSettings,
+    RestoreSettings,
+    RetentionSettings,
+    RunnerSettings,
+    ScrubSettings,
+    StorageSettings,
+)
+from nearkin_shared.config.validators import FORBID_OTHERS, OneOf, ServerUrl, TenantName, Token
+from nearkin_shared.limits import KIB, MIB
+from nearkin_shared.utils.frozen import held
+
+SECRETS = frozenset(
+    {
+        *("token", "kafka.sasl_password", "redis.password", "storage.key"),
+        *("object_store.secret_access_key", "object_store.session_token"),
+    }
+)
+"""Shown as *** wherever settings are printed."""
+SECRET_URLS = frozenset({"redis.url"})
+"""Shown with *** for `user:password`."""
+HIDDEN = "***"
+HOT_FIELDS = frozenset(
+    {
+        *("features.algorithm", "features.count", "features.super_features", "features.sampling_bits"),
+        *("base.policy", "delta.codec", "delta.level", "delta.max_depth"),
+        *("block.raw_bytes", "block.delta_bytes", "block.level", "service.read_only", "service.paused"),
+    }
+)
+"""What a running service takes from a changed file or `PATCH /v1/config`; all else needs a restart."""
+PROFILE_NAMES = ("default", "archive", "finesse-paper")
+
+
+@held
+class Settings:
+    """Every setting of a store and its runners."""
+
+    __pydantic_config__ = FORBID_OTHERS
+
+    profile: Annotated[str, OneOf(PROFILE_NAMES)] = "default"
+    """What all other settings are where nothing says so: docs/adr/0019-archive-profile.md."""
+    store: str | None = None
+    """Folder of the local store."""
+    server: Annotated[str | None, ServerUrl()] = None
+    """URL of a gateway, used instead of a local store."""
+    token: Annotated[str | None, Token()] = field(default=None, repr=False)
+    """What the gateway knows the caller by."""
+    tenant: Annotated[str, TenantName()] = "default"
+    """Whose blobs a command or an embedded gateway puts and gets; services take it from the token."""
+    chunker: ChunkerSettings = ChunkerSettings()
+    segment: SegmentSettings = SegmentSettings()
+    features: FeatureSettings = FeatureSettings()
+    base: BaseSettings = BaseSettings()
+    delta: DeltaSettings = DeltaSettings()
+    block: BlockSettings = BlockSettings()
+    container: ContainerSettings = ContainerSettings()
+    storage: StorageSettings = StorageSettings()
+    scrub: ScrubSettings = ScrubSettings()
+    index: IndexSettings = IndexSettings()
+    redis: RedisSettings = RedisSettings()
+    restore: RestoreSettings = RestoreSettings()
+    runner: RunnerSettings = RunnerSettings()
+    object_store: ObjectStoreSettings = ObjectStoreSettings()
+    kafka: KafkaSettings = KafkaSettings()
+    ingest: IngestSettings = IngestSettings()
+    deletion: DeletionSettings = DeletionSettings()
+    retention: RetentionSettings = RetentionSettings()
+    gc: GcSettings = GcSettings()
+    service: ServiceSettings = ServiceSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    dashboard: DashboardSettings = DashboardSettings()
+    auth: AuthSettings = AuthSettings()
+    audit: AuditSettings = AuditSettings()
+    monitor: MonitorSettings = MonitorSettings()
+    logs: LogSettings = LogSettings()
+    tracing: TracingSettings = TracingSettings()
+
+    def __post_init__(self) -> None:
+        """Refuse sections that contradict one another."""
+        own = [entry for entry in self.ingest.topics if entry.startswith(self.kafka.topic_prefix)]
+        if own:
+            raise ValueError(
+                f'ingest.topics "{own[0]}": topics that start with kafka.topic_prefix "{self.kafka.topic_prefix}" are '
+                "Nearkin's own"
+            )
+        if self.chunker.max_bytes > self.segment.max_bytes:
+            raise ValueError(
+                f"chunker.max_bytes {self.chunker.max_bytes}: want at most segment.max_bytes "
+                f"({self.segment.max_bytes}): a chunk never spans segments"
+            )
+
+
+PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
+    "default": {},
+    # As few bytes as it can, for what is written once and seldom read: docs/adr/0019.
+    "archive": {
+        "chunker": {"min_bytes": 8 * KIB, "target_bytes": 32 * KIB, "max_bytes": 256 * KIB},
+        "base": {"try_all": True, "cache_bytes": 96 * MIB},
+        "block": {"raw_bytes": 30 * MIB, "delta_bytes": 2 * MIB, "level": 9, "far_matches": True},
+        "delta": {"max_depth": 6},
+        "container": {"target_bytes": 24 * MIB},
+        "restore": {"cache_bytes": 160 * MIB},
+        "runner": {"batch_bytes": 8 * MIB},
+        "gc": {"gather_bytes": 8 * MIB, "gather_versions": 8},
+    },
+    # Finesse, FAST '19, section 5.1: Rabin, 8 KiB, 3 SFs of 4 features, FirstFit, 400 MB LRU base cache, Xdelta.
+    "finesse-paper": {
+        "chunker": {"algorithm": "rabin", "min_bytes": 2 * KIB, "target_bytes": 8 * KIB, "max_bytes": 64 * KIB},
+        "features": {"algorithm": "finesse", "count": 12, "super_features": 3, "window_bytes": 48},
+        "base": {"policy": "first-fit", "cache_bytes": 400_000_000},
+        "delta": {"codec": "xdelta3", "max_depth": 1},
+        "block": {"raw_bytes": MIB, "delta_bytes": 512 * KIB},
+    },
+}
+assert tuple(PROFILES) == PROFILE_NAMES

@@ -1,0 +1,318 @@
+"""Rules for settings. Invariant: a rule is stated once, at the field; pydantic carries it out for what is not plain.
+
+Importing pydantic and building its validators takes 100 ms, more than restoring 50 MB does. The defaults need no
+validation (a test validates them), and plain values none but these rules (docs/adr/0004).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from nearkin_shared.tenant_names import tenant_problem
+from nearkin_shared.utils.frozen import frozen
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
+
+FORBID_OTHERS = {"extra": "forbid"}
+"""A section's `__pydantic_config__`: a setting that it does not have is refused."""
+ORIGINS_MAX = 100
+"""Web origins that may use the API from pages of theirs."""
+_ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?", re.ASCII)
+FOLDER_BYTES_MAX = 4096
+PARITY_SHARDS_MAX = 32
+"""Of data and parity together: the library takes no more."""
+
+
+class Unknown(ValueError):
+    """A name that is not known; carries the known ones to the one-line error."""
+
+    def __init__(self, known: tuple[str, ...]) -> None:
+        super().__init__(f"choose one of {', '.join(known)}")
+        self.known = known
+
+
+class Refused(ValueError):
+    """A value out of its bounds; the text says what would be right."""
+
+
+class Rule:
+    """What a field's annotation carries: pydantic reads the value by its type, then `check` accepts or refuses it.
+
+    A field that may be None is not checked when it is.
+    """
+
+    check: Callable[[Any], Any]
+
+    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return what reads the value before it is checked."""
+        return handler(source)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self._checked, self.schema_of(source, handler))
+
+    def _checked(self, value: Any) -> Any:
+        return None if value is None else self.check(value)
+
+
+@frozen
+class OneOf(Rule):
+    """A name out of a fixed list."""
+
+    known: tuple[str, ...]
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Unknown."""
+        if value not in self.known:
+            raise Unknown(self.known)
+        return value
+
+
+class _Number(Rule):
+    """A number. True and false are none, though Python and pydantic count them as 1 and 0."""
+
+    def wanted(self) -> str:
+        """Return what would be right."""
+        raise NotImplementedError
+
+    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return what reads a number."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_before_validator_function(self.no_bool, handler(source))
+
+    def no_bool(self, value: object) -> object:
+        """Return `value`. Raises Refused."""
+        if isinstance(value, bool):
+            raise Refused(f"want {self.wanted()}")
+        return value
+
+
+@frozen
+class Between(_Number):
+    """A number in a closed range; a power of two where the field needs one."""
+
+    least: int
+    most: int
+    power_of_two: bool = False
+
+    def wanted(self) -> str:
+        """Return what would be right."""
+        return f"{self.least} to {self.most}"
+
+    def check(self, value: int) -> int:
+        """Return `value`. Raises Refused."""
+        if not self.least <= value <= self.most:
+            raise Refused(f"want {self.wanted()}")
+        if self.power_of_two and value & (value - 1):
+            raise Refused("want a power of two")
+        return int(value)
+
+
+@frozen
+class Share(_Number):
+    """A part of a whole, from 0 up to a bound."""
+
+    most: float
+
+    def wanted(self) -> str:
+        """Return what would be right."""
+        return f"a share from 0 to {self.most}"
+
+    def check(self, value: float) -> float:
+        """Return `value`. Raises Refused."""
+        if not 0 <= value <= self.most:
+            raise Refused(f"want {self.wanted()}")
+        return value
+
+
+@frozen
+class Size(Between):
+    """Bytes, given as a number or as `8KiB`, `400MB`."""
+
+    def wanted(self) -> str:
+        """Return what would be right."""
+        return f"{self.least} to {self.most} bytes, or a unit after them: KiB, MB"
+
+    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return what reads a number of bytes, with or without a unit."""
+        from pydantic import ByteSize
+        from pydantic_core import ValidationError, core_schema
+
+        def read(value: Any, carry_on: Callable[[Any], int]) -> int:
+            try:
+                return carry_on(self.no_bool(value))
+            except ValidationError as err:
+                raise Refused(f"want {self.wanted()}") from err
+
+        return core_schema.no_info_wrap_validator_function(read, handler.generate_schema(ByteSize))
+
+
+@frozen
+class Text(Rule):
+    """Text of bounded length in UTF-8."""
+
+    bytes_max: int
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        try:
+            size_bytes = len(value.encode())
+        except UnicodeEncodeError as err:
+            raise Refused("want valid UTF-8") from err
+        if not 1 <= size_bytes <= self.bytes_max:
+            raise Refused(f"want 1 to {self.bytes_max} bytes")
+        return value
+
+
+@frozen
+class LocalFolder(Rule):
+    """A folder of this machine, whatever the current one is: an absolute path, or one below a home folder."""
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        Text(FOLDER_BYTES_MAX).check(value)
+        if "\0" in value or not value.startswith(("/", "~")):
+            raise Refused("want an absolute path, such as /var/cache/nearkin, or one that starts with ~")
+        return value
+
+
+@frozen
+class TenantName(Rule):
+    """A tenant's name."""
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        problem = tenant_problem(value)
+        if problem is not None:
+            raise Refused(problem)
+        return value
+
+
+@frozen
+class OneMatch(Rule):
+    """Text that one pattern matches in whole."""
+
+    pattern: str
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        if not re.fullmatch(self.pattern, value):
+            raise Refused(f"want text that matches {self.pattern}")
+        return value
+
+
+@frozen
+class ParityScheme(Rule):
+    """`none`, or Reed-Solomon shards of data and of parity."""
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        matched = re.fullmatch(r"rs-([1-9][0-9]?)-([1-9][0-9]?)", value, re.ASCII)
+        if value != "none" and (matched is None or int(matched[1]) + int(matched[2]) > PARITY_SHARDS_MAX):
+            raise Refused(f"want none, or rs-K-M with K + M up to {PARITY_SHARDS_MAX}, such as rs-28-4")
+        return value
+
+
+@frozen
+class ServerUrl(Rule):
+    """The URL of a gateway: http or https, a host, nothing that belongs into a request or is a secret."""
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        match = re.fullmatch(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[!-~]*)?", value)
+        if match is None or "?" in value or "#" in value or int((match[2] or ":80")[1:]) > 65_535:
+            raise Refused("want http:// or https:// with a host, such as https://nearkin.example:8443")
+        return value
+
+
+@frozen
+class Token(Rule):
+    """A bearer token: what an HTTP header can carry (RFC 6750, section 2.1)."""
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        if not re.fullmatch(r"[A-Za-z0-9._~+/-]{1,1024}=*", value):
+            raise Refused("want up to 1024 letters, digits and - . _ ~ + / without spaces")
+        return value
+
+
+@frozen
+class Origins(Rule):
+    """Web origins as browsers send them; a text with commas is taken too, as environments have it."""
+
+    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return what reads a list."""
+        from pydantic_core import core_schema
+
+        def listed(value: object) -> object:
+            if isinstance(value, str):
+                return [entry.strip() for entry in value.split(",") if entry.strip()]
+            return value
+
+        return core_schema.no_info_before_validator_function(listed, handler(source))
+
+    def check(self, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Return `value`. Raises Refused."""
+        if len(value) > ORIGINS_MAX:
+            raise Refused(f"{len(value)} origins: want at most {ORIGINS_MAX}")
+        for entry in value:
+            if entry != "*" and _ORIGIN.fullmatch(entry) is None:
+                raise Refused(f'{entry!r:.80}: want an origin such as "https://app.example", without a path, or "*"')
+        return value
+
+
+@frozen
+class TopicTenants(Rule):
+    """Kafka topics, each as `topic` or `topic=tenant`. A table from topics to tenants and, as environments have it, a
+    text with commas are taken too.
+    """
+
+    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return what reads a list, or a table as a list."""
+        from pydantic_core import core_schema
+
+        def listed(value: object) -> object:
+            if isinstance(value, str):
+                return [entry.strip() for entry in value.split(",") if entry.strip()]
+            return [f"{topic}={tenant}" for topic, tenant in value.items()] if isinstance(value, Mapping) else value
+
+        return core_schema.no_info_before_validator_function(listed, handler(source))
+
+    def check(self, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Return `value`. Raises Refused."""
+        for entry in value:
+            topic, equals, tenant = entry.partition("=")
+            if not re.fullmatch(r"[A-Za-z0-9._-]{1,249}", topic) or bool(tenant) != bool(equals):
+                raise Refused(f"{entry!r:.80}: want a topic's name, or topic=tenant")
+            problem = tenant_problem(tenant) if equals else None
+            if problem is not None:
+                raise Refused(f"{entry!r:.80}: tenant: {problem}")
+        if len({entry.partition("=")[0] for entry in value}) < len(value):
+            raise Refused("names a topic twice")
+        return value
+
+
+@frozen
+class ObjectPrefix(Rule):
+    """Where in the object store other programs' objects may lie: never where ours do."""
+
+    ours: tuple[str, ...]
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises Refused."""
+        parts = value.split("/")
+        fine = all(
+            re.fullmatch(r"[A-Za-z0-9._=-]+|\{tenant\}", part) and part not in (".", "..") for part in parts[:-1]
+        )
+        if not fine or len(parts) < 2 or parts[-1] or len(value) > 512:
+            raise Refused("want a folder of names that ends in /, such as incoming/ or incoming/{tenant}/")
+        if parts[0] in self.ours:
+            raise Refused(f"{parts[0]}/ is the store's own")
+        return value

@@ -1,0 +1,1 @@
+"""Keys of encrypted stores: keyring, key wrapping, erasure records, TLS files."""

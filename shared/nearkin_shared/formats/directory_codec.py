@@ -1,0 +1,363 @@
+"""Directory on disk. Invariant: what does not add up is refused, before anything uses it.
+
+A head, the chunks' names, then tables as packed columns: docs/formats/container.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from struct import Struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin_shared.errors import BadInput, Corrupt
+from nearkin_shared.formats import columns, location_runs
+from nearkin_shared.formats.block import EncodedBlock
+from nearkin_shared.formats.container_layout import (
+    BLOCK,
+    BLOCK_RAW_BYTES_MAX,
+    BLOCKS_MAX,
+    DIRECTORY,
+    FOOTER,
+    HEADER,
+    KINDS,
+    PATCH,
+    PREFIX_BASES_MAX,
+    RAW,
+    ROWS_MAX,
+    SKETCHES_MAX,
+    XDELTA3,
+    ZSTD,
+)
+from nearkin_shared.formats.directory import (
+    BlockTable,
+    ChunkTable,
+    Directory,
+    PrefixTable,
+    SegmentTable,
+    positions_in_blocks,
+)
+from nearkin_shared.limits import DEPTH_MAX, SEGMENT_BYTES_MAX
+from nearkin_shared.types import NAME_BYTES, SELF, U8, U32, U64, ZERO, ContainerId, Locations, bounds_of
+from nearkin_shared.utils.frozen import frozen
+
+_MAGIC_2, _MAGIC, _MAGIC_REST = b"NKD1", b"NKD2", b"NKD3"
+_NAMES = Struct("<I")
+
+_BLOCK_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "u1", "u1", "u1")]
+_CHUNK_COLUMNS = [np.dtype(t) for t in ("<u4", "<u2")]
+_DELTA_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4", "u1")]
+_REF_COLUMNS = [np.dtype("<u8")]
+_PATCHED_COLUMNS = [np.dtype(t) for t in ("<u4", "u1")]
+_PREFIX_COLUMNS = [np.dtype("<u4")]
+_SEGMENT_COLUMNS = [np.dtype(t) for t in ("<u4", "u1")]
+_RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4")]
+
+
+def encode_directory(
+    container: ContainerId,
+    depth_max: int,
+    sketch_names: Sequence[str],
+    blocks: Sequence[EncodedBlock | None],
+    chunks: ChunkTable,
+    segments: SegmentTable,
+    prefixes: PrefixTable,
+    *,
+    whole: bool,
+) -> tuple[bytes, int]:
+    """Return (the directory, of it the recipes' bytes). `whole`: nothing of the container is gone.
+
+    Raises BadInput for a chunk in a patch block whose base is not in that block's prefix.
+    """
+    kinds = np.array([b.kind if b else RAW for b in blocks], np.uint8)
+    of_chunks, there = kinds[chunks.blocks], chunks.there
+    deltas, patched = np.flatnonzero(there & (of_chunks == XDELTA3)), np.flatnonzero(there & (of_chunks == PATCH))
+    bases = chunks.bases.take(deltas)
+    table, refs = location_runs.container_table(
+        np.concatenate([bases.containers, prefixes.bases.containers, segments.chunks.containers]), container
+    )
+    base_refs, prefix_refs, chunk_refs = np.split(refs, [len(deltas), len(deltas) + len(prefixes.bases)])
+    # One run a base: each written as the step from the base before it in the same container.
+    base_steps = location_runs.compress(base_refs, bases.ordinals, _singles(deltas))[1]
+    prefix_runs = location_runs.compress(prefix_refs, prefixes.bases.ordinals, prefixes.bounds)
+    # In the same way each chunk's base by its place in the prefix, from that of the chunk before it in its block.
+    places = _places_in_prefix(chunks, patched, prefixes)
+    place_steps = location_runs.compress(chunks.blocks[patched] + np.uint32(2), places, _singles(patched))[1]
+    run_refs, steps, counts, _ = location_runs.compress(chunk_refs, segments.chunks.ordinals, segments.bounds)
+    names = b"".join([len(name.encode()).to_bytes(2, "little") + name.encode() for name in sketch_names])
+    recipes = columns.pack([np.diff(segments.bounds).astype("<u4"), segments.sketches]) + columns.pack(
+        [run_refs, steps, counts]
+    )
+    magic = _MAGIC if whole else _MAGIC_REST
+    head = DIRECTORY.pack(magic, len(blocks), len(chunks), len(segments), depth_max, len(sketch_names))
+    if not whole:
+        head += _NAMES.pack(int(np.count_nonzero(there)))
+    rest = columns.pack(
+        [
+            np.array([b.stored_bytes if b else 0 for b in blocks], "<u4"),
+            np.array([b.raw_bytes if b else 0 for b in blocks], "<u4"),
+            np.array([b.codec if b else 0 for b in blocks], "u1"),
+            kinds,
+            np.array([b.depth if b else 0 for b in blocks], "u1"),
+        ]
+    )
+    rest += columns.pack([chunks.lengths.astype("<u4"), chunks.blocks.astype("<u2")])
+    rest += columns.pack([chunks.encoded[deltas], base_refs, base_steps, chunks.ranks[deltas]])
+    rest += columns.pack([place_steps, chunks.ranks[patched]])
+    rest += columns.pack([np.diff(prefixes.bounds)[kinds == PATCH].astype("<u4")])
+    rest += columns.pack(list(prefix_runs[:3]))
+    rest += columns.pack([table.astype("<u8")])
+    return head + names + chunks.names[there, :28].tobytes() + rest + recipes, len(recipes)
+
+
+def _singles(rows: NDArray[np.intp]) -> U32:
+    return np.arange(len(rows) + 1, dtype=np.uint32)
+
+
+def _places_in_prefix(chunks: ChunkTable, patched: NDArray[np.intp], prefixes: PrefixTable) -> U32:
+    """Return where in its block's prefix the base of each patched chunk stands. Raises BadInput where it does not."""
+    bounds = prefixes.bounds.astype(np.int64)
+    blocks, bases = chunks.blocks[patched], chunks.bases.take(patched)
+    counts = np.diff(bounds)
+    containers = np.concatenate([prefixes.bases.containers, bases.containers])
+    of = np.concatenate([np.repeat(np.arange(len(counts)), counts), blocks]).astype(np.uint64)
+    ordinals = np.concatenate([prefixes.bases.ordinals, bases.ordinals]).astype(np.uint64)
+    if len(ordinals) and int(ordinals.max()) >= ROWS_MAX:
+        raise BadInput(f"a base is chunk {int(ordinals.max())} of its container: want them below {ROWS_MAX}")
+    # One number for all three: rows of a structure are compared field by field, ten times as slowly.
+    _, numbers = np.unique(containers, return_inverse=True)
+    names = (of << np.uint64(_PLACE_BITS * 2)) | (numbers.astype(np.uint64) << np.uint64(_PLACE_BITS)) | ordinals
+    rows, wanted = names[: len(prefixes.bases)], names[len(prefixes.bases) :]
+    order = np.argsort(rows, kind="stable")
+    at = np.minimum(np.searchsorted(rows[order], wanted), max(0, len(rows) - 1))
+    if len(wanted) and (not len(rows) or np.any(rows[order[at]] != wanted)):
+        raise BadInput("a chunk's base is not in the prefix of its block")
+    found = order[at] if len(wanted) else np.zeros(0, np.intp)
+    places: U32 = (found - bounds[blocks]).astype(np.uint32)
+    return places
+
+
+_PLACE_BITS = 24
+"""Of an ordinal, and of a container's number among those that are named, of which there are no more than bases."""
+assert ROWS_MAX <= 1 << _PLACE_BITS
+
+
+def decode_directory(
+    data: bytes | memoryview, container: ContainerId, domain: bytes, container_bytes: int, check: bytes, what: str
+) -> Directory:
+    """Return the directory. Raises Corrupt, naming `what` and the part, for anything that does not add up."""
+    view = memoryview(data)
+    if columns.check_bytes(view) != check:
+        raise Corrupt(f"{what}: directory's checksum does not agree")
+    try:
+        return _decode_directory(view, container, domain, container_bytes, what)
+    except (struct.error, ValueError, IndexError) as err:
+        raise Corrupt(f"{what}: directory does not parse: {err}") from err
+
+
+def _decode_directory(
+    view: memoryview, container: ContainerId, domain: bytes, container_bytes: int, what: str
+) -> Directory:
+    magic, block_count, chunk_count, segment_count, depth_max, sketch_count = DIRECTORY.unpack_from(view)
+    if (
+        magic not in (_MAGIC, _MAGIC_2, _MAGIC_REST)
+        or sketch_count > SKETCHES_MAX
+        or depth_max > DEPTH_MAX
+        or chunk_count > ROWS_MAX
+    ):
+        raise Corrupt(f"{what}: not a directory")
+    position, name_count = DIRECTORY.size, chunk_count
+    if magic == _MAGIC_REST:
+        (name_count,) = _NAMES.unpack_from(view, position)
+        position += _NAMES.size
+        _expect(name_count <= chunk_count, what, "more names than chunks")
+    sketch_names: list[str] = []
+    for _ in range(sketch_count):
+        length = int.from_bytes(view[position : position + 2], "little")
+        sketch_names.append(str(view[position + 2 : position + 2 + length], "utf-8"))
+        position += 2 + length
+    names28 = np.frombuffer(view, np.uint8, name_count * 28, position).reshape(name_count, 28)
+    position += name_count * 28
+
+    def take(dtypes: list[np.dtype[Any]], rows_max: int) -> list[NDArray[Any]]:
+        nonlocal position
+        found, used = columns.unpack(view[position:], dtypes, rows_max, what)
+        position += used
+        return found
+
+    block_columns = take(_BLOCK_COLUMNS, BLOCKS_MAX)
+    chunk_columns = take(_CHUNK_COLUMNS, ROWS_MAX)
+    delta_columns = take(_DELTA_COLUMNS, ROWS_MAX)
+    patched_columns = [np.zeros(0, dtype) for dtype in _PATCHED_COLUMNS]
+    prefix_counts, prefix_runs = np.zeros(0, np.uint32), [np.zeros(0, dtype) for dtype in _RUN_COLUMNS]
+    if magic != _MAGIC_2:
+        patched_columns = take(_PATCHED_COLUMNS, ROWS_MAX)
+        (prefix_counts,) = take(_PREFIX_COLUMNS, BLOCKS_MAX)
+        prefix_runs = take(_RUN_COLUMNS, ROWS_MAX)
+    (table,) = take(_REF_COLUMNS, location_runs.TABLE_MAX)
+    recipe_start = position
+    segment_columns = take(_SEGMENT_COLUMNS, ROWS_MAX)
+    run_columns = take(_RUN_COLUMNS, ROWS_MAX)
+    _expect(position == len(view), what, "bytes left over")
+    found = len(block_columns[0]), len(chunk_columns[0]), len(segment_columns[0])
+    _expect(found == (block_count, chunk_count, segment_count), what, "its tables have other rows than its head says")
+    blocks = _blocks(block_columns, depth_max, container_bytes - len(view), what, whole=magic != _MAGIC_REST)
+    _expect(magic != _MAGIC_2 or _below(blocks.kinds, PATCH), what, "a patch block in a directory of an older format")
+    scope = _Scope(container, table, what)
+    prefixes = _prefixes(prefix_counts, prefix_runs, chunk_count, blocks, scope)
+    chunks = _chunks(names28, chunk_columns, delta_columns, patched_columns, blocks, prefixes, scope)
+    segments = _segments(segment_columns, run_columns, chunk_count, scope)
+    _expect(_below(segments.sketches, sketch_count), what, "a segment names an unknown sketch")
+    directory_bytes, recipe_bytes = len(view), len(view) - recipe_start
+    return Directory(
+        container,
+        domain,
+        depth_max,
+        tuple(sketch_names),
+        blocks,
+        chunks,
+        segments,
+        prefixes,
+        container_bytes,
+        directory_bytes,
+        recipe_bytes,
+    )
+
+
+@frozen
+class _Scope:
+    """What locations in a directory are relative to, and how errors name it."""
+
+    container: ContainerId
+    table: U64
+    what: str
+
+
+def _blocks(found: list[NDArray[Any]], depth_max: int, other_bytes: int, what: str, *, whole: bool) -> BlockTable:
+    """Return the block table; `other_bytes` of the container are not its directory: header, blocks and footer."""
+    stored, raw, codecs, kinds, depths = found
+    _expect(_below(raw, BLOCK_RAW_BYTES_MAX + 1), what, "a block is too large")
+    _expect(_below(codecs, ZSTD + 1) and _below(kinds, len(KINDS)), what, "a block of unknown kind")
+    _expect(_below(depths, depth_max + 1), what, "a block deeper than its container allows")
+    _expect(bool(np.array_equal(kinds == RAW, depths == 0)), what, "a block whose depth its kind does not have")
+    gone = np.zeros(len(raw), np.bool_) if whole else raw == 0
+    _expect(not np.any(stored[gone]) and not np.any(kinds[gone] | codecs[gone]), what, "a block that is half gone")
+    records = np.where(gone, 0, stored.astype(np.int64) + BLOCK.size)
+    _expect(HEADER.size + int(records.sum()) + FOOTER.size == other_bytes, what, "its blocks do not fill the container")
+    offsets = HEADER.size + BLOCK.size + np.cumsum(records) - records
+    return BlockTable(offsets.astype(np.uint64), stored, raw, codecs, kinds, depths)
+
+
+def _prefixes(
+    counts: U32, found: list[NDArray[Any]], chunk_count: int, blocks: BlockTable, scope: _Scope
+) -> PrefixTable:
+    what = scope.what
+    patch = blocks.kinds == PATCH
+    _expect(len(counts) == np.count_nonzero(patch), what, "prefix counts differ from its patch blocks")
+    _expect(not len(counts) or int(counts.min()) > 0, what, "a patch block without bases")
+    _expect(_below(counts, PREFIX_BASES_MAX + 1), what, "a patch block of too many bases")
+    run_refs, steps, run_counts = found
+    refs, ordinals = location_runs.expand(run_refs, steps, run_counts, ROWS_MAX, what)
+    _expect(int(counts.sum(dtype=np.uint64)) == len(ordinals), what, "prefixes do not add up")
+    _expect(not np.any(refs == ZERO), what, "the zero chunk as a base")
+    _expect(_below(ordinals[refs == SELF], chunk_count), what, "a base that is not there")
+    _expect(_below(ordinals, ROWS_MAX), what, "a base beyond what a container has")
+    bounds = np.zeros(len(blocks) + 1, np.uint32)
+    bounds[1:][patch] = counts
+    np.cumsum(bounds, out=bounds)
+    return PrefixTable(bounds, location_runs.located(refs, ordinals, scope.table, scope.container, what))
+
+
+def _chunks(
+    names28: U8,
+    found: list[NDArray[Any]],
+    deltas_found: list[NDArray[Any]],
+    patched_found: list[NDArray[Any]],
+    blocks: BlockTable,
+    prefixes: PrefixTable,
+    scope: _Scope,
+) -> ChunkTable:
+    what, count = scope.what, len(found[0])
+    lengths, block_numbers = found[0], found[1].astype(np.uint32)
+    there = lengths > 0
+    delta_encoded, base_refs, base_steps, delta_ranks = deltas_found
+    _expect(_below(block_numbers, len(blocks)), what, "a chunk names a block that is not there")
+    fine = len(names28) == np.count_nonzero(there) and _below(lengths, SEGMENT_BYTES_MAX + 1)
+    _expect(fine, what, "a chunk is empty, or longer than a segment")
+    _expect(not np.any(block_numbers[~there]), what, "a chunk that is gone, in a block")
+    depths: U8 = np.where(there, blocks.depths[block_numbers], np.uint8(0))
+    kinds = blocks.kinds[block_numbers]
+    deltas, patched = np.flatnonzero(there & (kinds == XDELTA3)), np.flatnonzero(there & (kinds == PATCH))
+    _expect(len(deltas) == len(delta_encoded), what, "delta counts differ")
+    _expect(len(patched) == len(patched_found[0]), what, "counts of patched chunks differ")
+    encoded = lengths.copy()
+    encoded[deltas] = delta_encoded
+    filled = np.bincount(block_numbers, weights=encoded, minlength=len(blocks)) if count else np.zeros(len(blocks))
+    _expect(bool(np.array_equal(filled, blocks.raw)), what, "chunks do not fill their blocks")
+    refs, ordinals = location_runs.expand(base_refs, base_steps, np.ones(len(base_refs), np.uint32), ROWS_MAX, what)
+    _expect(not np.any(refs == ZERO), what, "a delta against the zero chunk")
+    _expect(_below(ordinals[refs == SELF], count), what, "a base that is not there")
+    _expect(_below(ordinals, ROWS_MAX), what, "a base beyond what a container has")
+    bases, ranks = Locations.empty(count), np.zeros(count, np.uint8)
+    bases.containers[deltas] = location_runs.from_table(refs, scope.table, scope.container, what)
+    bases.ordinals[deltas] = ordinals
+    ranks[deltas], ranks[patched] = delta_ranks, patched_found[1]
+    rows = _rows_of_prefix(block_numbers[patched], patched_found[0], prefixes, what)
+    bases.containers[patched], bases.ordinals[patched] = prefixes.bases.containers[rows], prefixes.bases.ordinals[rows]
+    own = np.concatenate([bases.take(deltas).ordinals, prefixes.bases.ordinals])
+    own = own[np.concatenate([bases.containers[deltas], prefixes.bases.containers]) == np.uint64(scope.container)]
+    _expect(bool(there[own].all()), what, "a base that is gone")
+    _shallower(bases, depths[deltas], deltas, depths, scope)
+    of_row = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
+    _shallower(prefixes.bases, blocks.depths[of_row], np.arange(len(of_row)), depths, scope)
+    names = np.zeros((count, NAME_BYTES), np.uint8)
+    names[there, :28] = names28
+    names[:, 28:] = lengths.astype("<u4").view(np.uint8).reshape(count, 4)
+    positions = positions_in_blocks(block_numbers, encoded)
+    return ChunkTable(names, lengths, block_numbers, positions, encoded, depths, bases, ranks)
+
+
+def _rows_of_prefix(blocks: U32, steps: U32, prefixes: PrefixTable, what: str) -> NDArray[np.int64]:
+    """Return which row of the prefixes each patched chunk's base is."""
+    _, places = location_runs.expand(blocks + np.uint32(2), steps, np.ones(len(steps), np.uint32), ROWS_MAX, what)
+    rows = prefixes.bounds[blocks].astype(np.int64) + places
+    _expect(not np.any(rows >= prefixes.bounds[blocks + 1]), what, "a base beyond its block's prefix")
+    return rows
+
+
+def _shallower(bases: Locations, depths: U8, rows: NDArray[np.intp], chunk_depths: U8, scope: _Scope) -> None:
+    """Refuse bases of the container's own, in `rows`, that are no shallower than what leans on them."""
+    own = bases.containers[rows] == np.uint64(scope.container)
+    below = chunk_depths[bases.ordinals[rows[own]]]
+    _expect(not np.any(below >= depths[own]), scope.what, "a base is not shallower than its delta")
+
+
+def _segments(
+    found: list[NDArray[Any]], run_columns: list[NDArray[Any]], chunk_count: int, scope: _Scope
+) -> SegmentTable:
+    what = scope.what
+    counts, sketches = found
+    run_refs, steps, run_counts = run_columns
+    refs, ordinals = location_runs.expand(run_refs, steps, run_counts, ROWS_MAX, what)
+    _expect(int(counts.sum(dtype=np.uint64)) == len(ordinals), what, "recipes do not add up")
+    _expect(_below(counts, SEGMENT_BYTES_MAX + 1), what, "a recipe of more chunks than a segment has bytes")
+    _expect(_below(ordinals, ROWS_MAX), what, "a recipe names a chunk beyond what a container has")
+    _expect(_below(ordinals[refs == SELF], chunk_count), what, "a recipe names a chunk that is not there")
+    _expect(_below(ordinals[refs == ZERO], SEGMENT_BYTES_MAX + 1), what, "a hole longer than a segment")
+    sketches = sketches.copy()  # a view keeps the bytes of all columns: five a row
+    return SegmentTable(
+        bounds_of(counts), sketches, location_runs.located(refs, ordinals, scope.table, scope.container, what)
+    )
+
+
+def _below(values: NDArray[Any], limit: int) -> bool:
+    """Return whether all of the values are below the limit."""
+    return not len(values) or int(values.max()) < limit
+
+
+def _expect(holds: bool, what: str, problem: str) -> None:
+    if not holds:
+        raise Corrupt(f"{what}: directory: {problem}")

@@ -1,0 +1,373 @@
+"""Manifest. Invariant: it names every segment of one committed version; it is written once and never changed.
+
+    0      4     6       8    12
+    | NKM1 | ver | flags | id ... fixed fields | chain | tenant | key | metadata | segment runs | lengths | check 8 |
+
+Segments are named as runs of (container, ordinal), like chunks in a recipe. docs/formats/manifest.md.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import field
+from datetime import UTC, datetime, timedelta
+from struct import Struct
+
+import numpy as np
+
+from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
+from nearkin_shared.formats import columns, location_runs
+from nearkin_shared.formats.container_layout import ROWS_MAX
+from nearkin_shared.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
+from nearkin_shared.results import Ledger, VersionInfo
+from nearkin_shared.types import CONTAINER_ID_MIN, U32, ZERO, Bools, Locations
+from nearkin_shared.utils.frozen import frozen
+
+VERSION = 4
+"""4 has the chain fields. 3 has segment lengths and no chain fields, 2 has neither: both are read, and written for a
+version without chain fields, 2 where the lengths follow from the size (at most one segment) or are not known.
+1 named containers by u16; no release ever wrote it."""
+VERSION_MIN = 2
+_LENGTHS_VERSION = 3
+NO_DIGEST = bytes(32)
+"""Previous digest of a first version, and of one whose previous manifest could not be read when it was committed."""
+NO_ORIGIN = bytes(16)
+"""Of a version that was put by a caller who waited for the answer."""
+HOLDER = 0
+"""A manifest holds no segments itself; locations (0, _) and (1, _) never occur in it."""
+
+FIXED = Struct("<4sHHQqQ32s32s16sIHHI" + "Q" * 8)
+assert FIXED.size == 188  # docs/formats/manifest.md
+CHAIN = Struct("<Q32sq")
+"""Version and digest of the previous manifest, `retain_until_us`."""
+assert CHAIN.size == 48  # docs/formats/manifest.md
+SEGMENTS_MAX = 1 << 24
+"""2 TiB of segments at their usual 128 KiB; decoded they take 0.2 GiB."""
+CREATED_US_MAX = 253_402_300_799_999_999
+"""The last microsecond of the year 9999, where Python's datetime ends."""
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_HAS_SHA256 = 1
+_HAS_LENGTHS = 2
+"""In format 4; in older formats the version says it."""
+_SOURCE_CHANGED = 4
+_FLAGS = {2: _HAS_SHA256, 3: _HAS_SHA256, 4: _HAS_SHA256 | _HAS_LENGTHS | _SOURCE_CHANGED}
+"""Flags that each format version has."""
+_U32_MAX = 0xFFFFFFFF
+_TENANT_BYTES_AT = 116
+assert Struct("<4sHHQqQ32s32s16sI").size == _TENANT_BYTES_AT  # docs/formats/manifest.md
+_RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4", "u1")]
+_REF_COLUMNS = [np.dtype("<u8")]
+_LENGTH_COLUMNS = [np.dtype("<u4")]
+
+_LEDGER_FIELDS = (
+    "chunks",
+    "duplicate_chunks",
+    "delta_chunks",
+    "raw_chunks",
+    "zero_chunks",
+    "unique_bytes",
+    "delta_chunk_bytes",
+    "delta_bytes",
+)
+"""What can be said of one version alone; how a shared block compressed can not."""
+
+
+@frozen
+class Previous:
+    """The newest manifest of a key at the moment the next version was committed."""
+
+    version: int = 0
+    """0 where there was none, or in formats before 4."""
+    digest: bytes = NO_DIGEST
+    """BLAKE3 of the manifest object in clear; NO_DIGEST where it could not be read."""
+
+
+NO_PREVIOUS = Previous()
+
+
+@frozen
+class Manifest:
+    """A committed version. `segments` in order; `known` bool[s]: this version did not introduce that segment."""
+
+    tenant: str
+    key: str
+    version: int
+    created_us: int
+    """Microseconds since 1970, UTC, by the writer's clock."""
+    size_bytes: int
+    blake3: bytes
+    sha256: bytes | None
+    seconds: float
+    ledger: Ledger
+    segments: Locations
+    known: Bools
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    origin: bytes = NO_ORIGIN
+    """16 bytes that two attempts to store the same thing share, so that it is committed once."""
+    lengths: U32 | None = None
+    """uint32[s], bytes of each segment: where in the blob it lies. None in what was written before these were kept."""
+    previous: Previous = NO_PREVIOUS
+    retain_until_us: int = 0
+    """Microseconds since 1970 up to which the version must not be deleted; 0 for none."""
+    source_changed: bool = False
+    """Whether the source was modified while it was read: the content may mix two states of it."""
+
+    @property
+    def info(self) -> VersionInfo:
+        """Return the version as callers see it."""
+        return VersionInfo(
+            key=self.key,
+            version=self.version,
+            size_bytes=self.size_bytes,
+            created=moment_of(self.created_us),
+            digest=f"blake3:{self.blake3.hex()}",
+            sha256=self.sha256.hex() if self.sha256 else None,
+            segments=len(self.segments),
+            chunks=self.ledger.chunks,
+            metadata=self.metadata,
+            retain_until=moment_of(self.retain_until_us) if self.retain_until_us else None,
+            source_changed=self.source_changed,
+        )
+
+    @property
+    def has_chain(self) -> bool:
+        """Return whether the manifest needs the fields of format 4."""
+        return self.previous != NO_PREVIOUS or self.retain_until_us != 0 or self.source_changed
+
+
+def moment_of(us: int) -> datetime:
+    """Return when it was, in UTC, of microseconds since 1970. As a float the last few of 9999 are the next year's."""
+    return _EPOCH + timedelta(microseconds=us)
+
+
+def us_of(moment: datetime) -> int:
+    """Return microseconds since 1970; a time without a zone is UTC. Raises BadInput for a time before 1970."""
+    aware = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    found = (aware - _EPOCH) // timedelta(microseconds=1)
+    if found < 0:
+        raise BadInput(f"created {moment.isoformat()}: want a time from 1970 to 9999")
+    return found
+
+
+def tenant_of_manifest(data: bytes | memoryview) -> str:
+    """Return the tenant of a manifest that was just encoded."""
+    view = memoryview(data)
+    (tenant_bytes,) = Struct("<H").unpack_from(view, _TENANT_BYTES_AT)
+    start = FIXED.size + (CHAIN.size if int.from_bytes(view[4:6], "little") > _LENGTHS_VERSION else 0)
+    return bytes(view[start : start + tenant_bytes]).decode()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest's bytes. Raises BadInput for what `decode_manifest` would not read again."""
+    try:
+        tenant, key = manifest.tenant.encode(), manifest.key.encode()
+    except UnicodeEncodeError as err:
+        raise BadInput(f"tenant or key {manifest.key!r}: not valid UTF-8 (position {err.start})") from err
+    metadata = encode_metadata(manifest.metadata)
+    problem = _problem(len(tenant), len(key), len(metadata), manifest.created_us, len(manifest.segments))
+    ordinals = manifest.segments.ordinals
+    if problem is None and len(ordinals) and int(ordinals.max()) >= ROWS_MAX:
+        problem = f"segment {int(ordinals.max())} of a container: it has {ROWS_MAX} at most"
+    if problem is None and len(ordinals) and int(manifest.segments.containers.min()) < CONTAINER_ID_MIN:
+        problem = f"a segment of container {int(manifest.segments.containers.min())}, which is none"
+    if problem is None and manifest.lengths is not None:
+        problem = _lengths_problem(manifest.lengths, len(ordinals), manifest.size_bytes)
+    if problem is None:
+        problem = _chain_problem(manifest.version, manifest.previous, manifest.retain_until_us)
+    if problem is not None:
+        raise BadInput(f"{manifest.key!r}: {problem}")
+    lengths = manifest.lengths if len(ordinals) > 1 else None
+    table, refs = location_runs.container_table(manifest.segments.containers, HOLDER)
+    changes = np.flatnonzero(manifest.known[1:] != manifest.known[:-1]) + 1
+    bounds = np.r_[0, changes, len(refs)].astype(np.uint32)
+    run_refs, steps, counts, _ = location_runs.compress(refs, manifest.segments.ordinals, bounds)
+    run_starts = np.cumsum(counts, dtype=np.int64) - counts
+    known = manifest.known[run_starts].astype(np.uint8)
+    version, flags = _version_and_flags(manifest, has_lengths=lengths is not None)
+    fixed = FIXED.pack(
+        b"NKM1",
+        version,
+        flags,
+        manifest.version,
+        manifest.created_us,
+        manifest.size_bytes,
+        manifest.blake3,
+        manifest.sha256 or b"",
+        manifest.origin,
+        min(round(manifest.seconds * 1000), _U32_MAX),
+        len(tenant),
+        len(key),
+        len(metadata),
+        *(getattr(manifest.ledger, name) for name in _LEDGER_FIELDS),
+    )
+    if version == VERSION:
+        fixed += CHAIN.pack(manifest.previous.version, manifest.previous.digest, manifest.retain_until_us)
+    body = fixed + tenant + key + metadata + columns.pack([table.astype("<u8")])
+    body += columns.pack([run_refs, steps, counts, known])
+    if lengths is not None:
+        body += columns.pack([lengths.astype("<u4", copy=False)])
+    return body + columns.check_bytes(body)
+
+
+def _version_and_flags(manifest: Manifest, *, has_lengths: bool) -> tuple[int, int]:
+    """Return the oldest format version that can hold the manifest, and its flags."""
+    flags = _HAS_SHA256 if manifest.sha256 else 0
+    if not manifest.has_chain:
+        return (_LENGTHS_VERSION if has_lengths else VERSION_MIN), flags
+    flags |= _HAS_LENGTHS if has_lengths else 0
+    return VERSION, flags | (_SOURCE_CHANGED if manifest.source_changed else 0)
+
+
+def encode_metadata(metadata: Mapping[str, str]) -> bytes:
+    """Return metadata as a manifest keeps it. Raises BadInput for what is not text, or too much of it."""
+    if not all(isinstance(part, str) for part in (*metadata, *metadata.values())):
+        raise BadInput(f"metadata {dict(metadata)!r:.100}: want names and values of text")
+    try:
+        encoded = json.dumps(dict(metadata), sort_keys=True, ensure_ascii=False).encode() if metadata else b""
+    except UnicodeEncodeError as err:
+        raise BadInput(f"metadata {dict(metadata)!r:.100}: not valid UTF-8") from err
+    if len(encoded) > METADATA_BYTES_MAX:
+        raise BadInput(f"metadata of {len(encoded)} bytes as JSON: want at most {METADATA_BYTES_MAX}")
+    return encoded
+
+
+def _problem(tenant_bytes: int, key_bytes: int, metadata_bytes: int, created_us: int, segments: int) -> str | None:
+    """Return what leaves its bound, if anything does: asked before writing and after reading."""
+    for name, found, most in (
+        ("tenant", tenant_bytes, TENANT_BYTES_MAX),
+        ("key", key_bytes, KEY_BYTES_MAX),
+        ("metadata as JSON", metadata_bytes, METADATA_BYTES_MAX),
+    ):
+        if found > most:
+            return f"{name} of {found} bytes: want at most {most}"
+    if not 0 <= created_us <= CREATED_US_MAX:
+        return f"created {created_us} us after 1970: want a time from 1970 to 9999"
+    if segments > SEGMENTS_MAX:
+        return f"{segments} segments: want at most {SEGMENTS_MAX}; raise segment.target_chunks"
+    return None
+
+
+def check_manifest_bytes(data: bytes | memoryview, what: str) -> memoryview:
+    """Return the manifest's bytes without the checksum, once that agrees. Raises Corrupt."""
+    whole = memoryview(data)
+    if len(whole) < FIXED.size + columns.CHECK_BYTES:
+        raise Corrupt(f"{what}: {len(whole)} bytes are too few for a manifest")
+    magic = bytes(whole[:4])
+    if magic != b"NKM1":
+        raise Corrupt(f"{what}: not a manifest (starts with {magic!r})")
+    view = whole[: -columns.CHECK_BYTES]
+    if columns.check_bytes(view) != bytes(whole[-columns.CHECK_BYTES :]):
+        raise Corrupt(f"{what}: checksum does not agree")
+    return view
+
+
+def decode_manifest(data: bytes | memoryview, what: str) -> Manifest:
+    """Return the manifest. Raises Corrupt, or FormatTooNew naming both versions."""
+    view = check_manifest_bytes(data, what)
+    version, flags = int.from_bytes(view[4:6], "little"), int.from_bytes(view[6:8], "little")
+    if version > VERSION or flags & ~_FLAGS.get(version, _HAS_SHA256):
+        raise FormatTooNew(
+            f"{what}: manifest format {version}, flags {flags}; this Nearkin reads up to {VERSION}: upgrade"
+        )
+    if version < VERSION_MIN:
+        raise Corrupt(f"{what}: manifest format {version}, which no release of Nearkin wrote")
+    try:
+        return _decode(view, what)
+    except (struct.error, ValueError, IndexError) as err:
+        raise Corrupt(f"{what}: does not parse: {err}") from err
+
+
+def _decode(view: memoryview, what: str) -> Manifest:
+    fields = FIXED.unpack_from(view)
+    _, version, flags, number, created_us, size_bytes, blake3, sha256, origin, millis = fields[:10]
+    tenant_bytes, key_bytes, metadata_bytes = fields[10:13]
+    problem = _problem(tenant_bytes, key_bytes, metadata_bytes, created_us, 0)
+    if problem is not None:
+        raise Corrupt(f"{what}: {problem}")
+    position = FIXED.size
+    previous, retain_until_us = NO_PREVIOUS, 0
+    if version == VERSION:
+        previous_version, previous_digest, retain_until_us = CHAIN.unpack_from(view, position)
+        previous = Previous(previous_version, previous_digest)
+        position += CHAIN.size
+        if (problem := _chain_problem(number, previous, retain_until_us)) is not None:
+            raise Corrupt(f"{what}: {problem}")
+    tenant = str(view[position : position + tenant_bytes], "utf-8")
+    position += tenant_bytes
+    key = str(view[position : position + key_bytes], "utf-8")
+    position += key_bytes
+    metadata = _metadata(str(view[position : position + metadata_bytes], "utf-8"), what)
+    position += metadata_bytes
+    (table,), used = columns.unpack(view[position:], _REF_COLUMNS, location_runs.TABLE_MAX, what)
+    position += used
+    (run_refs, steps, counts, known), used = columns.unpack(view[position:], _RUN_COLUMNS, SEGMENTS_MAX, what)
+    position += used
+    lengths: U32 | None = None
+    if version == _LENGTHS_VERSION or flags & _HAS_LENGTHS:
+        (lengths,), used = columns.unpack(view[position:], _LENGTH_COLUMNS, SEGMENTS_MAX, what)
+        position += used
+    if position != len(view):
+        raise Corrupt(f"{what}: {len(view) - position} bytes left over")
+    if len(run_refs) and (int(run_refs.min()) <= ZERO or int(known.max()) > 1):
+        raise Corrupt(f"{what}: a segment that lies in no container")
+    refs, ordinals = location_runs.expand(run_refs, steps, counts, SEGMENTS_MAX, what)
+    if len(ordinals) and int(ordinals.max()) >= ROWS_MAX:  # who marks what is named has a bit or more for each below
+        raise Corrupt(f"{what}: segment {int(ordinals.max())} of a container: it has {ROWS_MAX} at most")
+    if lengths is not None and (problem := _lengths_problem(lengths, len(ordinals), size_bytes)) is not None:
+        raise Corrupt(f"{what}: {problem}")
+    if lengths is None and len(ordinals) <= 1 and size_bytes <= _U32_MAX:
+        lengths = np.full(len(ordinals), size_bytes, np.uint32)
+    ledger = Ledger(logical_bytes=size_bytes, **dict(zip(_LEDGER_FIELDS, fields[13:21], strict=True)))
+    return Manifest(
+        tenant=tenant,
+        key=key,
+        version=number,
+        created_us=created_us,
+        size_bytes=size_bytes,
+        blake3=blake3,
+        sha256=sha256 if flags & _HAS_SHA256 else None,
+        seconds=millis / 1000,
+        ledger=ledger,
+        segments=location_runs.located(refs, ordinals, table, HOLDER, what),
+        known=np.repeat(known.astype(np.bool_), counts),
+        metadata=metadata,
+        origin=origin,
+        lengths=lengths,
+        previous=previous,
+        retain_until_us=retain_until_us,
+        source_changed=bool(flags & _SOURCE_CHANGED),
+    )
+
+
+def _chain_problem(version: int, previous: Previous, retain_until_us: int) -> str | None:
+    """Return which of the fields of format 4 is out of its bounds, None where none is."""
+    if previous.version >= version and previous.version:
+        return f"previous version {previous.version} of version {version}: want a lower one"
+    if len(previous.digest) != len(NO_DIGEST) or (not previous.version and previous.digest != NO_DIGEST):
+        return f"digest {previous.digest.hex()} of previous version {previous.version}: want 32 bytes, zeros for none"
+    if not 0 <= retain_until_us <= CREATED_US_MAX:
+        return f"retained until {retain_until_us} us after 1970: want a time from 1970 to 9999"
+    return None
+
+
+def _lengths_problem(lengths: U32, segments: int, size_bytes: int) -> str | None:
+    """Return what is wrong with the lengths of segments, if anything is."""
+    total = int(lengths.sum(dtype=np.uint64))
+    if len(lengths) != segments or total != size_bytes or not lengths.all():
+        return f"{len(lengths)} lengths of {segments} segments, {total} bytes of {size_bytes}"
+    return None
+
+
+def _metadata(text: str, what: str) -> dict[str, str]:
+    """Return the metadata that `text` holds, one JSON object of strings."""
+    try:
+        found = json.loads(text) if text else {}
+    except RecursionError as err:
+        raise Corrupt(f"{what}: metadata nested too deep") from err
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise Corrupt(f"{what}: metadata is not one object of strings")
+    for part in (*found, *found.values()):
+        part.encode()  # a lone surrogate, which JSON can spell and UTF-8 can not: ValueError
+    return found

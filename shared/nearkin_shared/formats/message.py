@@ -1,0 +1,404 @@
+"""Messages between stages. Invariant: what `decode` returns is inside every bound that a stage relies on.
+
+`nearkin_shared.formats.message_layout` has the picture. An envelope's `position` is the byte of the blob at which the
+message's first byte lies, `sequence` the number of its first segment: the two make a repeated message recognisable.
+The payload is cut out of the received buffer, never copied.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+from nearkin_shared.errors import BadInput, Corrupt
+from nearkin_shared.formats.manifest import CREATED_US_MAX, encode_metadata
+from nearkin_shared.formats.message_batches import read_fresh, read_paired, read_segments
+from nearkin_shared.formats.message_layout import (
+    BLOB_BYTES,
+    CHUNKS_MAX,
+    COLUMNS,
+    CONDITIONAL_VERSION,
+    HEADER,
+    LEDGER,
+    MAGIC,
+    MESSAGE_BYTES_MAX,
+    SEGMENTS_MAX,
+    VERSION,
+    Column,
+    Counts,
+    Envelope,
+    Kind,
+    Opened,
+    joined_flags,
+    opened,
+    problem_of,
+)
+from nearkin_shared.kernels.scatter_copy import gather_new
+from nearkin_shared.limits import SEGMENT_BYTES_MAX
+from nearkin_shared.preconditions import Precondition, checked_tags
+from nearkin_shared.results import LEDGER_FIELDS, Ledger
+from nearkin_shared.types import U8, U32, Bools, FreshBatch, Locations, PairedBatch, SegmentBatch
+from nearkin_shared.utils.frozen import frozen
+
+__all__ = [
+    "BLOB_BYTES",
+    "CHUNKS_MAX",
+    "FAILURE_CHARACTERS_MAX",
+    "MESSAGE_BYTES_MAX",
+    "SEGMENTS_MAX",
+    "SEGMENT_BYTES_MAX",
+    "End",
+    "Envelope",
+    "Frame",
+    "Fresh",
+    "Kind",
+    "Message",
+    "Opened",
+    "Paired",
+    "Placed",
+    "Segments",
+    "decode",
+    "encode",
+    "encode_paired",
+    "is_end",
+    "opened",
+    "read",
+]
+
+FAILURE_CHARACTERS_MAX = 500
+
+_END = bytes([Kind.END])
+
+
+@frozen
+class Frame:
+    """A slice of a blob as received."""
+
+    envelope: Envelope
+    payload: U8
+
+
+@frozen
+class Segments:
+    """Chunked: payload without the all-zero chunks."""
+
+    envelope: Envelope
+    batch: SegmentBatch
+
+
+@frozen
+class Fresh:
+    """After dedup: payload of fresh chunks only."""
+
+    envelope: Envelope
+    batch: FreshBatch
+
+
+@frozen
+class Paired:
+    """After resemblance."""
+
+    envelope: Envelope
+    batch: PairedBatch
+
+
+@frozen
+class Placed:
+    """Durable: where the segments lie, and what they cost.
+
+    `known` bool[s]: not introduced by this blob; `lengths` uint32[s]: bytes of the blob that each stands for.
+    """
+
+    envelope: Envelope
+    segments: Locations
+    known: Bools
+    lengths: U32
+    ledger: Ledger
+
+
+@frozen
+class End:
+    """The blob has ended: whole, or with a `failure`. `segments` is how many there are, once it is chunked."""
+
+    envelope: Envelope
+    began_us: int
+    """Microseconds since 1970 when the upload began."""
+    origin: bytes
+    """16 bytes that two attempts to store the same thing share: committed once."""
+    size_bytes: int = 0
+    blake3: bytes = b""
+    sha256: bytes | None = None
+    segments: int | None = None
+    failure: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    precondition: Precondition | None = None
+    """What the committer checks at the commit."""
+
+
+Message = Frame | Segments | Fresh | Paired | Placed | End
+
+assert len(LEDGER_FIELDS) == 12
+
+
+def encode(message: Message) -> bytes:
+    """Return the message's bytes. Raises BadInput for what `decode` would refuse."""
+    sketch, counts = "", Counts()
+    columns: dict[str, Column] = {}
+    payload: bytes | memoryview
+    match message:
+        case Frame():
+            kind, payload = Kind.FRAME, message.payload.data
+        case Segments():
+            kind, counts, columns = Kind.SEGMENTS, _counts(message.batch), _segment_columns(message.batch)
+            payload = _gathered(message.batch, np.flatnonzero(~message.batch.zero))
+        case Fresh():
+            fresh = message.batch
+            kind, counts = Kind.FRESH, _counts(fresh.batch, len(fresh.fresh))
+            columns, payload = _fresh_columns(fresh), _gathered(fresh.batch, fresh.fresh)
+        case Paired():
+            fresh = message.batch.fresh
+            kind, sketch = Kind.PAIRED, message.batch.sketch
+            counts = _counts(fresh.batch, len(fresh.fresh), message.batch.super_features.shape[1])
+            columns, payload = _paired_columns(message.batch), _gathered(fresh.batch, fresh.fresh)
+        case Placed():
+            kind, counts = Kind.PLACED, Counts(segments=len(message.segments))
+            columns = {
+                "containers": message.segments.containers,
+                "ordinals": message.segments.ordinals,
+                "lengths": message.lengths,
+                "known": message.known,
+            }
+            payload = LEDGER.pack(*(getattr(message.ledger, name) for name in LEDGER_FIELDS))
+        case End():
+            kind, payload = Kind.END, _end_text(message)
+    envelope = message.envelope
+    tenant, key, named = envelope.tenant.encode(), envelope.key.encode(), sketch.encode()
+    problem = problem_of(len(tenant), len(key), len(named), counts, len(payload), kind)
+    if problem is not None or len(envelope.blob) != BLOB_BYTES:
+        raise BadInput(f"message: {problem or f'blob id of {len(envelope.blob)} bytes: want {BLOB_BYTES}'}")
+    conditional = isinstance(message, End) and message.precondition is not None
+    version = CONDITIONAL_VERSION if conditional else VERSION
+    header = _header(kind, envelope, counts, len(payload), len(tenant), len(named), len(key), version)
+    written = [np.ascontiguousarray(columns[name], dtype) for name, dtype, _ in COLUMNS[kind]]
+    return _whole([header, tenant, key, named, *written, payload])
+
+
+def encode_paired(message: Opened, paired: PairedBatch) -> bytes:
+    """Return the bytes of the Paired that a message of kind FRESH became: what it says is copied as it lies there.
+
+    Equal to `encode` of the same, without a column being made twice. Raises BadInput.
+    """
+    assert message.kind is Kind.FRESH
+    counts, envelope, sketch = message.counts, message.envelope, paired.sketch.encode()
+    fresh, super_features = paired.super_features.shape
+    if not len(paired.base_found) == len(paired.bases) == len(paired.base_rank) == fresh == counts.fresh:
+        raise BadInput(f"{message.what}: {fresh} pairs for {counts.fresh} fresh chunks")
+    tenant, key = envelope.tenant.encode(), envelope.key.encode()
+    counts = Counts(counts.segments, counts.chunks, fresh, super_features)
+    problem = problem_of(len(tenant), len(key), len(sketch), counts, message.payload_bytes, Kind.PAIRED)
+    if problem is not None:
+        raise BadInput(f"message: {problem}")
+    return _whole(
+        [
+            _header(Kind.PAIRED, envelope, counts, message.payload_bytes, len(tenant), len(sketch), len(key)),
+            tenant,
+            key,
+            sketch,
+            np.ascontiguousarray(paired.super_features, "<u8"),
+            np.ascontiguousarray(paired.bases.containers, "<u8"),
+            message.columns("segment_containers", "chunk_containers"),
+            np.ascontiguousarray(paired.bases.ordinals, "<u4"),
+            message.columns("segment_ordinals", "zero"),
+            np.ascontiguousarray(paired.base_found, "u1"),
+            np.ascontiguousarray(paired.base_rank, "u1"),
+            message.payload,
+        ]
+    )
+
+
+def _header(
+    kind: Kind,
+    envelope: Envelope,
+    counts: Counts,
+    payload_bytes: int,
+    tenant_bytes: int,
+    sketch_bytes: int,
+    key_bytes: int,
+    version: int = VERSION,
+) -> bytes:
+    return HEADER.pack(
+        MAGIC,
+        version,
+        kind,
+        counts.fresh,
+        envelope.blob,
+        envelope.position,
+        envelope.sequence,
+        payload_bytes,
+        counts.segments,
+        counts.chunks,
+        counts.super_features,
+        tenant_bytes,
+        sketch_bytes,
+        key_bytes,
+    )
+
+
+def _whole(parts: Sequence[Buffer]) -> bytes:
+    data = b"".join(parts)
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise BadInput(f"message of {len(data)} bytes: want at most {MESSAGE_BYTES_MAX}; lower segment.max_bytes")
+    return data
+
+
+def is_end(data: bytes) -> bool:
+    """Return whether data begin as an end's do, without reading on: a hint, no promise that they decode."""
+    return data[:4] == MAGIC and data[5:6] == _END
+
+
+def decode(data: bytes, what: str) -> Message:
+    """Return the message; its payload is a view of `data`. Raises Corrupt, or FormatTooNew, naming `what`."""
+    return read(opened(data, what))
+
+
+def read(message: Opened) -> Message:
+    """Return what an opened message says. Raises Corrupt."""
+    envelope = message.envelope
+    try:
+        match message.kind:
+            case Kind.FRAME:
+                return Frame(envelope, message.payload)
+            case Kind.SEGMENTS:
+                return Segments(envelope, read_segments([message]).part(0))
+            case Kind.FRESH:
+                return Fresh(envelope, read_fresh([message])[0])
+            case Kind.PAIRED:
+                return Paired(envelope, read_paired([message])[0])
+            case Kind.PLACED:
+                ledger = Ledger(*LEDGER.unpack(message.payload))
+                segments = Locations(message.column("containers"), message.column("ordinals"))
+                known = joined_flags([message], "known")
+                return Placed(envelope, segments, known, message.column("lengths"), ledger)
+            case Kind.END:
+                return _end(envelope, message.payload)
+    except (BadInput, ValueError, KeyError, TypeError, RecursionError, struct.error) as err:
+        raise Corrupt(f"{message.what}: does not parse: {err}") from err
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def _counts(batch: SegmentBatch, fresh: int = 0, super_features: int = 0) -> Counts:
+    return Counts(batch.segments, len(batch.lengths), fresh, super_features)
+
+
+def _gathered(batch: SegmentBatch, rows: NDArray[np.intp]) -> memoryview:
+    """Return the bytes of the chosen chunks, one after another; a view where they already lie so."""
+    offsets, lengths = batch.offsets[rows], batch.lengths[rows]
+    if not len(rows):
+        return memoryview(b"")
+    start, stop = int(offsets[0]), int(offsets[-1]) + int(lengths[-1])
+    if stop - start == int(lengths.sum(dtype=np.uint64)):
+        return batch.payload[start:stop].data
+    return gather_new([batch.payload], np.zeros(len(rows), np.int32), offsets, lengths).data
+
+
+def _segment_columns(batch: SegmentBatch) -> dict[str, Column]:
+    return {
+        "chunk_bounds": batch.chunk_bounds,
+        "segment_ids": batch.segment_ids.reshape(-1),
+        "names": batch.names.reshape(-1),
+        "zero": batch.zero,
+    }
+
+
+def _fresh_columns(fresh: FreshBatch) -> dict[str, Column]:
+    return _segment_columns(fresh.batch) | {
+        "segment_containers": fresh.segment_locations.containers,
+        "segment_ordinals": fresh.segment_locations.ordinals,
+        "chunk_containers": fresh.chunk_locations.containers,
+        "chunk_ordinals": fresh.chunk_locations.ordinals,
+        "first": fresh.first,
+        "segment_known": fresh.segment_known,
+        "chunk_known": fresh.chunk_known,
+    }
+
+
+def _paired_columns(paired: PairedBatch) -> dict[str, Column]:
+    return _fresh_columns(paired.fresh) | {
+        "super_features": paired.super_features.reshape(-1),
+        "base_containers": paired.bases.containers,
+        "base_ordinals": paired.bases.ordinals,
+        "base_found": paired.base_found,
+        "base_rank": paired.base_rank,
+    }
+
+
+# --- the end of a blob -----------------------------------------------------------------------------------------------
+
+
+def _end_text(end: End) -> bytes:
+    fields: dict[str, object] = {
+        "began_us": end.began_us,
+        "origin": end.origin.hex(),
+        "size_bytes": end.size_bytes,
+        "blake3": end.blake3.hex(),
+        "sha256": end.sha256.hex() if end.sha256 is not None else None,
+        "segments": end.segments,
+        "failure": None if end.failure is None else _legible(end.failure),
+        "metadata": dict(end.metadata),
+    }
+    if end.precondition is not None:
+        fields |= {"if_match": end.precondition.if_match, "if_none_match": end.precondition.if_none_match}
+    return json.dumps(fields, ensure_ascii=False).encode()
+
+
+def _end(envelope: Envelope, payload: U8) -> End:
+    found = json.loads(payload.tobytes())
+    if not isinstance(found, dict):
+        raise TypeError("an end that is not a JSON object")
+    if not isinstance(found["metadata"], dict):
+        raise TypeError("metadata that is not a JSON object")
+    sha256 = found["sha256"]
+    end = End(
+        envelope=envelope,
+        began_us=_bounded(found["began_us"], "began_us", CREATED_US_MAX),
+        origin=bytes.fromhex(found["origin"]),
+        size_bytes=_bounded(found["size_bytes"], "size_bytes"),
+        blake3=bytes.fromhex(found["blake3"]),
+        sha256=None if sha256 is None else bytes.fromhex(sha256),
+        segments=None if found["segments"] is None else _bounded(found["segments"], "segments"),
+        failure=None if found["failure"] is None else _legible(found["failure"]),
+        metadata=found["metadata"],
+        precondition=_precondition(found),
+    )
+    encode_metadata(end.metadata)
+    whole = end.failure is None
+    if len(end.origin) != BLOB_BYTES or len(end.blake3) != (32 if whole else len(end.blake3)):
+        raise ValueError("an origin or a digest of the wrong size")
+    if end.sha256 is not None and len(end.sha256) != 32:
+        raise ValueError("a SHA-256 of the wrong size")
+    return end
+
+
+def _precondition(found: Mapping[str, object]) -> Precondition | None:
+    if_match = checked_tags("if_match", found.get("if_match"))
+    if_none_match = checked_tags("if_none_match", found.get("if_none_match"))
+    return None if if_match is None and if_none_match is None else Precondition(if_match, if_none_match)
+
+
+def _legible(failure: object) -> str:
+    """Return why a blob failed, of so many characters at most, all of which UTF-8 has: who tells it must not fail."""
+    return str(failure)[:FAILURE_CHARACTERS_MAX].encode(errors="replace").decode()
+
+
+def _bounded(value: object, name: str, most: int = (1 << 63) - 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ValueError(f"{name} {value!r}: want a number from 0 to {most}")
+    return value

@@ -1,0 +1,252 @@
+"""How a message lies in bytes. Invariant: what is opened has a header inside its bounds and all bytes it announces.
+
+    0      4     5      6       8         24         32         40        44         46       48
+    | NKS1 | ver | kind | fresh | blob id | position | sequence | payload | segments | chunks | SFs, name sizes, 0
+    64
+    | tenant | key | sketch | columns | payload |                                        docs/formats/message.md
+
+Opening reads the header alone: what the columns say is checked by who reads them, for one message or for many at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import accumulate
+from struct import Struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin_shared.errors import Corrupt, FormatTooNew
+from nearkin_shared.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
+from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, Bools
+from nearkin_shared.utils.frozen import frozen
+
+MAGIC = b"NKS1"
+VERSION = 1
+CONDITIONAL_VERSION = 2
+"""Of an end with a precondition: a reader that does not know preconditions must refuse it, not commit regardless."""
+BLOB_BYTES = 16
+MESSAGE_BYTES_MAX = 1_048_576 - 16 * 1024
+"""Kafka's default limit, less what a record batch and our headers take."""
+CHUNKS_MAX = 4096
+"""Chunks of a message: with SEGMENT_BYTES_MAX of payload and 24 bytes of SFs they stay below the limit above."""
+SEGMENTS_MAX = CHUNKS_MAX
+END_BYTES_MAX = 2 * METADATA_BYTES_MAX
+SKETCH_BYTES_MAX = 255
+SUPER_FEATURES_MAX = 16
+
+HEADER = Struct("<4sBBH16sQQIHHBBBxH10x")
+assert HEADER.size == 64  # docs/formats/message.md
+LEDGER = Struct("<12Q")
+
+Column = NDArray[Any]
+
+
+class Kind(IntEnum):
+    """What a message carries."""
+
+    FRAME = 1
+    SEGMENTS = 2
+    FRESH = 3
+    PAIRED = 4
+    PLACED = 5
+    END = 6
+
+
+@frozen
+class Envelope:
+    """Whose message it is and where in the blob it belongs. `blob` 16 bytes: one upload attempt."""
+
+    blob: bytes
+    tenant: str
+    key: str
+    position: int = 0
+    sequence: int = 0
+
+
+@frozen
+class Counts:
+    """Rows of a message's columns."""
+
+    segments: int = 0
+    chunks: int = 0
+    fresh: int = 0
+    super_features: int = 0
+
+
+# Columns of each kind in the order they are written: (name, dtype, items as one of _ITEMS).
+_SEGMENT_COLUMNS = (
+    ("chunk_bounds", "<u4", "segments+1"),
+    ("segment_ids", "u1", "segments*20"),
+    ("names", "u1", "chunks*32"),
+    ("zero", "u1", "chunks"),
+)
+_FRESH_COLUMNS = (
+    ("segment_containers", "<u8", "segments"),
+    ("chunk_containers", "<u8", "chunks"),
+    ("segment_ordinals", "<u4", "segments"),
+    ("chunk_ordinals", "<u4", "chunks"),
+    *_SEGMENT_COLUMNS[:1],
+    ("first", "<u2", "chunks"),
+    ("segment_known", "u1", "segments"),
+    ("chunk_known", "u1", "chunks"),
+    *_SEGMENT_COLUMNS[1:],
+)
+_PAIRED_COLUMNS = (
+    ("super_features", "<u8", "fresh*super_features"),
+    ("base_containers", "<u8", "fresh"),
+    *_FRESH_COLUMNS[:2],
+    ("base_ordinals", "<u4", "fresh"),
+    *_FRESH_COLUMNS[2:],
+    ("base_found", "u1", "fresh"),
+    ("base_rank", "u1", "fresh"),
+)
+_PLACED_COLUMNS = (
+    ("containers", "<u8", "segments"),
+    ("ordinals", "<u4", "segments"),
+    ("lengths", "<u4", "segments"),
+    ("known", "u1", "segments"),
+)
+COLUMNS: dict[Kind, tuple[tuple[str, str, str], ...]] = {
+    Kind.FRAME: (),
+    Kind.SEGMENTS: _SEGMENT_COLUMNS,
+    Kind.FRESH: _FRESH_COLUMNS,
+    Kind.PAIRED: _PAIRED_COLUMNS,
+    Kind.PLACED: _PLACED_COLUMNS,
+    Kind.END: (),
+}
+_ITEMS = ("segments", "segments+1", "segments*20", "chunks", "chunks*32", "fresh", "fresh*super_features")
+_KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
+_AT = {kind: {name: at for at, (name, _, _) in enumerate(columns)} for kind, columns in COLUMNS.items()}
+_DTYPES = {kind: [np.dtype(dtype) for _, dtype, _ in columns] for kind, columns in COLUMNS.items()}
+_WIDTHS = {
+    kind: [(_ITEMS.index(items), np.dtype(dtype).itemsize) for _, dtype, items in columns]
+    for kind, columns in COLUMNS.items()
+}
+_PAYLOAD_MAX = dict.fromkeys(Kind, SEGMENT_BYTES_MAX) | {Kind.END: END_BYTES_MAX, Kind.PLACED: LEDGER.size}
+
+
+@frozen
+class Opened:
+    """A message whose columns nobody has looked at. `what` names it for people."""
+
+    kind: Kind
+    envelope: Envelope
+    counts: Counts
+    sketch: str
+    data: bytes
+    starts: Sequence[int]
+    """Where each column starts, and behind the last one the payload."""
+    what: str
+
+    def column(self, name: str) -> Column:
+        """Return a column, a view of the message."""
+        at = _AT[self.kind][name]
+        dtype, start = _DTYPES[self.kind][at], self.starts[at]
+        return np.frombuffer(self.data, dtype, (self.starts[at + 1] - start) // dtype.itemsize, start)
+
+    def columns(self, first: str, last: str) -> memoryview:
+        """Return the bytes of neighbouring columns."""
+        at = _AT[self.kind]
+        return memoryview(self.data)[self.starts[at[first]] : self.starts[at[last] + 1]]
+
+    @property
+    def payload(self) -> U8:
+        """Return the payload, a view of the message."""
+        return np.frombuffer(self.data, np.uint8, -1, self.starts[-1])
+
+    @property
+    def payload_bytes(self) -> int:
+        """Return the payload's size."""
+        return len(self.data) - self.starts[-1]
+
+
+def joined_column(messages: Sequence[Opened], name: str) -> Column:
+    """Return a column of messages of one kind, one behind the other; a view where there is one message."""
+    if len(messages) == 1:
+        return messages[0].column(name)
+    kind = messages[0].kind
+    at = _AT[kind][name]
+    parts = [memoryview(message.data)[message.starts[at] : message.starts[at + 1]] for message in messages]
+    return np.frombuffer(b"".join(parts), _DTYPES[kind][at])
+
+
+def joined_flags(messages: Sequence[Opened], name: str) -> Bools:
+    """Return a column of flags of messages of one kind. Raises Corrupt."""
+    column = joined_column(messages, name)
+    if len(column) and int(column.max()) > 1:
+        raise Corrupt(f"{what_of(messages)}: {name} has a flag of {int(column.max())}: want 0 or 1")
+    return column.view(np.bool_)
+
+
+def what_of(messages: Sequence[Opened]) -> str:
+    """Return how messages are called in an error."""
+    more = f" and {len(messages) - 1} more" if len(messages) > 1 else ""
+    return f"{messages[0].what}{more}"
+
+
+def opened(data: bytes, what: str) -> Opened:
+    """Read a message's header. Raises Corrupt, or FormatTooNew, naming `what`."""
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise Corrupt(f"{what}: {len(data)} bytes are too many for a message, want at most {MESSAGE_BYTES_MAX}")
+    if len(data) < HEADER.size or data[:4] != MAGIC:
+        raise Corrupt(f"{what}: not a Nearkin message ({len(data)} bytes, starts with {data[:4]!r})")
+    if data[4] not in (VERSION, CONDITIONAL_VERSION):
+        raise FormatTooNew(
+            f"{what}: message format {data[4]}; this Nearkin reads {VERSION} and {CONDITIONAL_VERSION}: "
+            "upgrade the workers together"
+        )
+    fields = HEADER.unpack_from(data)
+    _, _, code, fresh, blob, position, sequence, payload_bytes, segments, chunks, ranks = fields[:11]
+    tenant_bytes, sketch_bytes, key_bytes = fields[11:]
+    kind, counts = _KINDS.get(code), Counts(segments, chunks, fresh, ranks)
+    if kind is None:
+        raise Corrupt(f"{what}: message kind {code} is not known")
+    problem = problem_of(tenant_bytes, key_bytes, sketch_bytes, counts, payload_bytes, kind)
+    if problem is not None:
+        raise Corrupt(f"{what}: {problem}")
+    key_at = HEADER.size + tenant_bytes
+    sketch_at = key_at + key_bytes
+    at = sketch_at + sketch_bytes
+    try:
+        tenant, key = data[HEADER.size : key_at].decode(), data[key_at:sketch_at].decode()
+        sketch = data[sketch_at:at].decode()
+    except UnicodeDecodeError as err:
+        raise Corrupt(f"{what}: names are not UTF-8") from err
+    items = segments, segments + 1, segments * SEGMENT_ID_BYTES, chunks, chunks * NAME_BYTES, fresh, fresh * ranks
+    starts = list(accumulate([items[which] * width for which, width in _WIDTHS[kind]], initial=at))
+    if starts[-1] + payload_bytes != len(data):
+        raise Corrupt(f"{what}: {len(data) - starts[-1]} bytes of payload, {payload_bytes} announced: cut short?")
+    return Opened(kind, Envelope(blob, tenant, key, position, sequence), counts, sketch, data, starts, what)
+
+
+def problem_of(
+    tenant_bytes: int, key_bytes: int, sketch_bytes: int, counts: Counts, payload_bytes: int, kind: Kind
+) -> str | None:
+    """Return what leaves its bound, if anything does: asked before writing and after reading."""
+    if (
+        tenant_bytes <= TENANT_BYTES_MAX
+        and key_bytes <= KEY_BYTES_MAX
+        and sketch_bytes <= SKETCH_BYTES_MAX
+        and payload_bytes <= _PAYLOAD_MAX[kind]
+        and counts.segments <= SEGMENTS_MAX
+        and counts.fresh <= counts.chunks <= CHUNKS_MAX
+        and counts.super_features <= SUPER_FEATURES_MAX
+    ):
+        return None
+    for name, found, most in (
+        ("tenant bytes", tenant_bytes, TENANT_BYTES_MAX),
+        ("key bytes", key_bytes, KEY_BYTES_MAX),
+        ("sketch name bytes", sketch_bytes, SKETCH_BYTES_MAX),
+        ("payload bytes", payload_bytes, _PAYLOAD_MAX[kind]),
+        ("chunks", counts.chunks, CHUNKS_MAX),
+        ("segments", counts.segments, SEGMENTS_MAX),
+        ("fresh chunks", counts.fresh, counts.chunks),
+        ("super-features", counts.super_features, SUPER_FEATURES_MAX),
+    ):
+        if found > most:
+            return f"{found} {name}: want at most {most}"
+    raise AssertionError("the two lists of bounds differ")

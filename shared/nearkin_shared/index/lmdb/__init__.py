@@ -1,0 +1,1 @@
+"""Index of one machine, in LMDB."""

@@ -1,0 +1,6 @@
+"""The index in Redis: one for all workers. See docs/adr/0007-redis-index.md."""
+
+from nearkin_shared.index.redis.background_rebuild import Rebuilder, rebuild_in_background
+from nearkin_shared.index.redis.redis_index import RedisIndex
+
+__all__ = ["Rebuilder", "RedisIndex", "rebuild_in_background"]

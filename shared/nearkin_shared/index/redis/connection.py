@@ -1,0 +1,263 @@
+"""Redis server or Cluster. Invariant: commands travel in batches, and a vendor's error never leaves this module.
+
+Everything that is sent may be sent again: scripts repeat without harm, so a lost answer costs only the repetition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import sha1
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import EqualJitterBackoff
+from redis.cluster import RedisCluster
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+)
+from redis.retry import Retry
+
+from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.crypto.tls_files import check_certificates, check_key
+from nearkin_shared.errors import ConfigError, Corrupt, NearkinError, StoreUnavailable
+from nearkin_shared.index.redis.scripts import DAMAGED, SOURCES
+from nearkin_shared.observability import metrics
+
+Command = tuple[Any, ...]
+"""A command as redis-py takes it; a script's is made by `Server.call`."""
+
+PIPELINE_COMMANDS = 2048
+PIPELINE_BYTES = 8 << 20
+"""A round trip carries no more; what is larger takes several."""
+BACKOFF_BASE_SECONDS, BACKOFF_CAP_SECONDS = 0.05, 1.0
+CONNECTIONS_MAX = 64
+"""Of one process; a thread that finds them all taken is refused, with an error that may be retried."""
+_CLUSTER = "+cluster"
+_SHAS = {name: sha1(source.encode(), usedforsecurity=False).hexdigest() for name, source in SOURCES.items()}
+_TRANSLATIONS: list[tuple[tuple[type[Exception], ...], tuple[str, ...], type[NearkinError], str]] = [
+    ((AuthenticationError, AuthorizationError), (), ConfigError, "check redis.username and redis.password"),
+    ((NoPermissionError,), (), ConfigError, "docs/operations.md lists the rights that redis.username needs"),
+    (
+        (OutOfMemoryError,),
+        ("OOM command",),
+        StoreUnavailable,
+        "it is full: raise maxmemory or add servers; nothing was lost",
+    ),
+    (
+        (ReadOnlyError,),
+        (),
+        StoreUnavailable,
+        "it is a replica, as after a failover: redis.url must lead to the primary. Connections are made anew, and the "
+        "same call may be repeated",
+    ),
+    (
+        (),
+        (DAMAGED, "WRONGTYPE"),
+        Corrupt,
+        "a key holds something else than was written: delete all keys of this prefix, and the index is made again",
+    ),
+    ((ValueError,), (), ConfigError, "check redis.url"),
+]
+"""First match counts; all else is a server that is away, restarting, failing over or too slow."""
+
+
+class Server:
+    """A connection pool to one Redis, or to a Cluster of them. Shared by threads."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        """Connect and check. Raises StoreUnavailable, or ConfigError for wrong settings or a policy that evicts."""
+        self._in_use = False
+        parts = urlsplit(settings.url)
+        self.name = f"redis {parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
+        """For messages: never with credentials."""
+        scheme = parts.scheme.replace(_CLUSTER, "")
+        given: dict[str, Any] = {
+            "socket_timeout": float(settings.timeout_seconds),
+            "socket_connect_timeout": float(settings.timeout_seconds),
+            "retry": Retry(EqualJitterBackoff(BACKOFF_CAP_SECONDS, BACKOFF_BASE_SECONDS), settings.retries),
+            "health_check_interval": 30,
+            "max_connections": CONNECTIONS_MAX,
+        }
+        given |= {name: value for name in ("username", "password") if (value := getattr(settings, name))}
+        if scheme == "rediss":
+            _check_files(settings)
+            files = {"ssl_ca_certs": settings.ca_file, "ssl_certfile": settings.cert_file}
+            files["ssl_keyfile"] = settings.key_file
+            given |= {name: value for name, value in files.items() if value}
+        self._client: Any
+        try:
+            if _CLUSTER in parts.scheme:
+                self._client = RedisCluster.from_url(settings.url.replace(_CLUSTER, "", 1), **given)
+            else:
+                self._client = redis.Redis.from_url(settings.url, **given)
+            self.clustered = _CLUSTER in parts.scheme
+            """Whether a script may name keys of one slot only."""
+            self._check_policy()
+        except (RedisError, OSError, ValueError) as err:
+            raise self._translated(err) from err
+
+    def begin_use(self) -> None:
+        """Take all settings for right: rights that are missing from now on were taken away, and may be given again.
+
+        What is asked for then is not at fault: a worker would put aside every message that it has.
+        """
+        self._in_use = True
+
+    def _check_policy(self) -> None:
+        """Refuse a server that may evict: an index that forgets at random answers wrong only by luck."""
+        for node in self._memory():
+            policy = node["maxmemory_policy"]
+            if policy != "noeviction":
+                raise ConfigError(
+                    f'{self.name}: maxmemory-policy "{policy}" drops entries at will: '
+                    "run CONFIG SET maxmemory-policy noeviction, and put it into redis.conf"
+                )
+
+    def _memory(self) -> Sequence[dict[str, Any]]:
+        """Return what each primary says of its memory."""
+        nodes = {"target_nodes": RedisCluster.PRIMARIES} if self.clustered else {}
+        found = self._client.info("memory", **nodes)
+        return [found] if "maxmemory_policy" in found else list(found.values())
+
+    def check_memory(self) -> None:
+        """Refuse a server that may evict or is full, as it is now; both are metrics too.
+
+        Raises StoreUnavailable: the policy can be changed back, and memory be added, while services run.
+        """
+        fault = self.find_memory_fault()
+        if fault is not None:
+            raise StoreUnavailable(fault)
+
+    def find_memory_fault(self) -> str | None:
+        """Return why the server may evict entries or is full; None if neither. Raises StoreUnavailable."""
+        try:
+            nodes = self._memory()
+        except (RedisError, OSError) as err:
+            raise self._translated(err) from err
+        evicting = [node for node in nodes if node["maxmemory_policy"] != "noeviction"]
+        fullness = max(
+            (int(node["used_memory"]) / int(node["maxmemory"]) for node in nodes if node["maxmemory"]), default=0
+        )
+        metrics.REDIS_BYTES.set(sum(int(node["used_memory"]) for node in nodes))
+        metrics.REDIS_FULLNESS.set(fullness)
+        metrics.REDIS_EVICTS.set(bool(evicting))
+        if evicting:
+            return (
+                f'{self.name}: maxmemory-policy "{evicting[0]["maxmemory_policy"]}" drops entries at will since it was '
+                "changed: run CONFIG SET maxmemory-policy noeviction"
+            )
+        if fullness >= 1:
+            return f"{self.name}: all of maxmemory is in use: raise it or add servers; nothing was lost"
+        return None
+
+    def memory_bytes(self) -> int:
+        """Return the bytes in use on all primaries. Raises StoreUnavailable."""
+        try:
+            return sum(int(node["used_memory"]) for node in self._memory())
+        except (RedisError, OSError) as err:
+            raise self._translated(err) from err
+
+    @staticmethod
+    def call(script: str, keys: Sequence[str], *arguments: Any) -> Command:
+        """Return the command that runs a script."""
+        return ("EVALSHA", _SHAS[script], len(keys), *keys, *arguments)
+
+    def one(self, command: Command) -> Any:
+        """Return one command's reply."""
+        return self.run([command])[0]
+
+    def run(self, commands: Sequence[Command]) -> list[Any]:
+        """Return a reply for each command, in one round trip, or several for more than PIPELINE_BYTES or _COMMANDS.
+
+        Raises StoreUnavailable, Corrupt where a key is not what was written, ConfigError for rights that were missing
+        from the start.
+        """
+        replies: list[Any] = []
+        for part in _portions(commands):
+            try:
+                answered = self._send(part)
+                if any(isinstance(reply, NoScriptError) for reply in answered):
+                    self._load_scripts()
+                    answered = self._send(part)
+            except (RedisError, OSError) as err:
+                raise self._translated(err) from err
+            for reply in answered:
+                if isinstance(reply, Exception):
+                    raise self._translated(reply) from reply
+            replies += answered
+        return replies
+
+    def _send(self, commands: Sequence[Command]) -> list[Any]:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: list[Any] = pipeline.execute(raise_on_error=False)
+            return replies
+
+    def _load_scripts(self) -> None:
+        for source in SOURCES.values():
+            self._client.script_load(source)  # on every primary of a Cluster
+
+    def keys(self, prefix: str) -> Iterator[list[bytes]]:
+        """Yield the names of all keys that start with `prefix`, some at a time: for sweeping, never on the way."""
+        pattern = "".join(f"\\{sign}" if sign in "*?[]\\" else sign for sign in prefix) + "*"
+        found: list[bytes] = []
+        try:
+            for key in self._client.scan_iter(match=pattern, count=1000):
+                found.append(key)
+                if len(found) == 1000:
+                    yield found
+                    found = []
+        except (RedisError, OSError) as err:
+            raise self._translated(err) from err
+        yield found
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def _translated(self, err: Exception) -> NearkinError:
+        if isinstance(err, ReadOnlyError) and not self.clustered:
+            # A primary until now: its address leads to another by the time of the next try, these connections do not.
+            self._client.connection_pool.disconnect(inuse_connections=False)
+        text = " ".join(str(err).split()) or type(err).__name__
+        kind, remedy = _kind(err, text)
+        if kind is ConfigError and self._in_use:
+            kind = StoreUnavailable
+        return kind(f"{self.name}: {text}: {remedy}")
+
+
+def _check_files(settings: RedisSettings) -> None:
+    """Refuse files that cannot be read: the library would say that the server cannot be reached. Raises ConfigError."""
+    for name, check in (("ca_file", check_certificates), ("cert_file", check_certificates), ("key_file", check_key)):
+        path = getattr(settings, name)
+        if path:
+            check(f"redis.{name}", path)
+
+
+def _kind(err: Exception, text: str) -> tuple[type[NearkinError], str]:
+    """Return what an error of the library or the server is to a caller, and the remedy."""
+    for kinds, signs, translated, remedy in _TRANSLATIONS:
+        if isinstance(err, kinds) or any(sign in text for sign in signs):
+            return translated, remedy
+    return StoreUnavailable, "nothing was lost: the same call may be repeated"
+
+
+def _portions(commands: Sequence[Command]) -> Iterator[Sequence[Command]]:
+    """Yield the commands in runs of at most PIPELINE_COMMANDS and, single large ones aside, PIPELINE_BYTES."""
+    start = waiting_bytes = 0
+    for number, command in enumerate(commands):
+        command_bytes = sum(len(part) for part in command if isinstance(part, bytes))
+        if number > start and (number - start == PIPELINE_COMMANDS or waiting_bytes + command_bytes > PIPELINE_BYTES):
+            yield commands[start:number]
+            start, waiting_bytes = number, 0
+        waiting_bytes += command_bytes
+    if start < len(commands):
+        yield commands[start:]

@@ -1,0 +1,160 @@
+"""Rows: names and numbers as a partition keeps them. Invariant: equal rows stand for equal names, but for known odds.
+
+table     key                                            value
+chunks    check tag 8, fold of SHA-1 and length 5        number 5
+segments  check tag 8, fold of SHA-1 5                   number 5
+features  mix of namespace, rank and super-feature 5     number 5
+counts    mix of container and ordinal 8, ordinal 4      versions 4
+
+A number stands for (container, ordinal); `nearkin_shared.index.redis.epoch` knows which. Rows are uint8[n, width].
+Partitions are chosen by bits that no uploader can aim: the check tag is keyed. docs/adr/0007-redis-index.md has the
+odds.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin_shared.index.container_entries import feature_keys
+from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Locations
+from nearkin_shared.utils.frozen import frozen
+
+U16 = NDArray[np.uint16]
+
+NUMBER_BYTES = 5
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_UNMIX_1, _UNMIX_2 = pow(_MIX_1, -1, 1 << 64), pow(_MIX_2, -1, 1 << 64)
+
+
+@frozen
+class Table:
+    """How a table is named and how wide its entries are."""
+
+    letter: str
+    key_bytes: int
+    value_bytes: int
+    bucket_entries: int
+
+    @property
+    def width(self) -> int:
+        """Return the bytes of an entry."""
+        return self.key_bytes + self.value_bytes
+
+
+CHUNKS = Table("c", 13, NUMBER_BYTES, 40)
+SEGMENTS = Table("s", 13, NUMBER_BYTES, 40)
+FEATURES = Table("f", 5, NUMBER_BYTES, 64)
+COUNTS = Table("n", 12, 4, 40)
+TABLES = (CHUNKS, SEGMENTS, FEATURES, COUNTS)
+
+
+@frozen
+class Keys:
+    """Keys uint8[n, k] of one table and, for each, 16 bits uint16[n] whose lowest choose the partition."""
+
+    rows: U8
+    partitions: U16
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @staticmethod
+    def join(parts: list[Keys]) -> Keys:
+        """Return all keys of at least one part, in order."""
+        return Keys(np.concatenate([p.rows for p in parts]), np.concatenate([p.partitions for p in parts]))
+
+
+def chunk_keys(names: U8) -> Keys:
+    """Return the keys of uint8[n, 32] chunk names: every bit of a name has a part in its key."""
+    names = np.ascontiguousarray(names).reshape(-1, NAME_BYTES)
+    words = names.view("<u8")  # fingerprint 20 bytes, tag 8, length 4: the tag lies across words
+    tail = words[:, 2]
+    tags = (tail >> np.uint64(32)) | (words[:, 3] << np.uint64(32))
+    lengths = words[:, 3] & np.uint64(0xFFFFFFFF00000000)
+    return _tagged(tags, words[:, 0] ^ words[:, 1] ^ (tail & np.uint64(0xFFFFFFFF)) ^ lengths)
+
+
+def segment_keys(segment_ids: U8) -> Keys:
+    """Return the keys of uint8[s, 20] segment ids."""
+    ids = np.ascontiguousarray(segment_ids).reshape(-1, SEGMENT_ID_BYTES)
+    words = np.ascontiguousarray(ids).view("<u4").astype(np.uint64)
+    tags = words[:, 3] | (words[:, 4] << np.uint64(32))
+    return _tagged(tags, words[:, 0] ^ (words[:, 1] << np.uint64(32)) ^ (words[:, 2] << np.uint64(20)))
+
+
+def _tagged(tags: U64, fold: U64) -> Keys:
+    rows = np.empty((len(tags), 13), np.uint8)
+    rows[:, :8] = _bytes(tags)
+    rows[:, 8:] = _bytes(fold ^ (fold >> np.uint64(40)))[:, :5]
+    return Keys(rows, ((tags >> np.uint64(48)) ^ (fold >> np.uint64(44))).astype(np.uint16))
+
+
+def super_feature_keys(sketch: str, domain: bytes, rank: int, super_features: U64) -> Keys:
+    """Return the keys of uint64[n] super-features: 40 bits of a mix, and those of the partition."""
+    namespace = feature_keys(sketch, domain, np.zeros((1, rank + 1), np.uint64))[rank, :9].tobytes()
+    seed = np.frombuffer(blake2b(namespace, digest_size=8).digest(), "<u8")[0]
+    mixed = _mix(super_features ^ seed)
+    return Keys(_bytes(mixed)[:, :5].copy(), (mixed >> np.uint64(48)).astype(np.uint16))
+
+
+def count_keys(locations: Locations) -> Keys:
+    """Return the keys of segments' locations; `locations_of` undoes it."""
+    mixed = _mix(locations.containers + locations.ordinals.astype(np.uint64) * np.uint64(_GOLDEN))
+    rows = np.empty((len(locations), 12), np.uint8)
+    rows[:, :8] = _bytes(mixed)
+    rows[:, 8:] = locations.ordinals.astype("<u4").view(np.uint8).reshape(-1, 4)
+    return Keys(rows, (mixed >> np.uint64(48)).astype(np.uint16))
+
+
+def locations_of(rows: U8) -> Locations:
+    """Return the locations that uint8[n, 12] keys of counts stand for."""
+    ordinals = np.ascontiguousarray(rows[:, 8:]).view("<u4").ravel().astype(np.uint32)
+    mixed = np.ascontiguousarray(rows[:, :8]).view("<u8").ravel().astype(np.uint64)
+    return Locations(_unmix(mixed) - ordinals.astype(np.uint64) * np.uint64(_GOLDEN), ordinals)
+
+
+def with_numbers(keys: Keys, numbers: U64) -> U8:
+    """Return entries: each key followed by its number, which is below 2^40."""
+    return np.concatenate([keys.rows, _bytes(numbers)[:, :NUMBER_BYTES]], axis=1)
+
+
+def numbers_of(values: bytes) -> U64:
+    """Return uint64[n] of n packed numbers."""
+    wide = np.zeros((len(values) // NUMBER_BYTES, 8), np.uint8)
+    wide[:, :NUMBER_BYTES] = np.frombuffer(values, np.uint8).reshape(-1, NUMBER_BYTES)
+    return wide.view("<u8").ravel()
+
+
+def _bytes(values: U64) -> U8:
+    return np.ascontiguousarray(values).astype("<u8", copy=False).view(np.uint8).reshape(-1, 8)
+
+
+def _mix(values: U64) -> U64:
+    """Return a permutation of 64-bit values in which every bit depends on every one (splitmix64's last steps)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
+    return values ^ (values >> np.uint64(31))
+
+
+def _unmix(values: U64) -> U64:
+    values = _unshift(values, 31) * np.uint64(_UNMIX_2)
+    values = _unshift(values, 27) * np.uint64(_UNMIX_1)
+    return _unshift(values, 30)
+
+
+def _unshift(values: U64, bits: int) -> U64:
+    """Return x for x ^ (x >> bits), with 21 < bits < 64: three turns reach every bit."""
+    values = values ^ (values >> np.uint64(bits))
+    return values ^ (values >> np.uint64(2 * bits)) if 2 * bits < 64 else values
+
+
+def order_by_partition(partitions: U16, count: int) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """Return (order, bounds): rows by partition, their own order kept; rows of p are bounds[p] .. bounds[p + 1]."""
+    chosen = partitions & np.uint16(count - 1)
+    bounds = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(chosen, minlength=count), out=bounds[1:])
+    return np.argsort(chosen, kind="stable"), bounds

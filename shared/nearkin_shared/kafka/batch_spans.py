@@ -1,0 +1,72 @@
+"""Spans over a batch of records. Invariant: each blob's trace goes on below its own message; the batch links to all.
+
+record of blob A ──> span "dedup" of A ──> its context goes on with what the stage sends for A
+record of blob B ──> span "dedup" of B
+                     span "dedup batch", a trace of its own, linked to the contexts of A's and B's records
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nearkin_shared.errors import Permanent
+from nearkin_shared.formats.message import opened
+from nearkin_shared.observability.tracing import Tracing, about, closing
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
+
+    from nearkin_shared.kafka.consumer_loop import Record
+
+
+@contextmanager
+def traced(tracing: Tracing, stage: str, records: Sequence[Record]) -> Iterator[list[Record]]:
+    """Trace the block inside; give the records, each with its blob's span of this stage as its context."""
+    found: dict[tuple[int, bytes], list[tuple[int, SpanContext]]] = {}
+    for number, record in enumerate(records):
+        context = tracing.traced(record.headers.get("traceparent"))
+        if context is not None:
+            found.setdefault((context.trace_id, _blob(record)), []).append((number, context))
+    given = list(records)
+    if not found:
+        yield given
+        return
+    with ExitStack() as stack:
+        links = [context for group in found.values() for _, context in group]
+        batch = tracing.begin_batch(f"{stage} batch", links, _counts(records))
+        stack.enter_context(closing(tracing, batch))
+        for group in found.values():
+            some = [records[number] for number, _ in group]
+            parents = [context for _, context in group]
+            told = _counts(some) | _about(some[0])
+            span = tracing.begin(stage, parents[0], "consumer", [batch.get_span_context(), *parents[1:]], told)
+            stack.enter_context(closing(tracing, span))
+            context_sent = tracing.opened(span)
+            for number, _ in group:
+                given[number] = replace(given[number], headers=given[number].headers | {"traceparent": context_sent})
+        yield given
+
+
+def _blob(record: Record) -> bytes:
+    """Return what tells a record's blob from others: our own messages say it in their id, as `blob/kind/...`."""
+    return record.headers.get("ce_id", b"").partition(b"/")[0]
+
+
+def _counts(records: Sequence[Record]) -> dict[str, str | int]:
+    return {
+        "messaging.system": "kafka",
+        "messaging.destination.name": records[0].topic,
+        "messaging.batch.message_count": len(records),
+        "nearkin.bytes": sum(len(record.value) for record in records),
+    }
+
+
+def _about(record: Record) -> dict[str, str]:
+    try:
+        envelope = opened(record.value, record.named).envelope
+    except Permanent:  # whoever works on it will say so
+        return {}
+    return about(envelope.blob, envelope.tenant)

@@ -1,0 +1,413 @@
+"""Kafka clients. Invariant: what `Outbox.flush` let pass is acknowledged by Kafka, in the order it was sent by key."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka import Message as KafkaMessage
+from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
+from confluent_kafka.cimpl import NewTopic
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.crypto.tls_files import check_certificates
+from nearkin_shared.errors import ConfigError, NearkinError, Permanent, StoreUnavailable
+from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
+from nearkin_shared.kafka.offset_tracker import PartitionOffsets
+
+_log = logging.getLogger("nearkin.kafka")
+
+STAGE_TOPICS = ("frames", "segments", "fresh", "paired", "placed")
+TOPICS = (*STAGE_TOPICS, "committed", "dead", "config", "workers")
+COMPACTED = ("config", "workers")
+COMPACT_SOON = {"segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1", "delete.retention.ms": "3600000"}
+"""An open segment is never compacted, and the default closes it after a week: past PATCHes were read at every start."""
+READABLE_BY_ALL = {"compression.type": "gzip"}
+"""Of `committed`, which programs of others read. gzip is the one codec that every client has built in; kafka-python
+reads lz4, snappy and zstd with further packages alone."""
+OUTBOX_BYTES_MAX = 64 * 1024 * 1024
+FLUSH_SECONDS_MAX = 60.0
+ADMIN_SECONDS_MAX = 30.0
+TOPIC_BYTES_MAX = 1_048_588
+"""Kafka's default limit of a record batch, spelled out in our topics whatever the broker's own default is."""
+
+REPLICAS_FOR_TWO = 3
+"""From so many replicas on two have to acknowledge: one may then be away."""
+_NOT_ALLOWED = frozenset({KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED})
+NOT_NOW = frozenset(
+    {
+        *(KafkaError._TIMED_OUT, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN),
+        *(KafkaError.REQUEST_TIMED_OUT, KafkaError.NOT_CONTROLLER, KafkaError.NETWORK_EXCEPTION),
+    }
+)
+"""What brokers, and the client, say while a controller is away or moves."""
+REPEAT_SECONDS = 10.0
+SAID_MAX = 256
+_said: dict[str, float] = {}
+"""When it was said last, in this process."""
+_said_lock = threading.Lock()
+
+Headers = Mapping[str, bytes]
+OnParts = Callable[[Consumer, list[TopicPartition]], None]
+"""What a consumer calls when partitions come and go."""
+
+
+def topic(settings: Settings, name: str) -> str:
+    """Return the full name of one of TOPICS."""
+    return f"{settings.kafka.topic_prefix}{name}"
+
+
+def group(settings: Settings, service: str) -> str:
+    """Return the consumer group of a service."""
+    return f"{settings.kafka.topic_prefix}{service}"
+
+
+def connection(settings: Settings, client_id: str) -> dict[str, Any]:
+    """Return librdkafka's settings that all clients share. Raises ConfigError for those that it would refuse."""
+    kafka = settings.kafka
+    found: dict[str, Any] = {
+        "bootstrap.servers": kafka.bootstrap_servers,
+        "client.id": client_id,
+        "security.protocol": kafka.security_protocol,
+        "socket.keepalive.enable": True,
+        "reconnect.backoff.max.ms": 2_000,
+        "error_cb": _on_error,
+        "logger": _log,
+    }
+    if kafka.security_protocol.startswith("sasl"):
+        for name in ("sasl_username", "sasl_password"):
+            if not getattr(kafka, name):
+                raise ConfigError(
+                    f'kafka.{name}: not set, and kafka.security_protocol "{kafka.security_protocol}" wants it '
+                    f"(NEARKIN_KAFKA__{name.upper()})"
+                )
+        found |= {
+            "sasl.mechanism": kafka.sasl_mechanism,
+            "sasl.username": kafka.sasl_username,
+            "sasl.password": kafka.sasl_password,
+        }
+    if kafka.ca_file is not None and kafka.security_protocol.endswith("ssl"):
+        check_certificates("kafka.ca_file", kafka.ca_file)
+        found["ssl.ca.location"] = kafka.ca_file
+    return found
+
+
+def _on_error(err: KafkaError) -> None:
+    """Librdkafka reconnects by itself: what it tells here is for people, and the same only once in REPEAT_SECONDS.
+
+    While a broker is away each client tells of each try: 1,200 lines of one janitor in a chaos run of a minute.
+    """
+    said, now = err.str(), time.monotonic()
+    with _said_lock:
+        if now - _said.get(said, -REPEAT_SECONDS) < REPEAT_SECONDS:
+            return
+        if len(_said) >= SAID_MAX:
+            _said.clear()
+        _said[said] = now
+    _log.warning("kafka: %s", said)
+
+
+def retention_ms(settings: Settings) -> str:
+    """Return how long topics keep messages, as Kafka has it."""
+    return str(settings.kafka.retention_hours * 3_600_000)
+
+
+def durability(settings: Settings) -> dict[str, str]:
+    """Return what topics need so that what Kafka acknowledged outlives the loss of one broker.
+
+    With fewer than three replicas no second one is waited for: a single restart would stop all writes.
+    """
+    in_sync = 2 if settings.kafka.replication >= REPLICAS_FOR_TWO else 1
+    return {"min.insync.replicas": str(in_sync), "unclean.leader.election.enable": "false"}
+
+
+def durability_problem(found: Mapping[str, str | None], wanted: Mapping[str, str]) -> str | None:
+    """Return what of a topic's configuration may lose acknowledged messages, None where nothing may."""
+    if found.get("unclean.leader.election.enable") != wanted["unclean.leader.election.enable"]:
+        return "unclean.leader.election.enable is not false: a replica that lacks acknowledged messages may lead"
+    in_sync = found.get("min.insync.replicas") or "1"
+    if int(in_sync) < int(wanted["min.insync.replicas"]):
+        return (
+            f"min.insync.replicas is {in_sync}, want {wanted['min.insync.replicas']}: one broker may hold the only copy"
+        )
+    return None
+
+
+def check_durability(settings: Settings) -> None:
+    """Refuse topics that may lose what was acknowledged (I3). Raises ConfigError, StoreUnavailable.
+
+    Topics that an older version made keep other settings, a codec or no compaction: a warning names them. Without the
+    right to describe configurations nothing is known; a warning says so.
+    """
+    wanted = durability(settings)
+    admin = AdminClient(connection(settings, "nearkin-topics"))
+    names = {topic(settings, name): name for name in TOPICS}
+    try:
+        asked = admin.describe_configs([ConfigResource(ResourceType.TOPIC, name) for name in names])
+        answers = {resource.name: answer.result(ADMIN_SECONDS_MAX) for resource, answer in asked.items()}
+    except KafkaException as err:
+        if err.args[0].code() in _NOT_ALLOWED:
+            _log.warning("topics: not checked for durability, the user may not describe configurations: %s", err)
+            return
+        raise unavailable(settings, err) from err
+    except TimeoutError as err:
+        raise StoreUnavailable(f"kafka: topics not described in {ADMIN_SECONDS_MAX:.0f} s") from err
+    for name, entries in answers.items():
+        held = {one: entry.value for one, entry in entries.items()}
+        problem = durability_problem(held, wanted)
+        if problem is None and names[name] not in COMPACTED and "compact" in held["cleanup.policy"]:
+            problem = f"cleanup.policy is {held['cleanup.policy']}, and compaction removes records that are not done"
+        if problem is not None:
+            raise ConfigError(f"kafka topic {name}: {problem}; run `python -m nearkin_shared.kafka.topics`")
+        differing = [
+            f"{one} is {held.get(one)}, want {value}"
+            for one, value in topic_config(settings, names[name]).items()
+            if held.get(one) != value and not is_stricter(one, held.get(one) or value, value)
+        ]
+        if differing:
+            _log.warning("kafka topic %s: %s; run `python -m nearkin_shared.kafka.topics`", name, "; ".join(differing))
+
+
+def topic_config(settings: Settings, name: str) -> dict[str, str]:
+    """Return the settings that one of TOPICS needs: durability, retention or compaction, codec."""
+    if name in COMPACTED:
+        return {**durability(settings), "cleanup.policy": "compact", **COMPACT_SOON}
+    readable = READABLE_BY_ALL if name == "committed" else {}
+    return {**durability(settings), "cleanup.policy": "delete", "retention.ms": retention_ms(settings), **readable}
+
+
+def is_stricter(setting: str, held: str, wanted: str) -> bool:
+    """Return whether an operator asks for more of a topic than Nearkin does: more replicas, sooner compaction."""
+    match setting:
+        case "min.insync.replicas":
+            return int(held) > int(wanted)
+        case "segment.ms" | "min.cleanable.dirty.ratio":
+            return float(held) < float(wanted)
+    return False
+
+
+def create_topics(settings: Settings) -> list[str]:
+    """Make those of TOPICS that are missing; return their names. Raises StoreUnavailable, Permanent."""
+    return _create(
+        settings,
+        [
+            NewTopic(
+                topic(settings, name),
+                1 if name in COMPACTED else settings.kafka.partitions,
+                replication_factor=settings.kafka.replication,
+                config={"max.message.bytes": str(TOPIC_BYTES_MAX), **topic_config(settings, name)},
+            )
+            for name in TOPICS
+        ],
+    )
+
+
+def create_named(settings: Settings, names: Sequence[str]) -> list[str]:
+    """Make a user's topics that are missing, as the brokers' defaults have it. Raises StoreUnavailable, Permanent."""
+    kafka = settings.kafka
+    return _create(settings, [NewTopic(name, kafka.partitions, replication_factor=kafka.replication) for name in names])
+
+
+def _create(settings: Settings, wanted: Sequence[NewTopic]) -> list[str]:
+    admin = AdminClient(connection(settings, "nearkin-topics"))
+    try:
+        there = admin.list_topics(timeout=ADMIN_SECONDS_MAX).topics
+    except KafkaException as err:
+        raise unavailable(settings, err) from err
+    made = []
+    for new in wanted:
+        if new.topic in there:
+            continue
+        try:
+            admin.create_topics([new])[new.topic].result(ADMIN_SECONDS_MAX)
+            made.append(new.topic)
+        except KafkaException as err:
+            code, said = err.args[0].code(), f"topic {new.topic}: {err.args[0].str()}"
+            if code == KafkaError.INVALID_REPLICATION_FACTOR:
+                raise StoreUnavailable(f"{said} Brokers may be starting yet; else lower kafka.replication") from err
+            if code in NOT_NOW:
+                raise StoreUnavailable(said) from err
+            if code != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise Permanent(said) from err
+        except TimeoutError as err:
+            raise StoreUnavailable(f"topic {new.topic}: kafka has not made it in {ADMIN_SECONDS_MAX:.0f} s") from err
+    return made
+
+
+def producer(settings: Settings, client_id: str) -> Producer:
+    """Return a producer that repeats nothing, loses nothing, and holds a bounded queue."""
+    return Producer(
+        connection(settings, client_id)
+        | {
+            "acks": "all",
+            "enable.idempotence": True,
+            "compression.type": settings.kafka.compression,
+            "linger.ms": 2,
+            "batch.size": 1_000_000,
+            "message.max.bytes": TOPIC_BYTES_MAX,
+            "queue.buffering.max.kbytes": OUTBOX_BYTES_MAX // 1024,
+            "queue.buffering.max.messages": 10_000,
+            "delivery.timeout.ms": 120_000,
+        }
+    )
+
+
+def consumer(settings: Settings, group_id: str, client_id: str, **extra: Any) -> Consumer:
+    """Return a consumer that commits nothing by itself."""
+    found = {
+        "group.id": group_id,
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "auto.offset.reset": "earliest",
+        "partition.assignment.strategy": "cooperative-sticky",
+        "session.timeout.ms": settings.kafka.session_timeout_ms,
+        "heartbeat.interval.ms": settings.kafka.session_timeout_ms // 4,
+        "max.poll.interval.ms": 600_000,
+        # Bounds of what waits in this process: the broker's default of 64 MiB a topic is for larger machines.
+        "queued.max.messages.kbytes": 32 * 1024,
+        "fetch.max.bytes": 16 * 1024 * 1024,
+        "fetch.wait.max.ms": 100,
+        "topic.metadata.refresh.interval.ms": 30_000,
+        "allow.auto.create.topics": False,
+    }
+    return Consumer(connection(settings, client_id) | found | extra)
+
+
+def unavailable(settings: Settings, err: KafkaException) -> StoreUnavailable:
+    """Return the error for a Kafka that does not answer."""
+    reason = err.args[0].str() if err.args and isinstance(err.args[0], KafkaError) else str(err)
+    return StoreUnavailable(f"kafka {settings.kafka.bootstrap_servers}: {reason}")
+
+
+def on_parts(settings: Settings, told: OnParts) -> OnParts:
+    """Return what a consumer may call when partitions come and go.
+
+    An error of the client in such a call that nobody takes hold of comes out of `poll` as a bare KafkaError, which is
+    no exception: no `except` but a bare one sees it. Here it becomes StoreUnavailable.
+    """
+
+    def call(client: Consumer, parts: list[TopicPartition]) -> None:
+        try:
+            told(client, parts)
+        except KafkaException as err:
+            raise unavailable(settings, err) from err
+
+    return call
+
+
+def as_bytes(value: str | bytes | None) -> bytes | None:
+    """Return a key, value or header of a message as bytes; the client's types allow text too."""
+    return value.encode() if isinstance(value, str) else value
+
+
+def undelivered(problem: KafkaError, full: str, value_bytes: int) -> NearkinError:
+    """Return the error for a message that did not reach a topic: Permanent where it is larger than that takes."""
+    if problem.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+        return Permanent(
+            f"kafka topic {full}: a message of {value_bytes} bytes was refused as too large: want max.message.bytes "
+            f"{TOPIC_BYTES_MAX} or more (kafka-configs --alter --topic {full} --add-config "
+            f"max.message.bytes={TOPIC_BYTES_MAX}), and the brokers' message.max.bytes no lower; then start again what "
+            "has ended: it goes on from Kafka's offsets"
+        )
+    return StoreUnavailable(f"kafka topic {full}: a message was not delivered: {problem.str()}")
+
+
+def is_final(problem: KafkaError) -> bool:
+    """Return whether the client that told this is of no use any more: only a new one goes on.
+
+    What arrives as a message's error carries the code of a fatal error, but not its flag.
+    """
+    return problem.fatal() or problem.code() in (KafkaError._FATAL, KafkaError.FENCED_INSTANCE_ID)
+
+
+def signed_headers(
+    authenticator: EnvelopeAuthenticator | None, full: str, key: bytes, value: bytes, headers: Headers
+) -> list[tuple[str, bytes | None]]:
+    """Return the headers of a message, with its MAC where there is an authenticator."""
+    found: list[tuple[str, bytes | None]] = [(name, text) for name, text in headers.items() if name != MAC_HEADER]
+    if authenticator is not None:
+        found.append((MAC_HEADER, authenticator.mac_of(full, key, value)))
+    return found
+
+
+class Outbox:
+    """Messages on their way to Kafka. Not to be shared between threads."""
+
+    authenticator: EnvelopeAuthenticator | None = None
+
+    def __init__(self, settings: Settings, client_id: str, authenticator: EnvelopeAuthenticator | None) -> None:
+        """`authenticator` signs what `send` takes; None: for a process that sends only to topics of others."""
+        self._settings = settings
+        self.authenticator = authenticator
+        self._producer = producer(settings, client_id)
+        self._failure: NearkinError | None = None
+        self._unanswered = PartitionOffsets()
+        self.sent_messages = 0
+        self.sent_bytes = 0
+
+    @property
+    def acknowledged_messages(self) -> int:
+        """Return how many of the messages sent are acknowledged, counted up to the first that is not."""
+        return self._unanswered.committable or 0
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
+        """Sign and queue a message for one of TOPICS; waits while the queue is full.
+
+        Raises StoreUnavailable, Permanent.
+        """
+        full = topic(self._settings, name)
+        self.send_to(full, key, value, signed_headers(self.authenticator, full, key, value, headers))
+
+    def send_to(
+        self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
+    ) -> None:
+        """Queue a message for any topic. Raises as `send` does, also for one that was queued before."""
+        deadline = time.monotonic() + FLUSH_SECONDS_MAX
+        while True:
+            self._check()
+            try:
+                told = partial(self._delivered, self.sent_messages)
+                self._producer.produce(full, value, key, headers=list(headers), on_delivery=told)
+            except BufferError as err:
+                if time.monotonic() > deadline:
+                    raise StoreUnavailable(f"kafka: {full}: no room to send for {FLUSH_SECONDS_MAX:.0f} s") from err
+                self._producer.poll(0.1)
+                continue
+            except KafkaException as err:
+                raise undelivered(err.args[0], full, len(value or b"")) from err
+            self._unanswered.taken(self.sent_messages)
+            self.sent_messages += 1
+            self.sent_bytes += len(value or b"")
+            return
+
+    def settle(self) -> None:
+        """Learn what was acknowledged, without waiting. Raises StoreUnavailable, Permanent for what never will be."""
+        self._producer.poll(0)
+        self._check()
+
+    def flush(self) -> None:
+        """Wait until all that was sent is acknowledged. Raises StoreUnavailable, Permanent (one is too large)."""
+        left = self._producer.flush(FLUSH_SECONDS_MAX)
+        self._check()
+        if left:
+            raise StoreUnavailable(f"kafka: {left} messages not acknowledged in {FLUSH_SECONDS_MAX:.0f} s")
+
+    def close(self) -> None:
+        """Drop what is queued: whoever needed it has not committed its offset."""
+        self._producer.purge(in_queue=True, in_flight=True)
+        self._producer.flush(1.0)
+
+    def _delivered(self, number: int, err: KafkaError | None, message: KafkaMessage) -> None:
+        if err is None:
+            self._unanswered.done(number)
+        elif self._failure is None:
+            self._failure = undelivered(err, message.topic() or "", len(message))
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -1,0 +1,112 @@
+"""Dead letters. Invariant: a record that cannot be processed is kept, with where and why, and stalls nobody.
+
+It is kept whole if that fits a message; of one that does not, what is left out is told: it lies where it came from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import Corrupt
+from nearkin_shared.kafka.clients import TOPIC_BYTES_MAX, topic
+from nearkin_shared.observability import metrics
+
+_log = logging.getLogger("nearkin.dead")
+
+TOPIC_HEADER = "__connect.errors.topic"
+PARTITION_HEADER = "__connect.errors.partition"
+OFFSET_HEADER = "__connect.errors.offset"
+STAGE_HEADER = "__connect.errors.stage"
+CLASS_HEADER = "__connect.errors.exception.class.name"
+MESSAGE_HEADER = "__connect.errors.exception.message"
+OMITTED_VALUE_HEADER = "__nearkin.errors.omitted.value.bytes"
+OMITTED_KEY_HEADER = "__nearkin.errors.omitted.key.bytes"
+OMITTED_HEADERS_HEADER = "__nearkin.errors.omitted.headers"
+CONNECT_HEADERS = (TOPIC_HEADER, PARTITION_HEADER, OFFSET_HEADER, STAGE_HEADER, CLASS_HEADER, MESSAGE_HEADER)
+"""As Kafka Connect names them, so that its users' tools read them."""
+OUR_HEADERS = frozenset({*CONNECT_HEADERS, OMITTED_VALUE_HEADER, OMITTED_KEY_HEADER, OMITTED_HEADERS_HEADER})
+MESSAGE_CHARACTERS_MAX = 1000
+HEADERS_BYTES_MAX = 12 * 1024
+"""What a record's own headers may take in its dead letter."""
+LETTER_BYTES_MAX = TOPIC_BYTES_MAX - 4 * 1024
+"""What a letter may take so that the broker takes it, whatever a batch adds."""
+KEY_BYTES_KEPT = 64 * 1024
+HEADER_BYTES = 10
+"""What a header takes besides its name and value."""
+
+
+class Sender(Protocol):
+    """What dead letters need of an outbox."""
+
+    def send_to(
+        self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
+    ) -> None:
+        """Queue a message for any topic."""
+
+
+class Rejected(Protocol):
+    """What dead letters need of a record."""
+
+    @property
+    def topic(self) -> str:
+        """Where it came from."""
+
+    @property
+    def partition(self) -> int:
+        """Where it came from."""
+
+    @property
+    def offset(self) -> int:
+        """Where it came from."""
+
+    @property
+    def key(self) -> bytes | None:
+        """Kept as it is."""
+
+    @property
+    def value(self) -> bytes | None:
+        """Kept as it is."""
+
+    @property
+    def all_headers(self) -> tuple[tuple[str, bytes | None], ...]:
+        """Kept up to HEADERS_BYTES_MAX."""
+
+
+def send_dead_letter(settings: Settings, outbox: Sender, record: Rejected, stage: str, err: BaseException) -> None:
+    """Queue the dead letter of a record that `stage` could not process."""
+    _log.error("%s[%d] offset %d: dead letter: %s", record.topic, record.partition, record.offset, err)
+    metrics.DEAD_LETTERS.labels(stage).inc()
+    if isinstance(err, Corrupt):
+        metrics.CORRUPT.labels(stage).inc()
+    own: list[tuple[str, bytes | None]] = []
+    used = omitted = 0
+    for name, text in record.all_headers:
+        if name not in OUR_HEADERS:
+            used += len(name.encode()) + len(text or b"") + HEADER_BYTES
+            if used <= HEADERS_BYTES_MAX:
+                own.append((name, text))
+            else:
+                omitted += 1
+    headers: list[tuple[str, bytes | None]] = [
+        *own,
+        (TOPIC_HEADER, record.topic.encode()),
+        (PARTITION_HEADER, str(record.partition).encode()),
+        (OFFSET_HEADER, str(record.offset).encode()),
+        (STAGE_HEADER, stage.encode()),
+        (CLASS_HEADER, f"{type(err).__module__}.{type(err).__qualname__}".encode()),
+        (MESSAGE_HEADER, str(err)[:MESSAGE_CHARACTERS_MAX].encode(errors="replace")),
+    ]
+    if omitted:
+        headers.append((OMITTED_HEADERS_HEADER, str(omitted).encode()))
+    key, value = record.key, record.value
+    if key is not None and len(key) > KEY_BYTES_KEPT:
+        headers.append((OMITTED_KEY_HEADER, str(len(key)).encode()))
+        key = None
+    headers_bytes = sum(len(name.encode()) + len(text or b"") + HEADER_BYTES for name, text in headers)
+    if value is not None and len(value) + len(key or b"") + headers_bytes > LETTER_BYTES_MAX:
+        headers.append((OMITTED_VALUE_HEADER, str(len(value)).encode()))
+        value = None
+    outbox.send_to(topic(settings, "dead"), key, value, headers)

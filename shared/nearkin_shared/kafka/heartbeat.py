@@ -1,0 +1,58 @@
+"""What a worker tells of itself. Invariant: telling fails quietly; the work goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from datetime import UTC, datetime
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NearkinError
+from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.live_config import HotSettings
+from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
+
+_log = logging.getLogger("nearkin.worker")
+
+REPORT_SECONDS = 5.0
+STATES = ("running", "paused", "stopped")
+
+
+def word(service: str, worker: str, revision: str, started: str, state: str) -> dict[str, str]:
+    """Return what a worker says now; `state` is one of STATES."""
+    return {
+        "worker": f"{service}/{worker}",
+        "service": service,
+        "revision": revision,
+        "started": started,
+        "seen": datetime.now(UTC).isoformat(timespec="seconds"),
+        "state": state,
+    }
+
+
+def report(
+    settings: Settings,
+    hot: HotSettings,
+    authenticator: EnvelopeAuthenticator,
+    service: str,
+    worker: str,
+    stop: threading.Event,
+) -> None:
+    """Tell, now and then until `stop`, what this worker runs: gateways list it."""
+    outbox = Outbox(settings, f"{service}-{worker}-report", authenticator)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    name = f"{service}/{worker}"
+    while True:
+        state = "stopped" if stop.is_set() else "paused" if hot.settings.service.paused else "running"
+        told = word(service, worker, hot.revision, started, state)
+        try:
+            outbox.send("workers", name.encode(), json.dumps(told).encode(), {})
+            outbox.flush()
+        except NearkinError as err:
+            _log.warning("report: %s", err)
+            outbox.close()
+            outbox = Outbox(settings, f"{service}-{worker}-report", authenticator)
+        if stop.wait(REPORT_SECONDS) and told["state"] == "stopped":
+            outbox.close()
+            return

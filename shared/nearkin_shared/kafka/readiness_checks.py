@@ -1,0 +1,93 @@
+"""Whether what a worker needs answers. Invariant: a check is quick and has connections of its own.
+
+The work itself waits for a dependency up to a minute and retries; a probe that did the same would say nothing in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import Retryable, StoreUnavailable
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.kafka.clients import connection, topic, unavailable
+from nearkin_shared.objectstore.factory import open_objects
+from nearkin_shared.observability.readiness import Check
+from nearkin_shared.storage import descriptor
+
+CHECK_SECONDS = 3
+
+Made = TypeVar("Made")
+
+
+class _Kept(Generic[Made]):
+    """A client, made at the first check and kept."""
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self._make = make
+        self._made: Made | None = None
+
+    def __call__(self) -> Made:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+def _with_short_timeouts(settings: Settings) -> Settings:
+    """Return the settings of clients that give up within CHECK_SECONDS."""
+    return replace(
+        settings,
+        redis=replace(settings.redis, timeout_seconds=min(CHECK_SECONDS, settings.redis.timeout_seconds), retries=0),
+        object_store=replace(
+            settings.object_store,
+            connect_timeout_seconds=CHECK_SECONDS,
+            request_timeout_seconds=CHECK_SECONDS,
+            retries=0,
+        ),
+    )
+
+
+def redis_memory_check(settings: Settings) -> Check:
+    """Return a check that fails if Redis may evict entries or is full, but not if Redis is away.
+
+    A gateway accepts uploads while Redis is away: they wait in Kafka.
+    """
+    redis = _Kept(lambda: RedisIndex(_with_short_timeouts(settings).redis, b""))
+
+    def has_no_memory_fault() -> None:
+        try:
+            fault = redis().server.find_memory_fault()
+        except Retryable:
+            return
+        if fault is not None:
+            raise StoreUnavailable(fault)
+
+    return has_no_memory_fault
+
+
+def checks_of(settings: Settings) -> dict[str, Check]:
+    """Return what tells whether Kafka, Redis and the object store answer, each within some seconds."""
+    quick = _with_short_timeouts(settings)
+    admin = _Kept(lambda: AdminClient(connection(settings, "nearkin-check")))
+    redis = _Kept(lambda: RedisIndex(quick.redis, b""))
+    objects = _Kept(lambda: open_objects(quick))
+
+    def kafka_answers() -> None:
+        try:
+            admin().list_topics(topic(settings, "config"), timeout=float(CHECK_SECONDS))
+        except KafkaException as err:
+            raise unavailable(settings, err) from err
+
+    def redis_answers() -> None:
+        redis().check()
+        redis().server.check_memory()
+
+    def objects_answer() -> None:
+        objects().size_bytes(descriptor.NAME)
+
+    return {"kafka": kafka_answers, "redis": redis_answers, "object store": objects_answer}

@@ -1,0 +1,80 @@
+"""Members that come back. Invariant: whoever died, and when, each partition of a group has an owner soon after.
+
+A group hands partitions over in two rounds (cooperative): in the first their owner gives them away, in the second they
+are given to another, and it is the owner who asks for the second. One that dies between the two and is back before its
+session is over (static membership, KIP-345) is told what the first round has left it: it has nothing to give away, asks
+for nothing, and what nobody has stays so, for as long as nobody else comes or goes. So each that begins asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from confluent_kafka import Consumer, KafkaException, TopicPartition
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NearkinError
+from nearkin_shared.kafka.clients import consumer, on_parts, topic
+
+_log = logging.getLogger("nearkin.worker")
+POLL_SECONDS = 0.2
+AGAIN_SECONDS = 5.0
+JOIN_SECONDS = 60.0
+"""A round waits for members that are in the midst of a step."""
+END_SECONDS = 10.0
+
+
+class SecondRound:
+    """Has a group divide its partitions once more, on a thread of its own, at the first `begin`.
+
+    Another member comes and goes; it wants none of the partitions, so none changes its owner for that.
+    """
+
+    def __init__(self, settings: Settings, group_id: str) -> None:
+        self._settings = settings
+        self._group = group_id
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nearkin-second-round", daemon=True)
+        self._begun = False
+
+    def begin(self) -> None:
+        """Ask for it; once is enough."""
+        if not self._begun:
+            self._begun = True
+            self._thread.start()
+
+    def end(self) -> None:
+        """Wait for it no longer."""
+        self._over.set()
+        if self._begun:
+            self._thread.join(END_SECONDS)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                if self._came_and_went():
+                    return
+                _log.warning("group %s: did not divide its partitions in %.0f s; again", self._group, JOIN_SECONDS)
+            except (KafkaException, NearkinError) as err:
+                _log.warning("group %s: was not asked to divide its partitions; again: %s", self._group, err)
+            self._over.wait(AGAIN_SECONDS)
+
+    def _came_and_went(self) -> bool:
+        """Return whether a round took place with another member."""
+        divided = threading.Event()
+
+        def told(client: Consumer, parts: list[TopicPartition]) -> None:
+            client.incremental_assign(parts)
+            divided.set()
+
+        member = consumer(self._settings, self._group, "nearkin-second-round")
+        try:
+            member.subscribe([topic(self._settings, "config")], on_assign=on_parts(self._settings, told))
+            for _ in range(round(JOIN_SECONDS / POLL_SECONDS)):
+                if divided.is_set() or self._over.is_set():
+                    break
+                member.poll(POLL_SECONDS)
+        finally:
+            member.close()
+        return divided.is_set() or self._over.is_set()

@@ -1,0 +1,206 @@
+"""Handling one record. Invariant: it ends done, or is repeated after a restart, or is put aside and fails its blob."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import Corrupt, NearkinError, NotAuthentic, Permanent, Retryable
+from nearkin_shared.formats.message import End, Envelope, Kind, Message, Opened, Paired, decode, encode, opened, read
+from nearkin_shared.formats.message_batches import read_paired
+from nearkin_shared.kafka.clients import Headers, Outbox
+from nearkin_shared.kafka.consumer_loop import Record, patiently
+from nearkin_shared.kafka.dead_letters import send_dead_letter
+from nearkin_shared.kafka.message_authentication import MAC_HEADER
+from nearkin_shared.observability import metrics, tracing
+from nearkin_shared.observability.log_setup import about
+
+_log = logging.getLogger("nearkin.worker")
+
+SURPRISES_MAX = 3
+"""How often a record is tried that raises what nobody foresaw, before it is put aside."""
+TENANTS_MAX = 256
+"""Tenants whose stages a worker keeps: each holds an open container of a few MiB at most."""
+
+Made = TypeVar("Made")
+Key = TypeVar("Key")
+
+
+class BoundedCache(Generic[Key, Made]):
+    """What is made once by key and kept while it is among the latest used."""
+
+    def __init__(
+        self, make: Callable[[Key], Made], entries_max: int, check: Callable[[Key], None] = lambda _: None
+    ) -> None:
+        """`check` raises where a key is not to be used any more; it is asked every time."""
+        self._make = make
+        self._check = check
+        self._entries: OrderedDict[Key, Made] = OrderedDict()
+        self._entries_max = entries_max
+
+    def __getitem__(self, key: Key) -> Made:
+        self._check(key)
+        if key not in self._entries:
+            self._entries[key] = self._make(key)
+            if len(self._entries) > self._entries_max:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._entries.clear()
+
+
+def headers_of(stage: str, kind: str, envelope: Envelope, traceparent: bytes | None) -> dict[str, bytes]:
+    """Return CloudEvents attributes in binary mode, and the W3C trace context where there is one."""
+    found = {
+        "ce_specversion": b"1.0",
+        "ce_type": f"io.nearkin.{kind}.v1".encode(),
+        "ce_source": f"/nearkin/{stage}".encode(),
+        "ce_id": f"{envelope.blob.hex()}/{kind}/{envelope.sequence}/{envelope.position}".encode(),
+    }
+    return found if traceparent is None else found | {"traceparent": traceparent}
+
+
+def trace_of(record: Record) -> bytes | None:
+    """Return a record's trace context."""
+    return record.headers.get("traceparent")
+
+
+class RecordGuard:
+    """Carries out the work on one record, whatever it holds and whatever that raises."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        stage: str,
+        outbox: Outbox,
+        next_topic: str | None,
+        next_key: Callable[[Envelope], bytes] = lambda envelope: envelope.blob,
+    ) -> None:
+        """`next_topic` None: the last stage, who tells failures itself. `next_key`: what that topic is keyed by."""
+        self._settings = settings
+        self._stage = stage
+        self._outbox = outbox
+        self._next_topic = next_topic
+        self._next_key = next_key
+        for counter in (metrics.DEAD_LETTERS, metrics.CORRUPT, metrics.UNAUTHENTICATED):
+            counter.labels(stage)  # there from the start, so that the first one is seen as a change
+
+    def decoded(self, record: Record) -> Message | None:
+        """Return the record's message, or None after putting it aside."""
+        try:
+            self._authenticate(record)
+        except NotAuthentic as err:
+            send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+            return None
+        return self._decoded(record)
+
+    def _authenticate(self, record: Record) -> None:
+        """Refuse a record that no process of this store has sent. Raises NotAuthentic."""
+        authenticator = self._outbox.authenticator
+        if authenticator is not None:
+            mac = record.headers.get(MAC_HEADER)
+            authenticator.check(self._stage, record.topic, record.key, record.value, mac)
+
+    def _decoded(self, record: Record) -> Message | None:
+        try:
+            return decode(record.value, record.named)
+        except Permanent as err:
+            send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+            return None
+
+    def opened(self, record: Record) -> Opened | None:
+        """Return the record's message, its columns unread unless it is an end; None after putting it aside."""
+        try:
+            self._authenticate(record)
+            found = opened(record.value, record.named)
+            if found.kind is Kind.END:
+                read(found)
+        except Permanent as err:
+            send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+            return None
+        return found
+
+    def decoded_many(self, records: Sequence[Record]) -> list[Message | None]:
+        """Return what `decoded` would of each; pairs are read together, and alone where any of them is damaged."""
+        found = [self.opened(record) for record in records]
+        pairs = [message for message in found if message is not None and message.kind is Kind.PAIRED]
+        try:
+            batches = iter(read_paired(pairs) if pairs else ())
+        except Corrupt as err:
+            _log.debug("%d messages from %s", len(pairs), pairs[0].what, exc_info=err)
+            return [
+                self._decoded(record) if message is not None else None
+                for record, message in zip(records, found, strict=True)
+            ]
+        return [
+            None
+            if message is None
+            else Paired(message.envelope, next(batches))
+            if message.kind is Kind.PAIRED
+            else self._decoded(record)
+            for record, message in zip(records, found, strict=True)
+        ]
+
+    def belongs(self, record: Record, envelope: Envelope, blob: Envelope) -> bool:
+        """Return whether a message is of the blob that has its id; False after putting it aside (I9)."""
+        if (envelope.tenant, envelope.key) == (blob.tenant, blob.key):
+            return True
+        problem = Corrupt(
+            f"{record.named}: is of key {envelope.key!r:.80} of tenant {envelope.tenant!r:.80}, "
+            f"and blob {blob.blob.hex()} of another one"
+        )
+        send_dead_letter(self._settings, self._outbox, record, self._stage, problem)
+        return False
+
+    def carry_out(self, record: Record, envelope: Envelope, work: Callable[[], None]) -> bool:
+        """Do `work`; return False after putting the record aside. Raises Retryable when a dependency stays away."""
+        with about(envelope.blob, envelope.tenant, trace_of(record)):
+            try:
+                self._tried(work)
+            except Retryable:
+                raise
+            except Exception as err:
+                _log.debug("%s", record.named, exc_info=err)
+                tracing.failed(trace_of(record), err)
+                send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+                self.fail(envelope, f"{self._stage}: {err}", trace_of(record))
+                return False
+            return True
+
+    @staticmethod
+    def _tried(work: Callable[[], None]) -> None:
+        """Do `work` up to SURPRISES_MAX times where it raises what nobody foresaw; the first try is plain, as above."""
+        try:
+            return patiently(work)
+        except NearkinError:
+            raise
+        except Exception:
+            surprises = Retrying(
+                retry=retry_if_exception(lambda err: not isinstance(err, NearkinError)),
+                wait=wait_random_exponential(multiplier=0.05, max=1.0),
+                stop=stop_after_attempt(SURPRISES_MAX - 1),
+                reraise=True,
+            )
+        surprises(patiently, work)
+        return None
+
+    def fail(self, envelope: Envelope, failure: str, traceparent: bytes | None) -> None:
+        """End a blob as failed: the committer tells everyone."""
+        if self._next_topic is None:
+            return
+        end = End(envelope, began_us=0, origin=envelope.blob, failure=failure[:500])
+        headers = headers_of(self._stage, "end", envelope, traceparent)
+        self._outbox.send(self._next_topic, self._next_key(envelope), encode(end), headers)
+
+    def pass_on(self, record: Record, headers: Headers) -> None:
+        """Send a record on as it is."""
+        assert self._next_topic is not None
+        self._outbox.send(self._next_topic, record.key or b"", record.value, headers)

@@ -1,0 +1,141 @@
+"""Stages without state. Invariant: what a message says leaves once, in its blob's order.
+
+    open all -> read as one -> one question to the index for all -> decide -> what is one blob's as one -> send
+
+A message that fails takes no other with it: when the joint work fails, each is worked on alone, and the one that
+fails again is put aside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import Retryable
+from nearkin_shared.formats.message import Envelope, Kind, Opened
+from nearkin_shared.kafka.ack_tracker import Awaiting
+from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
+from nearkin_shared.kafka.record_guard import RecordGuard, headers_of, trace_of
+from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.frozen import frozen
+
+_log = logging.getLogger("nearkin.worker")
+
+
+@frozen
+class Told:
+    """A message for the next stage; `encoded` is asked when it is sent, so that few lie in memory at once."""
+
+    kind: str
+    envelope: Envelope
+    encoded: Callable[[], bytes]
+
+
+Work = Callable[[str, Sequence[Opened]], Sequence[Told | None]]
+"""(tenant, messages) -> what each becomes; None: a later one of the same blob says it too.
+
+Raises Corrupt or TypeError where any of them is damaged or does not belong here.
+"""
+
+_ALONE = object()
+
+
+class RelayHandler:
+    """Carries messages through a stage."""
+
+    def __init__(self, settings: Settings, stage: str, next_topic: str, work: Work, outbox: Outbox) -> None:
+        self._settings = settings
+        self._stage = stage
+        self._next_topic = next_topic
+        self._work = work
+        self._outbox = outbox
+        self._guard = RecordGuard(settings, stage, outbox, next_topic)
+        self._awaiting = Awaiting(outbox)
+
+    def assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
+        self._awaiting.forget(partition)
+
+    def handle(self, records: list[Record]) -> None:
+        """Work on what came, and send the results on."""
+        taken: list[tuple[Record, Opened]] = []
+        ended: set[bytes] = set()
+        for record in records:
+            message = self._guard.opened(record)
+            if message is None:
+                continue
+            blob = message.envelope.blob
+            if blob in ended:  # sent again: it shall not meet what came before the end
+                self._carry(taken)
+                taken, ended = [], set()
+            if message.kind is Kind.END:
+                ended.add(blob)
+            taken.append((record, message))
+        self._carry(taken)
+        self._awaiting.batch({record.partition: (record.offset + 1, "") for record in records})
+
+    def idle(self) -> float:  # noqa: D102
+        self._awaiting.settle()
+        return IDLE_SECONDS
+
+    def drain(self, partition: int) -> None:
+        """Wait until Kafka has all results."""
+        self._awaiting.drain()
+
+    def dropped(self, partition: int) -> None:  # noqa: D102
+        self._awaiting.forget(partition)
+
+    def committable(self) -> Iterable[tuple[int, int, str]]:
+        """Yield what lies behind the last batch whose results Kafka has."""
+        return self._awaiting.committable()
+
+    def close(self) -> None:  # noqa: D102
+        self._outbox.close()
+
+    def _carry(self, taken: Sequence[tuple[Record, Opened]]) -> None:
+        """Work on messages and send what they become, each where the last one it is made of stands."""
+        results = self._together([message for _, message in taken])
+        for (record, message), result in zip(taken, results, strict=True):
+            if message.kind is Kind.END:
+                self._guard.carry_out(record, message.envelope, lambda: self._pass_on(record, message))  # noqa: B023
+            elif isinstance(result, Told):
+                self._guard.carry_out(record, message.envelope, lambda: self._send(record, result))  # noqa: B023
+            elif result is _ALONE:
+                self._guard.carry_out(record, message.envelope, lambda: self._alone(record, message))  # noqa: B023
+
+    def _together(self, messages: Sequence[Opened]) -> list[object]:
+        """Return what each message becomes: Told, None, or _ALONE where it must be worked on by itself."""
+        results: list[object] = [_ALONE] * len(messages)
+        by_tenant: dict[str, dict[bytes, list[int]]] = {}
+        for number, message in enumerate(messages):
+            if message.kind is not Kind.END:
+                envelope = message.envelope
+                by_tenant.setdefault(envelope.tenant, {}).setdefault(envelope.blob, []).append(number)
+        for tenant, by_blob in by_tenant.items():
+            numbers = [number for some in by_blob.values() for number in some]
+            chosen = [messages[number] for number in numbers]
+            try:
+                found = patiently(lambda: self._work(tenant, chosen))  # noqa: B023
+            except Retryable:
+                raise
+            except Exception as err:
+                # One of them is not what it seems, and will be found alone.
+                _log.debug("%s: %d messages of tenant %r", self._stage, len(chosen), tenant, exc_info=err)
+                continue
+            for number, result in zip(numbers, found, strict=True):
+                results[number] = result
+        return results
+
+    def _alone(self, record: Record, message: Opened) -> None:
+        for result in self._work(message.envelope.tenant, [message]):
+            if result is not None:
+                self._send(record, result)
+
+    def _pass_on(self, record: Record, end: Opened) -> None:
+        self._guard.pass_on(record, headers_of(self._stage, "end", end.envelope, trace_of(record)))
+
+    def _send(self, record: Record, told: Told) -> None:
+        headers = headers_of(self._stage, told.kind, told.envelope, trace_of(record))
+        self._outbox.send(self._next_topic, told.envelope.blob, told.encoded(), headers)
+        failpoint("relay.sent")

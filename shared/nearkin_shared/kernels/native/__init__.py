@@ -1,0 +1,1 @@
+"""Compiled kernels (Cython and C)."""

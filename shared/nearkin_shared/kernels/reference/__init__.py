@@ -1,0 +1,1 @@
+"""Plain-Python definitions of the kernels."""

@@ -1,0 +1,15 @@
+"""xdelta3. Invariant: `decode_many` undoes `encode_many`, and reads what the `xdelta3 -S none` command wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nearkin_shared.kernels.reference.xdelta3_reference import DELTA_BYTES_MAX, PAIR_BYTES_MAX
+from nearkin_shared.kernels.selection import USE_CYTHON
+
+if TYPE_CHECKING or USE_CYTHON:
+    from nearkin_shared.kernels.native._xdelta3 import decode_many, encode_many
+else:
+    from nearkin_shared.kernels.reference.xdelta3_reference import decode_many, encode_many
+
+__all__ = ["DELTA_BYTES_MAX", "PAIR_BYTES_MAX", "decode_many", "encode_many"]

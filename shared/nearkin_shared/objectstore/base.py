@@ -1,0 +1,501 @@
+"""Object stores. Invariant: an object appears whole and durable, or not at all, and is never overwritten.
+
+`put_new` returns only when the bytes would survive a power cut; a second `put_new` of a name raises AlreadyExists.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from nearkin_shared.errors import Corrupt, NoRoom, NotFound, Permanent, StoreUnavailable
+from nearkin_shared.limits import KIB, MANIFEST_BYTES_MAX, MIB, OBJECT_BYTES_MAX
+from nearkin_shared.objectstore.file_publishing import NO_FOLDER_SYNC, NO_LINKS, is_same_file, rename_new
+from nearkin_shared.utils.buffers import SMALLEST_BYTES, Buffers
+from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.mounts import network_type
+from nearkin_shared.utils.private_files import FILE_MODE, FOLDER_MODE, check_linked_folder, check_no_link
+
+if TYPE_CHECKING:
+    from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects
+
+Payload = bytes | memoryview
+PARTS_WRITTEN_MAX = 1024
+"""Of parts in one call: Linux takes no more."""
+DROPPED_BYTES_MIN = 256 * KIB
+"""Smaller objects stay in the page cache: they are read again and again, and take no room to speak of."""
+
+
+class AlreadyExists(Permanent):
+    """An object of this name is there; nothing was written."""
+
+
+class ObjectStore(Protocol):
+    """A flat space of immutable objects named by `/`-separated ASCII paths."""
+
+    @property
+    def far(self) -> bool:
+        """Return whether a read takes so long that others should be on their way meanwhile."""
+
+    def put_new(self, name: str, *parts: Payload) -> None:
+        """Write an object, its parts one behind the other, durably.
+
+        Raises AlreadyExists, or StoreUnavailable: it is there whole, or not at all.
+        """
+
+    def get(self, name: str) -> bytes:
+        """Return a whole object. Raises NotFound, StoreUnavailable, or Corrupt for one that is too large to be one."""
+
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
+        """Return the byte ranges [start, end) in order. Raises NotFound or StoreUnavailable.
+
+        Short ones that join may share memory, TOGETHER_BYTES_MAX of it: who keeps one for long copies it.
+        """
+
+    def size_bytes(self, name: str) -> int:
+        """Return an object's size. Raises NotFound or StoreUnavailable."""
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield (name, size in bytes) below `prefix`, in no order. An error is raised, never taken for "empty"."""
+
+    def delete(self, name: str) -> None:
+        """Remove an object, durably; one that is not there is fine."""
+
+
+@runtime_checkable
+class SupportsReplace(Protocol):
+    """An object store that replaces damaged bytes by the object's own, and an erasure record by one due earlier."""
+
+    def replace(self, name: str, data: Payload) -> None:
+        """Make `data` the object, durably, whatever is there: a reader sees the one or the other, never half of it.
+
+        Raises StoreUnavailable: the one or the other is there.
+        """
+
+
+@runtime_checkable
+class SupportsStamps(Protocol):
+    """An object store that tells whether an object of other programs was replaced."""
+
+    def stamp(self, name: str) -> tuple[int, str | None]:
+        """Return an object's size, and what changes with its bytes. Raises NotFound or StoreUnavailable."""
+
+
+@runtime_checkable
+class SupportsErasure(Protocol):
+    """An object store in which a tenant can be erased: what is left of it can never be read again."""
+
+    def check_tenant(self, tenant: str) -> None:
+        """Raise Erased where a tenant was. Raises StoreUnavailable."""
+
+
+@runtime_checkable
+class SupportsSalvage(Protocol):
+    """An object store whose objects may be readable in part."""
+
+    def salvaged(self, name: str) -> bytes | None:
+        """Return an object with zeros in the place of what cannot be read, None where nothing can."""
+
+
+def check_tenant(objects: ObjectStore, tenant: str) -> None:
+    """Raise Erased where a tenant was, in a store where that can be."""
+    if isinstance(objects, SupportsErasure):
+        objects.check_tenant(tenant)
+
+
+FOLDER_LOCKS = 64
+TOGETHER_BYTES_MAX = 256 * KIB
+"""Of ranges that are read together: all of them stay in memory for as long as one does."""
+SPARE_BYTES_MAX = 8 * MIB
+"""Memory that ranges were read into, kept for the next ones."""
+SWEPT_TRIES_MAX = 8
+"""Each but the first means that another process has begun to write since: some 60 ms."""
+
+
+class LocalObjects:
+    """A folder. Writing is ours, since obstore's LocalStore does not fsync (I1 needs it); so are reading and listing.
+
+    A range takes 10 us so, where a trip through obstore takes 400, and to import it 6 ms of every command.
+    """
+
+    far = False
+
+    def __init__(self, root: Path, *, dropped: tuple[str, ...] = ()) -> None:
+        """`dropped`: large objects whose names begin so leave the page cache once they are durable (ADR 31)."""
+        self._root = root
+        self._dropped = dropped
+        self._scratch = root / "tmp"
+        self._settled: set[Path] = set()
+        self._unsynced: set[Path] = set()
+        """Folders from which a name was removed whose sync failed."""
+        self._buffers = Buffers(SPARE_BYTES_MAX)
+        # A thread must not take a folder for durable that another has only just made; striped, since a sync takes 1 ms.
+        self._folders = tuple(threading.Lock() for _ in range(FOLDER_LOCKS))
+        self._client: ObstoreObjects | None = None
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield (name, size in bytes) below the folder `prefix`, in no order. Raises StoreUnavailable.
+
+        What is no file, or went meanwhile, is left out. Bytes of other programs' names that are no UTF-8 are escaped.
+        What stands where the folder should be, and a link to what is not there, are errors: a disk that is not mounted
+        would else be taken for a store that holds nothing, and all be freed that its manifests name.
+        """
+        folders = [prefix.rstrip("/")]
+        self._check_folders(self._root / folders[0])
+        while folders:
+            folder = folders.pop()
+            try:
+                with os.scandir(self._root / folder) as entries:
+                    for entry in entries:
+                        name = f"{folder}/{entry.name}".lstrip("/")
+                        if entry.is_dir():
+                            if entry.is_symlink():
+                                check_linked_folder(self._root / name)
+                            folders.append(name)
+                        elif (size_bytes := _file_bytes(entry)) is not None:
+                            yield os.fsencode(name).decode(errors="backslashreplace"), size_bytes
+                        elif (
+                            entry.is_symlink() and "." not in entry.name
+                        ):  # a folder's; an object's is damage, told as such
+                            self._check_link(name)
+            except FileNotFoundError:
+                self._check_link(folder)
+            except OSError as err:
+                raise unavailable(folder, err) from err
+
+    def _check_link(self, name: str) -> None:
+        """Raise StoreUnavailable where a name is there, as a link to what is not."""
+        path = self._root / name
+        if path.is_symlink() and not path.exists():
+            raise StoreUnavailable(
+                f"{os.fsencode(name).decode(errors='backslashreplace')}: a link to {os.readlink(path)!r}, which is not "
+                "there; mount it, put what it led to in its place, or remove the link"
+            )
+
+    def stamp(self, name: str) -> tuple[int, str | None]:
+        """Return an object's size, and what changes with its bytes. Raises NotFound or StoreUnavailable."""
+        if self._client is None:
+            from nearkin_shared.objectstore.obstore_adapter import (
+                local_client,  # 6 ms of each command, and asked for by services alone
+            )
+
+            self._client = local_client(self._root)
+        return self._client.stamp(name)
+
+    def put_new(self, name: str, *parts: Payload) -> None:
+        """Write, fsync, link to the final name (fails if there), fsync the folder: no crash leaves half an object."""
+        final = self._root / name
+        failpoint("object.begun")
+        try:
+            self._check_folders(final.parent)
+            self._make_folder(final.parent)
+            check_no_link(self._scratch)
+            _make(self._scratch)
+            self._named(name, parts, lambda temporary: _link(temporary, final, self._root / "lock.rename"))
+            failpoint("object.scratch-removed")
+            try:
+                sync_folder(final.parent)  # 3 the name itself is durable
+            except OSError:
+                # A later sync may succeed without writing what this one could not: a new name is written by it.
+                with suppress(OSError):
+                    _remove(final)
+                raise
+            failpoint("object.durable")
+        except FileExistsError as err:
+            self._sync_existing(final)
+            raise AlreadyExists(f"{name}: already there") from err
+        except OSError as err:
+            raise unavailable(name, err) from err
+
+    def _sync_existing(self, final: Path) -> None:
+        """Make a name durable that another writer made: it may not have synced the folder yet."""
+        try:
+            sync_folder(final.parent)
+        except OSError as err:
+            raise unavailable(str(final.relative_to(self._root)), err) from err
+
+    def replace(self, name: str, data: Payload) -> None:
+        """Write, fsync, rename over the name, fsync the folder."""
+        final = self._root / name
+        try:
+            self._check_folders(final.parent)
+            self._make_folder(final.parent)
+            check_no_link(self._scratch)
+            _make(self._scratch)
+            self._named(name, [data], lambda temporary: os.replace(temporary, final))
+            failpoint("object.replaced")
+            sync_folder(final.parent)
+        except OSError as err:
+            raise unavailable(name, err) from err
+
+    def _named(self, name: str, parts: Sequence[Payload], give: Callable[[Path], None]) -> None:
+        """Make an object's bytes durable under a name nobody reads, and let `give` give them theirs.
+
+        Whoever takes the store's lock sweeps the scratch folder; a pause, say, or a new store is written without that
+        lock, and then once more.
+        """
+        for tries_left in reversed(range(SWEPT_TRIES_MAX)):
+            temporary = self._scratch / f"{secrets.token_hex(8)}.part"
+            try:
+                # 1 bytes durable under a name nobody reads
+                write_durably(temporary, parts, drop=name.startswith(self._dropped))
+                failpoint("object.synced")
+                give(temporary)  # 2 visible, atomically
+            except FileNotFoundError:
+                if temporary.exists() or not tries_left:
+                    raise
+            else:
+                return
+            finally:
+                _remove(temporary)
+
+    def get(self, name: str) -> bytes:
+        """Return a whole object. Raises NotFound, StoreUnavailable, or Corrupt where the device cannot read it, or no
+        object is so large.
+        """
+        with self._reading(name) as (descriptor, size_bytes):
+            check_size(name, size_bytes)
+            return _read_bytes(descriptor, 0, size_bytes)
+
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
+        """Return the byte ranges [start, end); those that join are read together, and share memory."""
+        found = list[Payload]()
+        with self._reading(name) as (descriptor, _):
+            for run in _runs(list(zip(starts, ends, strict=True))):
+                first = run[0][0]
+                read = self._read_range(descriptor, first, run[-1][1])
+                if len(run) > 1:
+                    view = memoryview(read)
+                    found += [view[start - first : end - first] for start, end in run]
+                else:
+                    found.append(read)
+        return found
+
+    def _read_range(self, descriptor: int, start: int, end: int) -> Payload:
+        """Return what there is of a range: a large one in memory that is used again."""
+        if end - start < SMALLEST_BYTES:
+            return _read_bytes(descriptor, start, end)
+        view = memoryview(self._buffers.take(end - start))
+        done = 0
+        while done < len(view) and (count := os.preadv(descriptor, [view[done:]], start + done)):
+            done += count  # less than all: a signal, or 2 GiB at once; nothing: the end of the file
+        return view[:done]
+
+    def size_bytes(self, name: str) -> int:
+        """Return an object's size. Raises NotFound, StoreUnavailable, or Corrupt as `get` does."""
+        with self._reading(name) as (_, size_bytes):
+            return size_bytes
+
+    @property
+    def has_server_clock(self) -> bool:
+        """Return whether the folder is on a network filesystem, whose server dates files."""
+        return network_type(self._root) is not None
+
+    def modified_seconds(self, name: str) -> float:
+        """Return when an object was written, seconds since 1970. Raises NotFound, StoreUnavailable."""
+        with self._reading(name) as (descriptor, _):
+            return os.fstat(descriptor).st_mtime
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[tuple[int, int]]:
+        """Open an object for as long as the block runs: (descriptor, bytes)."""
+        try:
+            # O_NONBLOCK: a pipe in its place would have this wait for ever for who writes into it
+            descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise FileNotFoundError(errno.ENOENT, "is no file")
+                yield descriptor, status.st_size
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError as err:
+            raise NotFound(f"{name}: no such object") from err
+        except OSError as err:
+            if err.errno == errno.ELOOP and (self._root / name).is_symlink():
+                raise Corrupt(
+                    f"{name}: is a symbolic link, and Nearkin follows none: put the file that it names in its place"
+                ) from err
+            if err.errno == errno.EIO:  # a bad sector is damage of this object, not of the store: it stays
+                raise Corrupt(f"{name}: the device cannot read it ({err.strerror}): run `nearkin verify`") from err
+            raise unavailable(name, err) from err
+
+    def delete(self, name: str) -> None:
+        """Remove an object and make that durable: what leaned on nothing but it must not come back without it."""
+        path = self._root / name
+        try:
+            self._check_folders(path.parent)
+            os.unlink(path)
+            failpoint("object.unlinked")
+            self._sync_removal(path.parent)
+            failpoint("object.removed")
+        except FileNotFoundError:
+            if path.parent in self._unsynced:  # this process removed a name there, and could not make that durable
+                self._sync_removal(path.parent)
+        except OSError as err:
+            raise unavailable(name, err) from err
+
+    def _sync_removal(self, folder: Path) -> None:
+        """Make removals from a folder durable; remember the folder where that fails. Raises StoreUnavailable."""
+        try:
+            sync_folder(folder)
+        except OSError as err:
+            self._unsynced.add(folder)
+            raise unavailable(str(folder.relative_to(self._root)), err) from err
+        self._unsynced.discard(folder)
+
+    def sweep_scratch(self) -> None:
+        """Remove what a dead writer left half-written; only the holder of the store's lock may call this.
+
+        Raises LinkRefused.
+        """
+        check_no_link(self._scratch)
+        for left in self._scratch.glob("*.part"):
+            _remove(left)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder durable, and all above it up to the root.
+
+        One that is there may be of a writer that died before it synced it: each parent is synced once in a process.
+        """
+        if folder == self._root:
+            return
+        with self._folders[hash(folder) % FOLDER_LOCKS]:
+            if folder.is_dir() and folder.parent in self._settled:
+                return
+        self._make_folder(folder.parent)
+        with self._folders[hash(folder) % FOLDER_LOCKS]:
+            _make(folder)
+            failpoint("object.folder-made")
+            try:
+                sync_folder(folder.parent)
+            except OSError:
+                with suppress(OSError):  # as in `put_new`; a folder that another writer uses stays
+                    os.rmdir(folder)
+                raise
+        self._settled.add(folder.parent)
+
+    def _check_folders(self, folder: Path) -> None:
+        """Raise LinkRefused where another user's link leads to a folder of objects, or to one above it."""
+        while folder != self._root:
+            check_linked_folder(folder)
+            folder = folder.parent
+
+
+def whole(parts: Sequence[Payload]) -> Payload:
+    """Return the parts one behind the other; a single one as it is."""
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def write_durably(path: Path, parts: Sequence[Payload], *, drop: bool) -> None:
+    """Write and sync a new file of mode 0600. `drop`: a large one leaves the page cache to the next one, still warm."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    try:
+        _write_all(descriptor, parts)
+        failpoint("object.written")
+        os.fsync(descriptor)
+        if drop and hasattr(os, "posix_fadvise") and os.fstat(descriptor).st_size >= DROPPED_BYTES_MIN:
+            with suppress(OSError):  # advice: a file system may have no use for it
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, parts: Sequence[Payload]) -> None:
+    """Write the parts where they lie: of a container put together first, that was the dearest copy of a put."""
+    left = deque(memoryview(part).cast("B") for part in parts if len(part))
+    while left:
+        count = os.writev(descriptor, list(islice(left, PARTS_WRITTEN_MAX)))
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if count:  # a signal, a full device, or 2 GiB at once
+            left[0] = left[0][count:]
+
+
+def _link(temporary: Path, final: Path, lock: Path) -> None:
+    """Give a file its final name, only if that is free. `lock`: taken where the filesystem has no other way."""
+    try:
+        os.link(temporary, final)
+    except FileExistsError:
+        if not is_same_file(temporary, final):
+            raise
+    except OSError as err:
+        if err.errno not in NO_LINKS:
+            raise
+        rename_new(temporary, final, lock)
+    failpoint("object.linked")
+
+
+def _file_bytes(entry: os.DirEntry[str]) -> int | None:
+    """Return a file's size; None for what is no file, or is not there any more."""
+    try:
+        status = entry.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _make(folder: Path) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(folder, FOLDER_MODE)
+
+
+def _remove(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _runs(ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+    """Yield runs of ranges, each of which begins where the one before it ends, TOGETHER_BYTES_MAX long at most."""
+    first = 0
+    while first < len(ranges):
+        after, end_max = first + 1, ranges[first][0] + TOGETHER_BYTES_MAX
+        while after < len(ranges) and ranges[after][0] == ranges[after - 1][1] and ranges[after][1] <= end_max:
+            after += 1
+        yield ranges[first:after]
+        first = after
+
+
+def _read_bytes(descriptor: int, start: int, end: int) -> bytes:
+    data = os.pread(descriptor, end - start, start)
+    if len(data) < end - start:  # a signal, or 2 GiB at once: read on; the end of the file stays the end
+        parts = [data]
+        while parts[-1] and (start := start + len(parts[-1])) < end:
+            parts.append(os.pread(descriptor, end - start, start))
+        data = b"".join(parts)
+    return data
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as err:
+        if err.errno not in NO_FOLDER_SYNC:  # then the filesystem has no call for it
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def check_size(name: str, size_bytes: int) -> None:
+    """Raise Corrupt for an object that is larger than any: before its bytes take memory."""
+    most = MANIFEST_BYTES_MAX if name.startswith("manifests/") else OBJECT_BYTES_MAX
+    if size_bytes > most:
+        raise Corrupt(f"{name}: {size_bytes} bytes, where none has more than {most}: run `nearkin verify`")
+
+
+def unavailable(name: str, err: Exception) -> StoreUnavailable:
+    """Return what an object store's failure means."""
+    if isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoRoom(f"{name}: no room left on the device; all before is as it was: make room and run the same again")
+    return StoreUnavailable(f"{name}: {str(err).splitlines()[0]}")

@@ -1,0 +1,75 @@
+"""An object store over another. Invariant: it adds nothing; what a wrapper does not say is what the one below does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+from nearkin_shared.objectstore.base import ObjectStore, Payload
+
+
+class PassingObjects:
+    """Passes all on to `inner`; wrappers override what they change."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self.inner = inner
+
+    def over(self, wrap: Callable[[ObjectStore], ObjectStore]) -> Self:
+        """Return what does the same over what `wrap` makes of the store below all wrappers."""
+        other = copy.copy(self)
+        other.inner = over_lowest(self.inner, wrap)
+        return other
+
+    def takes_bytes(self, name: str, object_bytes: int) -> int:
+        """Return what an object of so many bytes takes that is written now, with all that is added to it."""
+        return takes_bytes(self.inner, name, object_bytes)
+
+    @property
+    def record_key(self) -> bytes | None:
+        """Return the key that authenticates records, None where they are sealed or the store has none."""
+        return record_key_of(self.inner)
+
+    @property
+    def far(self) -> bool:
+        """Return whether reads of the store below take long."""
+        return self.inner.far
+
+    def put_new(self, name: str, *parts: Payload) -> None:
+        """Write an object. Raises AlreadyExists, StoreUnavailable."""
+        self.inner.put_new(name, *parts)
+
+    def get(self, name: str) -> bytes:
+        """Return a whole object. Raises NotFound, Corrupt or StoreUnavailable."""
+        return self.inner.get(name)
+
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
+        """Return the byte ranges [start, end) in order. Raises NotFound, Corrupt or StoreUnavailable."""
+        return self.inner.get_ranges(name, starts, ends)
+
+    def size_bytes(self, name: str) -> int:
+        """Return an object's size. Raises NotFound or StoreUnavailable."""
+        return self.inner.size_bytes(name)
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield (name, size in bytes) below `prefix`, in no order."""
+        return self.inner.names(prefix)
+
+    def delete(self, name: str) -> None:
+        """Remove an object; one that is not there is fine. Raises StoreUnavailable."""
+        self.inner.delete(name)
+
+
+def takes_bytes(objects: ObjectStore, name: str, object_bytes: int) -> int:
+    """Return what an object of so many bytes takes that is written now, with all that wrappers add."""
+    return objects.takes_bytes(name, object_bytes) if isinstance(objects, PassingObjects) else object_bytes
+
+
+def record_key_of(objects: ObjectStore) -> bytes | None:
+    """Return the key that authenticates the records in an object store, None where they have no MAC."""
+    return objects.record_key if isinstance(objects, PassingObjects) else None
+
+
+def over_lowest(objects: ObjectStore, wrap: Callable[[ObjectStore], ObjectStore]) -> ObjectStore:
+    """Return the same store over what `wrap` makes of what lies below all wrappers."""
+    return objects.over(wrap) if isinstance(objects, PassingObjects) else wrap(objects)

@@ -1,0 +1,171 @@
+"""The object store that the settings name. Invariant: every process of one deployment opens the same one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.crypto.key_wrapping import wrapper_of
+from nearkin_shared.crypto.keyring import Keyring, open_keyring
+from nearkin_shared.errors import ConfigError, Corrupt, NoStore, NotFound, StoreUnavailable
+from nearkin_shared.formats import reed_solomon
+from nearkin_shared.formats.parity_object import scheme_of
+from nearkin_shared.objectstore import parity as objectstore_parity
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects, ObjectStore
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.storage import containers, descriptor
+from nearkin_shared.storage.chunking_record import check_service_settings
+from nearkin_shared.utils.private_files import make_private_folders
+
+
+def open_objects(settings: Settings, *, services: bool = True) -> ObjectStore:
+    """Return `object_store.url`, or the folder `store` where that is not set; `storage.create` makes the folder.
+
+    `services`: the error for a missing folder names their remedy, else that of the command.
+
+    Raises NotFound for a missing folder; ConfigError when neither is set or the address is none; StoreUnavailable with
+    the remedy when it cannot be reached: no such bucket, wrong keys, no server, no permission.
+    """
+    url = settings.object_store.url or settings.store
+    if url is None:
+        raise ConfigError(
+            'object_store.url: not set; name "s3://bucket/prefix" or a folder, in the config file or by '
+            "NEARKIN_OBJECT_STORE__URL"
+        )
+    if url.startswith("s3://"):
+        from nearkin_shared.objectstore.s3 import S3Objects
+
+        bucket = S3Objects(settings.object_store)
+        bucket.check()
+        return bucket
+    folder = Path(unquote(urlsplit(url).path) if url.startswith("file://") else url).expanduser()
+    try:
+        if not folder.is_dir():
+            if not settings.storage.create:
+                raise no_store(str(folder), services=services)
+            make_private_folders(folder)
+    except OSError as err:
+        raise StoreUnavailable(f"object_store.url {folder}: {err.strerror}") from err
+    return local_objects(folder, settings)
+
+
+def local_objects(root: Path, settings: Settings) -> LocalObjects:
+    """Return the folder of a store; what takes room in it stays in the page cache only where the settings say so."""
+    large = f"{containers.FOLDER}/", f"{objectstore_parity.FOLDER}/"
+    return LocalObjects(root, dropped=large if settings.storage.page_cache == "drop" else ())
+
+
+def with_parity(objects: ObjectStore, settings: Settings) -> ParityObjects:
+    """Return `objects` with the parity that the settings name; what others have added is used in any case.
+
+    Raises ConfigError where the library for it is not installed.
+    """
+    scheme = scheme_of(settings.storage.parity)
+    if scheme is not None:
+        reed_solomon.check(scheme.data, scheme.parity)
+    return ParityObjects(objects, scheme)
+
+
+def as_set(objects: ObjectStore, settings: Settings) -> ParityObjects:
+    """Return `objects` with the parity and the encryption that the settings name: what all of a store is read through.
+
+    The first key of a new store is made. Raises ConfigError: a library or a key is missing, it is another key's store,
+    or one without encryption; Corrupt: its keys are gone; StoreUnavailable.
+    """
+    covered = with_parity(objects, settings)
+    if settings.storage.encryption == "none":
+        return covered
+    keyring = open_keyring(covered, wrapper_of(settings.storage))
+    return EncryptedObjects(objects, scheme_of(settings.storage.parity), keyring)
+
+
+def open_encrypted(settings: Settings) -> EncryptedObjects:
+    """Return all of an encrypted store that exists. Raises NoStore, ConfigError, Corrupt, StoreUnavailable."""
+    keyring = open_keys(settings)
+    return EncryptedObjects(open_objects(settings, services=False), scheme_of(settings.storage.parity), keyring)
+
+
+def open_keys(settings: Settings) -> Keyring:
+    """Return the keys of a store that is there. Raises NoStore, and as `as_set` does."""
+    covered = with_parity(open_objects(settings, services=False), settings)
+    try:
+        covered.size_bytes(descriptor.NAME)
+    except NotFound as err:
+        raise no_store(str(settings.object_store.url or settings.store)) from err
+    return open_keyring(covered, wrapper_of(settings.storage))
+
+
+def open_store_of(
+    settings: Settings, indexed_store_id: str | None = None
+) -> tuple[ParityObjects, descriptor.Descriptor]:
+    """Return the object store of the services and its descriptor; `storage.create` creates a missing store.
+
+    `indexed_store_id` is the store whose index the services have: if it is known, the store is never created again.
+    Raises NotFound: there is no store, and it may not be created; ConfigError: the store is written with other
+    `chunker.*` or another profile; otherwise as `open_objects` and `as_set`.
+    """
+    inner = open_objects(settings)
+    exists = _has_store(inner)
+    if not exists and indexed_store_id is not None:
+        place = settings.object_store.url or settings.store
+        raise NoStore(
+            f"no store at {place}, but redis.prefix has the index of store {indexed_store_id}; is the disk mounted, "
+            "the bucket the right one? For a new store set another redis.prefix"
+        )
+    if not exists and not settings.storage.create:
+        raise no_store(str(settings.object_store.url or settings.store), services=True)
+    objects = as_set(inner, settings)
+    if exists:
+        found = descriptor.read(objects)
+    else:
+        try:
+            found = descriptor.create(objects)
+        except AlreadyExists:
+            found = descriptor.read(objects)
+    check_service_settings(objects, settings)
+    if objects.far:
+        _check_refuses(objects.inner)
+    return objects, found
+
+
+def read_descriptor(settings: Settings) -> descriptor.Descriptor:
+    """Return the descriptor of the services' store, which is only read. Raises NoStore, and as `open_store_of`."""
+    inner = open_objects(settings)
+    if not _has_store(inner):
+        raise no_store(str(settings.object_store.url or settings.store), services=True)
+    return descriptor.read(as_set(inner, settings))
+
+
+def _has_store(objects: ObjectStore) -> bool:
+    """Return whether a store is there. Raises Corrupt if one has lost its descriptor, StoreUnavailable."""
+    try:
+        objects.size_bytes(descriptor.NAME)
+    except NotFound:
+        for folder in (containers.FOLDER, "manifests"):
+            if next(iter(objects.names(folder)), None) is not None:
+                raise Corrupt(
+                    f"{descriptor.NAME}: is lost, and {folder}/ is not empty; restore it from a copy, every chunk's "
+                    "tag depends on it"
+                ) from None
+        return False
+    return True
+
+
+def no_store(place: str, *, services: bool = False) -> NoStore:
+    """Return the error for a place without a store."""
+    remedy = "`storage.create = true` makes one at the first start" if services else "`nearkin init` makes one"
+    return NoStore(f"no store at {place}; is the disk mounted? {remedy}")
+
+
+def _check_refuses(objects: ObjectStore) -> None:
+    """Raise ConfigError where a server overwrites what is there: one that does gets the very bytes that it has."""
+    try:
+        objects.put_new(descriptor.NAME, objects.get(descriptor.NAME))
+    except AlreadyExists:
+        return
+    raise ConfigError(
+        "object_store: this server overwrites what is there although asked not to (If-None-Match: *), so that "
+        "a version could be lost: use one that knows conditional puts"
+    )

@@ -1,0 +1,37 @@
+"""A fence before a store. Invariant: nothing is written or removed once the check fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nearkin_shared.objectstore.base import ObjectStore, Payload
+from nearkin_shared.objectstore.delegating import PassingObjects
+from nearkin_shared.objectstore.parity import SupportsMending
+from nearkin_shared.utils.failpoints import failpoint
+
+
+class FencedObjects(PassingObjects):
+    """An ObjectStore that asks, before each effect, whether it still may."""
+
+    def __init__(self, objects: ObjectStore, check: Callable[[], None]) -> None:
+        """`check` raises where it may not."""
+        super().__init__(objects)
+        self._check = check
+
+    def _may(self) -> None:
+        self._check()
+        failpoint("fence.passed")
+
+    def put_new(self, name: str, *parts: Payload) -> None:
+        """Write an object. Raises what the check raises, AlreadyExists, StoreUnavailable."""
+        self._may()
+        super().put_new(name, *parts)
+
+    def delete(self, name: str) -> None:
+        """Remove an object. Raises what the check raises, StoreUnavailable."""
+        self._may()
+        super().delete(name)
+
+    def mended(self, name: str) -> bytes | None:
+        """Return an object as it was written, None where the store below does not know. Raises StoreUnavailable."""
+        return self.inner.mended(name) if isinstance(self.inner, SupportsMending) else None

@@ -1,0 +1,219 @@
+"""Objects with parity. Invariant: an object is durable before its parity is made, and whatever becomes of that.
+
+    containers/1a200/1a2...nkc      parity/containers/1a200/1a2...nkc.nkp
+
+What reads an object, and finds that it is not what was written, asks `mended` for what was; nothing is changed by
+that. `replace` puts it back: the only way in which an object is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol, TypeVar, runtime_checkable
+
+from nearkin_shared.errors import Corrupt, FormatTooNew, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin_shared.formats import parity_object as fmt
+from nearkin_shared.formats import record_authentication
+from nearkin_shared.formats.parity_object import Scheme
+from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore, Payload, SupportsReplace
+from nearkin_shared.objectstore.delegating import PassingObjects
+from nearkin_shared.observability import counters
+from nearkin_shared.utils.failpoints import failpoint
+
+FOLDER = "parity"
+SUFFIX = ".nkp"
+COVERED = ("containers/", "manifests/", "keys/", "nearkin.json", "chunking.json")
+"""What has parity: the truth. What is condemned or quarantined is found again."""
+Decoded = TypeVar("Decoded")
+_log = logging.getLogger("nearkin")
+
+
+@runtime_checkable
+class SupportsMending(Protocol):
+    """An object store that may know what an object was that is damaged."""
+
+    def mended(self, name: str) -> bytes | None:
+        """Return an object as it was written, None where that is not known. Raises StoreUnavailable."""
+
+
+def parity_name(name: str) -> str:
+    """Return the object name of an object's parity."""
+    return f"{FOLDER}/{name}{SUFFIX}"
+
+
+def is_covered(name: str) -> bool:
+    """Return whether an object of this name has parity, where there is any."""
+    return name.startswith(COVERED)
+
+
+class ParityObjects(PassingObjects):
+    """An object store whose objects get parity where `scheme` says so; that of others is used, and goes with them."""
+
+    def __init__(self, inner: ObjectStore, scheme: Scheme | None) -> None:
+        super().__init__(inner)
+        self._scheme = scheme
+        self._some: bool | None = True if scheme is not None else None
+        self._record_key: bytes | None = None
+
+    @property
+    def record_key(self) -> bytes | None:
+        """Return the key that authenticates records: known once the descriptor was read."""
+        return self._record_key
+
+    def authenticate_records(self, secret: bytes) -> None:
+        """Authenticate records from now on under a key derived from the store's secret."""
+        self._record_key = record_authentication.record_key(secret)
+
+    @property
+    def bare(self) -> ObjectStore:
+        """Return the objects as they lie there, whatever parity would make of them."""
+        return self.inner
+
+    def takes_bytes(self, name: str, object_bytes: int) -> int:
+        """Return what an object of so many bytes takes that is written now, its parity included."""
+        if self._scheme is None or not is_covered(name):
+            return object_bytes
+        return object_bytes + fmt.bytes_of_parity(object_bytes, self._scheme)
+
+    def put_new(self, name: str, *parts: Payload) -> None:
+        """Write an object, then its parity. Raises AlreadyExists, StoreUnavailable: of the object alone."""
+        self.inner.put_new(name, *parts)
+        if self._scheme is not None and is_covered(name):
+            failpoint("parity.begun")
+            try:
+                self.add_parity(name, b"".join(parts))
+            except NearkinError as err:  # the object is there: to say otherwise would make its writer write it again
+                _log.warning("%s has no parity yet, the next scrub or `nearkin repair` adds it: %s", name, err)
+
+    def add_parity(self, name: str, data: bytes) -> None:
+        """Make the parity of an object that is what was written. Raises StoreUnavailable, ConfigError."""
+        if self._scheme is None:
+            return
+        made, of_it = fmt.encode_parity(name, data, self._scheme), parity_name(name)
+        try:
+            self.inner.put_new(of_it, made)
+            failpoint("parity.put")
+        except AlreadyExists:
+            if self._parity(name) != made:
+                self._replace(of_it, made)
+
+    def delete(self, name: str) -> None:
+        """Remove an object's parity, then the object. Again is fine.
+
+        In this order, since nobody would come for parity whose object is gone, and a round comes for the object again.
+        """
+        if is_covered(name) and self.has_some:
+            self.inner.delete(parity_name(name))
+            failpoint("parity.removed")
+        self.inner.delete(name)
+
+    @property
+    def has_some(self) -> bool:
+        """Return whether there is any parity, as far as known: a far store without is asked once.
+
+        One in a folder is asked until there is: another process may have other settings, and looking takes 6 us.
+        """
+        if self._some is None or (not self._some and not self.far):
+            self._some = next(iter(self.inner.names(FOLDER)), None) is not None
+        return self._some
+
+    @property
+    def adds(self) -> bool:
+        """Return whether objects get parity from now on."""
+        return self._scheme is not None
+
+    def is_stored(self, name: str, data: bytes) -> bool:
+        """Return whether an object is `data`; False where it is damaged, so that it cannot be read. Raises NotFound."""
+        try:
+            return self.get(name) == data
+        except Corrupt:
+            return False
+
+    def mended(self, name: str) -> bytes | None:
+        """Return an object as it was written, None where too much of it or of its parity is lost."""
+        found = self._mended(name)
+        counters.MENDED.add(1, "no" if found is None else "yes")
+        return found
+
+    def _mended(self, name: str) -> bytes | None:
+        try:
+            parity = self._parity(name)
+        except Permanent:
+            return None
+        if parity is None:
+            return None
+        try:
+            data = self.inner.get(name)
+        except Permanent:  # missing, or the device cannot read it: all of it is lost
+            data = b""
+        try:
+            return fmt.mended(name, data, parity)
+        except Permanent as err:
+            _log.warning("%s", err)
+            return None
+
+    def damage_of(self, name: str, data: bytes) -> str | None:
+        """Return what is wrong with the parity of an object that is what was written, None where nothing is.
+
+        Every byte is compared with what it would be made of now. Raises NotFound where it has none.
+        """
+        stored = self.inner.get(parity_name(name))
+        try:
+            head = fmt.head_of(stored, name)
+            if fmt.encode_parity(name, data, Scheme(head.data, head.parity)) == stored:
+                return None
+        except Corrupt as err:
+            return str(err)
+        return f"{parity_name(name)}: not the parity of its object"
+
+    def renew_parity(self, name: str, data: bytes) -> None:
+        """Put the parity of a sound object in the place of a broken one, by the scheme that it had if that is known.
+
+        Where no scheme is known the broken one goes: it mends nothing, and would be told as damage for ever.
+        """
+        scheme = self._scheme
+        try:
+            head = fmt.head_of(self.inner.get(parity_name(name)), name)
+            scheme = scheme or Scheme(head.data, head.parity)
+        except Corrupt:
+            if scheme is None:
+                self.inner.delete(parity_name(name))
+        except Permanent:
+            pass
+        if scheme is not None:
+            self._replace(parity_name(name), fmt.encode_parity(name, data, scheme))
+
+    def replace(self, name: str, data: Payload) -> None:
+        """Put an object's own bytes in the place of what became of them. Raises StoreUnavailable."""
+        self._replace(name, data)
+
+    def _replace(self, name: str, data: Payload) -> None:
+        if not isinstance(self.inner, SupportsReplace):
+            raise StoreUnavailable(f"{name}: this object store cannot replace an object")
+        self.inner.replace(name, data)
+
+    def _parity(self, name: str) -> bytes | None:
+        if not is_covered(name):
+            return None
+        try:
+            return self.inner.get(parity_name(name))
+        except NotFound:
+            return None
+
+
+def read_decoded(objects: ObjectStore, name: str, decode: Callable[[bytes, str], Decoded]) -> Decoded:
+    """Return what `decode` makes of an object; of what it was, where that is known, should it be damaged.
+
+    Raises NotFound, Corrupt, FormatTooNew, StoreUnavailable.
+    """
+    data: bytes | None = None
+    try:
+        data = objects.get(name)
+        return decode(data, name)
+    except (Corrupt, FormatTooNew) as err:  # a flipped bit may make a format of the future
+        whole = objects.mended(name) if isinstance(objects, SupportsMending) else None
+        if whole is None or whole == data:
+            raise
+        _log.warning("%s; read by its parity: run `nearkin repair`", err)
+        return decode(whole, name)

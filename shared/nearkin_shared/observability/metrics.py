@@ -1,0 +1,162 @@
+"""What a process counts. Invariant: names and labels are declared here alone, and no label's values grow with the data.
+
+Alerts and dashboard (deploy/helm/nearkin) are written over these names; tests/helm holds them to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Info, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from nearkin_shared.observability import counters
+
+if TYPE_CHECKING:
+    from nearkin_shared.results import GcReport, Ledger
+
+STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+BLOB_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
+
+# --- the stages: each worker -----------------------------------------------------------------------------------------
+
+RECORDS = Counter("nearkin_records", "Records taken from Kafka.", ["stage"])
+RECORD_BYTES = Counter("nearkin_record_bytes", "Bytes of their values.", ["stage"])
+STEP_SECONDS = Histogram("nearkin_step_seconds", "Work on one batch of records.", ["stage"], buckets=STEP_BUCKETS)
+RECORD_AGE = Gauge("nearkin_record_age_seconds", "Age of the newest batch's oldest record; 0 while idle.", ["stage"])
+RESTARTS = Counter("nearkin_restarts", "Times a stage lost a dependency for long and began anew.", ["stage"])
+DEAD_LETTERS = Counter("nearkin_dead_letters", "Records that were put aside.", ["stage"])
+UNAUTHENTICATED = Counter("nearkin_unauthenticated", "Records refused for a missing or wrong MAC.", ["stage"])
+CORRUPT = Counter("nearkin_corrupt", "Times that stored or sent bytes were not what they should be.", ["where"])
+
+# --- what became of blobs: the committer -----------------------------------------------------------------------------
+
+BLOBS = Counter("nearkin_blobs", "Blobs that came to their end.", ["state"])
+BLOB_SECONDS = Histogram("nearkin_blob_seconds", "From an upload's beginning to its commit.", buckets=BLOB_BUCKETS)
+BYTES = Counter("nearkin_bytes", "Bytes of committed blobs: as sent, after dedup, after delta, as stored.", ["after"])
+CHUNKS = Counter("nearkin_chunks", "Chunks of committed blobs.", ["kind"])
+
+# --- the index and the fleet: the janitor ----------------------------------------------------------------------------
+
+INDEX_WHOLE = Gauge("nearkin_index_whole", "1 where the index holds what the store does, 0 until rebuilt.", ["index"])
+"""By a label, so that only who knows it says it: without one every process of ours would say 0."""
+REDIS_BYTES = Gauge("nearkin_redis_bytes", "Memory that Redis uses, all primaries together.")
+REDIS_FULLNESS = Gauge("nearkin_redis_memory_ratio", "Memory used of maxmemory by the fullest primary.")
+REDIS_EVICTS = Gauge("nearkin_redis_evicts", "1 where a primary's maxmemory-policy is not noeviction.")
+REBUILDS = Counter("nearkin_index_rebuilds", "Rebuilds of the index.", ["outcome"])
+LAG = Gauge("nearkin_lag_records", "Records that a group has not committed yet.", ["group", "topic", "partition"])
+OLD_LAG = Gauge("nearkin_lag_old_records", "Of these, those older than half of kafka.retention_hours.", ["group"])
+LAG_SECONDS = Gauge("nearkin_lag_seconds", "Age of the oldest record that a group has not committed yet.", ["group"])
+LAG_BYTES = Gauge("nearkin_lag_bytes", "Bytes of the records that a group has not committed yet, estimated.", ["group"])
+LAG_SEEN = Gauge("nearkin_lag_seen_timestamp_seconds", "When lag was last read from Kafka.")
+
+# --- scrubbing: the janitor, or an embedded gateway ------------------------------------------------------------------
+
+SCRUB_BYTES = Counter("nearkin_scrub_bytes", "Bytes that scrubbing has read and checked.")
+SCRUB_OBJECTS = Counter("nearkin_scrub_objects", "Containers, manifests and marks that it has.")
+SCRUB_DAMAGED = Counter("nearkin_scrub_damaged", "Objects that it found damaged.")
+SCRUB_REPAIRED = Counter("nearkin_scrub_repaired", "Of these, those that it put right.")
+SCRUB_ENDED = Gauge("nearkin_scrub_ended_timestamp_seconds", "When the last pass over all that is stored ended.")
+
+# --- garbage collection: the janitor, or an embedded gateway ---------------------------------------------------------
+
+GC_ROUNDS = Counter("nearkin_gc_rounds", "Rounds of garbage collection, by how they ended.", ["outcome"])
+GC_FREED_BYTES = Counter("nearkin_gc_freed_bytes", "Bytes that rounds removed, less what they wrote.")
+GC_CONTAINERS = Counter("nearkin_gc_containers", "Containers that rounds removed or wrote anew.", ["how"])
+GC_SECONDS = Histogram("nearkin_gc_round_seconds", "A round of garbage collection.", buckets=BLOB_BUCKETS)
+GC_CONDEMNED = Gauge("nearkin_gc_condemned_containers", "Containers that the last round left for a later one.")
+GC_ENDED = Gauge("nearkin_gc_ended_timestamp_seconds", "When the last round ended well.")
+
+# --- the gateway -----------------------------------------------------------------------------------------------------
+
+REQUESTS = Counter("nearkin_http_requests", "Requests answered.", ["method", "route", "status"])
+REQUEST_SECONDS = Histogram(
+    "nearkin_http_request_seconds", "From a request's headers to its answer's end.", ["method"], buckets=BLOB_BUCKETS
+)
+RECEIVED_BYTES = Counter("nearkin_http_received_bytes", "Bytes of requests' bodies.")
+SENT_BYTES = Counter("nearkin_http_sent_bytes", "Bytes of answers' bodies.")
+AUDIT_EVENTS = Counter("nearkin_audit_events", "Events for the audit log, suppressed ones included.", ["event"])
+AUDIT_SUPPRESSED = Counter("nearkin_audit_suppressed", "Events whose record audit.per_second left out.", ["event"])
+AUDIT_LOST = Counter("nearkin_audit_lost", "Records that could not be written to audit.path.")
+
+# --- every process ---------------------------------------------------------------------------------------------------
+
+CONFIG = Info("nearkin_config", "The revision of the hot settings in force.")
+CONFIG_REFUSED = Counter("nearkin_config_refused", "Changes of settings that were refused.")
+
+for _counter, _label in (
+    *((CORRUPT, where) for where in ("scrub", "restore", "record", "rollback")),
+    *((counter, outcome) for counter in (GC_ROUNDS, REBUILDS) for outcome in ("done", "failed")),
+    (DEAD_LETTERS, "ingest"),
+    *((UNAUTHENTICATED, reader) for reader in ("config", "committed", "workers")),
+):
+    _counter.labels(_label)  # there from the start: a first one that comes as 1 is no increase to Prometheus
+
+
+def count_scrubbed(read_bytes: int, objects: int, ended: bool) -> None:
+    """Count a step of scrubbing."""
+    SCRUB_BYTES.inc(read_bytes)
+    SCRUB_OBJECTS.inc(objects)
+    if ended:
+        SCRUB_ENDED.set_to_current_time()
+
+
+def count_committed(ledger: Ledger, manifest_bytes: int, seconds: float) -> None:
+    """Count a blob that was committed just now."""
+    BLOBS.labels("committed").inc()
+    BLOB_SECONDS.observe(seconds)
+    for after, added_bytes in (
+        ("in", ledger.logical_bytes),
+        ("dedup", ledger.unique_bytes),
+        ("delta", ledger.unique_bytes - ledger.delta_saved_bytes),
+        ("stored", ledger.stored_bytes + manifest_bytes),
+    ):
+        BYTES.labels(after).inc(max(0, added_bytes))
+    for kind, chunks in (
+        ("duplicate", ledger.duplicate_chunks),
+        ("delta", ledger.delta_chunks),
+        ("raw", ledger.raw_chunks),
+    ):
+        CHUNKS.labels(kind).inc(chunks)
+
+
+def count_collected(report: GcReport | None) -> None:
+    """Count a round of garbage collection; None: one that failed."""
+    GC_ROUNDS.labels("failed" if report is None else "done").inc()
+    if report is None:
+        return
+    GC_FREED_BYTES.inc(max(0, report.freed_bytes))  # negative where a round only condemns, by what it noted down
+    GC_CONTAINERS.labels("removed").inc(report.containers_deleted)
+    GC_CONTAINERS.labels("rewritten").inc(report.containers_rewritten)
+    GC_SECONDS.observe(report.seconds)
+    GC_CONDEMNED.set(report.condemned_containers)
+    GC_ENDED.set_to_current_time()
+
+
+class Engine(Collector):
+    """Shows what the engine has counted without us (nearkin_shared.observability.counters)."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield it as it is now."""
+        for count in counters.COUNTS:
+            counted = CounterMetricFamily(count.name, count.text, labels=count.labels)
+            for labels, value in count.values().items():
+                counted.add_metric(labels, value)
+            yield counted
+        for spread in counters.SPREADS:
+            spreads = HistogramMetricFamily(spread.name, spread.text, labels=spread.labels)
+            ends = [*(f"{bound:g}" for bound in spread.bounds), "+Inf"]
+            for labels, (counts, total) in spread.values().items():
+                spreads.add_metric(labels, list(zip(ends, accumulate(counts), strict=True)), total)
+            yield spreads
+        for level in counters.LEVELS:
+            levels = GaugeMetricFamily(level.name, level.text, labels=level.labels)
+            for labels, size in level.values().items():
+                levels.add_metric(labels, size)
+            yield levels
+
+
+REGISTRY.register(Engine())

@@ -1,0 +1,1 @@
+"""Stage protocol, lookups and batched execution. Invariant: a stage does no input or output."""

@@ -1,0 +1,1 @@
+"""Read path: plans, block decoding, caches and restore."""

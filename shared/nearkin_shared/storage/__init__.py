@@ -1,0 +1,1 @@
+"""Containers, manifests and records over an object store."""

@@ -1,0 +1,431 @@
+"""Deletion. Invariant: a version goes and comes back by the exclusive create of its next mark; nothing is freed here.
+
+    1 note in the index   2 marks of all but the newest version   3 the newest version's mark
+
+Dying after 1 the index knows of a mark that is not there, and whoever lists looks; after 2 the key still answers with
+its newest version, never with an older one, and the same call again ends it. Of two calls that read the same state one
+is refused the mark and looks again (docs/formats/mark.md).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+
+from nearkin_shared.errors import Corrupt, NotFound, Permanent, Retained, Retryable
+from nearkin_shared.formats.manifest import CREATED_US_MAX, moment_of
+from nearkin_shared.formats.tombstone import Kind, Mark
+from nearkin_shared.index.protocols import Marked
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.results import Damage, Deletion, VersionInfo
+from nearkin_shared.storage.disk_reserve import SpaceReserve
+from nearkin_shared.storage.manifests import History, ManifestStore, mark_name
+from nearkin_shared.storage.retention_extension import RetentionExtender
+from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.signals import interrupts_wait
+from nearkin_shared.validation import check_key, check_reason, check_version
+
+MARK_THREADS = 8
+"""Syncs of the marks of one call wait side by side."""
+RACES_MAX = 100
+REQUEST_BYTES = 16
+WHO_CHARACTERS_MAX = 64
+"""256 bytes of UTF-8 at most."""
+
+Note = Callable[[Sequence[Marked]], None]
+"""Tells the index, before the marks are written."""
+Guard = Callable[[str, str], Callable[[VersionInfo], None] | None]
+"""(tenant, key) -> what raises Retained for a version that may not be deleted yet; None where any may."""
+Condition = Callable[[VersionInfo], None]
+"""Is given the newest of the versions that would be deleted; what it raises ends the call, and nothing is deleted."""
+
+
+class Notes:
+    """What becomes of notes whose marks were not written. An index that many write keeps them until it is made anew."""
+
+    def restate_collected(self, tenant: str, key: str, versions: Collection[int]) -> None:
+        """Put what is there of these versions in place of notes where they are collected: nobody comes after."""
+
+    def noted_in_vain(self, tenant: str, key: str, versions: Collection[int]) -> None:
+        """Put what is there of these versions in place of notes: the call that made them has failed."""
+
+    def times_restated(self) -> int:
+        """Return how often notes were put back: one whose mark is not written yet may have been among them."""
+        return 0
+
+    def outside_gc_step(self) -> AbstractContextManager[None]:
+        """Keep GC steps of this process from beginning; wait for the one at work, unless this is part of it."""
+        return nullcontext()
+
+
+class Deletions:
+    """Deletes and undeletes versions of any tenant. Safe between threads and processes."""
+
+    def __init__(
+        self,
+        manifests: ManifestStore,
+        note: Note,
+        *,
+        clock: Callable[[], float] = time.time,
+        guard: Guard | None = None,
+        notes: Notes | None = None,
+        reserve: SpaceReserve | None = None,
+    ) -> None:
+        """`reserve`: disk space that deleting and undeleting may use once the disk is full."""
+        self._reserve = reserve
+        self._guard = guard
+        self._notes = notes or Notes()
+        self._manifests = manifests
+        self._note = note
+        self._clock = clock
+
+    def delete(
+        self,
+        tenant: str,
+        key: str,
+        version: int | None = None,
+        *,
+        undelete_seconds: float,
+        who: str = "",
+        reason: str = "",
+        request: bytes | None = None,
+        condition: Condition | None = None,
+    ) -> int:
+        """Hide a version, or all versions that the key has at this moment; return how many.
+
+        A call with the 16 bytes `request` of an earlier one that has deleted answers what that one did. Raises NotFound
+        (nothing is there to delete), Retained (one of them is too young: none is deleted), BadInput, Corrupt,
+        StoreUnavailable (perhaps some are deleted: call again).
+        """
+        _check(key, version, reason)
+        made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
+
+        def delete(known_as: bytes | None) -> int:
+            return self._delete(tenant, key, version, undelete_seconds, who, reason, (known_as, made_by), condition)
+
+        if self._reserve is None:
+            return delete(request)
+
+        def again() -> int:
+            delete(made_by)
+            return self._count(tenant, key, version, made_by, Kind.DELETED)
+
+        return self._reserve.run(lambda: delete(request), again)
+
+    def _delete(
+        self,
+        tenant: str,
+        key: str,
+        version: int | None,
+        undelete_seconds: float,
+        who: str,
+        reason: str,
+        requests: tuple[bytes | None, bytes],
+        condition: Condition | None,
+    ) -> int:
+        """Do `delete`; `requests`: by which an earlier try is known, and by which this one will be."""
+        request, made_by = requests
+        with self._exclusive(tenant, key):
+            for _ in range(RACES_MAX):
+                histories = self._histories(tenant, key, version)
+                wanted = [history for history in histories if self._manifests.shows(tenant, key, history)]
+                earlier = self._marks(tenant, key, histories, request, Kind.DELETED)
+                if earlier:
+                    wanted = self._left_of(tenant, key, wanted, earlier)
+                if not wanted:
+                    if earlier:
+                        return len(earlier)
+                    raise NotFound(
+                        f"{_named(key, version)}: there is none; `nearkin ls --deleted` lists what is deleted"
+                    )
+                if condition is not None:
+                    condition(self._manifests.get(tenant, key, wanted[-1].version).info)
+                newest_us = self._check_retained(tenant, key, wanted)
+                now_us = int(self._clock() * 1e6)
+                # By a clock that is behind the window would be over too soon for all others.
+                from_us = max(self._manifests.known_time.latest_us(now_us), newest_us)
+                window_us = int(undelete_seconds * 1e6)
+                until_us = max(now_us + window_us, min(from_us + window_us, CREATED_US_MAX))
+                marks = [
+                    Mark(
+                        tenant, key, history.version, history.sequence + 1, Kind.DELETED, now_us, until_us, made_by,
+                        who, reason,
+                    )
+                    for history in wanted
+                ]  # fmt: skip
+                written = self._write(wanted, marks)
+                if written:
+                    return written
+            raise Retryable(f"{_named(key, version)}: {RACES_MAX} other changes came first; try again")
+
+    def undelete(
+        self,
+        tenant: str,
+        key: str,
+        version: int | None = None,
+        *,
+        who: str = "",
+        reason: str = "",
+        request: bytes | None = None,
+    ) -> int:
+        """Bring back a version, or all that the latest deletion of the key has hidden; return how many.
+
+        Raises NotFound (nothing is deleted, or its time to come back is over), BadInput, Corrupt, StoreUnavailable.
+        """
+        _check(key, version, reason)
+        made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
+
+        def undelete(known_as: bytes | None) -> int:
+            return self._undelete(tenant, key, version, who, reason, (known_as, made_by))
+
+        if self._reserve is None:
+            return undelete(request)
+
+        def again() -> int:
+            undelete(made_by)
+            return self._count(tenant, key, version, made_by, Kind.UNDELETED)
+
+        return self._reserve.run(lambda: undelete(request), again)
+
+    def _count(self, tenant: str, key: str, version: int | None, request: bytes, kind: Kind) -> int:
+        """Return how many marks one call has made, in all its tries."""
+        return len(self._marks(tenant, key, self._histories(tenant, key, version), request, kind))
+
+    def _undelete(
+        self, tenant: str, key: str, version: int | None, who: str, reason: str, requests: tuple[bytes | None, bytes]
+    ) -> int:
+        """Do `undelete`, as `_delete` does."""
+        request, made_by = requests
+        with self._exclusive(tenant, key):
+            for _ in range(RACES_MAX):
+                histories = self._histories(tenant, key, version)
+                hidden = self._deleted(tenant, key, histories)
+                earlier = self._marks(tenant, key, histories, request, Kind.UNDELETED)
+                if earlier:
+                    hidden = self._hidden_with(tenant, key, hidden, earlier)
+                if not hidden:
+                    if earlier:
+                        return len(earlier)
+                    raise NotFound(f"{_named(key, version)}: not deleted, or never there; see `nearkin ls --deleted`")
+                latest = max((mark for _, mark in hidden), key=lambda mark: mark.at_us)
+                same = [(history, mark) for history, mark in hidden if mark.request == latest.request]
+                now_us = int(self._clock() * 1e6)
+                if now_us > latest.until_us:
+                    at, until = moment_of(latest.at_us), moment_of(latest.until_us)
+                    raise NotFound(
+                        f"{_named(key, version)}: deleted at {at:%Y-%m-%dT%H:%M:%SZ}; it could be brought back until "
+                        f"{until:%Y-%m-%dT%H:%M:%SZ} (deletion.undelete_seconds)"
+                    )
+                marks = [
+                    Mark(
+                        tenant, key, found.version, found.sequence + 1, Kind.UNDELETED, now_us, 0, made_by, who, reason
+                    )
+                    for _, found in same
+                ]
+                written = self._write([history for history, _ in same], marks)
+                if written:
+                    return written
+            raise Retryable(f"{_named(key, version)}: {RACES_MAX} other changes came first; try again")
+
+    def listed(
+        self, tenant: str, keys: Iterable[str], broken: Callable[[Damage], None] | None = None
+    ) -> Iterator[Deletion]:
+        """Yield what is deleted of these keys and not collected, by key as given and version.
+
+        A mark that cannot be read is told to `broken`, or raised as Corrupt.
+        """
+        for key in keys:
+            histories = self._histories(tenant, key, None)
+            for history in histories:
+                if not history.committed or not history.sequence % 2:
+                    continue
+                try:
+                    mark = self._manifests.mark(tenant, key, history.version, history.sequence)
+                except Permanent as err:
+                    if broken is None:
+                        raise
+                    name = mark_name(tenant, key, history.version, history.sequence)
+                    broken(Damage(name, str(err), ((key, history.version),)))
+                else:
+                    at, until = moment_of(mark.at_us), moment_of(mark.until_us)
+                    yield Deletion(key, mark.version, at, until, mark.who, mark.reason)
+
+    def _check_retained(self, tenant: str, key: str, histories: Iterable[History]) -> int:
+        """Refuse to delete a version that its manifest, a retention record or the settings retain.
+
+        Up to when a damaged manifest retains its version is not known; it may be deleted where the settings retain
+        nothing and it has no retention record. Returns when the newest was created, microseconds since 1970, 0 where
+        none can be read. Raises Retained, Corrupt.
+        """
+        newest_us = 0
+        check = None if self._guard is None else self._guard(tenant, key)
+        histories = list(histories)
+        others = "; other versions of the key can be deleted by their numbers" if len(histories) > 1 else ""
+        for history in histories:
+            try:
+                manifest = self._manifests.get(tenant, key, history.version)
+            except Corrupt:
+                if check is not None or history.retention:
+                    raise
+                continue
+            newest_us = max(newest_us, manifest.created_us)
+            info = self._manifests.info(manifest, history.retention)
+            if check is not None:
+                check(info)
+            if info.retain_until is not None and self._clock() < info.retain_until.timestamp():
+                raise Retained(
+                    f"key {key!r} version {history.version}: is retained until "
+                    f"{info.retain_until:%Y-%m-%dT%H:%M:%SZ} (its manifest says so, or `nearkin retain`, whatever the "
+                    f"settings are now); nothing was deleted{others}"
+                )
+        return newest_us
+
+    def extend_retention(
+        self, tenant: str, key: str, version: int | None, retain_until_us: int, *, who: str = "", reason: str = ""
+    ) -> VersionInfo:
+        """Retain a version, the newest by default, until a time (microseconds since 1970); return it, durably changed.
+
+        A time that holds already changes nothing. Raises NotFound, BadInput (the time is earlier than the one that
+        holds: a retention is never shortened), Corrupt, StoreUnavailable.
+        """
+        extender = RetentionExtender(self._manifests, self._note, self._notes.noted_in_vain, self._clock)
+        with self._exclusive(tenant, key):
+            return extender.extend(tenant, key, version, retain_until_us, who, reason)
+
+    @contextmanager
+    def _exclusive(self, tenant: str, key: str) -> Iterator[None]:
+        """Exclude conditional puts of the key: each sees the key before this change, or after it. Raises Retryable.
+
+        A GC step ends first: it may delete, too, and would wait for the lock that waits for it.
+        """
+        with self._notes.outside_gc_step(), self._manifests.locks.for_deletion(tenant, key):
+            yield
+
+    # --- pieces ------------------------------------------------------------------------------------------------------
+
+    def _histories(self, tenant: str, key: str, version: int | None) -> list[History]:
+        """Return the histories of a key's versions, or of one, by version."""
+        found = self._manifests.histories(tenant, key)
+        return [found[number] for number in sorted(found) if version in (None, number)]
+
+    def _deleted(self, tenant: str, key: str, histories: Iterable[History]) -> list[tuple[History, Mark]]:
+        """Return what can be undeleted, each with its mark."""
+        odd = [history for history in histories if history.committed and history.sequence % 2]
+        return [(found, self._manifests.mark(tenant, key, found.version, found.sequence)) for found in odd]
+
+    def _left_of(self, tenant: str, key: str, wanted: list[History], earlier: Mapping[int, Mark]) -> list[History]:
+        """Return what the first sending of a call has left to delete: nothing that came, or came back, since.
+
+        Else a client that lost the answer, and asked again, would delete what others put or undeleted in between.
+        """
+        began_us = min(mark.at_us for mark in earlier.values())
+        before = []
+        for history in wanted:
+            if history.version in earlier:
+                continue
+            with suppress(Corrupt, NotFound):  # whoever wants a damaged one gone deletes it by a call of its own
+                if self._manifests.get(tenant, key, history.version).created_us <= began_us:
+                    before.append(history)
+        return before
+
+    def _hidden_with(
+        self, tenant: str, key: str, hidden: list[tuple[History, Mark]], earlier: Mapping[int, Mark]
+    ) -> list[tuple[History, Mark]]:
+        """Return what the first sending of a call has left to bring back: of the same deletion, not of a later one."""
+        taken = set()
+        for mark in earlier.values():
+            with suppress(Corrupt, NotFound):
+                taken.add(self._manifests.mark(tenant, key, mark.version, mark.sequence - 1).request)
+        return [(found, mark) for found, mark in hidden if mark.request in taken and found.version not in earlier]
+
+    def _marks(
+        self, tenant: str, key: str, histories: Iterable[History], request: bytes | None, kind: Kind
+    ) -> dict[int, Mark]:
+        """Return by version the marks that an earlier call with this `request` made, whatever became of it since."""
+        found: dict[int, Mark] = {}
+        for history in histories if request is not None else ():
+            if not history.committed:
+                continue
+            newest = history.sequence - (history.sequence - kind.value) % 2
+            for sequence in range(newest, 0, -2):
+                with suppress(Corrupt, NotFound):
+                    mark = self._manifests.mark(tenant, key, history.version, sequence)
+                    if mark.kind is kind and mark.request == request:
+                        found[history.version] = mark
+                        break
+        return found
+
+    def _write(self, before: Sequence[History], marks: Sequence[Mark]) -> int:
+        """Write the marks of a key's versions, by version; return how many were not taken by another call."""
+        tenant, key, versions = marks[0].tenant, marks[0].key, [mark.version for mark in marks]
+        noted = [
+            Marked(
+                tenant, key, mark.version, mark.sequence, history.marks_bytes + len(self._manifests.encode_mark(mark))
+            )
+            for history, mark in zip(before, marks, strict=True)
+        ]
+        times_restated = self._notes.times_restated()
+        try:
+            self._note(noted)  # 1
+            written = self._written_all(marks)
+        except BaseException:
+            self._notes.noted_in_vain(tenant, key, versions)
+            raise
+        # By another call, which may have looked before the marks were there.
+        if self._notes.times_restated() != times_restated:
+            self._note(noted)
+        if written < len(marks):
+            self._notes.restate_collected(tenant, key, versions)
+        failpoint("delete.marked")
+        return written
+
+    def _written_all(self, marks: Sequence[Mark]) -> int:
+        """Write the marks; return how many were not taken."""
+        failpoint("delete.noted")
+        # The newest one is the last to go and the first to come back: an older one never stands in for it.
+        *older, newest = marks
+        written: list[bool] = []
+        if newest.kind is Kind.UNDELETED:
+            written.append(self._written(newest))
+            failpoint("undelete.newest")
+        if older:
+            with ThreadPoolExecutor(MARK_THREADS if len(older) > 1 else 1) as threads:
+                with interrupts_wait():  # one in the midst of it would leave a thread that nobody waits for
+                    others = threads.map(self._written, older)
+                written += others  # 2
+            failpoint("delete.older")
+        if newest.kind is Kind.DELETED:
+            written.append(self._written(newest))  # 3
+        return sum(written)
+
+    def _written(self, mark: Mark) -> bool:
+        try:
+            self._manifests.put_mark(mark)
+        except AlreadyExists:
+            return False
+        if mark.kind is Kind.UNDELETED and not self._manifests.is_committed(mark.tenant, mark.key, mark.version):
+            # Its number was free again: a round has collected the version, marks and all, since this call looked.
+            self._manifests.delete_mark(mark_name(mark.tenant, mark.key, mark.version, mark.sequence))
+            return False
+        return True
+
+
+def user_and_host() -> str:
+    """Return who runs this process, for `who`; no user database is asked."""
+    user = os.environ.get("LOGNAME") or os.environ.get("USER") or str(os.getuid())
+    return f"{user}@{os.uname().nodename}"[:WHO_CHARACTERS_MAX]
+
+
+def _check(key: str, version: int | None, reason: str) -> None:
+    check_key(key)
+    check_reason(reason)
+    if version is not None:
+        check_version(version)
+
+
+def _named(key: str, version: int | None) -> str:
+    return f"key {key!r}" if version is None else f"key {key!r} version {version}"

@@ -1,0 +1,356 @@
+"""Manifests and marks in an object store. Invariant: a version exists exactly when its manifest does (I2), and is to be
+seen unless its highest mark says that it was deleted.
+
+    manifests/ab/abcd.../0000000000000001.nkm          version 1
+    manifests/ab/abcd.../0000000000000001.0001.nkt     deleted
+    manifests/ab/abcd.../0000000000000001.0002.nkt     undeleted: it is there again
+    manifests/ab/abcd.../0000000000000001.0001.nkr     its retention was extended (retention_records.py)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from nearkin_shared.errors import Corrupt, NotFound, Permanent
+from nearkin_shared.formats.manifest import (
+    NO_DIGEST,
+    NO_PREVIOUS,
+    Manifest,
+    Previous,
+    check_manifest_bytes,
+    decode_manifest,
+    encode_manifest,
+    moment_of,
+)
+from nearkin_shared.formats.tombstone import Kind, Mark, decode_mark, encode_mark
+from nearkin_shared.objectstore.base import ObjectStore, check_tenant
+from nearkin_shared.objectstore.delegating import record_key_of, takes_bytes
+from nearkin_shared.objectstore.parity import read_decoded
+from nearkin_shared.preconditions import Precondition
+from nearkin_shared.results import VersionInfo
+from nearkin_shared.storage.clock_records import KnownTime
+from nearkin_shared.storage.key_locks import KeyLocks, ProcessKeyLocks
+from nearkin_shared.storage.retention_records import SUFFIX as RETENTION_SUFFIX
+from nearkin_shared.storage.retention_records import RetentionRecords, record_sequence
+from nearkin_shared.utils.frozen import frozen
+
+MARK_SUFFIX = ".nkt"
+_NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.(nkt|nkr))")
+
+
+_WHOLE_NAME = re.compile(rf"manifests/[0-9a-f]{{2}}/([0-9a-f]{{32}})/{_NAME.pattern}")
+
+
+@frozen
+class History:
+    """What the names in a key's folder say of one version."""
+
+    version: int
+    committed: bool = False
+    """Whether its manifest is there."""
+    sequence: int = 0
+    """Of its highest mark, 0 for none."""
+    marks_bytes: int = 0
+    """Of all its marks and retention records."""
+    retention: int = 0
+    """Sequence of its last retention record, 0 for none."""
+
+
+class Listing(NamedTuple):
+    """(object name, bytes) of all objects of versions, each list sorted."""
+
+    manifests: list[tuple[str, int]]
+    marks: list[tuple[str, int]]
+    retentions: list[tuple[str, int]]
+
+
+def key_digest(tenant: str, key: str) -> str:
+    """Return what stands for (tenant, key) in object names: 32 hex digits; a key never becomes a path (I9)."""
+    return blake3(tenant.encode() + b"\0" + key.encode()).hexdigest(length=16)
+
+
+def object_name(tenant: str, key: str, version: int) -> str:
+    """Return the object name of one version's manifest."""
+    return f"{_folder(tenant, key)}/{version:016x}.nkm"
+
+
+def mark_name(tenant: str, key: str, version: int, sequence: int) -> str:
+    """Return the object name of one mark of a version."""
+    return f"{_folder(tenant, key)}/{version:016x}.{sequence:04x}{MARK_SUFFIX}"
+
+
+def marked_version(name: str) -> tuple[str, int]:
+    """Return (object name of the manifest, sequence) of a mark's name. Raises Corrupt."""
+    folder, _, last = name.rpartition("/")
+    matched = _NAME.fullmatch(last)
+    if matched is None or matched[3] != "nkt":
+        raise Corrupt(f"{name}: not a mark's name; move it out of the store")
+    return f"{folder}/{matched[1]}.nkm", int(matched[2], 16)
+
+
+def key_and_version(name: str) -> tuple[bytes, int] | None:
+    """Return (digest of the key, version) that an object name is of, None for a name that no release writes."""
+    matched = _WHOLE_NAME.fullmatch(name)
+    return None if matched is None else (bytes.fromhex(matched[1]), int(matched[2], 16))
+
+
+def retained_manifest(name: str) -> str:
+    """Return the object name of the manifest that a retention record's name belongs to. Raises Corrupt."""
+    return record_sequence(name)[0]
+
+
+def _folder(tenant: str, key: str) -> str:
+    digest = key_digest(tenant, key)
+    return f"manifests/{digest[:2]}/{digest}"
+
+
+def _digest_of_manifest(data: bytes, what: str) -> bytes:
+    """Return the digest of an intact manifest. Raises Corrupt."""
+    check_manifest_bytes(data, what)
+    return blake3(data).digest()
+
+
+class ManifestStore:
+    """Manifests and marks by (tenant, key, version). Of an erased tenant all that is asked by name raises Erased."""
+
+    def __init__(self, objects: ObjectStore, locks: KeyLocks | None = None, record_key: bytes | None = None) -> None:
+        """`locks`: shared by all who put conditionally and delete; by default one process's own.
+
+        `record_key` authenticates marks where `objects` does not know its own.
+        """
+        self._objects = objects
+        self.locks = locks or ProcessKeyLocks()
+        self._given_key = record_key
+        self.known_time = KnownTime(objects)
+        self.retentions = RetentionRecords(objects, _folder, lambda: self._record_key)
+
+    @property
+    def authenticates_marks(self) -> bool:
+        """Return whether marks have a MAC: not those of an encrypted store, which are sealed."""
+        return self._record_key is not None
+
+    @property
+    def _record_key(self) -> bytes | None:
+        return self._given_key or record_key_of(self._objects)
+
+    # --- what was committed, whatever became of it -------------------------------------------------------------------
+
+    def put(self, manifest: Manifest) -> int:
+        """Commit a version; return the manifest's bytes. Raises AlreadyExists (another put took this number)."""
+        data = encode_manifest(manifest)
+        self._objects.put_new(object_name(manifest.tenant, manifest.key, manifest.version), data)
+        return len(data)
+
+    def stored_bytes(self, manifest: Manifest, manifest_bytes: int) -> int:
+        """Return what a manifest of so many bytes takes where it lies: its parity included, and its seal."""
+        name = object_name(manifest.tenant, manifest.key, manifest.version)
+        return takes_bytes(self._objects, name, manifest_bytes)
+
+    def get(self, tenant: str, key: str, version: int) -> Manifest:
+        """Return one version's manifest, of a deleted one too. Raises NotFound, Corrupt or StoreUnavailable."""
+        check_tenant(self._objects, tenant)
+        name = object_name(tenant, key, version)
+        manifest = read_decoded(self._objects, name, decode_manifest)
+        if (manifest.tenant, manifest.key, manifest.version) != (tenant, key, version):
+            raise Corrupt(f"{name}: is the manifest of {manifest.key!r} version {manifest.version}")
+        return manifest
+
+    def info(self, manifest: Manifest, sequence: int | None = None) -> VersionInfo:
+        """Return a version as callers see it, with the latest end of its retention.
+
+        `sequence` as in `RetentionRecords.retain_until_us`. Raises Corrupt, StoreUnavailable.
+        """
+        until_us = self.retentions.retain_until_us(manifest, sequence)
+        if until_us == manifest.retain_until_us:
+            return manifest.info
+        return replace(manifest.info, retain_until=moment_of(until_us))
+
+    def size_bytes(self, manifest: Manifest) -> int:
+        """Return how many bytes a stored manifest takes. Raises NotFound or StoreUnavailable."""
+        return self._objects.size_bytes(object_name(manifest.tenant, manifest.key, manifest.version))
+
+    def is_committed(self, tenant: str, key: str, version: int) -> bool:
+        """Return whether a version's manifest is there, whatever marks say. Raises StoreUnavailable."""
+        try:
+            self._objects.size_bytes(object_name(tenant, key, version))
+        except NotFound:
+            return False
+        return True
+
+    def versions(self, tenant: str, key: str) -> list[int]:
+        """Return the numbers that a key's versions have taken, ascending: of deleted ones too. For who commits."""
+        return sorted(self.histories(tenant, key))
+
+    def histories(self, tenant: str, key: str) -> dict[int, History]:
+        """Return what became of each version of a key, from one listing of its folder. Raises Corrupt."""
+        check_tenant(self._objects, tenant)
+        found: dict[int, History] = {}
+        for name, size_bytes in self._objects.names(_folder(tenant, key)):
+            matched = _NAME.fullmatch(name.rpartition("/")[2])
+            if matched is None:
+                raise Corrupt(f"{name}: not a manifest's name; move it out of the store")
+            version = int(matched[1], 16)
+            history = found.get(version, History(version))
+            if matched[2] is None:
+                found[version] = replace(history, committed=True)
+                continue
+            sequence, marks_bytes = int(matched[2], 16), history.marks_bytes + size_bytes
+            if matched[3] == "nkr":
+                last = max(history.retention, sequence)
+                found[version] = replace(history, retention=last, marks_bytes=marks_bytes)
+            else:
+                found[version] = replace(history, sequence=max(history.sequence, sequence), marks_bytes=marks_bytes)
+        return found
+
+    def find_previous(self, tenant: str, key: str, histories: Mapping[int, History]) -> Previous:
+        """Return the newest manifest of a key for the chain of its next version. Raises StoreUnavailable.
+
+        `histories`: as just listed. A manifest that GC removed since is passed over; one that is damaged is named
+        without a digest, so that a put does not fail because of it.
+        """
+        for version in sorted(histories, reverse=True):
+            if histories[version].committed:
+                try:
+                    return Previous(version, self.digest(tenant, key, version))
+                except NotFound:
+                    continue
+                except Permanent:
+                    return Previous(version, NO_DIGEST)
+        return NO_PREVIOUS
+
+    def digest(self, tenant: str, key: str, version: int) -> bytes:
+        """Return BLAKE3 of a manifest's bytes in clear. Raises NotFound, Corrupt, StoreUnavailable."""
+        return read_decoded(self._objects, object_name(tenant, key, version), _digest_of_manifest)
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        """Yield (object name, bytes) of every manifest, in no order."""
+        others = MARK_SUFFIX, RETENTION_SUFFIX
+        return ((name, size) for name, size in self._objects.names("manifests") if not name.endswith(others))
+
+    def names_and_marks(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        """Return (object name, bytes) of every manifest, and of every mark, sorted."""
+        listed = self.listing()
+        return listed.manifests, listed.marks
+
+    def listing(self) -> Listing:
+        """Return (object name, bytes) of every manifest, mark and retention record, sorted. Raises StoreUnavailable."""
+        found = Listing([], [], [])
+        for entry in sorted(self._objects.names("manifests")):
+            if entry[0].endswith(MARK_SUFFIX):
+                found.marks.append(entry)
+            elif entry[0].endswith(RETENTION_SUFFIX):
+                found.retentions.append(entry)
+            else:
+                found.manifests.append(entry)
+        return found
+
+    def read(self, name: str) -> Manifest:
+        """Return the manifest that lies under an object name. Raises NotFound, Corrupt or StoreUnavailable."""
+        manifest = read_decoded(self._objects, name, decode_manifest)
+        if object_name(manifest.tenant, manifest.key, manifest.version) != name:
+            raise Corrupt(f"{name}: is the manifest of {manifest.key!r} version {manifest.version}")
+        return manifest
+
+    def stored(self, name: str) -> bytes:
+        """Return the bytes that lie under an object name, whatever they are. Raises NotFound, StoreUnavailable."""
+        return self._objects.get(name)
+
+    def delete(self, tenant: str, key: str, version: int) -> None:
+        """Remove a manifest, whose version a mark calls collected. Again is fine."""
+        self._objects.delete(object_name(tenant, key, version))
+
+    def delete_mark(self, name: str) -> None:
+        """Remove a mark that says nothing any more. Again is fine."""
+        self._objects.delete(name)
+
+    # --- what is to be seen ------------------------------------------------------------------------------------------
+
+    def newest(self, tenant: str, key: str) -> Manifest | None:
+        """Return the newest version that is to be seen, None where there is none. Raises Corrupt, StoreUnavailable."""
+        histories = self.histories(tenant, key)
+        if histories and histories[max(histories)].sequence % 2:
+            # A folder's listing may hold a mark and miss a version that was committed before it: it is in the next one.
+            histories = self.histories(tenant, key)
+        return self._newest_of(tenant, key, histories)
+
+    def check_precondition(
+        self, tenant: str, key: str, histories: Mapping[int, History], precondition: Precondition | None
+    ) -> None:
+        """Check a put's precondition against the histories that its version number is taken from.
+
+        Raises PreconditionFailed, Corrupt (the newest version cannot be read), StoreUnavailable.
+        """
+        if precondition is not None:
+            newest = self._newest_of(tenant, key, histories)
+            precondition.check(key, None if newest is None else newest.info)
+
+    def exclusive_if(self, precondition: Precondition | None, tenant: str, key: str) -> AbstractContextManager[None]:
+        """Hold the key's lock for a conditional put; do nothing for any other. Raises Retryable."""
+        return nullcontext() if precondition is None else self.locks.for_put(tenant, key)
+
+    def _newest_of(self, tenant: str, key: str, histories: Mapping[int, History]) -> Manifest | None:
+        for version in sorted(histories, reverse=True):
+            if self.shows(tenant, key, histories[version]):
+                return self.get(tenant, key, version)
+        return None
+
+    def seen(self, tenant: str, key: str, version: int) -> Manifest:
+        """Return a version that is to be seen. Raises NotFound, Corrupt, StoreUnavailable."""
+        if not self.is_seen(tenant, key, version):
+            raise NotFound(f"key {key!r} version {version}: deleted")
+        return self.get(tenant, key, version)
+
+    def is_seen(self, tenant: str, key: str, version: int) -> bool:
+        """Return whether no mark hides a version: one small read where it never had one, which most never have."""
+        check_tenant(self._objects, tenant)
+        try:
+            self._objects.get(mark_name(tenant, key, version, 1))
+        except NotFound:
+            return True
+        except Corrupt:  # sealed, and damaged: it is there, and names alone say more
+            pass
+        history = self.histories(tenant, key).get(version)
+        return history is not None and self.shows(tenant, key, history)
+
+    def shows(self, tenant: str, key: str, history: History) -> bool:
+        """Return whether a version with this history is to be seen. Raises Corrupt where its mark cannot be read."""
+        if not history.committed or history.sequence % 2:
+            return False
+        if not history.sequence:
+            return True
+        return self.mark(tenant, key, history.version, history.sequence).kind is Kind.UNDELETED
+
+    # --- marks -------------------------------------------------------------------------------------------------------
+
+    def put_mark(self, mark: Mark) -> int:
+        """Write the next mark of a version; return its bytes. Raises AlreadyExists (another change came first)."""
+        data = self.encode_mark(mark)
+        self._objects.put_new(mark_name(mark.tenant, mark.key, mark.version, mark.sequence), data)
+        return len(data)
+
+    def takes_bytes(self, mark: Mark) -> int:
+        """Return what a mark takes, with all that the store adds."""
+        name = mark_name(mark.tenant, mark.key, mark.version, mark.sequence)
+        return takes_bytes(self._objects, name, len(self.encode_mark(mark)))
+
+    def encode_mark(self, mark: Mark) -> bytes:
+        """Return the bytes of a mark as this store writes it. Raises BadInput."""
+        return encode_mark(mark, self._record_key)
+
+    def mark(self, tenant: str, key: str, version: int, sequence: int) -> Mark:
+        """Return a mark. Raises NotFound, Corrupt, StoreUnavailable."""
+        return self.read_mark(mark_name(tenant, key, version, sequence))
+
+    def read_mark(self, name: str) -> Mark:
+        """Return the mark that lies under an object name. Raises NotFound, Corrupt, StoreUnavailable."""
+        key = self._record_key
+        mark = read_decoded(self._objects, name, lambda data, what: decode_mark(data, what, key))
+        if mark_name(mark.tenant, mark.key, mark.version, mark.sequence) != name:
+            raise Corrupt(f"{name}: is mark {mark.sequence} of {mark.key!r} version {mark.version}")
+        return mark

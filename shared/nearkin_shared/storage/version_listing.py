@@ -1,0 +1,124 @@
+"""What a listing shows. Invariant: the marks beside the manifests decide, whatever an index says or still says.
+
+index: (key, versions) -> newest not hidden? -> its manifest       lost or broken -> Damage       hidden -> nothing
+folder of the key: what an index made anew could not name
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import groupby
+
+from nearkin_shared.errors import Corrupt, NotFound, Permanent
+from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.results import Damage, VersionInfo
+from nearkin_shared.storage.manifests import History, ManifestStore, object_name
+
+Unit = tuple[str, tuple[int, ...]]
+"""A key and versions of it, ascending: one line of a listing is made of it, or none."""
+
+
+def with_unnamed(
+    manifests: ManifestStore, tenant: str, names: Iterable[tuple[str, int]], retentions: dict[tuple[str, int], int]
+) -> Iterator[tuple[str, int]]:
+    """Yield the (key, version) of an index, and those that lie in the same keys' folders and it does not name.
+
+    An index that was made anew leaves out what cannot be read. `retentions` gains the sequence of the last retention
+    record of each (key, version) before that is yielded. Raises StoreUnavailable.
+    """
+    for key, same in groupby(names, key=lambda entry: entry[0]):
+        versions = {version for _, version in same}
+        with suppress(Permanent):  # a stray file in the key's folder: told where the folder decides
+            histories = manifests.histories(tenant, key)
+            versions |= {number for number, history in histories.items() if history.committed}
+            retentions.update(((key, number), history.retention) for number, history in histories.items())
+        yield from ((key, version) for version in sorted(versions))
+
+
+def check_newest(
+    manifests: ManifestStore, tenant: str, key: str, newest: Manifest | None, numbers: Callable[[], Sequence[int]]
+) -> None:
+    """Raise Corrupt where an index lists a version after the `newest` that is to be seen, and its manifest is gone.
+
+    `numbers` asks the index for the key's versions, none where no index can be read: then that is not known.
+    """
+    seen = 0 if newest is None else newest.version
+    later = [number for number in numbers() if number > seen]
+    if not later:
+        return
+    histories = manifests.histories(tenant, key)
+    there = {number for number, history in histories.items() if history.committed or history.sequence % 2}  # or deleted
+    lost = max((number for number in later if number not in there), default=None)
+    if lost is not None and lost in numbers():  # else a round has ended it meanwhile
+        raise Corrupt(
+            f"{object_name(tenant, key, lost)}: missing, and the index lists {key!r} version {lost}, the newest: put "
+            "it back from a copy (`nearkin repair --from`), ask for an older one by its number, or give it up with "
+            "`nearkin rebuild-index`"
+        )
+
+
+def units(names: Iterable[tuple[str, int]], *, all_versions: bool) -> Iterator[Unit]:
+    """Yield the units of a listing from (key, version) by key and version."""
+    if all_versions:
+        return ((key, (version,)) for key, version in names)
+    return ((key, tuple(version for _, version in same)) for key, same in groupby(names, key=lambda entry: entry[0]))
+
+
+def shown(
+    manifests: ManifestStore, tenant: str, unit: Unit, *, all_versions: bool, retention: int | None = None
+) -> VersionInfo | Damage | None:
+    """Return the newest version of a unit that is to be seen, None where all are deleted.
+
+    Without `all_versions` the key's folder is asked where the unit's newest is deleted. One whose manifest is lost or
+    broken is a Damage: an older one never stands in for it. `retention`: sequence of the last retention record of the
+    unit's newest, looked up by default. Raises StoreUnavailable.
+    """
+    key, versions = unit
+    newest = versions[-1]
+    found = _read(manifests, tenant, key, newest, None, retention)
+    if found is not None or all_versions:
+        return found
+    try:
+        histories = manifests.histories(tenant, key)
+    except Permanent as err:  # a stray file in the key's folder
+        return _damage(tenant, key, newest, str(err))
+    for version in sorted(histories, reverse=True):
+        history = histories[version]
+        found = _read(manifests, tenant, key, version, history.sequence, history.retention)
+        if found is not None:
+            return found
+    return None
+
+
+def _read(
+    manifests: ManifestStore, tenant: str, key: str, version: int, sequence: int | None, retention: int | None
+) -> VersionInfo | Damage | None:
+    """Return a version as a listing has it; `sequence` of its highest mark where that is known, odd: hidden.
+
+    `retention`: sequence of its last retention record where that is known.
+    """
+    if sequence is not None and sequence % 2:
+        return None
+    try:
+        if sequence == 0 or manifests.is_seen(tenant, key, version):
+            return manifests.info(manifests.get(tenant, key, version), retention)
+    except NotFound:
+        return _damage(tenant, key, version, f"{object_name(tenant, key, version)}: missing")
+    except Permanent as err:
+        return _damage(tenant, key, version, str(err))
+    return None
+
+
+def _damage(tenant: str, key: str, version: int, problem: str) -> Damage:
+    return Damage(object_name(tenant, key, version), problem, ((key, version),))
+
+
+def infos_of(
+    manifests: ManifestStore, tenant: str, key: str, histories: Iterable[History]
+) -> Iterator[VersionInfo | Damage]:
+    """Yield the versions of one key that are to be seen, in the order of their histories as just listed."""
+    for history in histories:
+        found = _read(manifests, tenant, key, history.version, None, history.retention)
+        if found is not None:
+            yield found

@@ -1,0 +1,1 @@
+"""Helpers without knowledge of stores: memory, threads, files, signals, terminal."""

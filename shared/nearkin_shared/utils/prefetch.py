@@ -1,0 +1,128 @@
+"""One item ahead. Invariant: who drops it half-way waits for nothing, so that anybody may; who closes it waits.
+
+reader -- asks --> thread: makes the next item while one is out -- tells --> reader
+
+A generator that waits for its thread as it is closed is closed by whoever collects garbage, where it is part of a
+cycle: with whatever locks that thread holds. A restore's thread wanted one of them, and both waited for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
+from typing import Generic, NamedTuple, TypeVar
+
+from nearkin_shared.utils.signals import interrupts_wait
+
+Item = TypeVar("Item")
+
+
+class _End(NamedTuple):
+    """Nothing more comes: all was told, or this is why."""
+
+    failure: BaseException | None
+
+
+class _Line(Generic[Item]):
+    """Between a reader and its thread, which does not hold the reader: else nobody could drop it.
+
+    One item lies in it at most, since one is asked for at a time, and the end.
+    """
+
+    def __init__(self) -> None:
+        self.asked: SimpleQueue[bool] = SimpleQueue()
+        self.told: SimpleQueue[Item | _End] = SimpleQueue()
+        self.ended = threading.Event()
+
+
+class OneAhead(Generic[Item]):
+    """Items that a thread makes, each while the one before is out; begun by the first `next`. One reads it; any thread
+    may close it.
+    """
+
+    def __init__(self, name: str, making: Callable[[], AbstractContextManager[Iterator[Item]]]) -> None:
+        """`making` gives the items; it is entered and left on a thread called `name`."""
+        self._name = name
+        self._making = making
+        self._line: _Line[Item] = _Line()
+        self._begun_by = 0
+        """The process that its thread is in."""
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self._closed:
+            raise StopIteration
+        try:
+            told = self._next()
+        except BaseException:
+            self.close()
+            raise
+        if not isinstance(told, _End):
+            return told
+        self._closed = True
+        failure = told.failure
+        del told
+        if failure is None:
+            raise StopIteration
+        try:
+            raise failure
+        finally:
+            del failure  # not kept by its own traceback
+
+    def _next(self) -> Item | _End:
+        """Return what is told next, and ask for what comes after it."""
+        if not self._begun_by:
+            self._begin()
+        elif self._begun_by != os.getpid():
+            raise RuntimeError("what was begun before a fork is read on by the process that began it")
+        told = self._line.told.get()
+        if self._closed:
+            raise RuntimeError("was closed while it was read")
+        if not isinstance(told, _End):
+            self._line.asked.put(True)
+        return told
+
+    def _begin(self) -> None:
+        self._line.asked.put(True)
+        thread = threading.Thread(target=_make, args=(self._making, self._line), name=self._name, daemon=True)
+        with interrupts_wait():
+            thread.start()
+            self._begun_by = os.getpid()
+
+    def close(self) -> None:
+        """Make no more, and wait for what is being made; again is fine."""
+        self._closed = True
+        if self._begun_by == os.getpid():
+            self._line.asked.put(False)
+            self._line.ended.wait()
+
+    def __del__(self) -> None:
+        """Make no more. This may run anywhere: it takes no lock (SimpleQueue is made for that), and waits for none."""
+        self._line.asked.put(False)
+
+
+def _make(making: Callable[[], AbstractContextManager[Iterator[Item]]], line: _Line[Item]) -> None:
+    failure: BaseException | None = None
+    try:
+        _made(making, line)
+    except BaseException as err:
+        failure = err
+    line.told.put(_End(failure))
+    del failure
+    line.ended.set()
+
+
+def _made(making: Callable[[], AbstractContextManager[Iterator[Item]]], line: _Line[Item]) -> None:
+    with making() as items:
+        if line.asked.get():
+            for item in items:
+                line.told.put(item)
+                del item  # it is the reader's now, and goes with it
+                if not line.asked.get():
+                    return

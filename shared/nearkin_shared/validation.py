@@ -1,0 +1,104 @@
+"""Keys, metadata and outputs that callers give, checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
+from pathlib import Path
+from typing import BinaryIO
+
+from nearkin_shared.errors import BadInput
+from nearkin_shared.formats.manifest import encode_metadata
+from nearkin_shared.formats.tombstone import REASON_BYTES_MAX
+from nearkin_shared.limits import KEY_BYTES_MAX
+from nearkin_shared.utils.sparse_file import Output
+
+Progress = Callable[[int], None]
+"""Called with the bytes taken since the last call."""
+Source = Path | BinaryIO | bytes
+
+
+def check_key(key: str) -> None:
+    """Refuse a key that cannot be listed as it was given. Any other UTF-8 is taken as it is: a key is never a path."""
+    size_bytes = len(_encoded(key, "key"))
+    if not size_bytes:
+        raise BadInput('key "": want at least one character')
+    if size_bytes > KEY_BYTES_MAX:
+        raise BadInput(f"key of {size_bytes} bytes ({key[:20]!r}...): want at most {KEY_BYTES_MAX} bytes of UTF-8")
+    if "\0" in key:
+        raise BadInput(f"key {key!r}: has a NUL character; use another separator, such as /")
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a prefix that no key can have."""
+    _encoded(prefix, "prefix")
+
+
+CONTENT_TYPE = "content-type"
+"""The name in a version's metadata under which its media type is kept."""
+CONTENT_TYPE_CHARACTERS_MAX = 255
+OCTET_STREAM = "application/octet-stream"
+_NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_MEDIA_TYPE = re.compile(rf'{_NAME}/{_NAME}(?:[ \t]*;[ \t]*{_NAME}=(?:{_NAME}|"[\t !#-\[\]-~]*"))*', re.ASCII)
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Refuse metadata that is not text or too much of it."""
+    if not isinstance(metadata, Mapping):
+        raise BadInput(f"metadata {metadata!r:.100}: want names and values of text")
+    encode_metadata(metadata)
+
+
+def is_media_type(text: str) -> bool:
+    """Return whether `text` is a media type with its parameters, as `Content-Type` has it (RFC 9110, 8.3.1)."""
+    return len(text) <= CONTENT_TYPE_CHARACTERS_MAX and _MEDIA_TYPE.fullmatch(text) is not None
+
+
+def content_type(metadata: Mapping[str, str]) -> str:
+    """Return the media type that a version was put with; octets where it has none, or one that is none."""
+    text = metadata.get(CONTENT_TYPE, "")
+    return text if is_media_type(text) else OCTET_STREAM
+
+
+def check_version(version: int) -> None:
+    """Refuse what is no version's number."""
+    if not isinstance(version, Integral) or not 1 <= version < 1 << 64:
+        raise BadInput(f"version {version!r:.100}: want a whole number; versions count from 1")
+
+
+def check_bound(name: str, value: int) -> None:
+    """Refuse what is no position in a version."""
+    if not isinstance(value, Integral):
+        raise BadInput(f"{name} {value!r:.100}: want a whole number of bytes")
+
+
+def check_reason(reason: str) -> None:
+    """Refuse a reason for a deletion that its mark cannot hold."""
+    size_bytes = len(_encoded(reason, "reason"))
+    if size_bytes > REASON_BYTES_MAX:
+        raise BadInput(f"reason of {size_bytes} bytes ({reason[:20]!r}...): want at most {REASON_BYTES_MAX} of UTF-8")
+
+
+def _encoded(text: str, what: str) -> bytes:
+    if not isinstance(text, str):
+        raise BadInput(f"{what} {text!r:.100}: want text, not {type(text).__name__}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as err:
+        raise BadInput(f"{what} {text!r:.100}: is not valid UTF-8 (position {err.start})") from err
+
+
+def write_pieces(pieces: Iterable[memoryview], file: BinaryIO, progress: Progress | None) -> int:
+    """Write pieces to a file and return their bytes; zeros become holes of a file that ends there (`sparse_file.py`).
+
+    Raises BadInput for a file that takes none without saying why.
+    """
+    written = 0
+    with Output(file) as output:
+        for piece in pieces:
+            output.write(piece)
+            written += len(piece)
+            if progress is not None:
+                progress(len(piece))
+    return written

@@ -1,0 +1,1 @@
+"""Checks and inspections that tests share."""

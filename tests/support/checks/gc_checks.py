@@ -1,0 +1,56 @@
+"""Rounds over a test's store. Invariant: what a round reports was told before, and is what the disk says after it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from nearkin.store import Store
+from nearkin_shared.utils.failpoints import POINTS
+from tests.support.data.stores import SMALL, process, settings, stored_bytes
+from tests.support.fakes.clock import DAY, Clock
+
+COLLECTED = settings(
+    SMALL, {"deletion": {"undelete_seconds": 7 * DAY}, "gc": {"grace_seconds": DAY, "compact_below": 0.8}}
+)
+"""A grace of a day, and a week in which what was deleted comes back."""
+
+
+def collected(store: Store, clock: Clock, rounds: int = 4) -> int:
+    """Collect round after round, each a day later; return the bytes freed. Raises AssertionError."""
+    freed = 0
+    for _ in range(rounds):
+        clock.now += DAY
+        told, before = store.gc(dry_run=True), stored_bytes(store.root)
+        done = store.gc()
+        assert before - stored_bytes(store.root) == done.freed_bytes == told.freed_bytes
+        assert (done.versions, done.condemned_containers) == (told.versions, told.condemned_containers)
+        assert store.verify().damage == ()
+        assert store.stats().ledger.stored_bytes == stored_bytes(store.root)
+        freed += done.freed_bytes
+    return freed
+
+
+_ROUND = """
+import json, sys
+from nearkin_shared.utils import failpoints
+from nearkin import open_store
+from tests.support.checks.gc_checks import COLLECTED
+from tests.support.data.stores import settings
+with open_store(sys.argv[1], settings=settings(COLLECTED, json.loads(sys.argv[3])), create=True) as store:
+    failpoints.arm(sys.argv[2])
+    store.gc()
+"""
+
+
+def killed_in_a_round(root: Path, chosen: Mapping[str, Mapping[str, object]], point: str, times: int) -> None:
+    """Do a round in a process that is killed at a failpoint, passed so many times; `chosen`: changes of COLLECTED.
+
+    Raises AssertionError where it never gets there.
+    """
+    assert point in POINTS
+    with process(_ROUND, root, f"{point}:{times}:kill", json.dumps(chosen)) as dying:
+        dying.communicate(timeout=60)
+    assert dying.returncode == -signal.SIGKILL, f"{point} was not passed {times} times"

@@ -1,0 +1,181 @@
+"""The chart's papers. Invariant: its README and the schema of `config` say what values.yaml and the settings say.
+
+python -m tests.support.checks.helm_chart            writes both, in the folder deploy/helm/nearkin
+values.yaml     `# -- text` above a value is its row in README.md
+Settings        fields, names and bounds are `properties.config` of values.schema.json; secrets are left out
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import yaml
+
+from nearkin_shared.config import settings as config_settings
+from nearkin_shared.config import validators
+from nearkin_shared.config.reference import given
+from nearkin_shared.config.settings import HOT_FIELDS, SECRETS, Settings
+from nearkin_shared.limits import TENANT_BYTES_MAX
+
+CHART = Path("deploy/helm/nearkin")
+BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
+NOT_IN_A_CHART = frozenset({"store", "server", "auth.tokens_file"}) | SECRETS
+"""Settings of a command line, secrets, and what the chart sets itself."""
+BYTES_PATTERN = r"^[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?$"
+NO_PASSWORD = r"^[a-z+]+://[^@]*$"
+
+
+# --- the schema of `config` ------------------------------------------------------------------------------------------
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the JSON schema of the chart's `config`."""
+    return {"description": "Settings by section, as `nearkin config` lists them.", **_section(Settings, "")}
+
+
+def _section(section: type[Any], prefix: str) -> dict[str, Any]:
+    hints = get_type_hints(section, include_extras=True)
+    found = {}
+    for field in fields(section):
+        name = f"{prefix}{field.name}"
+        kind = hints[field.name]
+        if name in NOT_IN_A_CHART:
+            continue
+        if is_dataclass(kind) and isinstance(kind, type):
+            below = _section(kind, f"{name}.")
+            if below["properties"]:
+                found[field.name] = below
+        elif get_origin(kind) is tuple and is_dataclass(get_args(kind)[0]):
+            found[field.name] = {"type": "array", "items": _section(get_args(kind)[0], f"{name}.")}
+        else:
+            found[field.name] = _value(kind) | ({"description": "hot"} if name in HOT_FIELDS else {})
+            if name in config_settings.SECRET_URLS:
+                found[field.name]["pattern"] = NO_PASSWORD
+    return {"type": "object", "additionalProperties": False, "properties": found}
+
+
+def _value(kind: Any) -> dict[str, Any]:
+    """Return the schema of one field; a rule that has no counterpart here is left to the services."""
+    plain, _ = given(kind)
+    rule: object = None
+    if get_origin(plain) is Annotated:
+        plain, rule = get_args(plain)
+        plain, _ = given(plain)
+    return _ruled(rule) or {"type": {bool: "boolean", int: "integer"}.get(plain, "string")}
+
+
+def _ruled(rule: object) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = None
+    match rule:
+        case validators.OneOf():
+            found = {"type": "string", "enum": list(rule.known)}
+        case validators.Size():
+            number = {"type": "integer", "minimum": rule.least, "maximum": rule.most}
+            found = {"anyOf": [number, {"type": "string", "pattern": BYTES_PATTERN}]}
+        case validators.Between():
+            found = {"type": "integer", "minimum": rule.least, "maximum": rule.most}
+        case validators.Share():
+            found = {"type": "number", "minimum": 0, "maximum": rule.most}
+        case validators.Text():
+            found = {"type": "string", "minLength": 1, "maxLength": rule.bytes_max}
+        case validators.TenantName():
+            found = {"type": "string", "minLength": 1, "maxLength": TENANT_BYTES_MAX}
+        case validators.OneMatch():
+            found = {"type": "string", "pattern": f"^{rule.pattern}$"}
+        case validators.Origins():
+            found = {"type": "array", "items": {"type": "string", "minLength": 1}}
+        case validators.TopicTenants():
+            text = {"type": "string", "minLength": 1}
+            found = {"anyOf": [{"type": "array", "items": text}, {"type": "object", "additionalProperties": text}]}
+    return found
+
+
+def with_config(schema: str) -> str:
+    """Return values.schema.json with the settings as they are now."""
+    tree = json.loads(schema)
+    tree["properties"]["config"] = config_schema()
+    return json.dumps(tree, indent=2) + "\n"
+
+
+# --- the table of values ---------------------------------------------------------------------------------------------
+
+
+def rows(values: str) -> Iterator[tuple[str, object, str]]:
+    """Yield (dotted name, default, description) of every value that has one."""
+    lines = values.splitlines()
+    root = yaml.compose(values)
+
+    def walk(node: Any, prefix: str) -> Iterator[tuple[str, object, str]]:
+        for key, value in node.value:
+            name = f"{prefix}{key.value}"
+            line, column = key.start_mark.line, key.start_mark.column
+            told = _told(lines, line) if not lines[line][:column].strip() else ""  # else it shares the line of another
+            if told:
+                yield name, yaml.safe_load(yaml.serialize(value)), told
+            if isinstance(value, yaml.MappingNode):
+                yield from walk(value, f"{name}.")
+
+    yield from walk(root, "")
+
+
+def _told(lines: list[str], line: int) -> str:
+    """Return the description that ends just above a line, "" where there is none."""
+    comment: list[str] = []
+    while line > 0 and lines[line - 1].lstrip().startswith("#"):
+        line -= 1
+        comment.insert(0, lines[line].lstrip(" #"))
+        if lines[line].lstrip().startswith("# -- "):
+            return " ".join(comment).removeprefix("-- ")
+    return ""
+
+
+def undocumented(values: str) -> list[str]:
+    """Return the values that neither have a description nor lie below one that has."""
+    told = {name for name, _, _ in rows(values)}
+
+    def walk(tree: dict[str, Any], prefix: str) -> Iterator[str]:
+        for key, value in tree.items():
+            name = f"{prefix}{key}"
+            if name in told:
+                continue
+            if isinstance(value, dict) and value:
+                yield from walk(value, f"{name}.")
+            else:
+                yield name
+
+    return list(walk(yaml.safe_load(values), ""))
+
+
+def with_values(readme: str, values: str) -> str:
+    """Return README.md with the table of values as they are now."""
+    table = ["| value | default | |", "|---|---|---|"]
+    for name, default, told in rows(values):
+        shown = json.dumps(default).replace("|", "\\|")
+        table.append(f"| `{name}` | `{shown}` | {re.sub('[|]', chr(92) + '|', told)} |")
+    before, _, rest = readme.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return "\n".join([f"{before}{BEGIN}", *table, f"{END}{after}"])
+
+
+def main(chart: Path = CHART) -> int:
+    """Write what follows from values.yaml and the settings."""
+    values = (chart / "values.yaml").read_text()
+    if missing := undocumented(values):
+        print(f"{chart / 'values.yaml'}: no `# --` above {', '.join(missing)}", file=sys.stderr)
+        return 1
+    for path, made in (
+        (chart / "values.schema.json", with_config((chart / "values.schema.json").read_text())),
+        (chart / "README.md", with_values((chart / "README.md").read_text(), values)),
+    ):
+        path.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

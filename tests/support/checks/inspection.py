@@ -1,0 +1,174 @@
+"""What lies in a local store. Invariant: read from its files and its index as they are; nothing is mended on the way.
+
+Raises Violation where an index names what is not there (I1, and the order of deletion), or something is nobody's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from nearkin.local.index_lifecycle import entry_names_of
+from nearkin.store import Store
+from nearkin_maintenance.gc.mark import Reach
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NearkinError
+from nearkin_shared.fingerprints import domain_of
+from nearkin_shared.formats.container import decode_container
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.factory import as_set
+from nearkin_shared.objectstore.parity import FOLDER, SUFFIX
+from nearkin_shared.storage.pending_deletes import CondemnedStore
+from tests.support.engines.model import Seen, Violation
+
+_LOCATED = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
+
+
+def seen(store: Store) -> Seen:
+    """Return what a store answers to listings, and which manifests lie in it."""
+    live = frozenset((info.key, info.version) for info in store.versions(all_versions=True))
+    deleted = frozenset((entry.key, entry.version) for entry in store.deleted())
+    names = [name for name, _ in store._manifests.names()]
+    read = [store._manifests.read(name) for name in names]
+    for key in {key for key, _ in live}:
+        newest = max(version for name, version in live if name == key)
+        answered = store.info(key).version
+        if answered != newest:
+            raise Violation(f"{key!r}: version {answered} is answered for the newest, {newest} is")
+    return Seen(live, deleted, frozenset((m.key, m.version) for m in read), containers(store.root))
+
+
+def containers(root: Path) -> frozenset[int]:
+    """Return the ids of the containers that lie in a store."""
+    return frozenset(int(path.name[:16], 16) for path in (root / "containers").rglob("*.nkc"))
+
+
+def opened(root: Path, chosen: Settings) -> Callable[[Path], bytes]:
+    """Return what reads an object's file, and opens what is sealed; parity mends nothing of it."""
+    objects = as_set(LocalObjects(root), chosen)
+    if isinstance(objects, EncryptedObjects):
+        return lambda path: objects.opened(str(path.relative_to(root)), path.read_bytes())
+    return Path.read_bytes
+
+
+def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
+    """Raise Violation where the index names a container, chunk or segment that is not there: whole, by its directory.
+
+    An index that is missing, or that its maker did not finish, names nothing.
+    """
+    if not (root / "index" / "data.mdb").is_file():
+        return
+    names = entry_names_of(as_set(LocalObjects(root), chosen))()
+    with tempfile.TemporaryDirectory(prefix="nearkin-index-") as copy:
+        # a copy, of a store that nobody has open: opening a file of LMDB's writes to it
+        shutil.copyfile(root / "index" / "data.mdb", Path(copy) / "data.mdb")
+        try:
+            index = LmdbIndex(
+                Path(copy), domain_of(chosen.tenant), int(chosen.index.map_bytes), read_only=True, names=names
+            )
+        except NearkinError:
+            return
+        try:
+            entries = index.entries() if index.complete else {}
+            ids = index.container_ids().tolist() if entries else []
+        finally:
+            index.close()
+    condemned = CondemnedStore(as_set(LocalObjects(root), chosen)).read() if (root / "gc").is_dir() else {}
+    directories, read = {}, opened(root, chosen)
+    for container, path in sorted(newest(root).items()):
+        try:
+            directories[container] = decode_container(read(path), path.name)
+        except NearkinError:
+            continue
+    for container in ids:
+        if container not in directories:
+            raise Violation(f"the index has published container {container:016x}, which is not there, or not whole")
+    for table in ("chunks", "features", "segments"):
+        for value in entries.get(table, {}).values():
+            (row,) = np.frombuffer(value[:12], _LOCATED)
+            directory = directories.get(int(row["container"]))
+            if directory is None:
+                raise Violation(f"the index's {table} name container {int(row['container']):016x}, which is not there")
+            there = np.diff(directory.segments.bounds) > 0 if table == "segments" else directory.chunks.there
+            entry = condemned.get(int(row["container"]))
+            if entry is not None and int(row["ordinal"]) in (entry.segments if table == "segments" else entry.chunks):
+                raise Violation(
+                    f"the index's {table} name number {int(row['ordinal'])} of container {int(row['container']):016x}, "
+                    "which is condemned: it would be a hit"
+                )
+            if int(row["ordinal"]) >= len(there) or not there[int(row["ordinal"])]:
+                raise Violation(
+                    f"the index's {table} name number {int(row['ordinal'])} of container {int(row['container']):016x}, "
+                    "which is not there any more"
+                )
+
+
+def check_no_orphans(store: Store) -> None:
+    """Raise Violation where a container holds nothing that a version needs, or something half-written is left.
+
+    What a dead block leans on is needed for as long as its container is (docs/adr/0015).
+    """
+    manifests = [name for name, _ in store._manifests.names()]
+    reach = Reach(store._containers, store._manifests, manifests)
+    there, staying = containers(store.root), set(reach.segments) | set(reach.chunks)
+    while True:
+        held = reach.closed(reach.chunks, staying)
+        wider = staying | {container for container, mask in held.items() if mask.any()}
+        if wider == staying:
+            break
+        staying = wider
+    for container in sorted(there - staying):
+        raise Violation(f"container {container:016x} is nobody's, and no round frees it")
+    scratch = store.root / "tmp"
+    left = list(scratch.iterdir()) if scratch.is_dir() else []
+    if left:
+        raise Violation(f"half-written: {[path.name for path in left]}")
+
+
+def check_parity_is_of_what_is_there(store: Store) -> None:
+    """Raise Violation where parity is left of an object that is gone."""
+    names = [name for name, _ in LocalObjects(store.root).names(FOLDER)]
+    orphans = [
+        name for name in names if not (store.root / name.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)).is_file()
+    ]
+    if orphans:
+        raise Violation(f"parity of what is gone: {orphans[:3]}")
+
+
+def check_index_is_the_one_a_rebuild_makes(store: Store) -> None:
+    """Raise Violation where the live index lacks a chunk or segment that a rebuilt one has, or names a version else."""
+    live = store._index.writable().entries()
+    if store.rebuild_index().skipped:
+        raise Violation("a rebuild had to leave something out")
+    rebuilt = store._index.writable().entries()
+    for table in ("containers", "versions", "counts", "marks"):
+        if live[table] != rebuilt[table]:
+            keys = live[table].keys() | rebuilt[table].keys()
+            differing = {key for key in keys if live[table].get(key) != rebuilt[table].get(key)}
+            raise Violation(f"index table {table}: {len(differing)} entries are not what a rebuild makes of them")
+    for table in ("chunks", "segments"):  # a copy that was stored later is found once the first one is forgotten
+        if not live[table].keys() <= rebuilt[table].keys():
+            raise Violation(f"index table {table}: names what a rebuild does not find")
+
+
+def newest(root: Path) -> dict[int, Path]:
+    """Return the file of each container that counts; an older generation stays where a process died beside it."""
+    found: dict[int, Path] = {}
+    for path in sorted((root / "containers").rglob("*.nkc")):  # id, then id.0001, ...: by generation
+        generation = path.name[17:21] if path.name[17:21] != "nkc" else ""
+        container = int(path.name[:16], 16)
+        before = found.get(container)
+        if before is None or _generation(before) < int(generation or "0", 16):
+            found[container] = path
+    return found
+
+
+def _generation(path: Path) -> int:
+    middle = path.name[17:-4]
+    return int(middle, 16) if middle else 0

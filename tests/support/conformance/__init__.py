@@ -1,0 +1,11 @@
+"""Conformance: one contract, many stores. Invariant: a subclass brings a fixture and nothing else.
+
+class TestMyObjects(ObjectStoreContract):
+    @pytest.fixture
+    def objects(self): ...
+"""
+
+from tests.support.conformance.index_contract import IndexContract
+from tests.support.conformance.object_contract import ObjectStoreContract
+
+__all__ = ["IndexContract", "ObjectStoreContract"]

@@ -1,0 +1,94 @@
+"""What an index lets go of: entries by their container, versions with their counts, and again changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from nearkin_shared.index.catalog import summarise
+from nearkin_shared.index.protocols import Collected, Index, Marked, SupportsCollection
+from nearkin_shared.types import U64
+from tests.support.conformance.index_contract import (
+    FIRST,
+    SECOND,
+    SKETCH,
+    chunk_names,
+    first_claims,
+    ids,
+    manifest,
+    of_rank,
+    rows,
+    second_claims,
+)
+
+
+class CollectionIndex(Index, SupportsCollection, Protocol):
+    """An index that can be collected from, and looked into."""
+
+    def container_ids(self) -> U64:
+        """Return the ids of all containers."""
+
+    def entries(self) -> Mapping[str, Mapping[bytes, bytes]]:
+        """Return all entries of all tables."""
+
+
+class CollectionContract:
+    """Subclasses give a fixture `index` that was filled (`fill`), and say what marks are left over."""
+
+    @staticmethod
+    def fill(index: Index) -> None:
+        """Publish two containers."""
+        index.publish(first_claims())
+        index.publish(second_claims())
+
+    def spare_marks_bytes(self, index: Any) -> int:
+        """Return the bytes of marks whose versions are not listed."""
+        raise NotImplementedError
+
+    def test_it_can_be_collected_from(self, index: CollectionIndex) -> None:
+        """A janitor asks for it."""
+        assert isinstance(index, SupportsCollection)
+
+    def test_what_is_forgotten_is_a_miss_and_the_rest_is_found(self, index: CollectionIndex) -> None:
+        """Again changes nothing."""
+        for _ in range(2):
+            index.forget({FIRST: np.array([1], np.uint32)}, {FIRST: np.array([0], np.uint32)}, ())
+            assert rows(index.locate_chunks(chunk_names("a", "bb", "ccc"))) == [(FIRST, 0), None, (FIRST, 2)]
+            assert rows(index.locate_segments(ids("s1", "s2"))) == [None, (FIRST, 1)]
+            assert rows(of_rank(index, SKETCH, 0, np.array([70, 80], np.uint64))) == [(FIRST, 0), None]
+            assert len(index.container_ids()) == 2
+
+    def test_a_container_that_is_gone_is_counted_no_more(self, index: CollectionIndex) -> None:
+        """All of it, its segments too."""
+        index.forget({FIRST: None}, {}, [FIRST])
+        assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [None, (SECOND, 1)]
+        assert index.container_ids().tolist() == [SECOND]
+
+    def test_published_again_only_what_may_be_found_is(self, index: CollectionIndex) -> None:
+        """A rebuild leaves out what is condemned."""
+        index.forget({FIRST: None}, {}, [FIRST])
+        index.publish(replace(first_claims(), only=np.array([2], np.uint32), super_features={}))
+        assert rows(index.locate_chunks(chunk_names("a", "ccc"))) == [None, (FIRST, 2)]
+
+    def test_a_container_written_anew_is_told_as_it_is_now(self, index: CollectionIndex) -> None:
+        """It keeps its id."""
+        index.renew(replace(summarise(first_claims()), container_bytes=77))
+        assert next(summary.container_bytes for summary in index.containers()) == 77
+
+    def test_a_collected_version_is_listed_and_counted_no_more_and_its_mark_stays(self, index: CollectionIndex) -> None:
+        """The mark keeps the number taken."""
+        one, two = manifest("k", 1, [(FIRST, 0), (FIRST, 1)]), manifest("k", 2, [(FIRST, 1)])
+        index.commit_many([(one, 100), (two, 100)])
+        index.mark_many([Marked("default", "k", 2, 1, 90)])
+        assert self.spare_marks_bytes(index) == 0
+        for _ in range(2):
+            index.collect_many([Collected("default", "k", 2, two, 2, 60), Collected("default", "x", 1, None)])
+            assert index.versions_of("default", "k") == [1]
+            assert sorted(value[0] for value in index.entries()["counts"].values()) == [1, 1]
+            assert self.spare_marks_bytes(index) == 60
+        index.collect_many([Collected("default", "k", 2, None), Collected("default", "k", 1, one)])
+        assert (index.versions_of("default", "k"), index.entries()["counts"]) == ([], {})
+        assert self.spare_marks_bytes(index) == 0

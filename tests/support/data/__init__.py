@@ -1,0 +1,1 @@
+"""Sample data, stores and messages for tests."""

@@ -1,0 +1,56 @@
+"""Batches as the stages make them, for tests of messages. Invariant: made by the real stages, without their servers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_dedup import DedupStage
+from nearkin_resemblance import ResemblanceStage
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.formats.message import Envelope
+from nearkin_shared.pipeline.stage import Facts, Found, FoundBases
+from nearkin_shared.types import FreshBatch, Locations, PairedBatch, SegmentBatch
+
+BLOB = Envelope(bytes(range(16)), "tenant", "a/key ü", 4096, 7)
+NAMER = Fingerprinter(b"s" * 32, "tenant")
+
+
+def segmented(data: bytes) -> SegmentBatch:
+    """Return what the chunker makes of a blob."""
+    payload = np.frombuffer(data, np.uint8)
+    chunked = ChunkerStage(Settings(), NAMER).decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), Facts())
+    return chunked.segments
+
+
+def deduplicated(batch: SegmentBatch, known_every: int = 3) -> FreshBatch:
+    """Return it with every `known_every`-th chunk known."""
+    stage = DedupStage()
+    segments = Found(Locations.empty(batch.segments), np.zeros(batch.segments, np.bool_))
+    wanted = stage.reads(batch, Facts(segments=segments))
+    assert wanted is not None
+    assert wanted.names is not None
+    found = np.arange(len(wanted.names)) % known_every == 1
+    locations = Locations(np.where(found, 99, 0).astype(np.uint64), np.arange(len(found), dtype=np.uint32))
+    return stage.decide(batch, Facts(segments=segments, chunks=Found(locations, found)))
+
+
+def paired(fresh: FreshBatch) -> PairedBatch:
+    """Return it with bases for every other fresh chunk."""
+    stage = ResemblanceStage(with_changes(Settings(), {"features": {"algorithm": "odess"}}))
+    wanted = stage.reads(fresh, Facts())
+    assert wanted is not None
+    assert wanted.super_features is not None
+    count = len(fresh.fresh)
+    found = np.arange(count) % 2 == 0
+    where = Locations(np.where(found, 5, 0).astype(np.uint64), np.arange(count, dtype=np.uint32))
+    bases = FoundBases(wanted.super_features, where, np.zeros(count, np.uint8), found)
+    return stage.decide(fresh, Facts(bases=bases))
+
+
+def mixed_content(seed: int = 1) -> bytes:
+    """Return 650 kB: noise, zeros, and some of the noise again."""
+    random = np.random.default_rng(seed).integers(0, 256, 300_000, np.uint8).tobytes()
+    return random + bytes(200_000) + random[:150_000]

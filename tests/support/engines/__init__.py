@@ -1,0 +1,1 @@
+"""Test engines: crash, power cut, races, mutations, chaos."""

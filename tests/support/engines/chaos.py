@@ -1,0 +1,125 @@
+"""Chaos: the whole pipeline while its parts die. Invariant: what is random comes from one seed, which is printed.
+
+Blobs are put through the gateway by several clients, each with an idempotency key, tried again as a client would.
+Meanwhile workers and gateway are SIGKILLed, Kafka is restarted, Redis emptied and killed, the S3 server stopped.
+Afterwards: every 201 and every 202 restores byte for byte, nothing is there twice, and every partition moves.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import redis as redis_client
+
+from tests.support.engines.durability import Promises, Report
+from tests.support.servers.pipeline import GATEWAY, Pipeline
+from tests.support.servers.server import free_port
+from tests.support.servers.servers import S3, Kafka, Redis
+
+S3_AWAY_SECONDS = 10.0
+REDIS_AWAY_SECONDS = 2.0
+VICTIMS = ("chunker", "dedup", "resemblance", "delta", GATEWAY)
+
+
+class Chaos:
+    """One run."""
+
+    def __init__(self, folder: Path, seed: int, blobs: int, kills: int, say: Callable[[str], None]) -> None:
+        self._promises = Promises(seed, blobs, free_port())
+        self.report = self._promises.report
+        self._say = say
+        self._kills = kills
+        self._random = random.Random(seed)
+        self._folder = folder
+        self._kafka, self._redis, self._s3 = Kafka(folder / "kafka"), Redis(folder / "redis"), S3(folder / "s3")
+
+    def run(self) -> Report:
+        """Run, settle, check."""
+        started = time.monotonic()
+        self._say(f"seed {self.report.seed}: {self.report.blobs} blobs, {self._kills} kills")
+        with self._kafka, self._redis, self._s3, self._pipeline() as pipeline:
+            pipeline.start(GATEWAY)
+            self._promises.ready()
+            stop = threading.Event()
+            killer = threading.Thread(target=self._kill, args=(pipeline, stop), name="chaos")
+            killer.start()
+            puts = self._promises.put_all()
+            killer.join()
+            self._say(f"all put after {time.monotonic() - started:.0f} s; settling")
+            settling = time.monotonic()
+            self._promises.ready()
+            self._promises.check(puts)
+            self._promises.check_flow(pipeline)
+            self.report.settle_seconds = time.monotonic() - settling
+            codes = pipeline.stop()
+            if any(code not in (0, -15) for code in codes.values()):
+                self.report.problems.append(f"workers ended with {codes}")
+        self.report.seconds = time.monotonic() - started
+        return self.report
+
+    def _pipeline(self) -> Pipeline:
+        bucket = self._s3.make_bucket("chaos")
+        return Pipeline(
+            self._folder / "pipeline",
+            {
+                "kafka": {
+                    "bootstrap_servers": self._kafka.bootstrap,
+                    "topic_prefix": "chaos.",
+                    "partitions": 2,
+                    "upload_idle_seconds": 20,
+                    "session_timeout_ms": 6000,
+                },
+                "redis": {"url": self._redis.url},
+                "object_store": {
+                    "url": f"s3://{bucket}/store",
+                    "endpoint": self._s3.endpoint,
+                    "access_key_id": self._s3.access_key_id,
+                    "secret_access_key": self._s3.secret_access_key,
+                    "allow_http": True,
+                },
+                "gateway": {"port": self._promises.port},
+            },
+        )
+
+    # --- deaths ------------------------------------------------------------------------------------------------------
+
+    def _kill(self, pipeline: Pipeline, stop: threading.Event) -> None:
+        """Spread the deaths over the puts: each has a share of them as its time."""
+        events: list[str] = [self._random.choice(VICTIMS) for _ in range(self._kills)]
+        for special in ("kafka", "kafka", "redis-flush", "redis-kill", "s3"):
+            events.insert(self._random.randrange(len(events) + 1), special)
+        for position, victim in enumerate(events):
+            wanted = position * self.report.blobs // (len(events) + 1)
+            waited = time.monotonic()
+            while self._promises.done < wanted and time.monotonic() - waited < 10:
+                time.sleep(0.05)
+            self.report.kills[victim] = self.report.kills.get(victim, 0) + 1
+            if victim in VICTIMS:
+                pipeline.kill(victim)
+                time.sleep(self._random.uniform(0, 0.5))
+                pipeline.start(victim)
+            elif victim == "kafka":
+                self._say(f"{self._promises.done} blobs put: kafka restarts")
+                self._kafka.restart()
+            elif victim == "redis-flush":
+                self._say(f"{self._promises.done} blobs put: redis is emptied")
+                with redis_client.Redis.from_url(self._redis.url) as client:
+                    client.flushall()
+            elif victim == "redis-kill":
+                self._say(f"{self._promises.done} blobs put: redis is killed")
+                self._redis.kill()
+                time.sleep(REDIS_AWAY_SECONDS)
+                self._redis.start()
+            else:
+                self._say(f"{self._promises.done} blobs put: the S3 server is away")
+                self._s3.stop()
+                time.sleep(S3_AWAY_SECONDS)
+                self._s3.start()
+        for victim in VICTIMS:
+            if pipeline.processes[victim].poll() is not None:
+                self.report.problems.append(f"{victim} ended by itself: {pipeline.processes[victim].returncode}")
+                pipeline.start(victim)

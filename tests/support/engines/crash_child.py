@@ -1,0 +1,269 @@
+"""What a process does that is going to be killed. Invariant: it checks all that was acknowledged before it does more.
+
+open -> what was broken is repaired -> what is seen is compared with the oracle -> calls, up to where it dies
+
+A store that is broken on purpose is repaired by whoever opens it next: killed in a repair, the next one goes on.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store, open_store
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NearkinError
+from nearkin_shared.formats.container import decode_container
+from nearkin_shared.formats.encrypted_object import HEAD, PAGE_BYTES, STRIDE_BYTES
+from nearkin_shared.utils import failpoints
+from tests.support.checks import inspection
+from tests.support.data.stores import SMALL, flip, manifests, settings
+from tests.support.engines.model import (
+    DAY,
+    Break,
+    Call,
+    Delete,
+    Forget,
+    Gc,
+    Mend,
+    Oracle,
+    Put,
+    Rebuild,
+    Undelete,
+    Violation,
+    check_bytes,
+)
+
+START = 1_764_000_000.0
+FAMILIES = 3
+COLLECTIONS_MAX = 12
+RECOVERING = ("rebuild.", "repair.", "heal.", "quarantine.")
+"""Points that are armed before a store is opened: recovery is part of what may die."""
+CHOSEN = settings(
+    SMALL,
+    {
+        "deletion": {"undelete_seconds": DAY},
+        "gc": {"grace_seconds": DAY, "compact_below": 0.9, "bytes_per_second": 1 << 30},
+        "features": {"algorithm": "odess"},
+    },
+)
+
+GATHERING: Mapping[str, Mapping[str, object]] = {
+    "block": {"delta_bytes": "64KiB"},
+    "delta": {"codec": "patch", "max_depth": 1},
+    "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
+}
+"""Chains are short, so that rounds gather what a few versions changed."""
+
+
+@lru_cache(64)
+def content(number: int) -> bytes:
+    """Return the bytes that a number stands for: a family's first content after `number // FAMILIES` edits."""
+    family, edits = number % FAMILIES, number // FAMILIES
+    sizes = (180_000, 90_000, 4_000)
+    first = (text_like, random_bytes, text_like)[family](sizes[family], family)
+    return mutated(first, number, edits=1 + edits % 40) if edits else first
+
+
+def work(
+    root: Path,
+    oracle: Oracle,
+    calls: Sequence[Call] | None,
+    armed: failpoints.Armed | None,
+    chosen: Settings,
+    say: Callable[..., None],
+) -> None:
+    """Check a store, and do calls; None: collect all garbage instead, and check that nothing is left over.
+
+    `say` is told what is settled, begun and done. Raises Violation.
+    """
+    recovering = armed is not None and armed.name.startswith(RECOVERING)
+    if armed is not None and recovering:
+        failpoints.arm([armed])
+    if root.is_dir() and not (oracle.broken is not None and _is_sealed(chosen)):  # a page may hold a whole container
+        inspection.check_index_names_only_what_is_there(root, chosen)
+    with open_store(root, settings=chosen, clock=lambda: oracle.now, create=True) as store:
+        if oracle.broken is not None:
+            mend(store, oracle.broken)
+            oracle.broken = None
+        oracle.settle(inspection.seen(store))
+        check_bytes(_restored(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
+        say("settled", oracle)
+        if calls is None:
+            _end(store, oracle)
+            return
+        if armed is not None and not recovering:
+            failpoints.arm([armed])
+        for call in calls:
+            if not possible(oracle, call):
+                continue
+            now_us = (oracle.now + (call.days * DAY if isinstance(call, Gc) else 0)) * 1e6
+            due = {
+                container
+                for container, entry in store._condemned.read().items()
+                if entry.at_us + chosen.gc.grace_seconds * 1_000_000 <= now_us
+            }
+            begun = call, inspection.containers(root), frozenset(due)
+            say("begin", *begun)
+            oracle.begin(*begun)
+            perform(store, call)
+            oracle.check_containers(inspection.containers(root))
+            oracle.done()
+            say("done")
+        say("passings", failpoints.disarm())
+
+
+def possible(oracle: Oracle, call: Call) -> bool:
+    """Return whether a call has anything to do: what died before may have ended otherwise than was planned."""
+    match call:
+        case Delete():
+            return bool(oracle.going(call))
+        case Undelete():
+            return bool(oracle.coming(call))
+        case Mend():
+            return oracle.broken is not None
+    return True
+
+
+def perform(store: Store, call: Call) -> None:
+    """Do a call."""
+    match call:
+        case Put(items):
+            for _ in store.put_many((key, content(number)) for key, number in items):
+                pass
+        case Delete(key, version):
+            store.delete(key, version, who="crash")
+        case Undelete(key, version):
+            store.undelete(key, version, who="crash")
+        case Forget(keep):
+            from nearkin_shared.config.storage import RetentionPolicy
+
+            store.forget("", RetentionPolicy(keep_last=keep))
+        case Gc():
+            store.gc()
+        case Rebuild(lost):
+            if lost:
+                store.close()
+                shutil.rmtree(store.root / "index", ignore_errors=True)
+                store.versions()
+            else:
+                store.rebuild_index()
+        case Break():
+            _break(store, call)
+        case Mend(broken):
+            mend(store, broken)
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def _is_sealed(chosen: Settings) -> bool:
+    return chosen.storage.encryption != "none"
+
+
+def copies_of(root: Path) -> Path:
+    """Return the folder with the copies of what was broken in a store."""
+    return root.parent / f"{root.name}-copies"
+
+
+def _break(store: Store, call: Break) -> None:
+    """Flip a bit of a manifest, or of a container's block, and have it found; what it was is kept beside the store."""
+    draw, root = random.Random(call.draw), store.root
+    paths = manifests(root) if call.manifest else sorted((root / "containers").rglob("*.nkc"))
+    if not paths:
+        return
+    path = draw.choice(paths)
+    data = path.read_bytes()
+    at = draw.randrange(len(data))
+    if path in inspection.newest(root).values():  # of an older generation any bit: it may be broken already
+        blocks = decode_container(inspection.opened(store.root, store.settings)(path), path.name).blocks
+        there = np.flatnonzero(blocks.raw).tolist()
+        if not there:
+            return
+        block = draw.choice(there)
+        at = int(blocks.offsets[block]) + draw.randrange(int(blocks.stored[block]))
+        if _is_sealed(store.settings):
+            at = HEAD.size + at // PAGE_BYTES * STRIDE_BYTES + at % PAGE_BYTES
+    copies = copies_of(root)
+    shutil.rmtree(copies, ignore_errors=True)
+    copy = copies / path.parent.name / path.name  # a sealed one opens under the name of its folder alone
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(data)
+    flip(path, at, draw.randrange(8))
+    if call.verify:
+        store.verify()
+
+
+def mend(store: Store, broken: Break) -> None:
+    """Repair: from the copy, or from the content of all that was ever put; nothing may be broken after that.
+
+    A copy of a container that was written anew since is of no use, and content makes no broken manifest good, nor a
+    container whose directory lay in the page that is lost.
+    """
+    copies = copies_of(store.root)
+    if not copies.is_dir():  # there was nothing to break
+        return
+    given = sorted(copies.glob("*/*.nk?"))
+    report = store.repair(given) if broken.by_copy or broken.manifest else store.repair()
+    if report.damage and not broken.manifest:
+        files = [copies / f"content-{number}" for number in range(broken.contents)]
+        for number, file in enumerate(files):
+            file.write_bytes(content(number))
+        report = store.repair(files)
+        if report.damage and _is_sealed(store.settings):
+            report = store.repair(given)
+    if report.damage or report.quarantined_chunks:
+        raise Violation(f"{broken}: all that is needed was given, and this is left: {report}")
+    shutil.rmtree(copies)
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _restored(store: Store, oracle: Oracle) -> dict[tuple[str, int], bytes]:
+    found = {}
+    for key, version in sorted(oracle.live):
+        try:
+            found[key, version] = store.get(key, version).read()
+        except NearkinError as err:
+            raise Violation(f"{(key, version)}: cannot be restored: {type(err).__name__}: {err}") from err
+    return found
+
+
+def _end(store: Store, oracle: Oracle) -> None:
+    """Collect until nothing is left to free; then delete all, and collect again: nothing may be left over."""
+    report = store.repair()  # parity that whoever died did not come to make is made
+    if report.damage or report.repaired:
+        raise Violation(f"repair names {report.damage[:3]}, repaired {report.repaired[:3]}")
+    _collect(store, oracle)
+    check_bytes(_restored(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
+    inspection.check_no_orphans(store)
+    inspection.check_parity_is_of_what_is_there(store)
+    inspection.check_index_is_the_one_a_rebuild_makes(store)
+    for key in sorted({key for key, _ in oracle.live}):
+        call = Delete(key, None)
+        oracle.begin(call)
+        perform(store, call)
+        oracle.done()
+    _collect(store, oracle)
+    oracle.settle(inspection.seen(store))
+    left = inspection.containers(store.root)
+    if left:
+        raise Violation(f"all was deleted and collected, and {len(left)} containers are left")
+    inspection.check_parity_is_of_what_is_there(store)
+
+
+def _collect(store: Store, oracle: Oracle) -> None:
+    for _ in range(COLLECTIONS_MAX):
+        oracle.begin(Gc(2))
+        report = store.gc()
+        oracle.done()
+        if not report.freed_bytes and not report.condemned_containers:
+            return
+    raise Violation(f"{COLLECTIONS_MAX} rounds, and the last still freed {report.freed_bytes} bytes: {report}")

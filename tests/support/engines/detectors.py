@@ -1,0 +1,251 @@
+"""Hunts. Invariant: one raises Violation where what is asked of it does not hold, and ends without where it does.
+
+power      every prefix of what a workload did to the disk      killed     children at failpoints
+raced      one call held while another is done                  flipped    bits of containers, then verify
+scrubbed   bits of each kind of object, then a scrub            read_on    a reader who began before a compaction
+fenced     a round whose lease is over after each effect        counted    garbage, before marking looks by itself
+healed     broken blocks, then their content
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from nearkin.block_recoder import BlockRecoder
+from nearkin.lab.generated_data import random_bytes
+from nearkin.store import Store, open_store
+from nearkin_maintenance import Collector, Rewriter, Tenants
+from nearkin_maintenance.gc.gc_run import NoIndex
+from nearkin_shared.errors import NearkinError, StoreUnavailable
+from nearkin_shared.objectstore.base import LocalObjects, Payload
+from nearkin_shared.objectstore.fenced import FencedObjects
+from nearkin_shared.reading.restore import Blob
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.pending_deletes import CondemnedStore
+from tests.support.checks import inspection
+from tests.support.data.stores import containers, flip, manifests, settings
+from tests.support.engines import crash, crash_child, power_cut
+from tests.support.engines.model import DAY, Break, Mend, Violation
+
+KILLS_MAX = 60
+SEEDS = (6, 2, 1)
+"""In the order of how soon they find what is hardest to find."""
+BLOBS, BLOB_BYTES = 20, 30_000
+EFFECTS_MAX = 200
+
+Plant = Callable[[], None]
+Hunt = Callable[[Path, Plant], None]
+
+
+def power(name: str) -> Hunt:
+    """Return a hunt that cuts the power in a workload."""
+
+    def hunt(folder: Path, plant: Plant) -> None:
+        plant()
+        power_cut.explore(folder, power_cut.WORKLOADS[name])
+
+    return hunt
+
+
+def killed(*points: str, codec: str = "patch") -> Hunt:
+    """Return a hunt that kills at these points."""
+    chosen = settings(crash_child.CHOSEN, {"delta": {"codec": codec}})
+
+    def hunt(folder: Path, plant: Plant) -> None:
+        for seed in SEEDS:  # each child of the campaign plants it: this process forks, and opens nothing
+            campaign = crash.Campaign(folder / str(seed), seed, chosen=chosen, points=points, plant=plant)
+            for violation in campaign.run(KILLS_MAX).violations:
+                raise Violation(violation)
+
+    return hunt
+
+
+def raced(race: Callable[[Path], object]) -> Hunt:
+    """Return a hunt that holds one call while it does another."""
+
+    def hunt(folder: Path, plant: Plant) -> None:
+        plant()
+        race(folder)
+
+    return hunt
+
+
+def flipped(folder: Path, plant: Plant) -> None:
+    """Flip bits of a container, one at a time: `verify` names each."""
+    plant()
+    with open_store(folder / "s", settings=crash_child.CHOSEN, create=True) as store:
+        store.put("a", crash_child.content(2))
+        store.put("a", crash_child.content(5))
+    draw = random.Random(3)
+    for path in containers(folder / "s"):
+        size_bytes = path.stat().st_size
+        for _ in range(60):
+            at, bit = draw.randrange(size_bytes), draw.randrange(8)
+            flip(path, at, bit)
+            with open_store(folder / "s", settings=crash_child.CHOSEN, create=True) as store:
+                damage = store.verify().damage
+            flip(path, at, bit)
+            if not damage:
+                raise Violation(f"bit {bit} of byte {at} of {size_bytes} is another, and verify names nothing")
+
+
+def scrubbed(folder: Path, plant: Plant) -> None:
+    """Flip a bit of each object, one at a time: a whole pass of scrubbing names it."""
+    plant()
+    root = folder / "s"
+    with open_store(root, settings=crash_child.CHOSEN, create=True) as store:
+        for number in range(6):
+            store.put("a", crash_child.content(number))
+    draw = random.Random(4)
+    for path in (*containers(root), *manifests(root)):
+        at = draw.randrange(path.stat().st_size)
+        flip(path, at)
+        with open_store(root, settings=crash_child.CHOSEN, create=True) as store:
+            scrubber, damaged = store.scrubber(), set[str]()
+            ended = False
+            while not ended:
+                step = scrubber.step()
+                damaged |= step.damaged.keys()
+                ended = step.ended
+        flip(path, at)
+        if str(path.relative_to(root)) not in damaged:
+            raise Violation(f"byte {at} of {path.name} is another, and a whole pass names {sorted(damaged)} alone")
+
+
+def _beside(root: Path) -> tuple[dict[str, bytes], float]:
+    """Make a store in which containers that hold what is needed hold mostly what is condemned; return the time too."""
+    contents = {f"k{number}": random_bytes(BLOB_BYTES, number) for number in range(BLOBS)}
+    now = [crash_child.START]
+    with open_store(root, settings=crash_child.CHOSEN, clock=lambda: now[0], create=True) as store:
+        list(store.put_many(contents.items()))
+        for number in range(BLOBS):
+            if number % 4 != 1:  # what stays has not the place in its block that it will have in the next one
+                store.delete(f"k{number}")
+                del contents[f"k{number}"]
+        now[0] += 2 * DAY
+        store.gc()
+    return contents, now[0] + 2 * DAY
+
+
+def counted(folder: Path, plant: Plant) -> None:
+    """Delete one of two versions: counts nominate it, before marking looks by itself after a week, and it goes."""
+    plant()
+    chosen, now = settings(crash_child.CHOSEN, {"gc": {"mode": "hybrid"}}), [crash_child.START]
+    with open_store(folder / "s", settings=chosen, clock=lambda: now[0], create=True) as store:
+        store.put("a", crash_child.content(0))
+        store.put("b", crash_child.content(1))
+        store.gc()
+        store.delete("b")
+        for _ in range(3):
+            now[0] += 2 * DAY
+            store.gc()
+        inspection.check_no_orphans(store)
+
+
+def healed(folder: Path, plant: Plant) -> None:
+    """Break a block of each of some containers, and give the content: the index says what a rebuilt one does."""
+    plant()
+    with open_store(folder / "s", settings=crash_child.CHOSEN, create=True) as store:
+        for number in range(6):
+            store.put("a", crash_child.content(number))
+        for draw in range(6):
+            broken = Break(draw, manifest=False, verify=True, by_copy=False, contents=6)
+            crash_child.perform(store, broken)
+            crash_child.perform(store, Mend(broken))
+        inspection.check_index_is_the_one_a_rebuild_makes(store)
+
+
+class _Far(LocalObjects):
+    far = True
+
+
+def read_on(folder: Path, plant: Plant) -> None:
+    """Read, from a store that is far, what containers hold that are written anew after the reader knew them."""
+    plant()
+    root = folder / "s"
+    contents, later = _beside(root)
+    with open_store(root, settings=crash_child.CHOSEN, read_only=True, clock=lambda: later) as store:
+        known = ContainerStore(_Far(root), store._fingerprinter.domain, 1 << 20)
+        blobs = {}
+        for key in contents:
+            of = store.get(key)
+            blobs[key] = Blob(of.info, of._manifest, known.counting(), store._fingerprinter, 0, of.info.size_bytes)
+        for container, _ in known.ids():
+            known.directory(container)
+    with open_store(root, settings=crash_child.CHOSEN, clock=lambda: later, create=True) as store:
+        if not store.gc().containers_rewritten:
+            raise Violation("nothing was written anew")
+    for key, blob in blobs.items():
+        try:
+            read = blob.read()
+        except NearkinError as err:
+            raise Violation(f"{key}: {type(err).__name__}: {err}") from err
+        if read != contents[key]:
+            raise Violation(f"{key}: other bytes were read than were put")
+
+
+class _Leased(LocalObjects):
+    """A folder of objects under a lease that is over after so many effects."""
+
+    def __init__(self, root: Path, effects: int) -> None:
+        super().__init__(root)
+        self.left = effects
+
+    def check(self) -> None:
+        """Raise StoreUnavailable once it is over."""
+        if self.left <= 0:
+            raise StoreUnavailable("the lease is over")
+
+    def _count(self, name: str) -> None:
+        if self.left <= 0:
+            raise Violation(f"{name}: written or removed by a janitor whose lease is over")
+        self.left -= 1
+
+    def put_new(self, name: str, *parts: Payload) -> None:
+        """Write an object, and count it."""
+        self._count(name)
+        super().put_new(name, *parts)
+
+    def delete(self, name: str) -> None:
+        """Remove an object, and count it."""
+        self._count(name)
+        super().delete(name)
+
+
+def fenced(folder: Path, plant: Plant) -> None:
+    """Let a janitor's lease be over after its first effect, its second, ...: nothing follows, and all restores."""
+    plant()
+    contents, later = _beside(folder / "all")
+    with open_store(folder / "all", settings=crash_child.CHOSEN, clock=lambda: later - DAY, create=True) as store:
+        store.delete("k1")
+        del contents["k1"]
+    later += 2 * DAY
+    for effects in range(1, EFFECTS_MAX):
+        root = folder / "one"
+        shutil.copytree(folder / "all", root)
+        with open_store(root, settings=crash_child.CHOSEN, read_only=True, clock=lambda: later) as store:
+            leased = _Leased(root, effects)
+            with suppress(StoreUnavailable):
+                _collector(store, leased, later).run(NoIndex())
+            over = leased.left <= 0
+            for key, content in contents.items():
+                if store.get(key).read() != content:
+                    raise Violation(f"{key}: other bytes were read than were put")
+        shutil.rmtree(root)
+        if not over:
+            return
+    raise Violation(f"{EFFECTS_MAX} effects, and the round has not ended")
+
+
+def _collector(store: Store, leased: _Leased, now: float) -> Collector:
+    """Return a round over an open store's objects, fenced as the janitor's are."""
+    fence = FencedObjects(leased, leased.check)
+    found = ContainerStore(fence, store._fingerprinter.domain, 1 << 20)
+    tenants = Tenants(store._fingerprinters, [store.settings.tenant], ManifestStore(fence))
+    rewriter = Rewriter(found, tenants, store._fingerprinter, BlockRecoder(store.settings))
+    return Collector(found, ManifestStore(fence), CondemnedStore(fence), store.settings.gc, rewriter, clock=lambda: now)

@@ -1,0 +1,107 @@
+"""Rounds beside puts. Invariant: what is acknowledged restores, whatever a round was about to free when it came.
+
+    k 1   A X B      deleted, X condemned and due, A and B live: their container is to be written anew without X
+    k 2   A Y B
+    k 3   A x B      put meanwhile: A is a hit, and X, which stood beside it, is as good a base as there is for x
+
+a put of the same Store, of another one      at each step of a round
+a second round                               refused (StoreLocked)
+a rebuild of the index                       names and counts what there is once the round has ended
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.store import Store
+from nearkin_shared.errors import StoreLocked
+from tests.support.engines.model import DAY, Violation
+from tests.support.engines.races import Scene, at_each_step, scene
+
+BESIDE_BYTES, GOING_BYTES = 40_000, 60_000
+
+
+def _contents() -> tuple[bytes, bytes, bytes]:
+    left, right = random_bytes(BESIDE_BYTES, 11), random_bytes(BESIDE_BYTES, 12)
+    going = text_like(GOING_BYTES, 13)
+    return (
+        left + going + right,
+        left + random_bytes(GOING_BYTES, 14) + right,
+        left + mutated(going, 15, edits=20) + right,
+    )
+
+
+def neighbours(folder: Path) -> Scene:
+    """Make the store in which what goes lies beside what lives."""
+    made = Scene(folder / "s")
+    one, second, _ = _contents()
+    with made.open() as store:
+        store.put("k", one)
+        store.put("k", second)
+        store.delete("k", 1)
+        made.now += 2 * DAY
+        store.gc()
+        if not store.gc_state().condemned_containers:
+            raise Violation("nothing was condemned: the scene shows nothing")
+        made.now += 2 * DAY
+    made.wanted = {("k", 2): second}
+    return made
+
+
+def _read(_: Scene, store: Store) -> None:
+    if store.get("k", 2).read() != _contents()[1]:  # directories and blocks are in this Store's caches from now on
+        raise Violation("other bytes before the round")
+
+
+def _collected(_: Scene, store: Store) -> None:
+    store.gc()
+
+
+def _leaning(made: Scene, store: Store) -> None:
+    third = _contents()[2]
+    made.wanted["k", store.put("k", third).info.version] = third
+
+
+def put_beside_a_round(folder: Path, every: int = 1) -> int:
+    """A put of the same Store, which has the store's lock, that leans on what goes, at each step of the round."""
+
+    def first(made: Scene, store: Store) -> None:
+        made.wanted["a", store.put("a", b"takes the lock").info.version] = b"takes the lock"
+        _read(made, store)
+
+    return at_each_step(folder, _collected, _leaning, every=every, make=neighbours, first=first)
+
+
+def put_from_elsewhere(folder: Path, every: int = 1) -> int:
+    """The same by another Store, with a lock, an index and caches of its own, as another process has."""
+
+    def other(made: Scene, _: Store) -> None:
+        with made.open() as elsewhere:
+            _leaning(made, elsewhere)
+
+    return at_each_step(folder, _collected, other, every=every, make=neighbours, first=_read)
+
+
+def second_round(folder: Path, every: int = 1) -> int:
+    """A second round, by another Store, at each step of a round: refused."""
+
+    def other(made: Scene, _: Store) -> None:
+        with made.open() as elsewhere:
+            try:
+                elsewhere.gc()
+            except StoreLocked:
+                return
+        raise Violation("two rounds were at work")
+
+    return at_each_step(folder, _collected, other, every=every, make=neighbours, first=_read)
+
+
+def rebuild_beside_a_round(folder: Path, every: int = 1) -> int:
+    """The index is made anew by another Store, at each step of a round that ends versions."""
+
+    def other(made: Scene, _: Store) -> None:
+        with made.open() as elsewhere:
+            elsewhere.rebuild_index()
+
+    return at_each_step(folder, _collected, other, every=every, make=scene)

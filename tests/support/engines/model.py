@@ -1,0 +1,264 @@
+"""What a store must answer. Invariant: what was acknowledged is required; of the one call in flight every outcome that
+the contracts allow is, and nothing else.
+
+    begin(call) -> the call acknowledged: done(call)
+                -> the process died: settle(seen) decides which outcome it was, or raises Violation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nearkin_shared.utils.frozen import frozen
+
+Version = tuple[str, int]
+DAY = 86_400
+
+
+class Violation(AssertionError):
+    """The store answers what no history allows."""
+
+
+@frozen
+class Put:
+    """Blobs of one `put_many`: (key, number of a content)."""
+
+    items: tuple[tuple[str, int], ...]
+
+
+@frozen
+class Delete:
+    """One version, or all of a key."""
+
+    key: str
+    version: int | None
+
+
+@frozen
+class Undelete:
+    """One version, or all that the latest deletion of a key took."""
+
+    key: str
+    version: int | None
+
+
+@frozen
+class Forget:
+    """All but the newest `keep` versions of every key."""
+
+    keep: int
+
+
+@frozen
+class Gc:
+    """A round, `days` after whatever came before."""
+
+    days: int
+
+
+@frozen
+class Rebuild:
+    """The index made anew; `lost`: it is removed, and the next put finds it missing."""
+
+    lost: bool
+
+
+@frozen
+class Break:
+    """A bit of a container's block, or of a manifest, is another; `draw` says which one."""
+
+    draw: int
+    manifest: bool
+    verify: bool
+    """Whether it is looked for at once, and quarantined."""
+    by_copy: bool
+    """Whether it is repaired from a copy of the object, or from contents 0 to `contents`."""
+    contents: int
+
+
+@frozen
+class Mend:
+    """What was broken is repaired."""
+
+    broken: Break
+
+
+Call = Put | Delete | Undelete | Forget | Gc | Rebuild | Break | Mend
+
+
+@frozen
+class Seen:
+    """What a store answers: listings, and the manifests that lie in it."""
+
+    live: frozenset[Version]
+    deleted: frozenset[Version]
+    manifests: frozenset[Version]
+    containers: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class Oracle:
+    """The model of one store and one tenant. Time is the store's clock; it never goes back here."""
+
+    now: float
+    undelete_seconds: float = DAY
+    contents: dict[Version, int] = field(default_factory=dict)
+    """Which content each version has that was ever committed."""
+    until: dict[Version, float] = field(default_factory=dict)
+    """Of deleted versions: up to when they can be brought back."""
+    gone: set[Version] = field(default_factory=set)
+    """Collected: their numbers stay taken."""
+    deleted_by: dict[Version, int] = field(default_factory=dict)
+    """Of versions that were deleted: which call did it, 0 for a Forget."""
+    in_flight: Call | None = None
+    may_go: frozenset[int] | None = None
+    """Containers that the round in flight may remove: those that an earlier one condemned long enough ago."""
+    containers: frozenset[int] = frozenset()
+    """Those that were there before the call in flight."""
+    broken: Break | None = None
+    """What was broken, and is to be repaired before anything is compared."""
+    calls: int = 0
+
+    # --- what is there -----------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> set[Version]:
+        """Return the versions that a reader must see."""
+        return self.contents.keys() - self.until.keys() - self.gone
+
+    def versions(self, key: str) -> list[Version]:
+        """Return a key's live versions, oldest first."""
+        return sorted(version for version in self.live if version[0] == key)
+
+    def next_version(self, key: str) -> int:
+        """Return the number that the next put of a key gets."""
+        return max((number for name, number in self.contents if name == key), default=0) + 1
+
+    @property
+    def over(self) -> set[Version]:
+        """Return the deleted versions that never come back, collected or not."""
+        return {version for version, until in self.until.items() if until < self.now}
+
+    def going(self, call: Delete | Forget) -> list[Version]:
+        """Return what a deletion hides."""
+        if isinstance(call, Delete):
+            return [found for found in self.versions(call.key) if call.version in (None, found[1])]
+        keys = {key for key, _ in self.live}
+        return [found for key in sorted(keys) for found in self.versions(key)[: -call.keep]]
+
+    def coming(self, call: Undelete) -> list[Version]:
+        """Return what an undeletion brings back, oldest first; nothing where the model cannot tell."""
+        if call.version is not None:
+            found = (call.key, call.version)
+            return [found] if self.until.get(found, 0.0) >= self.now else []
+        hidden = [found for found in self.until if found[0] == call.key]
+        latest = max((self.until[found] for found in hidden), default=0.0)
+        same = sorted(found for found in hidden if self.until[found] == latest)
+        return same if latest >= self.now and all(self.deleted_by.get(found) for found in same) else []
+
+    # --- what happens ------------------------------------------------------------------------------------------------
+
+    def begin(self, call: Call, containers: frozenset[int] = frozenset(), due: frozenset[int] = frozenset()) -> None:
+        """Note a call that starts; `containers` that are there, and those of them that are condemned and `due`."""
+        self.calls += 1
+        self.now += 1  # no two calls at one moment
+        if isinstance(call, Gc):
+            self.now += call.days * DAY
+            self.may_go = due
+        if isinstance(call, Break):
+            self.broken = call
+        self.in_flight, self.containers = call, containers
+
+    def done(self) -> None:
+        """Note that it was acknowledged."""
+        match self.in_flight:
+            case Put(items):
+                for key, content in items:
+                    self.contents[key, self.next_version(key)] = content
+            case Delete() | Forget() as call:
+                self._hide(call, self.going(call))
+            case Undelete() as call:
+                for version in self.coming(call):
+                    del self.until[version]
+            case Mend():
+                self.broken = None
+            case Gc():
+                ended = self.over
+                self.gone |= ended
+                for version in ended:
+                    del self.until[version]
+            case _:
+                pass
+        self.in_flight, self.may_go = None, None
+
+    def _hide(self, call: Delete | Forget, versions: list[Version]) -> None:
+        self.until |= dict.fromkeys(versions, self.now + self.undelete_seconds)
+        self.deleted_by |= dict.fromkeys(versions, self.calls if isinstance(call, Delete) else 0)
+
+    def settle(self, seen: Seen) -> None:
+        """Compare, and take the outcome of the call in flight from what is seen. Raises Violation."""
+        if self.in_flight is not None:
+            self._settle(self.in_flight, seen)
+            self.check_containers(seen.containers)
+            self.in_flight, self.may_go = None, None
+        _equal("versions listed", seen.live, self.live)
+        bring_back = self.until.keys() - self.over
+        _within("deleted versions listed", seen.deleted, bring_back, set(self.until))
+        _within("manifests", seen.manifests, self.live | bring_back, self.live | set(self.until))
+
+    def _settle(self, call: Call, seen: Seen) -> None:
+        match call:
+            case Put(items):
+                for key, content in items:  # of one key in order: each only if the one before it is there
+                    version = key, self.next_version(key)
+                    if version in seen.live:
+                        self.contents[version] = content
+            case Delete() | Forget():
+                going = self.going(call)
+                hidden = [version for version in going if version not in seen.live]
+                newest = self.versions(call.key)[-1] if isinstance(call, Delete) else None
+                if newest in hidden and len(hidden) < len(going):
+                    raise Violation(f"{newest}: its deletion came before that of {set(going) - set(hidden)}")
+                self._hide(call, hidden)
+            case Undelete():
+                coming = self.coming(call)
+                back = [version for version in coming if version in seen.live]
+                if back and coming[-1] not in back:
+                    raise Violation(f"{back}: they came back before {coming[-1]}, which is newer")
+                for version in back:
+                    del self.until[version]
+            case Gc():
+                collected = {version for version in self.over if version not in seen.deleted | seen.manifests}
+                self.gone |= collected
+                for version in collected:
+                    del self.until[version]
+            case Rebuild() | Break() | Mend():
+                pass
+
+    def check_containers(self, there: frozenset[int]) -> None:
+        """Nothing goes but what an earlier round has condemned, long enough ago (I6). Raises Violation."""
+        vanished = self.containers - there
+        allowed = self.may_go if self.may_go is not None else frozenset()
+        if vanished - allowed:
+            names = ", ".join(f"{container:016x}" for container in sorted(vanished - allowed))
+            raise Violation(f"containers {names} are gone; no earlier round had condemned them, or not long enough ago")
+
+
+def check_bytes(found: Mapping[Version, bytes], wanted: Mapping[Version, bytes]) -> None:
+    """Compare restored bytes. Raises Violation naming the version."""
+    for version, data in wanted.items():
+        if found.get(version) != data:
+            raise Violation(
+                f"{version}: restored {len(found.get(version, b''))} bytes that are not the {len(data)} put"
+            )
+
+
+def _equal(what: str, seen: frozenset[Version], wanted: set[Version]) -> None:
+    if seen != wanted:
+        raise Violation(f"{what}: lost {sorted(wanted - seen)}, from nowhere {sorted(seen - wanted)}")
+
+
+def _within(what: str, seen: frozenset[Version], least: set[Version], most: set[Version]) -> None:
+    if not least <= seen <= most:
+        raise Violation(f"{what}: lost {sorted(least - seen)}, from nowhere {sorted(seen - most)}")

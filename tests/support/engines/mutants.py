@@ -1,0 +1,424 @@
+"""Mistakes. Invariant: each changes this process alone, for good, and is what a programmer may have written.
+
+Called in a child that ends soon after; nothing of it reaches the product.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import nearkin.local.local_gc
+import nearkin_delta.codecs
+import nearkin_maintenance.gc.concurrent_writes
+import nearkin_maintenance.gc.gc_plan
+import nearkin_maintenance.gc.gc_run
+import nearkin_maintenance.gc.mark
+import nearkin_maintenance.gc.reference_counts
+import nearkin_maintenance.gc.roots
+import nearkin_maintenance.gc.sweep
+import nearkin_maintenance.optimize.block_writer
+import nearkin_maintenance.repair.store_repair
+import nearkin_maintenance.verify.scrubber
+from nearkin.embedded.runner import EmbeddedWriter
+from nearkin.local.index_lifecycle import LocalIndex
+from nearkin.local.index_recovery import Mending
+from nearkin.local.process_lock import WriterLock
+from nearkin_delta import FinishedContainer
+from nearkin_shared.formats import columns, container, directory_codec
+from nearkin_shared.formats.pending_delete_record import Condemned
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.kernels import xdelta3
+from nearkin_shared.objectstore import base as objectstore_base
+from nearkin_shared.objectstore.fenced import FencedObjects
+from nearkin_shared.storage import deletions
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.utils.failpoints import failpoint
+from tests.support.data.stores import settings
+
+
+def bytes_not_synced() -> None:
+    """An object's fsync is dropped."""
+
+    def write(path: Path, parts: Sequence[objectstore_base.Payload], *, drop: bool) -> None:
+        layer = vars(objectstore_base)["os"]
+        descriptor = layer.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        layer.writev(descriptor, parts)
+        layer.close(descriptor)
+
+    vars(objectstore_base)["write_durably"] = write
+
+
+def name_not_synced() -> None:
+    """A manifest's folder is not synced after it."""
+    real = objectstore_base.sync_folder
+
+    def sync(folder: Path) -> None:
+        if not any(folder.glob("*.nkm")):
+            real(folder)
+
+    vars(objectstore_base)["sync_folder"] = sync
+
+
+def folder_not_synced() -> None:
+    """A new folder is not synced into the one above."""
+
+    def make(self: objectstore_base.LocalObjects, folder: Path) -> None:
+        for above in reversed([folder, *folder.parents]):
+            if not above.exists():
+                vars(objectstore_base)["os"].mkdir(above)
+
+    _patch(objectstore_base.LocalObjects, "_make_folder", make)
+
+
+def create_overwrites() -> None:
+    """An object is looked for, then renamed over what is there."""
+
+    def put_new(self: objectstore_base.LocalObjects, name: str, *parts: objectstore_base.Payload) -> None:
+        final = self._root / name
+        if final.exists():
+            raise objectstore_base.AlreadyExists(name)
+        self._make_folder(final.parent)
+        self._scratch.mkdir(exist_ok=True)
+        temporary = self._scratch / f"{os.urandom(8).hex()}.part"
+        objectstore_base.write_durably(temporary, parts, drop=False)
+        failpoint("object.synced")
+        os.replace(temporary, final)
+        objectstore_base.sync_folder(final.parent)
+
+    _patch(objectstore_base.LocalObjects, "put_new", put_new)
+
+
+def published_before_durable() -> None:
+    """The index is told of a container before it is put."""
+    real = EmbeddedWriter._commit
+
+    def commit(self: EmbeddedWriter, item: Any) -> None:
+        if isinstance(item, FinishedContainer):
+            self._index.publish(item.seal().claims)
+        real(self, item)
+
+    _patch(EmbeddedWriter, "_commit", commit)
+
+
+def manifest_before_container() -> None:
+    """A manifest is put before the containers that it names."""
+    real_put, real_commit = ContainerStore.put, ManifestStore.put
+    late: list[Callable[[], object]] = []
+
+    def put(self: ContainerStore, container: Any, parts: Any, generation: int = 0) -> Any:
+        late.append(lambda: real_put(self, container, parts, generation))
+
+    def commit(self: ManifestStore, manifest: Any) -> int:
+        manifest_bytes = real_commit(self, manifest)
+        while late:
+            late.pop(0)()
+        return manifest_bytes
+
+    _patch(ContainerStore, "put", put)
+    _patch(ManifestStore, "put", commit)
+
+
+def newest_deleted_first() -> None:
+    """Of a key's marks that of the newest version comes first."""
+    real = deletions.Deletions._write
+
+    def write(self: deletions.Deletions, before: Sequence[Any], marks: Sequence[Any]) -> int:
+        if len(marks) < 2:
+            return real(self, before, marks)
+        return real(self, before[-1:], marks[-1:]) + real(self, before[:-1], marks[:-1])
+
+    _patch(deletions.Deletions, "_write", write)
+
+
+def undelete_unchecked() -> None:
+    """An undeletion does not look whether its version is there still, nor keeps GC steps of its process away.
+
+    Services have the first alone; in one process either would do.
+    """
+    _patch(ManifestStore, "is_committed", lambda *_: True)
+    _patch(LocalIndex, "outside_gc_step", lambda _: nullcontext())
+
+
+def not_caught_up() -> None:
+    """An index that a dead writer left behind is taken as it is."""
+    _patch(Mending, "catch_up", lambda *_: None)
+
+
+def container_before_index() -> None:
+    """A container goes before the index forgets it."""
+    real = nearkin_maintenance.gc.sweep.Writing.sweep
+
+    class Late:
+        def __init__(self, index: Any, said: list[Any]) -> None:
+            self._index, self._said = index, said
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._index, name)
+
+        def forget(self, *said: Any) -> None:
+            self._said.append(said)
+
+    def sweep(self: Any, plan: Any) -> Any:
+        said: list[Any] = []
+        with _other_index(self.since, lambda index: Late(index, said)):
+            gone = real(self, plan)
+        for forgotten in said:
+            with self.since.turn() as index:
+                index.forget(*forgotten)
+        return gone
+
+    _patch(nearkin_maintenance.gc.sweep.Writing, "sweep", sweep)
+
+
+def bases_not_counted() -> None:
+    """Marking leaves out what deltas and blocks lean on."""
+
+    def closed(self: Any, chunks: Mapping[int, Any], whole: Any = (), giving_up: Any = None) -> Any:
+        return {container: mask.copy() for container, mask in chunks.items()}
+
+    _patch(nearkin_maintenance.gc.mark.Reach, "closed", closed)
+
+
+def recheck_skipped() -> None:
+    """What is due goes without being looked at again."""
+
+    def sweep(reach: Any, ids: Any, due: Mapping[int, Condemned]) -> Any:
+        drops = {
+            container: nearkin_maintenance.gc.gc_plan.Drop(entry.chunks, entry.segments, everything=entry.whole)
+            for container, entry in due.items()
+            if container in ids
+        }
+        return nearkin_maintenance.gc.gc_plan.Plan(drops)
+
+    vars(nearkin_maintenance.gc.gc_run)["to_sweep"] = sweep
+
+
+def condemned_still_a_hit() -> None:
+    """The index does not forget what is condemned."""
+    real: Any = nearkin_maintenance.gc.gc_run.Collector._condemn
+
+    class Keeps:
+        def __init__(self, index: Any) -> None:
+            self._index = index
+
+        def __getattr__(self, name: str) -> Any:
+            return (lambda *_: None) if name == "forget" else getattr(self._index, name)
+
+    def condemn(self: Any, plan: Any, ids: Any, record: Any, before: Any, since: Any, sums: Any) -> Any:
+        with _other_index(since, Keeps):
+            return real(self, plan, ids, record, before, since, sums)
+
+    _patch(nearkin_maintenance.gc.gc_run.Collector, "_condemn", condemn)
+
+
+def same_round() -> None:
+    """A round frees what it condemned itself."""
+    real = nearkin.local.local_gc.LocalGc.run
+
+    def run(self: Any, *arguments: Any) -> Any:
+        real(self, *arguments)
+        return real(replace(self, settings=settings(self.settings, {"gc": {"grace_seconds": 0}})), *arguments)
+
+    _patch(nearkin.local.local_gc.LocalGc, "run", run)
+
+
+def grace_ignored() -> None:
+    """The next round frees, however soon it comes."""
+    _patch(nearkin_maintenance.gc.gc_run.Collector, "_is_due", lambda *_: True)
+
+
+def older_generation_first() -> None:
+    """Compaction removes a container before its next generation is there."""
+
+    def anew(self: Any, container: Any, left: Any, make: Any) -> bool:
+        data = make()
+        generation = self.containers.generation(container)
+        with self.since.turn() as index:
+            self.containers.delete(container, generation)
+            self.containers.put(container, [data], generation + 1)
+            self.replacing.renew(index, container)
+            self.since.written(container, generation + 1)
+        self.ids[container] = len(data)
+        self.sums.rewritten += 1
+        return True
+
+    _patch(nearkin_maintenance.gc.sweep.Writing, "_anew", anew)
+
+
+def number_given_again() -> None:
+    """The last mark of a key's highest version goes too."""
+    real = nearkin_maintenance.gc.roots.find_roots
+
+    def roots(manifests: Any, now_us: int) -> Any:
+        return replace(real(manifests, now_us), highest=frozenset())
+
+    vars(nearkin_maintenance.gc.gc_run)["find_roots"] = roots
+
+
+def lock_not_taken() -> None:
+    """The store's lock, its lease, is not taken."""
+
+    def acquire(self: WriterLock, wait_seconds: float = 0.0, what: str = "") -> None:
+        self._descriptor = None
+
+    _patch(WriterLock, "acquire", acquire)
+
+
+def came_not_looked_at() -> None:
+    """A round does not look at what was put while it marked and planned."""
+    _patch(nearkin_maintenance.gc.concurrent_writes.Since, "look", lambda *_: None)
+
+
+def spared_leans_on_nothing() -> None:
+    """What is spared for a put keeps nothing that its dead blocks lean on, nor does what came."""
+    real = nearkin_maintenance.gc.concurrent_writes.Since.look
+
+    def look(self: Any) -> None:
+        real(self)
+        self._needed.clear()
+
+    _patch(nearkin_maintenance.gc.concurrent_writes.Since, "look", look)
+
+
+def read_is_kept() -> None:
+    """Puts of the process that does a round keep what they have read of a container that goes."""
+    _patch(nearkin.local.local_gc.LocalTurns, "written", lambda *_: None)
+    _patch(ContainerStore, "_is_now", lambda self, *noted: self._generations.update([noted]))
+
+
+def turn_without_lock() -> None:
+    """A step of a round takes no lock, and waits for no put."""
+
+    @contextmanager
+    def turn(self: LocalIndex, wait_seconds: float) -> Iterator[LmdbIndex]:
+        yield self._opened()
+
+    _patch(LocalIndex, "turn", turn)
+
+
+def delta_not_verified() -> None:
+    """The encoder fails now and then, as broken memory would; what it gives is kept unread."""
+    real = xdelta3.encode_many
+
+    def encode(*arguments: Any, **more: Any) -> Any:
+        payload, *rest = real(*arguments, **more)
+        payload = np.array(payload)
+        payload[-1:] ^= 1
+        return (payload, *rest)
+
+    vars(xdelta3)["encode_many"] = encode
+    vars(nearkin_delta.codecs)["check_round_trip"] = lambda *_: None
+
+
+def directory_unchecked() -> None:
+    """A directory's checksum is not compared."""
+    real = directory_codec.decode_directory
+
+    def decode(data: Any, container: Any, domain: Any, container_bytes: int, check: bytes, what: str) -> Any:
+        return real(data, container, domain, container_bytes, columns.check_bytes(memoryview(data)), what)
+
+    for module in (directory_codec, container):  # wherever it is called from
+        vars(module)["decode_directory"] = decode
+
+
+def block_number_given_again() -> None:
+    """Compaction gives the number of a block that is gone to another one."""
+    laying = nearkin_maintenance.optimize.block_writer.Laying
+    real = laying.raw
+
+    def raw(self: Any, new: Any, directory: Any, rows: Any) -> None:
+        laid = [number for number, block in enumerate(new._blocks) if block is not None]
+        new._next = max(laid, default=-1) + 1
+        real(self, new, directory, rows)
+
+    _patch(laying, "raw", raw)
+
+
+def scrub_skips_a_container() -> None:
+    """A scrub goes on two containers after the one that it has read."""
+    scrubber = nearkin_maintenance.verify.scrubber.Scrubber
+    real = scrubber._containers_step
+
+    def step(self: Any) -> Any:
+        done = real(self)
+        if done is not None and self._ids is not None:
+            further = [container for container in self._ids if container >= self._state.containers_below]
+            if further:
+                self._state = replace(self._state, containers_below=further[0] + 1)
+        return done
+
+    _patch(scrubber, "_containers_step", step)
+
+
+def healed_removes_first() -> None:
+    """Healing removes the broken generation before the healed one is durable."""
+
+    def new_generation(self: Any, container: Any, generation: int, data: bytes) -> None:
+        directory = self._containers.directory(container)
+        self._containers.delete(container, generation)
+        failpoint("heal.put")
+        self._containers.put(container, [data], generation + 1)
+        self._renew(directory)
+
+    _patch(nearkin_maintenance.repair.store_repair.Repairer, "_new_generation", new_generation)
+
+
+def healed_untold() -> None:
+    """The index is not told of a container that was healed."""
+
+    def new_generation(self: Any, container: Any, generation: int, data: bytes) -> None:
+        self._containers.put(container, [data], generation + 1)
+        failpoint("heal.put")
+        self._containers.delete(container, generation)
+
+    _patch(nearkin_maintenance.repair.store_repair.Repairer, "_new_generation", new_generation)
+
+
+def fence_not_asked() -> None:
+    """Who removes an object does not ask whether the lease is held still."""
+
+    def delete(self: Any, name: str) -> None:
+        self.inner.delete(name)
+
+    _patch(FencedObjects, "delete", delete)
+
+
+def counted_twice() -> None:
+    """The ledger counts a segment twice when a version comes, and once when it goes."""
+    rows = vars(nearkin_maintenance.gc.reference_counts)["_Rows"]
+    real = rows.hold
+
+    def hold(self: Any, segment: bytes) -> None:
+        real(self, segment)
+        real(self, segment)
+
+    _patch(rows, "hold", hold)
+
+
+@contextmanager
+def _other_index(since: Any, other: Callable[[Any], Any]) -> Iterator[None]:
+    """Let turns give another index than theirs."""
+    real = since.turn
+
+    @contextmanager
+    def turn() -> Iterator[Any]:
+        with real() as index:
+            yield other(index)
+
+    since.turn = turn
+    try:
+        yield
+    finally:
+        since.turn = real
+
+
+def _patch(kind: type, name: str, value: Any) -> None:
+    setattr(kind, name, value)

@@ -1,0 +1,221 @@
+"""Planted bugs. Invariant: each is one mistake that the product does not make, put into a child process alone, and each
+is caught: an engine that finds none of these would find none of ours.
+
+    python -m tests.support.engines.mutation_engine            every bug: what caught it, and what was said
+    python -m tests.support.engines.mutation_engine NAME ...
+
+What two mechanisms guard (a hit on what is condemned, say, is still spared by the next round's marking) is looked for
+where the first of them is broken: in the index and the record as they lie on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from nearkin_shared.errors import NotFound
+from nearkin_shared.utils.frozen import frozen
+from tests.support.engines import detectors, gc_during_put, mutants, races
+from tests.support.engines.detectors import Hunt
+from tests.support.engines.model import Violation
+
+CAUGHT, MISSED = "caught", "missed"
+
+
+@frozen
+class Bug:
+    """One mistake. `hunt` raises Violation where an engine catches it; `breaks` names what it is against."""
+
+    mistake: str
+    breaks: str
+    engine: str
+    plant: Callable[[], None]
+    hunt: Hunt
+
+
+BUGS: Mapping[str, Bug] = {
+    "bytes-not-synced": Bug("an object's fsync is dropped", "I1, I2", "power",
+        mutants.bytes_not_synced, detectors.power("put")),
+    "name-not-synced": Bug(
+        "a manifest's folder is not synced after it", "I2", "power",
+        mutants.name_not_synced, detectors.power("put + put"),
+    ),
+    "folder-not-synced": Bug(
+        "a new folder is not synced into the one above", "I2", "power",
+        mutants.folder_not_synced, detectors.power("put"),
+    ),
+    "create-overwrites": Bug(
+        "an object is looked for, then renamed over what is there", "I2", "races", mutants.create_overwrites,
+        detectors.raced(races.commit_while_committing),
+    ),
+    "published-before-durable": Bug(
+        "the index is told of a container before it is put", "I1", "power",
+        mutants.published_before_durable, detectors.power("put")
+    ),
+    "manifest-before-container": Bug(
+        "a manifest is put before the containers that it names", "I2", "power", mutants.manifest_before_container,
+        detectors.power("put"),
+    ),
+    "newest-deleted-first": Bug(
+        "of a key's marks that of the newest version comes first", "deletion", "crash", mutants.newest_deleted_first,
+        detectors.killed("delete.marked", "delete.noted"),
+    ),
+    "undelete-unchecked": Bug(
+        "an undeletion does not look whether its version is there still", "deletion", "races",
+        mutants.undelete_unchecked,
+        detectors.raced(races.collect_while_undeleting),
+    ),
+    "not-caught-up": Bug(
+        "an index that a dead writer left behind is taken as it is", "local index", "crash", mutants.not_caught_up,
+        detectors.killed("object.durable"),
+    ),
+    "container-before-index": Bug(
+        "a container goes before the index forgets it", "deletion order", "crash", mutants.container_before_index,
+        detectors.killed("gc.container", "object.removed"),
+    ),
+    "bases-not-counted": Bug(
+        "marking leaves out what deltas and blocks lean on", "I7", "crash", mutants.bases_not_counted,
+        detectors.killed("gc.container"),
+    ),
+    "recheck-skipped": Bug(
+        "what is due goes without being looked at again", "I6", "races", mutants.recheck_skipped,
+        detectors.raced(races.manifest_away),
+    ),
+    "condemned-still-a-hit": Bug(
+        "the index does not forget what is condemned", "I6", "crash", mutants.condemned_still_a_hit,
+        detectors.killed("gc.done", "gc.recorded"),
+    ),
+    "same-round": Bug(
+        "a round frees what it condemned itself", "I6", "crash",
+        mutants.same_round, detectors.killed("gc.done", "gc.begun")
+    ),
+    "grace-ignored": Bug(
+        "the next round frees, however soon it comes", "I6", "crash",
+        mutants.grace_ignored, detectors.killed("gc.done", "gc.begun")
+    ),
+    "older-generation-first": Bug(
+        "compaction removes a container before its next generation is there", "I1", "power",
+        mutants.older_generation_first,
+        detectors.power("put + compaction"),
+    ),
+    "number-given-again": Bug(
+        "the last mark of a key's highest version goes too", "versions", "crash", mutants.number_given_again,
+        detectors.killed("gc.marks", "gc.done"),
+    ),
+    "lock-not-taken": Bug(
+        "the store's lock, its lease, is not taken", "I6", "races", mutants.lock_not_taken,
+        detectors.raced(races.collect_while_putting),
+    ),
+    "came-not-looked-at": Bug(
+        "a round does not look at what was put while it marked and planned", "I6", "races",
+        mutants.came_not_looked_at, detectors.raced(gc_during_put.put_beside_a_round),
+    ),
+    "spared-leans-on-nothing": Bug(
+        "what is spared for a put keeps nothing that it leans on", "I7", "races",
+        mutants.spared_leans_on_nothing, detectors.raced(gc_during_put.put_beside_a_round),
+    ),
+    "read-is-kept": Bug(
+        "puts of a process keep what they have read of a container that its round removes", "I7", "races",
+        mutants.read_is_kept, detectors.raced(gc_during_put.put_beside_a_round),
+    ),
+    "turn-without-lock": Bug(
+        "a step of a round takes no lock", "I6", "races", mutants.turn_without_lock,
+        detectors.raced(races.collect_while_putting),
+    ),
+    "delta-not-verified": Bug(
+        "an encoding is kept without being decoded, and the encoder errs", "I7", "crash", mutants.delta_not_verified,
+        detectors.killed("put.settled", "index.written", codec="xdelta3"),
+    ),
+    "block-number-given-again": Bug(
+        "compaction gives the number of a block that is gone to another one", "I8", "readers",
+        mutants.block_number_given_again, detectors.read_on,
+    ),
+    "scrub-skips": Bug(
+        "a scrub goes on two containers after the one that it has read", "trust", "damage",
+        mutants.scrub_skips_a_container, detectors.scrubbed,
+    ),
+    "healed-removes-first": Bug(
+        "healing removes the broken generation before the healed one is durable", "I1", "crash",
+        mutants.healed_removes_first, detectors.killed("heal.put"),
+    ),
+    "healed-untold": Bug(
+        "the index is not told of a container that was healed", "local index", "repair",
+        mutants.healed_untold, detectors.healed,
+    ),
+    "fence-not-asked": Bug(
+        "who removes an object does not ask whether the lease is held still", "I6", "fence",
+        mutants.fence_not_asked, detectors.fenced,
+    ),
+    "counted-twice": Bug(
+        "the ledger counts a segment twice when a version comes, and once when it goes", "gc.mode", "orphans",
+        mutants.counted_twice, detectors.counted,
+    ),
+    "directory-unchecked": Bug(
+        "a directory's checksum is not compared", "I8", "damage", mutants.directory_unchecked, detectors.flipped
+    ),
+}  # fmt: skip
+
+
+# --- the hunt --------------------------------------------------------------------------------------------------------
+
+
+def hunted(name: str, bug: Bug, folder: Path) -> tuple[str, str]:
+    """Return (caught or missed, what was said), from a child of this process, which has opened nothing yet."""
+    said = folder / f"{name}.json"
+    child = os.fork()
+    if not child:
+        outcome = MISSED, "nothing"
+        try:
+            bug.hunt(folder / name, bug.plant)
+        except Violation as err:
+            outcome = CAUGHT, str(err)
+        except NotFound as err:
+            outcome = CAUGHT, f"NotFound: {err}"
+        except BaseException as err:
+            outcome = MISSED, f"the engine broke: {type(err).__name__}: {err}"
+        finally:
+            said.write_text(json.dumps(outcome))
+            os._exit(0)
+    os.waitpid(child, 0)
+    found: tuple[str, str] = tuple(json.loads(said.read_text()))
+    return found
+
+
+def hunt_all(names: Sequence[str], folder: Path) -> Iterator[tuple[str, str, str, float]]:
+    """Yield (name, caught or missed, what was said, seconds) of each bug named."""
+    for name in names:
+        started = time.perf_counter()
+        outcome, said = hunted(name, BUGS[name], folder)
+        yield name, outcome, said, time.perf_counter() - started
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--folder", type=click.Path(path_type=Path), help="where stores are made; a temporary folder")
+def main(names: tuple[str, ...], folder: Path | None) -> None:
+    """Plant each bug named, or all, and say what caught it."""
+    logging.getLogger("nearkin").setLevel(logging.CRITICAL)
+    unknown = set(names) - BUGS.keys()
+    if unknown:
+        raise click.UsageError(f"no such bug: {', '.join(sorted(unknown))}; choose of {', '.join(BUGS)}")
+    missed = []
+    with tempfile.TemporaryDirectory(prefix="nearkin-planted-", dir=folder) as place:
+        for name, outcome, said, seconds in hunt_all(names or tuple(BUGS), Path(place)):
+            click.echo(f"{name}\t{BUGS[name].engine}\t{outcome}\t{seconds:.1f} s\t{' '.join(said.split())[:300]}")
+            if outcome != CAUGHT:
+                missed.append(name)
+    if missed:
+        click.echo(f"not caught: {', '.join(missed)}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""Races. Invariant: one call is held at a step, by name and number, while another is done: every step in turn, no luck.
+
+put at each step of gc          done, and whatever the round and the next ones free, it restores
+gc at each step of put          refused (StoreLocked), by this Store and by another
+undelete at each step of gc     it came first and the version stays for good, or it did not and the version is gone
+gc at each step of undelete     the same
+commit at each step of commit   two that take the same number: each is a version of its own
+a manifest that was away        condemned while it was, spared when it is back (marking confirms, what counts nominate)
+a writer that sleeps            SIGSTOP: nobody takes its store, however late it is
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nearkin.store import Store, open_store
+from nearkin_shared.errors import NearkinError, NotFound, StoreLocked
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.utils import failpoints
+from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
+from tests.support.data.samples import small_manifest
+from tests.support.data.stores import stored_bytes
+from tests.support.engines.crash_child import CHOSEN, START, content
+from tests.support.engines.model import DAY, Violation
+
+HELD_SECONDS_MAX = 2.0
+"""A call that waits for the one that is held is left to go on after it."""
+IN_TURN_SECONDS = 0.2
+"""Within a turn of a round whoever writes waits for its end; readers and deletions do not."""
+NOBODY_COMES_BY = frozenset({"index.writing", "object.folder-made"})
+"""Here LMDB's only writer is held, or the lock of a folder that is being made: the other would wait."""
+STEPS_MAX = 500
+ROUNDS_AFTER = 4
+
+
+@dataclass(slots=True)
+class Scene:
+    """A store in which something is condemned and due, something deleted, and what must restore."""
+
+    root: Path
+    now: float = START
+    wanted: dict[tuple[str, int], bytes] = field(default_factory=dict)
+
+    def open(self) -> Store:
+        """Open the store by the scene's clock."""
+        return open_store(self.root, settings=CHOSEN, clock=lambda: self.now, create=True)
+
+    def check(self, store: Store) -> None:
+        """Raise Violation where something wanted does not restore, now or after rounds to come, or sums drift."""
+        for number in range(ROUNDS_AFTER):
+            for (key, version), data in self.wanted.items():
+                try:
+                    if store.get(key, version).read() != data:
+                        raise Violation(f"{(key, version)}: other bytes, {number} rounds later")
+                except NearkinError as err:
+                    raise Violation(f"{(key, version)}, {number} rounds later: {type(err).__name__}: {err}") from err
+            damage = store.verify().damage
+            if damage:
+                raise Violation(f"{number} rounds later verify names {damage[0]}")
+            counted, there = store.stats().ledger.stored_bytes, stored_bytes(self.root)
+            if counted != there:
+                raise Violation(f"{number} rounds later {counted} bytes are counted, and {there} are there")
+            self.now += 2 * DAY
+            store.gc()
+        check_index_is_the_one_a_rebuild_makes(store)
+
+
+def scene(folder: Path) -> Scene:
+    """Make a store: `b` and the first of `a` are condemned and due; the first of `u` was deleted a moment ago."""
+    made = Scene(folder / "s")
+    with made.open() as store:
+        list(store.put_many([("a", content(0)), ("b", content(1)), ("u", content(1) + content(0)), ("u", content(2))]))
+        store.put("a", content(3))
+        store.delete("b")
+        store.delete("a", 1)
+        made.now += 2 * DAY
+        store.delete("u", 1)
+        store.gc()
+        made.now += 2 * DAY
+    made.wanted = {("a", 2): content(3), ("u", 2): content(2)}
+    return made
+
+
+def at_each_step(
+    folder: Path,
+    held: Callable[[Scene, Store], object],
+    other: Callable[[Scene, Store], object],
+    *,
+    every: int = 1,
+    make: Callable[[Path], Scene] = scene,
+    first: Callable[[Scene, Store], object] = lambda *_: None,
+) -> int:
+    """Hold `held` at its first failpoint, at its second, ... while `other` is done; return how many there were.
+
+    `first` is done before, each time, by the Store of both.
+    """
+    step = 1
+    while step < STEPS_MAX:
+        place = folder / f"step-{step}"
+        made = make(place)
+        if not _held_at(made, step, held, other, first):
+            return step - 1
+        shutil.rmtree(place)
+        step += every
+    raise AssertionError(f"more than {STEPS_MAX} steps")
+
+
+def _held_at(
+    made: Scene,
+    step: int,
+    held: Callable[[Scene, Store], object],
+    other: Callable[[Scene, Store], object],
+    first: Callable[[Scene, Store], object],
+) -> bool:
+    names: list[str] = []
+    failures: list[BaseException] = []
+    threads: list[threading.Thread] = []
+    main = threading.Lock()
+
+    def run(store: Store) -> None:
+        try:
+            other(made, store)
+        except BaseException as err:
+            failures.append(err)
+
+    def watch(name: str) -> None:
+        with main:
+            if threads or name in NOBODY_COMES_BY:
+                return
+            names.append(name)
+            if len(names) != step:
+                return
+            threads.append(thread := threading.Thread(target=run, args=(store,)))
+        thread.start()
+        thread.join(IN_TURN_SECONDS if store._index.crossing.mine else HELD_SECONDS_MAX)
+
+    with made.open() as store:
+        first(made, store)
+        failpoints.arm((), watch)
+        try:
+            held(made, store)
+        finally:
+            failpoints.disarm()
+            for thread in threads:
+                thread.join()
+        if len(names) < step:
+            return False
+        where = names[step - 1]
+        if failures:
+            raise Violation(f"held at step {step}, {where}: {failures[0]!r}") from failures[0]
+        try:
+            made.check(store)
+        except Violation as err:
+            raise Violation(f"held at step {step}, {where}: {err}") from err
+    return True
+
+
+# --- who meets whom --------------------------------------------------------------------------------------------------
+
+
+def put_while_collecting(folder: Path, every: int = 1) -> int:
+    """A put of what is dead, at each step of a round: hits and bases while condemning, a commit while sweeping."""
+
+    def other(made: Scene, store: Store) -> None:
+        data = content(1) + content(6)
+        made.wanted["new", store.put("new", data).info.version] = data
+
+    return at_each_step(folder, lambda _, store: store.gc(), other, every=every)
+
+
+def collect_while_putting(folder: Path, every: int = 1) -> int:
+    """Two rounds, a grace apart, at each step of a put that leans on what they would free."""
+    data = content(1) + content(6)
+
+    def held(_: Scene, store: Store) -> None:
+        store.put("new", data)
+
+    def other(made: Scene, store: Store) -> None:
+        made.wanted["new", 1] = data
+        for _ in range(3):
+            made.now += 2 * DAY
+            for collecting in (store, made.open()):
+                try:
+                    collecting.gc()
+                except StoreLocked:
+                    continue
+                finally:
+                    if collecting is not store:
+                        collecting.close()
+                if store._puts.at_work:
+                    raise Violation("a round was done while a put was at work")
+
+    return at_each_step(folder, held, other, every=every)
+
+
+def _undeleted_late(made: Scene, store: Store) -> None:
+    """Undelete a version whose time is over, by a clock that was set back."""
+    back = 2 * DAY - 3600
+    made.now -= back
+    try:
+        store.undelete("u", 1)
+    except NotFound:
+        pass
+    else:
+        made.wanted["u", 1] = content(1) + content(0)
+    finally:
+        made.now += back
+
+
+def undelete_while_collecting(folder: Path, every: int = 1) -> int:
+    """An undeletion at each step of a round."""
+    return at_each_step(folder, lambda _, store: store.gc(), _undeleted_late, every=every)
+
+
+def collect_while_undeleting(folder: Path, every: int = 1) -> int:
+    """A round at each step of an undeletion."""
+
+    def other(made: Scene, store: Store) -> None:
+        made.now += 2 * DAY
+        store.gc()
+        made.now -= 2 * DAY
+
+    return at_each_step(folder, _undeleted_late, other, every=every)
+
+
+def delete_while_putting(folder: Path, every: int = 1) -> int:
+    """A deletion of all that a key has, at each step of a put of that key: the new version stays, if it came later."""
+    data = content(9)
+
+    def held(_: Scene, store: Store) -> None:
+        version = store.put("a", data).info.version
+        if version != 3:
+            raise Violation(f"the put took number {version}, 3 was next")
+
+    def other(made: Scene, store: Store) -> None:
+        store.delete("a")
+        made.wanted.pop(("a", 2))
+        if all((entry.key, entry.version) != ("a", 3) for entry in store.deleted()):
+            made.wanted["a", 3] = data
+
+    return at_each_step(folder, held, other, every=every)
+
+
+def commit_while_committing(folder: Path) -> int:
+    """Two committers of one key without a lock, as services are: whoever comes second takes the next number."""
+    step = 1
+    while step < STEPS_MAX:
+        root = folder / f"step-{step}"
+        root.mkdir(parents=True)
+        names: list[str] = []
+        threads: list[threading.Thread] = []
+
+        def watch(
+            name: str,
+            root: Path = root,
+            names: list[str] = names,
+            threads: list[threading.Thread] = threads,
+            at: int = step,
+        ) -> None:
+            if not threads:
+                names.append(name)
+                if len(names) == at:
+                    threads.append(thread := threading.Thread(target=_committed, args=(root, 2)))
+                    thread.start()
+                    thread.join(HELD_SECONDS_MAX)
+
+        failpoints.arm((), watch)
+        try:
+            _committed(root, 1)
+        finally:
+            failpoints.disarm()
+            for thread in threads:
+                thread.join()
+        if not threads:
+            return step - 1
+        manifests = ManifestStore(LocalObjects(root))
+        found = {made.version: made.size_bytes for made in (manifests.read(name) for name, _ in manifests.names())}
+        if found.keys() != {1, 2} or set(found.values()) != {1, 2}:
+            raise Violation(f"held at step {step}, {names[-1]}: two commits, and left are versions and sizes {found}")
+        step += 1
+    raise AssertionError(f"more than {STEPS_MAX} steps")
+
+
+def _committed(root: Path, size_bytes: int) -> None:
+    """Commit a version of one key under the next free number."""
+    manifests = ManifestStore(LocalObjects(root))  # its own, as another process has
+    for version in range(1, 10):
+        try:
+            manifests.put(replace(small_manifest(), version=version, size_bytes=size_bytes))
+        except AlreadyExists:
+            continue
+        return
+
+
+def manifest_away(folder: Path) -> int:
+    """A manifest and the index are lost, a round condemns what it alone needed, it comes back: the next spares that."""
+    made = scene(folder)
+    with made.open() as store:
+        data = content(4) + content(7)
+        made.wanted["k", store.put("k", data).info.version] = data
+        (path,) = [made.root / name for name, _ in store._manifests.names() if store._manifests.read(name).key == "k"]
+        away = folder / "away"
+        path.rename(away)
+        store.rebuild_index()  # else the index lists it, and no round goes on
+        made.now += 2 * DAY
+        condemned = store.gc().condemned_containers
+        if not condemned:
+            raise Violation("nothing was condemned: the scene shows nothing")
+        away.rename(path)
+        made.now += 2 * DAY
+        store.gc()
+        store.rebuild_index()
+        made.check(store)
+    return condemned
+
+
+SLEEPER = """
+import sys
+from nearkin_shared.utils import failpoints
+from nearkin import open_store
+from tests.support.engines.crash_child import CHOSEN, START, DAY, content
+with open_store(sys.argv[1], settings=CHOSEN, clock=lambda: START + 4 * DAY, create=True) as store:
+    failpoints.arm(sys.argv[2])
+    print(store.put("new", content(1) + content(6)).info.version, flush=True)
+"""
+
+
+def stopped_writer(folder: Path, point: str = "object.synced", count: int = 2) -> None:
+    """A writer is stopped in the middle of a put, for ten days by the clock; others are refused; then it goes on."""
+    made = scene(folder)
+    words = [sys.executable, "-c", SLEEPER, str(made.root), f"{point}:{count}:stop"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as writer:
+        try:
+            _, status = os.waitpid(writer.pid, os.WUNTRACED)
+            if not os.WIFSTOPPED(status):
+                raise Violation(f"the writer did not come to {point}: {status}")
+            made.now += 10 * DAY
+            with made.open() as store:
+                for call in (store.gc, lambda: store.put("a", b"mine"), store.rebuild_index):
+                    try:
+                        call()
+                    except StoreLocked:
+                        continue
+                    raise Violation("somebody else took the store of a writer that sleeps")
+                for (key, version), data in made.wanted.items():
+                    if store.get(key, version).read() != data:
+                        raise Violation(f"{(key, version)}: other bytes while a writer sleeps")
+            os.kill(writer.pid, signal.SIGCONT)
+            said, _ = writer.communicate(timeout=60)
+        finally:
+            writer.kill()
+    made.wanted["new", int(said)] = content(1) + content(6)
+    with made.open() as store:
+        made.check(store)

@@ -1,0 +1,203 @@
+"""Services that die at failpoints. Invariant: what was promised is kept, whichever step each of them died at.
+
+    python -m tests.support.engines.service_crash --kills 200 --seed 7
+
+Kafka, Redis and a folder of objects are real, workers and gateway processes of their own. Clients put and delete all
+the while. A worker is started with a failpoint armed, dies there, and is started anew with the next one: two of them
+at a time, so that the others carry on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+
+import click
+import redis as redis_client
+
+from tests.support.engines.durability import Promises, Report
+from tests.support.servers.pipeline import GATEWAY, Pipeline
+from tests.support.servers.server import free_port
+from tests.support.servers.servers import Kafka, Redis
+
+AT_A_TIME = 2
+DIES_SECONDS_MAX = 25.0
+"""A worker is up after 3 s, on a busy machine 10; one that does not pass its point by then is killed where it is."""
+BLOBS_A_KILL = 12
+LOOP = ("worker.taken", "worker.handled", "worker.committed")
+OBJECT = ("object.written", "object.synced", "object.linked", "object.durable")
+DYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        GATEWAY: ("intake.begun", "intake.sent", "intake.durable", "delete.noted", "delete.marked"),
+        "chunker": (*LOOP, "cut.sent"),
+        "dedup": (*LOOP, "relay.sent"),
+        "resemblance": (*LOOP, "relay.sent"),
+        "delta": (
+            *LOOP,
+            *OBJECT,
+            "place.container",
+            "place.published",
+            "place.told",
+            "place.flushed",
+            "version.manifest",
+            "version.catalogued",
+            "version.told",
+        ),
+        "janitor": (
+            "lease.taken",
+            "lease.released",
+            "fence.passed",
+            "round.told",
+            "gc.marked",
+            "gc.forgot",
+            "gc.generation",
+            "gc.recorded",
+            "gc.done",
+            "rebuild.begun",
+            "rebuild.container",
+            "rebuild.versions",
+            "rebuild.complete",
+        ),
+    }
+)
+"""Which points each service passes while blobs are put and deleted; a rebuild follows where Redis was emptied."""
+
+
+class Deaths:
+    """One run."""
+
+    def __init__(self, folder: Path, seed: int, kills: int, say: Callable[[str], None]) -> None:
+        self._promises = Promises(seed, BLOBS_A_KILL * kills + 24, free_port())
+        self.report = self._promises.report
+        self._say = say
+        self._folder = folder
+        draw = random.Random(seed)
+        every = [(service, point) for service, points in DYING.items() for point in points]
+        self._planned: list[tuple[str, str, int]] = []
+        while len(self._planned) < kills:
+            draw.shuffle(every)  # each of them once, before any a second time
+            self._planned += [(service, point, draw.choice((1, 1, 2, 3))) for service, point in every]
+        del self._planned[kills:]
+        self._busy: set[str] = set()
+        self._free = threading.Condition()
+        self._kafka, self._redis = Kafka(folder / "kafka"), Redis(folder / "redis")
+
+    def run(self) -> Report:
+        """Run, settle, check."""
+        started = time.monotonic()
+        self._say(f"seed {self.report.seed}: {len(self._planned)} deaths, up to {self.report.blobs} blobs")
+        with self._kafka, self._redis, self._pipeline() as pipeline:
+            pipeline.start(GATEWAY)
+            self._promises.ready()
+            killers = [threading.Thread(target=self._kill, args=(pipeline,), name="deaths") for _ in range(AT_A_TIME)]
+            for killer in killers:
+                killer.start()
+            puts = self._promises.put_all(lambda: not any(killer.is_alive() for killer in killers))
+            for killer in killers:
+                killer.join()
+            self._say(f"{len(puts)} blobs put, all deaths died after {time.monotonic() - started:.0f} s; settling")
+            settling = time.monotonic()
+            self._promises.ready()
+            self._promises.check(puts)
+            self._promises.check_flow(pipeline)
+            self.report.blobs = len(puts)
+            self.report.settle_seconds = time.monotonic() - settling
+            codes = pipeline.stop()
+            if any(code not in (0, -signal.SIGTERM) for code in codes.values()):
+                self.report.problems.append(f"workers ended with {codes}")
+        self.report.seconds = time.monotonic() - started
+        return self.report
+
+    def _pipeline(self) -> Pipeline:
+        return Pipeline(
+            self._folder / "pipeline",
+            {
+                "kafka": {
+                    "bootstrap_servers": self._kafka.bootstrap,
+                    "topic_prefix": "deaths.",
+                    "partitions": 2,
+                    "upload_idle_seconds": 60,
+                    "session_timeout_ms": 6000,
+                },
+                "redis": {"url": self._redis.url},
+                "object_store": {"url": str(self._folder / "objects")},
+                "gateway": {"port": self._promises.port},
+                "gc": {"interval_seconds": 1},
+            },
+        )
+
+    # --- deaths ------------------------------------------------------------------------------------------------------
+
+    def _kill(self, pipeline: Pipeline) -> None:
+        """Take the next death of a service that nobody else is killing, until none is left."""
+        while True:
+            with self._free:
+                while True:
+                    if not self._planned:
+                        return
+                    at = next((n for n, planned in enumerate(self._planned) if planned[0] not in self._busy), None)
+                    if at is not None:
+                        break
+                    self._free.wait()
+                service, point, count = self._planned.pop(at)
+                self._busy.add(service)
+            try:
+                died = self._die(pipeline, service, f"{point}:{count}:kill")
+                kind = f"{service} {point}" if died else "elsewhere"
+                with self._free:
+                    self.report.kills[kind] = self.report.kills.get(kind, 0) + 1
+            finally:
+                with self._free:
+                    self._busy.discard(service)
+                    self._free.notify_all()
+
+    def _die(self, pipeline: Pipeline, service: str, armed: str) -> bool:
+        """Start a service anew so that it dies at a point; return whether it did. It runs when this returns."""
+        pipeline.kill(service)
+        if armed.startswith("rebuild."):
+            with redis_client.Redis.from_url(self._redis.url) as client:
+                client.flushall()
+        pipeline.start(service, armed)
+        process = pipeline.processes[service]
+        try:
+            died = process.wait(DIES_SECONDS_MAX) == -signal.SIGKILL
+            if not died:
+                self.report.problems.append(f"{service}, {armed}: ended by itself with {process.returncode}")
+        except subprocess.TimeoutExpired:
+            pipeline.kill(service)
+            died = False
+        pipeline.start(service)
+        return died
+
+
+@click.command()
+@click.option("--kills", default=200, show_default=True)
+@click.option("--seed", type=int, help="of an earlier run: the same blobs and deaths; by lot")
+@click.option("--folder", type=click.Path(path_type=Path), help="where all is kept; a temporary folder")
+def main(kills: int, seed: int | None, folder: Path | None) -> None:
+    """Kill services at failpoints, and check that all that was acknowledged is there, once, and nothing else."""
+    seed = random.SystemRandom().randrange(1 << 31) if seed is None else seed
+    place = Path(tempfile.mkdtemp(prefix="nearkin-deaths-", dir=folder))
+    report = Deaths(place, seed, kills, click.echo).run()
+    click.echo(json.dumps(asdict(report), indent=1, ensure_ascii=False))
+    met = sum(kind != "elsewhere" for kind in report.kills)
+    click.echo(f"{sum(report.kills.values())} deaths at {met} points; {len(report.problems)} problems")
+    if report.problems:  # its data stay, to be looked at
+        click.echo(f"seed {seed}, {place}: {report.problems[0]}", err=True)
+        sys.exit(1)
+    shutil.rmtree(place)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Fakes with scripted faults."""

@@ -1,0 +1,49 @@
+"""What stands around a committer in tests: an outbox that is looked at, and stages that are never behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from nearkin_shared.kafka.clients import Headers
+from nearkin_shared.kafka.lag import Backlog
+
+
+class Nothing(Backlog):
+    """Says that nothing waits before."""
+
+    def __init__(self) -> None:
+        """Ask no Kafka."""
+
+    def unread(self, name: str, partition: int, offset: int) -> bool:
+        """Return False."""
+        return False
+
+    def oldest_seconds(self, services: Collection[str]) -> float:
+        """Return 0."""
+        return 0.0
+
+
+class Kept:
+    """An outbox whose events and dead letters are looked at instead of sent."""
+
+    authenticator = None
+
+    def __init__(self, *_: object) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.letters: list[dict[str, bytes | None]] = []
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
+        """Keep an event."""
+        assert name == "committed"
+        self.events.append(json.loads(value))
+
+    def send_to(
+        self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
+    ) -> None:
+        """Keep the headers of a dead letter."""
+        self.letters.append(dict(headers))
+
+    def flush(self) -> None:
+        """Do nothing."""

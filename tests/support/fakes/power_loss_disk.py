@@ -1,0 +1,298 @@
+"""A disk that loses power. Invariant: what was synced stays; of all else any part may stay, in any order.
+
+    recording(root)   every create, write, fsync, link, unlink, mkdir and folder sync below `root`; or the n-th fails
+    Disk(tree)        is given some first part of these, and yields each tree that a power cut may leave
+
+A file's bytes are there once the file is synced: before that none, a part cut at 512 or 4096 bytes, or zeros of the
+full length. A name is there, or gone, once its folder is synced: before that each may be or not, whatever came first.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, combinations, product
+from pathlib import Path
+from typing import Any
+
+from nearkin_shared.objectstore import base as product_module
+from nearkin_shared.utils import durable_files
+from nearkin_shared.utils.frozen import frozen
+
+SECTOR_BYTES, PAGE_BYTES = 512, 4096
+PENDING_NAMES_MAX = 6
+"""Of more names that are not durable not every subset is tried, 64 at 6: none, all, each alone, all but each."""
+SCRATCH = "tmp"
+
+
+@frozen
+class Step:
+    """One call. `what`: create, write, sync, link, unlink, mkdir, sync-folder, or note (what the driver says).
+
+    `failed`: a sync that failed, and after which the kernel takes for written what it could not write.
+    """
+
+    what: str
+    path: str = ""
+    file: int = 0
+    data: bytes = b""
+    other: str = ""
+    said: Any = None
+    failed: bool = False
+
+
+class RecordingOs:
+    """Stands in for `os` in nearkin_shared.objectstore.base: does what it is told, and notes it, or fails the n-th
+    call.
+    """
+
+    def __init__(self, root: Path, fail_at: int = 0, error: int = errno.ENOSPC) -> None:
+        self._root = root
+        self._fail_at, self._error = fail_at, error
+        self._lock = threading.Lock()
+        self._descriptors: dict[int, int] = {}
+        self._paths: dict[str, int] = {}
+        self._files = 0
+        self.calls = 0
+        """Mutating calls so far."""
+        self.steps: list[Step] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the call that was to fail has come."""
+        return 0 < self._fail_at <= self.calls
+
+    def note(self, said: Any) -> None:
+        """Add what the driver says to the list."""
+        with self._lock:
+            self.steps.append(Step("note", said=said))
+
+    def _relative(self, path: str | Path) -> str:
+        return str(Path(path).relative_to(self._root))
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls == self._fail_at:
+            raise OSError(self._error, os.strerror(self._error))
+
+    def open(self, path: str | Path, flags: int, mode: int = 0o777) -> int:
+        """Open; a file that is made is noted."""
+        if not flags & os.O_CREAT:
+            return os.open(path, flags, mode)
+        with self._lock:
+            self._count()
+            descriptor = os.open(path, flags, mode)
+            self._files += 1
+            self._descriptors[descriptor] = self._paths[self._relative(path)] = self._files
+            self.steps.append(Step("create", self._relative(path), self._files))
+            return descriptor
+
+    def close(self, descriptor: int) -> None:
+        """Close."""
+        with self._lock:
+            self._descriptors.pop(descriptor, None)
+            os.close(descriptor)
+
+    def writev(self, descriptor: int, buffers: Sequence[Any]) -> int:
+        """Write; half of it where a full disk is to be met, which takes a part before it refuses."""
+        with self._lock:
+            self._count()
+            view = memoryview(b"".join(buffers))
+            if self.calls + 1 == self._fail_at and len(view) > 1:
+                view = view[: len(view) // 2]
+            count = os.write(descriptor, view)
+            self.steps.append(Step("write", file=self._descriptors[descriptor], data=bytes(view[:count])))
+            return count
+
+    def fsync(self, descriptor: int) -> None:
+        """Note which file or folder is durable now; the sync itself is spared, the disk here is a list."""
+        with self._lock:
+            failed = self.calls + 1 == self._fail_at
+            file = self._descriptors.get(descriptor)
+            if file is not None:
+                self.steps.append(Step("sync", file=file, failed=failed))
+            else:
+                folder = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+                if folder.is_relative_to(self._root):  # not the one above, in which the store itself is made
+                    self.steps.append(Step("sync-folder", self._relative(folder), failed=failed))
+            self._count()
+
+    def link(self, source: str | Path, target: str | Path) -> None:
+        """Link."""
+        with self._lock:
+            self._count()
+            os.link(source, target)
+            file = self._paths[self._relative(source)]
+            self._paths[self._relative(target)] = file
+            self.steps.append(Step("link", self._relative(target), file))
+
+    def replace(self, source: str | Path, target: str | Path) -> None:
+        """Rename: the product has none below `objects`; bugs that are planted have."""
+        with self._lock:
+            self._count()
+            os.replace(source, target)
+            file = self._paths[self._relative(source)]
+            self._paths[self._relative(target)] = file
+            self.steps.append(Step("link", self._relative(target), file))
+            self.steps.append(Step("unlink", self._relative(source)))
+
+    def unlink(self, path: str | Path) -> None:
+        """Remove a name."""
+        with self._lock:
+            if os.path.lexists(path):
+                self._count()
+            os.unlink(path)
+            self.steps.append(Step("unlink", self._relative(path)))
+
+    def rmdir(self, path: str | Path) -> None:
+        """Remove an empty folder."""
+        with self._lock:
+            os.rmdir(path)
+            self.steps.append(Step("unlink", self._relative(path)))
+
+    def mkdir(self, path: str | Path, mode: int = 0o777) -> None:
+        """Make a folder."""
+        with self._lock:
+            if not os.path.lexists(path):
+                self._count()
+            os.mkdir(path, mode)
+            self.steps.append(Step("mkdir", self._relative(path)))
+
+
+@contextmanager
+def recording(root: Path, fail_at: int = 0, error: int = errno.ENOSPC) -> Iterator[RecordingOs]:
+    """Put a RecordingOs under every LocalObjects, and under key and token files, for as long as the block runs."""
+    layer = RecordingOs(root, fail_at, error)
+    before = [(vars(module), vars(module)["os"]) for module in (product_module, durable_files)]
+    for names, _ in before:
+        names["os"] = layer
+    try:
+        yield layer
+    finally:
+        for names, module in before:
+            names["os"] = module
+
+
+# --- the disk --------------------------------------------------------------------------------------------------------
+
+Tree = Mapping[str, bytes | None]
+"""Contents by path; None: a folder."""
+
+
+@dataclass(slots=True)
+class Disk:
+    """What was written and what of it is durable. Begins with a tree that is."""
+
+    tree: dict[str, bytes | None]
+    contents: dict[int, bytearray] = field(default_factory=dict)
+    synced: dict[int, bytes] = field(default_factory=dict)
+    """As they were when they were synced last."""
+    pending: list[tuple[str, int | None, bool]] = field(default_factory=list)
+    """(path, file, there): names made or gone since their folder was synced; file None: a folder."""
+    unwritable: set[int] = field(default_factory=set)
+    """Files whose sync failed: a later one succeeds and writes nothing."""
+    doubtful: list[tuple[str, int | None, bool]] = field(default_factory=list)
+    """Names whose folder's sync failed: a later one does not make them durable, unless they were changed since."""
+    durable: dict[str, int] = field(default_factory=dict)
+    """Names, of files made since the beginning, that are durable."""
+
+    def apply(self, step: Step) -> None:
+        """Do what a step says."""
+        match step.what:
+            case "create":
+                self.contents[step.file] = bytearray()
+                self.pending.append((step.path, step.file, True))
+            case "write":
+                self.contents[step.file] += step.data
+            case "sync" if step.failed:
+                self.unwritable.add(step.file)
+            case "sync" if step.file in self.unwritable:
+                pass  # the kernel has nothing left to write: the call succeeds, and changes nothing
+            case "sync":
+                self.synced[step.file] = bytes(self.contents[step.file])
+            case "link":
+                self.pending.append((step.path, step.file, True))
+            case "unlink":
+                self.pending.append((step.path, None, False))
+            case "mkdir":
+                self.pending.append((step.path, None, True))
+            case "sync-folder" if step.failed:
+                self.doubtful += [entry for entry in self.pending if _folder(entry[0]) == step.path]
+            case "sync-folder":
+                in_doubt = {id(entry) for entry in self.doubtful}
+                of_folder = [entry for entry in self.pending if _folder(entry[0]) == step.path]
+                later = {entry[0] for entry in of_folder if id(entry) not in in_doubt}
+                of_folder = [entry for entry in of_folder if id(entry) not in in_doubt or entry[0] in later]
+                synced = {id(entry) for entry in of_folder}
+                self.pending = [entry for entry in self.pending if id(entry) not in synced]
+                for entry in of_folder:
+                    _change(self.tree, self.durable, entry)
+            case _:
+                pass
+
+    def worlds(self) -> Iterator[dict[str, bytes | None]]:
+        """Yield every tree that may be there after a power cut now; scratch files are left out."""
+        pending = [entry for entry in self.pending if _folder(entry[0]) != SCRATCH]
+        for chosen in _subsets(pending):
+            tree, names = dict(self.tree), dict(self.durable)
+            for entry in chosen:
+                _change(tree, names, entry)
+            tree = {path: data for path, data in tree.items() if not path.startswith(f"{SCRATCH}/")}
+            names = {path: file for path, file in names.items() if path in tree}
+            tree = {path: data for path, data in tree.items() if all(f in tree for f in _folders(path))}
+            unsynced = sorted({names[path] for path in tree if path in names})
+            variants = [self._variants(file) for file in unsynced]
+            for contents in product(*variants):
+                by_file = dict(zip(unsynced, contents, strict=True))
+                yield {path: by_file[names[path]] if path in names else data for path, data in tree.items()}
+
+    def _variants(self, file: int) -> list[bytes]:
+        """Return what a file may hold: what was synced, or where there is more, any tear of that."""
+        whole, synced = bytes(self.contents[file]), self.synced.get(file)
+        if synced == whole:
+            return [whole]
+        held = synced or b""
+        tears = {len(held), SECTOR_BYTES, PAGE_BYTES, len(whole) // 2 // SECTOR_BYTES * SECTOR_BYTES, len(whole)}
+        found = {whole[: max(len(held), cut)] for cut in tears}
+        found.add(held + bytes(len(whole) - len(held)))
+        return sorted(found, key=lambda data: (len(data), data))
+
+
+def _folder(path: str) -> str:
+    folder = path.rpartition("/")[0]
+    return folder or "."
+
+
+def _folders(path: str) -> Iterable[str]:
+    parts = path.split("/")[:-1]
+    return ("/".join(parts[: count + 1]) for count in range(len(parts)))
+
+
+def _change(tree: dict[str, bytes | None], names: dict[str, int], entry: tuple[str, int | None, bool]) -> None:
+    path, file, there = entry
+    if not there:
+        tree.pop(path, None)
+        names.pop(path, None)
+    elif file is None:
+        tree[path] = None
+    else:
+        tree[path], names[path] = b"", file
+
+
+def _subsets(entries: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    count = len(entries)
+    if count <= PENDING_NAMES_MAX:
+        yield from chain.from_iterable(combinations(entries, number) for number in range(count + 1))
+        return
+    yield ()
+    yield tuple(entries)
+    for at in range(count):
+        yield (entries[at],)
+        yield (*entries[:at], *entries[at + 1 :])

@@ -1,0 +1,1 @@
+"""Fuzzing engine and its targets."""

@@ -1,0 +1,333 @@
+"""A whole Nearkin on this machine. Invariant: `down` ends exactly what `up` started, and data outlive both.
+
+    python -m tests.support.servers.cluster up        `make up`: prints the URL, a token and a curl line that works
+    python -m tests.support.servers.cluster status    `make status`: 1 where something has ended by itself
+    python -m tests.support.servers.cluster down      `make down`
+
+Servers, then workers, then the gateway; each a process of its own with its log in `.cluster/`. `up` again starts what
+is missing, on the same ports over the same data.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import os
+import secrets
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import click
+
+from nearkin_shared.config.loader import load
+from nearkin_shared.errors import NearkinError, Retryable
+from nearkin_shared.utils.frozen import frozen
+from tests.support.servers import processes
+from tests.support.servers.processes import Member
+from tests.support.servers.server import LOOPBACK, Server, free_port, log_end
+from tests.support.servers.servers import S3, Kafka, Redis
+
+BUCKET = "nearkin"
+INGEST_TOPIC = "blobs"
+"""A topic as users have them: its records become blobs."""
+READY_SECONDS_MAX = 90.0
+PORTS = ("kafka", "kafka-controller", "redis", "s3", "gateway")
+SERVERS = ("redis", "s3", "kafka")
+
+
+@frozen
+class Service:
+    """A process of Nearkin: its module, and the line of its log or the path of its URL that says it is ready."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    ready_line: str | None = None
+    ready_path: str | None = None
+
+
+SERVICES = (
+    Service("chunker", "nearkin_chunker", ("--worker", "local"), ready_line=": ready"),
+    Service("dedup", "nearkin_dedup", ("--worker", "local"), ready_line=": ready"),
+    Service("resemblance", "nearkin_resemblance", ("--worker", "local"), ready_line=": ready"),
+    Service("delta", "nearkin.workers.delta", ("--worker", "local"), ready_line=": ready"),
+    Service("janitor", "nearkin.workers.maintenance", ("--worker", "local"), ready_line=": ready"),
+    Service("ingest", "nearkin_ingest", ("--worker", "local"), ready_line=": ready"),
+    Service("gateway", "nearkin_gateway", ready_path="/readyz"),
+)
+"""Started in this order, ended in the other."""
+
+
+class NotUp(Retryable):
+    """A part did not start, or ended by itself; the text carries the end of its log."""
+
+
+class Cluster:
+    """The processes of one folder."""
+
+    def __init__(self, folder: Path, services: Sequence[Service] = SERVICES) -> None:
+        self.folder = folder.absolute()
+        self.services = tuple(services)
+        self.config_file = self.folder / "nearkin.toml"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every part, in the order of their start."""
+        return (*SERVERS, *(service.name for service in self.services))
+
+    @property
+    def url(self) -> str:
+        """The gateway's."""
+        return f"http://{LOOPBACK}:{self._ports()['gateway']}"
+
+    @property
+    def kafka(self) -> str:
+        """Kafka's address."""
+        return f"{LOOPBACK}:{self._ports()['kafka']}"
+
+    @property
+    def token(self) -> str:
+        """The operator's, "" before the first `up`."""
+        kept = self.folder / "token"
+        return kept.read_text().strip() if kept.exists() else ""
+
+    def log(self, name: str) -> Path:
+        """Return where a part tells what it does."""
+        return self.folder / name / f"{name}.log" if name in SERVERS else self.folder / f"{name}.log"
+
+    def member(self, name: str) -> Member | None:
+        """Return the note of a part that was started and not ended."""
+        return processes.read(self.folder, name)
+
+    def alive(self, name: str) -> bool:
+        """Return whether a part runs."""
+        member = self.member(name)
+        return member is not None and member.alive
+
+    def up(self, tell: Callable[[str], None] = lambda line: None) -> list[str]:
+        """Start what does not run, and wait until all of it serves; return what was started. Raises NearkinError."""
+        with self._locked():
+            started: list[str] = []
+            servers = self._servers()
+            for name in SERVERS:
+                if not self.alive(name):
+                    tell(f"starting {name}")
+                    servers[name].on_launch = partial(self._note, name)
+                    servers[name].start().leave_to_owner()
+                    started.append(name)
+            self._configure(servers)
+            fresh = [service for service in self.services if not self.alive(service.name)]
+            began = {service.name: self._launch(service, tell) for service in fresh}
+            for service in fresh:
+                self._await(service, began[service.name])
+                started.append(service.name)
+            return started
+
+    def down(self, tell: Callable[[str], None] = lambda line: None) -> list[str]:
+        """End what runs, the gateway first and the servers last; return what was ended."""
+        with self._locked():
+            ended = []
+            for name in reversed(self.names):
+                member = self.member(name)
+                if member is None:
+                    continue
+                if member.alive:
+                    tell(f"ending {name}")
+                    if not member.end():
+                        tell(f"{name} had to be killed; its log: {self.log(name)}")
+                    ended.append(name)
+                member.forget(self.folder)
+            return ended
+
+    # --- how it is put together --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as err:
+                raise Retryable(f"{self.folder}: another `make up` or `make down` is at work; wait for it") from err
+            yield
+
+    def _note(self, name: str, pid: int) -> None:
+        Member.of(name, pid).write(self.folder)
+
+    def _ports(self) -> dict[str, int]:
+        """Return the port of each part: drawn once, so that the URL stays."""
+        kept = self.folder / "ports.json"
+        ports: dict[str, int] = json.loads(kept.read_text()) if kept.exists() else {}
+        if missing := [name for name in PORTS if name not in ports]:
+            ports.update((name, free_port()) for name in missing)
+            kept.write_text(json.dumps(ports))
+        return ports
+
+    def _servers(self) -> dict[str, Server]:
+        ports = self._ports()
+        kafka = Kafka(
+            self.folder / "kafka", port=ports["kafka"], controller_port=ports["kafka-controller"], detached=True
+        )
+        return {
+            "redis": Redis(self.folder / "redis", port=ports["redis"], detached=True),
+            "s3": S3(self.folder / "s3", port=ports["s3"], detached=True),
+            "kafka": kafka,
+        }
+
+    def _configure(self, servers: Mapping[str, Server]) -> None:
+        """Make bucket, topics, token and the file of settings that all parts read; an edited file is left alone."""
+        s3, kafka, redis = servers["s3"], servers["kafka"], servers["redis"]
+        assert isinstance(s3, S3)
+        assert isinstance(kafka, Kafka)
+        assert isinstance(redis, Redis)
+        s3.make_bucket(BUCKET)
+        if not self.config_file.exists():
+            sections: dict[str, dict[str, object]] = {
+                "kafka": {"bootstrap_servers": kafka.bootstrap},
+                "redis": {"url": redis.url},
+                "storage": {"create": True},
+                "object_store": {
+                    "url": f"s3://{BUCKET}",
+                    "endpoint": s3.endpoint,
+                    "allow_http": True,
+                    "access_key_id": s3.access_key_id,
+                    "secret_access_key": s3.secret_access_key,
+                },
+            }
+            if "ingest" in self.names:
+                sections["ingest"] = {"topics": [INGEST_TOPIC], "dataref_prefix": "incoming/{tenant}/"}
+            if any(service.name == "gateway" for service in self.services):
+                sections["gateway"] = {"host": LOOPBACK, "port": self._ports()["gateway"]}
+                sections["auth"] = {"tokens_file": str(self.folder / "tokens.json")}
+            _write_privately(self.config_file, _toml(sections))
+        if "gateway" in self.names and not self.token:
+            # By name: nothing below `shared` needs a gateway, save who starts one.
+            create = importlib.import_module("nearkin_gateway.auth.tokens").create
+            scopes = ("read", "write", "delete", "admin", "operator")
+            text, _ = create(self.folder / "tokens.json", "default", scopes, days=None, note="make up")
+            _write_privately(self.folder / "token", text)
+        if self.services:
+            from nearkin_shared.kafka.clients import create_named, create_topics
+
+            settings = load(self.config_file)[0]
+            create_topics(settings)
+            create_named(settings, [entry.partition("=")[0] for entry in settings.ingest.topics])
+
+    def _launch(self, service: Service, tell: Callable[[str], None]) -> int:
+        """Start a service; return where in its log it begins."""
+        log = self.log(service.name)
+        start = log.stat().st_size if log.exists() else 0
+        tell(f"starting {service.name}")
+        command = [sys.executable, "-m", service.module, "--config", str(self.config_file), *service.arguments]
+        processes.launch(service.name, command, log, self.folder)
+        return start
+
+    def _await(self, service: Service, log_start: int) -> None:
+        deadline = time.monotonic() + READY_SECONDS_MAX
+        while not self._ready(service, log_start):
+            late = time.monotonic() > deadline
+            if late or not self.alive(service.name):
+                what = f"is not ready after {READY_SECONDS_MAX:.0f} s" if late else "ended while it started"
+                log = self.log(service.name)
+                raise NotUp(f"{service.name} {what}; the end of {log}:\n{log_end(log)}")
+            time.sleep(0.1)
+
+    def _ready(self, service: Service, log_start: int) -> bool:
+        if service.ready_path is not None:
+            try:
+                with urllib.request.urlopen(self.url + service.ready_path, timeout=2) as answer:
+                    return bool(answer.status == 200)
+            except (urllib.error.URLError, OSError):
+                return False
+        with self.log(service.name).open("rb") as log:
+            log.seek(log_start)
+            return (service.ready_line or "").encode() in log.read()
+
+
+def _write_privately(path: Path, text: str) -> None:
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    fresh.replace(path)
+
+
+def _toml(sections: Mapping[str, Mapping[str, object]]) -> str:
+    """Return sections of plain values as TOML: its strings, numbers and booleans are written as JSON's are."""
+    lines = ["# Made by `make up`; edited settings stay. Hot ones are taken at once."]
+    for name, values in sections.items():
+        lines += ["", f"[{name}]", *(f"{field} = {json.dumps(value)}" for field, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@click.group()
+@click.option("--folder", type=click.Path(path_type=Path), default=Path(".cluster"), show_default=True)
+@click.pass_context
+def main(context: click.Context, folder: Path) -> None:
+    """Run Kafka, Redis, an S3 server and all of Nearkin on this machine, without Docker."""
+    context.obj = Cluster(folder)
+
+
+@main.command()
+@click.pass_obj
+def up(cluster: Cluster) -> None:
+    """Start what does not run; print how to use it."""
+    began = time.monotonic()
+    try:
+        started = cluster.up(click.echo)
+    except NearkinError as err:
+        raise click.ClickException(f"{err}\n`make down` ends what was started.") from err
+    click.echo(f"up in {time.monotonic() - began:.0f} s" if started else "it is up already")
+    click.echo(
+        f"\n{cluster.url}\nNEARKIN_TOKEN={cluster.token}\n\n"
+        f"curl -sS -H 'Authorization: Bearer {cluster.token}' --data-binary @README.md "
+        f"'{cluster.url}/v1/blobs/README.md?wait=30'\n\n"
+        f"a record of Kafka's topic {INGEST_TOPIC} becomes a blob too, with its key:\n"
+        f"echo hello | kcat -P -b {cluster.kafka} -t {INGEST_TOPIC} -k greeting\n\n"
+        f"settings: {cluster.config_file}   logs: {cluster.folder}/*.log   end: make down"
+    )
+
+
+@main.command()
+@click.pass_obj
+def down(cluster: Cluster) -> None:
+    """End what `up` started, and nothing else."""
+    try:
+        ended = cluster.down(click.echo)
+    except NearkinError as err:
+        raise click.ClickException(str(err)) from err
+    click.echo(f"down; data stay in {cluster.folder}" if ended else "nothing was up")
+
+
+@main.command()
+@click.pass_obj
+def status(cluster: Cluster) -> None:
+    """Say what runs; exit code 1 where something that was started has ended by itself, 3 where nothing was started."""
+    ended = []
+    for name in cluster.names:
+        member = cluster.member(name)
+        if member is None:
+            click.echo(f"{name:12} not started")
+        elif member.alive:
+            click.echo(f"{name:12} up, pid {member.pid}")
+        else:
+            ended.append(name)
+            click.echo(f"{name:12} ENDED BY ITSELF; `make up` starts it again. The end of {cluster.log(name)}:")
+            click.echo(log_end(cluster.log(name)))
+    if ended:
+        sys.exit(1)
+    if not any(cluster.member(name) for name in cluster.names):
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Janitors over one store of objects and one index in Redis. Invariant: each process that joins sees the same clock.
+
+python -m tests.support.servers.maintenance_workers ROOT URL PREFIX NOW LEASE_SECONDS POINT:COUNT:ACTION    one round,
+armed
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from nearkin.block_recoder import BlockRecoder
+from nearkin.local.index_recovery import super_features_of
+from nearkin_maintenance import Rewriter, Tenants, rebuild_index
+from nearkin_maintenance.gc.gc_worker import Rounds
+from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import GcSettings
+from nearkin_shared.errors import NearkinError
+from nearkin_shared.fingerprints import Fingerprinter, domain_of
+from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.redis.connection import Server
+from nearkin_shared.index.redis.lease import LEASE_SECONDS, Lease
+from nearkin_shared.objectstore.base import LocalObjects, ObjectStore
+from nearkin_shared.reading.restore import Blob
+from nearkin_shared.storage import descriptor
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.pending_deletes import GcGeneration
+from nearkin_shared.types import ContainerId
+from nearkin_shared.utils import failpoints
+from tests.support.data.stores import SMALL, objects, settings
+
+CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}})
+GC = GcSettings(grace_seconds=3600, interval_seconds=60)
+
+
+def bring(root: Path, elsewhere: ObjectStore) -> None:
+    """Put the objects of a local store elsewhere."""
+    for name, data in objects(root).items():
+        elsewhere.put_new(name, data)
+
+
+class Fleet:
+    """One store and its index, as any process of a fleet sees them."""
+
+    def __init__(self, objects: ObjectStore, url: str, prefix: str, now: float, chosen: Settings = CHOSEN) -> None:
+        self.objects, self.now, self.chosen = objects, now, chosen
+        found = descriptor.read(objects)
+        self.secret, self.bits = bytes.fromhex(found.secret), found.fingerprint_bits
+        generation = GcGeneration(objects, 0.0)
+        self.index = RedisIndex(RedisSettings(url=url, prefix=prefix), domain_of("default"), generation)
+        self.manifests = ManifestStore(objects)
+
+    def fill_index(self) -> None:
+        """Make the index whole, from the objects."""
+        rebuild_index(self.containers(self.objects), self.manifests, self.index, self.tenants(), super_features_of)
+        name, lease_key = self.index.epochs.current.name, f"{self.index.prefix}:{{m}}:lease"
+        with Lease(self.index) as lease:
+            assert lease.take()
+            held = self.index.server.one(("GET", lease_key))
+            assert self.index.server.one(Server.call("whole", [self.index.epochs.key, lease_key], name, held))
+        assert not self.index.check()
+
+    def stored_bytes(self) -> int:
+        """Return the bytes of all that versions, and rounds, need."""
+        return sum(size for folder in ("containers", "manifests", "gc") for _, size in self.objects.names(folder))
+
+    def read(self, key: str, version: int) -> bytes:
+        """Return a version, by caches that nothing was read into before."""
+        manifest = self.manifests.seen("default", key, version)
+        containers = self.containers(self.objects)
+        return Blob(manifest.info, manifest, containers, self.fingerprinter("default"), 0, manifest.size_bytes).read()
+
+    def check_index(self) -> None:
+        """Assert that the index names nothing that is gone, and every container."""
+        containers = self.containers(self.objects)
+        there = {container: containers.directory(container).chunks.there for container, _ in containers.ids()}
+        for table in ("chunks", "features"):
+            for place in self.index.entries()[table].values():
+                container, ordinal = int.from_bytes(place[:8], "little"), int.from_bytes(place[8:], "little")
+                assert there[ContainerId(container)][ordinal], table
+        assert {summary.container for summary in self.index.containers()} == there.keys()
+
+    def tenants(self) -> Tenants:
+        """Return the tenants that there are."""
+        return Tenants(self.fingerprinter, ["default"], self.manifests)
+
+    def fingerprinter(self, tenant: str) -> Fingerprinter:
+        """Return what names a tenant's chunks."""
+        return Fingerprinter(self.secret, tenant, self.bits)
+
+    def containers(self, over: ObjectStore) -> ContainerStore:
+        """Return containers with caches of their own."""
+        return ContainerStore(over, domain_of("default"), 8 << 20)
+
+    def rounds(
+        self, over: ObjectStore | None = None, gc: GcSettings = GC, lease_seconds: float = LEASE_SECONDS
+    ) -> Rounds:
+        """Return a janitor's rounds, by the fleet's clock."""
+
+        def rewriter(containers: ContainerStore) -> Rewriter:
+            return Rewriter(containers, self.tenants(), self.fingerprinter("default"), BlockRecoder(self.chosen))
+
+        return Rounds(
+            self.index,
+            over or self.objects,
+            lambda: replace(gc, trust_clock=True),  # the fleet's clock is set by the test
+            self.containers,
+            rewriter,
+            lease_seconds=lease_seconds,
+            clock=lambda: self.now,
+        )
+
+
+def main(root: str, url: str, prefix: str, now: str, lease_seconds: str, armed: str) -> None:
+    """Do one round; print the name of the error that it ended with, or `done`."""
+    fleet = Fleet(LocalObjects(Path(root)), url, prefix, float(now))
+    rounds = fleet.rounds(lease_seconds=float(lease_seconds))
+    failpoints.arm(armed)
+    try:
+        print("done" if rounds.run_once() is not None else "none")
+    except NearkinError as err:
+        print(type(err).__name__)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,229 @@
+"""The workers as processes, and uploads without a gateway: for tests and measurements of the pipeline itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from blake3 import blake3
+from confluent_kafka import TopicPartition
+
+from nearkin_shared.config.loader import load
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.formats.message import End, Envelope, Frame, encode
+from nearkin_shared.kafka.clients import Outbox, consumer, create_topics, topic
+from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
+from nearkin_shared.limits import FRAME_BYTES_MAX
+from nearkin_shared.objectstore.factory import open_store_of
+from nearkin_shared.utils.failpoints import VARIABLE
+
+SERVICES = ("chunker", "dedup", "resemblance", "delta", "janitor")
+GATEWAY = "gateway"
+STOP_SECONDS_MAX = 90.0
+ABORT_SECONDS_MAX = 30.0
+POLL_SECONDS = 0.05
+
+
+MODULES = {"delta": "nearkin.workers.delta", "janitor": "nearkin.workers.maintenance"}
+"""Of services that are not started by the module of their own name."""
+
+
+class Pipeline:
+    """One worker of each service, as processes of their own, under one config file."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Mapping[str, object]],
+        environments: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """`environments`: additional environment variables of a service's process, by service."""
+        self.folder = folder
+        self._environments = dict(environments or {})
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config_file = folder / "nearkin.toml"
+        self.config = {section: dict(values) for section, values in config.items()}
+        self.config.setdefault("storage", {})["create"] = True
+        self.write_config()
+        self.settings: Settings = load(self.config_file)[0]
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def write_config(self, **sections: Mapping[str, object]) -> None:
+        """Write the config file with `sections` merged in; replaced whole, as an editor does."""
+        for name, values in sections.items():
+            self.config.setdefault(name, {}).update(values)
+        lines = []
+        for name, values in self.config.items():
+            lines += [f"[{name}]", *(f"{field} = {_toml(value)}" for field, value in values.items())]
+        fresh = self.config_file.with_suffix(".new")
+        fresh.write_text("\n".join(lines) + "\n")
+        fresh.replace(self.config_file)
+
+    def __enter__(self) -> Self:
+        create_topics(self.settings)
+        for service in SERVICES:
+            self.start(service)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, service: str, failpoint: str | None = None) -> None:
+        """Start a service's worker, with a failpoint armed; its log goes to a file of its own."""
+        module = MODULES.get(service, f"nearkin_{service}")
+        command = [sys.executable, "-m", module, "--config", str(self.config_file)]
+        if service != GATEWAY:
+            command += ["--worker", "w1", "--verbose"]
+        with (self.folder / f"{service}.log").open("ab") as log:
+            more = {"PYTHONFAULTHANDLER": "1"} | ({} if failpoint is None else {VARIABLE: failpoint})
+            environment = {**os.environ, **more, **self._environments.get(service, {})}
+            self.processes[service] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def kill(self, service: str) -> None:
+        """End a worker as a power cut would."""
+        process = self.processes[service]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def stop(self) -> dict[str, int]:
+        """End all workers cleanly; return their exit codes. One that does not end in time logs where it is."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        codes = {}
+        for service, process in self.processes.items():
+            try:
+                codes[service] = process.wait(STOP_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                codes[service] = _aborted(process)
+        return codes
+
+    def logs(self) -> str:
+        """Return what the workers said."""
+        return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+
+
+def _aborted(process: subprocess.Popen[bytes]) -> int:
+    """End a process, once Python's fault handler has written the stacks of its threads; return its exit code."""
+    process.send_signal(signal.SIGABRT)
+    try:
+        return process.wait(ABORT_SECONDS_MAX)
+    except subprocess.TimeoutExpired:  # it was stopped, say
+        process.kill()
+        return process.wait()
+
+
+def store_authenticator(settings: Settings) -> EnvelopeAuthenticator:
+    """Return what signs messages for the pipeline of a store, which is created where it is missing."""
+    return authenticator_of(settings, open_store_of(settings)[1])
+
+
+class Uploader:
+    """Puts blobs on the topic `frames`, and hears what became of them."""
+
+    def __init__(self, settings: Settings, tenant: str = "default") -> None:
+        self._settings = settings
+        self._tenant = tenant
+        self.outbox = Outbox(settings, f"uploader-{os.getpid()}", store_authenticator(settings))
+        self._events: dict[str, list[dict[str, Any]]] = {}
+        self._consumer = consumer(settings, f"uploader-{secrets.token_hex(4)}", "uploader")
+        full = topic(settings, "committed")
+        self._consumer.assign([TopicPartition(full, part, 0) for part in range(settings.kafka.partitions)])
+
+    def put(
+        self,
+        key: str,
+        pieces: Iterable[bytes],
+        *,
+        origin: bytes | None = None,
+        cut: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> str:
+        """Send a blob; return its id once Kafka has all of it. `cut`: the end never comes."""
+        blob, hasher, position = secrets.token_bytes(16), blake3(), 0
+        began_us = time.time_ns() // 1000
+        for piece in pieces:
+            for start in range(0, len(piece), FRAME_BYTES_MAX):
+                part = piece[start : start + FRAME_BYTES_MAX]
+                hasher.update(part)
+                frame = Frame(Envelope(blob, self._tenant, key, position), np.frombuffer(part, np.uint8))
+                self.outbox.send("frames", blob, encode(frame), {})
+                position += len(part)
+        if not cut:
+            end = End(
+                Envelope(blob, self._tenant, key, position),
+                began_us,
+                origin or blob,
+                position,
+                hasher.digest(),
+                metadata=dict(metadata or {}),
+            )
+            self.outbox.send("frames", blob, encode(end), {})
+        self.outbox.flush()
+        return blob.hex()
+
+    def events(self, seconds: float = 0.0) -> dict[str, list[dict[str, Any]]]:
+        """Return all that was told, by blob id, after listening for so long."""
+        deadline = time.monotonic() + seconds
+        while True:
+            message = self._consumer.poll(POLL_SECONDS)
+            if message is not None and message.error() is None:
+                value = message.value()
+                assert value is not None
+                event = json.loads(value)
+                self._events.setdefault(event["id"], []).append(event)
+            elif time.monotonic() >= deadline:
+                return self._events
+
+    def wait(self, blob: str, seconds: float = 180.0) -> dict[str, Any]:
+        """Return what became of a blob. Raises TimeoutError."""
+        deadline = time.monotonic() + seconds
+        while blob not in self._events:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"blob {blob}: nothing heard in {seconds:.0f} s")
+            self.events()
+        return self._events[blob][0]
+
+    def close(self) -> None:
+        """Release all."""
+        self._consumer.close()
+        self.outbox.close()
+
+
+@contextmanager
+def uploading(settings: Settings, tenant: str = "default") -> Iterator[Uploader]:
+    """Give an uploader for a tenant."""
+    uploader = Uploader(settings, tenant)
+    try:
+        yield uploader
+    finally:
+        uploader.close()
+
+
+def file_pieces(path: Path, piece_bytes: int = FRAME_BYTES_MAX) -> Iterator[bytes]:
+    """Yield a file's bytes."""
+    with path.open("rb") as file:
+        while piece := file.read(piece_bytes):
+            yield piece
+
+
+def _toml(value: object) -> str:
+    """Return a value as TOML has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)

@@ -1,0 +1,51 @@
+"""A Redis server with options of one's own. Invariant: as `servers.Redis`, but it keeps nothing on disk unless told to.
+
+with redis_server(folder) as url: ...
+server = RedisServer(folder, "--cluster-enabled", "yes").start(); server.kill(); server.start(); server.stop()
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.servers import programs
+from tests.support.servers.server import LOOPBACK, free_port
+from tests.support.servers.servers import Redis
+
+CLUSTER_BUS_ABOVE = 10_000
+"""Redis' own: a Cluster's servers talk to each other on the port so far above the clients'."""
+
+
+class RedisServer(Redis):
+    """A server that may be killed and started again, on the same port and in the same folder."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        """`options` follow those that keep it on loopback and off the disk."""
+        super().__init__(folder, port=free_port(CLUSTER_BUS_ABOVE) if "--cluster-enabled" in options else None)
+        self._options = options
+
+    def command(self) -> list[str]:
+        """Return the server itself."""
+        return [
+            *(programs.redis_server(), "--port", str(self.port), "--bind", LOOPBACK, "--dir", str(self.folder)),
+            *("--daemonize", "no", "--save", "", "--appendonly", "no", *self._options),
+        ]
+
+    def ready(self) -> bool:
+        """Return whether it answers, if only to ask for a password."""
+        try:
+            with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        except OSError:
+            return False
+
+
+@contextmanager
+def redis_server(folder: Path, *options: str) -> Iterator[str]:
+    """Run a server in a folder and yield its URL."""
+    with RedisServer(folder, *options) as server:
+        yield server.url

@@ -1,0 +1,75 @@
+"""Servers for tests and for the local cluster. Invariant: real, on loopback, without Docker, none left over.
+
+    with Kafka(folder) as kafka: kafka.bootstrap
+    with Redis(folder) as redis: redis.url
+    with S3(folder) as s3: s3.endpoint, s3.make_bucket("name")
+
+Each has start, stop, kill and restart. Data stay over a restart and a SIGKILL (moto's, which are in memory, do not).
+Raises MissingTool where a program is not installed, ServerFailed with the end of its log where one does not start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nearkin.lab.corpus_cache import MissingTool
+from tests.support.servers import programs
+from tests.support.servers.kafka_server import Kafka
+from tests.support.servers.s3_server import S3
+from tests.support.servers.server import LOOPBACK, Server, ServerFailed, accepts, free_port
+
+__all__ = ["S3", "Kafka", "MissingTool", "Redis", "Server", "ServerFailed", "shared_kafka"]
+
+
+class Redis(Server):
+    """A Redis or Valkey server that keeps an append-only file, so that a SIGKILL loses nothing it answered."""
+
+    name = "redis"
+
+    @property
+    def url(self) -> str:
+        """Its address as clients want it."""
+        return f"redis://{LOOPBACK}:{self.port}/0"
+
+    def command(self) -> list[str]:
+        """Return the server itself."""
+        return [
+            *(programs.redis_server(), "--port", str(self.port), "--bind", LOOPBACK, "--dir", str(self.folder)),
+            *("--daemonize", "no", "--save", "", "--maxmemory-policy", "noeviction"),
+            # `everysec` holds writes back in its memory while an fsync is under way; `no` writes before each answer.
+            *("--appendonly", "yes", "--appendfsync", "no"),
+        ]
+
+    def ready(self) -> bool:
+        """Return whether it answers PING: not while it still loads its file."""
+        try:
+            with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64).startswith(b"+PONG")
+        except OSError:
+            return False
+
+
+@contextmanager
+def shared_kafka(folder: Path, owner_pid: int) -> Iterator[str]:
+    """Yield the bootstrap address of one Kafka for all processes that name the same folder; the first starts it.
+
+    It ends, and its data go, when process `owner_pid` does. Nobody may stop it: others are using it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    note = folder / "kafka.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        port = int(json.loads(note.read_text())["port"]) if note.exists() else 0
+        if not port or not accepts(port):
+            # Named by its port: the removal of one that died must not meet the data of its successor.
+            port = free_port()
+            started = Kafka(folder / f"kafka-{port}", port=port, owner_pid=owner_pid).start()
+            note.write_text(json.dumps({"port": port}))
+            started.leave_to_owner()
+    yield f"{LOOPBACK}:{port}"

@@ -1,0 +1,43 @@
+"""Check links between pages, the list of decision records, and references to records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+ADR = ROOT / "docs" / "adr"
+_PLACES = "*.md", "docs/**/*.md", "benchmarks/*.md", "services/*/*.md", "deploy/**/*.md"
+PAGES = sorted(page for places in _PLACES for page in ROOT.glob(places))
+
+
+def anchors(page: Path) -> Iterator[str]:
+    """Yield what a link may name behind `#`, as GitHub makes it of headings."""
+    for heading in re.findall(r"(?m)^#+ +(.*)$", page.read_text()):
+        yield re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_points_to_is_there(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+def test_adr_readme_lists_each_record_once_in_order() -> None:
+    listed = re.findall(r"(?m)^\| \[\d{4}\]\(([^)]+)\)", (ADR / "README.md").read_text())
+    assert listed == sorted(page.name for page in ADR.glob("0*.md"))
+    assert [name[:4] for name in listed] == re.findall(r"(?m)^\| \[(\d{4})\]", (ADR / "README.md").read_text())
+
+
+def test_adr_named_in_code_exists() -> None:
+    numbers = {page.name[:4] for page in ADR.glob("0*.md")}
+    for folder in ("app", "shared", "services", "benchmarks", "deploy", "tests", "docs"):
+        for page in (ROOT / folder).rglob("*"):
+            if page.suffix in (".py", ".pyx", ".h", ".c", ".md", ".yaml", ".html"):
+                named = set(re.findall(r"adr/(\d{4})", page.read_text(errors="replace")))
+                assert named <= numbers, page

@@ -1,0 +1,16 @@
+"""Deaths of services: every point that services alone pass is one at which one of them is killed."""
+
+from __future__ import annotations
+
+from nearkin_shared.utils.failpoints import POINTS, SERVICE_POINTS
+from tests.support.engines.service_crash import DYING
+
+SELDOM = {"lease.renewed"}
+"""Only a round of more than ten seconds renews its lease."""
+
+
+def test_each_point_of_services_is_one_to_die_at() -> None:
+    dying = {point for points in DYING.values() for point in points}
+    assert dying >= SERVICE_POINTS.keys() - SELDOM
+    assert dying <= POINTS.keys()
+    assert len(dying) >= 25

@@ -1,0 +1,317 @@
+"""The chunker's worker: whatever dies in between, a blob is cut as if it had come in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_chunker.handler import STATES_MAX, ChunkHandler, check_messages_fit, split_segments
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.formats.message import End, Envelope, Frame, Segments, decode, encode
+from nearkin_shared.kafka.clients import Headers, Outbox
+from nearkin_shared.kafka.consumer_loop import Record
+from nearkin_shared.kafka.lag import Backlog
+from nearkin_shared.kafka.offset_tracker import PartitionOffsets
+from nearkin_shared.pipeline.stage import Facts
+
+SETTINGS = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 1}})
+NAMER = Fingerprinter(b"s" * 32, "t")
+
+
+class Kept(Outbox):
+    """An outbox whose messages are looked at instead of sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, bytes]] = []
+        self.sent_messages = 0
+        self._unanswered = PartitionOffsets()
+        self.dead: list[Sequence[tuple[str, bytes | None]]] = []
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
+        assert headers["ce_specversion"] == b"1.0"
+        self.sent.append((name, value))
+
+    def send_to(
+        self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
+    ) -> None:
+        self.dead.append(headers)
+
+    def flush(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Waiting(Backlog):
+    """Says of the topic what it is told."""
+
+    def __init__(self, end: int = 0) -> None:
+        self.end = end
+
+    def unread(self, name: str, partition: int, offset: int) -> bool:
+        assert (name, partition) == ("frames", 0)
+        return self.end > offset
+
+    def close(self) -> None:
+        pass
+
+
+def handler(outbox: Kept, chosen: Settings = SETTINGS, backlog: Backlog | None = None) -> ChunkHandler:
+    def stage_of(tenant: str) -> ChunkerStage:
+        return ChunkerStage(chosen, Fingerprinter(b"s" * 32, tenant))
+
+    return ChunkHandler(chosen, stage_of, outbox, backlog or Waiting())
+
+
+def record(offset: int, value: bytes) -> Record:
+    return Record("frames", 0, offset, value[8:24], value, {}, ())
+
+
+def frames(blob: bytes, data: bytes, sizes: Sequence[int], end: bool = True) -> list[bytes]:
+    found, position = [], 0
+    for size in sizes:
+        piece = data[position : position + size]
+        if piece:
+            found.append(encode(Frame(Envelope(blob, "t", "key", position), np.frombuffer(piece, np.uint8))))
+        position += len(piece)
+    assert position == len(data)
+    if end:
+        last = End(Envelope(blob, "t", "key", len(data)), 1, blob, len(data), b"b" * 32)
+        found.append(encode(last))
+    return found
+
+
+def in_one_piece(data: bytes) -> list[bytes]:
+    payload = np.frombuffer(data, np.uint8)
+    stage = ChunkerStage(SETTINGS, NAMER)
+    batch = stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), Facts()).segments
+    return [row.tobytes() for row in batch.segment_ids]
+
+
+def told(outbox: Kept) -> tuple[dict[bytes, dict[int, bytes]], dict[bytes, End]]:
+    """Return ({blob: {sequence: segment id}}, {blob: end}); a segment told twice must be the same both times."""
+    segments: dict[bytes, dict[int, bytes]] = {}
+    ends: dict[bytes, End] = {}
+    for name, value in outbox.sent:
+        assert name == "segments"
+        message = decode(value, "test")
+        blob = message.envelope.blob
+        if isinstance(message, Segments):
+            for row, segment in enumerate(message.batch.segment_ids):
+                sequence = message.envelope.sequence + row
+                assert segments.setdefault(blob, {}).setdefault(sequence, segment.tobytes()) == segment.tobytes()
+        else:
+            assert isinstance(message, End)
+            ends[blob] = message
+    return segments, ends
+
+
+RANDOM = np.random.default_rng(5).integers(0, 256, 3_000_000, np.uint8).tobytes()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_a_blob_is_cut_as_in_one_piece_whatever_dies_in_between(data: st.DataObject) -> None:
+    blobs = {}
+    for number in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, 1_000_000))
+        size = data.draw(st.integers(0, 1_500_000))
+        blobs[bytes([number]) * 16] = RANDOM[start : start + size]
+    queues = []
+    for blob, content in blobs.items():
+        sizes = []
+        while sum(sizes) < len(content):
+            sizes.append(data.draw(st.sampled_from([1, 1000, 65_536, 300_000, 921_600])))
+        queues.append(frames(blob, content, sizes))
+    log: list[bytes] = []
+    while any(queues):
+        queue = data.draw(st.sampled_from([queue for queue in queues if queue]))
+        log.append(queue.pop(0))
+    outbox = Kept()
+    committed, metadata = 0, ""
+    worker = handler(outbox)
+    worker.assigned(0, metadata)
+    position = 0
+    deaths = data.draw(st.integers(0, 4))
+    while position < len(log):
+        count = data.draw(st.integers(1, 6))
+        batch = [record(offset, log[offset]) for offset in range(position, min(position + count, len(log)))]
+        worker.handle(batch)
+        position += len(batch)
+        if data.draw(st.booleans()):
+            ((_, committed, metadata),) = list(worker.committable()) or [(0, committed, metadata)]
+        if deaths and data.draw(st.booleans()):
+            deaths -= 1
+            worker = handler(outbox)
+            worker.assigned(0, metadata)
+            position = committed
+    segments, ends = told(outbox)
+    assert set(ends) == set(blobs)
+    for blob, content in blobs.items():
+        assert ends[blob].failure is None
+        expected = in_one_piece(content)
+        assert ends[blob].segments == len(expected)
+        assert [segments.get(blob, {})[sequence] for sequence in range(len(expected))] == expected
+    assert all(final == len(log) for _, final, _ in worker.committable())
+
+
+def test_an_upload_that_stops_is_ended_as_failed_and_holds_nothing_back() -> None:
+    outbox = Kept()
+    worker = handler(outbox)
+    worker.assigned(0, "")
+    (first,) = frames(b"x" * 16, RANDOM[:500_000], [500_000], end=False)
+    worker.handle([record(7, first)])
+    assert [offset for _, offset, _ in worker.committable()] == [7]
+    worker._partitions[0].open[b"x" * 16].last_seen -= 2
+    worker.idle()
+    _, ends = told(outbox)
+    failure = ends[b"x" * 16].failure
+    assert failure is not None
+    assert "stopped" in failure
+    assert [offset for _, offset, _ in worker.committable()] == [8]
+
+
+def test_an_upload_whose_frames_nobody_has_read_has_not_stopped() -> None:
+    """The service was paused for longer than an upload may rest; its frames were acknowledged meanwhile."""
+    outbox, backlog = Kept(), Waiting(end=3)
+    worker = handler(outbox, backlog=backlog)
+    worker.assigned(0, "")
+    log = frames(b"x" * 16, RANDOM[:500_000], [250_000, 250_000])
+    worker.handle([record(0, log[0])])
+    worker._partitions[0].open[b"x" * 16].last_seen -= 2
+    worker.idle()
+    worker.handle([record(1, log[1]), record(2, log[2])])
+    _, ends = told(outbox)
+    assert ends[b"x" * 16].failure is None
+
+
+def test_a_gap_and_a_short_blob_end_as_failed() -> None:
+    outbox = Kept()
+    worker = handler(outbox)
+    worker.assigned(0, "")
+    gap = frames(b"g" * 16, RANDOM[:3000], [1000] * 3)
+    short = frames(b"s" * 16, RANDOM[:3000], [1000] * 3)
+    log = [gap[0], gap[2], gap[3], short[0], short[1], short[3]]
+    worker.handle([record(offset, value) for offset, value in enumerate(log)])
+    _, ends = told(outbox)
+    assert "never came" in (ends[b"g" * 16].failure or "")
+    assert "2000 bytes came of 3000" in (ends[b"s" * 16].failure or "")
+
+
+def test_garbage_becomes_a_dead_letter_and_the_rest_goes_on() -> None:
+    outbox = Kept()
+    worker = handler(outbox)
+    worker.assigned(0, "")
+    log = [b"", b"{}", b"NKS1" + bytes(60), *frames(b"x" * 16, RANDOM[:100], [100])]
+    worker.handle([record(offset, value) for offset, value in enumerate(log)])
+    assert len(outbox.dead) == 3
+    assert all(dict(headers)["__connect.errors.stage"] == b"chunker" for headers in outbox.dead)
+    segments, ends = told(outbox)
+    assert len(segments[b"x" * 16]) == 1
+    assert ends[b"x" * 16].failure is None
+
+
+def test_more_open_blobs_than_a_commit_describes_are_read_again_from_their_start() -> None:
+    outbox = Kept()
+    worker = handler(outbox)
+    worker.assigned(0, "")
+    blobs = [number.to_bytes(16, "big") for number in range(300)]
+    log = [value for blob in blobs for value in frames(blob, RANDOM[:200_000], [200_000], end=False)]
+    worker.handle([record(offset, value) for offset, value in enumerate(log)])
+    ((_, offset, metadata),) = worker.committable()
+    assert len(metadata) <= 4096
+    again = Kept()
+    resumed = handler(again)
+    resumed.assigned(0, metadata)
+    ends = [frames(blob, RANDOM[:200_000], [200_000])[-1] for blob in blobs]
+    whole = log + ends
+    resumed.handle([record(number, whole[number]) for number in range(offset, len(whole))])
+    outbox.sent += again.sent
+    segments, found = told(outbox)
+    assert all(found[blob].failure is None and len(segments[blob]) == found[blob].segments for blob in blobs)
+
+
+def test_a_blob_whose_next_frame_is_still_to_come_keeps_its_state_among_many_that_came() -> None:
+    """Two owners die: the second read so many blobs first that the state of one it had not seen yet found no room."""
+    blobs = [number.to_bytes(16, "big") for number in range(STATES_MAX + 1)]
+    halves = [frames(blob, RANDOM[:400_000], [200_000, 200_000]) for blob in blobs]
+    last = halves[0]
+    log = [one[0] for one in halves] + [last[1]]
+    first = handler(Kept())
+    first.assigned(0, "")
+    first.handle([record(offset, value) for offset, value in enumerate(log)])
+    ((_, offset, metadata),) = first.committable()
+    assert offset > 0  # the start of the blob is out of reach
+
+    second = handler(Kept())
+    second.assigned(0, metadata)
+    second.handle([record(number, log[number]) for number in range(offset, len(blobs))])
+    ((_, offset, metadata),) = second.committable()
+
+    outbox = Kept()
+    third = handler(outbox)
+    third.assigned(0, metadata)
+    log.append(last[2])
+    third.handle([record(number, log[number]) for number in range(offset, len(log))])
+    _, ends = told(outbox)
+    assert ends[blobs[0]].failure is None
+
+
+def test_segments_are_split_so_that_each_message_fits() -> None:
+    payload = np.frombuffer(RANDOM[:2_500_000] + bytes(2_000_000), np.uint8)
+    batch = ChunkerStage(SETTINGS, NAMER).decide(FrameRuns(payload, (BlobRun(0, 0, len(payload), True),)), Facts())
+    parts = list(split_segments(batch.segments, 3))
+    assert len(parts) > 2
+    assert sum(part.segments for part in parts) == batch.segments.segments
+    for part in parts:
+        encode(Segments(Envelope(b"x" * 16, "t" * 128, "k" * 1024), part))
+
+
+def test_settings_whose_segments_may_outgrow_a_message_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"want chunker\.min_bytes >= 1024"):
+        check_messages_fit(with_changes(Settings(), {"chunker": {"min_bytes": 64}}))
+
+
+def test_offsets_move_past_what_is_done_and_no_further() -> None:
+    offsets = PartitionOffsets()
+    assert offsets.committable is None
+    for offset in (5, 6, 8):
+        offsets.taken(offset)
+    offsets.done(6)
+    assert offsets.committable == 5
+    offsets.done(5)
+    assert offsets.committable == 8
+    offsets.done(8)
+    assert offsets.committable == 9
+    offsets.taken(7)  # read again after a rebalance
+    assert offsets.committable == 7
+
+
+def test_what_another_tenant_says_of_an_open_blob_is_put_aside() -> None:
+    """An end would make the blob that tenant's, a frame would be bytes of it (I9)."""
+    data = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
+    messages = frames(b"a" * 16, data, [100_000] * 3)
+    foreign = [decode(messages[number], "test") for number in (1, 3)]
+    aside = [encode(replace(one, envelope=replace(one.envelope, tenant="other"))) for one in foreign]  # type: ignore[type-var]
+    outbox = Kept()
+    worker = handler(outbox)
+    worker.assigned(0, "")
+    worker.handle([record(offset, value) for offset, value in enumerate([messages[0], *aside, *messages[1:]])])
+    segments, ends = told(outbox)
+    assert [row for _, row in sorted(segments[b"a" * 16].items())] == in_one_piece(data)
+    end = ends[b"a" * 16]
+    assert (end.failure, end.envelope.tenant) == (None, "t")
+    assert len(outbox.dead) == 2

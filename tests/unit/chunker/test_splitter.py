@@ -1,0 +1,98 @@
+"""The cutter: batches give the segments that the whole blob would."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nearkin.lab.corpus_cache import random_bytes, text_like
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_chunker.splitter import CARRY_BYTES_MAX, Arenas, Cutter, Filled
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.pipeline.stage import Facts
+from nearkin_shared.types import U8, SegmentBatch
+from tests.support.data.stores import settings
+
+FINGERPRINTER = Fingerprinter(bytes(range(32)), "tenant")
+BATCH_BYTES = 2 * 1024 * 1024
+
+
+def fed(cutter: Cutter, arenas: Arenas, blobs: list[bytes], piece_bytes: int = BATCH_BYTES) -> None:
+    """Hand blobs on as the embedded writer does: one after another, an arena in pieces, and once it is full."""
+    arena, used, runs = arenas.take(), CARRY_BYTES_MAX, list[BlobRun]()
+    for number, blob in enumerate(blobs):
+        rest = np.frombuffer(blob, np.uint8)
+        runs.append(BlobRun(number, used, used, False))
+        while len(rest):
+            if used == len(arena):
+                cutter.cut(Filled(arena, tuple(runs)))
+                arena, used = arenas.take(), CARRY_BYTES_MAX
+                runs = [BlobRun(number, used, used, False)]
+            count = min(len(rest), len(arena) - used, piece_bytes)
+            arena[used : used + count], rest = rest[:count], rest[count:]
+            used += count
+            runs[-1] = BlobRun(number, runs[-1].start, used, False)
+            if piece_bytes < BATCH_BYTES:
+                cutter.cut(Filled(arena, tuple(runs), full=False))
+        runs[-1] = BlobRun(number, runs[-1].start, used, True)
+    cutter.cut(Filled(arena, tuple(runs)))
+
+
+def listed(batch: SegmentBatch) -> list[tuple[int, bytes, bytes]]:
+    """Return (blob, segment id, the bytes of all its chunks) of each segment."""
+    found = []
+    for i in range(batch.segments):
+        rows = range(int(batch.chunk_bounds[i]), int(batch.chunk_bounds[i + 1]))
+        places = [(int(batch.offsets[row]), int(batch.lengths[row])) for row in rows]
+        content = b"".join(batch.payload[start : start + length].tobytes() for start, length in places)
+        found.append((int(batch.blobs[i]), batch.segment_ids[i].tobytes(), content))
+    return found
+
+
+@pytest.mark.parametrize("piece_bytes", [BATCH_BYTES, 700_001, 100_000])
+@pytest.mark.parametrize("algorithm", ["leastcdc", "fastcdc", "rabin", "inck", "fixed", "whole"])
+def test_batches_give_the_segments_of_the_whole_blob(algorithm: str, piece_bytes: int) -> None:
+    chosen = settings({"chunker": {"algorithm": algorithm}, "runner": {"batch_bytes": BATCH_BYTES}})
+    blobs = [random_bytes(5_000_000, 1), b"", text_like(1000, 2), bytes(3_000_000), text_like(2_100_000, 3), b"x"]
+    arenas, found = Arenas(BATCH_BYTES), list[tuple[int, bytes, bytes]]()
+    fed(Cutter(chosen, FINGERPRINTER, arenas, lambda batch: found.extend(listed(batch))), arenas, blobs, piece_bytes)
+    expected = []
+    for number, blob in enumerate(blobs):
+        runs = FrameRuns(np.frombuffer(blob, np.uint8), (BlobRun(number, 0, len(blob), True),))
+        expected += listed(ChunkerStage(chosen, FINGERPRINTER).decide(runs, Facts()).segments)
+    assert found == expected
+    assert {number: sum(len(c) for n, _, c in found if n == number) for number in range(6)} == {
+        number: len(blob) for number, blob in enumerate(blobs)
+    }
+
+
+def test_the_tail_is_carried_even_where_a_chunk_is_a_segment() -> None:
+    chosen = settings({"chunker": {"algorithm": "whole"}, "runner": {"batch_bytes": BATCH_BYTES}})
+    arenas, batches = Arenas(BATCH_BYTES), list[int]()
+    cutter = Cutter(chosen, FINGERPRINTER, arenas, lambda batch: batches.append(int(batch.lengths.sum())))
+    fed(cutter, arenas, [bytes(BATCH_BYTES + 1)])
+    # two chunks of the first batch are whole, but nothing says yet that the second ends its segment
+    assert batches == [900 * 1024, BATCH_BYTES + 1 - 900 * 1024]
+
+
+def test_an_arena_comes_back_and_a_stranger_does_not() -> None:
+    arenas = Arenas(BATCH_BYTES)
+    one: U8 = arenas.take()
+    arenas.give_back(one[5:10])
+    assert arenas.take() is one
+    arenas.give_back(np.zeros(100, np.uint8)[:50])
+    assert len(arenas.take()) == BATCH_BYTES + CARRY_BYTES_MAX
+
+
+def test_an_arena_without_a_certain_segment_comes_back_at_once() -> None:
+    chosen = settings({"runner": {"batch_bytes": BATCH_BYTES}})
+    arenas, batches = Arenas(BATCH_BYTES), list[SegmentBatch]()
+    cutter = Cutter(chosen, FINGERPRINTER, arenas, batches.append)
+    arena = arenas.take()
+    start = CARRY_BYTES_MAX
+    arena[start : start + 100] = 7
+    cutter.cut(Filled(arena, (BlobRun(0, start, start + 100, False),)))
+    assert not batches
+    assert arenas.take() is arena
+    cutter.cut(Filled(arena, (BlobRun(0, start, start, True),)))
+    assert [listed(batch)[0][2] for batch in batches] == [bytes([7]) * 100]

@@ -1,0 +1,166 @@
+"""The committer's worker: what it gives up, and what it waits for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
+from nearkin_committer import handler as committer_handler
+from nearkin_committer.handler import CommitHandler
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.formats.message import End, Envelope, encode
+from nearkin_shared.kafka.clients import Headers
+from nearkin_shared.kafka.consumer_loop import Record
+from nearkin_shared.kafka.lag import Backlog
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.storage.manifests import ManifestStore
+
+SETTINGS = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 60}})
+BLOB = b"0123456789abcdef"
+
+
+class Waiting(Backlog):
+    """Says how old what waits is, and where `placed` ends, as it is told."""
+
+    def __init__(self, oldest_seconds: float = 0.0, end: int = 0) -> None:
+        self.age_seconds, self.end = oldest_seconds, end
+
+    def unread(self, name: str, partition: int, offset: int) -> bool:
+        assert (name, partition) == ("placed", 0)
+        return self.end > offset
+
+    def oldest_seconds(self, services: Collection[str]) -> float:
+        assert "delta" in services
+        assert "committer" not in services, "what a late blob itself holds back would hold it for good"
+        return self.age_seconds
+
+
+class Away:
+    """A consumer whose Kafka is away."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def get_watermark_offsets(self, part: TopicPartition, timeout: float) -> tuple[int, int]:
+        self.asked += 1
+        raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+
+
+def test_a_kafka_that_is_away_is_not_asked_for_each_partition() -> None:
+    """Each question takes as long as it waits for an answer: of 60 partitions, longer than a worker may stand still."""
+    backlog, away = Backlog(SETTINGS), Away()
+    backlog._asking = away  # type: ignore[assignment]
+    assert all(backlog.unread("frames", partition, 7) for partition in range(60)), "what is not known may be there"
+    assert away.asked == 1
+    backlog._away_since -= 6
+    assert backlog.unread("frames", 0, 7)
+    assert away.asked == 2
+
+
+class Kept:
+    """An outbox whose events are looked at instead of sent."""
+
+    authenticator = None
+
+    def __init__(self, *_: object) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
+        self.events.append(json.loads(value))
+
+    def flush(self) -> None:
+        pass
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return int(self.now * 1e9)
+
+
+class Stages(Backlog):
+    """Stages of which one is away from `since` to `until`, seconds of a clock since it was made."""
+
+    def __init__(self, clock: Clock, since: float, until: float) -> None:
+        self._clock, self._made, self._since, self._until = clock, clock.now, since, until
+
+    def unread(self, name: str, partition: int, offset: int) -> bool:
+        return False
+
+    def oldest_seconds(self, services: Collection[str]) -> float:
+        now = self._clock.now - self._made
+        return max(0.0, now - self._since) if now < self._until else 0.0
+
+
+def waiting_for_a_segment(
+    monkeypatch: pytest.MonkeyPatch, backlog: Backlog, clock: Clock, blobs: tuple[bytes, ...] = (BLOB,)
+) -> CommitHandler:
+    monkeypatch.setattr(committer_handler, "Outbox", Kept)
+    monkeypatch.setattr(committer_handler, "time", clock)
+    unused: Any = None
+    handler = CommitHandler(SETTINGS, ManifestStore(memory_objects()), unused, "w", backlog, None)
+    handler.assigned(0, "")
+    for number, blob in enumerate(blobs):
+        end = encode(End(Envelope(blob, "t", "key", 5), 1, blob, 5, b"b" * 32, segments=1))
+        handler.handle([Record("placed", 0, number, blob, end, {}, ())])
+        handler._open[0, blob, "t", "key"].last_seen = clock.now
+    return handler
+
+
+def seconds_until_given_up(handler: CommitHandler, clock: Clock, seconds_max: int) -> int | None:
+    told: Any = handler._outbox
+    for seconds in range(seconds_max):
+        handler.idle()
+        if told.events:
+            assert [event["state"] for event in told.events] == ["failed"]
+            return seconds
+        clock.now += 1
+    return None
+
+
+@pytest.mark.parametrize(
+    ("backlog", "given_up"), [(Waiting(), True), (Waiting(oldest_seconds=700), False), (Waiting(end=2), False)]
+)
+def test_a_blob_is_given_up_only_when_nothing_is_on_its_way_that_it_may_lack(
+    monkeypatch: pytest.MonkeyPatch, backlog: Waiting, given_up: bool
+) -> None:
+    """A store that is away for minutes, or a pause, holds segments up in the topics before: all of them come later."""
+    clock = Clock()
+    handler = waiting_for_a_segment(monkeypatch, backlog, clock)
+    assert (seconds_until_given_up(handler, clock, 1000) is not None) == given_up
+    assert list(handler.committable()) == [(0, 1 if given_up else 0, "")]
+
+
+@pytest.mark.parametrize(("since", "until"), [(5, 100), (5, 290), (5, 299), (5, 595), (50, 590), (5, 3000)])
+def test_what_a_stage_held_up_has_its_whole_time_again_once_that_stage_has_caught_up(
+    monkeypatch: pytest.MonkeyPatch, since: int, until: int
+) -> None:
+    """It has sent a young segment on, and up to three more stages have to take that."""
+    clock = Clock()
+    handler = waiting_for_a_segment(monkeypatch, Stages(clock, since, until), clock)
+    idle_seconds = SETTINGS.kafka.upload_idle_seconds
+    seen_behind = until - since > idle_seconds
+    given_up = seconds_until_given_up(handler, clock, until + 10 * idle_seconds)
+    assert given_up is not None
+    assert given_up > (until if seen_behind else 0) + (committer_handler.LATE_TIMES - 1) * idle_seconds
+    assert given_up < until + (committer_handler.LATE_TIMES + 1) * idle_seconds
+
+
+def test_those_that_wait_anew_are_the_last_for_whom_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, other = Clock(), b"another-blob-16b"
+    handler = waiting_for_a_segment(monkeypatch, Waiting(oldest_seconds=61), clock, (BLOB, other))
+    handler._open[0, BLOB, "t", "key"].last_seen -= 61
+    handler.idle()
+    assert [name[1] for name in handler._open] == [other, BLOB], "last seen last"

@@ -1,0 +1,117 @@
+"""Choice of bases: by bounds of depth, and by two policies together."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin_delta.base_choice import Chosen, Part, Targets, joined, try_bases, try_shallower
+from nearkin_shared.pipeline.stage import Contents
+from nearkin_shared.types import Locations, Pieces
+from nearkin_shared.utils.thread_pool import Helpers
+
+
+def test_each_chunk_finds_the_bases_that_are_less_deep_than_its_own_bound() -> None:
+    content = text_like(8192, 1)
+    bases = [mutated(content, seed, edits=3) for seed in (1, 2)]
+    targets = [mutated(content, seed, edits=4) for seed in (3, 4, 5)]
+    chosen = try_shallower(_targets(targets), _contents(bases, depths=[0, 2]), np.array([3, 1, 0], np.uint8))
+    assert chosen.found.tolist() == [True, True, False]
+    assert chosen.rows[chosen.bounds[1] : chosen.bounds[2]].tolist() == [0]
+    assert chosen.depths[1] == 0
+
+
+def test_a_base_that_is_too_deep_takes_no_bytes_from_one_that_is_not() -> None:
+    content = text_like(8192, 1)
+    target = mutated(content, 3, edits=4)
+    # The nearer one, which shares more, comes first: compared with both, it is the one that all is counted for.
+    chosen = try_shallower(_targets([target]), _contents([target, content], depths=[2, 1]), np.array([2], np.uint8))
+    assert chosen.found.tolist() == [True]
+    assert chosen.rows.tolist() == [1]
+
+
+@pytest.mark.parametrize("per_group", [1, 3, 200])
+def test_helpers_find_the_bases_that_one_thread_alone_finds(per_group: int) -> None:
+    count = 400  # of 8 KiB: three parts, and a group of 200 does not end where a part would
+    contents = [text_like(8192, seed) for seed in range(40)]
+    targets = _targets([mutated(contents[i % 40], i, edits=1 + i % 9) for i in range(count)])
+    bases = _contents(
+        [mutated(contents[i % 40], 1000 + i, edits=3) for i in range(count)], depths=[i % 4 for i in range(count)]
+    )
+    bounds = np.append(np.arange(0, count, per_group), count).astype(np.uint32)
+    alone = try_bases(targets, bounds, bases, bounds)
+    assert alone.found.sum() > count // 2
+    with ThreadPoolExecutor(2) as threads:
+        helped = try_bases(targets, bounds, bases, bounds, Helpers(threads, 2))
+    for name in ("found", "bounds", "rows", "depths", "rest", "alone"):
+        assert np.array_equal(getattr(helped, name), getattr(alone, name)), name
+
+
+def test_bases_of_two_policies_come_together() -> None:
+    near, similar = [b"a" * 10, b"bb" * 10, b"c" * 10], [b"never chosen" * 9, b"d" * 30]
+    one = _contents(near, [0, 1, 0])
+    two = _contents(similar, [2, 3])
+    two.locations.containers[:] = 8
+    ranks = np.array([9, 9, 9, 9], np.uint8)
+    parts = [
+        Part(np.arange(4), _chosen([[1, 2], [], [], [2]]), one, ranks),
+        Part(np.array([2]), _chosen([[1]]), two, np.array([3], np.uint8)),
+    ]
+    chosen, bases = joined(4, parts)
+    assert chosen.found.tolist() == [True, False, True, True]
+    assert chosen.ranks.tolist() == [9, 0, 3, 9]
+    rows = [chosen.rows[first:last] for first, last in itertools.pairwise(chosen.bounds)]
+    held = [[(int(bases.locations.containers[r]), int(bases.locations.ordinals[r])) for r in some] for some in rows]
+    assert held == [[(7, 1), (7, 2)], [], [(8, 1)], [(7, 2)]]
+    assert [bytes_of(bases.pieces.take(some)) for some in rows] == [[near[1], near[2]], [], [similar[1]], [near[2]]]
+    assert [bytes_of(each.pieces) for each in (one, two)] == [near, similar]
+    lie_in = {id(buffer) for buffer in (*one.pieces.buffers, *two.pieces.buffers)}
+    assert {id(buffer) for buffer in bases.pieces.buffers} == lie_in, "bases stay where they are"
+
+
+def test_one_policys_bases_stay_where_they_are_and_none_is_fine() -> None:
+    bases = _contents([b"a" * 10], [0])
+    nothing = Part(np.arange(2), _chosen([[], []]), bases, np.zeros(2, np.uint8))
+    part = Part(np.arange(2), _chosen([[], [0]]), bases, np.zeros(2, np.uint8))
+    chosen, found = joined(2, [nothing, part])
+    assert found is bases
+    assert chosen.bounds.tolist() == [0, 0, 1]
+    for parts in ([], [nothing], [nothing, nothing]):
+        chosen, _ = joined(2, parts)
+        assert not chosen.found.any()
+        assert chosen.bounds.tolist() == [0, 0, 0]
+
+
+def _chosen(rows: list[list[int]]) -> Chosen:
+    bounds = np.cumsum([0, *map(len, rows)]).astype(np.uint32)
+    found = np.diff(bounds) > 0
+    depths, rest = np.zeros(len(rows), np.uint8), np.ones(len(rows), np.uint32)
+    return Chosen(found, bounds, np.array([r for some in rows for r in some], np.intp), depths, rest)
+
+
+def _targets(chunks: list[bytes]) -> Targets:
+    payload, offsets, lengths = _laid(chunks)
+    return Targets(payload, offsets, lengths)
+
+
+def _contents(chunks: list[bytes], depths: list[int]) -> Contents:
+    payload, offsets, lengths = _laid(chunks)
+    count = len(chunks)
+    locations = Locations(np.full(count, 7, np.uint64), np.arange(count, dtype=np.uint32))
+    pieces = Pieces.of(payload, offsets, lengths)
+    return Contents(locations, pieces, np.array(depths, np.uint8), np.ones(count, np.bool_))
+
+
+def bytes_of(pieces: Pieces) -> list[bytes]:
+    rows = zip(pieces.which, pieces.offsets.tolist(), pieces.lengths.tolist(), strict=True)
+    return [bytes(pieces.buffers[buffer][first : first + length]) for buffer, first, length in rows]
+
+
+def _laid(chunks: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.uint64)
+    return np.frombuffer(b"".join(chunks), np.uint8), offsets, lengths

@@ -1,0 +1,343 @@
+"""The container builder: places that hold, blocks of one depth, and a file that says what was added."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nearkin_delta import container_builder as module
+from nearkin_delta.block_encoder import SPAN_BYTES_MAX, BlockCloser
+from nearkin_delta.container_builder import ContainerBuilder, Encodings, Prefixes, new_container_id
+from nearkin_shared.config.reduction import BlockSettings, DeltaSettings
+from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.block import decode_block
+from nearkin_shared.index.container_entries import SealedContainer
+from nearkin_shared.limits import MIB
+from nearkin_shared.types import SEGMENT_ID_BYTES, ZERO, ContainerId, Locations, Pieces
+from tests.support.data import samples
+
+CONTAINER = ContainerId(99 << 20)
+SMALL = BlockSettings(raw_bytes=64 * 1024, delta_bytes=4 * 1024, level=3)
+SKETCH = "finesse/12/3/48"
+
+
+def fresh(lengths: list[int], depths: list[int] | None = None, label: str = "c") -> Encodings:
+    """Return chunks of noise; those with a depth are kept as 10 bytes, on base 0 of another container."""
+    depths = depths or [0] * len(lengths)
+    encoded = [10 if depth else length for length, depth in zip(lengths, depths, strict=True)]
+    payload = samples.noise(sum(lengths), label)
+    deltas = samples.noise(10 * len(lengths), label + "deltas")
+    starts = np.cumsum([0, *lengths])[:-1]
+    return Encodings(
+        samples.names_of(lengths, label),
+        np.array(lengths, np.uint32),
+        np.array(depths, np.uint8),
+        (payload, deltas),
+        np.array([int(depth > 0) for depth in depths], np.int32),
+        np.array([10 * i if d else starts[i] for i, d in enumerate(depths)], np.uint64),
+        np.array(encoded, np.uint32),
+        Locations(np.array([2 if d else 0 for d in depths], np.uint64), np.zeros(len(lengths), np.uint32)),
+        np.zeros(len(lengths), np.uint8),
+    )
+
+
+def builder(settings: BlockSettings = SMALL, depth_max: int = 3) -> ContainerBuilder:
+    return ContainerBuilder(
+        CONTAINER, samples.DOMAIN, settings, DeltaSettings(max_depth=depth_max), container_layout.XDELTA3
+    )
+
+
+def encodings_of(made: SealedContainer) -> list[bytes]:
+    """Return each chunk's encoding, read from the file."""
+    directory, blocks = samples.read_all(made.data)
+    places = zip(directory.chunks.blocks, directory.chunks.positions, directory.chunks.encoded, strict=True)
+    return [blocks[block][at : at + size] for block, at, size in places]
+
+
+def block_of(made: ContainerBuilder, number: int) -> np.ndarray:
+    """Return a block's bytes, open or closed."""
+    still_open = made.open_block(number)
+    return decode_block(made.record(number), "closed") if still_open is None else still_open
+
+
+def wanted(added: Encodings) -> list[bytes]:
+    places = zip(added.which, added.offsets, added.encoded, strict=True)
+    return [added.sources[which][int(at) : int(at) + int(size)].tobytes() for which, at, size in places]
+
+
+def test_ids_grow_even_when_the_clock_stands_still_or_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "time_ns", lambda: 1_764_000_000_000_000_000)
+    first = new_container_id(0)
+    assert first >> 20 == 1_764_000_000_000
+    last = first
+    for _ in range(50):
+        found = new_container_id(last)
+        assert found > last
+        last = found
+    monkeypatch.setattr(module.time, "time_ns", lambda: 5)
+    steps = {new_container_id(last) - last for _ in range(50)}
+    assert min(steps) >= 1
+    assert max(steps) <= 1 << 20
+    assert len(steps) > 40  # what stood above `last` may have gone: its id is not given again
+
+
+def test_two_tenants_of_a_process_are_never_given_one_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "time_ns", lambda: 1_764_000_000_001_000_000)
+    monkeypatch.setattr(module.secrets, "randbits", lambda _: 7)
+    first, second = new_container_id(0), new_container_id(0)
+    assert second == first + 1
+
+
+def test_what_was_added_is_what_the_file_says() -> None:
+    made = builder()
+    batches = [fresh([100, 5000, 3], label="a"), fresh([70, 80, 90, 60], [1, 0, 2, 1], "b"), fresh([], label="n")]
+    placed = [made.add(batch) for batch in batches]
+    assert [p.ordinals.tolist() for p in placed] == [[0, 1, 2], [3, 4, 5, 6], []]
+    sealed = made.finish().seal()
+    assert encodings_of(sealed) == wanted(batches[0]) + wanted(batches[1])
+    directory = sealed.claims.directory
+    assert directory.chunks.depths.tolist() == [0, 0, 0, 1, 0, 2, 1]
+    assert np.array_equal(directory.chunks.names, np.concatenate([b.names for b in batches]))
+    assert directory.blocks.depths[directory.chunks.blocks].tolist() == directory.chunks.depths.tolist()
+
+
+def test_chunks_can_be_read_back_before_the_container_is_sealed() -> None:
+    made = builder()
+    batch = fresh([30_000, 50_000, 40, 20_000], [0, 0, 1, 0])  # the first two close a block
+    made.add(batch)
+    chunks = made.directory(CONTAINER).chunks
+    found = [
+        block_of(made, int(block))[at : at + size].tobytes()
+        for block, at, size in zip(chunks.blocks, chunks.positions, chunks.encoded, strict=True)
+    ]
+    assert found == wanted(batch)
+    sealed = made.finish().seal()
+    assert encodings_of(sealed) == found
+
+
+def test_a_block_closes_with_the_chunk_that_fills_it() -> None:
+    made = builder()
+    made.add(fresh([900 * 1024, 65_535, 1, 1, 65_536, 65_537]))
+    raw = made.finish().seal().claims.directory.blocks.raw.tolist()
+    assert raw == [900 * 1024, 65_536, 65_537, 65_537]
+
+
+def test_each_depth_has_its_own_limit() -> None:
+    made = builder()
+    made.add(fresh([100] * 1000, [1] * 1000))  # 10 bytes each, 4 KiB a block
+    blocks = made.finish().seal().claims.directory.blocks
+    assert blocks.depths.tolist() == [1, 1, 1]
+    assert blocks.raw.tolist() == [4100, 4100, 1800]
+
+
+def test_recipes_name_what_they_were_given() -> None:
+    made = builder()
+    assert made.empty
+    own = made.add(fresh([10, 20, 30]))
+    other = Locations(np.array([ZERO, 5], np.uint64), np.array([4096, 7], np.uint32))
+    ids = samples.noise(2 * SEGMENT_ID_BYTES, "ids").reshape(2, SEGMENT_ID_BYTES)
+    rows = Locations.join([own, other])
+    located = made.add_segments(ids, np.array([2, 3], np.uint32), SKETCH, rows)
+    assert (located.containers.tolist(), located.ordinals.tolist()) == ([CONTAINER, CONTAINER], [0, 1])
+    later = made.add_segments(ids[:1], np.array([1], np.uint32), "none", own.take(slice(0, 1)))
+    assert later.ordinals.tolist() == [2]
+    made.add_super_features(SKETCH, np.array([1], np.uint32), np.array([[5, 6, 7]], np.uint64))
+    claims = made.finish().seal().claims
+    segments = claims.directory.segments
+    assert segments.bounds.tolist() == [0, 2, 5, 6]
+    assert [claims.directory.sketch_names[number] for number in segments.sketches] == [SKETCH, SKETCH, "none"]
+    assert segments.chunks.containers.tolist() == [CONTAINER, CONTAINER, CONTAINER, ZERO, 5, CONTAINER]
+    assert segments.chunks.ordinals.tolist() == [0, 1, 2, 4096, 7, 0]
+    assert np.array_equal(claims.segment_ids, np.concatenate([ids, ids[:1]]))
+    assert claims.super_features[SKETCH][1].tolist() == [[5, 6, 7]]
+
+
+def test_a_container_of_recipes_alone_is_sealed() -> None:
+    made = builder()
+    ids = samples.noise(SEGMENT_ID_BYTES, "ids").reshape(1, SEGMENT_ID_BYTES)
+    made.add_segments(
+        ids, np.array([1], np.uint32), SKETCH, Locations(np.array([7], np.uint64), np.zeros(1, np.uint32))
+    )
+    assert not made.empty
+    sealed = made.finish().seal()
+    assert (len(sealed.claims.directory.blocks), len(sealed.claims.directory.segments)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "most"), [("CHUNKS_MAX", 50), ("BLOCKS_MAX", 3), ("RECIPE_CHUNKS_MAX", 50), ("NAMED_MAX", 50)]
+)
+def test_a_builder_is_full_before_a_directory_is(monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
+    made = builder()
+    assert not made.full
+    monkeypatch.setattr(module, bound, most)
+    ids = samples.noise(SEGMENT_ID_BYTES, "ids").reshape(1, SEGMENT_ID_BYTES)
+    for number in range(60):
+        made.add(fresh([8_000], label=str(number)))
+        rows = Locations(np.array([2 + number], np.uint64), np.zeros(1, np.uint32))
+        made.add_segments(ids, np.array([1], np.uint32), SKETCH, rows)
+        if made.full:
+            break
+    assert made.full
+    made.finish().seal()
+
+
+def test_the_estimate_follows_what_closed_blocks_came_to() -> None:
+    made = builder()
+    assert made.stored_bytes_estimate == 0
+    made.add(fresh([70_000, 60_000]))
+    sealed_bytes = len(made.finish().seal().data)
+    again = builder()
+    again.add(fresh([70_000, 60_000]))
+    again.next_turn()
+    again.next_turn()
+    assert 0.9 * sealed_bytes < again.stored_bytes_estimate < 1.1 * sealed_bytes
+
+
+def test_the_estimate_takes_growing_patches_as_their_chunks_are_estimated_and_others_as_half() -> None:
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, DeltaSettings(), container_layout.PATCH)
+    batch = fresh([1000, 2000], [1, 1])
+    batch = replace(batch, which=np.zeros(2, np.int32), offsets=np.array([0, 1000], np.uint64), encoded=batch.lengths)
+    pieces = Pieces.of(samples.noise(5000, "base"), np.array([0, 0], np.uint64), np.array([5000, 5000], np.uint32))
+    prefixes = Prefixes(np.array([0, 1, 2], np.uint32), batch.bases, pieces)
+    made.add(replace(batch, prefixes=prefixes, rest=np.array([70, 30], np.uint32)))
+    assert made.stored_bytes_estimate == 100 + 2 * 30
+    made.add(fresh([10_000], label="raw"))
+    assert made.stored_bytes_estimate == 100 + 10_000 // 2 + 3 * 30, "nothing is known yet: half"
+
+
+def test_a_sparse_patch_block_ends_where_so_much_came_between_though_one_batch_brings_it_all() -> None:
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, DeltaSettings(), container_layout.PATCH)
+    between = [60_000] * (SPAN_BYTES_MAX // 60_000 + 1)
+    near, far = fresh([1000, 60_000, 1000], [1, 0, 1]), fresh([1000, *between, 1000], [1, *(0 for _ in between), 1])
+    made.add(near)
+    numbers = made._block_numbers[0]
+    assert numbers[0] == numbers[2]
+    made.add(far)
+    numbers = made._block_numbers[1]
+    assert numbers[0] != numbers[-1]
+
+
+class Waiting(Executor):
+    """A thread that does nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[Future[Any], Any, Any]] = []
+
+    def submit(self, function: Any, /, *args: Any, **_: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        self.tasks.append((done, function, args))
+        return done
+
+    def work(self) -> None:
+        for done, function, args in self.tasks:
+            done.set_result(function(*args))
+        self.tasks.clear()
+
+
+def test_a_block_that_is_being_encoded_counts_as_open_until_the_batch_after_the_next() -> None:
+    thread = Waiting()
+    delta = DeltaSettings()
+    closer = BlockCloser(SMALL, delta, thread)
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, delta, container_layout.PATCH, closer=closer)
+    chunks = fresh([70_000, 60_000])
+    made.add(chunks)
+    assert len(thread.tasks) == 1
+    before = made.stored_bytes_estimate
+    seen = made.open_block(0)
+    assert seen is not None
+    assert np.array_equal(seen, chunks.sources[0][:70_000])
+    thread.work()
+    assert made.stored_bytes_estimate == before, "when a thread is done is not to change what is stored"
+    assert made.open_block(0) is not None
+    made.next_turn()
+    assert made.open_block(0) is not None, "the next batch is placed meanwhile"
+    made.next_turn()
+    assert made.open_block(0) is None
+    assert np.array_equal(decode_block(made.record(0), "closed"), chunks.sources[0][:70_000])
+
+
+def test_without_a_thread_blocks_are_encoded_as_they_fill_and_count_as_open_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded: list[int] = []
+    close = BlockCloser.close
+
+    def noted(closer: BlockCloser, blocks: Any) -> Any:
+        encoded.extend(block.number for block in blocks)
+        return close(closer, blocks)
+
+    monkeypatch.setattr(BlockCloser, "close", noted)
+    delta = DeltaSettings()
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, delta, container_layout.PATCH)
+    begun: list[list[int]] = []
+    begin = BlockCloser.begin
+
+    def beginning(closer: BlockCloser, number: int, *args: Any) -> Any:
+        begun.append(list(encoded))
+        return begin(closer, number, *args)
+
+    monkeypatch.setattr(BlockCloser, "begin", beginning)
+    chunks = fresh([70_000, 70_000, 60_000])
+    made.add(chunks)
+    assert begun == [[], [0], [0, 1]], "one is encoded before the next is begun"
+    estimate = made.stored_bytes_estimate
+    made.next_turn()
+    assert made.open_block(0) is not None
+    assert made.stored_bytes_estimate == estimate
+    made.next_turn()
+    assert made.open_block(0) is None
+    assert encodings_of(made.finish().seal()) == wanted(chunks)
+    assert encoded == [0, 1, 2]
+
+
+def test_who_closes_more_than_may_be_encoded_at_once_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSING_BYTES_MAX", 150_000)
+    delta = DeltaSettings()
+    with ThreadPoolExecutor(1) as thread:
+        closer = BlockCloser(SMALL, delta, thread)
+        made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, delta, container_layout.PATCH, closer=closer)
+        chunks = [fresh([70_000], label=str(row)) for row in range(5)]
+        still_open = []
+        for row in range(5):
+            made.add(chunks[row])
+            made.passed(70_000)
+            still_open.append([made.open_block(number) is not None for number in range(row + 1)])
+        assert still_open[1] == [True, True], "140 kB at once are fine"
+        assert still_open[2] == [False, False, True]
+        assert still_open[4] == [False, False, False, False, True]
+        assert encodings_of(made.finish().seal()) == [content for one in chunks for content in wanted(one)]
+
+
+class Kept:
+    """Remembers what it was given to keep."""
+
+    def __init__(self) -> None:
+        self.rooms: list[np.ndarray] = []
+        self.blocks: dict[int, np.ndarray] = {}
+
+    def room(self, size_bytes: int) -> np.ndarray:
+        self.rooms.append(np.empty(size_bytes, np.uint8))
+        return self.rooms[-1]
+
+    def keep_written(self, container: ContainerId, block: int, decoded: np.ndarray) -> None:
+        self.blocks[block] = decoded
+
+
+def test_a_raw_block_that_fills_its_room_is_kept_where_it_is_and_others_as_copies() -> None:
+    settings = BlockSettings(raw_bytes=4 * MIB, delta_bytes=4 * 1024, level=3)
+    kept, delta = Kept(), DeltaSettings()
+    closer = BlockCloser(settings, delta, None, kept)
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, settings, delta, container_layout.PATCH, closer=closer)
+    chunks = fresh([60_000] * 80)  # 4.2 MB in the first block, 0.6 in the second
+    made.add(chunks)
+    sealed = made.finish().seal()
+    contents = wanted(chunks)
+    assert [kept.blocks[number].tobytes() for number in (0, 1)] == [b"".join(contents[:70]), b"".join(contents[70:])]
+    assert np.shares_memory(kept.blocks[0], kept.rooms[0])
+    second_room, copy = kept.rooms[1], kept.blocks[1]
+    assert not np.shares_memory(copy, second_room)
+    assert encodings_of(sealed) == wanted(chunks)

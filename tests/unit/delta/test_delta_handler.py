@@ -1,0 +1,199 @@
+"""The delta worker's commit: nothing is told, and no offset moves, before what it depends on is durable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nearkin.lab.generated_data import random_bytes
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_chunker.handler import split_segments
+from nearkin_dedup.handler import dedup_work
+from nearkin_delta import handler as delta_handler
+from nearkin_delta.handler import PlaceHandler
+from nearkin_resemblance.handler import resemblance_work
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NotFound, Retryable, StoreUnavailable
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.formats.message import Envelope, Paired, Placed, Segments, decode, encode
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.consumer_loop import Record
+from nearkin_shared.kafka.relay_handler import RelayHandler
+from nearkin_shared.kafka.tenant_context import Lanes, lanes
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.pipeline.stage import Facts
+
+SETTINGS = Settings()
+CONTENT = random_bytes(1 << 20, 7)
+
+
+class Memory(Outbox):
+    """An outbox that keeps what is sent, and notes each step; `is_away`: nothing is acknowledged any more."""
+
+    def __init__(self, steps: list[str]) -> None:
+        self.values: list[bytes] = []
+        self.dead: list[Mapping[str, bytes | None]] = []
+        self.steps = steps
+        self.is_away = False
+        self.sent_messages = 0
+
+    @property
+    def acknowledged_messages(self) -> int:
+        return self.sent_messages
+
+    def settle(self) -> None: ...
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Mapping[str, bytes]) -> None:
+        self.steps.append(name)
+        self.values.append(value)
+
+    def send_to(self, full: str, key: Any, value: Any, headers: Any) -> None:
+        self.dead.append(dict(headers))
+
+    def flush(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("kafka: a message was not delivered")
+
+    def close(self) -> None: ...
+
+
+class World:
+    """A delta worker over objects in memory and a real index."""
+
+    def __init__(self, found: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[str] = []
+        self.outboxes: list[Memory] = []
+        self.lanes = found
+        monkeypatch.setattr(delta_handler, "Outbox", self._outbox)
+        self.handler = PlaceHandler(SETTINGS, lambda: SETTINGS, found, "w", None)
+        self.handler.assigned(0, "")
+
+    def _outbox(self, *_: object) -> Memory:
+        self.outboxes.append(Memory(self.steps))
+        return self.outboxes[-1]
+
+    @property
+    def committable(self) -> int:
+        return next(offset for _, offset, _ in self.handler.committable())
+
+    @property
+    def dead(self) -> list[Mapping[str, bytes | None]]:
+        return [letter for outbox in self.outboxes for letter in outbox.dead]
+
+    def paired(self) -> list[bytes]:
+        """Return what the stages before make of CONTENT."""
+        stage = ChunkerStage(SETTINGS, Fingerprinter(b"s" * 32, "t"))
+        payload = np.frombuffer(CONTENT, np.uint8)
+        batch = stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(payload), True),)), Facts()).segments
+        values, position, sequence = [], 0, 0
+        for part in split_segments(batch, 3):
+            values.append(encode(Segments(Envelope(b"b" * 16, "t", "key", position, sequence), part)))
+            position, sequence = position + part.logical_bytes, sequence + part.segments
+        for work in (dedup_work(SETTINGS, self.lanes), resemblance_work(self.lanes, lambda: SETTINGS)):
+            outbox = Memory([])
+            relay = RelayHandler(SETTINGS, "dedup", "fresh", work, outbox)
+            relay.assigned(0, "")
+            relay.handle(records(values))
+            values = outbox.values
+        return values
+
+
+def records(values: list[bytes]) -> list[Record]:
+    return [Record("paired", 0, at, value[8:24], value, {}, ()) for at, value in enumerate(values)]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    indexes: list[LmdbIndex] = []
+
+    def index_of(domain: bytes) -> LmdbIndex:
+        indexes.append(LmdbIndex(tmp_path / domain.hex(), domain, 1 << 26))
+        return indexes[-1]
+
+    made = World(lanes(SETTINGS, memory_objects(), b"s" * 32, 160, index_of), monkeypatch)
+    yield made
+    made.handler.close()
+    for index in indexes:
+        index.close()
+
+
+def test_offsets_wait_until_placed_is_acknowledged(world: World) -> None:
+    """F.32: The offsets of a container's messages move only once Kafka has acknowledged what was told of them."""
+    values = world.paired()
+    world.outboxes[1].is_away = True  # of `placed`
+    world.handler.handle(records(values))
+    with pytest.raises(StoreUnavailable):
+        world.handler.drain(0)
+    assert world.outboxes[1].values
+    assert world.committable == 0
+
+
+def test_container_is_durable_then_published_then_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.32: A container is published once it can be read, and told once it is published."""
+    publish = LmdbIndex.publish
+
+    def noted(index: LmdbIndex, claims: Any) -> Any:
+        try:
+            world.lanes["t"].containers.raw(claims.directory.container)
+            world.steps.append("durable")
+        except NotFound:
+            world.steps.append("missing")
+        world.steps.append("published")
+        return publish(index, claims)
+
+    monkeypatch.setattr(LmdbIndex, "publish", noted)
+    values = world.paired()
+    world.handler.handle(records(values))
+    world.handler.drain(0)
+    assert world.steps == ["durable", "published"] + ["placed"] * len(values)
+    assert world.committable == len(values)
+
+
+def test_chunk_that_is_not_its_name_is_put_aside(world: World) -> None:
+    """F.32: A message whose chunk is not what its name says is a dead letter, and stores nothing."""
+    values = world.paired()
+    message = decode(values[0], "paired")
+    assert isinstance(message, Paired)
+    batch = message.batch.fresh.batch
+    payload = batch.payload.copy()
+    payload[int(batch.offsets[0])] ^= 1
+    object.__setattr__(batch, "payload", payload)
+    world.handler.handle(records([encode(message)]))
+    world.handler.drain(0)
+    assert len(world.dead) == 1
+    told = [decode(value, "told") for outbox in world.outboxes for value in outbox.values]
+    assert not any(isinstance(one, Placed) for one in told)
+
+
+def test_container_id_of_other_bytes_starts_over(world: World) -> None:
+    """F.32: A container id that another writer took is not taken for the worker's own container."""
+    lane = world.lanes["t"]
+    container: Any = SimpleNamespace(container=5 << 40, parts=[b"mine"], data=b"mine")
+    delta_handler._put(lane, container)
+    delta_handler._put(lane, container)  # an earlier try's
+    container.parts, container.data = [b"other"], b"other"
+    with pytest.raises(Retryable, match="another writer has this id"):
+        delta_handler._put(lane, container)
+
+
+def test_segments_of_condemned_chunks_are_not_published(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.32: A container publishes no segment that names a chunk pending deletion; its others it does."""
+    lane = world.lanes["t"]
+    claims: list[Any] = []
+    monkeypatch.setattr(type(lane.index), "publish", lambda _, made: claims.append(made))
+
+    def lost(chunks: Any, _: object) -> np.ndarray:
+        return np.arange(len(chunks)) == 0
+
+    monkeypatch.setattr(lane.collected, "lost", lost)
+    world.handler.handle(records(world.paired()))
+    world.handler.drain(0)
+    assert len(claims) == 1
+    assert not claims[0].segment_ids[0].any()
+    assert claims[0].segment_ids[1:].any(axis=1).all()

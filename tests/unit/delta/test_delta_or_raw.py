@@ -1,0 +1,53 @@
+"""The arbiter: a delta is kept where it is estimated to store fewer bytes than the chunk alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nearkin_delta.delta_or_raw import CLEAR_GAIN, keep_delta
+from tests.support.data.samples import noise
+
+
+def decided(chunks: list[bytes], delta_lengths: list[int]) -> list[bool]:
+    payload = np.frombuffer(b"".join(chunks) or b"\0", np.uint8)
+    lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
+    offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
+    return [bool(kept) for kept in keep_delta(payload, offsets, lengths, np.array(delta_lengths, np.uint32))]
+
+
+NOISE = noise(8192, "chunk").tobytes()
+ZEROS = bytes(8192)
+
+
+def test_no_delta_is_never_kept() -> None:
+    assert decided([NOISE, ZEROS], [0, 0]) == [False, False]
+    assert decided([], []) == []
+
+
+def test_a_chunk_that_does_not_compress_is_better_as_any_real_delta() -> None:
+    assert decided([NOISE] * 4, [1, 100, 2000, 7000]) == [True] * 4
+
+
+def test_a_delta_as_long_as_a_chunk_that_compresses_is_not_kept() -> None:
+    assert decided([ZEROS, b"abcd" * 2048], [8192, 8192]) == [False, False]
+    assert decided([ZEROS], [1000]) == [False]
+
+
+def test_a_clear_gain_is_kept_whatever_the_estimate_says() -> None:
+    clear = 8192 // CLEAR_GAIN - 1
+    assert decided([ZEROS], [clear]) == [True]
+
+
+def test_rows_are_decided_each_for_itself() -> None:
+    chunks, deltas = [ZEROS, NOISE, ZEROS, NOISE], [8000, 500, 100, 0]
+    together = decided(chunks, deltas)
+    assert together == [decided([chunk], [delta])[0] for chunk, delta in zip(chunks, deltas, strict=True)]
+    assert together == [False, True, True, False]
+
+
+def test_a_longer_delta_is_never_kept_where_a_shorter_one_was_not() -> None:
+    text = b"".join(b"line %d of the same text\n" % i for i in range(330))[:8192]
+    kept = decided([text] * 40, [200 * i + 1 for i in range(40)])
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0]
+    assert not kept[-1]

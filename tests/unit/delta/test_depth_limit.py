@@ -1,0 +1,175 @@
+"""Depth as a budget: who stands at the end of a full chain leans on something shallower before its base grows old."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin_delta import base_search, depth_limit, locality_candidates
+from nearkin_delta.base_choice import Part, Targets, joined, try_bases
+from nearkin_delta.depth_limit import FULL_REST, GROWTH, crowded, relieved
+from nearkin_shared.pipeline.stage import ROUNDS_MAX, Contents, Facts, Reads
+from nearkin_shared.types import Locations, Pieces
+from tests.support.data.stores import settings
+
+MAX_DEPTH = 4
+RECORDS, RECORD_BYTES = 1500, 300
+
+
+def changed(content: bytes, share: float) -> bytes:
+    """Return `content` with its first bytes replaced by noise: about this share is left over beside it."""
+    return random_bytes(int(len(content) * share), 99) + content[int(len(content) * share) :]
+
+
+def laid(chunks: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
+    return np.frombuffer(b"".join(chunks), np.uint8), (np.cumsum(lengths) - lengths).astype(np.uint64), lengths
+
+
+def contents(chunks: list[bytes], depths: list[int], first: int = 0) -> Contents:
+    payload, offsets, lengths = laid(chunks)
+    where = Locations(np.full(len(chunks), 7, np.uint64), np.arange(first, first + len(chunks), dtype=np.uint32))
+    pieces = Pieces.of(payload, offsets, lengths)
+    return Contents(where, pieces, np.array(depths, np.uint8), np.ones(len(chunks), np.bool_))
+
+
+def tried(targets: Targets, bases: Contents) -> Part:
+    each = np.arange(len(targets) + 1, dtype=np.uint32)
+    return Part(
+        np.arange(len(targets)), try_bases(targets, each, bases, each), bases, np.full(len(targets), 9, np.uint8)
+    )
+
+
+TARGET = random_bytes(8192, 1)
+NEAR, FAR, OLD, OLDEST = (changed(TARGET, share) for share in (0.02, 0.12, 0.2, 0.9))
+
+
+def test_only_chunks_of_a_full_chain_that_leave_too_much_over_ask() -> None:
+    targets = Targets(*laid([TARGET] * 4))
+    part = tried(targets, contents([NEAR, FAR, FAR, OLDEST], [3, 3, 2, 3]))
+    assert part.chosen.found.tolist() == [True, True, True, False]
+    asked = crowded([part], MAX_DEPTH)
+    assert asked is not None
+    assert asked.chunks.tolist() == [1]
+    assert (asked.asked.ordinals.tolist(), asked.depth_below, asked.ranks.tolist()) == ([1], 3, [9])
+    assert crowded([part], MAX_DEPTH + 1) is None, "where there is room for one more nobody asks"
+    assert crowded([tried(targets, contents([FAR] * 4, [0] * 4))], 1) is None, "above depth 0 there is nothing"
+    assert crowded([], MAX_DEPTH) is None
+
+
+def test_each_goes_up_until_it_leaves_little_enough_over_and_else_stays() -> None:
+    count = 3
+    targets = Targets(*laid([TARGET] * count))
+    parts: list[Part] = [tried(targets, contents([FAR] * count, [3] * count))]
+    asked = crowded(parts, MAX_DEPTH)
+    assert asked is not None
+    # what lies a level up: enough for the first; two up: for the second; the third finds nothing anywhere
+    above = [[FAR, OLD, OLDEST], [OLD, OLDEST], [OLDEST]]
+    assert FULL_REST * GROWTH < 0.2 < FULL_REST * GROWTH**2
+    for level, bases in enumerate(above, 1):
+        assert asked is not None
+        assert asked.depth_below == MAX_DEPTH - level
+        assert len(asked.asked) == len(bases)
+        found = contents(bases, [MAX_DEPTH - 1 - level] * len(bases), first=10 * level)
+        parts, asked = relieved(parts, asked, targets, found)
+    assert asked is None, "there is no level above the last"
+    chosen, bases_of = joined(count, parts)
+    assert chosen.found.all()
+    assert chosen.bounds.tolist() == [0, 1, 2, 3]
+    assert chosen.depths.tolist() == [2, 1, 3]
+    assert bases_of.locations.ordinals[chosen.rows].tolist() == [10, 20, 2]
+    assert chosen.ranks.tolist() == [9, 9, 9]
+
+
+def test_what_fits_at_once_leaves_nobody_to_ask() -> None:
+    targets = Targets(*laid([TARGET]))
+    part = tried(targets, contents([FAR], [3]))
+    asked = crowded([part], MAX_DEPTH)
+    assert asked is not None
+    parts, above = relieved([part], asked, targets, contents([FAR], [0], first=5))
+    assert above is None
+    assert [one.chosen.found.tolist() for one in parts] == [[False], [True]]
+    assert part.chosen.found.all(), "what was chosen first is not changed in place"
+
+
+def history(versions: int) -> list[bytes]:
+    """Return versions of a table in which one record in thirty is another each time."""
+    records = [random_bytes(RECORD_BYTES, number) for number in range(RECORDS)]
+    made = []
+    for version in range(versions):
+        for number in range(version * 7919, version * 7919 + RECORDS // 30):
+            place = number * 37 % RECORDS
+            records[place] = random_bytes(RECORD_BYTES, 10_000 + version * RECORDS + place)
+        made.append(b"".join(records))
+    return made
+
+
+@pytest.mark.parametrize("codec", ["patch", "xdelta3"])
+def test_a_version_behind_a_full_chain_does_not_tell_again_what_changed_since(
+    codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = history(24)
+
+    def put(folder: str) -> list[int]:
+        chosen = settings({"delta": {"codec": codec, "max_depth": MAX_DEPTH}})
+        with open_store(tmp_path / folder, settings=chosen, create=True) as store:
+            found = [store.put("k", content).ledger.delta_bytes for content in versions]
+            assert max(store.stats().depths) == MAX_DEPTH
+            for number, content in enumerate(versions, 1):
+                assert store.get("k", version=number).read() == content
+        return found
+
+    with_care = put("with")
+    monkeypatch.setattr(depth_limit, "FULL_REST", 9.0)
+    without = put("without")
+    assert with_care[:4] == without[:4], "before a chain is full nothing is another"
+    assert sum(with_care[12:]) < 0.7 * sum(without[12:])
+    assert max(with_care[12:]) < 0.8 * max(without[12:])
+
+
+@pytest.mark.parametrize("codec", ["patch", "xdelta3"])
+def test_a_batch_of_many_spans_has_questions_enough(
+    codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    reads = locality_candidates.Near.reads
+
+    def counted(of: locality_candidates.Near, facts: Facts) -> Reads | None:
+        found = reads(of, facts)
+        asked[-1] += found is not None
+        return found
+
+    def begun(*given: Any, **more: Any) -> locality_candidates.Near:
+        asked.append(0)
+        return locality_candidates.Near(*given, **more)
+
+    monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 1)
+    monkeypatch.setattr(locality_candidates.Near, "reads", counted)
+    monkeypatch.setattr(base_search, "Near", begun)
+    monkeypatch.setattr(depth_limit, "FULL_REST", 0.0)  # so that all go up all levels
+    versions = history(10)
+    with open_store(
+        tmp_path / "s", settings=settings({"delta": {"codec": codec, "max_depth": MAX_DEPTH}}), create=True
+    ) as store:
+        for content in versions:
+            store.put("k", content)
+        for number, content in enumerate(versions, 1):
+            assert store.get("k", version=number).read() == content
+    most = locality_candidates.SPANS_MAX * (1 + depth_limit.LEVELS_MAX)
+    assert 3 * locality_candidates.SPANS_MAX <= max(asked) <= most, "most spans go up all levels, and none further"
+    others = 3 + depth_limit.LEVELS_MAX  # names and gaps, super-features, what these name, and shallower ones
+    assert most + others <= ROUNDS_MAX
+
+
+def test_versions_that_change_everywhere_come_back(tmp_path: Path) -> None:
+    content = random_bytes(400_000, 5)
+    with open_store(tmp_path / "s", create=True) as store:
+        for number in range(12):
+            content = mutated(content, number, edits=120, edit_bytes_max=400)
+            store.put("k", content)
+        assert store.get("k").read() == content

@@ -1,0 +1,125 @@
+"""Old neighbours span by span: each has its bases, shallower ones included, before the next is asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nearkin.lab.generated_data import random_bytes
+from nearkin_delta import locality_candidates
+from nearkin_delta.base_choice import Targets
+from nearkin_delta.locality_candidates import SPANS_MAX, Near
+from nearkin_shared.pipeline.stage import Contents, Facts, Neighbours, Reads
+from nearkin_shared.types import Locations, Pieces, bounds_of, offsets_of
+
+CHUNK_BYTES = 8192
+MAX_DEPTH = 4
+NEIGHBOURS = 7
+"""The container in which what lay beside each chunk is; in OLDER lies what that leans on."""
+OLDER = 8
+
+
+def chunk(seed: int, share: float = 0.0) -> bytes:
+    """Return noise, of which this share is other noise."""
+    changed = int(CHUNK_BYTES * share)
+    return random_bytes(changed, 1000 + seed) + random_bytes(CHUNK_BYTES, seed)[changed:]
+
+
+class History:
+    """Gaps of one chunk each, beside which an older one lies; `crowded` of them lean on too much change in between."""
+
+    def __init__(self, count: int, crowded: set[int], empty: frozenset[int] = frozenset()) -> None:
+        self.count, self._crowded = count, crowded
+        lengths = np.full(count, CHUNK_BYTES, np.uint32)
+        payload = np.frombuffer(b"".join(map(chunk, range(count))), np.uint8)
+        self.targets = Targets(payload, offsets_of(lengths), lengths)
+        there = np.array([number for number in range(count) if number not in empty], np.uint32)
+        sizes = np.isin(np.arange(count), there).astype(np.int64)
+        chunks = Locations(np.full(len(there), NEIGHBOURS, np.uint64), there)
+        self.neighbours = Neighbours(np.ones(count, np.uint32), bounds_of(sizes), chunks, Locations.empty(count))
+
+    def _contents(self, asked: Locations, depth: int) -> Contents:
+        shares = [0.12 if number in self._crowded else 0.02 for number in asked.ordinals.tolist()]
+        found = [chunk(number, share) for number, share in zip(asked.ordinals.tolist(), shares, strict=True)]
+        lengths = np.full(len(found), CHUNK_BYTES, np.uint32)
+        pieces = Pieces.of(np.frombuffer(b"".join(found), np.uint8), offsets_of(lengths), lengths)
+        return Contents(asked, pieces, np.full(len(found), depth, np.uint8), np.ones(len(found), np.bool_))
+
+    def run(self) -> tuple[Near, list[tuple[str, list[int]]]]:
+        """Answer what is asked until nothing is; return that, too: each question's kind and chunks."""
+        found, facts, asked = Near(self.targets, self.neighbours, MAX_DEPTH, no_deltas=True), Facts(), []
+        while (reads := found.reads(facts)) is not None:
+            asked.append(self._question(reads))
+            if reads.contents is not None:
+                facts = Facts(contents=self._contents(reads.contents, MAX_DEPTH - 1), lower=facts.lower)
+            else:
+                assert reads.lower is not None
+                assert reads.depth_below is not None
+                above = Locations(np.full(len(reads.lower), OLDER, np.uint64), reads.lower.ordinals)
+                facts = Facts(contents=facts.contents, lower=self._contents(above, reads.depth_below - 1))
+        return found, asked
+
+    @staticmethod
+    def _question(reads: Reads) -> tuple[str, list[int]]:
+        assert reads.no_deltas
+        kind, asked = ("contents", reads.contents) if reads.contents is not None else ("lower", reads.lower)
+        assert asked is not None
+        return kind, asked.ordinals.tolist()
+
+
+def test_a_span_goes_up_all_its_levels_before_the_next_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 2 * CHUNK_BYTES)
+    found, asked = History(6, crowded={1, 4, 5}).run()
+    assert asked == [
+        ("contents", [0, 1]),
+        ("lower", [1]),
+        ("contents", [2, 3]),
+        ("contents", [4, 5]),
+        ("lower", [4, 5]),
+    ]
+    assert found.found.all()
+    chosen = {int(c) for part in found.parts for c in part.chunks[part.chosen.found]}
+    assert chosen == set(range(6))
+    moved = [part for part in found.parts if (part.bases.locations.containers == OLDER).all() and len(part.chunks)]
+    assert sorted(int(c) for part in moved for c in part.chunks[part.chosen.found]) == [1, 4, 5]
+
+
+def test_a_span_of_which_nothing_lay_there_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 2 * CHUNK_BYTES)
+    found, asked = History(6, crowded=set(), empty=frozenset({2, 3, 5})).run()
+    assert asked == [("contents", [0, 1]), ("contents", [4])]
+    assert found.found.tolist() == [True, True, False, False, True, False]
+    nothing, asked = History(3, crowded=set(), empty=frozenset(range(3))).run()
+    assert (asked, nothing.found.any()) == ([], False)
+    none, asked = History(0, crowded=set()).run()
+    assert (asked, none.parts) == ([], [])
+
+
+def test_a_large_batch_has_a_bounded_number_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locality_candidates, "SPAN_BYTES", CHUNK_BYTES)
+    found, asked = History(50, crowded=set()).run()
+    assert len(asked) == SPANS_MAX
+    assert sorted(number for _, numbers in asked for number in numbers) == list(range(50))
+    assert found.found.all()
+
+
+def test_many_spans_choose_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, asked = History(12, crowded={0, 3, 9}).run()
+    assert len(asked) == 2
+    monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 3 * CHUNK_BYTES)
+    parts, asked = History(12, crowded={0, 3, 9}).run()
+    assert len(asked) == 4 + 3
+    assert bases(parts) == bases(whole)
+
+
+def bases(found: Near) -> dict[int, list[tuple[int, int]]]:
+    """Return by chunk where its bases lie."""
+    lie = {}
+    for part in found.parts:
+        chosen = part.chosen
+        for row, of in enumerate(part.chunks.tolist()):
+            rows = chosen.rows[chosen.bounds[row] : chosen.bounds[row + 1]]
+            where = part.bases.locations.take(rows)
+            if chosen.found[row]:
+                lie[of] = list(zip(where.containers.tolist(), where.ordinals.tolist(), strict=True))
+    return lie

@@ -1,0 +1,26 @@
+"""Sums of a gateway's catalogue: how long they are kept before they are made again."""
+
+from __future__ import annotations
+
+import pytest
+
+from nearkin_gateway.catalog.version_catalog import STATS_SECONDS, STATS_SHARE, _KeptStats
+from nearkin_shared.results import Stats
+
+CHEAP, COSTLY = 0.01, 1.0
+
+
+@pytest.mark.parametrize(
+    ("took", "changed", "age", "fresh"),
+    [
+        (CHEAP, False, STATS_SECONDS / 2, True),
+        (CHEAP, False, STATS_SECONDS * 2, False),
+        (CHEAP, True, 0.001, False),
+        (COSTLY, True, COSTLY / STATS_SHARE / 2, True),
+        (COSTLY, False, COSTLY / STATS_SHARE * 1.1, False),
+    ],
+)
+def test_costly_sums_are_kept_for_a_share_of_time(took: float, changed: bool, age: float, fresh: bool) -> None:
+    """F.28: A caller that asks for statistics all the time takes a bounded share of a core."""
+    kept = _KeptStats(Stats.__new__(Stats), 100.0, 100.0 + took, changed)
+    assert kept.is_fresh(100.0 + took + age) is fresh

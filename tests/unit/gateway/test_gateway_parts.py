@@ -1,0 +1,445 @@
+"""The gateway's parts that decide without a socket: outcomes, budgets, rates, ranges, digests, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.datastructures import Headers
+
+from nearkin.embedded.gateway_backend import StoreListing
+from nearkin.store import open_store
+from nearkin_gateway.auth import tokens
+from nearkin_gateway.auth.sessions import SKEW_SECONDS, Sessions
+from nearkin_gateway.blocking_threads import WorkerPools
+from nearkin_gateway.catalog import version_catalog
+from nearkin_gateway.catalog.pipeline_listing import PipelineListing
+from nearkin_gateway.catalog.version_catalog import VERSION_MAX, Catalogue, _after
+from nearkin_gateway.http import request_bodies, request_limits
+from nearkin_gateway.http.digests import metadata_headers, metadata_of
+from nearkin_gateway.http.problems import Problem, from_error
+from nearkin_gateway.http.ranges import etag, last_modified, wanted_range
+from nearkin_gateway.http.request_limits import Budget, Holders, Rates, Slots
+from nearkin_gateway.http.url_keys import decoded_key, quoted
+from nearkin_gateway.uploads.upload_status import ENTRY_BYTES, Outcomes, Tickets, new_id
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.index.catalog import CatalogEntry
+from nearkin_shared.index.redis.catalog_encoding import member_start
+from nearkin_shared.limits import FRAME_BYTES_MAX
+from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.results import Ledger, VersionInfo
+from nearkin_shared.storage import descriptor
+from nearkin_shared.storage.manifests import object_name
+
+SECRET = bytes(range(32))
+
+
+def event(blob: bytes, origin: bytes | None = None, *, state: str = "committed", padding: int = 0) -> dict[str, Any]:
+    return {
+        "id": blob.hex(),
+        "origin": (origin or blob).hex(),
+        "state": state,
+        "tenant": "t",
+        "key": "k" * padding,
+    }
+
+
+# --- outcomes and ids ------------------------------------------------------------------------------------------------
+
+
+def test_an_id_is_read_by_its_tenant_and_nobody_else() -> None:
+    tickets, blob = Tickets(SECRET), new_id()
+    ticket = tickets.of("shop", blob)
+    assert tickets.read("shop", ticket) == blob
+    assert tickets.read("other", ticket) is None
+    assert Tickets(bytes(32)).read("shop", ticket) is None
+    for wrong in (ticket[:-1], ticket + "0", ticket.upper(), "", "x" * 49, f"{ticket}\n"):
+        assert tickets.read("shop", wrong) is None
+
+
+def test_origins_of_different_keys_tenants_or_idempotency_keys_differ() -> None:
+    tickets = Tickets(SECRET)
+    found = {tickets.origin(*parts) for parts in (("a", "b", "c"), ("ab", "", "c"), ("a", "bc", ""), ("a", "b", "d"))}
+    assert len(found) == 4
+    assert tickets.origin("a", "b", "c") in found
+
+
+def test_an_outcome_is_found_until_there_is_no_room_and_then_known_to_be_forgotten() -> None:
+    outcomes = Outcomes(20_000)
+    first = new_id()
+    outcomes.add(event(first, padding=1000))
+    assert outcomes.get(first) is not None
+    time.sleep(0.002)
+    blobs = [new_id() for _ in range(40)]
+    for blob in blobs:
+        outcomes.add(event(blob, padding=1000))
+    assert len(outcomes) < 20
+    assert outcomes.get(first) is None
+    assert outcomes.may_be_forgotten(first)
+    assert outcomes.of_origin(first) is None
+    assert outcomes.get(blobs[-1]) is not None
+    time.sleep(0.002)
+    assert not outcomes.may_be_forgotten(new_id())
+
+
+def test_a_repeated_event_changes_nothing_and_the_first_of_an_origin_stands() -> None:
+    outcomes, first, second, origin = Outcomes(10_000), new_id(), new_id(), new_id()
+    outcomes.add(event(first, origin))
+    outcomes.add(event(first, origin, state="failed"))
+    outcomes.add(event(second, origin))
+    assert len(outcomes) == 2
+    assert (outcomes.get(first) or {})["state"] == "committed"
+    assert (outcomes.of_origin(origin) or {})["id"] == first.hex()
+
+
+def test_an_upload_told_failed_and_committed_later_is_committed() -> None:
+    outcomes, blob = Outcomes(10_000), new_id()
+    outcomes.add(event(blob, blob, state="failed"))
+    outcomes.add(event(blob, blob))
+    assert (outcomes.get(blob) or {})["state"] == "committed"
+    assert outcomes.of_origin(blob) is not None
+    assert outcomes._bytes == len(outcomes._events[blob.hex()]) + ENTRY_BYTES
+
+
+def test_a_failed_attempt_is_no_outcome_of_its_origin() -> None:
+    outcomes, blob, origin = Outcomes(10_000), new_id(), new_id()
+    outcomes.add(event(blob, origin, state="failed"))
+    assert outcomes.of_origin(origin) is None
+
+
+def test_who_waits_is_told_and_nothing_is_left_of_the_waiting() -> None:
+    async def run() -> None:
+        outcomes, blob = Outcomes(10_000), new_id()
+        waiters = [asyncio.create_task(outcomes.wait(blob, 5)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert await outcomes.wait(new_id(), 0.01) is None
+        outcomes.add(event(blob), json.dumps(event(blob)).encode())
+        assert [(await waiter or {})["id"] for waiter in waiters] == [blob.hex()] * 3
+        assert outcomes._waiting == {}
+
+    asyncio.run(run())
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_never_overdrawn_and_is_given_in_order() -> None:
+    async def run() -> None:
+        budget, order = Budget(10), []
+
+        async def take(number: int, count: int) -> None:
+            await budget.take(count)
+            assert budget.used_bytes <= 10
+            order.append(number)
+
+        await budget.take(8)
+        tasks = [asyncio.create_task(take(number, count)) for number, count in enumerate((5, 1, 9))]
+        await asyncio.sleep(0)
+        assert order == []  # the small one does not overtake the first
+        budget.give(8)
+        await asyncio.sleep(0)
+        assert order == [0, 1]
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        budget.give(6)
+        assert budget.used_bytes == 0
+        await budget.take(50)  # more than all of it: let through alone
+        budget.give(50)
+
+    asyncio.run(run())
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=30))
+def test_whatever_is_cancelled_a_budget_ends_empty(steps: list[tuple[int, bool]]) -> None:
+    async def run() -> None:
+        budget = Budget(10)
+
+        async def use(count: int) -> None:
+            await budget.take(count)
+            try:
+                await asyncio.sleep(0)
+            finally:
+                budget.give(count)
+
+        tasks = [asyncio.create_task(use(count)) for count, _ in steps]
+        await asyncio.sleep(0)
+        for task, (_, cancelled) in zip(tasks, steps, strict=True):
+            if cancelled:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert budget.used_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_a_rate_lets_a_burst_through_and_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(request_limits.time, "monotonic", lambda: now)
+    rates = Rates(10)
+    for _ in range(10):
+        rates.take("a")
+    with pytest.raises(Problem) as refused:
+        rates.take("a")
+    assert refused.value.status == 429
+    rates.take("b")
+    now += 0.35
+    for _ in range(3):
+        rates.take("a")
+    with pytest.raises(Problem):
+        rates.take("a")
+    monkeypatch.setattr(request_limits, "CALLERS_MAX", 5)
+    for number in range(100):
+        rates.take(f"caller {number}")
+    assert len(rates._buckets) <= 6
+
+
+def test_a_slot_is_given_back_whatever_happens() -> None:
+    slots, somebody = Slots("things", 1), Holders("t", "", "")
+    with pytest.raises(RuntimeError), slots.one(somebody):
+        raise RuntimeError
+    with slots.one(somebody), pytest.raises(Problem), slots.one(somebody):
+        pass
+    assert slots.taken == 0
+
+
+# --- bodies, ranges, headers, keys -----------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([1, 7, 65_536, FRAME_BYTES_MAX - 1, FRAME_BYTES_MAX, FRAME_BYTES_MAX + 1, 2_000_000]),
+        max_size=5,
+    )
+)
+def test_frames_are_full_but_the_last_and_hold_what_came(sizes: list[int]) -> None:
+    async def run() -> None:
+        pieces = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
+
+        async def body() -> Any:
+            for piece in pieces:
+                yield piece
+
+        found = [bytes(frame) async for frame in request_bodies.frames(body())]
+        assert b"".join(found) == b"".join(pieces)
+        assert all(len(frame) == FRAME_BYTES_MAX for frame in found[:-1])
+        assert all(0 < len(frame) <= FRAME_BYTES_MAX for frame in found[-1:])
+
+    asyncio.run(run())
+
+
+def test_a_frame_that_fills_slowly_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_bodies, "FRAME_SECONDS", 0.02)
+
+    async def run() -> None:
+        async def body() -> Any:
+            for _ in range(4):
+                yield b"x"
+                await asyncio.sleep(0.03)
+
+        assert len([frame async for frame in request_bodies.frames(body())]) > 1
+
+    asyncio.run(run())
+
+
+def version(size_bytes: int) -> VersionInfo:
+    return VersionInfo("k", 1, size_bytes, datetime.now(UTC), "blake3:00", None, 0, 0, {})
+
+
+@given(st.integers(0, 50), st.integers(0, 60), st.integers(0, 60), st.sampled_from(["A-B", "A-", "-B"]))
+def test_ranges_agree_with_slices(size: int, first: int, last: int, form: str) -> None:
+    data = bytes(range(size))
+    text = form.replace("A", str(first)).replace("B", str(last))
+    whole = bytes(
+        data[first : last + 1] if form == "A-B" else data[first:] if form == "A-" else data[-last:] if last else b""
+    )
+    if not whole and not (form == "A-B" and last < first) and not (form == "-B" and not size and last):
+        with pytest.raises(Problem) as refused:
+            wanted_range(Headers({"range": f"bytes={text}"}), version(size))
+        assert refused.value.status == 416
+        return
+    found = wanted_range(Headers({"range": f"bytes={text}"}), version(size))
+    if found is None:
+        assert (form == "A-B" and last < first) or (form == "-B" and not size)
+    else:
+        assert data[found[0] : found[1]] == whole
+
+
+def test_a_date_never_lets_a_range_go_on_since_two_versions_of_one_second_share_it() -> None:
+    info = version(10)
+    headers = {"range": "bytes=5-", "if-range": last_modified(info)}
+    assert wanted_range(Headers(headers), info) is None
+    assert wanted_range(Headers({**headers, "if-range": etag(info)}), info) == (5, 10)
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(codec="utf-8"), min_size=1, max_size=20),
+        st.text(st.characters(codec="utf-8"), max_size=50),
+        max_size=10,
+    )
+)
+def test_metadata_come_back_from_headers_as_they_went(metadata: dict[str, str]) -> None:
+    headers = metadata_headers(metadata)
+    sent = {name.lower(): value for name, value in headers.items()}  # header names have no case
+    assert len(sent) == len(metadata)
+    assert all(name.isascii() and value.isascii() and value.isprintable() for name, value in sent.items())
+    assert metadata_of(Headers(sent)) == metadata
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=60))
+def test_a_key_comes_back_from_its_url(key: str) -> None:
+    assert decoded_key(quoted(key), 1024) == key
+    assert "/" not in quoted(key)
+    assert quoted(key) not in (".", "..")
+
+
+# --- problems --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("kafka broker-0.internal:9092,[fd00::1]:9093: down", "kafka (an address),(an address): down"),
+        ("redis 10.1.2.3:6379: refused", "redis (an address): refused"),
+        ("index /var/lib/nearkin/index: no room", "index (a folder): no room"),
+        ("a: http://minio.local:9000/bucket?X=1: 503", "a: (an address) 503"),
+        ("store ~/s/t is being written by process 7", "store (a folder) is being written by process 7"),
+        ("containers/1a/b.nkc: no room left on the device; nothing was changed", None),
+        ("2 messages not acknowledged in 30 s, and/or lost", None),
+    ],
+)
+def test_a_caller_is_told_no_folder_and_no_address_of_what_is_behind(text: str, told: str | None) -> None:
+    assert from_error(StoreUnavailable(text)).detail == (told or text)
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_of_a_gateway_whose_clock_is_ahead_is_open_and_one_of_the_future_is_not(tmp_path: Path) -> None:
+    _, token = tokens.create(tmp_path / "tokens.json", "t", ["read"])
+    sessions = Sessions(SECRET, tokens.TokenFile(tmp_path / "tokens.json"), 3600)
+    now = time.time()
+    cookie = sessions.open(token, now + 5)
+    assert sessions.read(cookie, now) is not None
+    assert sessions.read(sessions.open(token, now + 3600), now) is None
+    assert sessions.read(cookie, now + 3605 + SKEW_SECONDS) is None
+
+
+# --- pages of a listing ----------------------------------------------------------------------------------------------
+
+
+def test_where_a_page_goes_on_is_a_version_that_can_be(tmp_path: Path) -> None:
+    assert _after("k\0" + "9" * 40) == ("k", VERSION_MAX)
+    assert member_start(*_after("k\0" + "9" * 40))
+
+
+def test_a_page_ends_before_its_names_and_metadata_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_catalog, "PAGE_BYTES_MAX", 100_000)
+    with open_store(tmp_path / "s", create=True) as store:
+        for number in range(5):
+            store.put("k", b"", metadata={"a": "x" * 60_000})
+            store.put(f"l{number}", b"", metadata={"a": "x" * 60_000})
+        objects = LocalObjects(tmp_path / "s")
+        found = Catalogue(objects, descriptor.read(objects), store.settings, StoreListing(store))
+        pages, after, asked = [], 0, True
+        while asked:
+            page, following = found.versions("default", "k", after, 100)
+            pages.append([info.version for info in page.found])
+            asked, after = following is not None, following or 0
+        assert pages == [[1, 2], [3, 4], [5]]
+        keys, start = [], ""
+        while start is not None:
+            page, start = found.listed("default", "l", start, 100, all_versions=False)
+            keys.append([info.key for info in page.found])
+        assert keys == [["l0", "l1"], ["l2", "l3"], ["l4"]]
+
+
+def named(listing: PipelineListing, tenant: str) -> list[tuple[str, int]]:
+    return [(entry.key, entry.version) for entry in listing.catalog_after(tenant, "", "", None, 10)]
+
+
+def test_one_manifest_that_cannot_be_read_keeps_no_tenant_from_its_listing_while_the_index_is_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_store(tmp_path / "s", create=True) as store:
+        for key in ("a", "b", "c", "d"):
+            store.put(key, key.encode())
+        store.delete("c")
+        store.delete("d")
+    objects = LocalObjects(tmp_path / "s")
+    names = {name: objects.get(name) for name, _ in objects.names("manifests")}
+    manifest = object_name("default", "b", 1)
+    objects.replace(manifest, names[manifest][:-1] + bytes([names[manifest][-1] ^ 1]))
+    (mark,) = (name for name in names if name.startswith(object_name("default", "d", 1)[:-4]) and ".nkt" in name)
+    objects.replace(mark, names[mark][:-1] + bytes([names[mark][-1] ^ 1]))
+
+    class Unfinished:
+        has_catalog = False
+
+    listing = PipelineListing(Unfinished(), descriptor.read(objects), objects)  # type: ignore[arg-type]
+    assert named(listing, "default") == [("a", 1), ("c", 1), ("d", 1)]
+    assert named(listing, "other") == []
+    assert list(listing.marked_keys("default", "")) == ["c"]
+    assert manifest in caplog.text
+    assert mark in caplog.text
+
+
+def test_a_listing_without_the_index_goes_on_as_the_index_becomes_whole(tmp_path: Path) -> None:
+    """Whoever lists meanwhile has no more use for what was remembered; who began without the index still has."""
+    with open_store(tmp_path / "s", create=True) as store:
+        store.put("a", b"a")
+        objects = LocalObjects(tmp_path / "s")
+
+        class Made:
+            has_catalog = False
+
+            def catalog_after(self, *_: object) -> Iterator[CatalogEntry]:
+                return iter([CatalogEntry(key, 1, 0, 0.0, Ledger()) for key in ("a", "b")])
+
+        index = Made()
+        listing = PipelineListing(index, descriptor.read(objects), objects)  # type: ignore[arg-type]
+        assert named(listing, "default") == [("a", 1)]
+        store.put("b", b"b")
+        read = listing._version_of
+
+        def read_late(name: str) -> tuple[str, str, int] | None:
+            index.has_catalog = True
+            assert named(listing, "default") == [("a", 1), ("b", 1)]
+            return read(name)
+
+        listing._version_of = read_late  # type: ignore[method-assign]
+        assert named(listing, "default") == [("a", 1), ("b", 1)]
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_worker_pools_closed_end_their_threads() -> None:
+    """F.15: Each pool finishes what is queued and ends its threads; a late call is answered by the event loop's."""
+
+    async def use() -> list[str]:
+        pools = WorkerPools()
+        all_pools = [pools.hashing, pools.disk, pools.control]
+        names = [await pool.run(lambda: threading.current_thread().name) for pool in all_pools]
+        queued = asyncio.ensure_future(pools.disk.run(time.sleep, 0.05))
+        await asyncio.sleep(0)
+        await pools.close()
+        assert queued.done()
+        late = [await pool.run(lambda: threading.current_thread().name) for pool in all_pools]
+        assert not set(late) & set(names)
+        return names
+
+    names = asyncio.run(use())
+    assert not set(names) & {thread.name for thread in threading.enumerate()}

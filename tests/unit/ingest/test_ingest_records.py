@@ -1,0 +1,232 @@
+"""A user's record as a blob: what is taken from where, and what is refused in words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from nearkin_ingest.records import Intake, UserRecord, intake_of, origin_of, tenants_of
+from nearkin_shared.config.loader import load
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import STORE_FOLDERS
+from nearkin_shared.errors import BadInput, ConfigError
+
+
+def settings(**ingest: Any) -> Settings:
+    return load(None, {"ingest": {"topics": ["users"], **ingest}, "object_store": {"url": "s3://bucket/all"}})[0]
+
+
+def record(**fields: Any) -> UserRecord:
+    return UserRecord(**{"topic": "users", "partition": 2, "offset": 7, "key": b"k", "value": b"bytes", **fields})
+
+
+def taken(found: UserRecord, **ingest: Any) -> Intake:
+    intake = intake_of(found, "t", settings(**ingest))
+    assert intake is not None
+    return intake
+
+
+# --- what is taken ---------------------------------------------------------------------------------------------------
+
+
+def test_key_and_value_are_the_record_s() -> None:
+    intake = taken(record(key="ä/b".encode(), value=b""))
+    assert (intake.key, intake.value, intake.dataref, intake.tenant) == ("ä/b", b"", None, "t")
+    assert intake.metadata == {"kafka": "users[2]@7"}
+
+
+def test_headers_name_key_and_tenant_where_settings_say_so() -> None:
+    found = record(all_headers=(("name", b"first"), ("name", b"last"), ("who", b"acme")))
+    assert (taken(found).key, taken(found).tenant) == ("k", "t")
+    intake = taken(found, key_header="name", tenant_header="who")
+    assert (intake.key, intake.tenant) == ("last", "acme")
+    without = taken(record(), key_header="name", tenant_header="who")
+    assert (without.key, without.tenant) == ("k", "t")
+
+
+def test_cloudevents_attributes_become_metadata() -> None:
+    headers = (
+        *(("ce_specversion", b"1.0"), ("ce_id", b"42"), ("ce_source", b"/dumps"), ("ce_subject", b"orders")),
+        *(("ce_type", b"dump.made"), ("content-type", b"application/x-dump"), ("other", b"x"), ("ce_none", None)),
+    )
+    assert taken(record(all_headers=headers)).metadata == {
+        "ce_id": "42",
+        "ce_source": "/dumps",
+        "ce_subject": "orders",
+        "ce_type": "dump.made",
+        "content-type": "application/x-dump",
+        "kafka": "users[2]@7",
+    }
+    both = (("ce_datacontenttype", b"a/b"), ("content-type", b"c/d"))
+    assert taken(record(all_headers=both)).metadata["content-type"] == "c/d"
+    assert taken(record(all_headers=both[:1])).metadata["content-type"] == "a/b"
+
+
+def test_a_trace_goes_on_and_what_is_none_does_not() -> None:
+    trace = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    assert taken(record(all_headers=(("traceparent", trace),))).traceparent == trace
+    for wrong in (b"", b"00-xyz", trace + b"\n", b"\xff" * 55, None):
+        assert taken(record(all_headers=(("traceparent", wrong),))).traceparent is None
+
+
+def test_the_beginning_is_the_record_s_time_but_never_later_than_now() -> None:
+    now_us = time.time_ns() // 1000
+    assert taken(record(timestamp_ms=1_700_000_000_000)).began_us == 1_700_000_000_000_000
+    for timestamp_ms in (None, 10**15):
+        assert abs(taken(record(timestamp_ms=timestamp_ms)).began_us - now_us) < 60_000_000
+    assert taken(record(timestamp_ms=-1)).began_us == 1
+
+
+def test_an_origin_is_one_record_s_alone() -> None:
+    one = origin_of("cluster", "id", record())
+    assert len(one) == 16
+    assert origin_of("cluster", "id", record(key=b"other", value=None)) == one
+    others = [
+        origin_of("cluster2", "id", record()),
+        origin_of("cluster", "id2", record()),
+        origin_of("cluster", "id", record(topic="userz")),
+        origin_of("cluster", "id", record(partition=3)),
+        origin_of("cluster", "id", record(offset=8)),
+        origin_of("clusteru", "id", record(topic="sers")),
+    ]
+    assert len({one, *others}) == 7
+
+
+def test_topics_have_tenants_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = load(None, {"tenant": "mine", "ingest": {"topics": ["a", "b=team b"]}})[0]
+    assert tenants_of(listed) == {"a": "mine", "b": "team b"}
+    monkeypatch.setenv("NEARKIN_INGEST__TOPICS", "a, b=team b")
+    assert load(None, {"tenant": "mine"})[0].ingest.topics == listed.ingest.topics
+    monkeypatch.delenv("NEARKIN_INGEST__TOPICS")
+    table, origins = load(None, {"ingest": {"topics": {"a": "x", "b": "y"}}})
+    assert tenants_of(table) == {"a": "x", "b": "y"}
+    assert origins["ingest.topics"] == (("a=x", "b=y"), "argument")
+
+
+# --- claim checks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tenant", STORE_FOLDERS)
+def test_a_tenant_that_is_called_as_a_folder_of_the_store_reads_nothing_of_it(tenant: str) -> None:
+    found = record(all_headers=(("dataref", f"{tenant}/a".encode()), ("who", tenant.encode())))
+    with pytest.raises(BadInput, match="the store's own"):
+        taken(found, dataref_prefix="{tenant}/", tenant_header="who")
+
+
+@pytest.mark.parametrize("header", ["dataref", "ce_dataref"])
+@pytest.mark.parametrize("text", ["in/t/a b+c=.d", "s3://bucket/all/in/t/a b+c=.d"])
+def test_a_claim_check_names_an_object(header: str, text: str) -> None:
+    intake = taken(record(value=None, all_headers=((header, text.encode()),)), dataref_prefix="in/{tenant}/")
+    assert (intake.dataref, intake.value) == ("in/t/a b+c=.d", None)
+    assert "dataref" not in str(intake.metadata)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "in/", "other/a", "in", "/in/a", "in//a", "in/../containers/x", "in/./a", "in/a/..", "in/..", "in/a/"),
+        *(
+            "s3://other/all/in/a",
+            "s3://bucket/in/a",
+            "http://h/in/a",
+            "in/a\\..\\b",
+            "in/%2e%2e/a",
+            "in/a\n",
+            "in/ä",
+        ),
+        *("in/a?x", "in/a#x", "in/" + "a" * 1100, "file:///in/a", "s3://bucket/all/in/../containers/x"),
+    ],
+    ids=ascii,
+)
+def test_a_claim_check_never_leaves_its_prefix(text: str) -> None:
+    with pytest.raises(BadInput, match="dataref"):
+        taken(record(value=None, all_headers=(("dataref", text.encode()),)), dataref_prefix="in/")
+
+
+def test_a_tenant_s_claim_check_never_leads_to_another_s() -> None:
+    for text in ("in/u/a", "in/t2/a", "in/{tenant}/a", "in/t/../u/a"):
+        with pytest.raises(BadInput, match="below in/t/"):
+            taken(record(value=None, all_headers=(("dataref", text.encode()),)), dataref_prefix="in/{tenant}/")
+    for tenant in ("..", ".", "t/../u", "a b"):
+        headers = (("dataref", f"in/{tenant}/a".encode()), ("who", tenant.encode()))
+        with pytest.raises(BadInput, match="tenant"):
+            taken(record(all_headers=headers), dataref_prefix="in/{tenant}/", tenant_header="who")
+
+
+def test_claim_checks_are_off_unless_a_prefix_is_set() -> None:
+    with pytest.raises(BadInput, match=r"ingest\.dataref_prefix"):
+        taken(record(all_headers=(("dataref", b"in/a"),)))
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"key": None}, "no key"),
+        ({"key": b""}, "at least one character"),
+        ({"key": b"\xff"}, "key: is not UTF-8"),
+        ({"key": b"a\0b"}, "NUL"),
+        ({"key": b"x" * 1025}, "1024"),
+        ({"value": None}, "no value"),
+        ({"value": b"x" * 101}, r"value of 101 bytes: want at most ingest\.value_bytes_max \(100\)"),
+        ({"all_headers": (("ce_id", b"\xff"),)}, "ce_id.*not UTF-8"),
+        ({"all_headers": (("ce_a", b"x" * 70_000),)}, "metadata of"),
+        ({"all_headers": (("who", b""),)}, "tenant '': want 1 to 128 bytes"),
+        ({"all_headers": (("who", b"x" * 129),)}, "tenant 'x*': want 1 to 128 bytes"),
+        ({"all_headers": (("who", b"a\nb"),)}, r"tenant 'a\\nb': want .* without line ends"),
+        ({"all_headers": (("who", b"\xff"),)}, "tenant: is not UTF-8"),
+        ({"unreadable": "its headers cannot be read"}, "headers cannot be read"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_stored_is_refused_in_words(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        taken(record(**fields), value_bytes_max=100, tenant_header="who")
+
+
+def test_records_without_value_may_be_passed_over() -> None:
+    assert intake_of(record(value=None), "t", settings(null_values="skip")) is None
+    assert intake_of(record(value=b""), "t", settings(null_values="skip")) is not None
+
+
+@pytest.mark.parametrize(
+    ("ingest", "says"),
+    [
+        ({"topics": ["a b"]}, "a topic's name, or topic=tenant"),
+        ({"topics": ["a="]}, "a topic's name, or topic=tenant"),
+        ({"topics": ["a", "a=t"]}, "twice"),
+        ({"topics": [f"a={'x' * 129}"]}, "128 bytes"),
+        ({"topics": ["nearkin.dead"]}, "Nearkin's own"),
+        ({"dataref_prefix": "in"}, "ends in /"),
+        ({"dataref_prefix": "../"}, "ends in /"),
+        ({"dataref_prefix": "a/../b/"}, "ends in /"),
+        ({"dataref_prefix": "/"}, "ends in /"),
+        ({"dataref_prefix": "containers/"}, "the store's own"),
+        ({"dataref_prefix": "uploads/"}, "the store's own"),
+        ({"dataref_prefix": "{topic}/"}, "ends in /"),
+        ({"null_values": "delete"}, "choose reject or skip"),
+    ],
+    ids=str,
+)
+def test_settings_that_could_go_wrong_are_refused(ingest: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(None, {"ingest": ingest})
+
+
+def test_a_worker_without_topics_says_what_is_missing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "nearkin_ingest"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+    )
+    assert (done.returncode, done.stderr.startswith("nearkin: ingest.topics: names no topic")) == (2, True)

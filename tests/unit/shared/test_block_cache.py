@@ -1,0 +1,346 @@
+"""The cache of decoded blocks: bounded in bytes, and in a put by what a put may take."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin.local.writer import BESIDE_ROUND_BYTES
+from nearkin_shared.errors import Corrupt, NotFound, StoreUnavailable
+from nearkin_shared.limits import MIB
+from nearkin_shared.reading.block_cache import ByteBoundedCache
+from tests.support.data.stores import settings
+
+
+def test_a_lower_bound_drops_what_is_too_much_and_holds() -> None:
+    cache: ByteBoundedCache[int, str] = ByteBoundedCache(100, "test")
+    for number in range(10):
+        cache.put(number, "x", 10)
+    assert (cache.used_bytes, cache.entries) == (100, 10)
+    cache.bound(35)
+    assert (cache.used_bytes, cache.entries) == (30, 3)
+    cache.put(11, "y", 10)
+    assert (cache.used_bytes, cache.get(11)) == (30, "y")
+    cache.put(12, "z", 36)
+    assert cache.get(12) is None
+    cache.bound(100)
+    cache.put(12, "z", 36)
+    assert (cache.used_bytes, cache.get(12)) == (66, "z")
+
+
+def test_room_is_made_by_dropping_what_would_be_dropped_anyway() -> None:
+    cache: ByteBoundedCache[int, str] = ByteBoundedCache(100, "test")
+    cache.put_many(range(10), ["x"] * 10, [10] * 10)
+    assert cache.get_many([9, 8, 99]) == ["x", "x", None]
+    assert (cache.hits, cache.misses) == (2, 1)
+    cache.make_room([15, 10, 101])  # the last is not kept anyway
+    assert (cache.used_bytes, cache.get(9), cache.get(8)) == (70, "x", "x")
+    cache.put_many([11, 12], ["y", "z"], [15, 10])
+    assert (cache.used_bytes, cache.entries) == (95, 9)
+    assert dict(cache.items())[11] == "y"
+    cache.make_room([60, 60])
+    assert (cache.used_bytes, cache.items()) == (0, [])
+    cache.put_many(range(10), ["x"] * 10, [10] * 10)
+    cache.make_room([15], beside_bytes=20)
+    assert cache.used_bytes == 60
+    cache.make_room([], beside_bytes=120)
+    assert cache.used_bytes == 0
+
+
+def test_what_was_given_up_goes_first_and_only_as_much_of_it_as_comes() -> None:
+    cache: ByteBoundedCache[int, str] = ByteBoundedCache(100, "test")
+    cache.put_many(range(8), ["x"] * 8, [10] * 8)
+    cache.give_up([0, 1, 2, 3, 99])
+    cache.make_room([])
+    assert cache.used_bytes == 80
+    cache.make_room([15])  # fits beside all of it, and takes the memory of two nevertheless
+    assert sorted(key for key, _ in cache.items()) == [0, 1, 4, 5, 6, 7]
+    cache.put_many([11, 12], ["y", "y"], [35, 10])  # full, and a little more: of those that nobody wants
+    assert sorted(key for key, _ in cache.items()) == [0, 4, 5, 6, 7, 11, 12]
+    assert cache.used_bytes == 95
+    cache.drop([0])
+    cache.put(0, "new", 10)  # whoever brought it again may want it
+    cache.make_room([10])
+    assert cache.get(0) == "new"
+    cache.give_up([0])
+    assert cache.get(0) == "new"  # somebody wants it nevertheless
+    cache.make_room([10])
+    assert cache.get(0) == "new"
+    cache.give_up([0])
+    cache.clear()
+    cache.put(0, "x", 10)
+    cache.make_room([10])
+    assert cache.get(0) == "x"
+
+
+def test_what_was_used_last_stays_and_of_the_rest_anything_goes() -> None:
+    """A hundred fit: of what a pass over more than fit left, a quarter is the last of it, the rest from all over."""
+    cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
+    for number in range(300):
+        cache.put(number, "x", 10)
+    held = [number for number in range(300) if number in cache._held]
+    assert len(held) == 100
+    assert held[-25:] == list(range(275, 300))
+    assert held[0] < 150
+    assert cache.get(held[0]) == "x"  # it is the last one used now
+    for number in range(300, 324):
+        cache.put(number, "x", 10)
+    assert cache.get(held[0]) == "x"
+
+
+def test_what_is_wanted_in_every_pass_stays_though_more_is_read_than_fits() -> None:
+    """Ten passes over a row of 150 and, now and then, some that nobody wants again; a hundred fit."""
+    cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
+    found = list[int]()
+    for turn in range(10):
+        hits = cache.hits
+        for number in range(150):
+            if cache.get(number) is None:
+                cache.put(number, "x", 10)
+            if number % 5 == 0:
+                cache.put(1000 * (turn + 1) + number, "y", 10)
+        found.append(cache.hits - hits)
+    assert min(found[7:]) > 50, "of any that goes by lot alone 30 are found again, of the least recently used none"
+
+
+def test_what_was_wanted_often_goes_once_it_is_not_wanted_any_more() -> None:
+    cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
+    cache.put_many(range(100), ["x"] * 100, [10] * 100)
+    for _ in range(10):
+        cache.get_many(range(100))
+    for turn in range(80):
+        for number in range(100, 180):
+            if cache.get(number) is None:
+                cache.put(number, "x", 10)
+        if turn == 2:
+            assert sum(number in cache._held for number in range(100)) > 50
+    assert all(number in cache._held for number in range(100, 180))
+
+
+def test_a_cache_counts_right_whatever_is_done_to_it_and_the_same_reads_drop_the_same() -> None:
+    def played() -> list[int]:
+        cache: ByteBoundedCache[int, int] = ByteBoundedCache(2000, "test")
+        chance, sizes = random.Random(7), list[int]()
+        for _ in range(1000):
+            key, what = chance.randrange(300), chance.randrange(100)
+            if what < 50:
+                cache.put(key, key, 1 + key % 40)
+            elif what < 90:
+                assert cache.get(key) in (None, key)
+            elif what < 97:
+                cache.drop([key, key + 1])
+            elif what < 98:
+                cache.drop_if(lambda one: one % 7 == 0)
+            elif what < 99:
+                cache.bound(chance.choice([500, 2000]))
+            else:
+                cache.clear()
+            there = [one for one in range(300) if one in cache._held]
+            assert cache.entries == len(there)
+            assert sorted(one for keys in cache._keys for one in keys) == there
+            assert all(cache._keys[held.uses][held.place] == one for one, held in cache._held.items())
+            assert cache.used_bytes == sum(1 + one % 40 for one in there) <= 2000
+            sizes.append(len(there))
+        return sizes
+
+    assert played() == played()
+
+
+def test_what_an_interrupt_left_half_done_is_dropped_like_the_rest() -> None:
+    cache: ByteBoundedCache[int, int] = ByteBoundedCache(1000, "test")
+    for number in range(100):
+        cache.put(number, number, 10)
+    once = cache._keys[1]
+    cache._held.pop(once[3])  # its key still stands there
+    cache._held[once[5]].place = 90  # it stands elsewhere
+    cache._held[once[9]].uses = 4  # among others
+    once.pop()  # its value is still held
+    once.append(once[7])  # and another one's stands twice
+    for number in range(100, 400):
+        cache.put(number, number, 10)
+        assert cache.get(number) == number
+        cache.drop([number - 90])
+    cache.bound(0)
+    assert cache.used_bytes <= 0
+    assert cache.entries <= 2
+    cache.bound(1000)
+    cache.put(1, 1, 10)
+    assert cache.get(1) == 1
+
+
+def test_a_sum_that_an_interrupt_let_drift_is_made_anew() -> None:
+    cache: ByteBoundedCache[int, int] = ByteBoundedCache(1000, "blocks")
+    for key in range(10):
+        cache.put(key, key, 100)
+    cache._used_bytes -= 300  # three were dropped, and a Ctrl-C fell before the fourth was counted
+    for _ in range(20):
+        cache.get_many(range(10))
+    assert cache.used_bytes == 1000
+    cache.put(10, 10, 100)
+    assert cache.entries == 10
+
+
+def test_a_put_and_a_restore_keep_each_to_its_own_bound(tmp_path: Path) -> None:
+    chosen = settings({"base": {"cache_bytes": 2 * MIB}, "restore": {"cache_bytes": 32 * MIB}})
+    data = text_like(9_000_000, 3)
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
+        blocks = store._containers.blocks
+        store.put("k", data)
+        store.put("k", mutated(data, 4, edits=300, edit_bytes_max=4000))
+        assert blocks.used_bytes <= 2 * MIB
+        assert store.get("k", 1).read() == data
+        assert blocks.used_bytes > 8 * MIB
+        store.put("k", b"another")
+        assert blocks.used_bytes <= 2 * MIB
+
+
+def test_what_a_put_left_at_hand_stays_and_a_restore_alone_takes_no_more_than_its_own(tmp_path: Path) -> None:
+    chosen = settings({"base": {"cache_bytes": 32 * MIB}, "restore": {"cache_bytes": 8 * MIB}})
+    data = text_like(20_000_000, 3)
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
+        blocks = store._containers.blocks
+        store.put("k", data)
+        left = blocks.used_bytes
+        assert 8 * MIB < left <= 32 * MIB
+        assert store.get("k").read() == data
+        assert blocks.used_bytes == left
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
+        assert store.get("k").read() == data
+        assert 4 * MIB < store._containers.blocks.used_bytes <= 8 * MIB
+
+
+@pytest.mark.soak
+def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back = list[bool]()
+    monkeypatch.setattr("nearkin.store.give_back_free", lambda: given_back.append(True))
+    chosen = settings({"restore": {"cache_bytes": 128 * MIB}})
+    data = text_like(60_000_000, 3)
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
+        blocks, held = store._containers.blocks, list[int]()
+        store.put("k", data)
+
+        def read() -> None:
+            assert store.get("k").read() == data
+            held.append(blocks.used_bytes)
+
+        read()
+        assert store.gc(go_on=read).containers_rewritten
+        read()
+
+        def ended() -> None:
+            raise StoreUnavailable("ended")
+
+        with pytest.raises(StoreUnavailable, match="ended"):
+            store.gc(go_on=ended)
+        read()
+        first, begun, marked, *during, after, at_last = held
+        assert first == begun == marked == after == at_last > 50_000_000
+        assert len(given_back) == 2, "after each round, whatever it came to"
+        assert during
+        assert max(during) <= BESIDE_ROUND_BYTES < 52_000_000
+
+
+def test_a_round_lets_go_of_what_has_gone_and_of_what_it_wrote_anew_alone(tmp_path: Path) -> None:
+    """Where nobody else can have written; else all that was read is forgotten."""
+    chosen = settings({"gc": {"grace_seconds": 0, "gather_bytes": 0}, "deletion": {"undelete_seconds": 0}})
+    data, other = text_like(6_000_000, 3), text_like(3_000_000, 4)
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
+        source = store._containers
+        for version in (data, other, mutated(data, 1, edits=40)):
+            store.put("k", version)
+
+        def read(*versions: int) -> dict[tuple[int, int], object]:
+            for version in versions:
+                assert store.get("k", version).read() == [data, other, mutated(data, 1, edits=40)][version - 1]
+            return dict(source.blocks.items())
+
+        before = read(1, 2, 3)
+        assert store.gc().containers_rewritten
+        anew = {container for container, generations in source.generations().items() if max(generations)}
+        assert anew
+        kept = {name for name, _ in before.items() if name[0] not in anew}
+        assert kept
+        assert dict(source.blocks.items()).keys() == kept
+        before = read(1, 2, 3)
+        assert not store.gc().containers_rewritten
+        after = dict(source.blocks.items())
+        assert after.keys() == before.keys()
+        assert all(after[name] is content for name, content in before.items())
+
+        ids = {container for container, _ in source.ids()}
+        store.delete("k", 2)
+        while {container for container, _ in source.ids()} == ids:
+            store.gc()
+        gone = ids - {container for container, _ in source.ids()}
+        assert {container for container, _ in before} & gone
+        after = dict(source.blocks.items())
+        assert after
+        assert not {container for container, _ in after} & gone
+        assert not {container for container, _ in source._directories.items()} & gone
+        read(1, 3)
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
+        assert store.get("k", 1).read() == data
+        assert store._containers.blocks.entries
+        store.gc()
+        assert not store._containers.blocks.entries, "somebody else may have done whatever meanwhile"
+
+
+def test_what_has_gone_and_what_has_a_later_generation_is_forgotten_whoever_did_it(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", create=True) as store:
+        for number in range(3):
+            store.put(str(number), text_like(500_000, number))
+            assert store.get(str(number)).read() == text_like(500_000, number)
+        source = store._containers
+        other = source.apart(source._objects)
+        gone, anew, same = sorted(container for container, _ in source.ids())
+        assert {container for container, _ in dict(source.blocks.items())} == {gone, anew, same}
+        other.put(anew, [other.raw(anew)], generation=1)
+        other.delete(gone, 0)
+        source.forget_gone()
+        assert {container for container, _ in dict(source.blocks.items())} == {same}
+        assert {container for container, _ in source._directories.items()} == {same}
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("away"), Corrupt("containers/x: not a container's name")])
+def test_a_round_that_cannot_list_the_store_at_its_end_lets_go_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    data = text_like(3_000_000, 3)
+    with open_store(tmp_path / "s", create=True) as store:
+        store.put("k", data)
+        assert store._containers.blocks.entries
+
+        def unlistable() -> None:
+            raise error
+
+        monkeypatch.setattr(store._containers, "forget_gone", unlistable)
+        assert store.gc().versions == 0
+        assert not store._containers.blocks.entries
+        assert store.get("k").read() == data
+
+
+def test_blocks_of_a_container_come_in_one_read_as_many_as_are_wanted_at_once(tmp_path: Path) -> None:
+    chosen = settings({"block": {"raw_bytes": 64 * 1024}})
+    with open_store(tmp_path / "s", settings=chosen, create=True) as store:
+        store.put("k", text_like(1_000_000, 3))
+        source = store._containers.counting()
+        ((container, _),) = source.ids()
+        blocks = source.directory(container).blocks
+        assert len(blocks) >= 4
+        one_by_one = [source.record(container, block) for block in range(4)]
+        assert source.records(container, [0, 1, 2, 3], MIB) == one_by_one
+        assert source.records(container, [1, 2], 1) == one_by_one[1:2]
+        assert source.records(container, [2, 3], int(blocks.raw[2]) + 1) == one_by_one[2:]
+        assert source.records(container, [0, 1, len(blocks)], MIB) == one_by_one[:2]
+        with pytest.raises(NotFound, match=f"no block {len(blocks)}"):
+            source.records(container, [len(blocks), 0], MIB)
+        (path,) = (tmp_path / "s" / "containers").rglob("*.nkc")
+        path.rename(tmp_path / "away")
+        with pytest.raises(Corrupt, match="missing since its directory was read"):
+            source.records(container, [0, 1], MIB)

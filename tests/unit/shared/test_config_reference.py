@@ -1,0 +1,61 @@
+"""What is told of settings is all of them, and what the source says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nearkin.cli import main
+from nearkin_shared.config.loader import load
+from nearkin_shared.config.reference import in_units, told
+from nearkin_shared.config.settings import HOT_FIELDS, SECRETS, Settings
+from tests.support.checks import settings_page
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_setting_is_told_and_has_a_meaning() -> None:
+    settings = list(told())
+    listed = set(load()[1])
+    assert {each.name for each in settings if "[]" not in each.name} == listed
+    assert [each.name for each in settings if not each.meaning] == []
+    assert {each.name for each in settings if each.hot} == HOT_FIELDS
+    assert {each.name for each in settings if each.secret} == SECRETS
+
+
+def test_the_page_is_what_the_source_says() -> None:
+    remedy = "run python -m tests.support.checks.settings_page"
+    assert (ROOT / settings_page.PAGE).read_text() == settings_page.page(), remedy
+
+
+def test_what_a_setting_takes_is_its_rule() -> None:
+    wants = {each.name: each.wants for each in told()}
+    assert wants["delta.max_depth"] == "1 to 63"
+    assert wants["block.delta_bytes"] == "bytes, 4 KiB to 16 MiB"
+    assert wants["segment.target_chunks"] == "1 to 1024, a power of two"
+    assert wants["features.algorithm"] == "`finesse`, `ntransform`, `odess`, `none`"
+    assert wants["ingest.group"] == "text, or unset"
+    assert wants["retention.policies[].keep_last"] == "-1 to 1000000"
+    assert [in_units(size) for size in (1, 1000, 1024, 3 << 20, 2 << 40)] == ["1", "1000", "1 KiB", "3 MiB", "2048 GiB"]
+
+
+def test_config_tells_of_what_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "gc", "delta.codec"]) == 0
+    shown = capsys.readouterr().out
+    lines = [line.split()[0] for line in shown.splitlines()[3:] if line.strip()]
+    assert lines == [*(name for name in load()[1] if name.startswith("gc.")), "delta.codec"]
+    assert "VCDIFF" in shown
+    assert main(["config", "retention", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["retention.min_age_seconds"]["value"] == Settings().retention.min_age_seconds
+    assert found["retention.policies[].prefix"]["meaning"].startswith("Of keys")
+
+
+@pytest.mark.parametrize(("name", "near"), [("delt", "delta"), ("gc.mod", "gc.mode"), ("", "lists them all")])
+def test_what_is_no_setting_is_refused_with_what_is_near(
+    name: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", name]) == 2
+    assert near in capsys.readouterr().err

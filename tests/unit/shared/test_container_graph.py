@@ -1,0 +1,40 @@
+"""The order in which containers are looked at: what they lean on first, whoever wrote it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nearkin_shared.storage.container_graph import leaning_last
+
+
+@pytest.mark.parametrize(
+    ("leans", "expected"),
+    [
+        ({1: [], 2: [1], 3: [1, 2]}, [1, 2, 3]),
+        ({1: [3], 2: [], 3: []}, [3, 1, 2]),  # the older one was open for longer
+        ({1: [2], 2: [3], 3: [4], 4: []}, [4, 3, 2, 1]),
+        ({1: [9], 2: [1, 9]}, [1, 2]),  # 9 is lost
+        ({}, []),
+    ],
+)
+def test_each_comes_once_and_after_what_it_leans_on(leans: dict[int, list[int]], expected: list[int]) -> None:
+    assert list(leaning_last(leans, leans.__getitem__)) == expected
+
+
+def test_a_circle_and_a_chain_of_100000_end() -> None:
+    assert sorted(leaning_last([1, 2, 3], {1: [2], 2: [3], 3: [1]}.__getitem__)) == [1, 2, 3]
+    count = 100_000
+    assert list(leaning_last(range(count), lambda c: [c + 1])) == list(range(count))[::-1]
+
+
+def test_any_leaning_without_circles_is_kept() -> None:
+    draw = random.Random(7)
+    for _ in range(50):
+        ids = list(range(30))
+        rank = draw.sample(ids, 30)  # who was sealed first
+        leans = {c: [o for o in ids if rank[o] < rank[c] and draw.random() < 0.1] for c in ids}
+        order = list(leaning_last(ids, leans.__getitem__))
+        assert sorted(order) == ids
+        assert all(order.index(base) < order.index(c) for c in ids for base in leans[c])

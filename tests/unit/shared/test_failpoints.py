@@ -1,0 +1,105 @@
+"""Failpoints: nothing where none is armed; what is armed is done once, at its passing; every name stands somewhere."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nearkin_shared.errors import BadInput, StoreUnavailable
+from nearkin_shared.utils import failpoints
+from nearkin_shared.utils.failpoints import POINTS, Armed, arm, disarm, failpoint, parsed
+from tests.support.data.stores import process
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    yield
+    disarm()
+
+
+def test_every_point_stands_at_one_place_and_every_place_has_a_point() -> None:
+    placed = []
+    for folder in ("app", "shared", "services"):
+        for path in (ROOT / folder).rglob("*.py"):
+            placed += re.findall(r'failpoint\("([^"]+)"\)', path.read_text())
+    assert sorted(placed) == sorted(POINTS)
+    assert len(POINTS) >= 25
+
+
+def test_unarmed_any_name_passes() -> None:
+    failpoint("put.begun")
+    failpoint("no such point")
+
+
+def test_an_armed_point_fails_at_its_passing_and_at_no_other() -> None:
+    arm("put.begun:2:error")
+    failpoint("put.begun")
+    failpoint("gc.begun")
+    with pytest.raises(StoreUnavailable, match=r"put\.begun, passing 2"):
+        failpoint("put.begun")
+    failpoint("put.begun")
+    assert disarm() == {"put.begun": 3, "gc.begun": 1}
+    assert disarm() == {}
+
+
+def test_a_watch_is_told_every_passing() -> None:
+    told: list[str] = []
+    arm((), told.append)
+    failpoint("gc.begun")
+    failpoint("put.begun")
+    assert told == ["gc.begun", "put.begun"]
+
+
+def test_armed_a_name_that_is_not_listed_is_refused() -> None:
+    arm(())
+    with pytest.raises(BadInput, match="no such point"):
+        failpoint("no such point")
+
+
+def test_what_is_said_is_read() -> None:
+    assert parsed("put.begun:1:kill, gc.done:12:sleep=0.5") == (
+        Armed("put.begun", 1, "kill"),
+        Armed("gc.done", 12, "sleep", 0.5),
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ("put.begin:1:kill", "choose one of .*put.begun"),
+        ("put.begun", "NAME:COUNT:ACTION"),
+        ("put.begun:0:kill", "from 1"),
+        ("put.begun:1:explode", "kill, stop, error or sleep"),
+        ("put.begun:1:kill=3", "kill, stop, error or sleep"),
+        ("put.begun:1:sleep", "sleep=SECONDS"),
+        ("put.begun:1:sleep=long", "no number"),
+        ("put.begun:1:sleep=61", "0 to 60"),
+        ("put.begun:1:sleep=nan", "0 to 60"),
+        (",".join(["put.begun:1:error"] * 65), "64 at most"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_would(said: str, complaint: str) -> None:
+    with pytest.raises(BadInput, match=complaint):
+        parsed(said)
+
+
+def test_the_environment_arms_a_process_which_dies_where_it_says(tmp_path: Path) -> None:
+    script = """
+import os, sys
+os.environ["NEARKIN_FAILPOINT"] = "commit.manifest:2:kill"
+from nearkin import open_store
+with open_store(sys.argv[1], create=True) as store:
+    for number in range(3):
+        print(store.put("k", b"content").info.version, flush=True)
+"""
+    child = process(script, tmp_path / "s")
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGKILL
+    assert said.split() == ["1"]
+    assert failpoints.VARIABLE == "NEARKIN_FAILPOINT"

@@ -1,0 +1,235 @@
+"""Containers: every damage is told, never decoded into something else."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
+from nearkin_shared.formats import columns, container_layout
+from nearkin_shared.formats.block import decode_block, encode_block
+from nearkin_shared.formats.container import EncodedContainer, decode_container, encode_container
+from nearkin_shared.formats.directory import ChunkTable
+from tests.support.data import samples
+
+REFUSALS = (Corrupt, FormatTooNew)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return whether two values of nested dataclasses, arrays and plain values are equal."""
+    if hasattr(left, "__dataclass_fields__"):
+        return all(same(getattr(left, f.name), getattr(right, f.name)) for f in fields(left))
+    return np.array_equal(left, right) if isinstance(left, np.ndarray) else bool(left == right)
+
+
+def test_a_container_says_what_was_put_into_it() -> None:
+    directory, blocks = samples.read_all(samples.small_container())
+    assert (directory.container, directory.domain, directory.depth_max) == (samples.CONTAINER, samples.DOMAIN, 2)
+    assert directory.sketch_names == samples.SKETCHES
+    assert [len(b) for b in blocks] == directory.blocks.raw.tolist() == [400, 20, 80]
+    assert directory.blocks.codecs.tolist() == [container_layout.ZSTD, container_layout.STORED, container_layout.STORED]
+    assert directory.chunks.bases.containers.tolist() == [0, 0, samples.CONTAINER, samples.OLDER, 0, 0]
+    assert directory.chunks.positions.tolist() == [0, 100, 0, 12, 0, 30]
+    assert directory.segments.chunks.ordinals.tolist() == [0, 1, 5, 6, 7, 65536, 65536, 2, 3, 9, 4, 5]
+    assert directory.chunks.names.tolist() == samples.names_of([100, 300, 90, 120, 30, 50]).tolist()
+
+
+def test_an_empty_container_is_156_bytes() -> None:
+    data = samples.empty_container()
+    directory, blocks = samples.read_all(data)
+    assert (len(data), blocks, len(directory.chunks), len(directory.segments)) == (156, [], 0, 0)
+
+
+def test_a_container_written_anew_keeps_its_numbers_and_says_what_is_gone() -> None:
+    data, before = samples.rest_container(), decode_container(samples.small_container(), "whole")
+    assert int.from_bytes(data[4:6], "little") == container_layout.VERSION == 4
+    assert int.from_bytes(samples.small_container()[4:6], "little") == container_layout.VERSION_WHOLE == 3
+    directory = decode_container(data, "rest")
+    assert directory.chunks.there.tolist() == [True, False, False, True, False, False]
+    assert directory.chunks.names[[0, 3]].tolist() == before.chunks.names[[0, 3]].tolist()
+    assert not directory.chunks.names[[1, 2, 4, 5]].any()
+    assert directory.chunks.blocks.tolist() == [3, 0, 0, 4, 0, 0]
+    assert directory.chunks.depths.tolist() == [0, 0, 0, 1, 0, 0]
+    assert directory.blocks.raw.tolist() == [0, 0, 0, 100, 8]
+    assert [len(directory.segments), *np.diff(directory.segments.bounds).tolist()] == [3, 5, 5, 0]
+    for number, raw in ((3, b"The quick brown fox. " * 5), (4, bytes(samples.noise(8, "delta")))):
+        start = int(directory.blocks.offsets[number])
+        record = data[start - container_layout.BLOCK.size : start + int(directory.blocks.stored[number])]
+        assert decode_block(record, "block").tobytes() == raw[:100]
+    assert len(data) < len(samples.small_container())
+
+
+def test_what_is_gone_is_gone_altogether() -> None:
+    directory = samples.directory_of(samples.rest_container())
+    names = container_layout.DIRECTORY.size
+    assert directory[:4] == b"NKD3"
+    for count in (1, 3, 7, 1 << 31):
+        wrong = directory[:names] + count.to_bytes(4, "little") + directory[names + 4 :]
+        with pytest.raises(Corrupt):
+            decode_container(samples.with_directory(samples.rest_container(), wrong), "wrong")
+    chunks = decode_container(samples.rest_container(), "rest").chunks
+    for name, value in (("lengths", 0), ("blocks", 3)):
+        column = getattr(chunks, name).copy()
+        column[0 if name == "lengths" else 1] = value
+        with pytest.raises(Corrupt):
+            decode_container(_written(chunks, {name: column}), "wrong")
+
+
+def _written(chunks: ChunkTable, changes: dict[str, Any]) -> bytes:
+    """Return the sample written anew with another chunk table, under agreeing checksums."""
+    whole = decode_container(samples.rest_container(), "rest")
+    columns_of = {f.name: getattr(chunks, f.name) for f in fields(chunks)} | changes
+    raw = np.frombuffer(b"The quick brown fox. " * 20, np.uint8)[:100]
+    packer = samples.compressor()
+    last = encode_block(samples.noise(8, "delta"), container_layout.XDELTA3, 1, packer)
+    blocks = [None, None, None, encode_block(raw, container_layout.RAW, 0, packer), last]
+    return encode_container(
+        samples.CONTAINER,
+        samples.DOMAIN,
+        2,
+        samples.SKETCHES,
+        blocks,
+        ChunkTable(**columns_of),
+        whole.segments,
+    ).data
+
+
+@pytest.mark.parametrize(
+    "make",
+    [samples.small_container, samples.patched_container, samples.rest_container, samples.empty_container],
+)
+def test_every_flipped_bit_is_told(make: Callable[[], bytes]) -> None:
+    data = bytearray(make())
+    for position in range(len(data) * 8):
+        data[position // 8] ^= 1 << position % 8
+        with pytest.raises(REFUSALS):
+            samples.read_all(data)
+        data[position // 8] ^= 1 << position % 8
+    samples.read_all(data)
+
+
+def test_every_truncation_and_every_extension_is_told() -> None:
+    data = samples.small_container()
+    for length in range(len(data)):
+        with pytest.raises(REFUSALS):
+            samples.read_all(data[:length])
+        with pytest.raises(REFUSALS):
+            samples.read_all(data[length + 1 :])
+    with pytest.raises(REFUSALS):
+        samples.read_all(data + b"\0")
+
+
+def test_random_bytes_are_no_container() -> None:
+    chance = random.Random(1)
+    for length in (0, 1, 31, 32, 63, 64, 65, 500, 5000):
+        for start in (b"", b"NKC1", b"NKC1\2\0\0\0"):
+            with pytest.raises(REFUSALS):
+                samples.read_all(start + chance.randbytes(length))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "error"), [(4, 9, FormatTooNew), (6, 1, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)]
+)
+def test_versions_and_flags_that_are_not_known_are_refused(at: int, value: int, error: type[Exception]) -> None:
+    data = bytearray(samples.small_container())
+    data[at] = value
+    with pytest.raises(Corrupt, match="checksum"):  # a flipped bit is not taken for a later format
+        samples.read_all(data)
+    with pytest.raises(error, match=f"format {data[4]}"):
+        samples.read_all(samples.with_directory(bytes(data), samples.directory_of(bytes(data))))
+
+
+def test_a_container_beyond_its_bound_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearkin_shared.formats.container.CONTAINER_BYTES_MAX", 714)
+    with pytest.raises(BadInput, match="at most 714"):
+        samples.read_all(samples.small_container())
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def block(
+    codec: int = container_layout.STORED, kind: int = 0, raw: int = 5, payload: bytes = b"hello", reserved: int = 0
+) -> bytes:
+    """Return a block record whose checksum agrees, whatever it says."""
+    lead = container_layout.BLOCK.pack(b"NKB1", codec, kind, 0, reserved, raw, len(payload), b"")[:-8]
+    return lead + columns.check_bytes(lead, payload) + payload
+
+
+def test_a_block_of_nothing_is_stored() -> None:
+    made = encode_block(np.zeros(0, np.uint8), container_layout.RAW, 0, samples.compressor())
+    assert (made.codec, made.stored_bytes) == (container_layout.STORED, 0)
+    assert len(decode_block(made.header + bytes(made.payload), "b")) == 0
+
+
+def test_noise_is_stored_and_text_is_compressed() -> None:
+    for raw, codec in (
+        (samples.noise(5000, "n"), container_layout.STORED),
+        (np.zeros(5000, np.uint8), container_layout.ZSTD),
+    ):
+        made = encode_block(raw, container_layout.RAW, 0, samples.compressor())
+        assert made.codec == codec
+        assert np.array_equal(decode_block(made.header + bytes(made.payload), "b"), raw)
+
+
+@pytest.mark.parametrize(
+    ("record", "error"),
+    [
+        (block(raw=6), Corrupt),
+        (block(codec=container_layout.ZSTD), Corrupt),
+        (block(codec=container_layout.ZSTD, payload=b""), Corrupt),
+        (block(raw=container_layout.BLOCK_RAW_BYTES_MAX + 1), Corrupt),
+        (block(codec=2), FormatTooNew),
+        (block(kind=len(container_layout.KINDS)), FormatTooNew),
+        (block(reserved=1), FormatTooNew),
+        (block()[:23], Corrupt),
+        (block() + b"x", Corrupt),
+    ],
+)
+def test_a_block_that_says_what_is_not_known_is_refused(record: bytes, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        decode_block(record, "b")
+
+
+def test_a_block_that_decompresses_to_more_than_announced_is_corrupt() -> None:
+    made = encode_block(np.zeros(5000, np.uint8), container_layout.RAW, 0, samples.compressor())
+    for raw in (0, 4999, 5001, container_layout.BLOCK_RAW_BYTES_MAX):
+        with pytest.raises(Corrupt):
+            decode_block(block(container_layout.ZSTD, 0, raw, bytes(made.payload)), "b")
+
+
+# --- what is about to be written --------------------------------------------------------------------------------------
+
+
+def parts_of(data: bytes) -> list[bytes]:
+    """Return a container in the pieces in which it is written."""
+    offset, size, _, _, _ = container_layout.FOOTER.unpack(data[-container_layout.FOOTER.size :])
+    cuts = [0, container_layout.HEADER.size, offset, offset + size, len(data) - 12, len(data) - 4, len(data)]
+    return [data[start:stop] for start, stop in itertools.pairwise(cuts)]
+
+
+def test_what_is_about_to_be_written_is_read_back_from_its_parts() -> None:
+    data = samples.small_container()
+    parts = parts_of(data)
+    found = EncodedContainer(parts, 0, 0).read_back("made")
+    assert np.array_equal(found.rows, decode_container(data, "whole").rows)
+    header, blocks, directory, lead, check, magic = parts
+    for place in (0, 2, 3, 4, 5):  # of blocks the directory says only how long they are
+        wrong = list(parts)
+        wrong[place] = bytes([wrong[place][0] ^ 1]) + wrong[place][1:]
+        with pytest.raises(Corrupt):
+            EncodedContainer(wrong, 0, 0).read_back("made")
+    with pytest.raises(Corrupt):
+        EncodedContainer([header, blocks + b"x", directory, lead, check, magic], 0, 0).read_back("made")
+    # a footer that agrees with itself, and leads a reader a byte too far to the front
+    offset, size = len(header) + len(blocks) - 1, len(directory) + 1
+    lead = container_layout.FOOTER.pack(offset, size, columns.check_bytes(directory), b"", b"")[:20]
+    moved = [header, blocks, directory, lead, columns.check_bytes(header, lead), magic]
+    with pytest.raises(Corrupt, match="its footer says"):
+        EncodedContainer(moved, 0, 0).read_back("made")

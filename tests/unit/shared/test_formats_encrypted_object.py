@@ -1,0 +1,161 @@
+"""Sealed objects: every flipped bit, every truncation, every page in another place, name or key is refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from blake3 import blake3
+
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.errors import Corrupt, FormatTooNew
+from nearkin_shared.formats.columns import check_bytes
+from nearkin_shared.formats.encrypted_object import (
+    HEAD,
+    PAGE_BYTES,
+    STRIDE_BYTES,
+    Head,
+    PageCipher,
+    head_of,
+    page_runs,
+    pages_of,
+    plain_bytes,
+    room,
+    seal,
+    sealed_bytes,
+    stored_range,
+)
+
+KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
+OWNER = bytes(range(16))
+SALT = bytes(range(100, 120))
+
+
+def opened(stored: bytes, name: str = "a/b", key: bytes = KEY) -> bytes:
+    return PageCipher(head_of(stored, name), name, key).opened_whole(stored)
+
+
+def sealed(data: bytes, name: str = "a/b", key: bytes = KEY) -> bytes:
+    return bytes(seal(name, data, OWNER, 3, key))
+
+
+@pytest.mark.parametrize(
+    "size_bytes", [0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES, 3 * PAGE_BYTES + 7]
+)
+def test_what_was_sealed_is_what_opens_and_its_size_follows_from_what_is_stored(size_bytes: int) -> None:
+    data = random_bytes(size_bytes, 1)
+    stored = sealed(data)
+    assert opened(stored) == data
+    assert len(stored) == sealed_bytes(size_bytes)
+    assert plain_bytes(len(stored)) == size_bytes
+    assert head_of(stored, "a/b") == Head(size_bytes, OWNER, 3, stored[20:40])
+    if size_bytes > 64:
+        assert data[:64] not in stored
+
+
+def test_sizes_that_no_sealed_object_has_are_known() -> None:
+    sizes = {sealed_bytes(size_bytes): size_bytes for size_bytes in range(2 * PAGE_BYTES + 40)}
+    for stored_bytes in range(HEAD.size + 2 * STRIDE_BYTES + 20):
+        assert plain_bytes(stored_bytes) == sizes.get(stored_bytes, -1)
+
+
+def test_each_flipped_bit_of_a_small_object_is_told() -> None:
+    stored = sealed(b"a few bytes of some object")
+    for at in range(len(stored)):
+        for bit in range(8):
+            damaged = bytearray(stored)
+            damaged[at] ^= 1 << bit
+            with pytest.raises(Corrupt, match="a/b"):
+                opened(bytes(damaged))
+
+
+def test_a_flipped_bit_of_any_page_is_told_and_no_other_page_suffers() -> None:
+    data = random_bytes(3 * PAGE_BYTES + 100, 2)
+    stored, lot = sealed(data), random.Random(3)
+    cipher = PageCipher(head_of(stored, "a/b"), "a/b", KEY)
+    for _ in range(40):
+        at = lot.randrange(HEAD.size, len(stored))
+        damaged = bytearray(stored)
+        damaged[at] ^= 1 << lot.randrange(8)
+        hit = (at - HEAD.size) // STRIDE_BYTES
+        for page in range(pages_of(len(data))):
+            start, end = stored_range(page, page + 1, len(data))
+            if page == hit:
+                with pytest.raises(Corrupt, match=f"page {page} "):
+                    cipher.open_into(damaged[start:end], page, page + 1, room(PAGE_BYTES))
+            else:
+                plain = room(PAGE_BYTES)
+                size_bytes = cipher.open_into(damaged[start:end], page, page + 1, plain)
+                assert plain[:size_bytes] == data[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
+        salvaged = cipher.salvaged(damaged)
+        around = data[: hit * PAGE_BYTES], data[(hit + 1) * PAGE_BYTES :]
+        lost = bytes(len(data) - len(around[0]) - len(around[1]))
+        assert salvaged == around[0] + lost + around[1]
+
+
+def test_pages_cannot_change_places_nor_come_from_another_object() -> None:
+    one, other = (sealed(random_bytes(3 * PAGE_BYTES, seed)) for seed in (4, 5))
+    pages = [one[HEAD.size + at * STRIDE_BYTES : HEAD.size + (at + 1) * STRIDE_BYTES] for at in range(3)]
+    head = one[: HEAD.size]
+    for order in ((1, 0, 2), (0, 2, 1), (0, 0, 2), (2, 1, 0)):
+        with pytest.raises(Corrupt, match="page"):
+            opened(head + b"".join(pages[page] for page in order))
+    with pytest.raises(Corrupt, match="page 1"):
+        opened(head + pages[0] + other[HEAD.size + STRIDE_BYTES : HEAD.size + 2 * STRIDE_BYTES] + pages[2])
+    with pytest.raises(Corrupt, match="page 0"):
+        opened(other[: HEAD.size] + b"".join(pages))
+
+
+def test_an_object_under_another_name_or_key_does_not_open() -> None:
+    stored = sealed(b"content")
+    with pytest.raises(Corrupt, match="a/c"):
+        opened(stored, name="a/c")
+    with pytest.raises(Corrupt, match="page 0"):
+        opened(stored, key=OTHER_KEY)
+
+
+def test_an_object_cut_short_at_any_page_or_filled_up_is_refused() -> None:
+    data = random_bytes(2 * PAGE_BYTES, 6)
+    stored = sealed(data)
+    for cut in (0, 10, HEAD.size, HEAD.size + 15, HEAD.size + STRIDE_BYTES, len(stored) - 1):
+        with pytest.raises(Corrupt):
+            opened(stored[:cut])
+    for more in (b"x", stored[HEAD.size :]):
+        with pytest.raises(Corrupt, match="filled up"):
+            opened(stored + more)
+    # A head that says less, with a check that agrees: the pages were sealed together with another head.
+    shorter = Head(PAGE_BYTES, OWNER, 3, stored[20:40]).packed()
+    with pytest.raises(Corrupt, match="page 0"):
+        opened(shorter + stored[HEAD.size : HEAD.size + STRIDE_BYTES])
+
+
+def test_an_object_in_clear_and_one_of_a_later_format_are_told_apart() -> None:
+    with pytest.raises(Corrupt, match="is not sealed"):
+        head_of(b"NKC1" + bytes(100), "a/b")
+    packed = bytearray(sealed(b"x"))
+    packed[4] = 2
+    packed[56:64] = check_bytes(packed[:56])
+    with pytest.raises(FormatTooNew, match="format 2"):
+        head_of(bytes(packed), "a/b")
+
+
+def test_two_objects_of_the_same_bytes_have_nothing_in_common() -> None:
+    one, other = sealed(bytes(PAGE_BYTES)), sealed(bytes(PAGE_BYTES))
+    assert one[HEAD.size :] != other[HEAD.size :]
+    assert len({one[at : at + 16] for at in range(HEAD.size, len(one), 16)}) > PAGE_BYTES // 16
+
+
+def test_runs_of_pages_are_apart_and_hold_what_is_wanted() -> None:
+    page = PAGE_BYTES
+    assert page_runs([], []) == []
+    assert page_runs([5], [5]) == []
+    assert page_runs([0], [1]) == [(0, 1)]
+    assert page_runs([0, page - 1], [1, page + 1]) == [(0, 2)]
+    assert page_runs([9 * page, 0, page], [9 * page + 1, page, 2 * page]) == [(0, 2), (9, 10)]
+
+
+def test_the_bytes_of_the_first_release_are_these_for_ever() -> None:
+    data = random_bytes(PAGE_BYTES + 1000, 7)
+    stored = bytes(PageCipher(Head(len(data), OWNER, 3, SALT), "containers/1/2.nkc", KEY).sealed(data))
+    assert opened(stored, "containers/1/2.nkc") == data
+    assert blake3(stored).hexdigest(length=16) == "afe0132866922fa0e10720217d423b02"

@@ -1,0 +1,114 @@
+"""Parity objects: what they mend is what was written, and what they cannot mend they say."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from blake3 import blake3
+
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
+from nearkin_shared.formats.parity_object import HEAD, Scheme, encode_parity, head_of, mended, scheme_of
+
+NAME = "containers/1a200/1a20082bad40bb55.nkc"
+SCHEME = Scheme(8, 3)
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 63, 64, 500, 513, 8 * 4096, 100_001])
+def test_any_flipped_bit_is_mended_and_so_is_parity_that_is_damaged_too(size_bytes):
+    data, draw = random_bytes(size_bytes, 3), random.Random(size_bytes)
+    parity = encode_parity(NAME, data, SCHEME)
+    assert len(parity) == head_of(parity, NAME).parity_bytes
+    assert mended(NAME, data, parity) == data
+    for _ in range(30):
+        broken = parity
+        for _ in range(2):
+            broken = flipped(broken, draw.randrange(8 * len(parity)))
+        found = flipped(data, draw.randrange(8 * size_bytes)) if size_bytes else b"?"
+        try:
+            assert mended(NAME, found, broken) == data
+        except Corrupt:  # both flips fell into heads
+            assert broken[: HEAD.size] != parity[: HEAD.size]
+            assert broken[-HEAD.size :] != parity[-HEAD.size :]
+
+
+@pytest.mark.parametrize("harm", ["stretch", "scattered", "short", "long", "zeros"])
+def test_damage_up_to_the_schemes_bound_is_mended(harm):
+    data = random_bytes(300_000, 5)
+    parity, draw, found = encode_parity(NAME, data, SCHEME), random.Random(9), bytearray(data)
+    match harm:
+        case "stretch":  # two whole shards, and parts of two more: three damaged sectors of any column at most
+            found[50_000 : 50_000 + 2 * 37_500] = random_bytes(2 * 37_500, 1)
+        case "scattered":
+            for sector in draw.sample(range(300_000 // 4096), 12):
+                found[sector * 4096] ^= 0xFF
+        case "short":
+            del found[300_000 - 60_000 :]
+        case "long":
+            found += b"more"
+        case "zeros":
+            found[:37_500] = bytes(37_500)
+    assert mended(NAME, bytes(found), parity) == data
+
+
+def test_too_much_damage_is_told_and_never_a_wrong_object():
+    data = random_bytes(300_000, 5)
+    parity = encode_parity(NAME, data, SCHEME)
+    assert mended(NAME, b"", parity) is None
+    assert mended(NAME, bytes(300_000), parity) is None
+    assert mended(NAME, data[:150_000], parity) is None
+
+
+def test_a_small_object_comes_back_from_parity_alone():
+    data = random_bytes(150, 2)
+    assert mended(NAME, b"", encode_parity(NAME, data, SCHEME)) == data
+
+
+def test_parity_of_another_object_a_cut_one_and_a_newer_one_are_refused():
+    data = random_bytes(9000, 2)
+    parity = encode_parity(NAME, data, SCHEME)
+    with pytest.raises(Corrupt, match="belongs to another object"):
+        mended(NAME.replace("55", "56"), data, parity)
+    for cut in (b"", parity[:40], parity[200:-200]):
+        with pytest.raises(Corrupt, match="both of its heads"):
+            mended(NAME, data, cut)
+    assert mended(NAME, flipped(data, 99), parity[: -len(parity) // 5]) == data
+    newer = bytearray(parity[: HEAD.size - 8])
+    newer[4] = 2
+    newer += blake3(newer).digest(length=8)
+    with pytest.raises(FormatTooNew, match="format 2"):
+        mended(NAME, data, bytes(newer) + parity[HEAD.size :])
+
+
+def test_what_it_costs_is_the_schemes_share_and_little_more():
+    assert len(encode_parity(NAME, random_bytes(4 << 20, 1), Scheme(28, 4))) < (4 / 28 + 0.004) * (4 << 20)
+
+
+@pytest.mark.parametrize("text", ["", "rs", "rs-0-1", "rs-1-0", "rs-30-3", "rs-1", "RS-2-1", "rs-2-1 "])
+def test_a_scheme_that_is_none_is_refused(text):
+    with pytest.raises(BadInput, match="rs-28-4"):
+        scheme_of(text)
+
+
+def test_schemes_are_read():
+    assert scheme_of("none") is None
+    assert scheme_of("rs-28-4") == Scheme(28, 4)
+
+
+def test_no_memory_is_taken_for_what_a_head_announces_and_the_parity_does_not_bear_out() -> None:
+    from nearkin_shared.formats import parity_object as module
+
+    sound = encode_parity(NAME, b"n" * 10_000, Scheme(4, 2))
+    fields = list(module.HEAD.unpack(sound[: module.HEAD.size]))
+    for object_bytes, shard_bytes in ((3 << 30, 1 << 30), (1 << 30, 1 << 28)):  # 6 GiB and 1.5, for some 5 KB of parity
+        fields[3], fields[7] = object_bytes, shard_bytes
+        lead = module.HEAD.pack(*fields)[: -module.CHECK_BYTES]
+        with pytest.raises(Corrupt, match="shards of"):
+            module.head_of(lead + module.check_bytes(lead) + sound[module.HEAD.size :], NAME)

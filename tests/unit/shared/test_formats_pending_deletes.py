@@ -1,0 +1,172 @@
+"""The record of what is condemned: it says what was written, or that it is damaged."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as runs
+from hypothesis import strategies as st
+
+from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
+from nearkin_shared.formats import columns, pending_delete_record
+from nearkin_shared.formats.columns import check_bytes
+from nearkin_shared.formats.pending_delete_record import FIXED, MAGIC, Condemned, decode_record, encode_record, fitting
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.storage.pending_deletes import CondemnedStore, record_bytes
+from nearkin_shared.utils import failpoints
+
+ordinals = st.sets(st.integers(0, 300), max_size=40).map(lambda rows: np.array(sorted(rows), np.uint32))
+entries = st.builds(Condemned, st.integers(0, 1 << 50), ordinals, ordinals, st.booleans())
+records = st.dictionaries(st.integers(2, (1 << 64) - 1), entries, max_size=8)
+
+
+def plain(record):
+    return {c: (e.at_us, e.chunks.tolist(), e.segments.tolist(), e.whole) for c, e in record.items()}
+
+
+def example() -> dict[int, Condemned]:
+    rows = np.array([0, 1, 2, 7, 9, 10], np.uint32)
+    return {1 << 40: Condemned(5, rows, rows[:2], False), (1 << 40) + 1: Condemned(6, rows, rows, True)}
+
+
+@given(record=records, sequence=st.integers(0, (1 << 64) - 1))
+@runs(deadline=None, max_examples=100)
+def test_what_is_read_is_what_was_written(record, sequence):
+    found, back = decode_record(encode_record(sequence, record), "r")
+    assert (found, plain(back)) == (sequence, plain(record))
+
+
+@given(record=records, later=st.integers(1, 1 << 40))
+@runs(deadline=None, max_examples=50)
+def test_its_size_does_not_depend_on_the_clock(record, later):
+    moved = {c: Condemned(e.at_us + later, e.chunks, e.segments, e.whole) for c, e in record.items()}
+    assert record_bytes(moved) == record_bytes(record)
+
+
+def test_every_flipped_bit_and_every_truncation_is_told():
+    data = encode_record(3, example())
+    for at in range(len(data)):
+        with pytest.raises(Corrupt):
+            decode_record(data[:at], "r")
+        for bit in range(8):
+            broken = bytearray(data)
+            broken[at] ^= 1 << bit
+            with pytest.raises(Corrupt):
+                decode_record(bytes(broken), "r")
+
+
+@pytest.mark.parametrize(("at", "value", "error"), [(4, 3, FormatTooNew), (6, 1, FormatTooNew), (4, 0, Corrupt)])
+def test_another_format_is_told_from_damage(at, value, error):
+    body = bytearray(encode_record(3, example())[:-8])
+    body[at : at + 2] = value.to_bytes(2, "little")
+    with pytest.raises(error):
+        decode_record(bytes(body) + check_bytes(bytes(body)), "r")
+
+
+def runs_of(starts: list[int], counts: list[int], entries: int) -> bytes:
+    """A record of which every entry has the same runs, of chunks alone; nothing of it is expanded here."""
+    body = FIXED.pack(MAGIC, 1, 0, 3, entries) + np.zeros(entries, "<i8").tobytes()
+    runs_each = np.full(entries, len(starts), "<u4")
+    body += columns.pack([np.arange(5, 5 + entries, dtype="<u8"), np.zeros(entries, "u1"), runs_each, 0 * runs_each])
+    body += columns.pack([np.tile(np.array(starts, "<u4"), entries), np.tile(np.array(counts, "<u4"), entries)])
+    return body + check_bytes(body)
+
+
+def test_a_few_bytes_do_not_name_more_than_memory_holds():
+    record = decode_record(runs_of([0, 9], [8, 2], 3), "r")[1]
+    assert [entry.chunks.tolist() for entry in record.values()] == [[*range(8), 9, 10]] * 3
+    many = runs_of([0], [1 << 23], 60)
+    assert len(many) < 700
+    tracemalloc.start()
+    try:
+        with pytest.raises(Corrupt, match="r: 503316480 chunks and segments, at most 134217728"):
+            decode_record(many, "r")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_does_not_fit_into_one_record_waits(monkeypatch):
+    record = example()
+    assert fitting(record) == record
+    monkeypatch.setattr(pending_delete_record, "ORDINALS_MAX", 8)
+    assert plain(fitting(record)) == plain(dict(list(record.items())[:1]))
+    encode_record(1, fitting(record))
+    with pytest.raises(BadInput, match="20 condemned chunks and segments: want at most 8"):
+        encode_record(1, record)
+
+
+def test_the_highest_record_holds_and_lower_ones_go():
+    objects = memory_objects()
+    store = CondemnedStore(objects)
+    assert store.read() == {}
+    store.replace(example())
+    assert list(store.listed()) == [1]
+    newer = {9: Condemned(7, np.zeros(0, np.uint32), np.zeros(0, np.uint32), True)}
+    objects.put_new(f"gc/{5:016x}.nkg", encode_record(5, newer))  # whoever wrote it died before it removed the other
+    assert plain(store.read()) == plain(newer)
+    store.replace(example())
+    assert store.listed() == {6: record_bytes(example())}
+    store.replace({})
+    assert store.listed() == {7: record_bytes({})}
+    assert store.read() == {}
+
+
+def test_a_store_in_which_nothing_ever_was_condemned_has_no_record():
+    store = CondemnedStore(memory_objects())
+    store.replace({})
+    assert store.listed() == {}
+    assert store.settled()
+
+
+def test_a_record_whose_writer_slept_until_all_was_collected_never_holds(tmp_path):
+    """Held on its way to write record 1, while others condemn, free and are left with nothing condemned."""
+    late, meanwhile = CondemnedStore(LocalObjects(tmp_path)), CondemnedStore(LocalObjects(tmp_path))
+    names: list[str] = []
+
+    def collected_meanwhile(name: str) -> None:
+        names.append(name)
+        if len(names) == 1:
+            assert name == "object.begun"
+            meanwhile.replace({1 << 30: Condemned(9, np.zeros(0, np.uint32), np.zeros(0, np.uint32), True)})
+            meanwhile.replace({})
+
+    failpoints.arm((), collected_meanwhile)
+    try:
+        with pytest.raises(AlreadyExists, match="of another writer holds"):
+            late.replace(example())
+    finally:
+        failpoints.disarm()
+    assert meanwhile.read() == {}
+    assert not meanwhile.settled()  # what it left is removed by the next round
+    meanwhile.replace({})
+    assert meanwhile.settled()
+
+
+def test_a_broken_record_or_two_are_not_settled():
+    objects = memory_objects()
+    store = CondemnedStore(objects)
+    store.replace(example())
+    assert store.settled()
+    objects.put_new(f"gc/{9:016x}.nkg", encode_record(9, example()))
+    assert not store.settled()
+    objects.delete(f"gc/{9:016x}.nkg")
+    objects.delete(f"gc/{1:016x}.nkg")
+    objects.put_new(f"gc/{1:016x}.nkg", encode_record(1, example())[:-1])
+    assert not store.settled()
+
+
+def test_a_broken_record_condemns_nothing_and_an_unknown_name_is_told():
+    objects = memory_objects()
+    store = CondemnedStore(objects)
+    objects.put_new(f"gc/{2:016x}.nkg", encode_record(3, example()))  # under another's name
+    assert store.read() == {}
+    with pytest.raises(Corrupt, match="is record 3"):
+        store.at(2)
+    objects.put_new("gc/notes.txt", b"mine")
+    with pytest.raises(Corrupt, match="move it out"):
+        store.listed()

@@ -1,0 +1,177 @@
+"""Frozen dataclasses: ours beside the library's own."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from dataclasses import FrozenInstanceError, astuple, dataclass, field, fields, replace
+from typing import Any
+
+import pytest
+
+from nearkin_shared.config.reduction import DeltaSettings
+from nearkin_shared.utils.frozen import frozen, held
+
+
+@frozen
+class Ours:
+    """A record."""
+
+    number: int
+    name: str = "a"
+    secret: str = field(default="s", repr=False)
+    note: list[int] = field(default_factory=list, compare=False)
+
+
+@held
+class Held:
+    """A record that stays as it was made."""
+
+    number: int
+    name: str = "a"
+
+
+@dataclass(frozen=True, slots=True)
+class Theirs:
+    """The same record, as the library makes it."""
+
+    number: int
+    name: str = "a"
+    secret: str = field(default="s", repr=False)
+    note: list[int] = field(default_factory=list, compare=False)
+
+
+@frozen
+class Plain:
+    """A record with no more than types and values."""
+
+    number: int
+    name: str = "a"
+    ratio: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class TheirPlain:
+    """The same record, as the library makes it."""
+
+    number: int
+    name: str = "a"
+    ratio: float = 0.5
+
+
+@frozen
+class Nothing:
+    """A record of nothing."""
+
+
+@frozen
+class Checked:
+    """A record that checks what it is given."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise ValueError(self.number)
+
+
+MADE: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((1,), {}),
+    ((1, "b"), {}),
+    ((2,), {"note": [1]}),
+    ((1,), {"secret": "t"}),
+]
+
+
+@pytest.mark.parametrize(("args", "named"), MADE)
+@pytest.mark.parametrize(("others", "others_named"), MADE)
+def test_they_compare_hash_and_print_as_the_librarys_do(
+    args: tuple[Any, ...], named: dict[str, Any], others: tuple[Any, ...], others_named: dict[str, Any]
+) -> None:
+    ours, theirs = Ours(*args, **named), Theirs(*args, **named)
+    assert repr(ours) == repr(theirs).replace("Theirs", "Ours")
+    same = theirs == Theirs(*others, **others_named)
+    assert (ours == Ours(*others, **others_named)) is same
+    assert (hash(ours) == hash(Ours(*others, **others_named))) is same
+    assert ours != theirs
+    assert [each.name for each in fields(Ours)] == [each.name for each in fields(Theirs)]
+
+
+def test_they_are_replaced_copied_and_pickled() -> None:
+    ours = Ours(1, note=[3])
+    assert replace(ours, name="z") == Ours(1, "z")
+    for other in (copy.copy(ours), copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert other == ours
+        assert other.note == [3]
+
+
+def test_no_field_can_be_added() -> None:
+    with pytest.raises(AttributeError):
+        Ours(1).other = 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("made", [Held(1), DeltaSettings()], ids=["held", "settings"])
+def test_what_is_held_cannot_be_set_or_deleted(made: Any) -> None:
+    name = fields(made)[0].name
+    before = repr(made)
+    with pytest.raises(FrozenInstanceError, match=f"{type(made).__name__}.{name} cannot be set"):
+        setattr(made, name, 3)
+    with pytest.raises(FrozenInstanceError):
+        delattr(made, name)
+    assert repr(made) == before
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert replace(made) == made
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [((1,), {}), ((1, "b"), {}), ((1, "b", 2.5), {}), ((), {"ratio": 1.5, "number": 3}), ((4,), {"name": "c"})],
+)
+def test_a_plain_one_is_made_as_the_librarys_is(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    ours, theirs = Plain(*args, **named), TheirPlain(*args, **named)
+    assert astuple(ours) == astuple(theirs)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [((), {}), ((1, "b", 2.5, 4), {}), ((1,), {"number": 2}), ((1,), {"colour": "red"}), ((), {"name": "b"})],
+)
+def test_a_plain_one_refuses_what_the_librarys_does_in_the_same_words(
+    args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    with pytest.raises(TypeError) as theirs:
+        TheirPlain(*args, **named)
+    with pytest.raises(TypeError) as ours:
+        Plain(*args, **named)
+    assert str(ours.value) == str(theirs.value).replace("TheirPlain", "Plain")
+
+
+def test_its_signature_is_the_librarys() -> None:
+    assert inspect.signature(Plain) == inspect.signature(TheirPlain)
+    assert inspect.signature(Ours) == inspect.signature(Theirs)
+
+
+def test_each_has_its_own_fields() -> None:
+    """The code of `__init__` is shared by all classes of three fields; names and values are not."""
+    other = frozen(type("Other", (), {"__annotations__": {"x": "int", "y": "int", "z": "int"}, "z": 7}))
+    made, plain = other(1, 2), Plain(3)
+    assert (made.x, made.y, made.z) == (1, 2, 7)
+    assert (plain.number, plain.name, plain.ratio) == (3, "a", 0.5)
+    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'x' and 'y'"):
+        other()
+
+
+def test_one_without_fields_and_one_that_checks() -> None:
+    assert Nothing() == Nothing()
+    assert Checked(1).number == 1
+    with pytest.raises(ValueError, match="-1"):
+        Checked(-1)
+
+
+def test_a_default_before_a_field_without_one_is_refused_as_by_the_library() -> None:
+    space = {"__annotations__": {"x": "int", "y": "int"}, "x": 7}
+    with pytest.raises(TypeError):
+        dataclass(type("Theirs", (), dict(space)))
+    with pytest.raises(TypeError, match=r"x has a default, and a field after it has none"):
+        frozen(type("Other", (), dict(space)))

@@ -1,0 +1,112 @@
+"""What Kafka's clients say of themselves: once for people, not once a try and client."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.cimpl import NewTopic
+
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError, NearkinError, Permanent, StoreUnavailable
+from nearkin_shared.kafka import clients
+from tests.support.servers.certificates import self_signed
+
+REFUSED = KafkaError(KafkaError._TRANSPORT, "127.0.0.1:1: connection refused")
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(clients, "_said", {})
+    caplog.set_level(logging.WARNING, "nearkin.kafka")
+    return caplog
+
+
+def test_the_same_is_said_once_in_a_while(said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(clients.time, "monotonic", lambda: now)
+    for _ in range(50):
+        clients._on_error(REFUSED)
+    clients._on_error(KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down"))
+    assert [record.getMessage() for record in said.records] == [
+        "kafka: 127.0.0.1:1: connection refused",
+        "kafka: 1/1 brokers are down",
+    ]
+    now += clients.REPEAT_SECONDS
+    clients._on_error(REFUSED)
+    assert len(said.records) == 3
+
+
+def test_what_was_said_is_remembered_within_bounds(said: pytest.LogCaptureFixture) -> None:
+    for number in range(3 * clients.SAID_MAX):
+        clients._on_error(KafkaError(KafkaError._TRANSPORT, f"after {number} ms"))
+    assert len(said.records) == 3 * clients.SAID_MAX
+    assert len(clients._said) <= clients.SAID_MAX
+
+
+def kafka(**values: object) -> Settings:
+    return with_changes(Settings(), {"kafka": values})
+
+
+def test_a_file_of_certificates_that_is_none_is_told_as_the_setting(tmp_path: Path) -> None:
+    """librdkafka's own words are `error:05880020:x509 certificate routines::BIO lib`."""
+    there = tmp_path / "ca.pem"
+    with pytest.raises(ConfigError, match=rf'^kafka\.ca_file "{there}": No such file'):
+        clients.connection(kafka(security_protocol="ssl", ca_file=str(there)), "test")
+    there.write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"^kafka\.ca_file .*: want certificates in PEM"):
+        clients.connection(kafka(security_protocol="ssl", ca_file=str(there)), "test")
+    self_signed(tmp_path)
+    found = clients.connection(kafka(security_protocol="ssl", ca_file=str(tmp_path / "cert.pem")), "test")
+    clients.Producer(found)
+
+
+@pytest.mark.parametrize("protocol", ["sasl_plaintext", "sasl_ssl"])
+def test_a_user_without_a_password_is_told_as_the_setting(protocol: str) -> None:
+    with pytest.raises(ConfigError, match=r"^kafka\.sasl_username: not set"):
+        clients.connection(kafka(security_protocol=protocol), "test")
+    with pytest.raises(ConfigError, match=r"^kafka\.sasl_password: not set.*NEARKIN_KAFKA__SASL_PASSWORD"):
+        clients.connection(kafka(security_protocol=protocol, sasl_username="nearkin"), "test")
+    clients.Producer(
+        clients.connection(kafka(security_protocol=protocol, sasl_username="nearkin", sasl_password="s3same"), "test")
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (KafkaError.INVALID_REPLICATION_FACTOR, StoreUnavailable),
+        (KafkaError.NOT_CONTROLLER, StoreUnavailable),
+        (KafkaError._TIMED_OUT, StoreUnavailable),
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, Permanent),
+        (KafkaError.TOPIC_ALREADY_EXISTS, None),
+    ],
+)
+def test_topics_are_waited_for_while_brokers_come_up(
+    code: int, error: type[NearkinError] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of three answers, and has nobody to replicate to: a worker gave up where it waits for the others."""
+
+    class Admin:
+        def __init__(self, _: object) -> None:
+            self.topics: dict[str, object] = {}
+
+        def list_topics(self, timeout: float) -> Admin:
+            return self
+
+        def create_topics(self, wanted: list[NewTopic]) -> dict[str, Future[None]]:
+            refused: Future[None] = Future()
+            refused.set_exception(KafkaException(KafkaError(code, "said so.")))
+            return {wanted[0].topic: refused}
+
+    monkeypatch.setattr(clients, "AdminClient", Admin)
+    if error is None:
+        assert clients.create_topics(Settings()) == []
+        return
+    with pytest.raises(error, match=r"^topic nearkin\.frames: said so\.") as told:
+        clients.create_topics(Settings())
+    assert ("kafka.replication" in str(told.value)) == (code == KafkaError.INVALID_REPLICATION_FACTOR)

@@ -1,0 +1,63 @@
+"""The hot settings' two watchers, of the file and of the topic: neither undoes what the other found meanwhile."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nearkin_shared.config.loader import load
+from nearkin_shared.kafka.live_config import HotSettings
+
+
+class Meanwhile:
+    """A lock before which, the first time, something else happens: as if another thread had been faster."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        self._happens: Callable[[], object] | None = happens
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        happens, self._happens = self._happens, None
+        if happens is not None:
+            happens()
+        self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+def message(read_only: bool) -> bytes:
+    return json.dumps({"changes": {"service": {"read_only": read_only}}, "id": str(read_only)}).encode()
+
+
+def started(tmp_path: Path) -> tuple[HotSettings, Path, Any]:
+    file = tmp_path / "nearkin.toml"
+    file.write_text('[delta]\ncodec = "none"\n')
+    hot = HotSettings(load(file)[0], file, None)
+    return hot, file, hot
+
+
+def test_what_the_topic_says_while_the_file_is_read_stays(tmp_path: Path) -> None:
+    """A gateway that began went back to an older message, and its next change put that in force everywhere."""
+    hot, _, inside = started(tmp_path)
+    hot.told(message(True), "first")
+    inside._lock = Meanwhile(lambda: hot.told(message(False), "second"))
+    hot.reread()
+    assert not hot.settings.service.read_only
+    assert hot.changes == {"service": {"read_only": False}}
+
+
+def test_what_the_file_says_while_the_topic_is_read_stays(tmp_path: Path) -> None:
+    hot, file, inside = started(tmp_path)
+    hot.reread()
+    file.write_text('[delta]\ncodec = "xdelta3"\n')
+    inside._lock = Meanwhile(hot.reread)
+    hot.told(message(True), "first")
+    assert hot.settings.service.read_only
+    assert hot.settings.delta.codec == "xdelta3"

@@ -1,0 +1,152 @@
+"""Large memory: which pages it is made of, told by the kernel itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nearkin_shared.limits import MIB
+from nearkin_shared.types import U8
+from nearkin_shared.utils.memory import AT_HAND_SECONDS_MAX, HUGE_BYTES, SMALL_BYTES, Mapper
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+linux_only = pytest.mark.skipif(sys.platform != "linux" or not THP.exists(), reason="huge pages are Linux's")
+
+
+def flags_of(array: U8) -> set[str]:
+    """Return the kernel's flags of the mapping that holds an array: "hg" wants huge pages, "nh" none."""
+    address = array.ctypes.data
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds is not None:
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError(f"no mapping holds {address:x}")
+
+
+class Ticking:
+    """A clock by which each touch takes so long."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now, self.asked = seconds, 0.0, 0
+
+    def __call__(self) -> float:
+        self.asked += 1
+        self.now += self.seconds
+        return self.now
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 4096, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 1, 18 * MIB + 5])
+@pytest.mark.parametrize("seconds", [0.0, 2 * AT_HAND_SECONDS_MAX])
+def test_memory_is_zeros_and_may_be_written_to_its_end(size_bytes: int, seconds: float) -> None:
+    array = Mapper(Ticking(seconds)).map(size_bytes)
+    assert array.shape == (size_bytes,)
+    assert not array.any()
+    array[:] = 7
+    assert int(array.sum()) == 7 * size_bytes
+
+
+@linux_only
+def test_huge_pages_are_asked_for_while_they_are_at_hand() -> None:
+    mapper = Mapper(Ticking(AT_HAND_SECONDS_MAX / 2))
+    arrays = [mapper.map(4 * MIB) for _ in range(40)]
+    assert all("hg" in flags_of(array) for array in arrays)
+
+
+@linux_only
+def test_where_a_huge_page_comes_late_the_next_ones_are_small_until_it_is_tried_again() -> None:
+    clock = Ticking(2 * AT_HAND_SECONDS_MAX)
+    mapper = Mapper(clock)
+    arrays = [mapper.map(SMALL_BYTES // 4) for _ in range(10)]
+    assert all("nh" in flags_of(array) for array in arrays)
+    assert clock.asked == 2 * 2, "the first and the sixth are tried, before and after"
+    clock.seconds = 0.0
+    arrays += [mapper.map(SMALL_BYTES // 4) for _ in range(2)]
+    assert "hg" in flags_of(arrays[-1])
+
+
+@linux_only
+def test_less_than_a_huge_page_is_at_hand_at_once() -> None:
+    array = Mapper().map(MIB)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    array[:] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < MIB // 4096 // 4
+
+
+FREED = """
+import resource
+import numpy as np
+from nearkin_shared.utils.memory import give_back_free, large_from_system
+
+def held_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+large_from_system()
+before = held_bytes()
+pieces = [np.ones(200_000, np.uint8) for _ in range(500)]
+kept = pieces[9::10]
+del pieces
+between = held_bytes()
+give_back_free()
+print(between - before, held_bytes() - before)
+assert all(piece.all() for piece in kept)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's malloc")
+def test_what_malloc_holds_and_nobody_uses_goes_back() -> None:
+    """What lies between pieces in use is a heap's that shrinks from its end alone."""
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    between, after = map(int, done.stdout.split())
+    assert between > 80_000_000
+    assert after < 30_000_000
+
+
+HEAPS = """
+import ctypes, sys, tempfile, threading
+from nearkin_shared.utils.memory import one_heap
+
+if sys.argv[1:]:
+    one_heap()
+together = threading.Barrier(4)
+
+def take():
+    together.wait(60)
+    kept = [bytearray(100_000) for _ in range(10)]  # malloc's, not Python's own of small pieces
+    together.wait(60)
+
+threads = [threading.Thread(target=take) for _ in range(4)]
+for one in threads: one.start()
+for one in threads: one.join()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+with tempfile.TemporaryFile() as told:
+    stream = ctypes.c_void_p(libc.fdopen(told.fileno(), b"w"))
+    libc.malloc_info(0, stream)
+    libc.fflush(stream)
+    told.seek(0)
+    print(told.read().count(b"<heap nr="))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's malloc")
+@pytest.mark.parametrize(("asked", "set_by_user", "shared"), [("", "", 0), ("one", "", 1), ("one", "8", 0)])
+def test_threads_share_one_heap_unless_its_user_says_otherwise(asked: str, set_by_user: str, shared: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    if set_by_user:
+        environment["MALLOC_ARENA_MAX"] = set_by_user
+    done = subprocess.run(
+        [sys.executable, "-c", HEAPS, *filter(None, [asked])],
+        capture_output=True, text=True, check=True, env=environment,
+    )  # fmt: skip
+    assert (int(done.stdout) == 1) == bool(shared)

@@ -1,0 +1,343 @@
+"""A folder as an object store: what was answered survives a power cut, and what was not leaves nothing half-made."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+
+from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.errors import Corrupt, NotFound, Retryable, StoreUnavailable
+from nearkin_shared.limits import MANIFEST_BYTES_MAX, OBJECT_BYTES_MAX
+from nearkin_shared.objectstore import base as module
+from nearkin_shared.objectstore import obstore_adapter
+from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX, LocalObjects
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from tests.support.fakes.faulty_objects import FaultyObjects
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Record (operation, inode) of each fsync and link, carried out as ever.
+
+    No observation from outside shows whether a sync came before a link: only the order of the calls does.
+    """
+    recorded: list[tuple[str, int]] = []
+    fsync, link = os.fsync, os.link
+
+    def recording_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        found = os.fstat(descriptor)
+        recorded.append(("sync folder" if stat.S_ISDIR(found.st_mode) else "sync file", found.st_ino))
+
+    def recording_link(source: Path, target: Path) -> None:
+        link(source, target)
+        recorded.append(("link", os.stat(target).st_ino))
+
+    monkeypatch.setattr(module.os, "fsync", recording_fsync)
+    monkeypatch.setattr(module.os, "link", recording_link)
+    return recorded
+
+
+def test_bytes_are_synced_before_the_name_appears_and_the_folder_after(
+    tmp_path: Path, calls: list[tuple[str, int]]
+) -> None:
+    store = LocalObjects(tmp_path)
+    store.put_new("a/first", b"1")
+    calls.clear()
+    store.put_new("a/second", b"2")
+    made, folder = (tmp_path / "a/second").stat().st_ino, (tmp_path / "a").stat().st_ino
+    assert calls == [("sync file", made), ("link", made), ("sync folder", folder)]
+
+
+def test_new_folders_are_synced_into_their_parents_from_the_root_down(
+    tmp_path: Path, calls: list[tuple[str, int]]
+) -> None:
+    LocalObjects(tmp_path).put_new("a/b/x", b"1")
+    inodes = {folder: (tmp_path / folder).stat().st_ino for folder in (".", "a", "a/b")}
+    assert [inode for kind, inode in calls if kind == "sync folder"] == [inodes["."], inodes["a"], inodes["a/b"]]
+
+
+def test_folders_of_a_writer_that_died_are_synced_by_the_next_one(tmp_path: Path, calls: list[tuple[str, int]]) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)  # made, but nobody knows whether they were synced
+    LocalObjects(tmp_path).put_new("a/b/x", b"1")
+    synced = {inode for kind, inode in calls if kind == "sync folder"}
+    assert {(tmp_path / folder).stat().st_ino for folder in (".", "a", "a/b")} <= synced
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+from nearkin_shared.objectstore import base as objectstore_base
+steps = 0
+def dying(real):
+    def call(*given, **named):
+        global steps
+        if steps == int(sys.argv[2]):
+            os._exit(9)
+        steps += 1
+        return real(*given, **named)
+    return call
+for name in ("open", "writev", "fsync", "link", "close"):
+    setattr(objectstore_base.os, name, dying(getattr(os, name)))
+objectstore_base.LocalObjects(Path(sys.argv[1])).put_new("a/x", b"content")
+print("done", steps, flush=True)
+os._exit(0)
+"""
+
+
+def test_dying_at_any_step_leaves_the_whole_object_or_none(tmp_path: Path) -> None:
+    visible = []
+    for step in range(40):
+        root = tmp_path / str(step)
+        root.mkdir()
+        found = subprocess.run(
+            [sys.executable, "-c", DYING, str(root), str(step)], capture_output=True, timeout=60, check=False
+        )
+        store = LocalObjects(root)
+        names = list(store.names("a"))
+        if found.returncode == 0:
+            assert names == [("a/x", 7)]
+            break
+        assert found.returncode == 9, found.stderr
+        visible.append(bool(names))
+        assert not names or store.get("a/x") == b"content"
+        store.sweep_scratch()
+        assert not (root / "tmp").is_dir() or not list((root / "tmp").iterdir())
+        if not names:
+            store.put_new("a/x", b"again")
+            assert store.get("a/x") == b"again"
+    else:
+        raise AssertionError("put_new takes more than 40 calls")
+    assert visible == sorted(visible)  # nothing before the link, the whole after it
+    assert visible[0] is False
+    assert visible[-1] is True
+
+
+def test_a_failed_write_leaves_nothing_and_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalObjects(tmp_path)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "writev", full)
+        with pytest.raises(StoreUnavailable, match="make room") as raised:
+            store.put_new("a/x", b"content")
+    assert isinstance(raised.value, Retryable)
+    assert isinstance(raised.value.__cause__, OSError)
+    assert list(store.names("")) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+    store.put_new("a/x", b"content")
+
+
+def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def short(descriptor: int, parts: Sequence[Any]) -> int:
+        calls.append(len(parts))
+        return os.write(descriptor, b"".join(parts)[:3])
+
+    monkeypatch.setattr(module.os, "writev", short)
+    monkeypatch.setattr(module, "PARTS_WRITTEN_MAX", 2)
+    LocalObjects(tmp_path).put_new("a/x", b"01", b"", b"2345", memoryview(b"6"), b"789")
+    assert (tmp_path / "a/x").read_bytes() == b"0123456789"
+    assert calls == [2, 2, 2, 1]
+
+
+def test_large_ranges_keep_their_bytes_while_others_are_read(tmp_path: Path) -> None:
+    store, data = LocalObjects(tmp_path), random_bytes(3 << 20, 1)
+    store.put_new("a/large", data)
+    ends = [1 << 20, 2 << 20, (3 << 20) + 100]  # the last one beyond the end
+    found = store.get_ranges("a/large", [0, 1 << 20, 2 << 20], ends)
+    again = [store.get_ranges("a/large", [5], [(1 << 20) + 5])[0] for _ in range(3)]
+    assert b"".join(found) == data
+    assert [bytes(piece) for piece in again] == [data[5 : (1 << 20) + 5]] * 3
+
+
+def test_ranges_that_join_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects, data = LocalObjects(tmp_path), random_bytes(2 * TOGETHER_BYTES_MAX, 1)
+    objects.put_new("a/b", data)
+    half, reads = TOGETHER_BYTES_MAX // 2, list[tuple[int, int]]()
+    plain = LocalObjects._read_range
+
+    def read(self: LocalObjects, descriptor: int, start: int, end: int) -> object:
+        reads.append((start, end))
+        return plain(self, descriptor, start, end)
+
+    monkeypatch.setattr(LocalObjects, "_read_range", read)
+    ends = [10, 500, half, half + 1, 3 * half]
+    starts = [0, 10, 500, half, half + 1]
+    found = objects.get_ranges("a/b", [*starts, 7], [*ends, 9])
+    assert found == [data[start:end] for start, end in zip([*starts, 7], [*ends, 9], strict=True)]
+    assert reads == [(0, half + 1), (half + 1, 3 * half), (7, 9)], "no more than is held for one of them"
+
+
+def test_objects_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    LocalObjects(tmp_path).put_new("a/x", b"1")
+    assert stat.S_IMODE((tmp_path / "a/x").stat().st_mode) == 0o600
+
+
+def test_an_error_while_listing_is_raised_not_taken_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pages(*_: Any, **__: Any) -> Iterator[list[dict[str, Any]]]:
+        yield [{"path": "a/x", "size": 1}]
+        raise obstore.exceptions.GenericError("connection reset\nand more")
+
+    monkeypatch.setattr(obstore_adapter.obstore, "list", pages)
+    with pytest.raises(StoreUnavailable, match=r"connection reset$"):
+        list(memory_objects().names("a"))
+
+
+def test_a_folder_that_fails_while_it_is_listed_is_not_taken_for_one_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = LocalObjects(tmp_path)
+    objects.put_new("a/x", b"1")
+    objects.put_new("a/below/y", b"1")
+    real = os.scandir
+
+    def scandir(folder: Path) -> Any:
+        if folder == tmp_path / "a/below":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(StoreUnavailable, match=r"a/below: .*Input/output error"):
+        list(objects.names("a"))
+
+
+def test_files_alone_are_listed_wherever_links_lead(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    objects = LocalObjects(tmp_path / "s")
+    objects.put_new("a/x", b"123")
+    (tmp_path / "other disk").mkdir()
+    (tmp_path / "other disk/y").write_bytes(b"12345")
+    (tmp_path / "s/a/linked").symlink_to(tmp_path / "other disk")
+    (tmp_path / "s/a/gone.nkc").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "s/a/.#lock").symlink_to("kim@db-1:2")
+    (tmp_path / "s/a/empty").mkdir()
+    os.mkfifo(tmp_path / "s/a/pipe")
+    assert sorted(objects.names("a")) == sorted(objects.names("a/")) == [("a/linked/y", 5), ("a/x", 3)]
+    assert list(objects.names("none")) == []
+    with pytest.raises(NotFound):
+        objects.get("a/pipe")
+
+
+@pytest.mark.parametrize("instead", ["file", "link", "link below"])
+def test_what_is_not_mounted_is_not_taken_for_empty(tmp_path: Path, instead: str) -> None:
+    objects = LocalObjects(tmp_path)
+    objects.put_new("a/b/x", b"123")
+    if instead == "link below":
+        (tmp_path / "a/c").symlink_to(tmp_path / "nowhere")
+    else:
+        (tmp_path / "a").rename(tmp_path / "elsewhere")
+        (tmp_path / "a").write_bytes(b"") if instead == "file" else (tmp_path / "a").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StoreUnavailable, match="^a: .*Not a directory" if instead == "file" else "^a.*is not there"):
+        list(objects.names("a"))
+
+
+def test_what_is_larger_than_any_object_is_not_read(tmp_path: Path) -> None:
+    objects = LocalObjects(tmp_path)
+    for name, most in (("manifests/x", MANIFEST_BYTES_MAX), ("containers/x", OBJECT_BYTES_MAX)):
+        (tmp_path / name).parent.mkdir()
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(most + 1)
+        with pytest.raises(Corrupt, match=f"^{name}: {most + 1} bytes, where none has more than {most}"):
+            objects.get(name)
+
+
+def test_names_of_other_programs_are_listed_as_they_can_be_told_and_read(tmp_path: Path) -> None:
+    objects = LocalObjects(tmp_path)
+    (tmp_path / "in").mkdir()
+    for name in ("two words", "für", "100%", "a#b"):
+        (tmp_path / "in" / name).write_bytes(name.encode())
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/in/\xff\xfe")).write_bytes(b"x")
+    found = {name for name, _ in objects.names("in")}
+    assert found == {"in/two words", "in/für", "in/100%", "in/a#b", "in/\\xff\\xfe"}
+    for name in found - {"in/\\xff\\xfe"}:
+        assert objects.get(name) == name.removeprefix("in/").encode()
+
+
+def test_puts_and_gets_do_not_wait_for_obstore(tmp_path: Path) -> None:
+    script = (
+        "import sys, nearkin; store = nearkin.open_store(sys.argv[1], create=True); store.put('k', b'x' * 100_000);"
+        "store.get('k').read(); list(store.versions()); store.close(); print('obstore' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "s")],
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert run.stdout.split() == ["False"]
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable):
+        list(LocalObjects(tmp_path).names("x" * 300))  # longer than a file name may be: not a missing folder
+
+
+# --- faults by script ------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_sector_is_damage_of_the_object_and_no_outage(tmp_path: Path) -> None:
+    with pytest.raises(Corrupt, match=r"mem: the device cannot read it \(Input/output error\)"):
+        LocalObjects(Path("/proc/self")).get_ranges("mem", [0], [10])  # EIO, as a bad sector is
+    store = LocalObjects(tmp_path)
+    store.put_new("a/good", b"1")
+    assert store.get("a/good") == b"1"
+
+
+def test_a_folder_in_the_place_of_an_object_is_no_object(tmp_path: Path) -> None:
+    store = LocalObjects(tmp_path)
+    store.put_new("a/b/x", b"1")
+    for ask in (store.get, store.size_bytes, lambda name: store.get_ranges(name, [0], [1])):
+        with pytest.raises(NotFound, match="a/b: no such object"):
+            ask("a/b")
+
+
+def outcome(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except StoreUnavailable:
+        return "failed"
+    return "done"
+
+
+def test_each_letter_of_a_script_meets_one_write() -> None:
+    inner = memory_objects()
+    faulty = FaultyObjects(inner, ".LE.")
+    assert not faulty.spent
+    assert [outcome(lambda n=n: faulty.put_new(f"a/{n}", b"x")) for n in range(5)] == [  # type: ignore[misc]
+        *("done", "failed", "failed", "done", "done")
+    ]
+    assert sorted(name for name, _ in inner.names("a")) == ["a/0", "a/1", "a/3", "a/4"]
+    assert faulty.spent
+    assert faulty.calls[2] == ("E", "put_new", "a/2")
+
+
+def test_deletes_count_and_reads_do_not() -> None:
+    inner = memory_objects()
+    inner.put_new("a/x", b"x")
+    faulty = FaultyObjects(inner, "EL")
+    assert outcome(lambda: faulty.delete("a/x")) == "failed"
+    assert faulty.get("a/x") == b"x"
+    assert outcome(lambda: faulty.delete("a/x")) == "failed"
+    assert list(faulty.names("a")) == []
+
+
+def test_a_script_of_other_letters_is_refused() -> None:
+    with pytest.raises(ValueError, match="'x' unknown"):
+        FaultyObjects(memory_objects(), "..x")

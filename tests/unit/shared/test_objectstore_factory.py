@@ -1,0 +1,172 @@
+"""The object store that settings name: which one, and what a refusal says."""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearkin_shared.config.loader import load, with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError, Corrupt, NotFound, StoreUnavailable
+from nearkin_shared.limits import MIB
+from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.factory import open_objects, open_store_of
+from nearkin_shared.objectstore.s3 import Where
+
+
+def opened(**section: Any) -> Any:
+    return open_objects(with_changes(Settings(), {"object_store": section, "storage": {"create": True}}))
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_a_folder_is_made_and_opened(tmp_path: Path, form: str) -> None:
+    folder = tmp_path / "with space" / "deep"
+    url = form.format(folder if form == "{}" else str(folder).replace(" ", "%20"))
+    objects = opened(url=url)
+    assert isinstance(objects, LocalObjects)
+    objects.put_new("a", b"x")
+    assert (folder / "a").read_bytes() == b"x"
+
+
+def test_the_local_store_is_meant_where_no_url_is_set(tmp_path: Path) -> None:
+    open_objects(with_changes(Settings(), {"store": str(tmp_path)})).put_new("a", b"x")
+    assert (tmp_path / "a").exists()
+
+
+def in_page_cache(path: Path) -> bool:
+    """Return whether the first page of a file can be read without waiting for the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(descriptor, [bytearray(4096)], 0, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        pytest.skip(f"this file system cannot tell: {error}")
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Path:
+    """Return a folder whose files leave the page cache when they are told to."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        pytest.skip("Linux alone tells what is in its page cache")
+    descriptor = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT)
+    os.write(descriptor, bytes(MIB))
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    if in_page_cache(tmp_path / "probe"):
+        pytest.skip("a file system in memory")
+    return tmp_path
+
+
+LARGE, OTHERS = ("containers/0/a", "parity/containers/0/a"), ("manifests/a", "uploads/a", "containers/0/b")
+
+
+@pytest.mark.parametrize(("choice", "stay"), [("drop", OTHERS), ("keep", (*LARGE, *OTHERS))])
+def test_large_containers_leave_the_page_cache(on_disk: Path, choice: str, stay: tuple[str, ...]) -> None:
+    changed = {"store": str(on_disk), "storage": {"page_cache": choice}}
+    objects = open_objects(with_changes(Settings(), changed))
+    content = {name: os.urandom(MIB if name.endswith("a") else 1000) for name in (*LARGE, *OTHERS)}
+    for name, data in content.items():
+        objects.put_new(name, data[:500], data[500:])
+    assert tuple(name for name in content if in_page_cache(on_disk / name)) == stay
+    assert {name: objects.get(name) for name in content} == content
+
+
+def test_neither_is_refused_with_the_variable_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"object_store\.url: not set; .*NEARKIN_OBJECT_STORE__URL"):
+        open_objects(Settings())
+
+
+def test_missing_folder_without_create_is_refused(tmp_path: Path) -> None:
+    """F.2: services do not create the folder of a store unless `storage.create` is set."""
+    with pytest.raises(NotFound, match=r"no store at .*storage\.create = true"):
+        open_objects(with_changes(Settings(), {"object_store": {"url": str(tmp_path / "new")}}))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("encryption", ["none", "aes-256-gcm"])
+def test_empty_place_without_create_is_refused(tmp_path: Path, encryption: str) -> None:
+    """F.2: services refuse an empty object store, write nothing to it, and create a store only when told to."""
+    key = {"key": base64.b64encode(bytes(32)).decode()} if encryption != "none" else {}
+    chosen = {"object_store": {"url": str(tmp_path)}, "storage": {"encryption": encryption, **key}}
+    with pytest.raises(NotFound, match="no store at"):
+        open_store_of(with_changes(Settings(), chosen))
+    assert os.listdir(tmp_path) == []
+    created = with_changes(Settings(), {**chosen, "storage": {**chosen["storage"], "create": True}})
+    with pytest.raises(NotFound, match="has the index of store 1234"):
+        open_store_of(created, indexed_store_id="1234")
+    assert os.listdir(tmp_path) == []
+    _, found = open_store_of(created)
+    assert open_store_of(with_changes(Settings(), chosen))[1] == found
+
+
+@pytest.mark.parametrize("folder", ["containers", "manifests"])
+def test_store_that_lost_its_descriptor_is_damaged(tmp_path: Path, folder: str) -> None:
+    """F.2: services never write a second descriptor next to the objects of a store."""
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "0").write_bytes(b"x")
+    with pytest.raises(Corrupt, match="is lost"):
+        open_store_of(with_changes(Settings(), {"object_store": {"url": str(tmp_path)}, "storage": {"create": True}}))
+    assert not (tmp_path / "nearkin.json").exists()
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreUnavailable, match="file/below: Not a directory"):
+        opened(url=str(tmp_path / "file" / "below"))
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"url": "gs://bucket"}, 'url "gs://bucket": want s3://'),
+        ({"url": "file://host/folder"}, 'url "file://host/folder": want'),
+        ({"access_key_id": "a"}, "secret_access_key is not set"),
+        ({"secret_access_key": "a"}, "access_key_id is not set"),
+        ({"endpoint": "s3.example.org"}, "want a URL such as"),
+        ({"endpoint": "http://s3.example.org"}, "is not encrypted: want https://, or allow_http = true"),
+        ({"checksum": "md5"}, "choose crc64nvme, none or sha256"),
+        ({"retries": 101}, "want 0 to 100"),
+        ({"request_timeout_seconds": 0}, "want 1 to 600"),
+        ({"bucket": "b"}, "no such setting"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_what_would_be_right(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^object_store.*{said}"):
+        opened(**section)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3://B", "s3://ab", "s3://bucket?x=1", "s3://bu_cket/p", "s3://-bucket"])
+def test_what_is_no_bucket_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r'^object_store\.url "s3://.*want s3://bucket/prefix; a bucket is 3 to 63'):
+        opened(url=url)
+
+
+@pytest.mark.parametrize(
+    ("url", "bucket", "prefix"),
+    [("s3://bucket", "bucket", ""), ("s3://bucket/", "bucket", ""), ("s3://bu.ck-et/a/b/", "bu.ck-et", "a/b")],
+)
+def test_a_url_is_a_bucket_and_a_prefix(url: str, bucket: str, prefix: str) -> None:
+    where = Where.parse(with_changes(Settings(), {"object_store": {"url": url}}).object_store)
+    assert (where.bucket, where.prefix) == (bucket, prefix)
+
+
+def test_a_ca_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'object_store\.ca_file ".*none": No such file'):
+        opened(url="s3://bucket", ca_file=str(tmp_path / "none"))
+
+
+def test_secrets_are_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "nearkin.toml"
+    file.write_text('[object_store]\naccess_key_id = "id"\nsecret_access_key = "hidden"\nsession_token = "hidden"')
+    settings, origins = load(file)
+    assert settings.object_store.secret_access_key == "hidden"
+    assert "hidden" not in str(origins)
+    assert origins["object_store.access_key_id"].value == "id"

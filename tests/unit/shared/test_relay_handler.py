@@ -1,0 +1,442 @@
+"""Stages between topics: messages are worked on together, and say what each alone would have said."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nearkin.lab.generated_data import random_bytes
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_chunker.handler import split_segments
+from nearkin_dedup import DedupStage
+from nearkin_dedup.handler import dedup_work
+from nearkin_delta import handler as delta_handler
+from nearkin_delta.handler import PlaceHandler
+from nearkin_resemblance import ResemblanceStage
+from nearkin_resemblance.handler import resemblance_work
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError, Corrupt, Retryable, StoreUnavailable
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.formats import message as fmt
+from nearkin_shared.formats.message import End, Envelope, Fresh, Message, Opened, Paired, Segments, decode, encode
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.kafka import consumer_loop
+from nearkin_shared.kafka.ack_tracker import Awaiting
+from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.coalesce import merged_fresh, merged_pairs
+from nearkin_shared.kafka.consumer_loop import Record
+from nearkin_shared.kafka.offset_tracker import PartitionOffsets
+from nearkin_shared.kafka.record_guard import RecordGuard
+from nearkin_shared.kafka.relay_handler import RelayHandler, Told, Work
+from nearkin_shared.kafka.tenant_context import Lanes, lanes
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.pipeline.batched import run_stage_many
+from nearkin_shared.pipeline.stage import Facts, run_stage
+from nearkin_shared.types import ContainerId, Locations, SegmentBatch
+
+SETTINGS = Settings()
+MIB = 1 << 20
+BLOB = b"0123456789abcdef"
+
+
+class Scripted(Outbox):
+    """Keeps what is sent; acknowledges when told to."""
+
+    def __init__(self) -> None:
+        self.values: list[bytes] = []
+        self.dead: list[Mapping[str, bytes | None]] = []
+        self.sent_messages = 0
+        self._unanswered = PartitionOffsets()
+        self.failing = False
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Mapping[str, bytes]) -> None:
+        assert headers["ce_specversion"] == b"1.0"
+        self.values.append(value)
+        self._unanswered.taken(self.sent_messages)
+        self.sent_messages += 1
+
+    def send_to(
+        self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
+    ) -> None:
+        self.dead.append(dict(headers))
+
+    def acknowledge(self, *numbers: int) -> None:
+        for number in numbers:
+            self._unanswered.done(number)
+
+    def settle(self) -> None:
+        if self.failing:
+            raise StoreUnavailable("kafka: a message was not delivered")
+
+    def flush(self) -> None:
+        self.settle()
+        self.acknowledge(*range(self.acknowledged_messages, self.sent_messages))
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def told(self) -> list[Message]:
+        return [decode(value, "sent") for value in self.values]
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Iterator[Lanes]:
+    indexes: list[LmdbIndex] = []
+
+    def index_of(domain: bytes) -> LmdbIndex:
+        indexes.append(LmdbIndex(tmp_path / domain.hex(), domain, 1 << 26))
+        return indexes[-1]
+
+    yield lanes(SETTINGS, memory_objects(), b"s" * 32, 160, index_of)
+    for index in indexes:
+        index.close()
+
+
+def chunked(data: bytes, tenant: str = "t") -> SegmentBatch:
+    stage = ChunkerStage(SETTINGS, Fingerprinter(b"s" * 32, tenant))
+    payload = np.frombuffer(data, np.uint8)
+    return stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), Facts()).segments
+
+
+def messages(data: bytes, tenant: str = "t", blob: bytes = BLOB) -> list[Segments]:
+    found, position, sequence = [], 0, 0
+    for batch in split_segments(chunked(data, tenant), 3):
+        found.append(Segments(Envelope(blob, tenant, "key", position, sequence), batch))
+        position, sequence = position + batch.logical_bytes, sequence + batch.segments
+    return found
+
+
+def records(values: Sequence[bytes]) -> list[Record]:
+    return [Record("segments", 0, at, value[8:24], value, {}, ()) for at, value in enumerate(values)]
+
+
+def relay(work: Work, outbox: Scripted) -> RelayHandler:
+    handler = RelayHandler(SETTINGS, "dedup", "fresh", work, outbox)
+    handler.assigned(0, "")
+    return handler
+
+
+def handled(work: Work, values: Sequence[bytes]) -> Scripted:
+    outbox = Scripted()
+    relay(work, outbox).handle(records(values))
+    return outbox
+
+
+def end(blob: bytes = BLOB, tenant: str = "t") -> bytes:
+    return encode(End(Envelope(blob, tenant, "key", 5), 1, blob, 5, b"b" * 32, segments=1))
+
+
+def test_questions_asked_together_are_answered_as_if_each_were_asked_alone(tenants: Lanes) -> None:
+    facts, batches = tenants["t"].facts, [m.batch for m in messages(random_bytes(3 * MIB, 1))]
+    assert len(batches) > 2
+    fresh = run_stage_many(DedupStage(), batches, facts)
+    for one, batch in zip(fresh, batches, strict=True):
+        alone = run_stage(DedupStage(), batch, facts)
+        assert np.array_equal(one.fresh, alone.fresh)
+        assert np.array_equal(one.first, alone.first)
+    paired = run_stage_many(ResemblanceStage(SETTINGS), fresh, facts)
+    for pair, known in zip(paired, fresh, strict=True):
+        assert np.array_equal(pair.super_features, run_stage(ResemblanceStage(SETTINGS), known, facts).super_features)
+    assert run_stage_many(DedupStage(), [], facts) == []
+
+
+def test_what_is_left_of_many_messages_leaves_as_few(tenants: Lanes) -> None:
+    known = chunked(random_bytes(MIB, 2))
+    places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
+    nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
+    tenants["t"].pending.place(known.names, places, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty())
+    sent = messages((random_bytes(MIB, 2) + random_bytes(50_000, 9)) * 6)
+    found = handled(dedup_work(SETTINGS, tenants), [*map(encode, sent), end()]).told
+    assert len(sent) > 6
+    assert len(found) == 2
+    assert isinstance(found[0], Fresh)
+    assert isinstance(found[1], End)
+    whole = found[0].batch
+    assert whole.batch.logical_bytes == 6 * (MIB + 50_000)
+    assert np.array_equal(whole.batch.segment_ids, np.concatenate([m.batch.segment_ids for m in sent]))
+    namer = Fingerprinter(b"s" * 32, "t")
+    rows = whole.fresh
+    named = namer.name_chunks(whole.batch.payload, whole.batch.offsets[rows], whole.batch.lengths[rows])
+    assert np.array_equal(named, whole.batch.names[rows])
+    assert len(np.unique(named, axis=0)) == len(rows) < 60  # the 50,000 bytes, and where they meet what is known
+
+
+def test_messages_of_fresh_bytes_alone_are_not_merged_beyond_a_messages_bound(tenants: Lanes) -> None:
+    sent = messages(random_bytes(4 * MIB, 3))
+    outbox = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in sent])
+    found = [message for message in outbox.told if isinstance(message, Fresh)]
+    assert sum(m.batch.batch.segments for m in found) == sum(m.batch.segments for m in sent)
+    paired = handled(resemblance_work(tenants, lambda: SETTINGS), outbox.values)
+    assert not paired.dead
+    assert all(isinstance(message, Paired) for message in paired.told)
+
+
+def test_blobs_and_tenants_in_one_batch_keep_apart_and_in_order(tenants: Lanes) -> None:
+    other = b"fedcba9876543210"
+    data = random_bytes(2 * MIB, 4)
+    ours, theirs = messages(data), messages(data, "u", other)
+    mixed = [encode(m) for pair in zip(ours, theirs, strict=False) for m in pair]
+    told = handled(dedup_work(SETTINGS, tenants), [*mixed, end(), end(other, "u")]).told
+    for blob in (BLOB, other):
+        mine = [m for m in told if m.envelope.blob == blob]
+        assert isinstance(mine[-1], End)
+        fresh = [m for m in mine if isinstance(m, Fresh)]
+        assert [m.envelope.sequence for m in fresh] == sorted(m.envelope.sequence for m in fresh)
+        assert sum(len(m.batch.batch.payload) for m in fresh) > 0  # another tenant's chunks are not ours
+
+
+def test_a_repeated_message_is_not_merged_with_what_it_repeats(tenants: Lanes) -> None:
+    sent = [encode(m) for m in messages(random_bytes(2 * MIB, 5))]
+    told = handled(dedup_work(SETTINGS, tenants), [*sent, *sent]).told
+    fresh = [m for m in told if isinstance(m, Fresh)]
+    sequences = [m.envelope.sequence for m in fresh]
+    assert sequences.count(0) == 2
+    assert not any(m.envelope.sequence == 0 and m.batch.batch.segments > len(sent) * 64 for m in fresh)
+
+
+def test_messages_that_leave_as_one_say_what_each_alone_would_have_said(tenants: Lanes) -> None:
+    known = chunked(random_bytes(MIB, 11))
+    places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
+    nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
+    tenants["t"].pending.place(known.names, places, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty())
+    again, other = random_bytes(300_000, 12), b"fedcba9876543210"
+    ours = messages((random_bytes(MIB, 11) + again) * 2 + random_bytes(2 * MIB, 13) + again + bytes(MIB))
+    theirs = messages(again + random_bytes(MIB, 11) + again, blob=other)
+    mixed = [*ours[:2], theirs[0], *ours[2:], *theirs[1:]]
+    told = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in mixed]).told
+    alone = {
+        (m.envelope.blob, m.envelope.sequence): Fresh(m.envelope, run_stage(DedupStage(), m.batch, tenants["t"].facts))
+        for m in mixed
+    }
+    seen = 0
+    for found in told:
+        assert isinstance(found, Fresh)
+        blob, first = found.envelope.blob, found.envelope.sequence
+        reached = range(first, first + found.batch.batch.segments)
+        parts = [part for (of, sequence), part in alone.items() if of == blob and sequence in reached]
+        seen += len(parts)
+        expected = decode(encode(Fresh(found.envelope, merged_fresh([part.batch for part in parts]))), "expected")
+        assert encode(found) == encode(expected)
+    assert seen == len(mixed) > len(told) > 2
+
+
+def test_what_is_sent_again_behind_an_end_stays_behind_it(tenants: Lanes) -> None:
+    sent = [encode(m) for m in messages(random_bytes(MIB, 14))]
+    told = handled(dedup_work(SETTINGS, tenants), [*sent, end(), *sent, end()]).told
+    kinds = [type(message).__name__ for message in told]
+    assert kinds.count("End") == 2
+    assert kinds[len(kinds) // 2 - 1] == kinds[-1] == "End"
+
+
+def test_pairs_that_are_encoded_together_keep_their_sketches_and_bring_a_chunk_once(tenants: Lanes) -> None:
+    again = random_bytes(MIB, 10)
+    fresh = run_stage_many(DedupStage(), [m.batch for m in messages(again + again)], tenants["t"].facts)
+    stage, facts = ResemblanceStage(SETTINGS), tenants["t"].facts
+    whole = merged_pairs(run_stage_many(stage, fresh, facts))
+    alone = run_stage(stage, merged_fresh(fresh), facts)
+    assert len(fresh) > 1
+    assert len(whole.fresh.fresh) < sum(len(part.fresh) for part in fresh)
+    assert np.array_equal(whole.super_features, alone.super_features)
+    assert np.array_equal(whole.fresh.batch.payload, alone.fresh.batch.payload)
+    assert len(whole.base_found) == len(whole.bases) == len(whole.base_rank) == len(whole.fresh.fresh)
+
+
+def test_one_poisonous_message_of_a_batch_is_put_aside_alone(tenants: Lanes) -> None:
+    poison = b"poison-poison-po"
+    good = [encode(m) for m in messages(random_bytes(2 * MIB, 6))]
+    bad = encode(Segments(Envelope(poison, "t", "key"), chunked(random_bytes(9000, 7))))
+    plain = dedup_work(SETTINGS, tenants)
+
+    def work(tenant: str, some: Sequence[Opened]) -> Sequence[Told | None]:
+        if any(m.envelope.blob == poison for m in some):
+            raise ValueError("it cannot be worked on")
+        return plain(tenant, some)
+
+    outbox = handled(work, [good[0], bad, b"garbage", *good[1:], end()])
+    assert len(outbox.dead) == 2
+    told = outbox.told
+    failed = [m for m in told if isinstance(m, End) and m.failure is not None]
+    assert [m.envelope.blob for m in failed] == [poison]
+    assert sum(m.batch.batch.segments for m in told if isinstance(m, Fresh)) == sum(
+        decode(value, "good").batch.segments  # type: ignore[union-attr]
+        for value in good
+    )
+    assert isinstance(told[-1], End)
+
+
+def test_a_kind_that_does_not_belong_is_put_aside(tenants: Lanes) -> None:
+    outbox = handled(resemblance_work(tenants, lambda: SETTINGS), [encode(messages(b"x" * 9000)[0])])
+    assert len(outbox.dead) == 1
+
+
+def test_one_damaged_message_among_pairs_is_put_aside_alone(tenants: Lanes) -> None:
+    fresh = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in messages(random_bytes(3 * MIB, 15))]).values
+    pairs = handled(resemblance_work(tenants, lambda: SETTINGS), fresh).values
+    assert len(pairs) > 2
+    opened = fmt.opened(pairs[1], "a pair")
+    damaged = bytearray(pairs[1])
+    damaged[len(pairs[1]) - opened.payload_bytes - 2 * opened.counts.fresh] = 7  # base_found of the first
+    outbox = Scripted()
+    guard = RecordGuard(SETTINGS, "delta", outbox, None)
+    found = guard.decoded_many(records([pairs[0], bytes(damaged), b"garbage", *pairs[2:], end()]))
+    assert [type(message).__name__ for message in found[:3]] == ["Paired", "NoneType", "NoneType"]
+    assert all(isinstance(message, Paired) for message in found[3:-1])
+    assert isinstance(found[-1], End)
+    assert len(outbox.dead) == 2
+    together = RecordGuard(SETTINGS, "delta", outbox, None).decoded_many(records(pairs))
+    assert [encode(message) for message in together if message is not None] == pairs
+
+
+def test_a_dependency_that_is_away_is_not_taken_for_poison(tenants: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer_loop, "RETRY_SECONDS_MAX", 0.2)
+
+    def away(tenant: str, some: Sequence[Opened]) -> Sequence[Told | None]:
+        raise StoreUnavailable("redis: away")
+
+    outbox = Scripted()
+    handler = relay(away, outbox)
+    with pytest.raises(StoreUnavailable):
+        handler.handle(records([encode(messages(b"x" * 9000)[0])]))
+    assert not outbox.dead
+    assert not list(handler.committable())
+
+
+def test_offsets_wait_for_the_acknowledgement_of_what_was_sent_for_them(tenants: Lanes) -> None:
+    outbox = Scripted()
+    handler = relay(dedup_work(SETTINGS, tenants), outbox)
+    first, second = (records([encode(m)])[0] for m in messages(random_bytes(2 * MIB, 8))[:2])
+    handler.handle([first])
+    handler.handle([replace(second, offset=1)])
+    assert not list(handler.committable())
+    outbox.acknowledge(1)  # the later one alone: nothing is certain yet
+    assert not list(handler.committable())
+    outbox.acknowledge(0)
+    assert list(handler.committable()) == [(0, 2, "")]
+    handler.handle([replace(first, offset=2)])
+    handler.drain(0)
+    assert list(handler.committable()) == [(0, 3, "")]
+
+
+def test_what_kafka_refuses_is_never_committed(tenants: Lanes) -> None:
+    outbox = Scripted()
+    awaiting = Awaiting(outbox)
+    outbox.send("fresh", b"k", b"v", {"ce_specversion": b"1.0"})
+    awaiting.batch({0: (1, "")})
+    outbox.failing = True
+    steps: list[Callable[[], object]] = [awaiting.settle, awaiting.drain, awaiting.committable]
+    for step in steps:
+        with pytest.raises(StoreUnavailable):
+            step()
+
+
+def test_what_is_held_for_an_open_container_lets_go_of_the_messages_bytes(
+    tenants: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_handler, "Outbox", lambda *_: Scripted())
+    fresh = handled(dedup_work(SETTINGS, tenants), [encode(message) for message in messages(random_bytes(MIB, 7))])
+    values = handled(resemblance_work(tenants, lambda: SETTINGS), fresh.values).values
+    before = [sys.getrefcount(value) for value in values]
+    worker = PlaceHandler(SETTINGS, lambda: SETTINGS, tenants, "w", None)
+    worker.assigned(0, "")
+    worker.handle(records(values))
+    held = worker._open["t"].held
+    assert [one.record.offset for one in held] == list(range(len(values)))
+    assert [sys.getrefcount(value) for value in values] == before
+    worker.close()
+
+
+def test_caches_of_all_tenants_together_keep_to_one_bound(tenants: Lanes) -> None:
+    bound = int(SETTINGS.base.cache_bytes)
+    block = np.zeros(bound // 8, np.uint8)
+    stores = [tenants[f"tenant {number}"].containers for number in range(3)]
+    for number, store in enumerate(stores):
+        for row in range(8):
+            store.keep([(ContainerId(number + 1), row)], [block])
+    assert sum({id(store.blocks): store.blocks.used_bytes for store in stores}.values()) <= bound
+
+
+def test_a_partition_given_away_takes_its_offsets_along() -> None:
+    outbox = Scripted()
+    awaiting = Awaiting(outbox)
+    outbox.send("fresh", b"k", b"v", {"ce_specversion": b"1.0"})
+    awaiting.batch({0: (7, ""), 1: (9, "")})
+    awaiting.forget(0)
+    awaiting.drain()
+    assert list(awaiting.committable()) == [(1, 9, "")]
+
+
+@pytest.mark.parametrize(
+    ("wall", "steady", "in_time"), [(0, 0, True), (0, 60, False), (60, 0, False), (-9999, 60, False)]
+)
+def test_a_container_is_too_old_by_whichever_clock_says_so(
+    monkeypatch: pytest.MonkeyPatch, wall: int, steady: int, in_time: bool
+) -> None:
+    """A clock that is set back, or stands still while the machine sleeps, makes no container young again."""
+    lane: Any = SimpleNamespace(collected=SimpleNamespace(grace_seconds=100))
+    container: Any = SimpleNamespace(container=1_700_000_000_000 << 20)
+    clocks = SimpleNamespace(time=lambda: 1_700_000_000 + wall, monotonic=lambda: 500.0 + steady)
+    monkeypatch.setattr(delta_handler, "time", clocks)
+    if in_time:
+        delta_handler._in_time(lane, container, 500.0)
+    else:
+        with pytest.raises(Retryable, match="60 s old"):
+            delta_handler._in_time(lane, container, 500.0)
+
+
+@pytest.mark.parametrize(
+    ("grace_seconds", "linger_ms", "refused"), [(0, 1000, True), (2, 1000, True), (3, 1000, False)]
+)
+def test_a_grace_by_which_no_container_is_young_enough_is_refused_at_the_start(
+    tenants: Lanes, monkeypatch: pytest.MonkeyPatch, grace_seconds: int, linger_ms: int, refused: bool
+) -> None:
+    monkeypatch.setattr(delta_handler, "Outbox", lambda *_: Scripted())
+    chosen = with_changes(Settings(), {"gc": {"grace_seconds": grace_seconds}, "kafka": {"linger_ms": linger_ms}})
+    if refused:
+        with pytest.raises(ConfigError, match=r'gc\.grace_seconds "\d".*want >= 3'):
+            PlaceHandler(chosen, lambda: chosen, tenants, "w", None)
+    else:
+        PlaceHandler(chosen, lambda: chosen, tenants, "w", None).close()
+
+
+def test_what_the_commit_thread_fails_with_is_no_fault_of_the_record_that_comes_next(
+    tenants: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outboxes: list[Scripted] = []
+
+    def outbox_of(*_: object) -> Scripted:
+        outboxes.append(Scripted())
+        return outboxes[-1]
+
+    def refuse(*_: object) -> None:
+        raise Corrupt("redis: a key holds something else than was written")
+
+    monkeypatch.setattr(delta_handler, "Outbox", outbox_of)
+    chosen = with_changes(Settings(), {"container": {"target_bytes": "1 MiB"}})
+
+    def paired(seed: int, blob: bytes) -> list[bytes]:
+        sent = [encode(message) for message in messages(random_bytes(2 * MIB, seed), blob=blob)]
+        fresh = handled(dedup_work(chosen, tenants), sent).values
+        return handled(resemblance_work(tenants, lambda: chosen), fresh).values
+
+    first, second = paired(7, b"a" * 16), paired(8, b"b" * 16)
+    worker = PlaceHandler(chosen, lambda: chosen, tenants, "w", None)
+    worker.assigned(0, "")
+    monkeypatch.setattr(LmdbIndex, "publish", refuse)
+    worker.handle(records(first))
+    with pytest.raises(Retryable, match="something else than was written: starting over"):
+        worker._committer.drain()
+    for step in (lambda: worker.handle(records(second)[:1]), worker.idle):
+        with pytest.raises(Retryable, match="starting over"):
+            step()
+    worker.close()
+    assert [one for outbox in outboxes for one in outbox.dead + outbox.values] == []
+    assert list(worker.committable()) == [(0, 0, "")]

@@ -1,0 +1,102 @@
+"""Records as JSON: what one side says, the other reads; what is not that is refused, never half read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearkin.store import open_store
+from nearkin_shared import results_json
+from tests.support.data.samples import noise
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a store answers about two versions, the second a delta of the first."""
+    first = noise(300_000, "answers").tobytes()
+    with open_store(Path(tmp_path_factory.mktemp("answers")) / "store", create=True) as store:
+        store.put("a/ä", first, metadata={"näme": "wert"})
+        second = store.put("a/ä", first[:150_000] + b"between" + first[150_000:] + bytes(100_000))
+        return {
+            "info": store.info("a/ä", 1),
+            "put": second,
+            "stats": store.stats(),
+            "explanation": store.explain("a/ä"),
+        }
+
+
+def through_text(value: object) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def test_a_version_comes_back_to_the_millisecond(said: dict[str, Any]) -> None:
+    found = results_json.info_from(through_text(results_json.info_json(said["info"])))
+    assert abs((found.created - said["info"].created).total_seconds()) < 0.001
+    assert results_json.info_json(found) == results_json.info_json(said["info"])
+    assert found.metadata == {"näme": "wert"}
+
+
+def test_a_put_comes_back_from_an_answer_and_from_an_event(said: dict[str, Any]) -> None:
+    put = said["put"]
+    flat = through_text(results_json.put_json(put))
+    nested = {
+        **results_json.info_json(put.info),
+        "seconds": put.seconds,
+        "ledger": results_json.ledger_json(put.ledger, 1.0),
+    }
+    for value in (flat, through_text(nested)):
+        found = results_json.put_from(value)
+        assert (found.ledger, found.seconds) == (put.ledger, put.seconds)
+        assert results_json.info_json(found.info) == results_json.info_json(put.info)
+
+
+def test_stats_and_an_explanation_come_back(said: dict[str, Any]) -> None:
+    assert results_json.stats_from(through_text(results_json.stats_json(said["stats"]))) == said["stats"]
+    explained = said["explanation"]
+    assert explained.delta_chunks
+    assert explained.zero_chunks
+    value = through_text(results_json.explain_json(explained, segments=True))
+    assert results_json.explanation_from(value, explained.info) == explained
+
+
+def test_an_explanation_counts_what_sketched_its_segments_as_people_read_it(said: dict[str, Any]) -> None:
+    told = results_json.explain_json(said["explanation"], segments=True)
+    assert sum(told["sketches"].values()) == told["segment_count"]  # type: ignore[attr-defined]
+    assert set(told["sketches"]) == {segment["sketch"] for segment in told["segments"]}  # type: ignore[call-overload,attr-defined]
+
+
+def test_names_that_a_later_nearkin_adds_are_passed_over(said: dict[str, Any]) -> None:
+    assert results_json.stats_from({**results_json.stats_json(said["stats"]), "later": [1]}) == said["stats"]
+
+
+READERS: list[tuple[str, Callable[[dict[str, Any]], object], Callable[[Any], object]]] = [
+    ("info", lambda said: results_json.info_json(said["info"]), results_json.info_from),
+    ("put", lambda said: results_json.put_json(said["put"]), results_json.put_from),
+    ("stats", lambda said: results_json.stats_json(said["stats"]), results_json.stats_from),
+]
+
+
+@pytest.mark.parametrize(("name", "write", "read"), READERS, ids=[name for name, _, _ in READERS])
+def test_a_field_that_is_missing_or_of_another_kind_is_refused(
+    said: dict[str, Any], name: str, write: Callable[[Any], Any], read: Callable[[Any], object]
+) -> None:
+    derived = {"reduction_ratio", "dedup_saved_bytes", "delta_saved_bytes", "compression_saved_bytes", "dcr", "dce"}
+    derived |= {"policies", "metadata_bytes", "metadata_bytes_per_chunk", "metadata_bytes_per_fresh_chunk"}
+    whole = through_text(write(said))
+    for field in set(whole) - derived - {"sha256", "retain_until", "source_changed"}:
+        for wrong in (None, -1, True, [], "x" if not isinstance(whole[field], str) or field == "created" else 7):
+            with pytest.raises(ValueError, match=r"."):
+                read({**whole, field: wrong})
+        with pytest.raises(ValueError, match=field):
+            read({part: value for part, value in whole.items() if part != field})
+    for wrong in (None, [], "text", 5, [whole]):
+        with pytest.raises(ValueError, match="want an object"):
+            read(wrong)
+    for wrong in (10**400, float("inf"), float("nan")):  # JSON spells each of them
+        if "seconds" in whole:
+            with pytest.raises(ValueError, match="seconds"):
+                read({**whole, "seconds": wrong})

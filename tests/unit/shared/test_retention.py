@@ -1,0 +1,187 @@
+"""What stays: the rules beside a plain re-statement of them, the policy of a key, and who may not delete."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as runs
+from hypothesis import strategies as st
+
+from nearkin.cli.forget import parse_duration
+from nearkin_shared.config.storage import RetentionPolicy, RetentionSettings
+from nearkin_shared.errors import BadInput, ConfigError, NotFound, Retained
+from nearkin_shared.results import VersionInfo
+from nearkin_shared.retention import Decision, check_age, decide, forget, min_age_seconds, policy_of
+
+START = datetime(2026, 11, 21, 12, tzinfo=UTC)
+
+
+def info(version: int, created: datetime, key: str = "k") -> VersionInfo:
+    return VersionInfo(key, version, 1, created, "blake3:", None, 1, 1, {})
+
+
+def kept(created: list[datetime], **rules: int) -> list[int]:
+    versions = [info(number, when) for number, when in enumerate(created, 1)]
+    found = decide(versions, RetentionPolicy(**rules), START.timestamp())
+    return sorted(decision.info.version for decision in found if decision.kept)
+
+
+def days(*numbers: float) -> list[datetime]:
+    return [START + timedelta(days=number) for number in numbers]
+
+
+def test_the_last_ones_stay():
+    assert kept(days(0, 1, 2, 3), keep_last=2) == [3, 4]
+    assert kept(days(0, 1, 2, 3), keep_last=-1) == [1, 2, 3, 4]
+    assert kept(days(3, 2, 1, 0), keep_last=2) == [1, 2, 4]  # by time, not by number; what `get` answers stays
+
+
+def test_what_a_wrong_clock_dated_takes_nothing_of_the_key_along():
+    lost, ahead = datetime(1970, 1, 1, tzinfo=UTC), datetime(2036, 1, 1, tzinfo=UTC)
+    assert kept([*days(0, 1, 2), lost], keep_last=2) == [2, 3, 4]
+    assert kept([*days(0, 1), ahead, *days(2, 3)], keep_within_seconds=30 * 86_400) == [1, 2, 3, 4, 5]
+    assert kept([*days(0, 1), ahead, *days(2, 3)], keep_last=1) == [3, 5]
+    assert kept([*days(0, 1), lost], keep_within_seconds=30 * 86_400) == [1, 2, 3]
+    versions = [info(number, when) for number, when in enumerate([*days(0, 1), lost], 1)]
+    found = decide(versions, RetentionPolicy(keep_daily=1), START.timestamp())
+    assert [(d.info.version, d.reasons) for d in found] == [(2, ("daily",)), (1, ()), (3, ("newest",))]
+
+
+def test_of_a_day_the_newest_stays_and_days_without_any_do_not_count():
+    assert kept(days(0, 0.1, 5, 5.2, 9), keep_daily=2) == [4, 5]
+
+
+def test_what_a_rule_could_still_keep_the_oldest_is_kept_for():
+    assert kept(days(0, 0.1, 0.2), keep_daily=7) == [1, 3]
+    assert kept(days(0, 0.1, 0.2), keep_daily=1) == [3]
+
+
+def test_weeks_begin_on_monday_and_belong_to_the_year_of_their_thursday():
+    sunday, monday = datetime(2027, 1, 3, 12, tzinfo=UTC), datetime(2027, 1, 4, 12, tzinfo=UTC)
+    december = datetime(2026, 12, 29, 12, tzinfo=UTC)
+    earlier = datetime(2026, 11, 1, tzinfo=UTC)
+    assert kept([earlier, december, sunday, monday], keep_weekly=2) == [3, 4]
+
+
+def test_months_and_years():
+    created = [datetime(year, month, 15, tzinfo=UTC) for year in (2024, 2025, 2026) for month in (1, 1, 7)]
+    assert kept(created, keep_yearly=2) == [6, 9]
+    assert kept(created, keep_monthly=3) == [6, 8, 9]
+
+
+def test_within_counts_from_the_newest_version_not_from_now():
+    assert kept(days(-400, -390, -365, -364), keep_within_seconds=86_400 * 2) == [3, 4]
+
+
+def test_rules_add_up_and_no_rule_keeps_all():
+    assert kept(days(0, 1, 2, 3, 4), keep_last=1, keep_within_seconds=86_400 * 1) == [4, 5]
+    assert kept(days(0, 1, 2)) == [1, 2, 3]
+
+
+def test_what_is_too_young_stays():
+    versions = [info(1, START - timedelta(days=3)), info(2, START - timedelta(days=1)), info(3, START)]
+    found = decide(versions, RetentionPolicy(keep_last=1), START.timestamp(), min_age=2 * 86_400)
+    assert [(d.info.version, d.reasons) for d in found] == [(3, ("last", "min-age")), (2, ("min-age",)), (1, ())]
+
+
+@given(
+    hours=st.lists(st.integers(0, 24 * 900), max_size=40),
+    last=st.integers(0, 5),
+    daily=st.integers(-1, 5),
+    yearly=st.integers(0, 3),
+)
+@runs(deadline=None, max_examples=100)
+def test_rules_are_what_they_say(hours, last, daily, yearly):
+    created = [START + timedelta(hours=hour) for hour in hours]
+    versions = sorted(enumerate(created, 1), key=lambda v: (v[1], v[0]), reverse=True)
+    wanted = {number for number, _ in versions[:last]}
+    for count, period in ((daily, lambda when: when.date()), (yearly, lambda when: when.year)):
+        newest: dict[object, int] = {}
+        for number, when in versions:
+            newest.setdefault(period(when), number)
+        chosen = list(newest.values()) if count < 0 else list(newest.values())[:count]
+        wanted |= set(chosen)
+        if versions and (count < 0 or len(chosen) < count):
+            wanted.add(versions[-1][0])
+    wanted |= {len(hours)} - {0}  # what `get` answers, however it is dated
+    if not (last or daily or yearly):
+        wanted = {number for number, _ in versions}
+    assert set(kept(created, keep_last=last, keep_daily=daily, keep_yearly=yearly)) == wanted
+
+
+POLICIES = RetentionSettings(
+    min_age_seconds=10,
+    policies=(
+        RetentionPolicy(keep_last=1),
+        RetentionPolicy(prefix="db/", keep_last=2),
+        RetentionPolicy(prefix="db/", tenant="t", keep_last=3),
+        RetentionPolicy(prefix="db/legal/", min_age_seconds=1000),
+    ),
+)
+
+
+def test_the_longest_prefix_says_what_stays_and_the_longest_age_holds():
+    def last_of(tenant: str, key: str) -> int:
+        policy = policy_of(POLICIES, tenant, key)
+        assert policy is not None
+        return policy.keep_last
+
+    assert [last_of("t", "x"), last_of("u", "db/x"), last_of("t", "db/x"), last_of("t", "db/legal/x")] == [1, 2, 3, 3]
+    assert policy_of(RetentionSettings(), "t", "x") is None
+    assert [min_age_seconds(POLICIES, "t", key) for key in ("x", "db/legal/x")] == [10, 1000]
+
+
+def test_a_version_too_young_is_refused_with_its_time():
+    young = info(3, START, "db/legal/x")
+    check_age(POLICIES, "t", young, START.timestamp() + 1000)
+    with pytest.raises(Retained, match=r"'db/legal/x' version 3: is kept until 2026-11-21T12:16:40Z"):
+        check_age(POLICIES, "t", young, START.timestamp() + 999)
+    with pytest.raises(Retained, match="is kept until after the year 9999"):
+        check_age(POLICIES, "t", info(3, datetime.max.replace(tzinfo=UTC), "db/legal/x"), START.timestamp())
+
+
+def test_who_forgets_beside_another_goes_on_where_that_one_was_faster():
+    class Racing:
+        """A store of which somebody else deletes the first version meanwhile."""
+
+        def __init__(self) -> None:
+            self.deleted: list[int | None] = []
+
+        def versions(self, prefix="", *, all_versions=False, broken=None):
+            return [info(1, START), info(2, START)]
+
+        def delete(self, key, version=None, *, reason=""):
+            if version == 1:
+                raise NotFound("gone")
+            self.deleted.append(version)
+            return 1
+
+    store = Racing()
+    done = forget(store, [Decision(found, ()) for found in store.versions()], "")
+    assert store.deleted == [2]
+    assert [decision.kept for decision in done] == [False, False]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("36h", 129_600), ("1y6w", 35_164_800), ("90s", 90), ("2m", 120)])
+def test_durations(text, seconds):
+    assert parse_duration("keep-within", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1.5d", "0s", "101y", "1d 2h", "1D"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(BadInput, match="want a time"):
+        parse_duration("keep-within", text)
+
+
+def test_policies_are_read_from_a_file_and_refused_in_one_line(tmp_path):
+    from nearkin_shared.config.loader import load
+
+    file = tmp_path / "n.toml"
+    file.write_text('[retention]\nmin_age_seconds = 5\n[[retention.policies]]\nprefix = "db/"\nkeep_daily = 7\n')
+    settings, _ = load(file)
+    assert settings.retention.policies == (RetentionPolicy(prefix="db/", keep_daily=7),)
+    file.write_text("[[retention.policies]]\nkeep_daily = -2\n")
+    with pytest.raises(ConfigError, match="want -1 to 1000000"):
+        load(file)

@@ -1,0 +1,197 @@
+"""Ctrl-C that falls into an import waits for its end, and is not lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from weakref import WeakSet
+
+import pytest
+
+from nearkin import open_store
+from nearkin.embedded import runner as embedded_runner
+from nearkin.lab.generated_data import mutated, text_like
+from nearkin_shared.pipeline.worker_thread import Worker
+from nearkin_shared.reading.block_cache import ByteBoundedCache
+from nearkin_shared.reading.read_stats import Restores
+from nearkin_shared.utils import thread_pool
+from nearkin_shared.utils.signals import interrupts_wait
+from tests.support.checks.waiting import until
+from tests.support.data.stores import process
+
+IN_AN_IMPORT = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Presses(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[3]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+from nearkin import open_store
+sys.meta_path.insert(0, Presses())
+try:
+    with open_store(sys.argv[1], create=True) as store:
+        store.put("k", open(sys.argv[2], "rb").read())
+except KeyboardInterrupt:
+    print("interrupted", sys.argv[3] in sys.modules)
+"""
+
+
+def test_a_signal_waits_for_the_end_of_the_block_and_is_handled_as_before():
+    reached, handler = [], signal.getsignal(signal.SIGINT)
+
+    def block():
+        with interrupts_wait():
+            signal.raise_signal(signal.SIGINT)
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+GIVEN_TO_ANOTHER = """
+import signal, threading, time
+from nearkin_shared.utils.signals import wait_for
+
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+def take_it():
+    time.sleep(0.5)  # the main thread waits by now
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    time.sleep(60)
+
+threading.Thread(target=take_it, daemon=True).start()
+wait_for(stop)
+print("ended")
+"""
+
+
+def test_a_signal_that_another_thread_was_given_ends_the_wait_of_the_main_one():
+    with process(GIVEN_TO_ANOTHER) as waiting:
+        try:
+            assert waiting.communicate(timeout=30) == ("ended\n", "")
+        finally:
+            waiting.kill()
+
+
+@pytest.mark.parametrize("in_the_source", [False, True])
+def test_ctrl_c_while_a_thread_is_waited_for_leaves_none_of_the_others(tmp_path, monkeypatch, *, in_the_source):
+    """At the end of a put; or a second one, where the first one fell into reading the source."""
+    stop, pressed = Worker.stop, []
+
+    def interrupted(worker):
+        if worker._name == "cut" and not pressed:
+            pressed.append(True)
+            worker._items.put(None)
+            raise KeyboardInterrupt
+        stop(worker)
+
+    class Source:
+        def read(self, size_bytes):
+            raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(embedded_runner, "cores", lambda: 2)
+    monkeypatch.setattr(Worker, "stop", interrupted)
+    with open_store(tmp_path / "store", create=True) as store:
+        with pytest.raises(KeyboardInterrupt):
+            store.put("k", Source() if in_the_source else text_like(100_000, 1))
+        assert pressed
+
+        def left() -> set[threading.Thread]:
+            return {one for one in threading.enumerate() if one.name.startswith("nearkin-")} - before
+
+        until(lambda: not left(), left)
+        assert store.put("k", text_like(200_000, 2)).info.size_bytes == 200_000
+        assert store.verify().damage == ()
+
+
+def test_ctrl_c_while_a_put_makes_its_threads_leaves_none_of_them(tmp_path, monkeypatch):
+    cutter, pressed = embedded_runner.Cutter, []
+
+    def interrupted(*given):
+        if not pressed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return cutter(*given)
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(embedded_runner, "Cutter", interrupted)
+    with open_store(tmp_path / "store", create=True) as store:
+        with pytest.raises(KeyboardInterrupt):
+            store.put("k", text_like(100_000, 1))
+        assert pressed
+        assert {one for one in threading.enumerate() if one.name.startswith("nearkin-")} <= before
+        assert store.put("k", text_like(200_000, 2)).info.version == 1
+
+
+def test_ctrl_c_as_a_put_ends_leaves_the_store_usable(tmp_path, monkeypatch):
+    """The cache gets its own bound back then: what was to follow that was left out, and nobody could put any more."""
+    bound, calls = ByteBoundedCache.bound, []
+
+    def interrupted(cache, bytes_max):
+        calls.append(bytes_max)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        bound(cache, bytes_max)
+
+    with open_store(tmp_path / "store", create=True) as store:
+        monkeypatch.setattr(ByteBoundedCache, "bound", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.put("k", b"abc")
+        assert len(calls) == 2
+        assert store.put("k", b"abcd").info.version == 2
+        assert store.gc().freed_bytes <= 0
+        assert store.get("k").read() == b"abcd"
+
+
+def test_ctrl_c_as_a_restore_begins_does_not_count_it_for_ever(monkeypatch):
+    def interrupted(*_given):
+        add(*_given)
+        raise KeyboardInterrupt
+
+    restores, add = Restores(), WeakSet.add
+    monkeypatch.setattr(WeakSet, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt), restores.one_more():
+        raise AssertionError
+    monkeypatch.undo()
+    assert restores.count == 0
+    with restores.one_more():
+        assert restores.count == 1
+    assert restores.count == 0
+
+
+def test_ctrl_c_while_a_restore_waits_for_its_reader_leaves_no_decoder(tmp_path, monkeypatch):
+    content = text_like(6_000_000, 1)
+    monkeypatch.setattr(thread_pool, "cores", lambda: 3)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.put("k", content)
+        store.put("k", mutated(content, 1))
+        store._containers.forget_read()
+        pieces = iter(store.get("k"))
+        next(pieces)
+        decoders = {one for one in threading.enumerate() if one.name.startswith("nearkin-decode")}
+        assert decoders
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(threading.Event, "wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                pieces.close()
+        until(lambda: not decoders & set(threading.enumerate()))
+        until(lambda: store._containers.restores.count == 0)
+        assert list(pieces) == []
+
+
+@pytest.mark.parametrize(
+    "module", ["nearkin.embedded.runner", "nearkin_delta.stage", "nearkin_shared.index.lmdb.lmdb_index"]
+)
+def test_ctrl_c_in_an_import_that_a_put_waits_for_ends_the_put_after_it(module, tmp_path):
+    first = tmp_path / "first"
+    first.write_bytes(text_like(100_000, 1))
+    with process(IN_AN_IMPORT, tmp_path / "store", first, module) as writer:
+        said, complained = writer.communicate(timeout=60)
+    assert (said, complained) == ("interrupted True\n", "")

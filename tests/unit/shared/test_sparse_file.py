@@ -1,0 +1,123 @@
+"""Holes: a file reads back as what was written to it, whoever wrote there before and whatever it is."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from nearkin_shared.errors import BadInput
+from nearkin_shared.limits import MIB
+from nearkin_shared.utils.sparse_file import HOLE_BYTES, grows
+from nearkin_shared.validation import write_pieces
+
+LOT = random.Random(29)
+
+
+def content(runs: int) -> bytes:
+    """Return zeros and other bytes by turns, in lengths around that of a hole."""
+    parts = []
+    for number in range(runs):
+        size = LOT.choice((1, 4095, HOLE_BYTES - 1, HOLE_BYTES, HOLE_BYTES + 1, 3 * HOLE_BYTES + 17))
+        parts.append(bytes(size) if number % 2 else LOT.randbytes(size - 1) + b"\x01")
+    return b"".join(parts)
+
+
+def cut(data: bytes) -> Iterator[memoryview]:
+    at = 0
+    while at < len(data):
+        size = LOT.choice((1, 100, HOLE_BYTES // 2, HOLE_BYTES, 5 * HOLE_BYTES + 3))
+        yield memoryview(data)[at : at + size]
+        at += size
+
+
+@pytest.mark.parametrize("buffering", [0, -1])
+@pytest.mark.parametrize("runs", range(1, 9))
+def test_a_file_reads_back_as_it_was_written(tmp_path: Path, runs: int, buffering: int) -> None:
+    data = content(runs)
+    with (tmp_path / "file").open("wb", buffering=buffering) as file:
+        assert write_pieces(cut(data), file, None) == len(data)
+        assert file.tell() == len(data)
+        file.write(b"behind")
+    assert (tmp_path / "file").read_bytes() == data + b"behind"
+
+
+def test_zeros_take_no_space(tmp_path: Path) -> None:
+    data = b"a" + bytes(4 * MIB) + b"z" + bytes(4 * MIB)
+    (tmp_path / "as it is").write_bytes(data)
+    with (tmp_path / "holes").open("wb") as file:
+        write_pieces([memoryview(data)], file, None)
+    taken = (tmp_path / "as it is").stat().st_blocks * 512
+    if taken < len(data):
+        pytest.skip("this file system finds zeros by itself")
+    assert (tmp_path / "holes").stat().st_blocks * 512 <= 4 * HOLE_BYTES
+    assert (tmp_path / "holes").read_bytes() == data
+
+
+@pytest.mark.parametrize("mode", ["r+b", "ab", "a+b"])
+def test_what_stands_in_a_file_is_written_over_or_behind(tmp_path: Path, mode: str) -> None:
+    path, zeros = tmp_path / "file", bytes(4 * HOLE_BYTES)
+    path.write_bytes(b"x" * 10 * HOLE_BYTES)
+    with path.open(mode) as file:
+        write_pieces([memoryview(zeros)], file, None)
+    before = b"x" * 10 * HOLE_BYTES
+    assert path.read_bytes() == (zeros + before[len(zeros) :] if mode == "r+b" else before + zeros)
+
+
+def test_after_what_is_still_buffered(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(b"head")
+        write_pieces([memoryview(bytes(3 * HOLE_BYTES))], file, None)
+        write_pieces([memoryview(bytes(HOLE_BYTES))], file, None)
+    assert (tmp_path / "file").read_bytes() == b"head" + bytes(4 * HOLE_BYTES)
+
+
+def test_a_read_that_fails_leaves_what_was_written(tmp_path: Path) -> None:
+    def failing() -> Iterator[memoryview]:
+        yield memoryview(b"a" + bytes(3 * HOLE_BYTES))
+        raise BadInput("no more")
+
+    with (tmp_path / "file").open("wb") as file, pytest.raises(BadInput, match="no more"):
+        write_pieces(failing(), file, None)
+    assert (tmp_path / "file").read_bytes() == b"a" + bytes(3 * HOLE_BYTES)
+
+
+class Counting(io.FileIO):
+    """A file that wants to see every byte."""
+
+    seen = 0
+
+    def write(self, data: memoryview) -> int:  # type: ignore[override]
+        self.seen += len(data)
+        return super().write(data)
+
+
+def test_a_file_of_ones_own_sees_every_byte(tmp_path: Path) -> None:
+    zeros = bytes(5 * HOLE_BYTES)
+    with Counting(tmp_path / "file", "w") as file:
+        write_pieces([memoryview(zeros)], file, None)
+        assert file.seen == len(zeros)
+    memory = io.BytesIO()
+    write_pieces([memoryview(zeros)], memory, None)
+    assert memory.getvalue() == zeros
+
+
+def test_pipes_have_no_holes() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as read, os.fdopen(writing, "wb", buffering=0) as write:
+        assert not grows(write)
+        write_pieces([memoryview(bytes(HOLE_BYTES // 2))], write, None)
+        write.close()
+        assert read.read() == bytes(HOLE_BYTES // 2)
+
+
+def test_a_closed_file_says_so_when_it_is_written(tmp_path: Path) -> None:
+    file: BinaryIO = (tmp_path / "file").open("wb")
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        write_pieces([memoryview(b"a")], file, None)

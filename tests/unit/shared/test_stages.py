@@ -1,0 +1,459 @@
+"""Stages on scripted facts, and the order in which a runner makes their effects durable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from nearkin.embedded.runner import EmbeddedWriter
+from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_dedup import DedupStage
+from nearkin_delta import DeltaStage
+from nearkin_resemblance import ResemblanceStage
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.index.pending import PendingIndex
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects, memory_objects
+from nearkin_shared.pipeline.lookups import EmbeddedFacts
+from nearkin_shared.pipeline.stage import Contents, Facts, Found, FoundBases, Neighbours, Reads, run_stage
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.types import Locations, Pieces, SegmentBatch
+from nearkin_shared.utils.thread_pool import Helpers
+from tests.support.data.stores import SMALL, settings
+
+CHOSEN = settings(SMALL, {"chunker": {"algorithm": "fixed"}, "segment": {"target_chunks": 4}})
+FINGERPRINTER = Fingerprinter(bytes(32), "tenant")
+CHUNK = 8192
+
+
+def segments(data: bytes) -> SegmentBatch:
+    payload = np.frombuffer(data, np.uint8)
+    runs = FrameRuns(payload, (BlobRun(0, 0, len(data), True),))
+    return ChunkerStage(CHOSEN, FINGERPRINTER).decide(runs, Facts()).segments
+
+
+class Scripted:
+    """Facts as a test says them: names, segments and bases not listed are unknown. Remembers what was asked."""
+
+    def __init__(
+        self,
+        chunks: dict[bytes, tuple[int, int]] | None = None,
+        known_segments: dict[bytes, tuple[int, int]] | None = None,
+        base: tuple[bytes, int] | None = None,
+    ) -> None:
+        self.chunks, self.segments, self.base = chunks or {}, known_segments or {}, base
+        self.asked: list[Reads] = []
+
+    def answer(self, reads: Reads, facts: Facts) -> Facts:
+        from dataclasses import replace
+
+        self.asked.append(reads)
+        if reads.segment_ids is not None:
+            facts = replace(facts, segments=self._found(self.segments, reads.segment_ids))
+        if reads.names is not None:
+            facts = replace(facts, chunks=self._found(self.chunks, reads.names))
+        if reads.super_features is not None:
+            count = len(reads.super_features)
+            found = np.full(count, self.base is not None)
+            where = Locations(np.where(found, np.uint64(77), np.uint64(0)), np.zeros(count, np.uint32))
+            facts = replace(facts, bases=FoundBases(reads.super_features, where, np.zeros(count, np.uint8), found))
+        if reads.gaps is not None:
+            count = len(reads.gaps)
+            none = Neighbours(
+                reads.gaps.fresh, np.zeros(count + 1, np.uint32), Locations.empty(), Locations.empty(count)
+            )
+            facts = replace(facts, neighbours=none)
+        if reads.contents is not None:
+            facts = replace(facts, contents=self._contents(reads.contents))
+        if reads.similar is not None:
+            facts = replace(facts, similar=self._contents(reads.similar))
+        return facts
+
+    @staticmethod
+    def _found(known: dict[bytes, tuple[int, int]], keys: np.ndarray) -> Found:
+        rows = [known.get(key.tobytes(), (0, 0)) for key in keys]
+        return Found(
+            Locations(np.array([c for c, _ in rows], np.uint64), np.array([o for _, o in rows], np.uint32)),
+            np.array([container != 0 for container, _ in rows], np.bool_),
+        )
+
+    def _contents(self, locations: Locations) -> Contents:
+        content, depth = self.base if self.base is not None else (b"", 0)
+        count = len(locations)
+        return Contents(
+            locations,
+            Pieces.of(
+                np.frombuffer(content * count, np.uint8),
+                np.arange(count, dtype=np.uint64) * np.uint64(len(content)),
+                np.full(count, len(content), np.uint32),
+            ),
+            np.full(count, depth, np.uint8),
+            np.full(count, bool(content), np.bool_),
+        )
+
+
+def pieces(*seeds: int) -> bytes:
+    return b"".join(random_bytes(CHUNK, seed) if seed else bytes(CHUNK) for seed in seeds)
+
+
+# ------------------------------------------------------------------ dedup
+
+
+def test_dedup_keeps_exactly_the_first_copies_in_stream_order():
+    batch = segments(pieces(1, 2, 1, 3, 0, 2, 2, 4, 0, 1))
+    facts = Scripted()
+    fresh = run_stage(DedupStage(), batch, facts)
+    assert fresh.fresh.tolist() == [0, 1, 3, 7]
+    assert fresh.first[[2, 5, 6, 9]].tolist() == [0, 1, 1, 0]
+    assert fresh.chunk_known.tolist() == [False] * 4 + [True] + [False] * 3 + [True, False]
+
+
+def test_dedup_drops_what_the_index_has_and_says_where_it_lies():
+    batch = segments(pieces(1, 2, 3))
+    fresh = run_stage(DedupStage(), batch, Scripted({batch.names[1].tobytes(): (500, 9)}))
+    assert fresh.fresh.tolist() == [0, 2]
+    assert (int(fresh.chunk_locations.containers[1]), int(fresh.chunk_locations.ordinals[1])) == (500, 9)
+
+
+def test_dedup_asks_for_no_chunk_of_a_known_segment_and_for_no_zeros():
+    batch = segments(pieces(*range(1, 200), 0, 0))
+    assert batch.segments > 10
+    known = {batch.segment_ids[3].tobytes(): (9, 1)}
+    facts = Scripted(known_segments=known)
+    fresh = run_stage(DedupStage(), batch, facts)
+    inside = np.arange(batch.chunk_bounds[3], batch.chunk_bounds[4])
+    assert not set(inside) & set(fresh.fresh)
+    (asked,) = (reads.names for reads in facts.asked if reads.names is not None)
+    assert len(asked) == len(batch.names) - len(inside) - 2
+    assert fresh.segment_known.tolist() == [number == 3 for number in range(batch.segments)]
+
+
+@pytest.mark.parametrize("algorithm", ["finesse", "ntransform", "odess", "none"])
+def test_helpers_sketch_what_one_thread_alone_does(algorithm):
+    chosen = settings(CHOSEN, {"features": {"algorithm": algorithm}})
+    batch = run_stage(DedupStage(), segments(random_bytes(5 * 1024 * 1024 + 77, 3)), Scripted())
+    alone = run_stage(ResemblanceStage(chosen, looks_up=False), batch, Scripted())
+    with ThreadPoolExecutor(2) as threads:
+        helped = run_stage(ResemblanceStage(chosen, looks_up=False, helpers=Helpers(threads, 2)), batch, Scripted())
+    assert len(alone.super_features) == len(batch.fresh) > 100
+    assert np.array_equal(helped.super_features, alone.super_features)
+
+
+# ------------------------------------------------------------------ delta
+
+
+FIRST_FIT = {"base": {"policy": "first-fit"}, "delta": {"codec": "xdelta3", "max_depth": 2}}
+
+
+def through_delta(data: bytes, facts: Scripted, recheck: Scripted, changes: dict | None = None):
+    """Run the last three stages; the delta stage hears what `recheck` says."""
+    fresh = run_stage(DedupStage(), segments(data), facts)
+    paired = run_stage(ResemblanceStage(CHOSEN), fresh, facts)
+    stage = DeltaStage(settings(CHOSEN, changes or {}), FINGERPRINTER.domain, 0)
+    return stage, fresh, run_stage(stage, paired, recheck)
+
+
+def test_a_chunk_that_another_writer_stored_meanwhile_is_not_stored_again():
+    data = pieces(1, 2, 3)
+    names = segments(data).names
+    stage, fresh, outcome = through_delta(data, Scripted(), Scripted({names[1].tobytes(): (500, 9)}))
+    assert fresh.fresh.tolist() == [0, 1, 2]  # dedup did not know it
+    assert len(outcome.placed.names) == 2
+    assert outcome.counts.duplicate.tolist() == [False, True, False]
+    (sealed,) = [finished.seal() for finished in stage.flush()]
+    recipes = sealed.claims.directory.segments.chunks
+    assert (500, 9) in list(zip(recipes.containers.tolist(), recipes.ordinals.tolist(), strict=True))
+    assert len(sealed.claims.directory.chunks) == 2
+
+
+def test_every_copy_in_a_recipe_points_to_the_one_that_was_stored():
+    data = pieces(1, 2, 1, 1, 0, 2)
+    stage, _, outcome = through_delta(data, Scripted(), Scripted())
+    (sealed,) = [finished.seal() for finished in stage.flush()]
+    directory = sealed.claims.directory
+    own, zero = int(sealed.container), 1
+    assert set(outcome.segments.containers.tolist()) == {own}
+    chunks = []  # a segment that comes twice has one recipe
+    for ordinal in outcome.segments.ordinals.tolist():
+        rows = slice(int(directory.segments.bounds[ordinal]), int(directory.segments.bounds[ordinal + 1]))
+        recipe = directory.segments.chunks.take(rows)
+        chunks += zip(recipe.containers.tolist(), recipe.ordinals.tolist(), strict=True)
+    assert chunks == [(own, 0), (own, 1), (own, 0), (own, 0), (zero, CHUNK), (own, 1)]
+    assert len(directory.chunks) == 2
+
+
+@pytest.mark.parametrize(("depth", "kept"), [(0, True), (1, True), (2, False), (9, False)])
+def test_a_base_at_the_cap_is_not_used(depth, kept):
+    base = text_like(CHUNK, 5)
+    facts = Scripted(base=(base, depth))
+    stage, _, _ = through_delta(mutated(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x"), facts, facts, FIRST_FIT)
+    (sealed,) = [finished.seal() for finished in stage.flush()]
+    assert sealed.claims.directory.chunks.depths.tolist() == [depth + 1 if kept else 0]
+
+
+@pytest.mark.parametrize("changes", [FIRST_FIT, {}, {"delta": {"codec": "xdelta3"}}, {"base": {"policy": "first-fit"}}])
+def test_a_base_that_is_lost_or_unlike_is_not_used(changes):
+    for content in (b"", random_bytes(CHUNK, 9)):
+        facts = Scripted(base=(content, 0))
+        stage, _, outcome = through_delta(text_like(CHUNK, 5), facts, facts, changes)
+        assert outcome.counts.delta.tolist() == [False]
+        assert stage.flush()[0].seal().claims.directory.chunks.depths.tolist() == [0]
+
+
+class Near(Scripted):
+    """The base is also what lay in the place of each gap."""
+
+    def answer(self, reads: Reads, facts: Facts) -> Facts:
+        from dataclasses import replace
+
+        facts = super().answer(reads, facts)
+        if reads.gaps is None:
+            return facts
+        count = len(reads.gaps)
+        there = Locations(np.full(count, 77, np.uint64), np.zeros(count, np.uint32))
+        bounds = np.arange(count + 1, dtype=np.uint32)
+        return replace(facts, neighbours=Neighbours(reads.gaps.fresh, bounds, there, Locations.empty(count)))
+
+
+def test_super_features_are_asked_late_for_the_chunks_alone_that_are_unknown_and_have_no_base():
+    base = text_like(CHUNK, 5)
+    data = mutated(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x") + pieces(1, 2)
+    batch = segments(data)
+    facts = Near({batch.names[1].tobytes(): (500, 9)}, base=(base, 0))
+    paired = run_stage(ResemblanceStage(CHOSEN, looks_up=False), run_stage(DedupStage(), batch, Scripted()), Scripted())
+    assert not paired.base_found.any()
+    stage = DeltaStage(CHOSEN, FINGERPRINTER.domain, 0, asks_bases="late")
+    outcome = run_stage(stage, paired, facts)
+    (asked,) = (reads.super_features for reads in facts.asked if reads.super_features is not None)
+    assert asked.tolist() == paired.super_features[[2]].tolist()
+    assert outcome.counts.delta.tolist() == [True, False, False]
+    assert outcome.counts.duplicate.tolist() == [False, True, False]
+
+
+def test_ranks_whose_candidates_are_no_bases_are_not_asked_about_late():
+    facts = Scripted(base=(random_bytes(CHUNK, 999), 0))  # whatever is asked: what rank 0 names, and it is of no use
+    stage = DeltaStage(CHOSEN, FINGERPRINTER.domain, 0, asks_bases="late")
+    for number in range(3):
+        batch = segments(pieces(*range(1 + 80 * number, 81 + 80 * number)))
+        fresh = run_stage(DedupStage(), batch, Scripted())
+        run_stage(stage, run_stage(ResemblanceStage(CHOSEN, looks_up=False), fresh, Scripted()), facts)
+    asked = [reads.super_features for reads in facts.asked if reads.super_features is not None]
+    assert [of.all(axis=0).tolist() for of in asked] == [[True] * 3, [False, True, True], [False, True, True]]
+    assert not asked[1][:, 0].any()
+
+
+@pytest.mark.parametrize("changes", [FIRST_FIT, {}, {"base": {"policy": "first-fit"}}])
+def test_a_base_that_is_asked_for_late_is_the_one_that_is_found_early(changes):
+    base = text_like(CHUNK, 5)
+    data = mutated(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x")
+    facts = Scripted(base=(base, 0))
+    early, fresh, told = through_delta(data, facts, facts, changes)
+    late = DeltaStage(settings(CHOSEN, changes), FINGERPRINTER.domain, 0, asks_bases="late")
+    outcome = run_stage(late, run_stage(ResemblanceStage(CHOSEN, looks_up=False), fresh, facts), facts)
+    assert told.counts.delta.tolist() == outcome.counts.delta.tolist() == [True]
+    one, other = (stage.flush()[0].seal().claims.directory for stage in (early, late))
+    assert one.rows[["depths", "encoded", "base_containers", "base_ordinals", "ranks"]].tolist() == (
+        other.rows[["depths", "encoded", "base_containers", "base_ordinals", "ranks"]].tolist()
+    )
+
+
+def written(writer, key, content):
+    blob = writer.begin(key, {}, None)
+    rest = memoryview(content)
+    while rest:
+        window = writer.window()
+        count = min(len(window), len(rest))
+        window[:count] = rest[:count]
+        writer.advance(blob, count)
+        rest = rest[count:]
+    writer.end(blob)
+    return blob
+
+
+def test_what_dedup_was_told_in_this_turn_is_not_asked_again(tmp_path, monkeypatch):
+    """A chunk that was placed a batch ago is found by dedup's own question: every chunk is stored once (I5)."""
+    index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
+    asked: list[int] = []
+    locate = index.locate_chunks
+    monkeypatch.setattr(index, "locate_chunks", lambda names: asked.append(len(names)) or locate(names))
+    objects = memory_objects()
+    containers = ContainerStore(objects, FINGERPRINTER.domain, 1 << 20)
+    chosen = settings(CHOSEN, {"runner": {"batch_bytes": 2 << 20}})
+    content = pieces(*range(1, 200))
+    with EmbeddedWriter(chosen, FINGERPRINTER, containers, ManifestStore(objects), index, 0) as writer:
+        for key in ("a", "b"):
+            written(writer, key, content + key.encode() * CHUNK)
+        writer.flush()
+    assert sum(len(containers.directory(container).chunks) for container, _ in containers.ids()) == 201
+    assert sum(asked) < 300  # each of the first blob once, and those of the second one's last segment
+
+
+def test_a_redelivered_batch_stores_nothing_twice(tmp_path):
+    index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
+    pending = PendingIndex(index, FINGERPRINTER.domain)
+    store = ContainerStore(memory_objects(), FINGERPRINTER.domain, 1 << 20)
+    facts = EmbeddedFacts(pending, store)
+    batch = segments(pieces(1, 2, 3, 0, 1))
+    stage = DeltaStage(CHOSEN, FINGERPRINTER.domain, 0)
+    outcomes = []
+    for _ in range(3):
+        fresh = run_stage(DedupStage(), batch, facts)
+        outcome = run_stage(stage, run_stage(ResemblanceStage(CHOSEN), fresh, facts), facts)
+        placed = outcome.placed
+        pending.place(
+            placed.names, placed.chunks, placed.sketch, placed.base_chunks, placed.super_features,
+            placed.segment_ids, placed.segments,
+        )  # fmt: skip
+        outcomes.append(outcome)
+    (sealed,) = [finished.seal() for finished in stage.flush()]
+    assert [len(outcome.placed.names) for outcome in outcomes] == [3, 0, 0]
+    assert (len(sealed.claims.directory.chunks), len(sealed.claims.directory.segments)) == (3, batch.segments)
+    for outcome in outcomes[1:]:
+        assert outcome.segments.ordinals.tolist() == outcomes[0].segments.ordinals.tolist()
+        assert outcome.segment_known.all()
+    for _ in range(2):  # and what it claims may be published twice
+        index.publish(sealed.claims)
+    assert len(index.entries()["chunks"]) == 3
+    index.close()
+
+
+def test_a_batch_in_the_same_container_is_answered_before_that_container_is_durable(tmp_path):
+    assert issubclass(PendingIndex, object)
+    index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
+    pending = PendingIndex(index, FINGERPRINTER.domain)
+    batch = segments(pieces(1, 2))
+    where = Locations(np.full(2, 500, np.uint64), np.arange(2, dtype=np.uint32))
+    none = np.zeros((0, 3), np.uint64)
+    pending.place(
+        batch.names, where, "none", Locations.empty(), none, batch.segment_ids, Locations.empty(batch.segments)
+    )
+    locations, found = pending.locate_chunks(batch.names)
+    assert found.all()
+    assert locations.ordinals.tolist() == [0, 1]
+    assert not index.locate_chunks(batch.names)[1].any()  # the index itself names durable bytes only (I1)
+    index.close()
+
+
+# ------------------------------------------------------------------ order of effects
+
+
+class Recording(ObstoreObjects):
+    """Objects in memory that write down each put in order, and fail the ones that a script says, before or after."""
+
+    def __init__(self, log: list[str], script: dict[str, str] | None = None) -> None:
+        self._inner = memory_objects()
+        super().__init__(self._inner._client)
+        self._log, self._script, self._count = log, script or {}, {"containers": 0, "manifests": 0}
+
+    def put_new(self, name, *parts) -> None:
+        kind = name.partition("/")[0]
+        self._count[kind] += 1
+        fate = self._script.get(f"{kind} {self._count[kind]}")
+        if fate == "fails":
+            self._log.append(f"{kind} failed")
+            raise StoreUnavailable(f"{name}: as the script says")
+        super().put_new(name, *parts)
+        self._log.append(kind)
+        if fate == "reply lost":
+            raise StoreUnavailable(f"{name}: written, and nobody heard")
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def index(tmp_path, log) -> Iterator[LmdbIndex]:
+    class Logged(LmdbIndex):
+        def publish_many(self, many) -> None:
+            super().publish_many(many)
+            log.extend(["publish"] * len(many))
+
+        def commit_many(self, versions) -> None:
+            super().commit_many(versions)
+            log.append("commit")
+
+    made = Logged(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
+    yield made
+    made.close()
+
+
+def put(objects: Recording, index: LmdbIndex, content: bytes, key: str = "k") -> None:
+    containers = ContainerStore(objects, FINGERPRINTER.domain, 1 << 20)
+    last = max((int(container) for container, _ in containers.ids()), default=0)
+    with EmbeddedWriter(CHOSEN, FINGERPRINTER, containers, ManifestStore(objects), index, last) as writer:
+        blob = written(writer, key, content)
+    assert blob.done.done()
+
+
+LARGE = random_bytes(5_000_000, 1)
+
+
+def test_each_container_is_durable_before_it_is_published_and_all_before_the_manifest(log, index, monkeypatch):
+    monkeypatch.setattr("nearkin.embedded.runner.PUBLISHED_ENTRIES", 1)
+    put(Recording(log), index, LARGE)
+    containers = log.count("containers")
+    assert containers >= 3
+    assert log == ["containers", "publish"] * containers + ["manifests", "commit"]
+
+
+def test_containers_that_bring_few_entries_are_published_together_before_the_manifest(log, index):
+    put(Recording(log), index, LARGE)
+    containers = log.count("containers")
+    assert log == ["containers"] * containers + ["publish"] * containers + ["manifests", "commit"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("fate", ["fails", "reply lost"])
+def test_a_container_that_was_not_acknowledged_is_not_published_and_nothing_is_committed(log, index, number, fate):
+    objects = Recording(log, {f"containers {number}": fate})
+    with pytest.raises(StoreUnavailable):
+        put(objects, index, LARGE)
+    assert "publish" not in log  # F.3: containers of a failed put are removed, not published
+    assert "manifests" not in log
+    assert "commit" not in log
+    assert len(index.entries()["containers"]) == 0
+    assert index.versions_of("default", "k") == []
+    log.clear()
+    put(objects, index, LARGE)
+    assert log[-2:] == ["manifests", "commit"]
+    assert index.versions_of("default", "k") == [1]
+
+
+@pytest.mark.parametrize("fate", ["fails", "reply lost"])
+def test_a_manifest_that_was_not_acknowledged_is_not_in_the_catalog(log, index, fate):
+    objects = Recording(log, {"manifests 1": fate})
+    with pytest.raises(StoreUnavailable):
+        put(objects, index, LARGE)
+    assert "commit" not in log
+    assert index.versions_of("default", "k") == []
+    log.clear()
+    put(objects, index, LARGE)
+    assert log == ["manifests", "commit"]  # no chunk is stored twice
+    # where only the reply was lost the first is a version of its own: committed, though its put failed
+    assert index.versions_of("default", "k") == [1 if fate == "fails" else 2]
+
+
+def test_an_aborted_put_commits_nothing(log, index):
+    objects = Recording(log)
+    containers = ContainerStore(objects, FINGERPRINTER.domain, 1 << 20)
+
+    def abort() -> None:
+        with EmbeddedWriter(CHOSEN, FINGERPRINTER, containers, ManifestStore(objects), index, 0) as writer:
+            blob = writer.begin("k", {}, None)
+            writer.window()[:1000] = bytes(1000)
+            writer.advance(blob, 1000)
+            writer.end(blob)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        abort()
+    assert "manifests" not in log
+    assert "commit" not in log

@@ -1,0 +1,298 @@
+"""Parts answered side by side: by whoever is free, and never other answers for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nearkin_shared.utils import thread_pool
+from nearkin_shared.utils.thread_pool import ALONE, PART_BYTES, THREADS_MAX, Helpers, all_cores, cores, parts_of
+from tests.support.checks.waiting import until
+
+WAIT_SECONDS = 60
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+def test_answers_come_in_the_order_of_the_parts(threads: ThreadPoolExecutor) -> None:
+    parts = list(range(200))
+    for helpers in (ALONE, Helpers(threads)):
+        assert helpers.answers(lambda part: part * part, parts) == [part * part for part in parts]
+        assert helpers.answers(str, []) == []
+
+
+def test_a_free_thread_takes_part(threads: ThreadPoolExecutor) -> None:
+    """Each of two parts waits for the other: one thread alone would never get past the first."""
+    both = threading.Barrier(2)
+    names = Helpers(threads).answers(lambda _: both.wait(WAIT_SECONDS), [0, 1])
+    assert sorted(names) == [0, 1]
+
+
+def test_a_task_is_shared_by_as_many_threads_as_there_are_cores(threads: ThreadPoolExecutor) -> None:
+    both, calls = threading.Barrier(2), list[int]()
+
+    def work() -> None:
+        calls.append(both.wait(WAIT_SECONDS))
+
+    Helpers(threads, 2).share(work)
+    assert sorted(calls) == [0, 1], "here, and on the one that is free"
+    for alone in (ALONE, Helpers(None, 4), Helpers(threads, 1)):
+        called = list[int]()
+        alone.share(lambda called=called: called.append(threading.get_ident()))  # type: ignore[misc]
+        assert set(called) == {threading.get_ident()}, "each call finds nothing left but the first"
+
+
+def test_nobody_waits_for_a_thread_that_is_busy(threads: ThreadPoolExecutor) -> None:
+    done = threading.Event()
+    busy = threads.submit(done.wait, WAIT_SECONDS)
+    me = threading.get_ident()
+    assert Helpers(threads, 3).answers(lambda _: threading.get_ident(), [1, 2, 3]) == [me] * 3
+    done.set()
+    assert busy.result()
+
+
+class Crowded(ThreadPoolExecutor):
+    """Has one thread, and cannot start another."""
+
+    def submit(self, *arguments: Any, **named: Any) -> Any:
+        if self._threads:
+            raise RuntimeError("can't start new thread")
+        return super().submit(*arguments, **named)
+
+
+def test_where_no_thread_is_to_be_had_those_that_are_there_do_it_all() -> None:
+    with Crowded(4) as threads:
+        for _ in range(3):
+            assert Helpers(threads, 4).answers(str, list(range(50))) == [str(part) for part in range(50)]
+
+
+class Unstartable(ThreadPoolExecutor):
+    """Takes what it is given, and can start no thread for it."""
+
+    def _adjust_thread_count(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.fixture
+def no_thread_starts(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread can be started but the one of `threads`."""
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    assert threads.submit(int).result() == 0
+    monkeypatch.setattr(threads, "_max_workers", 2)
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.usefixtures("no_thread_starts")
+def test_what_was_refused_for_want_of_a_thread_and_begun_nevertheless_is_waited_for(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """The executor keeps it: its one thread, done with something else, begins it while the caller is at the rest."""
+    gate, both = threading.Event(), threading.Barrier(2)
+    threads.submit(gate.wait, WAIT_SECONDS)
+    ended = list[int]()
+
+    def work(part: int) -> int:
+        gate.set()
+        mine = both.wait(WAIT_SECONDS)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)
+        ended.append(part)
+        return mine
+
+    assert sorted(Helpers(threads, 2).answers(work, [0, 1])) == [0, 1]
+    assert sorted(ended) == [0, 1]
+
+
+@pytest.mark.usefixtures("no_thread_starts")
+def test_what_no_thread_ever_begins_is_not_kept_for_it() -> None:
+    class Task:
+        def __call__(self) -> None:
+            pass
+
+    none = ThreadPoolExecutor(2)  # which no thread of its own will serve
+    task = Task()
+    gone = weakref.ref(task)
+    Helpers(none, 2).share(task)
+    del task
+    assert gone() is None, "a batch's buffers, 96 MiB of them"
+    assert none._work_queue.qsize() == 1
+
+
+def test_what_is_begun_goes_on_while_the_caller_does(threads: ThreadPoolExecutor) -> None:
+    both, me = threading.Barrier(2), threading.get_ident()
+
+    def work() -> int:
+        both.wait(WAIT_SECONDS)
+        return threading.get_ident()
+
+    answer = Helpers(threads, 2).begin(work)
+    both.wait(WAIT_SECONDS)
+    assert answer() != me
+    assert answer() == answer(), "it is there for good"
+    assert ALONE.begin(threading.get_ident)() == me
+
+
+def test_one_piece_a_thread_and_one_that_waits_and_no_more_are_held(threads: ThreadPoolExecutor) -> None:
+    gate, me = threading.Event(), threading.get_ident()
+
+    def work() -> int:
+        gate.wait(WAIT_SECONDS)
+        return threading.get_ident()
+
+    helpers = Helpers(threads, 2)
+    answers = [helpers.begin(work), helpers.begin(work)]
+    third = helpers.begin(threading.get_ident)
+    assert third() == me, "done here, and at once"
+    gate.set()
+    assert me not in [answer() for answer in answers]
+    assert helpers.begin(threading.get_ident)() != me, "there is room again"
+
+
+def test_what_was_begun_and_failed_says_so_when_it_is_asked_for(threads: ThreadPoolExecutor) -> None:
+    def fails() -> None:
+        raise ValueError("damaged")
+
+    helpers = Helpers(threads, 2)
+    answer = helpers.begin(fails)
+    assert helpers.begin(lambda: 7)() == 7, "others are as good as before"
+    with pytest.raises(ValueError, match="damaged"):
+        answer()
+    with pytest.raises(ValueError, match="damaged"):
+        ALONE.begin(fails)()
+
+
+def test_what_no_thread_can_be_started_for_is_done_by_the_caller_and_not_kept() -> None:
+    class Piece:
+        def __call__(self) -> int:
+            return threading.get_ident()
+
+    none, piece = Unstartable(2), Piece()
+    gone = weakref.ref(piece)
+    assert Helpers(none, 2).begin(piece)() == threading.get_ident()
+    del piece
+    assert gone() is None, "a block and its bases, 12 MiB"
+    assert none._work_queue.qsize() == 1
+
+
+@pytest.mark.parametrize("fails_at_helper", [False, True])
+def test_what_a_part_raises_is_raised_and_no_further_part_is_begun(
+    threads: ThreadPoolExecutor, *, fails_at_helper: bool
+) -> None:
+    me, both, begun = threading.get_ident(), threading.Barrier(2), []
+
+    def work(part: int) -> int:
+        begun.append(part)
+        if part < 2:
+            both.wait(WAIT_SECONDS)
+        if (threading.get_ident() != me) == fails_at_helper:
+            raise ValueError(f"part {part}")
+        failed.wait(WAIT_SECONDS)
+        return part
+
+    failed = threading.Event()
+    threading.Timer(0.5, failed.set).start()  # the other one goes on when the failure has long been seen
+    with pytest.raises(ValueError, match=r"part [01]"):
+        Helpers(threads).answers(work, list(range(100)))
+    assert sorted(begun) == [0, 1]
+    assert Helpers(threads).answers(str, [1, 2]) == ["1", "2"], "the threads are as good as before"
+
+
+@given(st.lists(st.integers(0, 300), max_size=50), st.integers(1, 400))
+def test_parts_cover_all_rows_once_and_have_about_what_they_should(lengths: list[int], part_bytes: int) -> None:
+    rows = np.array(lengths, np.uint32)
+    parts = parts_of(rows, part_bytes)
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(len(lengths)))
+    assert all(before.stop == after.start for before, after in pairwise(parts))
+    assert len(parts) == 1 or all(part.start < part.stop for part in parts)
+    assert len(parts) <= 1 + sum(lengths) // part_bytes
+    for part in parts:
+        assert rows[part.start : part.stop - 1].sum() < part_bytes + max(lengths, default=0)
+
+
+def test_rows_are_parted_only_where_somebody_helps(threads: ThreadPoolExecutor) -> None:
+    lengths = np.full(40, PART_BYTES // 4, np.uint32)
+    assert ALONE.parts(lengths) == [slice(0, 40)]
+    assert ALONE.parts(lengths[:0]) == [slice(0, 0)]
+    assert Helpers(threads).parts(lengths) == parts_of(lengths)
+    assert len(parts_of(lengths)) == 10
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not given to a process here")
+def test_cores_are_those_that_the_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    assert cores() == len(allowed)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.parametrize(("of", "hands"), [(1, 1), (2, 2), (64, THREADS_MAX)])
+def test_a_task_has_a_thread_a_core_for_as_long_as_it_runs(
+    monkeypatch: pytest.MonkeyPatch, of: int, hands: int
+) -> None:
+    monkeypatch.setattr(thread_pool, "cores", lambda: of)
+    together, names = threading.Barrier(hands), set[str]()
+
+    def work() -> None:
+        together.wait(WAIT_SECONDS)  # each call on a thread of its own
+        names.add(threading.current_thread().name)
+
+    with all_cores("nearkin-test") as helpers:
+        helpers.share(work)
+    assert len(names) == hands
+    assert sum(name.startswith("nearkin-test") for name in names) == hands - 1, "the caller's is one of them"
+    assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-test")]
+
+
+@pytest.mark.parametrize(("of", "hands"), [(1, 0), (2, 1), (3, 2), (64, 2)])
+def test_other_cores_are_all_but_the_callers_and_at_most_so_many(
+    monkeypatch: pytest.MonkeyPatch, of: int, hands: int
+) -> None:
+    monkeypatch.setattr(thread_pool, "cores", lambda: of)
+    gate, begun = threading.Event(), list[str]()
+
+    def work() -> None:
+        begun.append(threading.current_thread().name)
+        gate.wait(WAIT_SECONDS)
+
+    helpers = Helpers()
+    with helpers.on_other_cores("nearkin-test", 2):
+        assert helpers.alone == (not hands)
+        together, shared = threading.Barrier(hands + 1), list[str]()
+
+        def part() -> None:
+            together.wait(WAIT_SECONDS)
+            shared.append(threading.current_thread().name)
+
+        helpers.share(part)
+        assert len(set(shared)) == hands + 1, "the caller's is one of them"
+        if not hands:
+            gate.set()
+        for _ in range(hands + 1):  # the last one waits, or is the caller's
+            helpers.begin(work)
+        until(lambda: len(begun) == max(hands, 1))
+        if hands:
+            threading.Timer(0.2, gate.set).start()  # while the block ends: what waits is then let go of
+    assert sorted(begun) == ([f"nearkin-test_{number}" for number in range(hands)] or ["MainThread"])
+    assert helpers.alone
+    assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-test")]

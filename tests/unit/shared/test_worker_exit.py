@@ -1,0 +1,65 @@
+"""How a worker ends: what a stage refuses is a setting, told as one."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError, NearkinError, Permanent
+from nearkin_shared.kafka import worker
+from nearkin_shared.kafka.worker import exit_code
+
+
+def test_a_setting_that_a_stage_refuses_is_told_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    assert exit_code("delta", [ConfigError('gc.grace_seconds "2": too short')], alive=False) == 2
+    (told,) = caplog.records
+    assert told.getMessage() == 'delta: gc.grace_seconds "2": too short'
+    assert not told.exc_info
+
+
+@pytest.mark.parametrize(("alive", "code"), [(False, 0), (True, 1)])
+def test_a_loop_that_does_not_end_is_a_failure(alive: bool, code: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert exit_code("delta", [], alive=alive) == code
+    assert exit_code("delta", [RuntimeError("broken")], alive=alive) == 1
+    assert caplog.records[-1].exc_info
+
+
+@pytest.fixture
+def _own_signals() -> Iterator[None]:
+    """A worker takes the process's signals for itself."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_own_signals")
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(ConfigError("object_store.url: not set"), 2), (Permanent("topic nearkin.frames: refused"), 1)],
+)
+def test_a_setting_that_is_refused_before_the_first_message_is_told_as_one(
+    failure: NearkinError, code: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store without a URL, a key that is not there, a janitor that cannot collect so: as the gateway's exit code."""
+
+    def refuse(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(worker, "_connected", refuse)
+    assert worker.run_worker("chunker", [], Settings(), None, "w", None) == code
+    (told,) = caplog.records
+    assert told.getMessage() == f"chunker: {failure}"
+    assert not told.exc_info
+
+
+@pytest.mark.usefixtures("_own_signals")
+def test_a_port_that_is_taken_is_a_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = with_changes(Settings(), {"monitor": {"port": taken.getsockname()[1]}})
+        assert worker.run_worker("chunker", [], settings, None, "w", None) == 2
