@@ -32,7 +32,7 @@ def _section(page: str, name: str) -> str:
 
 def test_docs_page_has_a_section_for_each_operation(gateway: Running) -> None:
     """F.20: /docs shows each route's method, path, scopes, parameters, bodies and statuses, without a session."""
-    answer = httpx.get(f"{gateway.url}/docs")
+    answer = httpx.get(f"{gateway.url}/docs", timeout=60)
     assert answer.status_code == 200
     for path, operations in openapi_document()["paths"].items():
         for method, operation in operations.items():
@@ -55,7 +55,7 @@ def test_docs_page_has_a_section_for_each_operation(gateway: Running) -> None:
 
 def test_docs_page_loads_nothing_from_elsewhere(gateway: Running) -> None:
     """F.20: the page keeps the dashboard's policy: no inline script or style, no other host."""
-    answer = httpx.get(f"{gateway.url}/docs")
+    answer = httpx.get(f"{gateway.url}/docs", timeout=60)
     assert answer.headers["content-security-policy"] == POLICY
     assert not re.search(r"<style|\sstyle=|<script(?![^>]*\bsrc=)|\son\w+=", answer.text)
     assert all(url.startswith(("/", "#")) for url in re.findall(r'(?:src|href)="([^"]*)"', answer.text))
