@@ -1,0 +1,63 @@
+"""Check the README and the pages of how-to: length, chart, and that each command they show exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from benchmarks.summary_chart import CHART, SUMMARY, draw, read_tools
+from nearkin.cli.commands import nearkin
+
+ROOT = Path(__file__).parents[3]
+README = ROOT / "README.md"
+WORDS_MAX = 400
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
+
+
+def shown_commands(text: str) -> set[tuple[str, ...]]:
+    """Return the words of each `nearkin` command in code, from its subcommand to the end."""
+    code = "\n".join(re.findall(r"`([^`\n]+)`", text) + re.findall(r"(?m)^    (\S.*)$", text))
+    lines = re.findall(r"(?m)(?:^|[ /])nearkin ([^#|\n]+)", code.replace("--store backups ", ""))
+    return {tuple(line.split()) for line in lines if line[0].isalpha()}
+
+
+def options_of(command: click.Command) -> set[str]:
+    """Return the options of a command."""
+    return {text for parameter in command.params for text in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_readme_is_at_most_400_words() -> None:
+    """G.8: the README stays short, and figures stay in the summary."""
+    text = README.read_text()
+    assert len(text.split()) <= WORDS_MAX
+    assert len(re.findall(r"!\[", text)) == 1
+
+
+def test_summary_chart_shows_the_figures_of_the_table() -> None:
+    """G.8: the chart is drawn from docs/benchmarks/summary.md: `python -m benchmarks.summary_chart`."""
+    assert CHART.read_text() == draw(SUMMARY.read_text())
+    names = {tool.name.split(" ")[0].rstrip(",") for tool in read_tools(SUMMARY.read_text())}
+    assert names == {"nearkin", "borg", "kopia", "restic"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_shown_in_pages_exist(page: Path) -> None:
+    """G.7: each `nearkin` command in the README and in how-to pages exists and has the options shown."""
+    for words in shown_commands(page.read_text()):
+        command: click.Command = nearkin
+        known, rest = options_of(nearkin), list(words)
+        while rest and isinstance(command, click.Group):
+            found = command.get_command(click.Context(command), rest.pop(0))
+            assert found is not None, words
+            command = found
+            known |= options_of(command)
+        assert {word for word in rest if word.startswith("--")} <= known, words
+
+
+def test_readme_shows_commands() -> None:
+    """G.8: the pattern of the test above finds the commands of the README."""
+    names = {words[0] for words in shown_commands(README.read_text())}
+    assert {"init", "put", "get", "forget", "serve"} <= names
