@@ -1,4 +1,4 @@
-"""Check the README and the pages of how-to: length, chart, and that each command they show exists."""
+"""Check the README, CONTRIBUTING and how-to pages: length, chart, and that commands, files and names exist."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from benchmarks.summary_chart import CHART, SUMMARY, draw, read_tools
 from nearkin.cli.commands import nearkin
 
 ROOT = Path(__file__).parents[3]
-README = ROOT / "README.md"
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 WORDS_MAX = 400
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
+PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
 
 
 def shown_commands(text: str) -> set[tuple[str, ...]]:
@@ -61,3 +61,44 @@ def test_readme_shows_commands() -> None:
     """G.8: the pattern of the test above finds the commands of the README."""
     names = {words[0] for words in shown_commands(README.read_text())}
     assert {"init", "put", "get", "forget", "serve"} <= names
+
+
+def test_contributing_names_files_that_exist() -> None:
+    """G.7: the walks of CONTRIBUTING.md name files of the repository, and functions that these files define."""
+    text = CONTRIBUTING.read_text()
+    paths = [path for path in re.findall(r"`((?:app|services|shared|tests)/[\w/.]+)`", text) if "test_<" not in path]
+    assert len(paths) > 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    rows = re.findall(r"(?m)^\| \d\. `([^`]+)` \|.*\| `(\w+)\.(\w+)`(.*) \|$", text)
+    assert len(rows) == 4
+    for path, name, method, rest in rows:
+        source = (ROOT / path).read_text()
+        functions = [method, *re.findall(r"`(_\w+)`", rest)]
+        assert re.search(rf"(?m)^class {name}\b", source), (path, name)
+        assert [each for each in functions if not re.search(rf"(?m)^    def {each}\(", source)] == [], path
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("shared/nearkin_shared/results.py", ["class GcReport"]),
+        ("shared/nearkin_shared/results_json.py", ["def gc_json"]),
+        ("services/maintenance/nearkin_maintenance/gc/gc_run.py", ["def _report"]),
+        ("services/maintenance/nearkin_maintenance/gc/sweep.py", ["class Sums"]),
+        ("app/nearkin/cli/gc.py", ["def gc_lines"]),
+        ("shared/nearkin_shared/objectstore/base.py", ["class ObjectStore(Protocol)", "class AlreadyExists"]),
+        ("shared/nearkin_shared/objectstore/factory.py", ["def open_objects"]),
+        ("shared/nearkin_shared/config/storage.py", ["class ObjectStoreSettings"]),
+        ("shared/nearkin_shared/config/reduction.py", ["FEATURES = "]),
+        (
+            "services/resemblance/nearkin_resemblance/feature_algorithms.py",
+            ["ALGORITHMS", "_PARAMETERS", "def sketcher"],
+        ),
+        ("app/nearkin/lab/similar_chunks.py", ["APPROACHES"]),
+        ("tests/support/conformance/object_contract.py", ["class ObjectStoreContract"]),
+        ("tests/equivalence/test_features.py", ["ALGORITHMS = "]),
+    ],
+)
+def test_contributing_names_definitions_that_exist(path: str, names: list[str]) -> None:
+    """G.7: the other names in the walks are defined in the files that the walks name; correct both if this fails."""
+    assert [name for name in names if name not in (ROOT / path).read_text()] == []
