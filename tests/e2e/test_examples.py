@@ -21,7 +21,9 @@ from tests.support.data.samples import noise
 from tests.support.servers.gateways import embedded, running
 from tests.support.servers.pipeline import Pipeline
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PYTHON_PAGE = ROOT / "docs" / "how-to" / "use-python.md"
 SECONDS_MAX = 300
 LINES_MIN, LINES_MAX = 30, 80
 NAMES = {"compare_features", "gc_and_retention", "kafka_records", "put_and_get", "resumable_upload"}
@@ -61,6 +63,17 @@ def test_examples_are_short_and_all_run_here() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == NAMES
     for path in EXAMPLES.glob("*.py"):
         assert LINES_MIN <= len(path.read_text().splitlines()) <= LINES_MAX, path.name
+
+
+def test_snippet_of_python_page_runs(tmp_path: Path) -> None:
+    """G.7: the code on the page about the Python API runs as it is shown."""
+    (snippet,) = re.findall(r"(?s)```python\n(.*?)```", PYTHON_PAGE.read_text())
+    (tmp_path / "db.dump").write_bytes(noise(100_000, "snippet").tobytes())
+    check = "assert data == open('db.dump', 'rb').read(4096)\n"
+    command = [sys.executable, "-c", snippet + check]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=SECONDS_MAX)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0
 
 
 def test_put_and_get_example_restores_both_versions(tmp_path: Path) -> None:
