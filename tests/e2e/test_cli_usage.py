@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -173,7 +172,7 @@ def test_the_command_starts_no_threads_that_it_never_uses(
 
     monkeypatch.setattr(cli, "main", lambda: 7)
     monkeypatch.setattr(os, "_exit", ended)
-    monkeypatch.setattr(gc, "set_threshold", lambda _: None)
+    monkeypatch.setattr("nearkin.cli.set_threshold", lambda _: None)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", given or "")  # what was there before comes back afterwards
     if given is None:
         monkeypatch.delenv("OPENBLAS_NUM_THREADS")

@@ -50,7 +50,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_kafka_ends_cleanly(
 
     monkeypatch.setattr(ingest_main, "create_topics", away)
     monkeypatch.setattr(ingest_main, "CONNECT_SECONDS_MAX", 0.0)
-    monkeypatch.setattr(ingest_main.logs, "start", lambda *_: None)
+    monkeypatch.setattr(ingest_main.log_setup, "start", lambda *_: None)
     monkeypatch.setenv("NEARKIN_INGEST__TOPICS", "blobs")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

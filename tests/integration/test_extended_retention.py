@@ -19,7 +19,7 @@ from nearkin_shared.formats.retention_record import RetentionRecord, encode_rete
 from nearkin_shared.formats.tombstone import Kind, Mark
 from nearkin_shared.utils import failpoints
 from nearkin_shared.utils.failpoints import RETENTION_POINTS
-from tests.support.engines.power_cut import _lay, _tree
+from tests.support.engines.power_cut import lay_tree, read_tree
 from tests.support.fakes.clock import DAY, Clock
 from tests.support.fakes.power_loss_disk import Disk, recording
 
@@ -207,7 +207,7 @@ def test_acknowledged_extension_survives_a_power_cut(tmp_path: Path, clock: Cloc
     root = tmp_path / "s"
     with opened(root, clock) as store:
         store.put("k", b"one")
-    before = _tree(root)
+    before = read_tree(root)
     with recording(root) as layer, opened(root, clock) as store:
         store.retain("k", LATER)
         layer.note("acknowledged")
@@ -220,7 +220,7 @@ def test_acknowledged_extension_survives_a_power_cut(tmp_path: Path, clock: Cloc
     assert step.what == "note"
     for world, tree in enumerate(disk.worlds()):
         place = tmp_path / f"world{world}"
-        _lay(place, tree, None)
+        lay_tree(place, tree)
         with opened(place, clock) as store, pytest.raises(Retained):
             store.delete("k")
     assert world >= 0

@@ -6,13 +6,13 @@ Only click and the standard library are imported before a command is known: `nea
 from __future__ import annotations
 
 import errno
-import gc
 import io
 import os
 import signal
 import sys
 import threading
 from contextlib import suppress
+from gc import set_threshold
 from types import FrameType
 from typing import NoReturn
 
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run() -> NoReturn:
     """Run one command as a process of its own: the `nearkin` command."""
-    gc.set_threshold(200_000)  # what a command makes mostly lives to its end: collecting took 4 % of a put
+    set_threshold(200_000)  # what a command makes mostly lives to its end: collecting took 4 % of a put
     # numpy's linear algebra, of which nothing is used, starts a thread for each further core, which then spins: 0.13 s
     # of processor time, on the core that a short put could have had.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
