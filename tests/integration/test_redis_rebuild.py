@@ -256,9 +256,7 @@ def test_a_rebuild_of_an_epoch_that_ends_begins_again(store: Store, server: Redi
 def test_a_rebuild_that_fails_is_tried_again_where_it_stopped(
     store: Store, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        sys.modules["nearkin_maintenance.rebuild_index"], "PUBLISH_CHUNKS", 1
-    )  # each container by itself
+    monkeypatch.setattr("nearkin_maintenance.index_rebuild.PUBLISH_CHUNKS", 1)  # each container by itself
     index = connect(server, store)
     tries: list[int] = []
 

@@ -4,8 +4,8 @@ from nearkin_maintenance.domain_owners import Tenants
 from nearkin_maintenance.gc.gc_run import Collector, Steps
 from nearkin_maintenance.gc.purge import Purge
 from nearkin_maintenance.gc.reference_counts import Ledger
+from nearkin_maintenance.index_rebuild import claims_of, fill_catalog, rebuild_index
 from nearkin_maintenance.optimize.compact import Rewriter
-from nearkin_maintenance.rebuild_index import claims_of, fill_catalog, rebuild_index
 from nearkin_maintenance.repair.container_repair import Healer
 from nearkin_maintenance.repair.store_repair import Repairer
 from nearkin_maintenance.verify.integrity import Soundness, Unsound

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from nearkin_maintenance.domain_owners import Tenants
-from nearkin_maintenance.rebuild_index import Sketches, rebuild_index
+from nearkin_maintenance.index_rebuild import Sketches, rebuild_index
 from nearkin_shared.errors import Permanent
 from nearkin_shared.formats.directory import SegmentTable
 from nearkin_shared.formats.pending_delete_record import Record

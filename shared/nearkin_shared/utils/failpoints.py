@@ -99,7 +99,7 @@ STORE_POINTS: Final = MappingProxyType(
         "compact.put": "it is durable, beside the older one",
         "compact.renewed": "the index knows what it holds",
         "compact.replaced": "the older one is gone",
-        # index rebuild and catching up (nearkin_maintenance.rebuild_index, nearkin.local.index_lifecycle)
+        # index rebuild and catching up (nearkin_maintenance.index_rebuild, nearkin.local.index_lifecycle)
         "rebuild.begun": "an empty index lies beside the one until now, or one that is behind is caught up with",
         "rebuild.container": "a container is published into it",
         "rebuild.versions": "versions are in its catalog",
