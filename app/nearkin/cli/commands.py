@@ -268,7 +268,7 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
 
     GLOB has at least one of: * (any characters, / too), ? (one character), [abc] (one of these). It matches whole keys.
 
-    A line is: created (UTC), size, version, key. Versions that cannot be read are told on stderr: exit code 1.
+    A line is: created (UTC), size, version, key. Versions that cannot be read are reported on stderr: exit code 1.
     With --deleted: deleted (UTC), until when it can be brought back, version, by whom, key, reason.
 
     nearkin ls
@@ -649,18 +649,18 @@ def config(names: tuple[str, ...], changes: tuple[str, ...], local: bool) -> Non
     nearkin --server http://127.0.0.1:8080 config --set features.algorithm=odess
     """
     from nearkin.cli.arguments import parse_changes
-    from nearkin.cli.config import chosen, local_settings, print_settings, print_told, server_settings
+    from nearkin.cli.config import chosen, local_settings, print_described_settings, print_settings, server_settings
 
     session = current_session()
-    told, patch = chosen(names) if names else None, parse_changes(changes)
+    described, patch = chosen(names) if names else None, parse_changes(changes)
     server = None if local else session.load()[0].server
     if server is None and patch:
         raise BadInput("--set changes running services: name their --server; settings of your own go into --config")
     rows = local_settings(session) if server is None else server_settings(session, server, patch)
-    if told is None:
+    if described is None:
         print_settings(session, rows)
     else:
-        print_told(session, rows, told)
+        print_described_settings(session, rows, described)
 
 
 @nearkin.command()

@@ -13,7 +13,7 @@ from nearkin_shared.errors import BadInput, NearkinError
 
 if TYPE_CHECKING:
     from nearkin.cli.session import Session
-    from nearkin_shared.config.reference import Told
+    from nearkin_shared.config.reference import SettingDoc
     from nearkin_shared.config.settings import Settings
 
 SettingRows = Mapping[str, tuple[object, str]]
@@ -51,17 +51,17 @@ def server_settings(session: Session, server: str, patch: Mapping[str, object]) 
     """Return the settings that the services behind a server run with, once `patch` is merged in."""
     settings, _ = session.load()
     with session.connect(server, settings) as store:
-        told = store.change_config(patch) if patch else store.config()
-    source = f"{server} revision {told['revision']}" if "revision" in told else server
-    return {name: (value, source) for name, value in _flat(told.get("settings", told), "")}
+        answer = store.change_config(patch) if patch else store.config()
+    source = f"{server} revision {answer['revision']}" if "revision" in answer else server
+    return {name: (value, source) for name, value in _flat(answer.get("settings", answer), "")}
 
 
-def chosen(names: Sequence[str]) -> list[Told]:
+def chosen(names: Sequence[str]) -> list[SettingDoc]:
     """Return the settings and sections of these names, with what they mean. Raises BadInput for one that is neither."""
-    from nearkin_shared.config.reference import told
+    from nearkin_shared.config.reference import describe_settings
 
-    known = list(told())
-    found: dict[str, Told] = {}
+    known = list(describe_settings())
+    found: dict[str, SettingDoc] = {}
     for name in names:
         some = {
             each.name: each for each in known if each.name == name or each.name.startswith((f"{name}.", f"{name}["))
@@ -74,7 +74,7 @@ def chosen(names: Sequence[str]) -> list[Told]:
     return list(found.values())
 
 
-def print_told(session: Session, rows: SettingRows, settings: Sequence[Told]) -> None:
+def print_described_settings(session: Session, rows: SettingRows, settings: Sequence[SettingDoc]) -> None:
     """Print some settings with what they take and do, as a table or as JSON."""
     from nearkin.cli.output import console, print_json
     from nearkin_shared.utils.terminal import printable

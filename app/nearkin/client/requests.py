@@ -84,8 +84,8 @@ def accept(
     )
     if answer.status != 202:
         return _stored(answer, answer.json(), upload)
-    told = answer.json()
-    identity = told.get("id") if isinstance(told, dict) else None
+    body = answer.json()
+    identity = body.get("id") if isinstance(body, dict) else None
     if not isinstance(identity, str):
         raise answer.foreign(f"id {identity!r:.50}")
     return Accepted(key, blob_path(identity, "/v1/status"), upload)
@@ -123,14 +123,14 @@ def settle(accepted: Accepted, commit_seconds: float) -> Conversation[PutResult]
             after_seconds=pause_seconds,
             patience_seconds=wait_seconds,
         )
-        told = answer.json()
-        state = told.get("state") if isinstance(told, dict) else None
+        body = answer.json()
+        state = body.get("state") if isinstance(body, dict) else None
         if state == "committed":
-            return _stored(answer, told, accepted.upload)
-        if state == "failed" and told.get("reason") == PRECONDITION:
-            raise PreconditionFailed(str(told.get("failure"))[:500])
+            return _stored(answer, body, accepted.upload)
+        if state == "failed" and body.get("reason") == PRECONDITION:
+            raise PreconditionFailed(str(body.get("failure"))[:500])
         if state == "failed":
-            raise StoreUnavailable(f"key {accepted.key!r}: nothing was stored: {str(told.get('failure'))[:500]}")
+            raise StoreUnavailable(f"key {accepted.key!r}: nothing was stored: {str(body.get('failure'))[:500]}")
         if state not in ("pending", "unknown"):
             raise answer.foreign(f"state {state!r:.50}")
         if state == "unknown" or time.monotonic() > deadline:
@@ -157,8 +157,8 @@ def put(
     return done if isinstance(done, PutResult) else (yield from settle(done, commit_seconds))
 
 
-def _stored(answer: Answer, told: object, upload: Upload) -> PutResult:
-    result = _read(answer, lambda: results_json.put_from(told))
+def _stored(answer: Answer, body: object, upload: Upload) -> PutResult:
+    result = _read(answer, lambda: results_json.put_from(body))
     if upload.digest and result.info.digest != upload.digest:
         raise Corrupt(
             f"key {result.info.key!r} version {result.info.version}: {result.info.digest} was stored, "
@@ -254,14 +254,14 @@ def _pages(
 
 
 def _page(answer: Answer, name: str, reader: Callable[[object], T]) -> tuple[list[T], list[Damage], str | None]:
-    told = answer.json()
+    body = answer.json()
 
     def read() -> tuple[list[T], list[Damage], str | None]:
-        if not isinstance(told, dict) or not isinstance(told.get(name), list):
+        if not isinstance(body, dict) or not isinstance(body.get(name), list):
             raise ValueError(f"no list of {name}")  # noqa: TRY004 - it is the text that is wrong
-        following = told.get("next")
-        damaged = [results_json.damage_from(entry) for entry in told.get("damaged") or []]
-        return [reader(entry) for entry in told[name]], damaged, None if following is None else str(following)
+        following = body.get("next")
+        damaged = [results_json.damage_from(entry) for entry in body.get("damaged") or []]
+        return [reader(entry) for entry in body[name]], damaged, None if following is None else str(following)
 
     return _read(answer, read)
 
@@ -352,10 +352,10 @@ def check_range(found: VersionInfo, start: int, stop: int | None) -> int:
 
 
 def _object(answer: Answer) -> dict[str, Any]:
-    told = answer.json()
-    if not isinstance(told, dict):
+    body = answer.json()
+    if not isinstance(body, dict):
         raise answer.foreign("not an object")
-    return told
+    return body
 
 
 def _read(answer: Answer, reader: Callable[[], T]) -> T:

@@ -230,9 +230,9 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
 
 
 def _takes(field: str) -> str:
-    from nearkin_shared.config.reference import told
+    from nearkin_shared.config.reference import describe_settings
 
-    return next((f"; takes {each.wants.replace('`', '')}" for each in told() if each.name == field), "")
+    return next((f"; takes {each.wants.replace('`', '')}" for each in describe_settings() if each.name == field), "")
 
 
 def _as_written(value: object) -> str:

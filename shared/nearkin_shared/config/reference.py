@@ -1,6 +1,6 @@
-"""What settings mean. Invariant: the words are those below each field in the source; none is said twice.
+"""Describe the settings. Invariant: each description is the docstring below the field; none is written twice.
 
-    told()  ->  Told("delta.max_depth", "1 to 63", 4, "Deltas to decode at most ...", hot=True, secret=False), ...
+    describe_settings() -> SettingDoc("delta.max_depth", "1 to 63", 4, "Deltas to ...", hot=True, secret=False), ...
 
 Python drops these words when it compiles: they are read from the source, which every installation has.
 """
@@ -25,7 +25,7 @@ _PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 @frozen
-class Told:
+class SettingDoc:
     """A setting: its dotted name, what it takes, its default, and what it does."""
 
     name: str
@@ -37,39 +37,39 @@ class Told:
 
 
 @frozen
-class ToldSection:
-    """A section, "" for what lies in none: what it is about, and its settings."""
+class SettingSection:
+    """A section ("" for settings outside of sections): its description and its settings."""
 
     name: str
     meaning: str
-    settings: tuple[Told, ...]
+    settings: tuple[SettingDoc, ...]
 
 
-def sections() -> list[ToldSection]:
+def sections() -> list[SettingSection]:
     """Return all sections, in the order of `nearkin config`."""
-    found = {"": ToldSection("", "What every command may be told.", tuple(_settings(Settings, "")))}
+    found = {"": SettingSection("", "Settings of every command.", tuple(_settings(Settings, "")))}
     for field in fields(Settings):
         section = _section_of(get_type_hints(Settings)[field.name])
         if section is not None:
             meaning = inspect.cleandoc(section.__doc__ or "")
-            found[field.name] = ToldSection(field.name, meaning, tuple(_settings(section, f"{field.name}.")))
+            found[field.name] = SettingSection(field.name, meaning, tuple(_settings(section, f"{field.name}.")))
     return list(found.values())
 
 
-def told() -> Iterator[Told]:
+def describe_settings() -> Iterator[SettingDoc]:
     """Yield all settings, section by section."""
     for section in sections():
         yield from section.settings
 
 
-def _settings(section: type[Any], prefix: str) -> Iterator[Told]:
+def _settings(section: type[Any], prefix: str) -> Iterator[SettingDoc]:
     hints, words = get_type_hints(section, include_extras=True), _words(section)
     for field in fields(section):
         kind, name = hints[field.name], f"{prefix}{field.name}"
         if _section_of(kind) is not None:
             continue
         default = field.default
-        yield Told(name, _wants(kind), default, words.get(field.name, ""), name in HOT_FIELDS, name in SECRETS)
+        yield SettingDoc(name, _wants(kind), default, words.get(field.name, ""), name in HOT_FIELDS, name in SECRETS)
         if get_origin(kind) is tuple and (entry := _section_of(get_args(kind)[0])) is not None:
             yield from _settings(entry, f"{name}[].")
 

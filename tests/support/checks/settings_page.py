@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nearkin_shared.config.reference import Told, ToldSection, in_units, sections
+from nearkin_shared.config.reference import SettingDoc, SettingSection, in_units, sections
 
 PAGE = Path("docs/settings.md")
 HEAD = """# Settings
@@ -32,7 +32,7 @@ def page() -> str:
     return HEAD + "".join(line for section in sections() for line in _section(section))
 
 
-def _section(section: ToldSection) -> Iterator[str]:
+def _section(section: SettingSection) -> Iterator[str]:
     yield f"\n## {section.name or 'In no section'}\n\n{section.meaning}\n\n{COLUMNS}"
     for setting in section.settings:
         flags = [word for word, set_ in (("hot", setting.hot), ("secret", setting.secret)) if set_]
@@ -40,7 +40,7 @@ def _section(section: ToldSection) -> Iterator[str]:
         yield f"| `{setting.name}` | {setting.wants} | {_default(setting)} | {does} |\n".replace("|  |", "| |")
 
 
-def _default(setting: Told) -> str:
+def _default(setting: SettingDoc) -> str:
     value = setting.default
     if value is None or value in ((), ""):
         return ""

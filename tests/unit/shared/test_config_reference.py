@@ -1,4 +1,4 @@
-"""What is told of settings is all of them, and what the source says."""
+"""The reference describes every setting, in the words of the source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from nearkin.cli import main
 from nearkin_shared.config.loader import load
-from nearkin_shared.config.reference import in_units, told
+from nearkin_shared.config.reference import describe_settings, in_units
 from nearkin_shared.config.settings import HOT_FIELDS, SECRETS, Settings
 from tests.support.checks import settings_page
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_every_setting_is_told_and_has_a_meaning() -> None:
-    settings = list(told())
+    settings = list(describe_settings())
     listed = set(load()[1])
     assert {each.name for each in settings if "[]" not in each.name} == listed
     assert [each.name for each in settings if not each.meaning] == []
@@ -31,7 +31,7 @@ def test_the_page_is_what_the_source_says() -> None:
 
 
 def test_what_a_setting_takes_is_its_rule() -> None:
-    wants = {each.name: each.wants for each in told()}
+    wants = {each.name: each.wants for each in describe_settings()}
     assert wants["delta.max_depth"] == "1 to 63"
     assert wants["block.delta_bytes"] == "bytes, 4 KiB to 16 MiB"
     assert wants["segment.target_chunks"] == "1 to 1024, a power of two"
