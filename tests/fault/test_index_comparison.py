@@ -6,6 +6,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.errors import IndexDamaged
 from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
 from tests.support.data.stores import ENCRYPTED, settings
 from tests.support.engines.crash import VARIANTS
@@ -39,3 +40,33 @@ def test_version_with_other_fields_is_a_violation(tmp_path, variant):
             txn.put(key, value, db=index._versions)
         with pytest.raises(Violation, match="table versions: 1 entries"):
             check_index_is_the_one_a_rebuild_makes(store)
+
+
+@pytest.mark.parametrize("variant", [{}, ENCRYPTED], ids=["plain", "sealed"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"unknown": 1},
+        {"version": "1"},
+        {"key": 1},
+        {"manifest_bytes": 1.5},
+        {"ledger": {"unknown": 1}},
+        {"ledger": {"chunks": "1"}},
+        {"listed": None},
+    ],
+    ids=str,
+)
+def test_version_with_fields_of_other_names_or_types_is_refused(tmp_path, variant, wrong):
+    """F.1: A listing refuses a version whose fields have other names or types, although its check is right."""
+    with open_store(tmp_path / "s", settings=settings(CHOSEN, variant), create=True) as store:
+        store.put("k", b"content")
+        index = store._index.writable()
+        names = index._names
+        key = names.version_key("default", "k", 1)
+        with index._writing() as txn:
+            fields = names.decode(key, txn.get(key, db=index._versions))
+            txn.put(key, names.encode(key, {**fields, **wrong}), db=index._versions)
+        with pytest.raises(IndexDamaged, match="are not the fields of a version"):
+            list(index.catalog_after("default", "", "", None))
+        with pytest.raises(IndexDamaged, match="are not the fields of a version"):
+            list(index.catalog("default"))

@@ -6,10 +6,12 @@ Invariant: a value that is not what was written under its key is told as damage,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
+from functools import cache
+from operator import attrgetter
 from struct import Struct
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,21 @@ MARKED = Struct("<IQ")
 """What is noted of a version's marks: the highest, and the bytes of all."""
 KEY_HEAD_BYTES = 400
 """LMDB keys end at 511 bytes: longer blob keys are told apart by their digest, and sorted after reading."""
+_counts_of = attrgetter(*(count.name for count in fields(Ledger)))
+
+
+class VersionRow(Protocol):
+    """Decoded fields of a version, without its marks."""
+
+    tenant: str
+    key: str
+    version: int
+    manifest_bytes: int
+    seconds: float
+    ledger: Any
+    """The fields of a `Ledger`."""
+    listed: str
+    """In hexadecimal digits."""
 
 
 def encode_fields(table: str, key: bytes, fields: Mapping[str, Any]) -> bytes:
@@ -37,30 +54,51 @@ def encode_fields(table: str, key: bytes, fields: Mapping[str, Any]) -> bytes:
 
 def decode_fields(table: str, key: bytes, value: bytes) -> dict[str, Any]:
     """Return the fields that were written under a key of a table. Raises IndexDamaged where these are others by now."""
+    found: dict[str, Any] = json.loads(checked_text(table, key, value))
+    return found
+
+
+def checked_text(table: str, key: bytes, value: bytes) -> bytes:
+    """Return the JSON text under a key of a table. Raises IndexDamaged if it fails its check."""
     check, said = value[:CHECK_BYTES], value[CHECK_BYTES:]
     if check_bytes(table.encode(), key, said) != check:
         raise damaged(f"{table} at {key.hex()} are not what was written there")
-    fields: dict[str, Any] = json.loads(said)
-    return fields
+    return said
+
+
+def parse_version(key: bytes, text: bytes) -> VersionRow:
+    """Return the fields of a version from their JSON text. Raises IndexDamaged for another name or type of a field."""
+    try:
+        return _version_decoder()(text)
+    except ValueError as err:
+        raise damaged(f"versions at {key.hex()} are not the fields of a version ({err})") from err
+
+
+@cache
+def _version_decoder() -> Callable[[bytes], VersionRow]:
+    """Return the decoder of a version's fields. It refuses unknown names and other types."""
+    import msgspec  # imported here: it takes 15 ms, and a put decodes no version
+
+    strict: Any = {"forbid_unknown_fields": True, "gc": False}
+    ledger = msgspec.defstruct("LedgerRow", [(count.name, int, 0) for count in fields(Ledger)], **strict)
+    columns = [("tenant", str), ("key", str), ("version", int), ("manifest_bytes", int), ("seconds", float)]
+    row: Any = msgspec.defstruct("VersionRow", [*columns, ("ledger", ledger), ("listed", str, "")], **strict)
+    return msgspec.json.Decoder(row).decode
 
 
 def fields_of(entry: CatalogEntry) -> dict[str, Any]:
     """Return what is written of a version: all but its marks."""
-    fields = asdict(entry)
-    del fields["sequence"], fields["marks_bytes"]  # kept apart: a mark may be noted before its version is
-    fields["listed"] = entry.listed.hex()
-    return fields
+    written = asdict(entry)
+    del written["sequence"], written["marks_bytes"]  # kept apart: a mark may be noted before its version is
+    written["listed"] = entry.listed.hex()
+    return written
 
 
-def entry_from(fields: Mapping[str, Any], marks: tuple[int, int]) -> CatalogEntry:
+def entry_from(row: VersionRow, marks: tuple[int, int]) -> CatalogEntry:
     """Return the version that `fields_of` wrote, with (sequence, bytes) of its marks."""
-    known = {name: value for name, value in fields.items() if name not in ("tenant", "ledger", "listed")}
+    listed = bytes.fromhex(row.listed)
     return CatalogEntry(
-        **known,
-        ledger=Ledger(**fields["ledger"]),
-        sequence=marks[0],
-        marks_bytes=marks[1],
-        listed=bytes.fromhex(fields.get("listed", "")),
+        row.key, row.version, row.manifest_bytes, row.seconds, Ledger(*_counts_of(row.ledger)), *marks, listed
     )
 
 

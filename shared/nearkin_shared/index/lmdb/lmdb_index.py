@@ -44,6 +44,7 @@ from nearkin_shared.index.lmdb.entry_encoding import (
     fields_of,
     held_segments,
     marks_under,
+    parse_version,
     rows_of,
 )
 from nearkin_shared.index.lmdb.environments import (
@@ -379,9 +380,8 @@ class LmdbIndex:
                 for key, value in cursor:
                     if not key.startswith(head):
                         break
-                    fields = self._names.decode(key, value)
-                    entry = entry_from(fields, MARKED.unpack(marks.get(key, _NO_MARKS)))
-                    found.append((fields["tenant"], entry))
+                    row = parse_version(key, self._names.text(key, value))
+                    found.append((row.tenant, entry_from(row, MARKED.unpack(marks.get(key, _NO_MARKS)))))
         return found
 
     def catalog_after(
@@ -436,10 +436,14 @@ class LmdbIndex:
         self, rows: Sequence[Row], tenant: str, prefix: str, key: str, after: tuple[bytes, int]
     ) -> list[CatalogEntry]:
         """Return the entries of one group that are wanted, by key and version."""
-        opened = [(self._names.decode(name, value), MARKED.unpack(mark)) for name, value, mark in rows]
-        found = [entry_from(fields, mark) for fields, mark in opened if fields["tenant"] == tenant]
-        wanted = [entry for entry in found if entry.key.startswith(prefix) and (not key or _order(entry) > after)]
-        return sorted(wanted, key=_order)
+        wanted = []
+        for name, value, mark in rows:
+            row = parse_version(name, self._names.text(name, value))
+            if row.tenant == tenant and row.key.startswith(prefix):
+                entry = entry_from(row, MARKED.unpack(mark))
+                if not key or _order(entry) > after:
+                    wanted.append(entry)
+        return sorted(wanted, key=_order) if len(wanted) > 1 else wanted
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from blake3 import blake3
 
 from nearkin_shared.formats.encrypted_object import aes_gcm
-from nearkin_shared.index.lmdb.entry_encoding import KEY_HEAD_BYTES, decode_fields, encode_fields
+from nearkin_shared.index.lmdb.entry_encoding import KEY_HEAD_BYTES, checked_text, encode_fields
 from nearkin_shared.index.lmdb.environments import damaged
 
 NONCE_BYTES = 12
@@ -53,6 +53,9 @@ class EntryNames(Protocol):
     def encode(self, key: bytes, fields: Mapping[str, Any]) -> bytes:
         """Return the value of a version's key."""
 
+    def text(self, key: bytes, value: bytes) -> bytes:
+        """Return the fields that were encoded under a key, as JSON. Raises IndexDamaged."""
+
     def decode(self, key: bytes, value: bytes) -> dict[str, Any]:
         """Return the fields that were encoded under a key. Raises IndexDamaged."""
 
@@ -84,9 +87,14 @@ class PlainNames:
         """Return the fields behind a check."""
         return encode_fields(_TABLE, key, fields)
 
+    def text(self, key: bytes, value: bytes) -> bytes:
+        """Return the fields that were encoded under a key, as JSON. Raises IndexDamaged."""
+        return checked_text(_TABLE, key, value)
+
     def decode(self, key: bytes, value: bytes) -> dict[str, Any]:
         """Return the fields that were encoded under a key. Raises IndexDamaged."""
-        return decode_fields(_TABLE, key, value)
+        fields: dict[str, Any] = json.loads(self.text(key, value))
+        return fields
 
 
 class SealedNames:
@@ -120,15 +128,18 @@ class SealedNames:
         nonce = secrets.token_bytes(NONCE_BYTES)
         return nonce + self._cipher.encrypt(nonce, json.dumps(fields).encode(), key)
 
-    def decode(self, key: bytes, value: bytes) -> dict[str, Any]:
-        """Return the fields that were encoded under a key. Raises IndexDamaged."""
+    def text(self, key: bytes, value: bytes) -> bytes:
+        """Return the fields that were encoded under a key, as JSON. Raises IndexDamaged."""
         from cryptography.exceptions import InvalidTag
 
         try:
-            opened = self._cipher.decrypt(bytes(value[:NONCE_BYTES]), bytes(value[NONCE_BYTES:]), bytes(key))
+            return self._cipher.decrypt(bytes(value[:NONCE_BYTES]), bytes(value[NONCE_BYTES:]), bytes(key))
         except (InvalidTag, ValueError) as err:
             raise damaged(f"{_TABLE} at {bytes(key).hex()} are not what was written there") from err
-        fields: dict[str, Any] = json.loads(opened)
+
+    def decode(self, key: bytes, value: bytes) -> dict[str, Any]:
+        """Return the fields that were encoded under a key. Raises IndexDamaged."""
+        fields: dict[str, Any] = json.loads(self.text(key, value))
         return fields
 
 
