@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreLocked
 from tests.support.data.stores import settings
@@ -64,7 +64,7 @@ def make(root: Path, megabytes: int, versions: int) -> None:
     with open_store(root, settings=CHOSEN, create=True) as store:
         for number in range(versions):
             store.put("k", content)
-            content = mutated(content, number, edits=size_bytes // 40_000)
+            content = mutate(content, number, edits=size_bytes // 40_000)
         for number in range(1, versions - KEPT + 1):
             store.delete("k", number)
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, records_like, text_like
-from nearkin_maintenance import Ledger
+from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
+from nearkin_maintenance import ReferenceCounts
 from nearkin_maintenance.gc import gc_run
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
@@ -41,7 +41,7 @@ def stretches(content: bytes, draw: random.Random, share: float) -> bytes:
     for _ in range(max(1, int(len(data) * share / STRETCH_BYTES))):
         at = draw.randrange(len(data) - STRETCH_BYTES)
         before = bytes(data[at : at + STRETCH_BYTES])
-        after = mutated(before, draw.randrange(1 << 30), edits=200)
+        after = mutate(before, draw.randrange(1 << 30), edits=200)
         data[at : at + STRETCH_BYTES] = (
             after if draw.random() < 0.5 else draw.randbytes(STRETCH_BYTES // 2).hex().encode()
         )
@@ -71,25 +71,25 @@ class Counted:
 @contextmanager
 def counted() -> Iterator[Counted]:
     """Count what every ledger tells."""
-    found, real = Counted(), Ledger.bring_up
+    found, real = Counted(), ReferenceCounts.update
 
-    def bring_up(ledger: Ledger, *rest: Any) -> Any:
+    def update(ledger: ReferenceCounts, *rest: Any) -> Any:
         told = real(ledger, *rest)
         found.touched += told.touched
         return told
 
-    Ledger.bring_up = bring_up  # type: ignore[method-assign]
-    reach = gc_run.Reach
+    ReferenceCounts.update = update  # type: ignore[method-assign]
+    reach = gc_run.LiveSet
 
     def marking(*rest: Any, **more: Any) -> Any:
         found.marked += 1
         return reach(*rest, **more)
 
-    gc_run.Reach = marking  # type: ignore[assignment,misc]
+    gc_run.LiveSet = marking  # type: ignore[assignment,misc]
     try:
         yield found
     finally:
-        Ledger.bring_up, gc_run.Reach = real, reach  # type: ignore[method-assign,misc]
+        ReferenceCounts.update, gc_run.LiveSet = real, reach  # type: ignore[method-assign,misc]
 
 
 def run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str = MARK_SWEEP) -> str:

@@ -28,7 +28,7 @@ from benchmarks.gc_cost import system_bytes
 from benchmarks.gc_days import small, stretches
 from nearkin import Store, open_store
 from nearkin.lab.generated_data import random_bytes, records_like, text_like
-from nearkin_maintenance.gc.mark import Reach, filled
+from nearkin_maintenance.gc.mark import LiveSet, mask_of
 from nearkin_maintenance.gc.roots import find_roots
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
@@ -68,8 +68,8 @@ def parts_of(store: Store) -> dict[str, int]:
     """Return what the bytes of a store are made of; a chunk's share of its block is an estimate."""
     objects, manifests = store._containers.of(None), store._manifests
     roots = find_roots(manifests, 0)
-    reach = Reach(objects, manifests, [version.manifest for version in roots.kept])
-    needed, record = reach.closed(reach.chunks), store._condemned.read()
+    reach = LiveSet(objects, manifests, [version.manifest for version in roots.kept])
+    needed, record = reach.transitive_closure(reach.chunks), store._condemned.read()
     found, total = dict.fromkeys(PARTS, 0), 0
     none = np.zeros(0, np.bool_)
     for container, size_bytes in objects.ids():
@@ -77,8 +77,8 @@ def parts_of(store: Store) -> dict[str, int]:
         chunks, blocks = directory.chunks, directory.blocks
         ratio = (blocks.stored + float(container_layout.BLOCK.size)) / np.maximum(blocks.raw, 1)
         shares = chunks.encoded * ratio[chunks.blocks]
-        living = filled(reach.chunks.get(container, none), len(chunks))
-        held = filled(needed.get(container, none), len(chunks))
+        living = mask_of(reach.chunks.get(container, none), len(chunks))
+        held = mask_of(needed.get(container, none), len(chunks))
         condemned = np.zeros(len(chunks), np.bool_)
         if container in record:
             condemned[record[container].chunks] = True

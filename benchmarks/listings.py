@@ -24,7 +24,7 @@ import httpx
 
 from nearkin import open_store
 from nearkin.local.index_recovery import super_features_of
-from nearkin_maintenance import Tenants, rebuild_index
+from nearkin_maintenance import DomainOwners, rebuild_index
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.background_rebuild import Rebuilder
@@ -106,7 +106,7 @@ def _fill_redis(root: Path, url: str) -> None:
     with open_store(root) as store:
         index = RedisIndex(RedisSettings(url=url, prefix=PREFIX), store._fingerprinter.domain)
         try:
-            tenants = Tenants(store._fingerprinters, [store.settings.tenant], store._manifests)
+            tenants = DomainOwners(store._fingerprinters, [store.settings.tenant], store._manifests)
             Rebuilder(
                 index,
                 lambda target: rebuild_index(store._containers, store._manifests, target, tenants, super_features_of),

@@ -33,7 +33,7 @@ KEY = "k"
 @contextmanager
 def decoding() -> Iterator[Callable[[], float]]:
     """Yield what tells the MB of blocks decoded since it was asked last."""
-    real, decoded = ContainerStore.keep, [0]
+    real, decoded = ContainerStore.cache_blocks, [0]
 
     def keep(self: ContainerStore, names: Sequence[BlockName], contents: Sequence[U8]) -> None:
         decoded[0] += sum(map(len, contents))
@@ -43,11 +43,11 @@ def decoding() -> Iterator[Callable[[], float]]:
         found, decoded[0] = decoded[0] / 1e6, 0
         return found
 
-    ContainerStore.keep = keep  # type: ignore[method-assign]
+    ContainerStore.cache_blocks = keep  # type: ignore[method-assign]
     try:
         yield since
     finally:
-        ContainerStore.keep = real  # type: ignore[method-assign]
+        ContainerStore.cache_blocks = real  # type: ignore[method-assign]
 
 
 def timed(work: Callable[[], Any], decoded: Callable[[], float]) -> str:

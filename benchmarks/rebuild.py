@@ -21,10 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.local.index_recovery import super_features_of
 from nearkin.store import Store
-from nearkin_maintenance import Tenants, rebuild_index
+from nearkin_maintenance import DomainOwners, rebuild_index
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.results import RebuildReport
@@ -48,7 +48,7 @@ def main() -> None:
         store = held.enter_context(open_store(folder / "s", settings=CHOSEN, create=True))
         text = text_like(PIECE_BYTES, 1)
         for number in range(max(1, chosen.chunks * CHUNK_BYTES // (2 * PIECE_BYTES))):
-            text = mutated(text, number, edits=2_000)
+            text = mutate(text, number, edits=2_000)
             store.put("random", random_bytes(PIECE_BYTES, number))
             store.put("text", text)
         rebuild: Callable[[], RebuildReport] = store.rebuild_index
@@ -76,7 +76,7 @@ def _redis(store: Store, url: str) -> Callable[[], RebuildReport]:
         settings_of = RedisSettings(url=url, prefix=f"bench{next(numbers)}")
         index = RedisIndex(settings_of, store._fingerprinter.domain)
         try:
-            tenants = Tenants(store._fingerprinters, [store.settings.tenant], store._manifests)
+            tenants = DomainOwners(store._fingerprinters, [store.settings.tenant], store._manifests)
             return rebuild_index(store._containers, store._manifests, index, tenants, super_features_of)
         finally:
             index.close()

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin_shared.formats.manifest import Manifest
-from nearkin_shared.index.container_entries import ContainerClaims
+from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.results import Ledger
 from nearkin_shared.types import U8, ContainerId, Locations
@@ -50,7 +50,7 @@ class Rate:
     entries_per_server_cpu_second: int
 
 
-def claims_of(container: ContainerId, count: int, random: np.random.Generator) -> ContainerClaims:
+def claims_of(container: ContainerId, count: int, random: np.random.Generator) -> ContainerEntries:
     """Return the claims of a container of so many raw chunks, with random names."""
     names = random.integers(0, 256, (count, 32), dtype=np.uint8)
     lengths = np.full(count, 8192, np.uint32)
@@ -68,7 +68,7 @@ def claims_of(container: ContainerId, count: int, random: np.random.Generator) -
     directory = Directory(container, DOMAIN, 2, (SKETCH,), *tables, count * 8192, count * 40, 500)
     super_features = random.integers(1, 1 << 63, (count, RANKS), dtype=np.uint64)
     ids = random.integers(0, 256, (segments, 20), dtype=np.uint8)
-    return ContainerClaims(directory, ids, {SKETCH: (np.arange(count, dtype=np.uint32), super_features)})
+    return ContainerEntries(directory, ids, {SKETCH: (np.arange(count, dtype=np.uint32), super_features)})
 
 
 def memory(index: RedisIndex) -> dict[str, int]:

@@ -109,7 +109,7 @@ def puts_on_a_core(core: int, paths: list[Path], together: Barrier) -> list[floa
     return seconds
 
 
-def side_by_side(paths: list[Path], cores: list[int]) -> list[list[float]]:
+def batch_rebase(paths: list[Path], cores: list[int]) -> list[list[float]]:
     """Return the seconds of the fresh puts and of the known one, for a process on each core, all at the same time."""
     context = get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(len(cores), context) as processes:
@@ -133,7 +133,7 @@ def measured(corpus: str, paths: list[Path], cores: list[int], runs: int, clocks
                     seconds = timed_put(Path(folder), some, clocks)
                     speeds.setdefault((what, count), []).append(size_bytes / seconds / 1e6)
                     threads[what] = dict(clocks.seconds)
-        apart = [side_by_side(paths, cores[:1]), side_by_side(paths, cores[:2])]
+        apart = [batch_rebase(paths, cores[:1]), batch_rebase(paths, cores[:2])]
         for row, (what, _, _) in enumerate(jobs):
             alone, *_ = (seconds[row] for seconds in apart[0])
             both.setdefault(what, []).append(sum(alone / seconds[row] for seconds in apart[1]))

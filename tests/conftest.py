@@ -19,7 +19,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from nearkin_shared.objectstore.s3 import S3Objects
+from nearkin_shared.objectstore.s3 import S3ObjectStore
 from tests.support.servers.servers import S3, MissingTool, Redis, shared_kafka
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -105,9 +105,9 @@ def key_prefix() -> str:
 
 
 @pytest.fixture
-def s3_objects(versitygw: S3) -> S3Objects:
+def s3_objects(versitygw: S3) -> S3ObjectStore:
     """Objects under a prefix of a bucket of their own."""
-    return S3Objects(versitygw.settings(versitygw.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix"))
+    return S3ObjectStore(versitygw.settings(versitygw.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix"))
 
 
 @pytest.fixture

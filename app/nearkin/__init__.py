@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from nearkin_shared.config.loader import load
     from nearkin_shared.config.settings import Settings
     from nearkin_shared.errors import (
+        AccessDenied,
         BadInput,
         ConfigError,
         Corrupt,
-        Denied,
         NearkinError,
         NotFound,
-        Permanent,
-        Retryable,
+        PermanentError,
+        RetryableError,
         SourceFailed,
     )
     from nearkin_shared.reading.restore import Blob
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccessDenied",
     "AsyncRemoteStore",
     "BadInput",
     "Blob",
     "ConfigError",
     "Corrupt",
-    "Denied",
     "NearkinError",
     "NotFound",
-    "Permanent",
+    "PermanentError",
     "RemoteStore",
-    "Retryable",
+    "RetryableError",
     "Settings",
     "SourceFailed",
     "Store",

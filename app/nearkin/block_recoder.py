@@ -17,12 +17,12 @@ from nearkin_shared.kernels.base_prefix import BaseRows
 from nearkin_shared.kernels.zstd_frames import FrameEncoder
 from nearkin_shared.pipeline.stage import Contents
 from nearkin_shared.types import U8, U32, U64, Locations, Pieces, offsets_of
-from nearkin_shared.utils.buffers import Buffers
-from nearkin_shared.utils.thread_pool import Helpers
+from nearkin_shared.utils.buffers import BufferPool
+from nearkin_shared.utils.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from nearkin_delta.block_encoder import BlockEncoder, OpenBlock
-    from nearkin_maintenance.optimize.encoder_port import Anew, Later, Part, Recoded
+    from nearkin_maintenance.optimize.encoder_port import BlockSlice, EncodedResult, PendingBlock, RebasedChunks
     from nearkin_shared.formats.block import EncodedBlock
 
 HELPERS_MAX = 1
@@ -41,11 +41,11 @@ class BlockRecoder:
         self._raw_level = again if again > put else 0
         """At which blocks are written that lean on nothing; 0: as a put writes them."""
         self._encoder = BlockEncoder(settings.block, settings.delta, raw_level=self._raw_level)
-        self.helpers = Helpers()
+        self.helpers = ThreadPool()
         """Encode and decode beside the caller."""
         self._frames = deque[FrameEncoder]()
         """Those that no thread uses."""
-        self._room = Buffers().take
+        self._room = BufferPool().take
 
     @property
     def depth_max(self) -> int:
@@ -63,30 +63,30 @@ class BlockRecoder:
         return int(self._settings.block.delta_bytes)
 
     @property
-    def gathers(self) -> bool:
+    def can_merge(self) -> bool:
         """Return whether blocks are to hold what newer versions changed of their chunks."""
         return self._settings.delta.codec == "patch"
 
-    def gathered(self, payload: U8, bases: Locations, base_payload: U8, depth: int) -> Later:
+    def encode_merged(self, payload: U8, bases: Locations, base_payload: U8, depth: int) -> PendingBlock:
         """Begin a block of several versions' chunks, a patch of the bases where there are some: it lies at `depth`."""
-        from nearkin_delta.merged_block_encoder import encode_gathered
+        from nearkin_delta.merged_block_encoder import encode_merged
 
         level = max(self._settings.block.level, self._raw_level)
-        return self._begin(partial(encode_gathered, payload, base_payload if len(bases) else None, depth, level))
+        return self._begin(partial(encode_merged, payload, base_payload if len(bases) else None, depth, level))
 
     @property
-    def recompresses(self) -> bool:
+    def can_recompress(self) -> bool:
         """Return whether blocks that lean on nothing come out smaller than as a put writes them."""
         return self._raw_level > 0
 
-    def recompressed(self, decoded: U8) -> Later:
+    def recompress(self, decoded: U8) -> PendingBlock:
         """Begin a block that leans on nothing."""
         from nearkin_delta.block_encoder import encode_again
 
         return self._begin(partial(encode_again, decoded, self._raw_level))
 
     @contextmanager
-    def on_two_cores(self) -> Iterator[None]:
+    def with_helper_thread(self) -> Iterator[None]:
         """Have the helper at work, and tables kept from one block to the next, for as long as the block runs."""
         try:
             with self.helpers.on_other_cores("nearkin-recode", HELPERS_MAX):
@@ -94,10 +94,10 @@ class BlockRecoder:
         finally:
             self._frames.clear()
 
-    def _begin(self, encode: Callable[[FrameEncoder], EncodedBlock]) -> Later:
-        return self.helpers.begin(partial(self._encoded, encode))
+    def _begin(self, encode: Callable[[FrameEncoder], EncodedBlock]) -> PendingBlock:
+        return self.helpers.begin(partial(self._encode, encode))
 
-    def _encoded(self, encode: Callable[[FrameEncoder], EncodedBlock]) -> EncodedBlock:
+    def _encode(self, encode: Callable[[FrameEncoder], EncodedBlock]) -> EncodedBlock:
         try:
             encoder = self._frames.pop()
         except IndexError:
@@ -106,15 +106,15 @@ class BlockRecoder:
         self._frames.append(encoder)
         return block
 
-    def fresh(self) -> FreshBlocks:
+    def new_regrouper(self) -> EncodingRegrouper:
         """Return what encodes chunks as if they were put now."""
-        return FreshBlocks(self._settings, self._encoder)
+        return EncodingRegrouper(self._settings, self._encoder)
 
-    def __call__(self, part: Part) -> Recoded:
+    def __call__(self, part: BlockSlice) -> EncodedResult:
         """Return the smallest way to keep it. Raises Corrupt where it does not decode again."""
         from nearkin_delta.block_encoder import OpenBlock
         from nearkin_delta.container_builder import Prefixes
-        from nearkin_maintenance.optimize.encoder_port import Recoded
+        from nearkin_maintenance.optimize.encoder_port import EncodedResult
 
         none, rows = np.zeros(0, np.uint8), np.arange(len(part.lengths))
         block = OpenBlock(0, part.kind, part.depth, len(part.payload), self._room)
@@ -123,23 +123,23 @@ class BlockRecoder:
             bounds[0] = 0  # the first chunk brings all bases, in their order: they fitted when the block was made
             offsets = offsets_of(part.base_lengths)
             pieces = Pieces.of(part.base_payload, offsets, part.base_lengths)
-            bases = Prefixes(bounds, part.bases, pieces).checked()
-            block.lean_on(bases, rows, part.lengths)
+            bases = Prefixes(bounds, part.bases, pieces).validate()
+            block.add_bases(bases, rows, part.lengths)
         block.append((part.payload, none), np.zeros(len(rows), np.int32), offsets_of(part.lengths), part.lengths)
-        block.took(part.best)
+        block.record_bases(part.best)
         self._encoder.forget()  # a dry run tells what each comes to, in whatever order they are written then
         closed = self._encoder.close(block)
-        return Recoded(closed.block, closed.prefix, closed.encoded)
+        return EncodedResult(closed.block, closed.prefix, closed.encoded)
 
 
-class FreshBlocks:
+class EncodingRegrouper:
     """Blocks of chunks that are given new bases, one growing a depth; chunks come in stream order."""
 
     def __init__(self, settings: Settings, encoder: BlockEncoder) -> None:
         self._encoder = encoder
         self._limits = int(settings.block.raw_bytes), int(settings.block.delta_bytes)
         self._growing: dict[int, tuple[OpenBlock, list[NDArray[np.intp]]]] = {}
-        self._ended: list[Anew] = []
+        self._ended: list[RebasedChunks] = []
         self._ended_bytes = 0
 
     @property
@@ -148,11 +148,11 @@ class FreshBlocks:
         growing = sum(block.used + len(block.prefix) for block, _ in self._growing.values())
         return self._ended_bytes + growing
 
-    def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents, depths_below: U8) -> U8:
+    def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents, max_base_depths: U8) -> U8:
         """Take chunks, against those of `bases` that are worth it; return how deep each is then at most, 0: as it is.
 
-        `depths_below` uint8[n]: each takes only bases that are less deep. They lie one behind the other in `payload`.
-        Raises Corrupt where a block does not decode again.
+        `max_base_depths` uint8[n]: each takes only bases that are less deep. They lie one behind the other in
+        `payload`. Raises Corrupt where a block does not decode again.
         """
         from nearkin_delta.base_choice import Targets, try_shallower
         from nearkin_delta.container_builder import Prefixes
@@ -161,13 +161,13 @@ class FreshBlocks:
         best, depths = Locations.empty(count), np.zeros(count, np.uint8)
         rows_of_bases: BaseRows | None = None
         if bases.available.any():
-            chosen = try_shallower(Targets(payload, offsets, lengths), bases, depths_below)
+            chosen = try_shallower(Targets(payload, offsets, lengths), bases, max_base_depths)
             mine, used = np.flatnonzero(chosen.found), chosen.rows
             depths[mine] = chosen.depths[mine] + 1
             first = chosen.rows[chosen.bounds[mine]]
             best.containers[mine] = bases.locations.containers[first]
             best.ordinals[mine] = bases.locations.ordinals[first]
-            rows_of_bases = Prefixes(chosen.bounds, bases.locations.take(used), bases.pieces.take(used)).checked()
+            rows_of_bases = Prefixes(chosen.bounds, bases.locations.take(used), bases.pieces.take(used)).validate()
         for depth in np.flatnonzero(np.bincount(depths)).tolist():
             mine = np.flatnonzero(depths == depth)
             self._append(mine, rows, (payload, offsets, lengths), best, depth, rows_of_bases if depth else None)
@@ -198,35 +198,35 @@ class FreshBlocks:
             block, held = self._growing[depth]
             if depth:
                 assert bases is not None
-                part = block.lean_on(bases, mine[taken:], lengths)
+                part = block.add_bases(bases, mine[taken:], lengths)
             else:
                 part = block.fitting(mine[taken:], lengths)
             if len(part):
                 sources = payload, np.zeros(0, np.uint8)
                 block.append(sources, np.zeros(len(part), np.int32), offsets[part], lengths[part])
-                block.took(best.take(part))
+                block.record_bases(best.take(part))
                 held.append(rows[part])
                 taken += len(part)
             if block.full or not len(part):
                 self._close(depth)
 
-    def cut(self) -> None:
+    def end_patch_blocks(self) -> None:
         """Let no patch block go on: what comes lies far behind, and leans on other stretches. Raises Corrupt."""
         for depth in [depth for depth in self._growing if depth]:
             self._close(depth)
 
-    def end(self) -> list[Anew]:
+    def end(self) -> list[RebasedChunks]:
         """Return all blocks. Raises Corrupt where one does not decode again."""
         for depth in list(self._growing):
             self._close(depth)
         return self._ended
 
     def _close(self, depth: int) -> None:
-        from nearkin_maintenance.optimize.encoder_port import Anew, Recoded
+        from nearkin_maintenance.optimize.encoder_port import EncodedResult, RebasedChunks
 
         block, held = self._growing.pop(depth)
         self._encoder.forget()  # as above
         closed = self._encoder.close(block)
-        recoded = Recoded(closed.block, closed.prefix, closed.encoded)
+        recoded = EncodedResult(closed.block, closed.prefix, closed.encoded)
         self._ended_bytes += len(recoded.block.payload)
-        self._ended.append(Anew(np.concatenate(held), recoded, Locations.join(block.bases)))
+        self._ended.append(RebasedChunks(np.concatenate(held), recoded, Locations.join(block.bases)))

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from blake3 import blake3
 
-from nearkin_shared.errors import Permanent
+from nearkin_shared.errors import PermanentError
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.reading.chunk_reader import ChunkReader
@@ -122,7 +122,7 @@ class SalvagedBlob:
         try:
             chunks, _ = segment_chunks(self._one(number), self._source)
             return int(self._reader.plan(chunks).lengths.sum(dtype=np.int64))
-        except Permanent:
+        except PermanentError:
             return None
 
     def _one(self, number: int) -> Locations:
@@ -133,10 +133,10 @@ class SalvagedBlob:
         name = object_name(ContainerId(int(self._manifest.segments.containers[number])))
         try:
             chunks, _ = segment_chunks(self._one(number), self._source)
-        except Permanent as err:
+        except PermanentError as err:
             yield from self._lose(offset, length_bytes, name, str(err))
             return
-        whole = self._read_sound(chunks, length_bytes)
+        whole = self._read_intact(chunks, length_bytes)
         if whole is not None:
             yield whole
             return
@@ -152,14 +152,14 @@ class SalvagedBlob:
             else:
                 yield from self._chunk(plans[part.number], at, part.length_bytes)
 
-    def _read_sound(self, chunks: Locations, length_bytes: int) -> memoryview | None:
+    def _read_intact(self, chunks: Locations, length_bytes: int) -> memoryview | None:
         """Return the bytes of a segment whose chunks are all sound, which most are; None for another."""
         try:
             plan = self._reader.plan(chunks)
             if int(plan.lengths.sum(dtype=np.int64)) != length_bytes:
                 return None
             payload: U8 = self._reader.fetch(plan)
-        except Permanent:
+        except PermanentError:
             return None
         return payload.data if self._is_sound(plan, payload) else None
 
@@ -177,7 +177,7 @@ class SalvagedBlob:
             first, last = waiting.pop()
             try:
                 plan = self._reader.plan(chunks.take(slice(first, last)))
-            except Permanent as err:
+            except PermanentError as err:
                 if last - first == 1:
                     problems[first] = str(err)
                     continue
@@ -194,7 +194,7 @@ class SalvagedBlob:
         name = object_name(ContainerId(int(plan.locations.containers[0])))
         try:
             payload: U8 = self._reader.fetch(plan)
-        except Permanent as err:
+        except PermanentError as err:
             yield from self._lose(offset, length_bytes, name, str(err))
             return
         if not self._is_sound(plan, payload):

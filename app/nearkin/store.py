@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from weakref import WeakSet
 
-from nearkin.local.failed_puts import FailedPuts
-from nearkin.local.index_lifecycle import BESIDE_SECONDS, LocalIndex
+from nearkin.local.failed_puts import FailedPutCleaner
+from nearkin.local.index_lifecycle import WRITER_LOCK_TIMEOUT_SECONDS, LocalIndex
 from nearkin.local.index_location import IndexLocation, check_index_path
 from nearkin.local.process_lock import NAMES as LOCKS
 from nearkin.local.writer import LocalPuts, PutItem
@@ -29,14 +29,22 @@ from nearkin_shared.config.loader import explicit_names, load
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import RetentionPolicy
 from nearkin_shared.crypto.keyring import Keyring
-from nearkin_shared.errors import BadInput, Corrupt, NearkinError, NotFound, Permanent, StoreLocked, StoreUnavailable
+from nearkin_shared.errors import (
+    BadInput,
+    Corrupt,
+    NearkinError,
+    NotFound,
+    PermanentError,
+    StoreLocked,
+    StoreUnavailable,
+)
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.manifest import CREATED_US_MAX, Manifest, moment_of, us_of
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects, check_tenant, sync_folder
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore, check_tenant, sync_folder
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.objectstore.factory import as_set, local_objects, no_store
-from nearkin_shared.objectstore.parity import ParityObjects
-from nearkin_shared.objectstore.read_only import ReadOnlyObjects
+from nearkin_shared.objectstore.parity import ParityObjectStore
+from nearkin_shared.objectstore.read_only import ReadOnlyObjectStore
 from nearkin_shared.preconditions import Precondition, precondition_of
 from nearkin_shared.reading.restore import Blob
 from nearkin_shared.results import (
@@ -59,14 +67,14 @@ from nearkin_shared.storage.chunking_record import ChunkingGuard
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.deletions import Deletions, user_and_host
 from nearkin_shared.storage.disk_reserve import SpaceReserve
-from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.manifests import object_name as manifest_name
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.storage.scrub_progress import ScrubStates
-from nearkin_shared.storage.version_listing import check_newest, shown, units, with_unnamed
+from nearkin_shared.storage.version_listing import check_newest, include_unindexed, listing_groups, visible_version
 from nearkin_shared.types import ContainerId
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
@@ -79,7 +87,7 @@ if TYPE_CHECKING:
     from nearkin.local.local_gc import LocalGc
     from nearkin.local.local_repair import LocalRepair
     from nearkin.salvage import SalvagedBlob
-    from nearkin_maintenance import Choice, Scrubber, Unsound, Verifier
+    from nearkin_maintenance import CorruptChunks, Scrubber, Verifier, VerifyScope
     from nearkin_maintenance.verify.scrubber import Step
     from nearkin_shared.formats.tombstone import Mark
     from nearkin_shared.index.catalog import CatalogEntry
@@ -148,7 +156,7 @@ def open_store(
         with suppress(AlreadyExists):  # another process has just created it: open that one
             return _create(root, chosen, fingerprint_bits, clock)
     objects = local_objects(root, chosen)
-    covered = as_set(ReadOnlyObjects(root) if read_only else objects, chosen)
+    covered = as_set(ReadOnlyObjectStore(root) if read_only else objects, chosen)
     found = descriptor.read(covered, fingerprint_bits)
     guard = ChunkingGuard(covered, chosen, explicit, force=force)
     return Store(root, objects, covered, found, guard, clock, read_only=read_only)
@@ -245,8 +253,8 @@ class Store:
     def __init__(
         self,
         root: Path,
-        objects: LocalObjects,
-        covered: ParityObjects,
+        objects: LocalObjectStore,
+        covered: ParityObjectStore,
         found: descriptor.Descriptor,
         guard: ChunkingGuard,
         clock: Callable[[], float] = time.time,
@@ -277,11 +285,11 @@ class Store:
             self._containers,
             self._manifests,
         )
-        self._condemned = CondemnedStore(covered)
+        self._condemned = PendingDeleteStore(covered)
         self._heads = VersionHeads(covered)
         self._quarantine = Quarantine(covered, clock)
         self.reserve = SpaceReserve(root, lambda: int(self.settings.storage.reserve_bytes))
-        self.pauses = Pauses(covered, clock, self.reserve)
+        self.pauses = GcPauseFlag(covered, clock, self.reserve)
         self._deletions = Deletions(
             self._manifests,
             lambda marks: self._index.noting().mark_many(marks),
@@ -299,8 +307,8 @@ class Store:
             self._manifests,
             self._index,
             clock,
-            self._heal,
-            FailedPuts(root, self._containers, self._index, self.reserve),
+            self._repair_quarantined,
+            FailedPutCleaner(root, self._containers, self._index, self.reserve),
         )
         _STORES.add(self)
 
@@ -319,24 +327,24 @@ class Store:
         steps alone. A put_many of this thread that was left in the middle ends here: what it has not committed it never
         will, for without the lock another process could collect what it leans on.
         """
-        crossing, elsewhere = self._index.crossing, self._puts.writes_elsewhere
-        self._puts.abort_mine()
-        wanted = crossing.alone(CLOSE_SECONDS, "the closing of the store") if elsewhere else crossing.beside()
+        crossing, elsewhere = self._index.crossing, self._puts.is_written_by_other_process
+        self._puts.abort_put_of_thread()
+        wanted = crossing.exclusive(CLOSE_SECONDS, "the closing of the store") if elsewhere else crossing.shared()
         try:
             with wanted:
                 self._index.close()
         except StoreLocked as err:  # a step, or a put, that takes long: the process is to end all the same
             _log.warning("%s; closed", err)
             self._index.close()
-        self._puts.let_go()
-        self._containers.forget_read()
-        self._containers.buffers.let_go()
+        self._puts.release_memory()
+        self._containers.evict()
+        self._containers.buffers.release_unused()
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Begin anew in a process that was forked."""
-        self._manifests.locks.forked()
-        self._puts.forked()
-        self._index.forked()
+        self._manifests.locks.after_fork()
+        self._puts.after_fork()
+        self._index.after_fork()
 
     def wait_for_lock(self, seconds: float) -> None:
         """Let writes of this Store wait up to `seconds` for the lock of another process; by default they do not."""
@@ -385,13 +393,13 @@ class Store:
         Raises PreconditionFailed at the first item that its precondition refuses; others of its group are committed.
         """
         for outcome in self.put_outcomes(items, progress=progress):
-            if isinstance(outcome, Permanent):
+            if isinstance(outcome, PermanentError):
                 raise outcome
             yield outcome
 
     def put_outcomes(
         self, items: Iterable[tuple[str, Source] | Item], *, progress: Progress | None = None
-    ) -> Iterator[PutResult | Permanent]:
+    ) -> Iterator[PutResult | PermanentError]:
         """Store many blobs as `put_many` does; yield the error in place of the result of one that is refused."""
         self._check_writable("put")
         self._chunking.prepare_put()
@@ -402,7 +410,7 @@ class Store:
     def get(self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None) -> Blob:
         """Return a version (the newest by default) or its bytes [start, stop).
 
-        Raises NotFound, Corrupt, BadInput, Erased, StoreUnavailable.
+        Raises NotFound, Corrupt, BadInput, TenantErased, StoreUnavailable.
         """
         manifest = self._manifest(key, version)
         check_bound("start", start)
@@ -416,7 +424,7 @@ class Store:
     def salvage(self, key: str, version: int | None = None) -> SalvagedBlob:
         """Return what is left of a damaged version: zeros and a list of holes where its chunks are lost.
 
-        Raises NotFound, Erased, StoreUnavailable, and Corrupt if the manifest itself cannot be read.
+        Raises NotFound, TenantErased, StoreUnavailable, and Corrupt if the manifest itself cannot be read.
         """
         from nearkin.salvage import SalvagedBlob
 
@@ -446,9 +454,11 @@ class Store:
         check_tenant(self._covered, tenant)
         names = self._index.read(lambda index: index.manifest_names(tenant, prefix))
         found, retentions = list[VersionInfo](), dict[tuple[str, int], int]()
-        for unit in units(with_unnamed(self._manifests, tenant, names, retentions), all_versions=all_versions):
+        for unit in listing_groups(
+            include_unindexed(self._manifests, tenant, names, retentions), all_versions=all_versions
+        ):
             retention = retentions.get((unit[0], unit[1][-1]))
-            entry = shown(self._manifests, tenant, unit, all_versions=all_versions, retention=retention)
+            entry = visible_version(self._manifests, tenant, unit, all_versions=all_versions, retention=retention)
             if isinstance(entry, Damage):
                 (broken or _warn)(entry)
             elif entry is not None:
@@ -475,8 +485,9 @@ class Store:
 
         They are gone for every reader when this returns, and stay gone whatever fails; their bytes are freed later, and
         until `deletion.undelete_seconds` are over `undelete` brings them back. A number is never given again. A version
-        whose put is committed meanwhile stays. Raises NotFound, BadInput, Retained (one is younger than the settings
-        allow: none goes), Erased, StoreLocked, StoreUnavailable (perhaps some are gone: the same call ends it).
+        whose put is committed meanwhile stays. Raises NotFound, BadInput, RetentionActive (one is younger than the
+        settings allow: none goes), TenantErased, StoreLocked, StoreUnavailable (perhaps some are gone: the same call
+        ends it).
         """
         self._check_writable("delete")
         return self._deletions.delete(
@@ -491,7 +502,7 @@ class Store:
     def undelete(self, key: str, version: int | None = None, *, reason: str = "", who: str | None = None) -> int:
         """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
 
-        Raises NotFound (nothing of it is deleted, or its time is over), BadInput, Erased, StoreLocked,
+        Raises NotFound (nothing of it is deleted, or its time is over), BadInput, TenantErased, StoreLocked,
         StoreUnavailable.
         """
         self._check_writable("undelete")
@@ -504,14 +515,14 @@ class Store:
         """Retain a version, the newest by default, until a time: no process can delete it before; return it.
 
         A retention is extended, never shortened. Raises NotFound, BadInput (the time is earlier than the one that
-        holds, in the past, or over 100 years away), Corrupt, Erased, StoreLocked, StoreUnavailable.
+        holds, in the past, or over 100 years away), Corrupt, TenantErased, StoreLocked, StoreUnavailable.
         """
         self._check_writable("retain")
         who = user_and_host() if who is None else who
         until_us = us_of(until)
         return self._deletions.extend_retention(self.settings.tenant, key, version, until_us, who=who, reason=reason)
 
-    def deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
+    def list_deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
         """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key.
 
         One whose mark cannot be read is told to `broken`, by default with a warning in the log.
@@ -520,7 +531,7 @@ class Store:
         tenant = self.settings.tenant
         check_tenant(self._covered, tenant)
         marked = {entry.key: None for entry in self.catalog(tenant, prefix) if entry.sequence}
-        return list(self._deletions.listed(tenant, marked, broken or _warn))
+        return list(self._deletions.list_deleted(tenant, marked, broken or _warn))
 
     def forget(
         self,
@@ -578,7 +589,7 @@ class Store:
             return newest
         check_version(version)
         try:
-            return self._manifests.seen(tenant, key, version)
+            return self._manifests.read_visible(tenant, key, version)
         except NotFound as err:
             raise NotFound(
                 f"key {key!r} version {version}: the store has none; `nearkin ls --versions` lists them"
@@ -590,8 +601,10 @@ class Store:
         """Return sums over the store, all tenants of it, from the index and the object store's listing."""
         from nearkin_shared.stats import stats
 
-        quarantine_bytes = sum(self._quarantine.listed().values()) + sum(ScrubStates(self._covered).listed().values())
-        condemned_bytes = sum(self._condemned.listed().values())
+        quarantine_bytes = sum(self._quarantine.list_records().values()) + sum(
+            ScrubStates(self._covered).list_records().values()
+        )
+        condemned_bytes = sum(self._condemned.list_records().values())
         covered = self._covered
         return self._index.read(
             lambda index: stats(
@@ -602,8 +615,8 @@ class Store:
                 self._index.bytes_on_disk,
                 manifest_bytes=sum(size_bytes for _, size_bytes in covered.names("manifests")),
                 parity_bytes=sum(size_bytes for _, size_bytes in self._objects.names("parity")),
-                quarantine_bytes=quarantine_bytes + sum(self.pauses.listed().values()),
-                encryption_bytes=covered.encryption_bytes() if isinstance(covered, EncryptedObjects) else None,
+                quarantine_bytes=quarantine_bytes + sum(self.pauses.list_records().values()),
+                encryption_bytes=covered.encryption_bytes() if isinstance(covered, EncryptedObjectStore) else None,
             )
         )
 
@@ -652,9 +665,11 @@ class Store:
         The index lets go of broken chunks, so that a later put of the same data stores them anew instead of leaning on
         them; stored objects stay as they are. Raises BadInput, StoreUnavailable.
         """
-        from nearkin_maintenance import Choice
+        from nearkin_maintenance import VerifyScope
 
-        return self._verified(Choice(sample, seed, None if since is None else int(since.timestamp() * 1e6)), progress)
+        return self._verified(
+            VerifyScope(sample, seed, None if since is None else int(since.timestamp() * 1e6)), progress
+        )
 
     def verify_key(
         self, key: str, version: int | None = None, progress: Callable[[int, int], None] | None = None
@@ -662,7 +677,7 @@ class Store:
         """Read one version of `key`, or all, and the containers that they reach; report what damages these versions.
 
         Deleted versions are not read. The index drops broken chunks, as after `verify`. Raises NotFound, BadInput,
-        Corrupt, Erased, StoreUnavailable.
+        Corrupt, TenantErased, StoreUnavailable.
         """
         check_key(key)
         if version is not None:
@@ -689,7 +704,7 @@ class Store:
 
         entries = {
             manifest_name(tenant, entry.key, entry.version): (tenant, entry)
-            for tenant, entry in self._index.remembered()
+            for tenant, entry in self._index.listed_versions()
         }
         remembered = {name: (tenant, entry.key, entry.version) for name, (tenant, entry) in entries.items()}
         verifier = Verifier(
@@ -707,34 +722,34 @@ class Store:
         verifier.compare_entries({name: entry.listed for name, (_, entry) in entries.items()})
         return verifier
 
-    def _verified(self, choice: Choice, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    def _verified(self, choice: VerifyScope, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         verifier = self._verifier()
         index, whole = self._index.to_check() or (None, False)
         unreadable = self._index.damage
         with all_cores("nearkin-verify") as helpers:
             report = verifier.run(choice, progress, index, index_whole=whole, helpers=helpers)
-        if unreadable is not None and choice.everything:
+        if unreadable is not None and choice.is_full:
             report = replace(report, damage=(*report.damage, Damage("index", unreadable, ())))
-        return self._with_index_purged(verifier, report, everything=choice.everything)
+        return self._with_index_purged(verifier, report, everything=choice.is_full)
 
     def _with_index_purged(self, verifier: Verifier, report: VerifyReport, *, everything: bool) -> VerifyReport:
         """Quarantine the chunks found broken and drop them from the index; return the report with the outcome."""
-        if self._is_read_only or (not verifier.broken and not self._quarantine.listed()):
+        if self._is_read_only or (not verifier.broken and not self._quarantine.list_records()):
             return report
 
-        def quarantined() -> Unsound:
-            unsound = verifier.unsound()
+        def quarantined() -> CorruptChunks:
+            unsound = verifier.corrupt_chunks()
             self._quarantine.note(unsound.chunks, unsound.segments, everything=everything)
             return unsound
 
-        forgotten = self._index.forget(quarantined)
+        forgotten = self._index.withdraw(quarantined)
         return replace(report, forgotten=forgotten) if verifier.broken else report
 
     def scrubber(self) -> Scrubber:
         """Return what reads all of this store again and again, by its settings `scrub`."""
-        from nearkin_maintenance import Scrubber, Tenants
+        from nearkin_maintenance import DomainOwners, Scrubber
 
-        tenants = Tenants(self._fingerprinters, [self.settings.tenant], self._manifests)
+        tenants = DomainOwners(self._fingerprinters, [self.settings.tenant], self._manifests)
         return Scrubber(
             self._covered, self._containers, tenants, self._fingerprinter, lambda: self.settings.scrub, self._clock
         )
@@ -746,7 +761,7 @@ class Store:
         StoreUnavailable.
         """
         self._check_writable("attend")
-        with self._index.crossing.beside():
+        with self._index.crossing.shared():
             return self._repairs().attend(step.damaged, self._verified)
 
     def repair(
@@ -760,20 +775,20 @@ class Store:
         StoreLocked, StoreUnavailable.
         """
         self._check_writable("repair")
-        if self._puts.is_mine:
-            raise self._puts.in_the_middle()
-        with self._index.crossing.alone(BESIDE_SECONDS, "a repair"):
+        if self._puts.is_put_of_thread:
+            raise self._puts.is_put_in_progress()
+        with self._index.crossing.exclusive(WRITER_LOCK_TIMEOUT_SECONDS, "a repair"):
             return self._repairs(progress).run([Path(file) for file in files])
 
     def _container_bytes(self) -> int:
         return sum(size_bytes for _, size_bytes in self._containers.ids())
 
-    def _heal(self) -> None:
+    def _repair_quarantined(self) -> None:
         """Heal what is quarantined from what was just committed; where that fails, what was committed stays so."""
         self.reserve.restore(self._container_bytes)
         try:
-            if self._quarantine.listed():
-                self._repairs().heal_quarantined()
+            if self._quarantine.list_records():
+                self._repairs().repair_quarantined()
         except NearkinError as err:
             _log.warning("what is quarantined was not healed, `nearkin repair` does it: %s", err)
 
@@ -811,8 +826,8 @@ class Store:
 
         What a round finds unreached it condemns; a later one frees it once `gc.grace_seconds` are over. Versions whose
         time to come back is over go at once. At its end what `retention.policies` do not keep is deleted. Raises
-        Corrupt (what a version needs cannot be read: nothing is condemned), Paused, StoreLocked, StoreUnavailable,
-        Retryable (a tenant was erased meanwhile).
+        Corrupt (what a version needs cannot be read: nothing is condemned), GcPaused, StoreLocked, StoreUnavailable,
+        RetryableError (a tenant was erased meanwhile).
         """
         collection = self._collection()
         if deleted_too and not dry_run:
@@ -825,7 +840,7 @@ class Store:
         try:
             report = self.reserve.run(lambda: collection.run(wait_seconds, go_on, steps))
         finally:
-            self._puts.bound_for_reading()
+            self._puts.limit_memory_for_reading()
             give_back_free()
         self._finish_erasures()
         self.reserve.restore(self._container_bytes, grow=True)
@@ -837,11 +852,11 @@ class Store:
         1 the objects are removed  2 the index is made again  3 the erasure is recorded as swept. Until 3 each GC run
         does what is left; while puts of this process are at work 2 waits for the next run.
         """
-        if not isinstance(self._covered, EncryptedObjects) or not self._covered.keyring.list_due():
+        if not isinstance(self._covered, EncryptedObjectStore) or not self._covered.keyring.list_due():
             return
         failpoint("erasure.objects-removed")  # 1
         try:
-            if self._index.holds_erased():
+            if self._index.holds_erased_tenants():
                 _log.info("gc: the index is made again, without what it held of erased tenants")
                 self.rebuild_index()  # 2
             failpoint("erasure.index-renewed")
@@ -863,13 +878,15 @@ class Store:
         `gc.grace_seconds` counts. The writer lock is held throughout; restores that run meanwhile may fail and must be
         run again. The index is made again, so that nothing stays in its free pages. `get` of other versions answers as
         before. Raises BadInput (services write this store), Corrupt (a needed chunk is damaged: repair first; nothing
-        that is needed was removed), NotFound (no such version is deleted), Paused, StoreLocked (a put, a GC run or
+        that is needed was removed), NotFound (no such version is deleted), GcPaused, StoreLocked (a put, a GC run or
         another process is at work), StoreUnavailable (`purge()` goes on).
         """
         self._check_writable("purge")
         self._puts.check_none()
         tenant = self.settings.tenant
-        if key is not None and not any(one.key == key and version in (None, one.version) for one in self.deleted(key)):
+        if key is not None and not any(
+            one.key == key and version in (None, one.version) for one in self.list_deleted(key)
+        ):
             raise NotFound(f"key {key!r}: no such version is deleted; `nearkin rm` deletes it first")
 
         def ends(mark: Mark) -> bool:
@@ -878,7 +895,7 @@ class Store:
         try:
             report = self.reserve.run(lambda: self._collection().purge(wait_seconds, ends, steps))
         finally:
-            self._puts.bound_for_reading()
+            self._puts.limit_memory_for_reading()
             give_back_free()
         self.reserve.run(self.rebuild_index)
         self._finish_erasures()
@@ -899,7 +916,7 @@ class Store:
             self._fingerprinters,
             self._clock,
             self.pauses,
-            self._puts.bound_for_round,
+            self._puts.limit_memory_for_gc,
         )
 
     def erase_tenant(self, tenant: str, grace_seconds: int | None = None, *, despite_retention: bool = False) -> int:
@@ -908,25 +925,25 @@ class Store:
         The tenant is closed at once; its keys are removed by the first `gc` after `grace_seconds` (None: the setting
         deletion.erase_grace_seconds; 0: now). Until then `keyring.cancel_erasure` opens it again. Everything of other
         tenants stays as it is. `gc` frees the bytes. Again ends what was cut short, and a tenant that has no key can
-        never have one in this store. Raises BadInput (the store is not encrypted), Retained (some of its versions are
-        retained; `despite_retention` erases them all the same), StoreLocked, StoreUnavailable.
+        never have one in this store. Raises BadInput (the store is not encrypted), RetentionActive (some of its
+        versions are retained; `despite_retention` erases them all the same), StoreLocked, StoreUnavailable.
         """
         self._check_writable("erase_tenant")
         if grace_seconds is None:
             grace_seconds = self.settings.deletion.erase_grace_seconds
-        if not isinstance(self._covered, EncryptedObjects):
+        if not isinstance(self._covered, EncryptedObjectStore):
             raise BadInput(f"store {self.root}: is not encrypted: delete the tenant's keys, and let `gc` free them")
         self._puts.check_none()
-        from nearkin_maintenance.gc.erased_tenants import forget_erased
+        from nearkin_maintenance.gc.erased_tenants import withdraw_erased
         from nearkin_maintenance.gc.tenant_erasure import find_retained
 
-        with self._index.crossing.beside():
+        with self._index.crossing.shared():
             index = self._index.writable()
             if not despite_retention:
                 find_retained(self._covered, tenant, self.settings, self._clock()).check_none(tenant)
             count = self._covered.keyring.erase(tenant, grace_seconds)
-            forget_erased(self._covered, index, tenant)
-            self._containers.forget_read()
+            withdraw_erased(self._covered, index, tenant)
+            self._containers.evict()
         return count
 
     @property
@@ -937,7 +954,7 @@ class Store:
     @property
     def keyring(self) -> Keyring:
         """Return the data keys of an encrypted store. Raises BadInput for another."""
-        if not isinstance(self._covered, EncryptedObjects):
+        if not isinstance(self._covered, EncryptedObjectStore):
             raise BadInput(f"store {self.root}: is not encrypted (storage.encryption)")
         return self._covered.keyring
 
@@ -960,7 +977,7 @@ class Store:
         """
         self._check_writable("rebuild_index")
         self._puts.check_none()
-        with self._index.crossing.alone(BESIDE_SECONDS, "a rebuild of the index"):
+        with self._index.crossing.exclusive(WRITER_LOCK_TIMEOUT_SECONDS, "a rebuild of the index"):
             report = self._index.rebuild(progress)
             self._heads.accept(self._manifests)  # versions that were lost are given up
             return report
@@ -971,10 +988,10 @@ def _warn(damage: Damage) -> None:
         _log.warning("%r version %d cannot be read: %s; run `nearkin verify`", key, version, damage.problem)
 
 
-def _forked() -> None:
+def _after_fork() -> None:
     for store in list(_STORES):
-        store.forked()
+        store.after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_after_fork)

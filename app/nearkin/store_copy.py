@@ -20,7 +20,7 @@ from contextlib import closing
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, cast
 
-from nearkin_shared.errors import Corrupt, Erased, NotFound
+from nearkin_shared.errors import Corrupt, NotFound, TenantErased
 from nearkin_shared.results import Damage, PutResult, VersionInfo
 from nearkin_shared.utils.frozen import frozen
 
@@ -73,7 +73,7 @@ class KeyPlan:
     """Why the versions after `pending` are not copied."""
 
 
-class Copied(NamedTuple):
+class CopiedVersion(NamedTuple):
     """A version of the source and its copy."""
 
     source: VersionInfo
@@ -152,7 +152,7 @@ class Copier:
         self._progress = progress
         self.failures: list[Failure] = []
 
-    def run(self, plans: Iterable[KeyPlan]) -> Iterator[Copied]:
+    def run(self, plans: Iterable[KeyPlan]) -> Iterator[CopiedVersion]:
         """Copy and yield what was committed. Raises what puts and gets raise, but for damage of single versions."""
         group: list[tuple[VersionInfo, str, bytes]] = []
         group_bytes = 0
@@ -168,7 +168,7 @@ class Copier:
                         yield from self._put_group(group)
                         group, group_bytes = [], 0
                         yield self._stream(info, plan.target_key)
-                except (Corrupt, NotFound, Erased) as err:
+                except (Corrupt, NotFound, TenantErased) as err:
                     self.failures.append(Failure(info.key, info.version, str(err)))
                     if not self._skip_damaged:
                         break
@@ -177,14 +177,14 @@ class Copier:
                     group, group_bytes = [], 0
         yield from self._put_group(group)
 
-    def _put_group(self, group: list[tuple[VersionInfo, str, bytes]]) -> Iterator[Copied]:
+    def _put_group(self, group: list[tuple[VersionInfo, str, bytes]]) -> Iterator[CopiedVersion]:
         if not group:
             return
         puts = self._put_many((info, key, content) for info, key, content in group)
         for (info, _, _), result in zip(group, puts, strict=True):
-            yield _checked(info, result)
+            yield _check_copy(info, result)
 
-    def _stream(self, info: VersionInfo, key: str) -> Copied:
+    def _stream(self, info: VersionInfo, key: str) -> CopiedVersion:
         with closing(_VersionFile(self._source, info)) as file:
             try:
                 (result,) = self._put_many([(info, key, cast("BinaryIO", file))])
@@ -192,7 +192,7 @@ class Copier:
                 if file.failure is not None:  # the put only reports that its source failed
                     raise file.failure from err
                 raise
-        return _checked(info, result)
+        return _check_copy(info, result)
 
     def _put_many(self, puts: Iterable[tuple[VersionInfo, str, bytes | BinaryIO]]) -> Iterator[PutResult]:
         from nearkin.store import Item, Store
@@ -275,10 +275,10 @@ def _sha256(info: VersionInfo) -> bytes | None:
     return None if info.sha256 is None else bytes.fromhex(info.sha256)
 
 
-def _checked(info: VersionInfo, result: PutResult) -> Copied:
+def _check_copy(info: VersionInfo, result: PutResult) -> CopiedVersion:
     if result.info.digest != info.digest:
         raise Corrupt(
             f"key {info.key!r} version {info.version}: the copy is {result.info.digest}, the source {info.digest}: "
             f"delete version {result.info.version} of {result.info.key!r} in the target and copy again"
         )
-    return Copied(info, result.info)
+    return CopiedVersion(info, result.info)

@@ -1,4 +1,6 @@
-"""Errors. Invariant: callers ask `Retryable` or `Permanent`, never a vendor's type; the cause is always kept."""
+"""Errors. Invariant: callers ask `RetryableError` or `PermanentError`, never a vendor's type; the cause is always
+kept.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,22 @@ class NearkinError(Exception):
     """Base of everything Nearkin raises on purpose; its text is one line and says what to do."""
 
 
-class Retryable(NearkinError):
+class RetryableError(NearkinError):
     """The same call may succeed later: a full disk, a busy lock, an unreachable service."""
 
     retry_after_seconds: float | None = None
     """When, if whoever refused it said so."""
 
 
-class Permanent(NearkinError):
+class PermanentError(NearkinError):
     """The same call will never succeed."""
 
 
-class Corrupt(Permanent):
+class Corrupt(PermanentError):
     """Stored bytes are not what was written: a checksum, fingerprint or length does not agree."""
 
 
-class BadInput(Permanent):
+class BadInput(PermanentError):
     """The caller's input is refused: a key, a range, a file; names the value and what would be right."""
 
 
@@ -37,27 +39,27 @@ class WrongKey(ConfigError):
     """The key-encryption key that the settings name, if any, is not the one that the store's keys need."""
 
 
-class Denied(Permanent):
+class AccessDenied(PermanentError):
     """The caller may not do this: its token is missing, unknown, expired or has no such scope."""
 
 
-class Retained(Permanent):
+class RetentionActive(PermanentError):
     """No caller may delete a version yet: its manifest or retention.min_age_seconds retains it."""
 
 
-class ClockSkew(Retryable):
+class ClockSkew(RetryableError):
     """A version is dated in the future: which versions are old enough to be forgotten is not known."""
 
 
-class PreconditionFailed(Permanent):
+class PreconditionFailed(PermanentError):
     """The key's newest version is not the one that a conditional put was made for; nothing was stored."""
 
 
-class Paused(Permanent):
+class GcPaused(PermanentError):
     """Garbage collection is paused, until somebody resumes it."""
 
 
-class NotFound(Permanent):
+class NotFound(PermanentError):
     """The store has no such key or version."""
 
 
@@ -65,7 +67,7 @@ class NoStore(NotFound):
     """There is no store at the path or in the bucket."""
 
 
-class StoreUnavailable(Retryable):
+class StoreUnavailable(RetryableError):
     """The object store or the index could not be reached or has no room."""
 
 
@@ -102,11 +104,11 @@ class IndexClosed(StoreUnavailable):
     """The index was closed by another thread, which puts another one in its place, or closes the store."""
 
 
-class StoreLocked(Retryable):
+class StoreLocked(RetryableError):
     """Somebody else has this store: another process writes to it, or another Store of this process is open on it."""
 
 
-class SourceFailed(Retryable):
+class SourceFailed(RetryableError):
     """The caller's file or stream failed while it was read; the cause is the error it gave. Nothing was stored."""
 
 
@@ -114,7 +116,7 @@ class TenantCollision(BadInput):
     """The hash of a tenant's name is taken by another name; the later tenant is refused."""
 
 
-class Erased(Permanent):
+class TenantErased(PermanentError):
     """A tenant's keys were erased: what they sealed is there, perhaps, and can never be read again. No damage."""
 
 
@@ -122,11 +124,11 @@ class KeysLost(Corrupt):
     """A tenant's data keys are gone, and nobody erased them: what they sealed is unread until they are back."""
 
 
-class NotAuthentic(Permanent):
+class NotAuthentic(PermanentError):
     """A record of an internal topic was not made by a process of this store: it is not acted on."""
 
 
-class FormatTooNew(Permanent):
+class FormatTooNew(PermanentError):
     """Written by a later Nearkin: names the format version found and the one this code reads."""
 
 

@@ -15,7 +15,7 @@ from nearkin_shared.reading.read_plan import Plan
 from nearkin_shared.reading.restore import segment_chunks
 from nearkin_shared.results import ChunkExplained, Explanation, SegmentExplained, VersionInfo
 from nearkin_shared.storage.containers import ContainerSource
-from nearkin_shared.types import ZERO, ContainerId, Locations, grouped
+from nearkin_shared.types import ZERO, ContainerId, Locations, group_by_container
 
 
 def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> Explanation:
@@ -36,7 +36,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
         fresh_from = _first_own(directory.segments.chunks, directory.segments.bounds, ordinal, holder)
         plan, bases = reader.plan_with_bases(locations)
         base = iter(bases.names)
-        shares = _with_gathered(_shares(plan, source), plan, bases, source).tolist()
+        shares = _with_merged(_shares(plan, source), plan, bases, source).tolist()
         known = bool(manifest.known[sequence])
         chunks: list[ChunkExplained] = []
         for row in range(len(locations)):
@@ -78,7 +78,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
     )
 
 
-def _with_gathered(shares: NDArray[np.int64], plan: Plan, bases: Plan, source: ContainerSource) -> NDArray[np.int64]:
+def _with_merged(shares: NDArray[np.int64], plan: Plan, bases: Plan, source: ContainerSource) -> NDArray[np.int64]:
     """Return the rows' shares, of those that refer to what was gathered with their part of that."""
     deltas = np.flatnonzero(plan.depths > 0)
     refer = plan.ranks[deltas] == container_layout.REFERENCE_RANK
@@ -91,7 +91,7 @@ def _shares(plan: Plan, source: ContainerSource) -> NDArray[np.int64]:
     """Return each row's share of its block as stored, bytes, by its encoding's part of what the block decodes to."""
     shares = plan.encoded.astype(np.int64)
     stored = np.flatnonzero(plan.locations.containers != np.uint64(ZERO))
-    for container, rows in grouped(plan.locations.containers[stored]):
+    for container, rows in group_by_container(plan.locations.containers[stored]):
         mine, blocks = stored[rows], source.directory(ContainerId(container)).blocks
         numbers = plan.blocks[mine]
         shares[mine] = shares[mine] * blocks.stored[numbers] // np.maximum(blocks.raw[numbers], 1)

@@ -38,12 +38,12 @@ class Precondition:
         found = "no version" if newest is None else f"version {newest.version} ({newest.digest})"
         if self.if_match is not None and not _matches(self.if_match, digest):
             raise PreconditionFailed(
-                f"key {key!r}: precondition failed: If-Match {_listed(self.if_match)}, and the key has {found}; "
+                f"key {key!r}: precondition failed: If-Match {_list_tags(self.if_match)}, and the key has {found}; "
                 "nothing was stored: read the newest version and try again"
             )
         if self.if_none_match is not None and _matches(self.if_none_match, digest):
             raise PreconditionFailed(
-                f"key {key!r}: precondition failed: If-None-Match {_listed(self.if_none_match)}, and the key has "
+                f"key {key!r}: precondition failed: If-None-Match {_list_tags(self.if_none_match)}, and the key has "
                 f"{found}; nothing was stored"
             )
 
@@ -88,5 +88,5 @@ def _matches(tags: Tags, digest: str | None) -> bool:
     return digest is not None and (ANY in tags or digest in tags)
 
 
-def _listed(tags: Tags) -> str:
+def _list_tags(tags: Tags) -> str:
     return ", ".join(tags[:2]) + (f" and {len(tags) - 2} more" if len(tags) > 2 else "") if tags else "(no digest)"

@@ -16,12 +16,12 @@ from itertools import groupby, pairwise
 from typing import Protocol
 
 from nearkin_shared.config.storage import RetentionPolicy, RetentionSettings
-from nearkin_shared.errors import BadInput, ClockSkew, NotFound, Retained
+from nearkin_shared.errors import BadInput, ClockSkew, NotFound, RetentionActive
 from nearkin_shared.formats.manifest import CREATED_US_MAX
 from nearkin_shared.formats.tombstone import NO_REQUEST, Kind, Mark
 from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin_shared.results import Damage, VersionInfo
-from nearkin_shared.storage.clock_records import KnownTime
+from nearkin_shared.storage.clock_records import RecordedTime
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.version_listing import infos_of
@@ -60,7 +60,7 @@ class Forgettable(Protocol):
 
 def policy_of(settings: RetentionSettings, tenant: str, key: str) -> RetentionPolicy | None:
     """Return the policy for a key: of the longest prefix; of two for one prefix the one that names the tenant."""
-    matching = [policy for policy in settings.policies if _matches(policy, tenant, key) and keeps_some(policy)]
+    matching = [policy for policy in settings.policies if _matches(policy, tenant, key) and has_rules(policy)]
     return max(matching, key=lambda policy: (len(policy.prefix), policy.tenant is not None), default=None)
 
 
@@ -70,7 +70,7 @@ def min_age_seconds(settings: RetentionSettings, tenant: str, key: str) -> int:
     return max(settings.min_age_seconds, *ages, 0)
 
 
-def retain_until_us(settings: RetentionSettings, tenant: str, key: str, now_us: int, known_time: KnownTime) -> int:
+def retain_until_us(settings: RetentionSettings, tenant: str, key: str, now_us: int, known_time: RecordedTime) -> int:
     """Return up to when a version that is committed now is retained, microseconds since 1970; 0 for no retention.
 
     It counts from the time of the last GC run if this machine's clock is behind that. Raises StoreUnavailable.
@@ -94,14 +94,14 @@ def check_clock(infos: Iterable[VersionInfo], now: float) -> None:
 
 
 def check_age(settings: RetentionSettings, tenant: str, info: VersionInfo, now: float) -> None:
-    """Raise Retained where a version is too young to be deleted."""
+    """Raise RetentionActive where a version is too young to be deleted."""
     seconds = min_age_seconds(settings, tenant, info.key)
     if seconds and now < info.created.timestamp() + seconds:
         try:
             until = f"{(info.created + timedelta(seconds=seconds)).astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
         except OverflowError:  # dated by a clock that was wrong
             until = "after the year 9999"
-        raise Retained(
+        raise RetentionActive(
             f"key {info.key!r} version {info.version}: is kept until {until} "
             "(retention.min_age_seconds); nothing was deleted"
         )
@@ -120,7 +120,7 @@ def guard_of(
     return guard
 
 
-def keeps_some(policy: RetentionPolicy) -> bool:
+def has_rules(policy: RetentionPolicy) -> bool:
     """Return whether a policy says what stays; one that does not forgets nothing."""
     counts = (policy.keep_last, policy.keep_daily, policy.keep_weekly, policy.keep_monthly, policy.keep_yearly)
     return any(counts) or policy.keep_within_seconds > 0
@@ -152,7 +152,7 @@ def decide(
     ]
     by_number = sorted(versions, key=lambda info: info.version)
     superseded = {info.version: following.created for info, following in pairwise(by_number)}
-    keeps_any = keeps_some(policy)
+    keeps_any = has_rules(policy)
     found = []
     for place, info in enumerate(newest_first):
         oldest = place == len(newest_first) - 1
@@ -237,7 +237,7 @@ def forget(store: Forgettable, found: Iterable[Decision], reason: str) -> list[D
                 with suppress(NotFound):  # somebody else was faster
                     store.delete(decision.info.key, decision.info.version, reason=reason)
             done.append(decision)
-        except Retained:
+        except RetentionActive:
             done.append(Decision(decision.info, ("min-age",)))
         except BadInput as err:  # it was deleted and undeleted as often as there are marks
             _log.warning("forget: %s", err)
@@ -245,7 +245,7 @@ def forget(store: Forgettable, found: Iterable[Decision], reason: str) -> list[D
     return done
 
 
-def outdated(
+def find_expired(
     settings: RetentionSettings, keys: Iterable[tuple[str, str]], manifests: ManifestStore, now: float
 ) -> Iterator[tuple[str, VersionInfo]]:
     """Yield (tenant, version) of those that the settings' policies do not keep, of `keys` as (tenant, key).
@@ -279,14 +279,14 @@ def apply_policies(
     Returns how many versions, and the bytes of their marks. Raises Corrupt, StoreUnavailable: some may be deleted.
     """
     count = marks_bytes = 0
-    for tenant, info in outdated(settings, keys, manifests, now) if any(map(keeps_some, settings.policies)) else ():
+    for tenant, info in find_expired(settings, keys, manifests, now) if any(map(has_rules, settings.policies)) else ():
         mark = Mark(tenant, info.key, info.version, 1, Kind.DELETED, 0, 0, NO_REQUEST, WHO, REASON)
         if deletions is not None:
             try:
                 deletions.delete(
                     tenant, info.key, info.version, undelete_seconds=undelete_seconds, who=WHO, reason=REASON
                 )
-            except (NotFound, Retained):  # somebody else was faster; or the clock that guards is behind
+            except (NotFound, RetentionActive):  # somebody else was faster; or the clock that guards is behind
                 continue
             except BadInput as err:  # it was deleted and undeleted as often as there are marks: others go all the same
                 _log.warning("retention.policies: %s", err)

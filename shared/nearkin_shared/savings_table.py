@@ -41,7 +41,7 @@ def ledger_table(ledger: Ledger, seconds: float) -> Table:
     return table
 
 
-def counted(count: int, noun: str, many: str | None = None) -> str:
+def plural(count: int, noun: str, many: str | None = None) -> str:
     """Return `1 key`, `2 keys`; `many`: the nouns that take more than an s."""
     return f"{count:,} {noun if count == 1 else many or f'{noun}s'}"
 

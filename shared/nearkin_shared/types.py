@@ -82,11 +82,11 @@ class Locations:
         which[order] = place[np.cumsum(new) - 1]
         return firsts[by_mention], which
 
-    def among(self, others: Locations) -> Bools:
+    def is_in(self, others: Locations) -> Bools:
         """Return bool[n]: which of these are also in `others`."""
         found = np.zeros(len(self), np.bool_)
-        mine = dict(grouped(others.containers))
-        for container, rows in grouped(self.containers):
+        mine = dict(group_by_container(others.containers))
+        for container, rows in group_by_container(self.containers):
             if container in mine:
                 found[rows] = np.isin(self.ordinals[rows], others.ordinals[mine[container]])
         return found
@@ -125,7 +125,7 @@ def offsets_of(lengths: U32) -> U64:
     return np.cumsum(wide, dtype=np.uint64) - wide
 
 
-def grouped(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
+def group_by_container(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
     """Return (container, its rows) for each container, rows ascending. Unlike np.unique it does not import numpy.ma."""
     if not len(containers):
         return []
@@ -167,10 +167,10 @@ class Pieces:
         for part in parts:
             rows.append((slice(count, count + len(part)), part))
             count += len(part)
-        return Pieces.placed(count, rows)
+        return Pieces.place(count, rows)
 
     @staticmethod
-    def placed(count: int, parts: Sequence[tuple[NDArray[np.intp] | slice, Pieces]]) -> Pieces:
+    def place(count: int, parts: Sequence[tuple[NDArray[np.intp] | slice, Pieces]]) -> Pieces:
         """Return `count` chunks: of each part those that become these rows; all others have no bytes."""
         buffers = list[U8]()
         which, offsets, lengths = np.zeros(count, np.int32), np.zeros(count, np.uint64), np.zeros(count, np.uint32)

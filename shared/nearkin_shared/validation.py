@@ -21,7 +21,7 @@ Source = Path | BinaryIO | bytes
 
 def check_key(key: str) -> None:
     """Refuse a key that cannot be listed as it was given. Any other UTF-8 is taken as it is: a key is never a path."""
-    size_bytes = len(_encoded(key, "key"))
+    size_bytes = len(_encode(key, "key"))
     if not size_bytes:
         raise BadInput('key "": want at least one character')
     if size_bytes > KEY_BYTES_MAX:
@@ -32,7 +32,7 @@ def check_key(key: str) -> None:
 
 def check_prefix(prefix: str) -> None:
     """Refuse a prefix that no key can have."""
-    _encoded(prefix, "prefix")
+    _encode(prefix, "prefix")
 
 
 CONTENT_TYPE = "content-type"
@@ -75,12 +75,12 @@ def check_bound(name: str, value: int) -> None:
 
 def check_reason(reason: str) -> None:
     """Refuse a reason for a deletion that its mark cannot hold."""
-    size_bytes = len(_encoded(reason, "reason"))
+    size_bytes = len(_encode(reason, "reason"))
     if size_bytes > REASON_BYTES_MAX:
         raise BadInput(f"reason of {size_bytes} bytes ({reason[:20]!r}...): want at most {REASON_BYTES_MAX} of UTF-8")
 
 
-def _encoded(text: str, what: str) -> bytes:
+def _encode(text: str, what: str) -> bytes:
     if not isinstance(text, str):
         raise BadInput(f"{what} {text!r:.100}: want text, not {type(text).__name__}")
     try:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from tests.support.conformance import ObjectStoreContract
 
 
 class TestLocalObjects(ObjectStoreContract):
     @pytest.fixture
-    def objects(self, tmp_path: Path) -> LocalObjects:
-        return LocalObjects(tmp_path)
+    def objects(self, tmp_path: Path) -> LocalObjectStore:
+        return LocalObjectStore(tmp_path)

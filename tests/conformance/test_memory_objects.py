@@ -9,38 +9,38 @@ import pytest
 from nearkin_shared.errors import NotFound
 from nearkin_shared.formats.parity_object import Scheme
 from nearkin_shared.objectstore.base import AlreadyExists
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
-from nearkin_shared.objectstore.encrypting import SealedObjects, Sealing
-from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects, memory_objects
-from nearkin_shared.objectstore.overlay import Overlay
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
+from nearkin_shared.objectstore.encrypting import EncryptingObjectStore, ObjectEncryption
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
+from nearkin_shared.objectstore.overlay import OverlayObjectStore
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from tests.support.conformance import ObjectStoreContract
 from tests.support.data.test_keys import MemoryKeys
-from tests.support.fakes.faulty_objects import FaultyObjects
+from tests.support.fakes.faulty_objects import FaultyObjectStore
 
 
 class TestMemoryObjects(ObjectStoreContract):
     @pytest.fixture
-    def objects(self) -> ObstoreObjects:
+    def objects(self) -> ObstoreObjectStore:
         return memory_objects()
 
 
 class TestFaultyObjects(ObjectStoreContract):
     @pytest.fixture
-    def objects(self) -> FaultyObjects:
-        return FaultyObjects(memory_objects(), "")
+    def objects(self) -> FaultyObjectStore:
+        return FaultyObjectStore(memory_objects(), "")
 
 
 class TestParityObjects(ObjectStoreContract):
     @pytest.fixture
-    def objects(self) -> ParityObjects:
-        return ParityObjects(memory_objects(), Scheme(4, 2))
+    def objects(self) -> ParityObjectStore:
+        return ParityObjectStore(memory_objects(), Scheme(4, 2))
 
 
 class TestOverlay(ObjectStoreContract):
     @pytest.fixture
-    def objects(self) -> Iterator[Overlay]:
-        with Overlay(memory_objects()) as overlay:
+    def objects(self) -> Iterator[OverlayObjectStore]:
+        with OverlayObjectStore(memory_objects()) as overlay:
             yield overlay
 
 
@@ -48,7 +48,7 @@ def test_an_overlay_changes_nothing_below_it() -> None:
     below = memory_objects()
     below.put_new("a/1", b"one")
     below.put_new("a/2", b"two")
-    with Overlay(below) as overlay:
+    with OverlayObjectStore(below) as overlay:
         overlay.delete("a/1")
         overlay.put_new("a/3", b"three")
         assert sorted(overlay.names("a")) == [("a/2", 3), ("a/3", 5)]
@@ -63,12 +63,12 @@ def test_an_overlay_changes_nothing_below_it() -> None:
 
 class TestSealedObjects(ObjectStoreContract):
     @pytest.fixture
-    def objects(self) -> SealedObjects:
-        return SealedObjects(memory_objects(), Sealing(MemoryKeys().keyring))
+    def objects(self) -> EncryptingObjectStore:
+        return EncryptingObjectStore(memory_objects(), ObjectEncryption(MemoryKeys().keyring))
 
 
 class TestEncryptedObjects(ObjectStoreContract):
     @pytest.fixture
-    def objects(self) -> EncryptedObjects:
+    def objects(self) -> EncryptedObjectStore:
         keys = MemoryKeys()
-        return EncryptedObjects(keys.below, Scheme(4, 2), keys.keyring)
+        return EncryptedObjectStore(keys.below, Scheme(4, 2), keys.keyring)

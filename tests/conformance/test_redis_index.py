@@ -80,7 +80,7 @@ def test_of_a_hundred_thousand_entries_exactly_the_unwanted_go_while_others_come
     going = {one.directory.container: np.arange(0, 4000, 2, dtype=np.uint32) for one in filled[:3]}
     other = threading.Thread(target=lambda: [index.publish(one) for one in filled[5:]])
     other.start()
-    index.forget(going, {}, ())
+    index.withdraw(going, {}, ())
     other.join()
     for number, one in enumerate(filled):
         _, found = index.locate_chunks(one.directory.chunks.names)

@@ -11,8 +11,8 @@ import pytest
 from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.formats.parity_object import Scheme
 from nearkin_shared.objectstore.base import AlreadyExists
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
-from nearkin_shared.objectstore.s3 import S3Objects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
+from nearkin_shared.objectstore.s3 import S3ObjectStore
 from tests.support.conformance import ObjectStoreContract
 from tests.support.data.test_keys import MemoryKeys
 from tests.support.servers.servers import S3
@@ -20,23 +20,23 @@ from tests.support.servers.servers import S3
 WRITERS = 16
 
 
-def new_store(server: S3, **changed: object) -> S3Objects:
-    return S3Objects(server.settings(server.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix", **changed))
+def new_store(server: S3, **changed: object) -> S3ObjectStore:
+    return S3ObjectStore(server.settings(server.make_bucket(f"b{secrets.token_hex(6)}"), "some/prefix", **changed))
 
 
 class TestEncryptedVersitygw(ObjectStoreContract):
     @pytest.fixture
-    def objects(self, versitygw: S3) -> EncryptedObjects:
+    def objects(self, versitygw: S3) -> EncryptedObjectStore:
         bucket = new_store(versitygw)
-        return EncryptedObjects(bucket, Scheme(4, 2), MemoryKeys().keyring)
+        return EncryptedObjectStore(bucket, Scheme(4, 2), MemoryKeys().keyring)
 
 
 class TestVersitygw(ObjectStoreContract):
     @pytest.fixture
-    def objects(self, versitygw: S3) -> S3Objects:
+    def objects(self, versitygw: S3) -> S3ObjectStore:
         return new_store(versitygw)
 
-    def test_of_sixteen_writers_exactly_one_wins_and_it_is_the_one_that_says_so(self, objects: S3Objects) -> None:
+    def test_of_sixteen_writers_exactly_one_wins_and_it_is_the_one_that_says_so(self, objects: S3ObjectStore) -> None:
         for race in range(20):
             contents = [random_bytes(200_000, race * WRITERS + number) for number in range(WRITERS)]
             barrier = threading.Barrier(WRITERS)
@@ -59,7 +59,7 @@ class TestVersitygw(ObjectStoreContract):
             assert won.count(True) == 1
             assert objects.get(f"race/{race}") == contents[won.index(True)]
 
-    def test_writers_of_the_same_bytes_are_told_apart(self, objects: S3Objects) -> None:
+    def test_writers_of_the_same_bytes_are_told_apart(self, objects: S3ObjectStore) -> None:
         barrier = threading.Barrier(WRITERS)
 
         def put(_: int) -> bool:
@@ -79,7 +79,7 @@ class TestMoto(ObjectStoreContract):
     """It looks and stores in two steps: on a busy machine two of eight win now and then. No store to commit to."""
 
     @pytest.fixture
-    def objects(self, moto: S3) -> S3Objects:
+    def objects(self, moto: S3) -> S3ObjectStore:
         return new_store(moto)
 
 
@@ -93,8 +93,8 @@ def test_every_checksum_stores_the_same_bytes(versitygw: S3, checksum: str) -> N
 
 def test_stores_below_different_prefixes_of_a_bucket_do_not_meet(versitygw: S3) -> None:
     bucket = versitygw.make_bucket(f"b{secrets.token_hex(6)}")
-    whole = S3Objects(versitygw.settings(bucket))
-    one, other = (S3Objects(versitygw.settings(bucket, prefix)) for prefix in ("one", "one-more/"))
+    whole = S3ObjectStore(versitygw.settings(bucket))
+    one, other = (S3ObjectStore(versitygw.settings(bucket, prefix)) for prefix in ("one", "one-more/"))
     one.put_new("a/x", b"1")
     other.put_new("a/x", b"22")
     assert (list(one.names("")), list(other.names("a"))) == ([("a/x", 1)], [("a/x", 2)])

@@ -19,7 +19,7 @@ import pytest
 
 from nearkin.lab.measurement_record import RECORD_FORMAT
 from nearkin.lab.report import KINDS
-from tests.support.checks.lab_suites import VERSIONS, command, environment, recorded
+from tests.support.checks.lab_suites import VERSIONS, command, environment, run_and_read_record
 from tests.support.checks.waiting import until
 
 SPREAD = {"median", "low", "high", "values"}
@@ -73,7 +73,7 @@ def test_store_measures_ours_and_every_peer_that_is_installed(corpus: Path, tmp_
     beside = a_store_beside_us()
     solid = shutil.which("zstd") is not None
     peers = ",".join([*([beside] if beside else ["borg-fine"]), "zstd-long"])
-    record = recorded(tmp_path, "store", "--corpus", corpus, "--runs", "1", "--peers", peers)
+    record = run_and_read_record(tmp_path, "store", "--corpus", corpus, "--runs", "1", "--peers", peers)
     check_common(record, "store", corpus, 1)
     rows = rows_of(record, "store")
     ran = [
@@ -105,7 +105,7 @@ def test_upkeep_is_done_after_every_few_versions_and_is_in_no_speed(corpus: Path
     beside = [found] if (found := a_store_beside_us()) else []
     peers = ",".join(["nearkin", "nearkin-embedded", *beside, "zstd-long"])
     words = ("--corpus", corpus, "--runs", "1", "--upkeep-every", "2", "--peers", peers)
-    rows = rows_of(recorded(tmp_path, "store", *words), "store")
+    rows = rows_of(run_and_read_record(tmp_path, "store", *words), "store")
     for name in ("nearkin", "nearkin-embedded", *beside):
         assert rows[name]["upkeep_seconds"]["low"] > 0, name
     assert all(figures["upkeep_seconds"] is None for name, figures in rows.items() if name.startswith("zstd"))
@@ -114,7 +114,7 @@ def test_upkeep_is_done_after_every_few_versions_and_is_in_no_speed(corpus: Path
 
 @pytest.mark.soak
 def test_pairs_measures_algorithms_and_codecs(corpus: Path, tmp_path: Path) -> None:
-    record = recorded(tmp_path, "pairs", "--corpus", corpus, "--runs", "1", "--warmups", "0", "--pairs", "4")
+    record = run_and_read_record(tmp_path, "pairs", "--corpus", corpus, "--runs", "1", "--warmups", "0", "--pairs", "4")
     check_common(record, "pairs", corpus, 1)
     efficiency = rows_of(record, "efficiency")
     assert set(efficiency) == {"ntransform", "finesse", "odess"}
@@ -138,7 +138,7 @@ def test_pairs_measures_algorithms_and_codecs(corpus: Path, tmp_path: Path) -> N
 @pytest.mark.soak
 def test_kernels_measures_every_kernel_by_openssls_sha1(corpus: Path, tmp_path: Path) -> None:
     words = ("--runs", "2", "--warmups", "0", "--peers", "hashlib,zstd-prefix")
-    record = recorded(tmp_path, "kernels", "--corpus", corpus, *words)
+    record = run_and_read_record(tmp_path, "kernels", "--corpus", corpus, *words)
     check_common(record, "kernels", corpus, 2)
     chunkers = rows_of(record, "chunking")
     assert {"fastcdc", "leastcdc", "rabin", "inck"} <= set(chunkers)
@@ -160,7 +160,7 @@ def test_kernels_of_another_build_run_beside_ours(corpus: Path, tmp_path: Path) 
 
     built = Path(_features.__file__).parent
     words = ("--runs", "1", "--warmups", "0", "--peers", "none", "--chart", "none", "--against", built)
-    record = recorded(tmp_path, "kernels", "--corpus", corpus, *words)
+    record = run_and_read_record(tmp_path, "kernels", "--corpus", corpus, *words)
     figures = {row["tool"]: row["figures"] for row in record["rows"]}
     for name in ("sha1", "finesse", "odess", "ntransform", "fastcdc", "rabin", "inck"):
         ours, theirs = (figures[one]["bytes_handled"]["median"] for one in (name, f"{name} (against)"))
@@ -175,7 +175,7 @@ def test_a_peer_that_is_not_installed_is_left_out_and_the_answer_says_how_to_get
     for name in ("cat", "sync"):
         (programs / name).symlink_to(str(shutil.which(name)))
     words = ("--versions", "1", "--runs", "1", "--peers", "nearkin,restic,borg-fine", "--chart", "none")
-    record = recorded(tmp_path, "store", "--corpus", corpus, *words, PATH=str(programs))
+    record = run_and_read_record(tmp_path, "store", "--corpus", corpus, *words, PATH=str(programs))
     assert [row["tool"] for row in record["rows"]] == ["nearkin"]
     left_out = {one["tool"]: one for one in record["left_out"]}
     assert set(left_out) == {"restic", "restic-max", "borg-fine"}
@@ -192,7 +192,7 @@ def test_a_peer_that_gives_other_bytes_back_is_not_in_the_table(corpus: Path, tm
     fake.chmod(0o755)
     path = os.pathsep.join([str(fake.parent), os.environ["PATH"]])
     words = ("--versions", "1", "--runs", "1", "--peers", "nearkin,zstd-long", "--chart", "none")
-    record = recorded(tmp_path, "store", "--corpus", corpus, *words, PATH=path)
+    record = run_and_read_record(tmp_path, "store", "--corpus", corpus, *words, PATH=path)
     assert [row["tool"] for row in record["rows"]] == ["nearkin"]
     assert [one["why"] for one in record["left_out"]] == [
         f"tiny: {name}: version 1 came back changed" for name in ("zstd-long", "zstd-long-9")
@@ -218,7 +218,7 @@ def test_a_peer_that_is_broken_is_left_out(
     path = os.pathsep.join([str(fake.parent), os.environ["PATH"]])
     peers = {"store": "nearkin-embedded,borg-fine", "pairs": "xdelta3-command"}[room]
     words = ("--versions", "2", "--runs", "1", "--warmups", "0", "--peers", peers, "--chart", "none")
-    record = recorded(tmp_path, room, "--corpus", corpus, *words, PATH=path)
+    record = run_and_read_record(tmp_path, room, "--corpus", corpus, *words, PATH=path)
     (left_out,) = record["left_out"]
     assert left_out["tool"] == peers.rpartition(",")[2]
     assert record["rows"]
@@ -226,7 +226,7 @@ def test_a_peer_that_is_broken_is_left_out(
 
 def test_a_profile_is_a_row_of_its_own(corpus: Path, tmp_path: Path) -> None:
     words = ("--versions", "1", "--runs", "1", "--peers", "nearkin@finesse-paper", "--chart", "none")
-    record = recorded(tmp_path, "store", "--corpus", corpus, *words)
+    record = run_and_read_record(tmp_path, "store", "--corpus", corpus, *words)
     assert [(row["tool"], row["settings"]) for row in record["rows"]] == [
         ("nearkin@finesse-paper", "profile finesse-paper")
     ]
@@ -235,7 +235,7 @@ def test_a_profile_is_a_row_of_its_own(corpus: Path, tmp_path: Path) -> None:
 def test_a_row_tells_which_settings_were_changed(corpus: Path, tmp_path: Path) -> None:
     words = ("--versions", "1", "--runs", "1", "--peers", "nearkin,nearkin-embedded@archive", "--chart", "none")
     changed = {"NEARKIN_DELTA__CODEC": "none", "NEARKIN_STORE": "elsewhere"}
-    record = recorded(tmp_path, "store", "--corpus", corpus, *words, **changed)
+    record = run_and_read_record(tmp_path, "store", "--corpus", corpus, *words, **changed)
     told = ["default; delta.codec=none", "profile archive, one process; delta.codec=none"]
     assert [row["settings"] for row in record["rows"]] == told
     text = (tmp_path / "store.md").read_text()
@@ -314,7 +314,7 @@ def test_charts_of_an_earlier_run_are_replaced_or_removed(
     for name in ("pairs.svg", "pairs.png", "kernels.svg"):
         (tmp_path / name).write_bytes(b"old")
     words = ("--versions", "2", "--runs", "1", "--warmups", "0", "--peers", "none", "--chart", chart)
-    recorded(tmp_path, "pairs", "--corpus", corpus, *words)
+    run_and_read_record(tmp_path, "pairs", "--corpus", corpus, *words)
     charts = {path.suffix[1:]: path.read_bytes() for path in tmp_path.glob("pairs.*") if path.suffix[1:] in KINDS}
     assert set(charts) == left
     assert b"old" not in charts.values()

@@ -16,7 +16,7 @@ from nearkin.cli import main
 from nearkin.lab.corpora import KNOWN, find_corpora
 from nearkin.lab.generated_data import text_like
 from nearkin_shared.errors import BadInput
-from tests.support.checks.lab_suites import environment, recorded, run
+from tests.support.checks.lab_suites import environment, run, run_and_read_record
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
@@ -221,7 +221,9 @@ def test_a_version_may_have_any_name(peer: str, tmp_path: Path, monkeypatch) -> 
     for number, name in enumerate(names):
         (folder / name).write_bytes(text_like(5_000, number))
     monkeypatch.chdir(folder)
-    record = recorded(tmp_path / "out", "store", "-c", ".", "--runs", "1", "--peers", peer, "--chart", "none")
+    record = run_and_read_record(
+        tmp_path / "out", "store", "-c", ".", "--runs", "1", "--peers", peer, "--chart", "none"
+    )
     assert record["left_out"] == []
     assert len(record["corpora"][0]["files"]) == len(names)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.cli.arguments import parse_range, parse_sample, store_folder, walk
+from nearkin.cli.arguments import parse_range, parse_sample, store_folder, walk_files
 from nearkin_shared.errors import BadInput, ConfigError
 from nearkin_shared.savings_table import human_bytes
 
@@ -63,7 +63,7 @@ def test_a_file_that_goes_while_its_folder_is_walked_is_told_and_left_out(tmp_pa
     def never(path: str, why: str) -> None:
         raise AssertionError(f"{path}: {why}")
 
-    files = walk(tmp_path, "", None, lambda path, why: left_out.append((path, why)), never)
+    files = walk_files(tmp_path, "", None, lambda path, why: left_out.append((path, why)), never)
     assert next(files).key == "a"
     (tmp_path / "b").unlink()
     assert [file.key for file in files] == ["c"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin.store_copy import Copier, plan_key
 from nearkin_shared.results import VersionInfo
 from tests.support.checks.commands import InProcess
@@ -18,7 +18,7 @@ from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 CHOSEN = settings(SMALL)
 BIG = random_bytes(1_500_000, 1)
 CONTENTS = {
-    "big": [BIG, mutated(BIG, 2, edits=20)],  # above SMALL_BYTES: streamed
+    "big": [BIG, mutate(BIG, 2, edits=20)],  # above SMALL_BYTES: streamed
     "db/a": [b"one", b"two", b"two"],
     "db/b": [b""],
     "notes": [b"hello"],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.cli.gc import freed
+from nearkin.cli.gc import freed_bytes_net
 from tests.support.checks.commands import environment, new_store
 
 
@@ -37,8 +37,8 @@ def run(tmp_path: Path):
 
 
 def test_no_round_frees_less_than_nothing():
-    assert freed("freed", 1234) == "freed 1,234 bytes"
-    assert freed("would free", -207) == "would free nothing yet, and takes 207 bytes"
+    assert freed_bytes_net("freed", 1234) == "freed 1,234 bytes"
+    assert freed_bytes_net("would free", -207) == "would free nothing yet, and takes 207 bytes"
 
 
 def test_rounds_free_what_was_told(run, tmp_path):

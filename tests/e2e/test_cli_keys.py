@@ -77,7 +77,7 @@ def test_a_tenant_is_erased_only_when_its_name_was_said_twice(filled: Path, run)
         )  # fmt: skip
         assert done.returncode == code, done.stderr
     erased = run("get", "db/dump", "-o", filled / "restored", code=1)
-    assert erased["error"]["kind"] == "Erased"
+    assert erased["error"]["kind"] == "TenantErased"
     assert "tenant 'default': its keys were erased" in erased["error"]["message"]
     report = run("verify")
     assert (report["ok"], report["erased_objects"]) == (True, 2)

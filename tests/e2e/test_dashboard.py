@@ -20,7 +20,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from nearkin.lab.generated_data import mutated, records_like
+from nearkin.lab.generated_data import mutate, records_like
 from nearkin_gateway.dashboard import charts, rendering
 from nearkin_gateway.dashboard.rendering import Visitor
 from tests.support.serve import fill
@@ -154,7 +154,7 @@ def test_an_operators_walk(opened: Callable[..., Page], tmp_path: Path) -> None:
     expect(algorithm.get_by_label("algorithm")).to_have_value("ntransform")
     shot(page, "walk-3-settings")
 
-    second = mutated(DUMP, 9, edits=40)
+    second = mutate(DUMP, 9, edits=40)
     source.write_bytes(second)
     page.goto("/ui/blobs?prefix=walk%2F")
     dropped = page.evaluate_handle(

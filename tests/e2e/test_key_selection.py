@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from tests.support.checks.commands import InProcess
 from tests.support.data.stores import SMALL, containers, flip, settings
 from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
@@ -119,7 +119,7 @@ def test_verify_key_finds_damage_in_a_base(tmp_path: Path) -> None:
         store.put("base", first)
     bases = containers(root)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        store.put("delta", mutated(first, 5, edits=400, edit_bytes_max=20))
+        store.put("delta", mutate(first, 5, edits=400, edit_bytes_max=20))
         assert store.stats().ledger.delta_chunks
         for path in bases:
             flip(path, 200)

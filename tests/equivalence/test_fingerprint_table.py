@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
 
-from nearkin_shared.errors import BadInput, Retryable
+from nearkin_shared.errors import BadInput, RetryableError
 from nearkin_shared.kernels.native import _fingerprint_table as fast
 from nearkin_shared.kernels.reference import fingerprint_table_reference as plain
 
@@ -44,10 +44,10 @@ class TableAgainstDict(RuleBasedStateMachine):
         refused = False
         try:
             right = self.plain.put_first_many(keys, containers, ordinals)
-        except Retryable:
+        except RetryableError:
             refused = True
         if refused:
-            with pytest.raises(Retryable, match="max_entries"):
+            with pytest.raises(RetryableError, match="max_entries"):
                 self.fast.put_first_many(keys, containers, ordinals)
         else:
             np.testing.assert_array_equal(self.fast.put_first_many(keys, containers, ordinals), right)
@@ -106,7 +106,7 @@ def test_a_large_table_keeps_every_entry_through_growth_and_discard() -> None:
 def test_a_refused_put_changes_nothing() -> None:
     table = fast.NameTable(32, 100)
     table.put_first_many(many(90), np.zeros(90, np.uint64), np.zeros(90, np.uint32))
-    with pytest.raises(Retryable, match="101 entries would exceed max_entries 100"):
+    with pytest.raises(RetryableError, match="101 entries would exceed max_entries 100"):
         table.put_first_many(many(11), np.ones(11, np.uint64), np.zeros(11, np.uint32))
     assert len(table) == 90
     assert not table.get_many(many(11))[2].any()

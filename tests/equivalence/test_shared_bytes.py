@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearkin.lab.generated_data import mutated, random_bytes, records_like, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 from nearkin_shared.errors import BadInput
 from nearkin_shared.kernels.native import _shared_bytes as compiled
 from nearkin_shared.kernels.reference import shared_bytes_reference as reference
@@ -55,7 +55,7 @@ def shared(
 def sides(draw: st.DrawFn) -> tuple[list[bytes], list[bytes], tuple[np.ndarray, np.ndarray]]:
     make = draw(st.sampled_from([text_like, records_like, random_bytes, lambda count, seed: bytes(count)]))
     base = make(draw(st.integers(0, 4000)), draw(st.integers(0, 3)))
-    target = mutated(base, draw(st.integers(0, 99)), edits=draw(st.integers(0, 12)))
+    target = mutate(base, draw(st.integers(0, 99)), edits=draw(st.integers(0, 12)))
 
     def cut(data: bytes) -> list[bytes]:
         places = sorted(

@@ -14,7 +14,7 @@ from backports.zstd import CompressionParameter, compress
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_shared.errors import BadInput, Corrupt
 from nearkin_shared.kernels.native import _zstd_frames
 from nearkin_shared.kernels.reference import zstd_frames_reference
@@ -65,7 +65,7 @@ def test_a_prefix_that_zstd_knows_none_so_short_is_none(kernel: Any, prefix_byte
 
 def test_an_encoder_is_the_same_after_any_frame(kernel: Any) -> None:
     base, used = text_like(200_000, 1), kernel.FrameEncoder(OPTIONS)
-    raw = mutated(base, 2)
+    raw = mutate(base, 2)
     first = used.encode(raw)
     patch = used.encode(raw, base, FAST)
     assert len(patch) * 5 < len(first)
@@ -136,7 +136,7 @@ def test_memory_of_another_size_is_refused(kernel: Any, more: int) -> None:
 
 def test_a_patch_without_its_prefix_is_refused_or_reads_otherwise(kernel: Any) -> None:
     base = text_like(100_000, 1)
-    raw = mutated(base, 2)
+    raw = mutate(base, 2)
     patch = kernel.FrameEncoder(OPTIONS).encode(raw, base)
     for wrong in (None, base[:-1], text_like(100_000, 3)):
         with contextlib.suppress(Corrupt):
@@ -196,7 +196,7 @@ def test_many_frames_are_decoded_as_one_by_one(data: st.DataObject) -> None:
             which.append(buffer)
             offsets.append(offset)
             lengths.append(length)
-        raws.append(mutated(prefix[-30_000:] + text_like(3000, seed + 9), seed))
+        raws.append(mutate(prefix[-30_000:] + text_like(3000, seed + 9), seed))
         frames.append(
             _zstd_frames.FrameEncoder(OPTIONS).unchecked(raws[-1], prefix if len(prefix) >= 8 else None, FAST)
         )
@@ -220,7 +220,7 @@ def test_many_frames_are_decoded_as_one_by_one(data: st.DataObject) -> None:
 
 def test_a_patch_with_another_prefix_among_many_is_another_or_refused(kernel: Any) -> None:
     base = text_like(100_000, 1)
-    raw = mutated(base, 2)
+    raw = mutate(base, 2)
     patch, out = kernel.FrameEncoder(OPTIONS).encode(raw, base), np.zeros(len(raw), np.uint8)
     one, none = np.ones(1, np.uint32), np.zeros(1, np.uint64)
     slices = one.astype(np.int32) * 0, none, one * 90_000, np.arange(2, dtype=np.uint32)
@@ -270,7 +270,7 @@ def test_a_frame_refers_to_what_frames_before_it_have_filled_and_to_nothing_else
     """Invariant: a chain decodes in one call; what leans on a frame that did not decode is left out."""
     raws = [text_like(30_000, 1)]
     for seed in range(2, 6):
-        raws.append(mutated(raws[-1], seed))
+        raws.append(mutate(raws[-1], seed))
     frames = [kernel.FrameEncoder(OPTIONS).encode(raw, base) for raw, base in zip(raws, [None, *raws], strict=False)]
     slices = (
         np.arange(4, dtype=np.int32),

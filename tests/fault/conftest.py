@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.data.histories import filled
+from tests.support.data.histories import make_store
 
 
 @pytest.fixture(scope="module")
 def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a history, of the module's settings CHOSEN; not to be changed."""
-    return filled(tmp_path_factory.mktemp("sound") / "store", request.module.CHOSEN)
+    return make_store(tmp_path_factory.mktemp("sound") / "store", request.module.CHOSEN)
 
 
 @pytest.fixture(scope="module")
 def covered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of its settings COVERED, with parity; not to be changed."""
-    return filled(tmp_path_factory.mktemp("covered") / "store", request.module.COVERED)
+    return make_store(tmp_path_factory.mktemp("covered") / "store", request.module.COVERED)
 
 
 @pytest.fixture

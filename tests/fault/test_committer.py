@@ -16,20 +16,20 @@ import redis as redis_client
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes
 from nearkin_committer import handler as committer_handler
-from nearkin_committer.handler import CommitHandler
+from nearkin_committer.handler import CommitterHandler
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.formats.message import End, Envelope, Placed, encode
-from nearkin_shared.formats.pending_delete_record import Condemned
+from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.kafka.consumer_loop import Record
-from nearkin_shared.kafka.tenant_context import lanes
+from nearkin_shared.kafka.tenant_context import tenant_contexts
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.results import Ledger
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.types import Locations
-from tests.support.fakes.committers import Kept, Nothing
+from tests.support.fakes.committers import EmptyBacklog, RecordingOutbox
 from tests.support.servers.redis_server import RedisServer
 
 SEGMENT_BYTES = 1000
@@ -56,17 +56,17 @@ class Log:
 
     def begin(self) -> None:
         """Begin with a new committer, which knows nothing."""
-        made = lanes(
+        made = tenant_contexts(
             self.settings,
             self.objects,
             bytes.fromhex(self.found.secret),
             self.found.fingerprint_bits,
             self.index.for_domain,
         )
-        self.handler = CommitHandler(self.settings, self.manifests, made, "w", Nothing(), None)
-        self.handler.assigned(0, "")
+        self.handler = CommitterHandler(self.settings, self.manifests, made, "w", EmptyBacklog(), None)
+        self.handler.on_assigned(0, "")
         told: Any = self.handler._outbox
-        self.told: Kept = told
+        self.told: RecordingOutbox = told
 
     def placed(self, number: int, sequence: int, count: int = 1) -> None:
         """Add `count` segments of blob `number`."""
@@ -119,7 +119,7 @@ def began_of(number: int) -> tuple[int, bytes]:
 
 @pytest.fixture
 def log(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
-    monkeypatch.setattr(committer_handler, "Outbox", Kept)
+    monkeypatch.setattr(committer_handler, "Outbox", RecordingOutbox)
     with redis_client.Redis.from_url(server.url) as client:
         client.flushall()
     changes = {
@@ -153,11 +153,11 @@ def test_what_another_tenant_says_of_a_blob_makes_no_version_of_it(log: Log) -> 
 
 
 def test_a_copy_in_another_partition_holds_no_offset_of_its_own_back(log: Log) -> None:
-    log.handler.assigned(1, "")
+    log.handler.on_assigned(1, "")
     log.placed(1, 0)
     log.handler.handle([replace(log.records[0], partition=1)])
     log.read()
-    log.handler.dropped(1)  # to another committer; what partition 0 has of the blob stays
+    log.handler.on_dropped(1)  # to another committer; what partition 0 has of the blob stays
     log.end(1, 1)
     assert log.read(1) == {"k1": "committed"}
     assert log.committable() == 2
@@ -269,8 +269,8 @@ def test_version_of_missing_segments_is_refused(log: Log) -> None:
 def test_late_version_of_condemned_segments_is_taken_back(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.32: A version durable after half of the grace, whose segment is pending deletion, is deleted again (I6)."""
     container, ordinal = int(log.stored.containers[0]), log.stored.ordinals[:1]
-    condemned = Condemned(time.time_ns() // 1000, np.zeros(0, np.uint32), ordinal)
-    CondemnedStore(log.objects).replace({container: condemned})
+    condemned = PendingDelete(time.time_ns() // 1000, np.zeros(0, np.uint32), ordinal)
+    PendingDeleteStore(log.objects).replace({container: condemned})
     hours, time_ns = int(20 * 3600e9), time.time_ns
     monkeypatch.setattr(committer_handler.time, "time_ns", lambda: time_ns() + hours)
     log.placed(1, 0)

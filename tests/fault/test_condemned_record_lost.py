@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.utils import failpoints
 from tests.support.checks.gc_checks import COLLECTED
-from tests.support.data.stores import broken, flip
+from tests.support.data.stores import find_broken, flip
 from tests.support.fakes.clock import DAY, Clock
 
 
@@ -24,7 +24,7 @@ def test_what_a_lost_record_condemned_is_condemned_anew_and_whoever_found_it_mea
     clock, content, contents = Clock(), text_like(200_000, 1), dict[tuple[str, int], bytes]()
     with open_store(tmp_path / "s", settings=COLLECTED, clock=clock, create=True) as store:
         for number in range(1, 9):
-            content = mutated(content, number, edits=40)
+            content = mutate(content, number, edits=40)
             store.put("k", content)
             contents["k", number] = content
         for number in range(1, 6):
@@ -51,7 +51,7 @@ def test_what_a_lost_record_condemned_is_condemned_anew_and_whoever_found_it_mea
         freed_bytes = 0
         for _ in range(4):
             freed_bytes += store.gc().freed_bytes
-            assert broken(store, contents) == set()
+            assert find_broken(store, contents) == set()
             clock.now += 2 * DAY
         assert freed_bytes > 0
         assert store.verify().damage == ()

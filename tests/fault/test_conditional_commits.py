@@ -13,7 +13,7 @@ import redis as redis_client
 from blake3 import blake3
 
 from nearkin_committer import handler as committer_handler
-from nearkin_committer.handler import CommitHandler
+from nearkin_committer.handler import CommitterHandler
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NotFound
@@ -21,13 +21,13 @@ from nearkin_shared.formats.message import End, Envelope, encode
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
 from nearkin_shared.kafka.consumer_loop import Record
-from nearkin_shared.kafka.tenant_context import lanes
+from nearkin_shared.kafka.tenant_context import tenant_contexts
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.manifests import ManifestStore
 from tests.support.checks.linearizability import ABSENT, Recorder, State, is_linearizable
-from tests.support.fakes.committers import Kept, Nothing
+from tests.support.fakes.committers import EmptyBacklog, RecordingOutbox
 from tests.support.servers.redis_server import RedisServer
 
 ONLY_FIRST = Precondition(if_none_match=("*",))
@@ -44,9 +44,9 @@ class Fleet:
         self.blobs = 0
         self._counting = threading.Lock()
 
-    def committer(self) -> CommitHandler:
+    def committer(self) -> CommitterHandler:
         """Return a committer that knows nothing."""
-        made = lanes(
+        made = tenant_contexts(
             self.settings,
             self.objects,
             bytes.fromhex(self.found.secret),
@@ -54,8 +54,8 @@ class Fleet:
             self.index.for_domain,
         )
         manifests = ManifestStore(self.objects, self.locks)
-        handler = CommitHandler(self.settings, manifests, made, "w", Nothing(), None, self.locks)
-        handler.assigned(0, "")
+        handler = CommitterHandler(self.settings, manifests, made, "w", EmptyBacklog(), None, self.locks)
+        handler.on_assigned(0, "")
         return handler
 
     def records(self, value: str, precondition: Precondition | None) -> list[Record]:
@@ -69,9 +69,9 @@ class Fleet:
         return [Record("placed", 0, number, blob, encode(end), {}, ())]
 
     @staticmethod
-    def put(handler: CommitHandler, records: list[Record]) -> dict[str, object]:
+    def put(handler: CommitterHandler, records: list[Record]) -> dict[str, object]:
         """Return the event that a committer tells of a blob."""
-        told: Kept = handler._outbox  # type: ignore[assignment]
+        told: RecordingOutbox = handler._outbox  # type: ignore[assignment]
         handler.handle(records)
         return told.events[-1]
 
@@ -84,7 +84,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def fleet(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr(committer_handler, "Outbox", Kept)
+    monkeypatch.setattr(committer_handler, "Outbox", RecordingOutbox)
     with redis_client.Redis.from_url(server.url) as client:
         client.flushall()
     changes = {
@@ -108,7 +108,7 @@ def test_of_concurrent_first_puts_one_is_committed(fleet: Fleet) -> None:
     together([lambda number=number: one(number) for number in range(4)])
     assert sorted(map(str, states)) == ["committed", "failed", "failed", "failed"]
     assert ManifestStore(fleet.objects).versions("t", "k") == [1]
-    letters: list[Kept] = [handler._outbox for handler in handlers]  # type: ignore[misc]
+    letters: list[RecordingOutbox] = [handler._outbox for handler in handlers]  # type: ignore[misc]
     assert not any(told.letters for told in letters)
 
 
@@ -167,7 +167,7 @@ def test_history_of_the_committers_is_linearizable(fleet: Fleet) -> None:
         assert is_linearizable(recorder.operations, first), recorder.operations
 
 
-def act(fleet: Fleet, handler: CommitHandler, recorder: Recorder, value: str, drawn: random.Random) -> None:
+def act(fleet: Fleet, handler: CommitterHandler, recorder: Recorder, value: str, drawn: random.Random) -> None:
     """Do one call and record it; a version's content is its digest."""
     content, started = f"blake3:{blake3(value.encode()).hexdigest()}", recorder.start()
     match drawn.choice(["get", "create", "replace", "delete"]):

@@ -17,7 +17,7 @@ from nearkin_shared.formats.container import encode_container
 from nearkin_shared.formats.directory import ChunkTable, PrefixTable, SegmentTable
 from nearkin_shared.kernels import xdelta3
 from nearkin_shared.limits import KIB, MIB, SEGMENT_BYTES_MAX
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.reading import block_decoder, chunk_reader, decode_budget
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.storage.containers import ContainerStore, object_name
@@ -44,7 +44,7 @@ def chunk_table(lengths: list[int], blocks: list[int], encoded: list[int], bases
 
 
 def put(root: Path, data: bytes, cache_bytes: int = 64 * MIB) -> ContainerStore:
-    store = ContainerStore(LocalObjects(root), samples.DOMAIN, cache_bytes)
+    store = ContainerStore(LocalObjectStore(root), samples.DOMAIN, cache_bytes)
     store.put(samples.CONTAINER, [data])
     return store
 
@@ -153,7 +153,7 @@ def test_a_block_of_other_bytes_than_its_directory_says_is_corrupt(tmp_path: Pat
     store = put(tmp_path, data.data)
     reader = ChunkReader(store)
     for rows in ((1, 1), (2, 1), (0, 3), (1, 2)):
-        for read in (reader.fetch, reader.lent):
+        for read in (reader.fetch, reader.lease):
             with pytest.raises(Corrupt, match=f"of {really_bytes} bytes, where its directory says 1000"):
                 read(reader.plan(rows_from(*rows)))
 
@@ -230,9 +230,9 @@ def test_a_read_that_decodes_together_without_end_is_told_too(tmp_path: Path, mo
 def test_what_is_held_for_blocks_that_are_walked_to_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, content = lattice(3, 20, 1000)
     reader = ChunkReader(put(tmp_path, data, cache_bytes=1))
-    monkeypatch.setattr(decode_budget, "HELD_BYTES_MAX", 20 * 3000)
+    monkeypatch.setattr(decode_budget, "RETAINED_BYTES_MAX", 20 * 3000)
     assert bytes(reader.fetch(reader.plan(rows_from(62, 1)))) == bytes(content)
-    monkeypatch.setattr(decode_budget, "HELD_BYTES_MAX", 20 * 3000 - 1)
+    monkeypatch.setattr(decode_budget, "RETAINED_BYTES_MAX", 20 * 3000 - 1)
     with pytest.raises(Corrupt, match="block 62: more than 0 MiB held"):
         reader.fetch(reader.plan(rows_from(62, 1)))
 
@@ -241,13 +241,13 @@ def test_blocks_that_are_walked_to_are_not_held_together(tmp_path: Path, monkeyp
     data, content = lattice(12, 1, 128 * KIB)
     store = put(tmp_path, data, cache_bytes=1)
     monkeypatch.setattr(decode_budget, "KEPT_BYTES_MAX", 0)
-    held, keep = list[int](), store.keep
+    held, keep = list[int](), store.cache_blocks
 
     def noted(*kept: Any) -> None:
-        held.append(store.buffers.lent_bytes)
+        held.append(store.buffers.leased_bytes)
         keep(*kept)
 
-    monkeypatch.setattr(store, "keep", noted)
+    monkeypatch.setattr(store, "cache_blocks", noted)
     reader = ChunkReader(store)
     reader._chains._on_deltas.update((samples.CONTAINER, block) for block in range(12, 24))
     assert bytes(reader.fetch(reader.plan(rows_from(12, 12)))) == bytes(content) * 12

@@ -104,7 +104,7 @@ def test_an_older_generation_may_be_broken_already_when_a_store_is_broken(tmp_pa
     with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED), create=True) as store:
         store.put("k", content(0))
         older = next((tmp_path / "s" / "containers").rglob("*.nkc"))
-        data = inspection.opened(store.root, store.settings)(older)
+        data = inspection.copy_opener(store.root, store.settings)(older)
         store._containers.of(None).put(ContainerId(int(older.name[:16], 16)), [data], 1)
         newer = older.with_name(f"{older.name[:16]}.0001.nkc")
         flip(older, HEAD.size, 0)
@@ -133,7 +133,7 @@ def oracle_with(*calls) -> Oracle:
     oracle = Oracle(1_000.0)
     for call in calls:
         oracle.begin(call)
-        oracle.done()
+        oracle.acknowledge()
     return oracle
 
 

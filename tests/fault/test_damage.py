@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
-from nearkin_shared.errors import Corrupt, IndexDamaged, NearkinError, NotFound, Permanent
+from nearkin_shared.errors import Corrupt, IndexDamaged, NearkinError, NotFound, PermanentError
 from nearkin_shared.formats.manifest import decode_manifest, encode_manifest
 from nearkin_shared.results import Damage
 from nearkin_shared.types import Locations
-from tests.support.data.stores import SMALL, attempt, broken, containers, flip, manifests, settings
+from tests.support.data.stores import SMALL, attempt, containers, find_broken, flip, manifests, settings
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}, "features": {"count": 6, "super_features": 6}})
 
@@ -30,7 +30,7 @@ def contents_of_a_history() -> dict[tuple[str, int], bytes]:
     first = text_like(700_000, 1)
     for version in range(1, 6):
         contents["history", version] = first
-        first = mutated(first, version, edits=60, edit_bytes_max=90)
+        first = mutate(first, version, edits=60, edit_bytes_max=90)
     contents["alone", 1] = random_bytes(500_000, 7)
     contents["alone", 2] = text_like(300_000, 8)
     contents["mixed", 1] = contents["alone", 2][:150_000] + contents["history", 2][300_000:]
@@ -59,7 +59,7 @@ def named(root: Path, path: Path) -> str:
 
 def assert_verify_names(store: Store, root: Path, path: Path) -> set[tuple[str, int]]:
     """What `verify` says is what trying every version says; returns the versions that are touched."""
-    failing = broken(store, CONTENTS)
+    failing = find_broken(store, CONTENTS)
     damage = store.verify().damage
     assert {d.object_name for d in damage} == {named(root, path)}
     assert {version for d in damage for version in d.versions} == failing
@@ -90,7 +90,7 @@ def test_any_flipped_bit_of_a_container_is_named_with_the_versions_it_touches(ro
             path.write_bytes(whole)
     assert touched == CONTENTS.keys() - {("empty", 1)}  # each damage touched few, all together every one
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         assert store.verify().damage == ()
 
 
@@ -125,7 +125,7 @@ def test_two_damaged_containers_are_both_named_and_no_other_version_is(root):
     first.unlink()
     flip(last, last.stat().st_size // 2)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        failing = broken(store, CONTENTS)
+        failing = find_broken(store, CONTENTS)
         damage = store.verify().damage
         assert {d.object_name for d in damage} == {named(root, first), named(root, last)}
         assert {version for d in damage for version in d.versions} == failing
@@ -156,7 +156,7 @@ def test_any_flipped_bit_of_a_manifest_is_named_and_touches_its_version_alone(ro
     for at in [0, 4, 6, 8, 20, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(10))]:
         flip(path, at, at % 8)
         with open_store(root, settings=CHOSEN, create=True) as store:
-            assert broken(store, CONTENTS) == {version}
+            assert find_broken(store, CONTENTS) == {version}
             (damage,) = store.verify().damage
             assert (damage.object_name, damage.versions) == (named(root, path), (version,)), at
         path.write_bytes(whole)
@@ -180,7 +180,7 @@ def test_a_lost_index_and_a_broken_manifest_leave_every_other_version(root):
     shutil.rmtree(root / "index")
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert named(root, path) in store.rebuild_index().skipped
-        assert broken(store, CONTENTS) == {("history", 3)}
+        assert find_broken(store, CONTENTS) == {("history", 3)}
         assert {d.object_name for d in store.verify().damage} == {named(root, path)}
         assert store.put("history", b"next").info.version == 6
 
@@ -193,7 +193,7 @@ def test_a_put_after_damage_uses_no_broken_base(root, harm):
     victims = containers(root)[:-1]
     for path in victims:
         hurt(path, harm)
-    fresh = mutated(CONTENTS["history", 5], 77, edits=600, edit_bytes_max=20)  # no chunk as it was, each similar
+    fresh = mutate(CONTENTS["history", 5], 77, edits=600, edit_bytes_max=20)  # no chunk as it was, each similar
     with open_store(root, settings=CHOSEN, create=True) as store:
         result = store.put("after", fresh)
         assert result.info.version == 1
@@ -225,7 +225,7 @@ def test_after_a_rebuild_a_put_of_the_same_content_is_whole_again(root, harm):
         for key in ("history", "alone", "mixed"):
             content = CONTENTS[key, 1]
             versions[key, store.put(key, content).info.version] = content
-        assert broken(store, versions) == set()
+        assert find_broken(store, versions) == set()
         assert not set(versions) & {version for d in store.verify().damage for version in d.versions}
 
 
@@ -247,7 +247,7 @@ def test_after_verify_the_same_content_put_again_is_whole_without_a_rebuild(root
         assert {d.object_name for d in report.damage} == {named(root, path) for path in victims}
         assert report.forgotten is True
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert broken(store, put_again(store)) == set()
+        assert find_broken(store, put_again(store)) == set()
         # broken blocks heal from what was put again; of what has lost its directory nothing is known
         left = set() if harm == "flip" else {named(root, path) for path in victims}
         assert {d.object_name for d in store.verify().damage} == left
@@ -260,7 +260,7 @@ def test_a_put_notices_that_containers_are_missing_and_leans_on_nothing_that_lay
     for path in containers(root)[2:4]:
         path.unlink()
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert broken(store, put_again(store)) == set()
+        assert find_broken(store, put_again(store)) == set()
         assert "2 of the containers that the index names are missing" in caplog.text
         assert store.stats().containers >= counted - 2
         assert sum(store.stats().parts.values()) == store.stats().ledger.stored_bytes
@@ -296,7 +296,7 @@ def test_verify_beside_a_running_put_says_that_the_index_still_names_what_is_bro
         writer.put("k", b"x")
         assert reader.verify().forgotten is False
         assert writer.verify().forgotten is True
-        assert broken(writer, put_again(writer)) == set()
+        assert find_broken(writer, put_again(writer)) == set()
         writer.close()
         assert reader.verify().forgotten is None  # healed by what was put again
 
@@ -338,8 +338,8 @@ def test_no_flipped_bit_of_the_descriptor_gives_out_a_wrong_byte(root):
         flip(path, at, at % 7)
         try:
             with open_store(root, settings=CHOSEN, create=True) as store:
-                broken(store, {("alone", 2): CONTENTS["alone", 2]})
-        except Permanent:
+                find_broken(store, {("alone", 2): CONTENTS["alone", 2]})
+        except PermanentError:
             pass  # and never another error
         path.write_bytes(whole)
 
@@ -401,7 +401,7 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_that_nobody_waits_for(root, of)
             store.rebuild_index()
             assert store.verify().damage == ()
         else:
-            failing = broken(store, CONTENTS)
+            failing = find_broken(store, CONTENTS)
             assert failing
             assert {version for damage in store.verify().damage for version in damage.versions} >= failing
 
@@ -418,7 +418,7 @@ def test_what_does_not_belong_into_the_store_is_named(root):
 def test_errors_of_damage_are_one_line_and_name_the_remedy(root):
     containers(root)[0].unlink()
     with open_store(root, settings=CHOSEN, create=True) as store:
-        for key, version in broken(store, CONTENTS):
+        for key, version in find_broken(store, CONTENTS):
             err = attempt(store, key, version)[1]
             assert isinstance(err, NearkinError)
             assert "\n" not in str(err)
@@ -443,5 +443,5 @@ def test_after_a_rebuild_no_put_leans_on_what_is_broken_whichever_block_it_is(ro
                     (f"again {key}", store.put(f"again {key}", content).info.version): content
                     for (key, _), content in CONTENTS.items()
                 }
-                assert broken(store, versions) == set(), (number, block)
+                assert find_broken(store, versions) == set(), (number, block)
             shutil.rmtree(copy)

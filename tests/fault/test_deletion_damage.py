@@ -83,7 +83,7 @@ def test_whatever_step_is_the_last_every_reader_sees_the_same(root: Path, what: 
             else:
                 with pytest.raises(NotFound):
                     store.get("k", version)
-        gone = [entry.version for entry in store.deleted()]
+        gone = [entry.version for entry in store.list_deleted()]
         assert sorted(found + gone) == list(range(1, VERSIONS + 1))
         # The newest is the last to go and the first to come back: no older one is ever taken for it.
         if found:
@@ -93,7 +93,7 @@ def test_whatever_step_is_the_last_every_reader_sees_the_same(root: Path, what: 
         again = store.delete if what == "delete" else store.undelete
         while (gone if what == "undelete" else found) != []:
             assert again("k") > 0
-            found, gone = listed(store), [entry.version for entry in store.deleted()]
+            found, gone = listed(store), [entry.version for entry in store.list_deleted()]
         assert (what == "delete") == (found == [])
         assert store.put("k", b"next").info.version == VERSIONS + 1
         assert store.verify().damage == ()
@@ -114,7 +114,7 @@ def test_a_lost_index_and_a_rebuilt_one_keep_it_deleted(root: Path) -> None:
     shutil.rmtree(root / "index")
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert listed(store) == [1, 3, 4]
-        assert [entry.version for entry in store.deleted()] == [2]
+        assert [entry.version for entry in store.list_deleted()] == [2]
         assert store.stats().deleted_versions == 1
         assert store.undelete("k") == 1
         assert store.get("k", 2).read() == content(2)
@@ -184,10 +184,10 @@ def test_tenants_delete_their_own(root: Path) -> None:
             store.delete("k")
         store.put("k", b"theirs")
         assert store.delete("k") == 1
-        assert [entry.key for entry in store.deleted()] == ["k"]
+        assert [entry.key for entry in store.list_deleted()] == ["k"]
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert listed(store) == list(range(1, VERSIONS + 1))
-        assert store.deleted() == []
+        assert store.list_deleted() == []
 
 
 def test_deleted_data_still_serve_as_duplicates_and_bases(root: Path) -> None:

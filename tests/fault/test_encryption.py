@@ -15,8 +15,18 @@ from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.formats.encrypted_object import HEAD, PAGE_BYTES, STRIDE_BYTES
 from nearkin_shared.storage.containers import ContainerStore
-from tests.support.data.histories import WORD, filled, history
-from tests.support.data.stores import ENCRYPTED, SMALL, attempt, broken, containers, flip, manifests, objects, settings
+from tests.support.data.histories import WORD, history, make_store
+from tests.support.data.stores import (
+    ENCRYPTED,
+    SMALL,
+    attempt,
+    containers,
+    find_broken,
+    flip,
+    manifests,
+    objects,
+    settings,
+)
 from tests.support.engines.bitflips import run
 
 CHOSEN = settings(SMALL, ENCRYPTED, {"delta": {"max_depth": 3}, "gc": {"grace_seconds": 0}})
@@ -38,7 +48,7 @@ def heads(stored: dict[str, bytes]) -> set[bytes]:
 def test_nothing_on_the_disk_but_the_index_tells_of_what_is_stored(sound: Path, tmp_path: Path) -> None:
     stored = objects(sound)
     told = {WORD[:16], b"history", b"a-name", b"a-value", b"a-reason", b"default", CONTENTS["alone", 1][1000:1016]}
-    told |= heads(objects(filled(tmp_path / "clear", CLEAR)))
+    told |= heads(objects(make_store(tmp_path / "clear", CLEAR)))
     for name, data in stored.items():
         if not name.startswith("keys/"):
             assert not [some for some in told if some in data], name
@@ -53,7 +63,7 @@ def test_nothing_on_the_disk_but_the_index_tells_of_what_is_stored(sound: Path, 
 def test_every_version_comes_back_and_every_range_of_one(root: Path) -> None:
     lot = random.Random(1)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         content = CONTENTS["history", 3]
         for _ in range(30):
             start = lot.randrange(len(content))
@@ -62,9 +72,9 @@ def test_every_version_comes_back_and_every_range_of_one(root: Path) -> None:
 
 
 def test_a_store_in_clear_and_an_encrypted_one_hold_the_same(tmp_path: Path) -> None:
-    filled(tmp_path / "clear", CLEAR)
+    make_store(tmp_path / "clear", CLEAR)
     with open_store(tmp_path / "clear", settings=CLEAR, create=True) as clear:
-        filled(tmp_path / "sealed", CHOSEN)
+        make_store(tmp_path / "sealed", CHOSEN)
         with open_store(tmp_path / "sealed", settings=CHOSEN, create=True) as sealed:
             one, other = clear.stats(), sealed.stats()
     for part in ("raw_blocks", "delta_blocks", "recipes", "manifests"):
@@ -76,9 +86,9 @@ def test_the_whole_life_of_a_store_is_lived_encrypted(root: Path) -> None:
     chosen = settings(CHOSEN, {"deletion": {"undelete_seconds": 60}})
     with open_store(root, settings=chosen, clock=lambda: now, create=True) as store:
         store.delete("history", 1)
-        assert [entry.version for entry in store.deleted("history")] == [1]
+        assert [entry.version for entry in store.list_deleted("history")] == [1]
         store.undelete("history", 1)
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         store.delete("alone")
         store.delete("history", 2)
         now += 3600
@@ -90,7 +100,7 @@ def test_the_whole_life_of_a_store_is_lived_encrypted(root: Path) -> None:
             assert (told.freed_bytes, told.versions) == (report.freed_bytes, report.versions)
             assert sum(map(len, objects(root).values())) <= sum(before.values()) + HEAD.size + STRIDE_BYTES
             now += 1
-            assert broken(store, left) == set()
+            assert find_broken(store, left) == set()
         assert report.freed_bytes == 0
         with pytest.raises(NotFound):
             store.get("alone")
@@ -101,7 +111,7 @@ def test_the_whole_life_of_a_store_is_lived_encrypted(root: Path) -> None:
         assert store.verify().damage == ()
     shutil.rmtree(root / "index")
     with open_store(root, settings=chosen, clock=lambda: now, create=True) as store:
-        assert broken(store, left) == set()
+        assert find_broken(store, left) == set()
         assert store.get("alone").read() == CONTENTS["alone", 1]
 
 
@@ -110,9 +120,11 @@ def test_a_preview_leaves_nothing_in_clear_on_any_disk(root: Path, tmp_path: Pat
 
     scratch, seen = tmp_path / "scratch", []
     scratch.mkdir()
-    put_new = overlay.Overlay.put_new
+    put_new = overlay.OverlayObjectStore.put_new
     monkeypatch.setattr(overlay.tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr(overlay.Overlay, "put_new", lambda *args: (put_new(*args), seen.append(b"".join(args[2:])))[0])
+    monkeypatch.setattr(
+        overlay.OverlayObjectStore, "put_new", lambda *args: (put_new(*args), seen.append(b"".join(args[2:])))[0]
+    )
     now = time.time() + 2e6
     with open_store(root, settings=CHOSEN, clock=lambda: now, create=True) as store:
         store.delete("history", 1)
@@ -135,7 +147,7 @@ def test_each_kind_of_object_that_is_damaged_is_named_with_what_it_touches(root:
                     report = store.verify()
                     named = [damage.object_name for damage in report.damage]
                     assert str(path.relative_to(root)) in named, (kind, at)
-                    failed = broken(store, CONTENTS)
+                    failed = find_broken(store, CONTENTS)
                     touched = {version for damage in report.damage for version in damage.versions}
                     assert failed <= touched, (kind, at)
                 path.write_bytes(sound)
@@ -168,7 +180,7 @@ def test_one_broken_page_touches_the_versions_that_need_it_and_no_others(tmp_pat
     with open_store(root, settings=CHOSEN, create=True) as store:
         report = store.verify()
         touched = {version for damage in report.damage for version in damage.versions}
-        failed = broken(store, contents)
+        failed = find_broken(store, contents)
     assert failed == touched
     assert 1 <= len(touched) < len(contents)
 
@@ -188,12 +200,12 @@ def test_objects_that_change_places_are_damage(root: Path) -> None:
     with open_store(root, settings=CHOSEN, create=True) as store:
         named = {damage.object_name for damage in store.verify().damage}
         assert {str(path.relative_to(root)) for path in (one, other)} <= named
-        assert broken(store, CONTENTS)
+        assert find_broken(store, CONTENTS)
 
 
 def test_an_object_in_clear_is_not_taken_for_one_of_an_encrypted_store(root: Path, tmp_path: Path) -> None:
     """Who can write to the disk cannot slip in content that was not sealed."""
-    clear = filled(tmp_path / "clear", CLEAR)
+    clear = make_store(tmp_path / "clear", CLEAR)
     (theirs,) = [path for path in manifests(clear) if path.parent.name in {p.parent.name for p in manifests(root)}][:1]
     mine = root / theirs.relative_to(clear)
     mine.write_bytes(theirs.read_bytes())
@@ -212,7 +224,7 @@ def test_parity_mends_sealed_objects_and_repair_puts_their_very_bytes_back(cover
     for path in hit:
         flip(path, lot.randrange(path.stat().st_size), lot.randrange(8))
     with open_store(covered_root, settings=COVERED, create=True) as store:
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         report = store.verify()
         assert {damage.object_name for damage in report.damage} >= {
             str(path.relative_to(covered_root)) for path in hit if path.name != "nearkin.json"
@@ -246,11 +258,11 @@ def test_a_broken_container_heals_by_putting_the_same_again(root: Path) -> None:
     flip(containers(root)[0], HEAD.size + STRIDE_BYTES + 100)
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.verify().damage
-        failed = broken(store, CONTENTS)
+        failed = find_broken(store, CONTENTS)
         assert failed
         for key, version in sorted(failed):
             store.put(key, CONTENTS[key, version])
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         assert store.verify().damage == ()
 
 
@@ -268,7 +280,7 @@ def test_nothing_leans_on_what_a_broken_page_near_the_directory_breaks_and_it_he
         with monkeypatch.context() as patched:
             if not directory_read:
                 lost = Mock(side_effect=Corrupt("its directory: a bad sector"))
-                patched.setattr(ContainerStore, "_stored_directory", lost)
+                patched.setattr(ContainerStore, "_read_stored_directory", lost)
             report = store.verify()
             assert report.forgotten
             assert [damage.versions for damage in report.damage] == [(("a", 1),)]
@@ -290,7 +302,7 @@ def test_copies_of_sealed_objects_put_damage_right(root: Path, tmp_path: Path) -
         report = store.repair(copies)
         assert {one.by for one in report.repaired} == {"a copy"}
         assert report.damage == ()
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
 
 
 def test_a_copy_of_a_generation_that_holds_less_puts_that_one_right(tmp_path: Path) -> None:
@@ -313,4 +325,4 @@ def test_a_copy_of_a_generation_that_holds_less_puts_that_one_right(tmp_path: Pa
         report = store.repair([copy])
         assert [one.by for one in report.repaired] == ["a copy"]
         assert report.damage == ()
-        assert broken(store, {named: contents[named] for named in contents if named[0] != "key1"}) == set()
+        assert find_broken(store, {named: contents[named] for named in contents if named[0] != "key1"}) == set()

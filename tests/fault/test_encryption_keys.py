@@ -11,17 +11,17 @@ import pytest
 
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes
-from nearkin_shared.errors import BadInput, ConfigError, Corrupt, Erased, Retryable
+from nearkin_shared.errors import BadInput, ConfigError, Corrupt, RetryableError, TenantErased
 from nearkin_shared.formats.key_record import name_of
 from nearkin_shared.utils import failpoints
 from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
-from tests.support.data.histories import filled, history
+from tests.support.data.histories import history, make_store
 from tests.support.data.stores import (
     ENCRYPTED,
     SMALL,
     attempt,
-    broken,
     containers,
+    find_broken,
     manifests,
     objects,
     settings,
@@ -41,11 +41,11 @@ def test_a_store_says_what_to_set_where_the_key_is_missing_or_another(root: Path
     wrong = settings(CHOSEN, {"storage": {"key": "b3RoZXIgdGVzdHMsIHRoZSBrZXkgb2YgMzIgYnl0ZXM="}})
     with pytest.raises(ConfigError, match=r"storage\.key: .*wrapped by key-encryption key [0-9a-f]{16}"):
         open_store(root, settings=wrong, create=True)
-    clear = filled(tmp_path / "clear", CLEAR)
+    clear = make_store(tmp_path / "clear", CLEAR)
     with pytest.raises(ConfigError, match="was made without"):
         open_store(clear, settings=CHOSEN, create=True)
     with open_store(clear, settings=CLEAR, create=True) as store:
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         with pytest.raises(BadInput, match="not encrypted"):
             store.erase_tenant("default", 0)
 
@@ -56,7 +56,7 @@ def test_a_store_whose_keys_are_gone_says_so_and_comes_back_with_them(root: Path
         open_store(root, settings=CHOSEN, create=True)
     shutil.move(tmp_path / "keys", root / "keys")
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
 
 
 def keys_taken_away(root: Path, to: Path) -> Path:
@@ -78,7 +78,7 @@ def test_a_tenant_whose_keys_are_lost_is_not_given_another_that_seals_what_nobod
         assert store.put("theirs", b"theirs").info.version == 1
     shutil.copytree(tmp_path / "keys", folder)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         assert store.put("anew", CONTENTS["alone", 1]).ledger.unique_bytes == 0
 
 
@@ -90,12 +90,12 @@ def test_keys_that_are_found_again_read_beside_what_a_key_made_meanwhile_has_sea
         store.put("anew", contents["anew", 1])
     shutil.copytree(tmp_path / "keys", folder, dirs_exist_ok=True)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert broken(store, contents) == set()
+        assert find_broken(store, contents) == set()
         assert store.verify().damage == ()
 
 
 def test_a_store_that_died_between_its_keys_and_its_descriptor_is_made_by_the_next_put(tmp_path: Path) -> None:
-    root = filled(tmp_path / "store", COVERED)
+    root = make_store(tmp_path / "store", COVERED)
     for entry in root.iterdir():
         if entry.name not in ("keys", "lock", "lock.holder"):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -116,14 +116,14 @@ def test_after_a_rotation_old_versions_read_and_compaction_moves_them_to_the_new
         second = store.keyring.rotate("default")
         store.put("new", random_bytes(50_000, 9))
         assert set(numbers()) == {first, second}
-        assert broken(store, contents) == set()
+        assert find_broken(store, contents) == set()
         store.delete("key1")
         store.delete("key3")
         left = {name: content for name, content in contents.items() if name[0] not in ("key1", "key3")}
         now += 5e6
         assert sum(store.gc().containers_rewritten for _ in range(4)) > 0
         assert set(numbers()) == {second}
-        assert broken(store, left) == set()
+        assert find_broken(store, left) == set()
         assert store.verify().damage == ()
 
 
@@ -133,7 +133,7 @@ def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path
         before = objects(root)
         assert store.erase_tenant("default", 0) == 1
         assert not [name for name in objects(root) if (said := name_of(name)) and said.owner.hex() not in "".join(
-            key.owner for key in store.keyring.listed()
+            key.owner for key in store.keyring.list_keys()
         )]  # fmt: skip
     with open_store(root, settings=CHOSEN, create=True) as store:
         for ask in (
@@ -143,7 +143,7 @@ def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path
             lambda: store.put("history", b"anew"),
             lambda: store.delete("history"),
         ):
-            with pytest.raises(Erased, match="tenant 'default': its keys were erased"):
+            with pytest.raises(TenantErased, match="tenant 'default': its keys were erased"):
                 ask()
         report = store.verify()
         assert report.damage == ()
@@ -160,7 +160,7 @@ def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path
         store.put("theirs", CONTENTS["history", 1])
         store.rebuild_index()
         assert store.verify().damage == ()
-    with open_store(root, settings=CHOSEN, create=True) as store, pytest.raises(Erased):
+    with open_store(root, settings=CHOSEN, create=True) as store, pytest.raises(TenantErased):
         store.put("history", b"anew")
 
 
@@ -185,7 +185,7 @@ def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_
         store.close()
         failpoints.arm((), erase)
         try:
-            with pytest.raises(Retryable, match="while a round was at work"):
+            with pytest.raises(RetryableError, match="while a round was at work"):
                 store.gc()
         finally:
             failpoints.disarm()

@@ -11,11 +11,11 @@ import pytest
 
 from nearkin import open_store
 from nearkin.store import Store
-from nearkin_gateway.uploads.resumable_store import Done, Meta, Resumable
+from nearkin_gateway.uploads.resumable_store import Meta, Resumable, UploadOutcome
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.key_wrapping import generate
-from nearkin_shared.errors import Corrupt, Erased, NotFound, StoreUnavailable
+from nearkin_shared.errors import Corrupt, NotFound, StoreUnavailable, TenantErased
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats import encrypted_object
 from nearkin_shared.formats.encrypted_object import STORE_OWNER
@@ -73,7 +73,7 @@ def test_staged_uploads_are_sealed_by_the_tenant(root: Path) -> None:
         assert owners(store) == {store.keyring.owner_of(domain_of("acme"))}
         staged = uploads.load("acme", other)
         assert b"".join(uploads.read(staged)) == CONTENT
-        uploads.finish(staged, Done("0" * 64))
+        uploads.finish(staged, UploadOutcome("0" * 64))
         assert owners(store) == {store.keyring.owner_of(domain_of("acme"))}
 
 
@@ -86,11 +86,11 @@ def test_erasure_makes_staged_uploads_unreadable(root: Path) -> None:
             uploads.stage(number, 0, CONTENT, tenant=tenant)
         staged = uploads.load("acme", numbers["acme"])
         store.erase_tenant("acme", 0)
-        with pytest.raises(Erased):
+        with pytest.raises(TenantErased):
             b"".join(uploads.read(staged))
-        with pytest.raises(Erased):
+        with pytest.raises(TenantErased):
             uploads.load("acme", numbers["acme"])
-        with pytest.raises(Erased):
+        with pytest.raises(TenantErased):
             uploads.create(meta("acme"))
         handed_over: list[object] = []
         uploads.sweep(handed_over.append)

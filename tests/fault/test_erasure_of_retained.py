@@ -14,7 +14,7 @@ from nearkin_maintenance.gc.tenant_erasure import find_retained, remaining_copie
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.key_wrapping import generate
-from nearkin_shared.errors import Erased, Retained
+from nearkin_shared.errors import RetentionActive, TenantErased
 from tests.support.checks.commands import InProcess, assert_refused
 
 LATER = (datetime.now(UTC) + timedelta(days=30)).replace(microsecond=0)
@@ -53,14 +53,16 @@ def test_erasure_of_a_retained_tenant_is_refused(root: Path) -> None:
     with opened(root) as store:
         match = rf"'acme': retained versions: 2, the last one until {LATER:%Y-%m-%dT%H:%M:%SZ}"
         for grace_seconds in (0, None):
-            with pytest.raises(Retained, match=match + r" \('k' version 1, 'k' version 2\).*--despite-retention"):
+            with pytest.raises(
+                RetentionActive, match=match + r" \('k' version 1, 'k' version 2\).*--despite-retention"
+            ):
                 store.erase_tenant("acme", grace_seconds)
         assert store.erase_tenant("other", 0) == 1
     with opened(root, "acme") as store:
         assert store.get("k").read() == b"acmeacme"
         assert store.erase_tenant("acme", despite_retention=True) == 1
         assert store.erase_tenant("acme", 0) == 1  # the grace is cut short: it was decided before
-        with pytest.raises(Erased):
+        with pytest.raises(TenantErased):
             store.get("k")
 
 
@@ -68,7 +70,7 @@ def test_erasure_counts_the_age_that_the_settings_ask(root: Path) -> None:
     """F.29: `retention.min_age_seconds` of the process that erases retains, too."""
     with (
         opened(root, retention={"min_age_seconds": 86_400}) as store,
-        pytest.raises(Retained, match="retained versions: 2"),
+        pytest.raises(RetentionActive, match="retained versions: 2"),
     ):
         store.erase_tenant("acme", 0)
 
@@ -83,7 +85,7 @@ def test_erasure_refuses_retention_that_cannot_be_read(root: Path) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     with opened(root) as store:
-        with pytest.raises(Retained, match=r"unreadable retention: 1 \(first: manifests/"):
+        with pytest.raises(RetentionActive, match=r"unreadable retention: 1 \(first: manifests/"):
             store.erase_tenant("acme", 0)
         assert store.erase_tenant("acme", 0, despite_retention=True) == 1
 

@@ -12,7 +12,7 @@ from nearkin.store import Store
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.key_wrapping import generate
-from nearkin_shared.errors import BadInput, Corrupt, Erased, NotFound
+from nearkin_shared.errors import BadInput, Corrupt, NotFound, TenantErased
 from nearkin_shared.formats import key_record as fmt
 
 CONTENT = bytes(range(256)) * 400
@@ -65,7 +65,7 @@ def owner_of(root: Path, tenant: str) -> bytes:
 
 FORGERIES = {
     "empty": lambda owner: b"",
-    "format-1": lambda owner: fmt._encoded(
+    "format-1": lambda owner: fmt._encode(
         {"format": fmt.ERASED_FORMAT, "format_version": 1, "owner": owner.hex(), "erased_us": 1}
     ),
     "wrong-mac": lambda owner: fmt.encode_erased(owner, 1, 1, bytes(32)),
@@ -111,7 +111,7 @@ def test_erasure_waits_for_its_grace_and_is_counted(root: Path) -> None:
     before = objects(root)
     with opened(root, "acme", deletion={"erase_grace_seconds": 3600}) as store:
         assert store.erase_tenant("acme") == 1
-        with pytest.raises(Erased):
+        with pytest.raises(TenantErased):
             store.get("k")
     with opened(root) as store:
         for _ in range(2):
@@ -168,7 +168,7 @@ def test_old_erasure_record_without_keys_is_still_swept(root: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(FORGERIES["format-1"](owner))
     shutil.rmtree(root / "keys" / owner.hex())
-    with opened(root, "acme") as store, pytest.raises(Erased):
+    with opened(root, "acme") as store, pytest.raises(TenantErased):
         store.get("k")
     with opened(root) as store:
         assert store.gc().refused_records == 0

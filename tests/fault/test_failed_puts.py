@@ -12,7 +12,7 @@ from typing_extensions import Buffer
 
 from nearkin import open_store
 from nearkin.embedded import runner as embedded_runner
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Item, Store
 from nearkin_shared.errors import BadInput, StoreUnavailable
 from nearkin_shared.utils import failpoints
@@ -22,7 +22,7 @@ from tests.support.data.stores import SMALL, containers, settings
 CHOSEN = settings(SMALL, {"container": {"target_bytes": 1 << 20}, "runner": {"batch_bytes": 2 << 20}})
 EARLIER = text_like(400_000, 1)
 CONTENT = random_bytes(6 << 20, 2)
-LATER = mutated(EARLIER, 3, edits=20)
+LATER = mutate(EARLIER, 3, edits=20)
 
 
 WAIT_SECONDS = 30.0
@@ -144,11 +144,11 @@ def test_interrupted_put_keeps_containers_for_resumption(store: Store) -> None:
 
 def test_failed_put_beside_a_gc_run_leaves_removal_to_gc(store: Store) -> None:
     """F.3: A GC run counts on the containers it listed: none is removed under it."""
-    from nearkin.local.process_lock import ROUNDS, WriterLock
+    from nearkin.local.process_lock import GC_LOCK_NAME, WriterLock
 
     before = containers(store.root)
     runs = WriterLock(store.root, "lock.round")
-    runs.acquire(what=ROUNDS)
+    runs.acquire(what=GC_LOCK_NAME)
     try:
         with pytest.raises(BadInput):
             store.put("content", SlowEnd(store.root), sha256=bytes(32))

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
 from tests.support.fakes.power_loss_disk import Disk, RecordingOs, Step, recording
 
 NAME, DATA = "containers/00/x.nkc", b"d" * 5000
 OTHER = "containers/00/y.nkc"
 
 
-def syncs_of(root: Path, action: Callable[[LocalObjects], None]) -> list[int]:
+def syncs_of(root: Path, action: Callable[[LocalObjectStore], None]) -> list[int]:
     """Return which mutating calls of an action are syncs."""
     root.mkdir()
     numbers = []
@@ -28,7 +28,7 @@ def syncs_of(root: Path, action: Callable[[LocalObjects], None]) -> list[int]:
             numbers.append(layer.calls)
 
         layer.fsync = noted  # type: ignore[method-assign]
-        action(LocalObjects(root))
+        action(LocalObjectStore(root))
     return numbers
 
 
@@ -38,7 +38,7 @@ def retried(layer: RecordingOs, action: Callable[[], None]) -> int:
         try:
             action()
         except StoreUnavailable:
-            assert layer.failed
+            assert layer.has_failed
         else:
             return failures
     raise AssertionError("an action failed three times, and one call to the disk did")
@@ -52,7 +52,7 @@ def worlds(steps: list[Step]) -> Iterator[dict[str, bytes | None]]:
     yield from disk.worlds()
 
 
-def put(objects: LocalObjects) -> None:
+def put(objects: LocalObjectStore) -> None:
     """Put an object; one that is there with the same bytes counts, as for who tries again."""
     try:
         objects.put_new(NAME, DATA)
@@ -68,7 +68,7 @@ def test_put_after_failed_sync_is_durable(tmp_path: Path) -> None:
         root = tmp_path / str(number)
         root.mkdir()
         with recording(root, number, errno.EIO) as layer:
-            objects = LocalObjects(root)
+            objects = LocalObjectStore(root)
             assert retried(layer, lambda: put(objects)) == 1  # noqa: B023
             assert objects.get(NAME) == DATA
         found = list(worlds(layer.steps))
@@ -81,7 +81,7 @@ def test_put_after_failed_folder_sync_shows_no_object(tmp_path: Path) -> None:
     root = tmp_path / "s"
     root.mkdir()
     with recording(root, numbers[-1], errno.EIO):
-        objects = LocalObjects(root)
+        objects = LocalObjectStore(root)
         with pytest.raises(StoreUnavailable):
             objects.put_new(NAME, DATA)
         assert list(objects.names("containers")) == []
@@ -91,7 +91,7 @@ def test_object_that_exists_is_durable_before_it_is_reported(tmp_path: Path) -> 
     """F.32: Who is told that an object exists may rely on it: its name is durable, whoever made it."""
     tmp_path.joinpath("s").mkdir()
     with recording(tmp_path / "s") as layer:
-        objects = LocalObjects(tmp_path / "s")
+        objects = LocalObjectStore(tmp_path / "s")
         objects.put_new(OTHER, DATA)
         (tmp_path / "s" / "tmp").mkdir(exist_ok=True)
         descriptor = layer.open(tmp_path / "s" / NAME, 0o101)  # another writer's, before it syncs the folder
@@ -106,7 +106,7 @@ def test_object_that_exists_is_durable_before_it_is_reported(tmp_path: Path) -> 
 def test_delete_after_failed_sync_syncs_again(tmp_path: Path) -> None:
     """F.32: A removal that could not be made durable fails, and its repetition syncs the folder."""
 
-    def both(objects: LocalObjects) -> None:
+    def both(objects: LocalObjectStore) -> None:
         put(objects)
         objects.delete(NAME)
 
@@ -114,7 +114,7 @@ def test_delete_after_failed_sync_syncs_again(tmp_path: Path) -> None:
     root = tmp_path / "s"
     root.mkdir()
     with recording(root, number, errno.EIO) as layer:
-        objects = LocalObjects(root)
+        objects = LocalObjectStore(root)
         put(objects)
         assert retried(layer, lambda: objects.delete(NAME)) == 1
     assert layer.steps[-1] == Step("sync-folder", "containers/00")

@@ -12,7 +12,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin_shared.objectstore import base as module
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
 from nearkin_shared.utils import mounts
 from tests.support.data.stores import SMALL, settings
 
@@ -66,7 +66,7 @@ WRITING = """
 import sys
 from pathlib import Path
 from nearkin import open_store
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
 from tests.support.data.stores import SMALL, settings
 with open_store(sys.argv[1], settings=settings(SMALL), create=True) as store:
     store.put("k", b"content")
@@ -74,7 +74,7 @@ with open_store(sys.argv[1], settings=settings(SMALL), create=True) as store:
 with open_store(sys.argv[1], settings=settings(SMALL)) as store:
     assert store.get("k").read() == b"more" and len(store.versions(all_versions=True)) == 2
     assert store.verify().damage == ()
-objects = LocalObjects(Path(sys.argv[1]))
+objects = LocalObjectStore(Path(sys.argv[1]))
 try:
     objects.put_new("nearkin.json", b"other")
 except AlreadyExists:
@@ -120,7 +120,7 @@ def test_link_that_succeeded_and_answers_eexist_counts(tmp_path, monkeypatch):
         raise FileExistsError(errno.EEXIST, "File exists")
 
     monkeypatch.setattr(module.os, "link", link)
-    objects = LocalObjects(tmp_path)
+    objects = LocalObjectStore(tmp_path)
     objects.put_new("a/x", b"1")
     monkeypatch.undo()
     with pytest.raises(AlreadyExists):

@@ -15,15 +15,15 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, FormatTooNew
 from nearkin_shared.formats.columns import check_bytes
-from nearkin_shared.formats.pending_delete_record import MAGIC, QUARANTINED, Condemned, decode_record, encode_record
+from nearkin_shared.formats.pending_delete_record import MAGIC, QUARANTINED, PendingDelete, decode_record, encode_record
 from nearkin_shared.formats.record_authentication import record_key
 from nearkin_shared.formats.tombstone import Kind, Mark, decode_mark, encode_mark
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage import descriptor
-from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.manifests import mark_name, object_name
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
 from tests.support.data import samples
@@ -45,9 +45,9 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "s"
 
 
-def covered() -> ParityObjects:
+def covered() -> ParityObjectStore:
     """Return a store in memory whose records are authenticated."""
-    objects = ParityObjects(memory_objects(), None)
+    objects = ParityObjectStore(memory_objects(), None)
     descriptor.create(objects)
     return objects
 
@@ -75,7 +75,7 @@ def test_gc_with_forged_pending_deletes_frees_nothing(root: Path) -> None:
     with opened(root, gc={"grace_seconds": 3600}) as store:
         store.delete("k")
         container = next(iter(store._containers.ids()))[0]
-        record = {int(container): Condemned(1, NONE, NONE, True)}
+        record = {int(container): PendingDelete(1, NONE, NONE, True)}
         store._condemned.objects.put_new(f"gc/{7:016x}.nkg", encode_record(7, record))
         found = store.verify()
         assert [one.object_name for one in found.damage] == [f"gc/{7:016x}.nkg"]
@@ -115,9 +115,9 @@ def test_records_are_authenticated_and_sealed_ones_are_not() -> None:
     """F.22: every record that a store in clear writes has a MAC under the key derived from its secret."""
     objects = covered()
     key = record_key(bytes.fromhex(descriptor.read(objects).secret))
-    CondemnedStore(objects).replace({9: Condemned(1, NONE, NONE, True)})
+    PendingDeleteStore(objects).replace({9: PendingDelete(1, NONE, NONE, True)})
     Quarantine(objects, lambda: 1.0).note({9: None}, {}, everything=False)
-    Pauses(objects).pause("kim")
+    GcPauseFlag(objects).pause("kim")
     ScrubStates(objects).write(ScrubState(begun_us=5))
     for name, size in list(objects.names("")):
         data = objects.get(name)
@@ -129,7 +129,7 @@ def test_records_are_authenticated_and_sealed_ones_are_not() -> None:
                 decode_record(data, name, magic, WRONG_KEY)
         elif name != descriptor.NAME:
             assert len(json.loads(data)["mac"]) == 32
-    assert Pauses(objects).read().who == "kim"  # type: ignore[union-attr]
+    assert GcPauseFlag(objects).read().who == "kim"  # type: ignore[union-attr]
     assert ScrubStates(objects).read().begun_us == 5
 
 

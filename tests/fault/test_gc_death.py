@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_shared.errors import NotFound
 from tests.support.data.stores import SMALL, objects, process, settings
 
@@ -25,15 +25,16 @@ DIES = """
 import os, shutil, signal, sys
 from nearkin import open_store
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 import nearkin_maintenance
 from tests.support.data.stores import SMALL, settings
 
 root, now, before = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "before"
 DAY = 86_400
 chosen = settings(SMALL, {"deletion": {"undelete_seconds": DAY}, "gc": {"grace_seconds": DAY, "compact_below": 0.9}})
-EFFECTS = [(LocalObjects, "put_new"), (LocalObjects, "delete"), (LmdbIndex, "forget"), (LmdbIndex, "collect_many"),
-           (LmdbIndex, "renew")]
+EFFECTS = [(LocalObjectStore, "put_new"), (LocalObjectStore, "delete"), (LmdbIndex, "withdraw"), (LmdbIndex,
+"collect_many"),
+    (LmdbIndex, "renew")]
 
 def dies_at(times):
     done = []
@@ -65,12 +66,12 @@ for times in range(int(sys.argv[4]), 1000, int(sys.argv[5])):
 
 def contents() -> dict[tuple[str, int], bytes]:
     first = text_like(500_000, 1)
-    found = {("k", number): mutated(first, number, edits=60) for number in range(1, 5)}
+    found = {("k", number): mutate(first, number, edits=60) for number in range(1, 5)}
     found |= {("other", 1): random_bytes(300_000, 2), ("other", 2): random_bytes(300_000, 3)}
     found |= {("beside", 1): random_bytes(50_000, 4), ("beside", 2): random_bytes(50_000, 5)}  # in other's containers
     chained = text_like(100_000, 6)
     for number in range(1, 13):  # each leans on the one before: bases die that the last ones lean on
-        found["chain", number] = chained = mutated(chained, number, edits=40)
+        found["chain", number] = chained = mutate(chained, number, edits=40)
     return found
 
 

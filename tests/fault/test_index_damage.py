@@ -15,7 +15,7 @@ from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import IndexDamaged, StoreUnavailable
 from nearkin_shared.index.lmdb.entry_encoding import MARK_HEAD
 from tests.support.data.histories import history
-from tests.support.data.stores import SMALL, broken, manifests, settings
+from tests.support.data.stores import SMALL, find_broken, manifests, settings
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}, "features": {"count": 6, "super_features": 6}})
 CONTENTS = history()
@@ -60,7 +60,7 @@ def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root, t
             if table == "versions":
                 calls += [
                     lambda: list(store.versions(all_versions=True)),
-                    store.deleted,
+                    store.list_deleted,
                     lambda: store.forget("", dry_run=True),
                 ]
             (damage,) = store.verify().damage
@@ -69,7 +69,7 @@ def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root, t
             for call in calls:
                 with pytest.raises(IndexDamaged, match="rebuild-index"):
                     call()
-            assert broken(store, CONTENTS) == set()
+            assert find_broken(store, CONTENTS) == set()
         flip_value(root, table, at, at % 8)
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert len(list(store.versions(all_versions=True))) == len(CONTENTS)
@@ -93,7 +93,7 @@ def test_what_is_noted_of_marks_at_another_length_is_damage(root):
             ((key, value),) = [(key, value) for key, value in txn.cursor() if key.startswith(MARK_HEAD)]
             txn.put(key, value[:-1])
     with open_store(root, settings=CHOSEN, create=True) as store:
-        for call in (store.stats, lambda: list(store.versions()), store.deleted):
+        for call in (store.stats, lambda: list(store.versions()), store.list_deleted):
             with pytest.raises(IndexDamaged, match="rebuild-index"):
                 call()
         assert [damage.object_name for damage in store.verify().damage] == ["index"]
@@ -158,7 +158,7 @@ def test_a_damaged_index_is_rebuilt_or_refused_clearly_and_then_works(root, harm
         case "zeros":
             data.write_bytes(bytes(min(size, 1 << 20)))
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert broken(store, CONTENTS) == set()  # reading needs no index
+        assert find_broken(store, CONTENTS) == set()  # reading needs no index
     with open_store(root, settings=CHOSEN, create=True) as store:
         said = "rebuild-index"  # nothing, where it could be put
         try:

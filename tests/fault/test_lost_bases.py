@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.formats.block_kinds import referring
+from nearkin_shared.formats.block_kinds import reference_blocks
 from nearkin_shared.types import ContainerId
 from tests.support.checks.gc_checks import COLLECTED
-from tests.support.data.stores import SMALL, broken, containers, flip, process, settings
+from tests.support.data.stores import SMALL, containers, find_broken, flip, process, settings
 from tests.support.fakes.clock import DAY, Clock
 
 CHANGES: Mapping[str, Mapping[str, object]] = {
@@ -84,7 +84,7 @@ def joined_in_part(store: Store) -> tuple[int, int]:
     everyones = store._containers.of(None)
     for container, _ in everyones.ids():
         directory = everyones.directory(container)
-        for number in np.flatnonzero(referring(directory)).tolist():
+        for number in np.flatnonzero(reference_blocks(directory)).tolist():
             base = directory.prefixes.of(number)
             holder = everyones.directory(ContainerId(int(base.containers[0])))
             ordinal = int(base.ordinals[0])
@@ -98,7 +98,7 @@ def flip_block(store: Store, container: int, block: int) -> None:
     directory = store._containers.of(None).directory(ContainerId(container))
     (path,) = (store.root / "containers").rglob(f"{container:016x}*.nkc")
     flip(path, int(directory.blocks.offsets[block]) + int(directory.blocks.stored[block]) // 2, 3)
-    store._containers.forget_read()
+    store._containers.evict()
 
 
 def write_files(folder: Path, every: Sequence[bytes]) -> list[Path]:
@@ -126,7 +126,7 @@ def check_repaired(store: Store, contents: Mapping[tuple[str, int], bytes], file
     report = store.repair(files)
     assert report.damage == ()
     assert report.quarantined_chunks == 0
-    assert broken(store, contents) == set()
+    assert find_broken(store, contents) == set()
     assert store.verify().damage == ()
 
 
@@ -153,7 +153,7 @@ def test_repair_killed_around_gc_and_rebuild_recovers(
         check_repaired(store, contents, files)
         store.gc()
         assert store.verify().damage == ()
-        assert broken(store, contents) == set()
+        assert find_broken(store, contents) == set()
 
 
 DEEP: Settings = settings(SMALL, {"delta": {"max_depth": 3}})
@@ -165,7 +165,7 @@ def put_versions(store: Store) -> Contents:
     for number in range(1, 4):
         contents["k", number] = content
         store.put("k", content)
-        content = mutated(content, number, edits=40)
+        content = mutate(content, number, edits=40)
     return contents
 
 
@@ -176,7 +176,7 @@ def lose_first_blocks(store: Store, contents: Contents) -> None:
     for block in np.flatnonzero(directory.blocks.raw).tolist():
         flip_block(store, directory.container, block)
     store.verify()
-    assert broken(store, contents) == set(contents)
+    assert find_broken(store, contents) == set(contents)
 
 
 def test_repair_with_content_of_a_delta_recovers_it_alone(tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_repair_with_content_of_a_delta_recovers_it_alone(tmp_path: Path) -> Non
         lose_first_blocks(store, contents)
         files = write_files(tmp_path / "contents", [contents["k", 3]])
         report = store.repair(files)
-        assert broken(store, contents) <= {("k", 1), ("k", 2)}
+        assert find_broken(store, contents) <= {("k", 1), ("k", 2)}
         touched = {version for damage in report.damage for version in damage.versions}
-        assert touched == broken(store, contents)
+        assert touched == find_broken(store, contents)
         check_repaired(store, contents, files + write_files(tmp_path / "more", list(contents.values())))
 
 
@@ -199,5 +199,5 @@ def test_repair_after_a_put_of_a_deltas_content_recovers_it(tmp_path: Path) -> N
         lose_first_blocks(store, contents)
         store.put("again", contents["k", 3])
         store.repair()
-        assert ("k", 3) not in broken(store, contents)
+        assert ("k", 3) not in find_broken(store, contents)
         assert store.get("again").read() == contents["k", 3]

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from nearkin_gateway.auth import tokens
-from nearkin_gateway.uploads.resumable_store import Done, Meta, Resumable, Staged
+from nearkin_gateway.uploads.resumable_store import Meta, Resumable, StagedUpload, UploadOutcome
 from nearkin_shared.crypto.key_wrapping import LocalKeys, generate, key_id_of, keys_in
 from nearkin_shared.crypto.keyring import Keyring
-from nearkin_shared.errors import Erased, NotFound
+from nearkin_shared.errors import NotFound, TenantErased
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats.parity_object import scheme_of
 from nearkin_shared.objectstore import base as objectstore_base
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.objectstore.factory import as_set
-from nearkin_shared.objectstore.parity import ParityObjects
-from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.objectstore.parity import ParityObjectStore
+from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
 from nearkin_shared.utils import durable_files
 from tests.support.data.stores import ENCRYPTED, settings
@@ -59,7 +59,7 @@ class KeyActions:
 
     def opened(self, root: Path, *keks: bytes, now: float = NOW) -> Keyring:
         """Return the keyring as another process has it."""
-        objects = ParityObjects(LocalObjects(root), self._scheme)
+        objects = ParityObjectStore(LocalObjectStore(root), self._scheme)
         return Keyring(objects, LocalKeys(keks or (NEW, OLD), "the test's keys"), lambda: 0.0, lambda: now)
 
     def prepare(self, root: Path) -> None:
@@ -115,11 +115,11 @@ class KeyActions:
         """Require that a tenant is closed, and its keys and their parity removed."""
         keyring = self.opened(root)
         assert keyring.is_closed("db")
-        with suppress(Erased):
+        with suppress(TenantErased):
             raise Violation(f"an erased tenant has key {keyring.newest(domain_of('db')).number}")
         if removed:
             owner = keyring.owner_of(domain_of("db")).hex()
-            left = [name for folder in ("keys", "parity/keys") for name, _ in LocalObjects(root).names(folder)]
+            left = [name for folder in ("keys", "parity/keys") for name, _ in LocalObjectStore(root).names(folder)]
             assert not [name for name in left if owner in name and "erased" not in name]
 
     def check_rotated(self, root: Path, done: Results, begun: str | None) -> None:
@@ -148,7 +148,7 @@ class KeyActions:
         elif begun is None:
             self.check_readable(root, "db", keyring, [])
         else:  # either, but not something in between
-            with suppress(Erased):
+            with suppress(TenantErased):
                 self.check_readable(root, "db", keyring, [])
 
     def workload(self, check: str, **actions: str) -> RecordWorkload:
@@ -178,7 +178,7 @@ def key_workload(name: str, parity: str) -> RecordWorkload:
 
 
 def check_pause(root: Path, done: Results, begun: str | None) -> None:
-    found = Pauses(LocalObjects(root)).read()
+    found = GcPauseFlag(LocalObjectStore(root)).read()
     paused = ("pause" in done and "resume" not in done) or "pause again" in done
     if begun is None:
         assert (found is not None) == paused
@@ -187,20 +187,20 @@ def check_pause(root: Path, done: Results, begun: str | None) -> None:
 
 PAUSES = RecordWorkload(
     {
-        "pause": lambda root, _: Pauses(LocalObjects(root)).pause("me"),
-        "resume": lambda root, _: Pauses(LocalObjects(root)).resume(),
-        "pause again": lambda root, _: Pauses(LocalObjects(root)).pause("me"),
+        "pause": lambda root, _: GcPauseFlag(LocalObjectStore(root)).pause("me"),
+        "resume": lambda root, _: GcPauseFlag(LocalObjectStore(root)).resume(),
+        "pause again": lambda root, _: GcPauseFlag(LocalObjectStore(root)).pause("me"),
     },
     check_pause,
 )
 
 
 def write_progress(number: int) -> Action:
-    return lambda root, _: ScrubStates(LocalObjects(root)).write(ScrubState(begun_us=number))
+    return lambda root, _: ScrubStates(LocalObjectStore(root)).write(ScrubState(begun_us=number))
 
 
 def check_progress(root: Path, done: Results, begun: str | None) -> None:
-    found = ScrubStates(LocalObjects(root)).read().begun_us
+    found = ScrubStates(LocalObjectStore(root)).read().begun_us
     assert found == len(done) or (begun is not None and found == len(done) + 1)
 
 
@@ -223,7 +223,7 @@ def revoke_token(root: Path, done: Results) -> None:
 
 def check_tokens(root: Path, done: Results, begun: str | None) -> None:
     path = root / "etc" / "tokens.json"
-    found = tokens.listed(path) if done or path.exists() else []
+    found = tokens.read_tokens(path) if done or path.exists() else []
     gone = {"create"} if "revoke" in {begun, *done} else set()
     for name, made in done.items():
         if isinstance(made, tuple) and name not in gone:
@@ -263,7 +263,7 @@ class UploadActions:
         self._settings = settings(changes)
 
     def opened(self, root: Path) -> Resumable:
-        return Resumable(as_set(LocalObjects(root), self._settings), 100)
+        return Resumable(as_set(LocalObjectStore(root), self._settings), 100)
 
     def prepare(self, root: Path) -> None:
         """Make the keys of an encrypted store."""
@@ -295,14 +295,14 @@ class UploadActions:
     def stage_second(self, root: Path, done: Results) -> int:
         return self._stage(root, done["create"], WHOLE)
 
-    def finish(self, root: Path, done: Results) -> Done:
+    def finish(self, root: Path, done: Results) -> UploadOutcome:
         resumable = self.opened(root)
-        return resumable.finish(resumable.load("default", str(done["create"])), Done("ab" * 16))
+        return resumable.finish(resumable.load("default", str(done["create"])), UploadOutcome("ab" * 16))
 
     def remove(self, root: Path, done: Results) -> None:
         self.opened(root).remove(str(done["create"]))
 
-    def create_final(self, root: Path, done: Results) -> Staged:
+    def create_final(self, root: Path, done: Results) -> StagedUpload:
         sources = (str(done["partial"]), str(done["create"]))
         meta = self.meta(sources=sources, length_bytes=CUT + len(WHOLE))
         return self.opened(root).create_final("f" * 32, meta)
@@ -310,9 +310,9 @@ class UploadActions:
     def stage_partial(self, root: Path, done: Results) -> int:
         return self._stage(root, done["partial"], WHOLE[:CUT])
 
-    def finish_final(self, root: Path, _: Results) -> Done:
+    def finish_final(self, root: Path, _: Results) -> UploadOutcome:
         resumable = self.opened(root)
-        return resumable.finish(resumable.load("default", "f" * 32), Done("ab" * 16))
+        return resumable.finish(resumable.load("default", "f" * 32), UploadOutcome("ab" * 16))
 
     def check(self, root: Path, done: Results, begun: str | None) -> None:
         """Require every byte whose offset was acknowledged, and the outcome that was."""

@@ -16,7 +16,7 @@ from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.index.lmdb.lmdb_index import VERSION
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.utils.private_files import open_private
 from tests.support.data.stores import ENCRYPTED, SMALL, settings
 
@@ -193,7 +193,7 @@ def test_new_index_as_link_is_replaced(tmp_path):
 def test_object_as_link_is_refused_and_replaced(tmp_path):
     """F.24: An object that is a link is damage, its target is not read, and repair replaces the link."""
     (tmp_path / "s").mkdir()
-    objects = LocalObjects(tmp_path / "s")
+    objects = LocalObjectStore(tmp_path / "s")
     objects.put_new("manifests/x", b"1")
     (tmp_path / "secret").write_bytes(b"SECRET")
     (tmp_path / "s/manifests/x").unlink()
@@ -210,7 +210,7 @@ def test_object_as_link_is_refused_and_replaced(tmp_path):
 def test_folder_linked_by_another_user_is_refused(tmp_path):
     """F.24: A link to a folder of objects counts only where this user or root has made it."""
     (tmp_path / "s").mkdir()
-    objects, other = LocalObjects(tmp_path / "s"), tmp_path / "other disk"
+    objects, other = LocalObjectStore(tmp_path / "s"), tmp_path / "other disk"
     objects.put_new("containers/a/x", b"1")
     (tmp_path / "s/containers").rename(other)
     (tmp_path / "s/containers").symlink_to(other)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
-from nearkin_shared.errors import BadInput, NotFound, Paused, Retained, StoreLocked, StoreUnavailable
+from nearkin_shared.errors import BadInput, GcPaused, NotFound, RetentionActive, StoreLocked, StoreUnavailable
 from nearkin_shared.utils import failpoints
 from tests.support.checks import inspection
 from tests.support.checks.gc_checks import COLLECTED
-from tests.support.data.stores import ENCRYPTED, SMALL, broken, settings
+from tests.support.data.stores import ENCRYPTED, SMALL, find_broken, settings
 from tests.support.fakes.clock import DAY, Clock
 
 SECRET = random_bytes(4000, 99)
@@ -53,7 +53,7 @@ def put_history(store: Store, clock: Clock, rounds: int) -> dict[tuple[str, int]
     """Put versions of which one holds the secret, and do GC runs, which merge and rebase."""
     content, contents = random_bytes(200_000, 1) + text_like(100_000, 2), {}
     for number in range(1, 9):
-        content = mutated(content, number, edits=25)
+        content = mutate(content, number, edits=25)
         clock.now += 3600
         leaked = content[:150_000] + SECRET + content[150_000:]
         contents["k", number] = leaked if number == LEAKED else content
@@ -66,7 +66,7 @@ def put_history(store: Store, clock: Clock, rounds: int) -> dict[tuple[str, int]
 
 def check_gone(store: Store, contents: Mapping[tuple[str, int], bytes]) -> None:
     assert traces(store.root) == []
-    assert broken(store, contents) == set()
+    assert find_broken(store, contents) == set()
     assert store.verify().damage == ()
     inspection.check_no_orphans(store)
     inspection.check_index_is_the_one_a_rebuild_makes(store)
@@ -89,7 +89,7 @@ def test_purged_version_is_in_no_file(tmp_path: Path, variant: str, rounds: int)
         assert store.put("k", contents["k", 8]).info.version == 9
         clock.now += 30 * DAY
         store.gc()
-        assert broken(store, contents) == set()
+        assert find_broken(store, contents) == set()
 
 
 def test_purged_base_of_live_deltas_is_in_no_file(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_purged_base_of_live_deltas_is_in_no_file(tmp_path: Path) -> None:
         content, contents = SECRET + random_bytes(200_000, 3), {}
         store.put("k", content)
         for number in range(2, 6):
-            content = bytes(4000) + mutated(content[4000:], number, edits=30)
+            content = bytes(4000) + mutate(content[4000:], number, edits=30)
             store.put("k", content)
             contents["k", number] = content
         assert any(store._containers.of(None).directory(c).chunks.depths.any() for c, _ in store._containers.ids())
@@ -135,7 +135,7 @@ def test_gc_now_ends_all_deletions_whatever_was_set_at_rm(tmp_path: Path) -> Non
         assert store.gc().freed_bytes <= 0
         report = store.purge()
         assert report.freed_bytes > 1 << 20
-        assert store.deleted() == []
+        assert store.list_deleted() == []
         check_gone(store, {("b", 1): b"stays" * 1000})
 
 
@@ -148,7 +148,7 @@ def test_purge_of_an_encrypted_store_frees_and_restores(tmp_path: Path) -> None:
         store.delete("k", LEAKED)
         clock.now += 1
         assert store.purge("k", LEAKED).versions == 1
-        assert broken(store, contents) == set()
+        assert find_broken(store, contents) == set()
         assert store.verify().damage == ()
 
 
@@ -171,8 +171,8 @@ def test_purge_cut_short_goes_on_with_the_next(tmp_path: Path, point: str) -> No
                 store.purge()
         finally:
             failpoints.disarm()
-        store._containers.forget_read()
-        assert broken(store, contents) == set()
+        store._containers.evict()
+        assert find_broken(store, contents) == set()
         store.purge()
         check_gone(store, contents)
 
@@ -219,7 +219,7 @@ def test_purge_while_gc_is_paused_is_refused(tmp_path: Path) -> None:
         store.put("a", b"first")
         store.delete("a")
         store.pauses.pause("somebody")
-        with pytest.raises(Paused):
+        with pytest.raises(GcPaused):
             store.purge()
 
 
@@ -228,7 +228,7 @@ def test_purge_respects_retention(tmp_path: Path) -> None:
     kept = settings(PLAIN, {"retention": {"min_age_seconds": 3600}})
     with open_store(tmp_path / "s", settings=kept, create=True) as store:
         store.put("a", b"first")
-        with pytest.raises(Retained):
+        with pytest.raises(RetentionActive):
             store.delete("a")
         with pytest.raises(NotFound):
             store.purge("a")
@@ -293,19 +293,19 @@ def test_purge_of_a_joined_chunk_keeps_what_refers_to_it(tmp_path: Path) -> None
 
 def test_purge_through_services_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.4: Beside services nothing is removed at once: their puts hold no lock of this store."""
-    from nearkin_maintenance.gc.mark import Reach
+    from nearkin_maintenance.gc.mark import LiveSet
 
     with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
         store.put("a", SECRET)
         store.put("b", b"stays")
         store.delete("a")
-        real = Reach.__init__
+        real = LiveSet.__init__
 
         def by_services(self, *given, **named):
             real(self, *given, **named)
             self.by_services = "manifests/xx"
 
-        monkeypatch.setattr(Reach, "__init__", by_services)
+        monkeypatch.setattr(LiveSet, "__init__", by_services)
         with pytest.raises(BadInput, match="services"):
             store.purge("a")
         monkeypatch.undo()

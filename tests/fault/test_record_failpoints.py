@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from nearkin_shared.crypto.keyring import Keyring
-from nearkin_shared.errors import Erased, StoreUnavailable
+from nearkin_shared.errors import StoreUnavailable, TenantErased
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
 from nearkin_shared.utils.failpoints import RECORD_POINTS, arm, disarm
 from tests.support.data.test_keys import MemoryKeys
@@ -74,7 +74,7 @@ def test_erasure_cut_short_reads_no_more(point: str) -> None:
     web = keys.keyring.newest(WEB)
     cut_short(point, lambda: keys.keyring.erase("db"))
     following: Keyring = keys.another()
-    with pytest.raises(Erased):
+    with pytest.raises(TenantErased):
         following.newest(DB)
     following.erase("db")
     owner = following.owner_of(DB).hex()
@@ -85,13 +85,13 @@ def test_erasure_cut_short_reads_no_more(point: str) -> None:
 def test_pause_cut_short_pauses_and_resumes() -> None:
     """F.32: A pause holds though its process died; a resumption that was cut short can be done again."""
     objects = memory_objects()
-    cut_short("pause.recorded", lambda: Pauses(objects).pause("me"))
-    found = Pauses(objects).read()
+    cut_short("pause.recorded", lambda: GcPauseFlag(objects).pause("me"))
+    found = GcPauseFlag(objects).read()
     assert found is not None
     assert found.who == "me"
-    cut_short("pause.removed", Pauses(objects).resume)
-    assert Pauses(objects).read() is None
-    assert not Pauses(objects).resume()
+    cut_short("pause.removed", GcPauseFlag(objects).resume)
+    assert GcPauseFlag(objects).read() is None
+    assert not GcPauseFlag(objects).resume()
 
 
 @pytest.mark.parametrize("point", ["scrub.recorded", "scrub.done"])
@@ -104,4 +104,4 @@ def test_scrub_progress_cut_short_is_the_newest(point: str) -> None:
     assert ScrubStates(objects).read() == states[1]
     ScrubStates(objects).write(states[2])
     assert ScrubStates(objects).read() == states[2]
-    assert len(ScrubStates(objects).listed()) == 1
+    assert len(ScrubStates(objects).list_records()) == 1

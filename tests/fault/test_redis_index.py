@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from nearkin_shared.config.services import RedisSettings
-from nearkin_shared.errors import ConfigError, Corrupt, FormatTooNew, Retryable, StoreUnavailable
-from nearkin_shared.index.container_entries import ContainerClaims
+from nearkin_shared.errors import ConfigError, Corrupt, FormatTooNew, RetryableError, StoreUnavailable
+from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.scripts import BUCKET_ENTRIES_MAX
 from nearkin_shared.types import ContainerId
@@ -74,7 +74,7 @@ def connect(server: RedisServer) -> Iterator[Connect]:
         index.close()
 
 
-def many(container: ContainerId, count: int, label: str) -> ContainerClaims:
+def many(container: ContainerId, count: int, label: str) -> ContainerEntries:
     chunks = [f"{label}{number:05}" for number in range(count)]
     return claims(
         container, chunks, [f"{label}s1", f"{label}s2"], [[number + 1, number + 7] for number in range(count)]
@@ -244,7 +244,7 @@ def test_a_server_that_stays_away_is_an_error_that_may_be_retried(
     with pytest.raises(StoreUnavailable, match="may be repeated"):
         index.locate_chunks(chunk_names("a"))
     assert len(tries) == 3
-    with pytest.raises(Retryable):
+    with pytest.raises(RetryableError):
         index.publish(second_claims())
     assert len(tries) == 6
     with pytest.raises(StoreUnavailable):

@@ -10,9 +10,9 @@ import pytest
 
 from nearkin import open_store
 from nearkin.cli.verify import repair_lines, verify_lines
-from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin.store import Store
-from nearkin_maintenance.repair.container_repair import Healer
+from nearkin_maintenance.repair.container_repair import ContainerRepairer
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.container import decode_container
 from nearkin_shared.formats.container_layout import BLOCK
@@ -23,8 +23,8 @@ from tests.support.data.stores import (
     SMALL,
     attempt,
     blocks_of,
-    broken,
     containers,
+    find_broken,
     flip,
     manifests,
     objects,
@@ -58,10 +58,10 @@ def test_versions_that_named_a_broken_block_restore_again_once_their_content_was
             flip(victim, start + 3)
         with open_store(copy, settings=CHOSEN, create=True) as store:
             harmed = touched(store)
-            assert broken(store, CONTENTS) == harmed
+            assert find_broken(store, CONTENTS) == harmed
             for key, version in sorted(harmed):
                 store.put(f"again {key} {version}", CONTENTS[key, version])
-            assert broken(store, CONTENTS) == set()
+            assert find_broken(store, CONTENTS) == set()
             assert touched(store) == set()
             healed += len(harmed)
         shutil.rmtree(copy)
@@ -74,8 +74,10 @@ def test_a_put_reads_no_block_of_what_is_quarantined_unless_some_of_it_was_put_a
     with open_store(root, settings=CHOSEN, create=True) as store:
         harmed = touched(store)
         looked_at = []
-        plain = Healer.healed
-        monkeypatch.setattr(Healer, "healed", lambda healer, *of: (looked_at.append(of[0]), plain(healer, *of))[1])
+        plain = ContainerRepairer.repair
+        monkeypatch.setattr(
+            ContainerRepairer, "repair", lambda healer, *of: (looked_at.append(of[0]), plain(healer, *of))[1]
+        )
         store.put("other", random_bytes(50_000, 99))
         assert looked_at == []
         for key, version in sorted(harmed):
@@ -95,7 +97,7 @@ def test_what_was_put_again_in_part_heals_in_part_and_the_rest_later(root):
         for key, version in sorted(harmed)[:1]:
             store.put("again", CONTENTS[key, version])
             assert attempt(store, key, version)[1] is None
-        left = broken(store, CONTENTS)
+        left = find_broken(store, CONTENTS)
         assert left < harmed
         for key, version in sorted(left):
             error = attempt(store, key, version)[1]
@@ -103,10 +105,10 @@ def test_what_was_put_again_in_part_heals_in_part_and_the_rest_later(root):
             assert "nearkin" in str(error)
         for key, version in sorted(left):
             store.put("again", CONTENTS[key, version])
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         assert list((root / "quarantine").iterdir()) == [] or store.verify().damage
         store.rebuild_index()
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
 
 
 def test_the_broken_bytes_stay_until_all_chunks_of_their_block_were_found(root):
@@ -121,11 +123,11 @@ def test_the_broken_bytes_stay_until_all_chunks_of_their_block_were_found(root):
         (generation,) = [path for path in containers(root) if path.stem.startswith(victim.stem)]
         assert generation != victim
         assert harmed_bytes in generation.read_bytes()
-        assert broken(store, CONTENTS)
+        assert find_broken(store, CONTENTS)
         store.put("whole", CONTENTS["alone", 1])
         (generation,) = [path for path in containers(root) if path.stem.startswith(victim.stem)]
         assert harmed_bytes not in generation.read_bytes()
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
 
 
 def test_quarantine_outlives_the_index_and_what_is_in_it_is_stored_anew(root):
@@ -146,7 +148,7 @@ def test_quarantine_outlives_the_index_and_what_is_in_it_is_stored_anew(root):
             assert not set(mine.tolist()) & set(entry.chunks.tolist())
         for key, version in sorted(harmed):
             store.put(f"again {key}", CONTENTS[key, version])
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
 
 
 def test_a_broken_record_of_what_is_quarantined_is_named_and_made_anew(root):
@@ -189,14 +191,14 @@ def test_a_copy_of_the_object_puts_it_right_whatever_is_broken(root, tmp_path, h
         report = store.repair([copy])
         assert [(one.object_name, one.by) for one in report.repaired] == [(named(root, path), "a copy")]
         assert report.damage == ()
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
     assert objects(root) == before
 
 
 @pytest.mark.parametrize("harm", ["flip", "delete"])
 @pytest.mark.parametrize("back", ["a copy that repair is given", "a copy put in its place by hand"])
 def test_what_repair_put_right_is_known_again_when_it_is_put(tmp_path: Path, back: str, harm: str) -> None:
-    content, changed = random_bytes(300_000, 1), mutated(random_bytes(300_000, 1), 1, edits=5)
+    content, changed = random_bytes(300_000, 1), mutate(random_bytes(300_000, 1), 1, edits=5)
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", content)
         store.put("k", changed)
@@ -238,7 +240,7 @@ def test_a_file_of_the_content_heals_and_one_of_another_content_changes_nothing(
             content.write_bytes(CONTENTS[key, version])
             report = store.repair([other, content])
         assert report.damage == ()
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
 
 
 def test_content_that_is_cut_otherwise_heals_nothing_and_says_why(root, tmp_path, caplog):
@@ -336,7 +338,7 @@ def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_le
     for name, data in quarantined.items():
         (root / "quarantine" / name).write_bytes(data)
     with open_store(root, settings=CHOSEN, read_only=True) as store:
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("more", b"anything")
         assert store._quarantine.read() == {}
@@ -344,7 +346,7 @@ def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_le
         store.gc()
     assert not victim.exists()
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
 
 
 @pytest.mark.parametrize("point", ["heal.put", "heal.renewed", "heal.removed"])
@@ -371,7 +373,7 @@ with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.repair([content]).damage == ()
         store.gc()
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         check_index_is_the_one_a_rebuild_makes(store)
 
 
@@ -403,10 +405,10 @@ with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}
     died.communicate(timeout=60)
     assert died.returncode == -signal.SIGKILL
     assert len([path for path in containers(root) if path.name.startswith(victim.name[:16])]) == 2
-    later = {("history", 4): mutated(CONTENTS["history", 3], 9, edits=40, edit_bytes_max=60)}
+    later = {("history", 4): mutate(CONTENTS["history", 3], 9, edits=40, edit_bytes_max=60)}
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.rebuild_index()
         store.put("history", later["history", 4])
     for version in {**CONTENTS, **later}:  # each with nothing read before it
         with open_store(root, settings=CHOSEN, read_only=True) as store:
-            assert broken(store, {version: {**CONTENTS, **later}[version]}) == set(), version
+            assert find_broken(store, {version: {**CONTENTS, **later}[version]}) == set(), version

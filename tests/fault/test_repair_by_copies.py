@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from tests.support.checks.gc_checks import COLLECTED
-from tests.support.data.stores import SMALL, broken, containers, settings
+from tests.support.data.stores import SMALL, containers, find_broken, settings
 from tests.support.fakes.clock import DAY, Clock
 
 Contents = dict[tuple[str, int], bytes]
@@ -40,13 +40,13 @@ def rebased(store: Store, clock: Clock) -> Contents:
     """Put versions that lean on one another, and collect all but the last two; return what is left."""
     content, contents = text_like(400_000, 1), Contents()
     for number in range(1, 15):
-        content = mutated(content, number, edits=60)
+        content = mutate(content, number, edits=60)
         store.put("k", content)
         contents["k", number] = content
     before = len(containers(store.root))
     collect(store, clock, contents, versions=12, rounds=4)
     assert len(containers(store.root)) < before
-    assert broken(store, contents) == set()
+    assert find_broken(store, contents) == set()
     return contents
 
 
@@ -57,11 +57,11 @@ def test_a_copy_of_any_generation_is_used_where_nothing_of_the_container_is_left
         path = max(containers(store.root))
         assert "." in path.stem
         path.rename(copy := tmp_path / "copy")
-        store._containers.forget_read()
-        assert broken(store, contents)
+        store._containers.evict()
+        assert find_broken(store, contents)
         report = store.repair([copy])
         assert report.damage == ()
-        assert broken(store, contents) == set()
+        assert find_broken(store, contents) == set()
 
 
 def test_who_read_a_later_generation_reads_on_after_its_block_numbers_were_given_again(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_what_was_put_since_a_copy_was_made_reads_once_the_older_generation_take
 
         def put(number: int) -> None:
             nonlocal content
-            content = mutated(content, number, edits=30)
+            content = mutate(content, number, edits=30)
             store.put("k", content)
             contents["k", number] = content
 
@@ -119,6 +119,6 @@ def test_what_was_put_since_a_copy_was_made_reads_once_the_older_generation_take
         for path in anew:
             path.unlink() if gone else path.write_bytes(b"lost")
     with open_store(tmp_path / "s", settings=small, clock=clock, create=True) as store:
-        assert broken(store, contents)
+        assert find_broken(store, contents)
         store.repair(copies)
-        assert broken(store, contents) == set()
+        assert find_broken(store, contents) == set()

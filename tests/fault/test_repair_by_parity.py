@@ -11,7 +11,7 @@ from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.formats.parity_object import Scheme, encode_parity
 from tests.support.checks.inspection import check_parity_is_of_what_is_there
 from tests.support.data.histories import history
-from tests.support.data.stores import SMALL, broken, containers, flip, manifests, objects, settings, stored_bytes
+from tests.support.data.stores import SMALL, containers, find_broken, flip, manifests, objects, settings, stored_bytes
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}})
 COVERED = settings(CHOSEN, {"storage": {"parity": "rs-8-2"}})
@@ -28,7 +28,7 @@ def test_with_parity_every_get_goes_on_over_damage_and_repair_puts_the_bytes_bac
     for name in [*draw.sample(names, 12), "nearkin.json"]:
         flip(covered_root / name, draw.randrange(len(before[name])), draw.randrange(8))
         with open_store(covered_root, settings=COVERED, create=True) as store:
-            assert broken(store, CONTENTS) == set()
+            assert find_broken(store, CONTENTS) == set()
             damage = store.verify().damage
             if name != "nearkin.json":
                 assert [one.object_name for one in damage] == [name]
@@ -48,7 +48,7 @@ def test_a_stretch_that_is_lost_comes_back_by_parity(covered_root):
     data[stretch : 2 * stretch] = bytes(stretch)
     path.write_bytes(data)
     with open_store(covered_root, settings=COVERED, create=True) as store:
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         assert store.repair().damage == ()
     assert objects(covered_root) == before
 
@@ -59,7 +59,7 @@ def test_more_damage_than_parity_bears_is_told_as_ever_and_no_wrong_byte_leaves(
     data[: len(data) // 2] = bytes(len(data) // 2)
     path.write_bytes(data)
     with open_store(covered_root, settings=COVERED, create=True) as store:
-        harmed = broken(store, CONTENTS)
+        harmed = find_broken(store, CONTENTS)
         assert harmed
         report = store.repair()
         assert {version for damage in report.damage for version in damage.versions} == harmed
@@ -79,7 +79,7 @@ def test_a_store_that_had_no_parity_gets_it_by_repair_and_one_that_has_keeps_it(
         assert stats.ledger.stored_bytes == sum(stats.parts.values()) == sum(map(len, objects(root).values()))
     flip(containers(root)[0], 50)
     with open_store(root, settings=CHOSEN, create=True) as store:  # parity is off now, and what there is of it is used
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         assert store.repair().damage == ()
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.local.local_repair import _sorted_out
 from nearkin_maintenance.repair import backup_copies
 from nearkin_shared.errors import SourceFailed
 from nearkin_shared.formats.container import decode_container
 from nearkin_shared.types import ContainerId
 from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
-from tests.support.data.stores import SMALL, blocks_of, broken, containers, flip, settings
+from tests.support.data.stores import SMALL, blocks_of, containers, find_broken, flip, settings
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}})
 
@@ -26,7 +26,7 @@ def rebased(tmp_path: Path) -> tuple[Path, Path, dict[tuple[str, int], bytes]]:
     """Return a store whose deltas a round gave other bases, its containers of before, and what it still holds."""
     root, backup = tmp_path / "store", tmp_path / "backup"
     contents = {
-        ("k", number): mutated(text_like(120_000, 1), number, edits=30 * number) + random_bytes(30_000, number)
+        ("k", number): mutate(text_like(120_000, 1), number, edits=30 * number) + random_bytes(30_000, number)
         for number in range(1, 7)
     }
     chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.9}, "deletion": {"undelete_seconds": 0}})
@@ -52,9 +52,9 @@ def test_a_copy_from_before_a_round_takes_nothing_with_it_that_is_sound(rebased,
             harmed = Path(shutil.copytree(root, tmp_path / f"{path.name}-{at}"))
             flip(harmed / path.relative_to(root), at + 3)
             with open_store(harmed, settings=CHOSEN, create=True) as store:
-                before = broken(store, kept)
+                before = find_broken(store, kept)
                 store.repair([copy])
-                assert broken(store, kept) <= before
+                assert find_broken(store, kept) <= before
 
 
 def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(rebased) -> None:
@@ -63,10 +63,10 @@ def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(r
     for path in containers(root):
         flip(path, blocks_of(path)[0] + 3)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert broken(store, kept)
+        assert find_broken(store, kept)
         report = store.repair(sorted(backup.glob("*/*.nkc")))
         assert (report.damage, report.quarantined_chunks) == ((), 0)
-        assert broken(store, kept) == set()
+        assert find_broken(store, kept) == set()
         assert [path.name[:16] for path in containers(root)] == there  # what the rounds have freed stays so
         check_index_is_the_one_a_rebuild_makes(store)
 
@@ -84,7 +84,7 @@ def test_of_copies_of_several_generations_the_one_that_is_needed_is_taken_in_wha
         (harmed / path.relative_to(root)).unlink()
         with open_store(harmed, settings=CHOSEN, create=True) as store:
             assert store.repair(files).damage == ()
-            assert broken(store, kept) == set()
+            assert find_broken(store, kept) == set()
             there = decode_container(path.read_bytes(), path.name).chunks.there
             (mended,) = (one for one in containers(harmed) if one.name[:16] == path.name[:16])
             assert (decode_container(mended.read_bytes(), mended.name).chunks.there == there).all()
@@ -113,7 +113,7 @@ def test_what_a_round_has_freed_comes_back_only_where_the_store_names_it(tmp_pat
     path.unlink()
     with open_store(harmed, settings=chosen, create=True) as store:
         assert store.repair([new, old] if newest_first else [old, new]).damage == ()
-        assert broken(store, contents) == (set() if rolled_back else {("going", 1)})
+        assert find_broken(store, contents) == (set() if rolled_back else {("going", 1)})
         (path,) = containers(harmed)
         assert (decode_container(path.read_bytes(), path.name).chunks.there == there[not rolled_back]).all()
 
@@ -131,7 +131,7 @@ def test_chunks_are_found_in_a_copy_of_each_generation(rebased, tmp_path) -> Non
     files = [*backup.glob("*/*.nkc"), *later.glob("*/*.copy")]
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.repair(files).damage == ()
-        assert broken(store, kept) == set()
+        assert find_broken(store, kept) == set()
 
 
 def test_copies_are_not_held_in_memory(tmp_path, monkeypatch) -> None:
@@ -152,7 +152,7 @@ def test_copies_are_not_held_in_memory(tmp_path, monkeypatch) -> None:
         assert left_bytes < 100_000
         assert peak_bytes < 3 * largest_bytes
         monkeypatch.setattr(backup_copies, "HELD_BYTES", 2 * largest_bytes)
-        held = backup_copies.Held()
+        held = backup_copies.BackupCache()
         for of in kept.values():
             assert held.of(of[0])[0] == of[0].data
             assert held.held_bytes < 3.5 * largest_bytes

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
-from nearkin.local.process_lock import ROUND, WriterLock
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
+from nearkin.local.process_lock import GC_RUN, WriterLock
 from nearkin_maintenance.verify import integrity
 from nearkin_shared.errors import StoreLocked
 from nearkin_shared.formats.container import decode_container
@@ -37,11 +37,11 @@ PREAMBLE = """
 import random, sys, time
 from nearkin import open_store
 from nearkin_shared.errors import NotFound, StoreLocked
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from tests_chosen import CHOSEN
 root, until = sys.argv[1], time.monotonic() + float(sys.argv[2])
 def content(key, number):
-    return mutated(text_like(120_000, key), number, edits=20) + random_bytes(60_000, 1000 * key + number)
+    return mutate(text_like(120_000, key), number, edits=20) + random_bytes(60_000, 1000 * key + number)
 """
 FIRST = """
 with open_store(root, settings=CHOSEN, create=True) as store:
@@ -134,10 +134,10 @@ def test_three_processes_that_read_put_and_collect_never_meet_an_error(place: Pa
 @pytest.mark.parametrize(
     "race",
     [
-        gc_during_put.put_beside_a_round,
+        gc_during_put.put_during_gc,
         gc_during_put.put_from_elsewhere,
-        gc_during_put.second_round,
-        gc_during_put.rebuild_beside_a_round,
+        gc_during_put.second_gc_run,
+        gc_during_put.rebuild_during_gc,
     ],
     ids=lambda race: race.__name__,
 )
@@ -170,7 +170,7 @@ def test_a_put_waits_for_a_step_of_a_round_and_is_done(place: Path) -> None:
     with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"1")
     step = WriterLock(place / "s")
-    step.acquire(what=ROUND)
+    step.acquire(what=GC_RUN)
     done: list[int] = []
 
     def put() -> None:
@@ -180,12 +180,12 @@ def test_a_put_waits_for_a_step_of_a_round_and_is_done(place: Path) -> None:
     thread = threading.Thread(target=put)
     thread.start()
     waiting = WriterLock(place / "s")
-    until(lambda: waiting.wanted)
+    until(lambda: waiting.is_wanted)
     assert not done
     step.release()
     thread.join(30)
     assert done == [2]
-    assert not waiting.wanted
+    assert not waiting.is_wanted
 
 
 def test_a_put_that_waited_in_vain_is_told_for_what(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_a_put_that_waited_in_vain_is_told_for_what(place: Path, monkeypatch: py
     with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"1")
     step = WriterLock(place / "s")
-    step.acquire(what=ROUND)
+    step.acquire(what=GC_RUN)
     with (
         open_store(place / "s", settings=CHOSEN, create=True) as store,
         pytest.raises(StoreLocked, match=f"in a step of garbage collection, by process {os.getpid()}"),
@@ -240,17 +240,17 @@ def test_a_deletion_waits_for_a_step_of_a_round_that_has_only_just_taken_the_loc
         store.put("k", b"1")
         store.close()
         store.gc()
-        forget_read = ContainerStore.forget_read
+        evict = ContainerStore.evict
 
         def lock_taken(containers: ContainerStore, container: ContainerId | None = None) -> None:
-            forget_read(containers, container)
-            if store._index.crossing.mine and not threads:
+            evict(containers, container)
+            if store._index.crossing.is_exclusive_here and not threads:
                 threads.append(thread := threading.Thread(target=lambda: done.append(store.delete("k"))))
                 thread.start()
                 thread.join(0.5)
                 assert done == []
 
-        monkeypatch.setattr(ContainerStore, "forget_read", lock_taken)
+        monkeypatch.setattr(ContainerStore, "evict", lock_taken)
         store.gc()
         (thread,) = threads
         thread.join(60)
@@ -319,7 +319,7 @@ def test_what_was_broken_when_a_round_planned_and_is_mended_and_leaned_on_since_
             failpoints.disarm()
         assert came == [3]
         newest = containers(store.root)[-1]
-        assert int(alone.name[:16], 16) in decode_container(newest.read_bytes(), newest.name).leans_on()
+        assert int(alone.name[:16], 16) in decode_container(newest.read_bytes(), newest.name).base_containers()
         assert store.get("k", 2).read() == second
         assert store.get("k", 3).read() == third
 
@@ -357,7 +357,7 @@ def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
     content, kept = text_like(300_000, 1), {}
     with open_store(place / "s", settings=settings(chosen, {"gc": {"gather_bytes": 0}}), create=True) as store:
         for number in range(1, 13):
-            content = kept[number] = mutated(content, number, edits=60)
+            content = kept[number] = mutate(content, number, edits=60)
             store.put("k", content)
             store.put("alone", random_bytes(20_000, number))
         for number in range(1, 6):

@@ -17,7 +17,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, NotFound, StoreUnavailable
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.objectstore.factory import open_store_of
-from nearkin_shared.objectstore.s3 import S3Objects
+from nearkin_shared.objectstore.s3 import S3ObjectStore
 from tests.support.checks.waiting import until
 from tests.support.fakes.faulty_http import FaultyHttp
 from tests.support.servers.servers import S3
@@ -33,14 +33,14 @@ def bucket(versitygw: S3) -> str:
 
 
 @pytest.fixture
-def direct(versitygw: S3, bucket: str) -> S3Objects:
+def direct(versitygw: S3, bucket: str) -> S3ObjectStore:
     """The same store without faults."""
-    return S3Objects(versitygw.settings(bucket))
+    return S3ObjectStore(versitygw.settings(bucket))
 
 
-def through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3Objects:
+def through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3ObjectStore:
     quick = {"request_timeout_seconds": 4, "retries": RETRIES, "retry_seconds": 60}
-    return S3Objects(server.settings(bucket, endpoint=proxy.url, **{**quick, **changed}))
+    return S3ObjectStore(server.settings(bucket, endpoint=proxy.url, **{**quick, **changed}))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3
         ("EFE", 2),
     ],
 )
-def test_a_put_that_was_done_says_so(versitygw: S3, bucket: str, direct: S3Objects, script: str, puts: int) -> None:
+def test_a_put_that_was_done_says_so(versitygw: S3, bucket: str, direct: S3ObjectStore, script: str, puts: int) -> None:
     with FaultyHttp(versitygw.port, script, held=lambda: until(lambda: list(direct.names("")))) as proxy:
         through(proxy, versitygw, bucket).put_new("a/b", DATA)
         assert len(proxy.met) == puts
@@ -71,7 +71,7 @@ def test_a_put_that_was_done_says_so(versitygw: S3, bucket: str, direct: S3Objec
 
 @pytest.mark.parametrize("script", ["", "E", "5", "C", "L", "F", "D", "W"])
 def test_a_name_that_is_taken_is_never_reported_as_ours(
-    versitygw: S3, bucket: str, direct: S3Objects, script: str
+    versitygw: S3, bucket: str, direct: S3ObjectStore, script: str
 ) -> None:
     direct.put_new("a", OTHER)
     with FaultyHttp(versitygw.port, script) as proxy:
@@ -84,7 +84,7 @@ def test_a_name_that_is_taken_is_never_reported_as_ours(
 
 @pytest.mark.parametrize("letter", ["E", "5", "C"])
 def test_a_put_that_never_got_through_says_so_and_leaves_nothing(
-    versitygw: S3, bucket: str, direct: S3Objects, letter: str
+    versitygw: S3, bucket: str, direct: S3ObjectStore, letter: str
 ) -> None:
     with FaultyHttp(versitygw.port, letter * 20) as proxy:
         with pytest.raises(StoreUnavailable, match=rf"^a: .*; tried {RETRIES + 1} times; it may or may not be there$"):
@@ -94,7 +94,7 @@ def test_a_put_that_never_got_through_says_so_and_leaves_nothing(
         direct.get("a")
 
 
-def test_a_put_that_cannot_be_looked_at_is_not_called_done(versitygw: S3, bucket: str, direct: S3Objects) -> None:
+def test_a_put_that_cannot_be_looked_at_is_not_called_done(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
     with FaultyHttp(versitygw.port, "L" * 20) as writes, FaultyHttp(writes.port, "5" * 20, method="GET") as reads:
         with pytest.raises(StoreUnavailable, match=r"503.*may or may not be there"):
             through(reads, versitygw, bucket).put_new("a", DATA)
@@ -102,14 +102,14 @@ def test_a_put_that_cannot_be_looked_at_is_not_called_done(versitygw: S3, bucket
     assert direct.get("a") == DATA
 
 
-def test_looking_again_settles_what_could_not_be_looked_at(versitygw: S3, bucket: str, direct: S3Objects) -> None:
+def test_looking_again_settles_what_could_not_be_looked_at(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
     with FaultyHttp(versitygw.port, "L") as writes, FaultyHttp(writes.port, "5E", method="GET") as reads:
         through(reads, versitygw, bucket).put_new("a", DATA)
         assert (len(writes.met), len(reads.met)) == (3, 3)
     assert direct.get("a") == DATA
 
 
-def test_a_late_put_does_not_overwrite_what_came_in_between(versitygw: S3, bucket: str, direct: S3Objects) -> None:
+def test_a_late_put_does_not_overwrite_what_came_in_between(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
     """The first try hangs past its timeout, others take the name, then the first one reaches the server."""
     taken = threading.Event()
 
@@ -131,7 +131,7 @@ def test_a_late_put_does_not_overwrite_what_came_in_between(versitygw: S3, bucke
 
 
 @pytest.mark.parametrize("script", ["E", "5", "L", "H", "EH5"])
-def test_a_read_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3Objects, script: str) -> None:
+def test_a_read_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3ObjectStore, script: str) -> None:
     direct.put_new("a", DATA)
     with FaultyHttp(versitygw.port, script, method="GET") as proxy:
         assert through(proxy, versitygw, bucket).get("a") == DATA
@@ -144,7 +144,7 @@ def test_a_read_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3Objec
 
 
 @pytest.mark.parametrize("script", ["E", "5", "L"])
-def test_a_listing_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3Objects, script: str) -> None:
+def test_a_listing_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3ObjectStore, script: str) -> None:
     wanted = {f"m/{number:04d}": 1 for number in range(1100)}  # two pages
     for name in wanted:
         direct.put_new(name, b"x")
@@ -158,7 +158,7 @@ def test_a_listing_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3Ob
                 list(objects.names("m"))
 
 
-def test_a_page_of_names_that_is_cut_short_is_an_error(versitygw: S3, bucket: str, direct: S3Objects) -> None:
+def test_a_page_of_names_that_is_cut_short_is_an_error(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
     direct.put_new("m/a", b"x")
     with FaultyHttp(versitygw.port, "H", method="GET") as proxy:
         objects = through(proxy, versitygw, bucket)
@@ -174,7 +174,7 @@ def own(tmp_path_factory: pytest.TempPathFactory, versitygw: S3) -> Iterator[S3]
 
 
 def test_a_server_that_is_away_for_a_while_costs_time_and_nothing_else(own: S3) -> None:
-    objects = S3Objects(own.settings(own.make_bucket("bucket"), retries=20, retry_seconds=60))
+    objects = S3ObjectStore(own.settings(own.make_bucket("bucket"), retries=20, retry_seconds=60))
     contents = {f"a/{number}": random_bytes(50_000, number) for number in range(200)}
     failed: list[BaseException] = []
 
@@ -215,7 +215,7 @@ def test_a_server_that_is_away_for_a_while_costs_time_and_nothing_else(own: S3) 
 )
 def test_what_is_wrong_is_one_line_with_the_remedy_and_never_taken_for_nothing_there(
     versitygw: S3,
-    direct: S3Objects,
+    direct: S3ObjectStore,
     bucket: str,
     changed: dict[str, object],
     said: str,
@@ -223,7 +223,7 @@ def test_what_is_wrong_is_one_line_with_the_remedy_and_never_taken_for_nothing_t
 ) -> None:
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # else a role is asked for at 169.254.169.254
     direct.put_new("a", DATA)
-    objects = S3Objects(versitygw.settings(bucket, retries=1, **changed))
+    objects = S3ObjectStore(versitygw.settings(bucket, retries=1, **changed))
     for call in (
         objects.check,
         lambda: objects.get("a"),
@@ -241,7 +241,7 @@ def test_what_is_wrong_is_one_line_with_the_remedy_and_never_taken_for_nothing_t
     assert dict(direct.names("")) == {"a": len(DATA)}
 
 
-def test_ranges_behind_the_end_of_an_object_that_was_cut_short_are_empty(bucket: str, direct: S3Objects) -> None:
+def test_ranges_behind_the_end_of_an_object_that_was_cut_short_are_empty(bucket: str, direct: S3ObjectStore) -> None:
     """The client joins them to one, and panics: no Exception, so that nobody caught it and a worker ended."""
     direct.put_new("a", DATA[:100])
     for places in ([(0, 10), (200, 300)], [(60, 70), (150, 160)], [(0, 10), (101, 110), (200, 201), (50, 60)]):
@@ -249,7 +249,7 @@ def test_ranges_behind_the_end_of_an_object_that_was_cut_short_are_empty(bucket:
         assert list(found) == [DATA[:100][start:end] for start, end in places]
 
 
-def test_ranges_far_apart_overlapping_and_out_of_order_are_what_was_asked_for(direct: S3Objects) -> None:
+def test_ranges_far_apart_overlapping_and_out_of_order_are_what_was_asked_for(direct: S3ObjectStore) -> None:
     data = random_bytes(5_000_000, 7)
     direct.put_new("a", data)
     places = [
@@ -289,7 +289,7 @@ def test_a_page_of_a_proxy_is_no_answer_about_an_object(versitygw: S3, bucket: s
         thread.start()
         try:
             url = f"http://127.0.0.1:{listener.server_address[1]}"
-            objects = S3Objects(versitygw.settings(bucket, endpoint=url, retries=1, retry_seconds=2))
+            objects = S3ObjectStore(versitygw.settings(bucket, endpoint=url, retries=1, retry_seconds=2))
             calls = [objects.check, lambda: objects.get("a"), lambda: objects.size_bytes("a")]
             calls += [lambda: objects.put_new("a", b"x"), lambda: objects.replace("a", b"x")]
             calls += [lambda: objects.get_ranges("a", [0], [1])]
@@ -308,7 +308,7 @@ def test_a_session_token_in_the_environment_is_not_sent_with_other_keys(
     versitygw: S3, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of another role")
-    objects = S3Objects(versitygw.settings(bucket, retries=0))
+    objects = S3ObjectStore(versitygw.settings(bucket, retries=0))
     objects.put_new("a", DATA)
     assert objects.get("a") == DATA
 
@@ -316,7 +316,7 @@ def test_a_session_token_in_the_environment_is_not_sent_with_other_keys(
 @pytest.mark.parametrize("changed", [{"url": "s3://bucket/a//b"}, {"url": "s3://bucket/../x"}, {"ca_file": __file__}])
 def test_what_the_client_refuses_is_a_setting_that_is_refused(versitygw: S3, changed: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="object_store: "):
-        S3Objects(versitygw.settings("bucket", **changed))
+        S3ObjectStore(versitygw.settings("bucket", **changed))
 
 
 @pytest.mark.parametrize(
@@ -344,6 +344,6 @@ def test_a_server_that_overwrites_although_asked_not_to_is_refused(
     settings = with_changes(Settings(), changes)
     open_store_of(settings)
     open_store_of(settings)
-    monkeypatch.setattr(S3Objects, "put_new", lambda self, name, *parts: self.replace(name, b"".join(parts)))
+    monkeypatch.setattr(S3ObjectStore, "put_new", lambda self, name, *parts: self.replace(name, b"".join(parts)))
     with pytest.raises(ConfigError, match="If-None-Match"):
         open_store_of(settings)

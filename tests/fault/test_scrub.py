@@ -16,7 +16,7 @@ from nearkin_maintenance.verify.scrubber import BUSY_SHARE
 from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.storage.scrub_progress import ScrubState, decode_state, encode_state
 from tests.support.checks.waiting import until
-from tests.support.data.stores import SMALL, broken, containers, flip, objects, settings
+from tests.support.data.stores import SMALL, containers, find_broken, flip, objects, settings
 from tests.support.engines.bitflips import run
 from tests.support.fakes.clock import DAY
 from tests.support.servers.gateways import embedded, running
@@ -134,7 +134,7 @@ def test_what_it_finds_is_named_with_its_versions_and_heals_when_put_again(root,
     with open_store(root, settings=CHOSEN, create=True) as store:
         (found,) = [step for step in whole_pass(store) if step.damaged]
         assert list(found.damaged) == [str(path.relative_to(root))]
-        harmed = broken(store, CONTENTS)
+        harmed = find_broken(store, CONTENTS)
         repaired, left = store.attend(found)
         assert repaired == ()
         assert [set(damage.versions) for damage in left] == [harmed]
@@ -142,7 +142,7 @@ def test_what_it_finds_is_named_with_its_versions_and_heals_when_put_again(root,
         assert list(store._quarantine.read()) == [int(path.stem, 16)]
         for key, version in harmed:
             store.put(f"again {key}", CONTENTS[key, version])
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         assert store._quarantine.read() == {}
         assert not any(step.damaged for step in whole_pass(store))
 
@@ -236,6 +236,6 @@ def test_a_descriptor_whose_version_a_flip_made_a_later_one_is_read_by_its_parit
     flip(path, whole.index(b'"format_version": ') + len('"format_version": '), 3)
     assert b'"format_version": 9' in path.read_bytes()
     with open_store(root, settings=COVERED, create=True) as store:
-        assert broken(store, CONTENTS) == set()
+        assert find_broken(store, CONTENTS) == set()
         assert [one.object_name for one in store.repair().repaired] == ["nearkin.json"]
     assert path.read_bytes() == whole

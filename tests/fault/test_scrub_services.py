@@ -17,11 +17,11 @@ from nearkin_maintenance.verify.scrub_worker import BackgroundScrub
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.objectstore.base import LocalObjects, ObjectStore
+from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
 from nearkin_shared.objectstore.factory import with_parity
-from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects
-from nearkin_shared.objectstore.parity import ParityObjects
-from nearkin_shared.objectstore.s3 import S3Objects
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore
+from nearkin_shared.objectstore.parity import ParityObjectStore
+from nearkin_shared.objectstore.s3 import S3ObjectStore
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.storage.scrub_progress import ScrubStates
@@ -33,24 +33,24 @@ COVERED = settings(SMALL, {"storage": {"parity": "rs-8-2"}, "scrub": {"rate_byte
 
 
 @pytest.fixture
-def store(versitygw: S3, tmp_path: Path) -> ParityObjects:
+def store(versitygw: S3, tmp_path: Path) -> ParityObjectStore:
     """Put a store of three versions into a bucket."""
     with open_store(tmp_path / "store", settings=COVERED, create=True) as made:
         for number in range(3):
             made.put(f"k{number}", random_bytes(200_000, number))
-    bucket = S3Objects(versitygw.settings(versitygw.make_bucket(f"b{secrets.token_hex(6)}")))
+    bucket = S3ObjectStore(versitygw.settings(versitygw.make_bucket(f"b{secrets.token_hex(6)}")))
     for name, data in objects(tmp_path / "store").items():
         bucket.put_new(name, data)
     return with_parity(bucket, COVERED)
 
 
-def scrubbing(store: ParityObjects, chosen=COVERED, index: object = None) -> BackgroundScrub:
+def scrubbing(store: ParityObjectStore, chosen=COVERED, index: object = None) -> BackgroundScrub:
     found = descriptor.read(store)
     fingerprinter = partial(Fingerprinter, bytes.fromhex(found.secret), fingerprint_bits=found.fingerprint_bits)
     return BackgroundScrub(store, lambda: chosen, fingerprinter, index)
 
 
-def damage(store: ParityObjects, name: str, at: int) -> bytes:
+def damage(store: ParityObjectStore, name: str, at: int) -> bytes:
     whole = store.get(name)
     broken = bytearray(whole)
     broken[at] ^= 1
@@ -58,14 +58,14 @@ def damage(store: ParityObjects, name: str, at: int) -> bytes:
     return whole
 
 
-def wait_for_a_pass(scrub: BackgroundScrub, store: ParityObjects) -> None:
+def wait_for_a_pass(scrub: BackgroundScrub, store: ParityObjectStore) -> None:
     scrub.start()
     states = ScrubStates(store)
     until(lambda: not states.read().running and states.read().ended_us)
     scrub.stop()
 
 
-def test_it_puts_right_containers_manifests_and_parity_in_the_bucket(store: ParityObjects) -> None:
+def test_it_puts_right_containers_manifests_and_parity_in_the_bucket(store: ParityObjectStore) -> None:
     names = sorted(name for name, _ in store.names("containers"))
     manifests = sorted(name for name, _ in store.names("manifests"))
     wholes = {
@@ -99,7 +99,7 @@ class Forgetting:
 
 
 def test_what_it_cannot_put_right_is_quarantined_forgotten_and_told_with_its_versions(
-    store: ParityObjects, caplog: pytest.LogCaptureFixture
+    store: ParityObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = sorted(name for name, _ in store.names("containers"))[0]
     damage(store, name, 100)
@@ -124,7 +124,7 @@ class Away(Forgetting):
 
 
 def test_an_index_that_is_away_is_told_of_the_damage_when_it_is_back(
-    store: ParityObjects, monkeypatch: pytest.MonkeyPatch
+    store: ParityObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scrubbing_module, "RETRY_SECONDS", 0.1)
     name = sorted(name for name, _ in store.names("containers"))[0]
@@ -137,7 +137,7 @@ def test_an_index_that_is_away_is_told_of_the_damage_when_it_is_back(
     assert ScrubStates(store).read().ended_damaged == 1
 
 
-class BadSector(ObstoreObjects):
+class BadSector(ObstoreObjectStore):
     """A device that cannot read one object, until that is written again."""
 
     def __init__(self, inner: ObjectStore, bad: str) -> None:
@@ -169,7 +169,7 @@ def test_what_the_device_cannot_read_is_put_back_from_parity_and_what_is_found_w
     chosen = with_changes(COVERED, {"storage": {"parity": "rs-2-2"}})
     with open_store(tmp_path / "s", settings=chosen, create=True) as made:
         made.put("k", random_bytes(100_000, 5))
-    local = LocalObjects(tmp_path / "s")
+    local = LocalObjectStore(tmp_path / "s")
     (name,) = (name for name, _ in local.names("containers"))
     whole = local.get(name)
     device = BadSector(local, name)

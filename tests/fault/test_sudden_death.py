@@ -13,7 +13,7 @@ import lmdb
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_shared.errors import NotFound, StoreLocked
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
@@ -26,16 +26,16 @@ WRITER = """
 import random, sys
 from pathlib import Path
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated
+from nearkin.lab.generated_data import mutate
 from tests.support.data.stores import SMALL, settings
 
 first = Path(sys.argv[2]).read_bytes()
-mutated(first, 0, edits=1)  # imports numpy.random, and what interrupts the import of a compiled module is lost
+mutate(first, 0, edits=1)  # imports numpy.random, and what interrupts the import of a compiled module is lost
 with open_store(sys.argv[1], settings=settings(SMALL, {"features": {"algorithm": "odess"}}), create=True) as store:
     print("ready", flush=True)
     sys.stdin.readline()
     for number in range(int(sys.argv[3]), int(sys.argv[3]) + 1000):
-        result = store.put("k", mutated(first, number, edits=400))
+        result = store.put("k", mutate(first, number, edits=400))
         print(number, result.info.version, flush=True)
 """
 
@@ -104,16 +104,16 @@ def test_no_moment_to_die_leaves_half_a_version_or_loses_an_acknowledged_one(how
                 if version not in known:
                     known[version] = number + len(acknowledged)
                 if version in acknowledged or version == listed[-1]:
-                    assert store.get("k", version).read() == mutated(content, known[version], edits=400)
+                    assert store.get("k", version).read() == mutate(content, known[version], edits=400)
             assert len(set(listed) - set(acknowledged)) == len(listed) - len(acknowledged)
-            again = store.put("k", mutated(content, number + len(acknowledged), edits=400))  # the same once more
+            again = store.put("k", mutate(content, number + len(acknowledged), edits=400))  # the same once more
             known[again.info.version] = number + len(acknowledged)
-            assert store.get("k").read() == mutated(content, known[again.info.version], edits=400)
+            assert store.get("k").read() == mutate(content, known[again.info.version], edits=400)
             assert not list((root / "tmp").iterdir())
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.verify().damage == ()
         for version, number in known.items():
-            assert store.get("k", version).read() == mutated(content, number, edits=400)
+            assert store.get("k", version).read() == mutate(content, number, edits=400)
         stats = store.stats()
         assert stats.versions == len(known)
         assert sum(stats.parts.values()) == stats.ledger.stored_bytes

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from nearkin import open_store
 from nearkin.cli.commands import nearkin
 from nearkin.cli.verify import parse_since
-from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin_shared.errors import BadInput, IndexDamaged
 from nearkin_shared.index.lmdb.lmdb_index import _SHAPES as SHAPES
 from nearkin_shared.index.lmdb.sorted_run_table import PLACE, places_of
@@ -116,7 +116,7 @@ def test_a_flipped_bit_of_a_place_is_named_and_no_put_leans_on_it(root, table):
         before = [(info.key, info.version) for info in store.versions(all_versions=True)]
         for key, _ in before:
             if table == "features":
-                content = mutated(store.get(key, 1).read(), 1, edits=40, edit_bytes_max=9)
+                content = mutate(store.get(key, 1).read(), 1, edits=40, edit_bytes_max=9)
             else:
                 content = store.get(key, 1).read() + (b"" if table == "segments" else b"longer")
             with pytest.raises(IndexDamaged, match="rebuild-index"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fuzzing import fuzz
-from tests.support.fuzzing.fuzz import Fault, changed, kept, run, tried
+from tests.support.fuzzing.fuzz import Fault, kept_inputs, mutate_input, run, try_input
 from tests.support.fuzzing.fuzz_targets import TARGETS, Target, raw_frame
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def test_whatever_a_parser_is_given_it_ends_well_or_refuses(name: str) -> None:
 
 
 def test_what_is_kept_of_earlier_faults_is_found() -> None:
-    assert list(kept("headers", REGRESSIONS))
+    assert list(kept_inputs("headers", REGRESSIONS))
     assert {path.name for path in REGRESSIONS.iterdir() if path.is_dir() and path.name != "__pycache__"} <= set(TARGETS)
 
 
@@ -40,9 +40,9 @@ def test_a_fault_is_a_fault() -> None:
             raise IndexError("out of range")
 
     target = Target(broken, lambda: [b"a"])
-    assert tried("t", target, b"a")
+    assert try_input("t", target, b"a")
     with pytest.raises(Fault, match="IndexError: out of range for 2 bytes b'xy'"):
-        tried("t", target, b"xy")
+        try_input("t", target, b"xy")
 
 
 def test_what_hangs_and_what_takes_all_memory_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,9 @@ def test_what_hangs_and_what_takes_all_memory_are_faults(monkeypatch: pytest.Mon
 def test_the_same_seed_changes_bytes_in_the_same_way() -> None:
     seeds = [b"one thing", b"and another"]
     one, other = random.Random(5), random.Random(5)
-    assert [changed(one, seeds[0], seeds) for _ in range(50)] == [changed(other, seeds[0], seeds) for _ in range(50)]
+    assert [mutate_input(one, seeds[0], seeds) for _ in range(50)] == [
+        mutate_input(other, seeds[0], seeds) for _ in range(50)
+    ]
 
 
 def test_tables_in_raw_frames_are_taken_as_packed_ones_are() -> None:
@@ -92,7 +94,7 @@ def test_the_vcdiff_decoder_stays_inside_its_buffers_under_sanitizers(tmp_path: 
         pytest.skip("the compiler brings no AddressSanitizer")
     assert built.returncode == 0, built.stderr
     names = []
-    for number, data in enumerate([*TARGETS["vcdiff"].seeds(), *kept("vcdiff", REGRESSIONS)]):
+    for number, data in enumerate([*TARGETS["vcdiff"].seeds(), *kept_inputs("vcdiff", REGRESSIONS)]):
         (tmp_path / str(number)).write_bytes(data)
         names.append(str(tmp_path / str(number)))
     seed = str(random.SystemRandom().randrange(1 << 31))

@@ -15,7 +15,7 @@ from backports import zstd
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import decode_block
 from nearkin_shared.formats.manifest import decode_manifest, encode_manifest
-from nearkin_shared.formats.parity_object import mended
+from nearkin_shared.formats.parity_object import reconstruct
 from nearkin_shared.formats.pending_delete_record import QUARANTINED, decode_record
 from nearkin_shared.formats.retention_record import decode_retention, encode_retention
 from nearkin_shared.formats.tombstone import decode_mark, encode_mark
@@ -33,10 +33,10 @@ def digest(data: bytes) -> str:
 @pytest.mark.skipif(zstd.zstd_version != ZSTD, reason=f"frozen with zstd {ZSTD}: another one compresses otherwise")
 def test_the_same_input_gives_the_frozen_bytes() -> None:
     assert digest(samples.small_container()) == "1ef0a489f23a9ec0c3be26eb4bb434bd"
-    assert digest(samples.patched_container()) == "7ee1429884ffcb0f91f15d6da7d32351"
+    assert digest(samples.patch_container()) == "7ee1429884ffcb0f91f15d6da7d32351"
     assert digest(encode_manifest(samples.small_manifest())) == "0ffd61dad6314f92aa140701b03fe6d3"
     assert digest(encode_manifest(samples.measured_manifest())) == "6c7c7326a5cfbd24c98366581b25f5a2"
-    assert digest(encode_manifest(samples.chained_manifest())) == "0df5fb453e62b45b8c66879f26f8572f"
+    assert digest(encode_manifest(samples.manifest_with_chain())) == "0df5fb453e62b45b8c66879f26f8572f"
 
 
 def test_what_is_not_compressed_is_frozen_whatever_the_library() -> None:
@@ -62,7 +62,7 @@ def test_the_frozen_container_is_still_read() -> None:
 def test_the_frozen_patch_blocks_are_still_read() -> None:
     data = (HERE / "container_v3.bin").read_bytes()
     found, _ = samples.read_all(data)
-    made, _ = samples.read_all(samples.patched_container())
+    made, _ = samples.read_all(samples.patch_container())
     start = int(found.blocks.offsets[1]) - container_layout.BLOCK.size
     record = data[start : start + container_layout.BLOCK.size + int(found.blocks.stored[1])]
     decoded = decode_block(record, "frozen", b"".join(samples.PATCHED_BASES))
@@ -80,7 +80,7 @@ def test_the_frozen_manifest_is_still_read(version: int) -> None:
     data = (HERE / f"manifest_v{version}.bin").read_bytes()
     assert data[4:6] == bytes([version, 0])
     found = decode_manifest(data, "frozen")
-    made = {2: samples.small_manifest, 3: samples.measured_manifest, 4: samples.chained_manifest}[version]()
+    made = {2: samples.small_manifest, 3: samples.measured_manifest, 4: samples.manifest_with_chain}[version]()
     if made.lengths is None:
         assert found.lengths is None
     else:
@@ -118,7 +118,7 @@ def test_the_frozen_parity_still_mends_and_is_still_made() -> None:
     assert made == frozen
     damaged = bytearray(data)
     damaged[100:4800] = bytes(4700)
-    assert mended(samples.PARITY_OF, bytes(damaged), frozen) == data
+    assert reconstruct(samples.PARITY_OF, bytes(damaged), frozen) == data
 
 
 def test_the_frozen_record_of_what_is_quarantined_is_still_read() -> None:

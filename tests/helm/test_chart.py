@@ -463,7 +463,7 @@ def test_a_value_that_cannot_be_is_refused_by_name(rendered: Render, values: dic
 
 def test_readme_and_schema_follow_from_the_values_and_the_settings() -> None:
     values = (CHART / "values.yaml").read_text()
-    assert helm_chart.undocumented(values) == []
+    assert helm_chart.undocumented_values(values) == []
     remedy = "run python -m tests.support.checks.helm_chart"
     readme, schema = ((CHART / name).read_text() for name in ("README.md", "values.schema.json"))
     assert helm_chart.with_values(readme, values) == readme, remedy

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin_shared.errors import NotFound
 from tests.support.data.stores import SMALL, attempt, settings
 
@@ -41,14 +41,14 @@ def test_a_copy_taken_during_puts_has_all_that_was_committed_before_and_nothing_
     data = random_bytes(200_000, 1)
     with open_store(tmp_path / "store", settings=chosen, create=True) as store:
         for number in range(BEFORE):
-            data = mutated(data, number, 20)
+            data = mutate(data, number, 20)
             contents[store.put("db", data).info.version] = data
         over, begun = threading.Event(), threading.Event()
 
         def write() -> None:
             changed = data
             for number in range(200):
-                changed = mutated(changed, 1000 + number, 20)
+                changed = mutate(changed, 1000 + number, 20)
                 contents[store.put("db", changed).info.version] = changed
                 begun.set()
                 if over.is_set():

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from nearkin import Store, open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.formats import container_layout
 from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX
 from nearkin_shared.reading import block_decoder
-from nearkin_shared.reading.block_decoder import Chains
+from nearkin_shared.reading.block_decoder import BlockDecoder
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.reading.read_plan import BlockName
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import U8
-from nearkin_shared.utils.thread_pool import Helpers
+from nearkin_shared.utils.thread_pool import ThreadPool
 from tests.support.data.stores import SMALL
 from tests.support.data.stores import settings as chosen
 
@@ -33,8 +33,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
     with open_store(tmp_path / "s", settings=chosen(SMALL, {"delta": {"max_depth": 4}}), create=True) as opened:
         for version in range(5):
             opened.put("k", content)
-            content = mutated(content, version, edits=40, edit_bytes_max=60)
-        opened._containers.forget_read()
+            content = mutate(content, version, edits=40, edit_bytes_max=60)
+        opened._containers.evict()
         yield opened
 
 
@@ -48,8 +48,8 @@ def blocks_of(source: ContainerStore) -> dict[BlockName, tuple[int, int]]:
     }
 
 
-def chains_of(source: ContainerStore) -> Chains:
-    return Chains(source, ChunkReader(source).plan)
+def chains_of(source: ContainerStore) -> BlockDecoder:
+    return BlockDecoder(source, ChunkReader(source).plan)
 
 
 def leaning(source: ContainerStore, name: BlockName) -> set[BlockName]:
@@ -86,14 +86,14 @@ def test_a_chain_is_decoded_in_one_call(store: Store, monkeypatch: pytest.Monkey
     deepest = [name for name, (_, depth) in every.items() if depth == max(depths)]
     monkeypatch.setattr(block_decoder, "decode_frames", decode_frames)
     monkeypatch.setattr(source._objects, "get_ranges", get_ranges)
-    found = chains_of(source).decoded(deepest)
+    found = chains_of(source).decode(deepest)
     assert all(content is not None for content in found)
     assert len(calls) == 1, "of whatever depth"
     assert sum(calls) > 2 * len(deepest)
     assert sum(trips) == sum(calls), "each block is read once"
     assert len(trips) == len({name[0] for name in every}), "and those of a container together"
     calls.clear()
-    assert all(a is b for a, b in zip(chains_of(source).decoded(deepest), found, strict=True))
+    assert all(a is b for a, b in zip(chains_of(source).decode(deepest), found, strict=True))
     assert not calls, "they are at hand"
 
 
@@ -103,15 +103,15 @@ def test_no_more_is_decoded_together_than_the_bound_says(
 ) -> None:
     source = store._containers
     names = sorted(blocks_of(source))
-    wanted = dict(zip(names, chains_of(source).decoded(names), strict=True))
-    source.forget_read()
+    wanted = dict(zip(names, chains_of(source).decode(names), strict=True))
+    source.evict()
     monkeypatch.setattr(block_decoder, "DECODED_BYTES_MAX", bound)
     found = dict[BlockName, U8 | None]()
     while len(found) < len(names):
         source.blocks.clear()
         taken = source.costs.blocks_decoded
         left = names[len(found) :]
-        some = chains_of(source).decoded(left)
+        some = chains_of(source).decode(left)
         assert some, "one at least"
         found |= dict(zip(left, some, strict=False))
         assert source.blocks.used_bytes <= bound
@@ -126,15 +126,15 @@ def test_no_more_is_decoded_together_than_the_bound_says(
 def test_who_decodes_beside_another_has_half_of_the_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store._containers
     names = sorted(blocks_of(source))
-    wanted = chains_of(source).decoded(names)
+    wanted = chains_of(source).decode(names)
     monkeypatch.setattr(
         block_decoder, "DECODED_BYTES_MAX", sum(len(content) for content in wanted if content is not None)
     )
     taken = list[int]()
 
     def decoded() -> None:
-        source.forget_read()
-        found = chains_of(source).decoded(names)
+        source.evict()
+        found = chains_of(source).decode(names)
         assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=False))
         taken.append(len(found))
 
@@ -155,27 +155,27 @@ def test_who_decodes_beside_another_has_half_of_the_bound(store: Store, monkeypa
 def test_who_decodes_alone_has_others_help(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source, asked = store._containers, list[str]()
     names = sorted(blocks_of(source))
-    wanted = chains_of(source).decoded(names)
+    wanted = chains_of(source).decode(names)
 
-    class Noted(Helpers):
-        def share(self, work: Callable[[], None]) -> None:
+    class Noted(ThreadPool):
+        def run_on_all(self, work: Callable[[], None]) -> None:
             asked.append("share")
-            super().share(work)
+            super().run_on_all(work)
 
     with ThreadPoolExecutor(2) as threads:
-        reader = block_decoder.Chains(source, ChunkReader(source).plan, Noted(threads, 3))
-        source.forget_read()
-        found = reader.decoded(names)
+        reader = block_decoder.BlockDecoder(source, ChunkReader(source).plan, Noted(threads, 3))
+        source.evict()
+        found = reader.decode(names)
         assert asked, "they are there to be asked"
         assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
         asked.clear()
-        source.forget_read()
+        source.evict()
         turn = block_decoder._turns.take()  # another thread decodes
-        reader.decoded(names)
+        reader.decode(names)
         assert not asked, "one thread for each restore of a gateway that has many"
         del turn
-        source.forget_read()
-        assert reader.decoded(names)
+        source.evict()
+        assert reader.decode(names)
         assert asked
 
 
@@ -185,7 +185,7 @@ def test_a_stored_block_in_the_cache_keeps_no_memory_but_its_own(tmp_path: Path)
     with open_store(tmp_path / "s", settings=chosen(SMALL), create=True) as store:
         store.put("k", content)
         source = store._containers
-        source.forget_read()
+        source.evict()
         assert store.get("k").read() == content
         kept = [block for _, block in source.blocks.items()]
         assert len(kept) >= 20
@@ -200,15 +200,17 @@ def test_whose_turn_it_is_ends_with_what_ends_it(store: Store, monkeypatch: pyte
     source = store._containers
     bounds = list[int]()
 
-    def interrupted(_self: Chains, _names: Any, _spend: Any, bytes_max: int, _helpers: Helpers) -> list[U8 | None]:
+    def interrupted(
+        _self: BlockDecoder, _names: Any, _spend: Any, bytes_max: int, _helpers: ThreadPool
+    ) -> list[U8 | None]:
         bounds.append(bytes_max)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Chains, "_decoded", interrupted)
+    monkeypatch.setattr(BlockDecoder, "_decoded", interrupted)
     kept = list[BaseException]()
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt) as raised:
-            chains_of(source).decoded(sorted(blocks_of(source)))
+            chains_of(source).decode(sorted(blocks_of(source)))
         kept.append(raised.value)  # with all that its traceback holds
     assert bounds == [block_decoder.DECODED_BYTES_MAX] * 2, "the second is alone, too"
 
@@ -225,8 +227,8 @@ def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: St
     data[place.stop - 1] ^= 1
     path.chmod(0o600)
     path.write_bytes(data)
-    source.forget_read()
-    found = chains_of(source).decoded(sorted(every))
+    source.evict()
+    found = chains_of(source).decode(sorted(every))
     assert {name for name, content in zip(sorted(every), found, strict=True) if content is None} == touched
     with pytest.raises(Corrupt, match=f"{object_name(name[0])} block {name[1]}: checksum"):
         store.get("k", 5).read()
@@ -248,7 +250,7 @@ def test_what_cannot_be_read_is_asked_for_together_once(store: Store, monkeypatc
         return plain(name, starts, ends)
 
     monkeypatch.setattr(source._objects, "get_ranges", get_ranges)
-    found = dict(zip(every, chains_of(source).decoded(every), strict=True))
+    found = dict(zip(every, chains_of(source).decode(every), strict=True))
     assert {name for name, content in found.items() if content is None} == leaning(source, broken)
     mine = len([name for name in every if name[0] == broken[0]])
     assert mine > 5
@@ -268,8 +270,8 @@ def test_only_what_leans_on_deltas_is_remembered(store: Store, monkeypatch: pyte
 
     with monkeypatch.context() as patched:
         patched.setattr(source, "directory", directory)
-        assert any(content is None for content in chain.decoded(every))
-    assert all(content is not None for content in chain.decoded(every))
+        assert any(content is None for content in chain.decode(every))
+    assert all(content is not None for content in chain.decode(every))
 
 
 def test_what_stands_on_deltas_is_read_once_and_left_to_the_slow_way(
@@ -283,7 +285,7 @@ def test_what_stands_on_deltas_is_read_once_and_left_to_the_slow_way(
             for version in range(2 if codec == "xdelta3" else 10):
                 versions.append(content)
                 opened.put("k", content)
-                content = mutated(content, version, edits=60, edit_bytes_max=60)
+                content = mutate(content, version, edits=60, edit_bytes_max=60)
     with open_store(tmp_path / "m", create=True) as opened:
         source, read = opened._containers, list[tuple[str, int]]()
         plain = source._objects.get_ranges
@@ -310,5 +312,5 @@ def test_a_store_that_does_not_answer_is_told_at_once(store: Store, monkeypatch:
 
     monkeypatch.setattr(source._objects, "get_ranges", away)
     with pytest.raises(StoreUnavailable):
-        chains_of(source).decoded(names)
+        chains_of(source).decode(names)
     assert len(asked) == 1

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from tests.support.data.stores import settings
 
 MIB = 1 << 20
@@ -23,7 +23,7 @@ def test_stores_opened_read_and_closed_one_after_another_leave_no_memory_behind(
     first = text_like(20 * MIB, 1)
     with open_store(tmp_path / "s", settings=settings(), create=True) as store:
         store.put("k", first)
-        store.put("k", mutated(first, 2, edits=2000, edit_bytes_max=300))
+        store.put("k", mutate(first, 2, edits=2000, edit_bytes_max=300))
     del first
     held = []
     gc.collect()

@@ -13,12 +13,12 @@ from nearkin.lab.generated_data import random_bytes
 from nearkin.store import Store
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.index.pending import PendingIndex
-from nearkin_shared.objectstore.base import LocalObjects
-from nearkin_shared.pipeline.lookups import EmbeddedFacts, InFlight
-from nearkin_shared.pipeline.stage import Facts, Reads
+from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.pipeline.lookups import EmbeddedLookups, InFlight
+from nearkin_shared.pipeline.stage import LookupRequest, LookupResults
 from nearkin_shared.storage.containers import ContainerStore
-from nearkin_shared.storage.pending_delete_watch import Collected, RecordWatch
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_delete_watch import PendingDeleteFilter, PendingDeleteWatcher
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.types import Locations
 from tests.support.data.stores import SMALL, settings
 
@@ -31,10 +31,10 @@ class World:
     def __init__(self, root: Path) -> None:
         self.now = 1_764_000_000.0
         self.store = open_store(root, settings=CHOSEN, clock=lambda: self.now, create=True)
-        self.objects = LocalObjects(root)
+        self.objects = LocalObjectStore(root)
         self.containers = ContainerStore(self.objects, domain_of("default"), 1 << 20)
-        self.watch = RecordWatch(CondemnedStore(self.objects), 0.0)
-        self.collected = Collected(self.watch, self.containers, lambda: self.fresh())
+        self.watch = PendingDeleteWatcher(PendingDeleteStore(self.objects), 0.0)
+        self.collected = PendingDeleteFilter(self.watch, self.containers, lambda: self.fresh())
         for key in ("kept", "gone"):
             self.store.put(key, random_bytes(60_000, len(key) * 7 + ord(key[0])))
         self.segments = {key: self.store._manifests.get("default", key, 1).segments for key in ("kept", "gone")}
@@ -65,14 +65,14 @@ def delete(store: Store) -> None:
 
 def test_what_is_condemned_is_no_base_and_what_is_not_is(world: World) -> None:
     source = InFlight(world.containers)
-    facts = EmbeddedFacts(PendingIndex(world.store._index.readable(), b""), source, world.collected)
+    facts = EmbeddedLookups(PendingIndex(world.store._index.readable(), b""), source, world.collected)
     asked = Locations.join([world.chunks["kept"], world.chunks["gone"]])
-    before = facts.answer(Reads(similar=asked), Facts()).similar
+    before = facts.answer(LookupRequest(similar=asked), LookupResults()).similar
     assert before is not None
     assert before.available.all()
     delete(world.store)
     world.round()
-    after = facts.answer(Reads(similar=asked), Facts()).similar
+    after = facts.answer(LookupRequest(similar=asked), LookupResults()).similar
     assert after is not None
     gone = np.repeat([False, True], [len(world.chunks["kept"]), len(world.chunks["gone"])])
     assert np.array_equal(after.available, ~gone)
@@ -96,8 +96,8 @@ def test_what_was_read_is_let_go_of_once_a_round_has_ended(world: World, monkeyp
     """It may have written containers anew, less deep and with more chunks, and condemned nothing."""
     monkeypatch.setattr("nearkin_shared.storage.pending_delete_watch.REFRESH_SECONDS", -1.0)
     ended = iter([None, None, 1.0, 1.0])
-    watch = RecordWatch(CondemnedStore(world.objects), 3600.0, lambda: next(ended))
-    collected = Collected(watch, world.containers, world.fresh)
+    watch = PendingDeleteWatcher(PendingDeleteStore(world.objects), 3600.0, lambda: next(ended))
+    collected = PendingDeleteFilter(watch, world.containers, world.fresh)
     container = world.chunks["kept"].containers[0]
     known = list[bool]()
     for _ in range(4):

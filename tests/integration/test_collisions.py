@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from tests.support.data.stores import SMALL, settings
 
 PAIR = Path(__file__).parents[1] / "data" / "sha1-collision"
@@ -89,7 +89,7 @@ def test_every_version_restores_where_fingerprint_collisions_abound(bits, tmp_pa
     first = text_like(1_000_000, 5) + random_bytes(700_000, 6) + bytes(50_000)
     contents = [first]
     for seed in range(2):
-        contents.append(mutated(contents[-1], seed, edits=200))
+        contents.append(mutate(contents[-1], seed, edits=200))
     with open_store(tmp_path / "s", settings=chosen, fingerprint_bits=bits, create=True) as store:
         for content in contents:
             store.put("k", content)

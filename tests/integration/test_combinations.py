@@ -7,14 +7,14 @@ from itertools import product
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, records_like, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 from nearkin_shared.config.reduction import CHUNKERS, DELTA_CODECS, FEATURES
 from tests.support.data.stores import SMALL, settings
 
 FIRST = text_like(150_000, 1) + bytes(100_000) + random_bytes(60_000, 2) + records_like(90_000, 3)
 VERSIONS = [FIRST]
 for seed in range(1, 4):
-    VERSIONS.append(mutated(VERSIONS[-1], seed, edits=12))
+    VERSIONS.append(mutate(VERSIONS[-1], seed, edits=12))
 FRESH = VERSIONS[3][:200_000] + text_like(50_000, 9)
 
 
@@ -86,7 +86,7 @@ def test_settings_at_their_bounds_round_trip(changes, tmp_path):
 def test_a_store_goes_on_under_other_settings(tmp_path):
     everything = []
     for number, (chunker, algorithm) in enumerate(product(CHUNKERS, FEATURES)):
-        content = mutated(VERSIONS[number % 4], 100 + number)
+        content = mutate(VERSIONS[number % 4], 100 + number)
         everything.append(content)
         changes = {
             "chunker": {"algorithm": chunker},
@@ -112,7 +112,7 @@ def test_chains_of_deltas_reach_the_cap_and_never_pass_it(depth, tmp_path):
         tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "whole"}}, changes), create=True
     ) as store:
         for seed in range(24):  # far from the first version in the end, near to the one before
-            content = mutated(content, seed, edits=40, edit_bytes_max=100)
+            content = mutate(content, seed, edits=40, edit_bytes_max=100)
             history.append(content)
             store.put("k", content)
         assert max(store.stats().depths) == depth
@@ -128,7 +128,7 @@ def test_settings_that_are_set_anew_count_from_the_next_put_on(tmp_path):
     ) as store:
         store.put("k", data)
         store.settings = settings(SMALL, {"features": {"algorithm": "odess"}, "delta": {"codec": "none"}})
-        store.put("k", mutated(data, 2, edits=30))
+        store.put("k", mutate(data, 2, edits=30))
         assert {name.partition("/")[0] for name in store.stats().sketches} == {"finesse", "odess"}
         assert store.stats().ledger.delta_chunks == 0
         assert store.get("k", 1).read() == data

@@ -15,8 +15,8 @@ from nearkin.store import open_store
 from nearkin_shared.errors import BadInput, Corrupt, NotFound, StoreUnavailable
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.tombstone import SEQUENCE_MAX, Kind, Mark, encode_mark
-from nearkin_shared.index.protocols import Marked
-from nearkin_shared.objectstore.base import LocalObjects, ObjectStore
+from nearkin_shared.index.protocols import MarkedVersion
+from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.results import Ledger, VersionInfo
 from nearkin_shared.storage.deletions import Deletions
@@ -24,7 +24,7 @@ from nearkin_shared.storage.manifests import History, ManifestStore, mark_name, 
 from nearkin_shared.types import Locations
 from tests.support.data.stores import SMALL, settings
 from tests.support.fakes.clock import Clock
-from tests.support.fakes.faulty_objects import FaultyObjects
+from tests.support.fakes.faulty_objects import FaultyObjectStore
 
 WEEK = 604_800.0
 SETTINGS = {"undelete_seconds": WEEK}
@@ -35,7 +35,7 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "memory":
         return memory_objects()
     if request.param == "local":
-        return LocalObjects(tmp_path)
+        return LocalObjectStore(tmp_path)
     found: ObjectStore = request.getfixturevalue("s3_objects")
     return found
 
@@ -60,7 +60,7 @@ def seen(manifests: ManifestStore, key: str = "k", tenant: str = "default") -> l
     return by_listing
 
 
-def silent(_marks: Sequence[Marked]) -> None:
+def silent(_marks: Sequence[MarkedVersion]) -> None:
     pass
 
 
@@ -75,7 +75,7 @@ def test_a_key_goes_with_all_its_versions_and_comes_back(objects: ObjectStore) -
     assert seen(manifests) == []
     for version in (1, 2, 3):
         with pytest.raises(NotFound):
-            manifests.seen("default", "k", version)
+            manifests.read_visible("default", "k", version)
         assert manifests.get("default", "k", version).version == version  # nothing is freed
     assert seen(manifests, "other") == seen(manifests, tenant="other") == [1]
     with pytest.raises(NotFound):
@@ -143,7 +143,7 @@ def test_the_time_to_undelete_is_the_one_that_was_promised() -> None:
     deletions = Deletions(manifests, silent, clock=clock)
     put(manifests)
     deletions.delete("default", "k", undelete_seconds=100)
-    (told,) = deletions.listed("default", ["k"])
+    (told,) = deletions.list_deleted("default", ["k"])
     assert (told.until - told.deleted).total_seconds() == 100
     clock.now += 101
     with pytest.raises(NotFound, match=r"until 2025-11-24T16:01:40Z.*deletion\.undelete_seconds"):
@@ -162,7 +162,7 @@ def test_what_is_deleted_is_listed_with_who_and_why() -> None:
     put(manifests)
     put(manifests)
     deletions.delete("default", "k", 2, who="kim", reason="wrong host", **SETTINGS)
-    (told,) = deletions.listed("default", ["k", "none"])
+    (told,) = deletions.list_deleted("default", ["k", "none"])
     assert (told.key, told.version, told.who, told.reason) == ("k", 2, "kim", "wrong host")
     assert told.deleted.timestamp() == clock.now
 
@@ -174,7 +174,7 @@ def test_what_is_collected_never_comes_back() -> None:
     deletions.delete("default", "k", **SETTINGS)
     manifests.put_mark(Mark("default", "k", 1, 2, Kind.COLLECTED, 5, 0))
     assert seen(manifests) == []
-    assert list(deletions.listed("default", ["k"])) == []
+    assert list(deletions.list_deleted("default", ["k"])) == []
     for call in (deletions.undelete, lambda *given: deletions.delete(*given, **SETTINGS)):
         with pytest.raises(NotFound):
             call("default", "k", 1)
@@ -297,13 +297,13 @@ def test_the_newest_version_is_the_last_to_go_and_the_first_to_come_back() -> No
         for _ in range(4):
             put(manifests)
         with pytest.raises(StoreUnavailable):
-            Deletions(ManifestStore(FaultyObjects(objects, letters)), silent).delete("default", "k", **SETTINGS)
+            Deletions(ManifestStore(FaultyObjectStore(objects, letters)), silent).delete("default", "k", **SETTINGS)
         newest = manifests.newest("default", "k")
         assert newest is not None
         assert newest.version == 4
         assert Deletions(manifests, silent).delete("default", "k", **SETTINGS) >= 1  # the same again ends it
         assert seen(manifests) == []
-        cut_short = Deletions(ManifestStore(FaultyObjects(objects, ".E")), silent)
+        cut_short = Deletions(ManifestStore(FaultyObjectStore(objects, ".E")), silent)
         if len(letters) == 1:  # nothing was deleted by the first call, all four by the second
             with pytest.raises(StoreUnavailable):
                 cut_short.undelete("default", "k")
@@ -320,7 +320,7 @@ def test_a_lost_reply_is_a_deletion_that_is_done() -> None:
     put(manifests)
     request = bytes(range(16))
     with pytest.raises(StoreUnavailable):
-        Deletions(ManifestStore(FaultyObjects(objects, "L")), silent).delete(
+        Deletions(ManifestStore(FaultyObjectStore(objects, "L")), silent).delete(
             "default", "k", request=request, **SETTINGS
         )
     assert seen(manifests) == []
@@ -331,9 +331,9 @@ def test_the_index_hears_of_a_mark_before_it_is_made() -> None:
     manifests = ManifestStore(memory_objects())
     put(manifests)
     put(manifests)
-    noted: list[Marked] = []
+    noted: list[MarkedVersion] = []
 
-    def note(marks: Sequence[Marked]) -> None:
+    def note(marks: Sequence[MarkedVersion]) -> None:
         assert seen(manifests) == [1, 2]
         noted.extend(marks)
 
@@ -343,7 +343,7 @@ def test_the_index_hears_of_a_mark_before_it_is_made() -> None:
         (version, 1, histories[version].marks_bytes) for version in (1, 2)
     ]
 
-    def unreachable(_marks: Sequence[Marked]) -> None:
+    def unreachable(_marks: Sequence[MarkedVersion]) -> None:
         raise StoreUnavailable("index: away")
 
     with pytest.raises(StoreUnavailable):
@@ -353,7 +353,7 @@ def test_the_index_hears_of_a_mark_before_it_is_made() -> None:
 
 def test_a_folder_read_while_it_changes_hides_no_version(tmp_path: Path) -> None:
     """A listing may hold version 1's deletion and miss version 2, which was committed before it."""
-    manifests = ManifestStore(LocalObjects(tmp_path))
+    manifests = ManifestStore(LocalObjectStore(tmp_path))
     put(manifests)
 
     class Late(ManifestStore):
@@ -368,7 +368,7 @@ def test_a_folder_read_while_it_changes_hides_no_version(tmp_path: Path) -> None
                 return {1: replace(found[1], sequence=1)}
             return found
 
-    newest = Late(LocalObjects(tmp_path)).newest("default", "k")
+    newest = Late(LocalObjectStore(tmp_path)).newest("default", "k")
     assert newest is not None
     assert newest.version == 2
 
@@ -390,13 +390,13 @@ def test_a_broken_deletion_still_hides_and_a_broken_undeletion_is_corrupt() -> N
     with pytest.raises(Corrupt, match=name):
         deletions.undelete("default", "k")
     told: list[object] = []
-    assert list(deletions.listed("default", ["k"], told.append)) == []
+    assert list(deletions.list_deleted("default", ["k"], told.append)) == []
     assert len(told) == 1
     objects.put_new(mark_name("default", "k", 1, 2), b"rot")
     with pytest.raises(Corrupt):
         manifests.newest("default", "k")
     with pytest.raises(Corrupt):
-        manifests.seen("default", "k", 1)
+        manifests.read_visible("default", "k", 1)
 
 
 def test_a_mark_under_anothers_name_is_corrupt() -> None:

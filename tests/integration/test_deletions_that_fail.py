@@ -98,7 +98,7 @@ def test_a_version_that_a_round_was_ending_as_it_died_counts_as_deleted(tmp_path
 
 def told(store: Store) -> tuple[int, int, list[str]]:
     stats = store.stats()
-    return stats.versions, stats.deleted_versions, sorted(one.key for one in store.deleted())
+    return stats.versions, stats.deleted_versions, sorted(one.key for one in store.list_deleted())
 
 
 def test_what_is_listed_between_the_note_and_the_mark_of_a_second_try_does_not_undo_the_note(tmp_path):
@@ -180,7 +180,7 @@ def test_what_cannot_be_put_back_either_is_put_back_by_who_opens_the_store_next(
     with open_store(path, create=True) as store:
         store.put("a", b"content")
         full = Mock(side_effect=NoRoom("made up"))
-        monkeypatch.setattr(LmdbIndex, "restate_marks", full)
+        monkeypatch.setattr(LmdbIndex, "correct_marks", full)
         with armed("delete.noted:1:error"):
             fails(store, "a")
         monkeypatch.undo()

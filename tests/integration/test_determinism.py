@@ -8,13 +8,13 @@ import time
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, records_like, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 from nearkin_delta.block_encoder import BlockEncoder
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from tests.support.data.stores import SMALL, containers, settings
 
 FIRST = text_like(3_000_000, 1) + bytes(1_000_000) + records_like(2_000_000, 2) + random_bytes(500_000, 3)
-HISTORY = [FIRST, mutated(FIRST, 1, edits=300), mutated(FIRST, 2, edits=500)]
+HISTORY = [FIRST, mutate(FIRST, 1, edits=300), mutate(FIRST, 2, edits=500)]
 
 
 def kept(root, changes, history=HISTORY):
@@ -47,13 +47,13 @@ def test_the_same_puts_are_kept_the_same_way_whatever_the_queues_hold(algorithm,
 
 def test_a_slow_disk_changes_nothing_that_is_kept(tmp_path, monkeypatch):
     quick = kept(tmp_path / "quick", {"runner": {"queue_batches": 4}})
-    real = LocalObjects.put_new
+    real = LocalObjectStore.put_new
 
     def slow(self, name, *parts):
         time.sleep(0.01 if "containers" in name else 0)
         real(self, name, *parts)
 
-    monkeypatch.setattr(LocalObjects, "put_new", slow)
+    monkeypatch.setattr(LocalObjectStore, "put_new", slow)
     assert kept(tmp_path / "slow", {"runner": {"queue_batches": 4}}) == quick
 
 
@@ -83,7 +83,7 @@ def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded, f
     changes["block"] = {"far_matches": far}
     base = text_like(1_500_000, 5)
     # Each batch leans on what the one before has filled a container with: how deep that lies is told by when it ends.
-    in_itself = b"".join(mutated(base, number, edits=200 * number) for number in range(8))
+    in_itself = b"".join(mutate(base, number, edits=200 * number) for number in range(8))
 
     def kept_on(count: int):
         monkeypatch.setattr("nearkin.embedded.runner.cores", lambda: count)
@@ -106,7 +106,7 @@ def test_a_round_on_one_core_and_on_three_writes_what_one_on_two_writes(tmp_path
     content = text_like(1_500_000, 5)
     with open_store(tmp_path / "put", settings=settings(SMALL, changes), create=True) as store:
         for number in range(8):
-            content = mutated(content, number, edits=300, edit_bytes_max=40)
+            content = mutate(content, number, edits=300, edit_bytes_max=40)
             store.put("k", content)
         store.put("another", text_like(900_000, 6))
 
@@ -131,6 +131,6 @@ def test_a_version_that_differs_little_lies_in_one_container_however_many_batche
     with open_store(tmp_path / "s", settings=settings(changes), create=True) as store:
         store.put("k", FIRST)
         before = store.stats().containers
-        info = store.put("k", mutated(FIRST, 1, edits=100)).info
+        info = store.put("k", mutate(FIRST, 1, edits=100)).info
         assert store.stats().containers == before + 1
-        assert store.get("k", version=info.version).read() == mutated(FIRST, 1, edits=100)
+        assert store.get("k", version=info.version).read() == mutate(FIRST, 1, edits=100)

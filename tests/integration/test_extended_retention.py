@@ -14,7 +14,7 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import RetentionPolicy
 from nearkin_shared.crypto.key_wrapping import generate
-from nearkin_shared.errors import BadInput, Corrupt, NotFound, Retained, StoreUnavailable
+from nearkin_shared.errors import BadInput, Corrupt, NotFound, RetentionActive, StoreUnavailable
 from nearkin_shared.formats.retention_record import RetentionRecord, encode_retention
 from nearkin_shared.formats.tombstone import Kind, Mark
 from nearkin_shared.utils import failpoints
@@ -63,7 +63,7 @@ def test_extended_retention_refuses_every_deletion(tmp_path: Path, clock: Clock,
         assert store.retain("k", LATER).retain_until == LATER
         store.put("k", b"two")
         for version in (None, 1):
-            with pytest.raises(Retained, match="2026-12-02T06:00:00Z"):
+            with pytest.raises(RetentionActive, match="2026-12-02T06:00:00Z"):
                 store.delete("k", version)
         found = store.forget("", RetentionPolicy(keep_last=1))
         assert [one.reasons for one in found if one.info.version == 1] == [("retained",)]
@@ -114,7 +114,7 @@ def test_retention_of_the_manifest_is_extended(tmp_path: Path, clock: Clock) -> 
         store.retain("k", LATER + timedelta(days=1))
     with opened(tmp_path / "s", clock) as store:
         clock.now = LATER.timestamp() + 60
-        with pytest.raises(Retained, match="2026-12-03T06:00:00Z"):
+        with pytest.raises(RetentionActive, match="2026-12-03T06:00:00Z"):
             store.delete("k")
 
 
@@ -221,6 +221,6 @@ def test_acknowledged_extension_survives_a_power_cut(tmp_path: Path, clock: Cloc
     for world, tree in enumerate(disk.worlds()):
         place = tmp_path / f"world{world}"
         lay_tree(place, tree)
-        with opened(place, clock) as store, pytest.raises(Retained):
+        with opened(place, clock) as store, pytest.raises(RetentionActive):
             store.delete("k")
     assert world >= 0

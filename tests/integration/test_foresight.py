@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.limits import MIB
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.reading import eviction_hints as module
 from nearkin_shared.reading import read_plan as plans_module
 from nearkin_shared.reading import restore
 from nearkin_shared.reading.chunk_reader import ChunkReader
-from nearkin_shared.reading.eviction_hints import Foresight
-from nearkin_shared.reading.read_plan import Placed, Plan, seen_ahead
+from nearkin_shared.reading.eviction_hints import EvictionHints
+from nearkin_shared.reading.read_plan import Placed, Plan, announce_upcoming
 from nearkin_shared.reading.restore import Blob
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import ContainerId, Locations
@@ -33,7 +33,7 @@ VERSIONS = 6
 def stored(root: Path, *changes: Mapping[str, object]) -> list[bytes]:
     versions = [text_like(9_000_000, 1)]
     for number in range(1, VERSIONS):
-        versions.append(mutated(versions[-1], number, edits=300, edit_bytes_max=400))
+        versions.append(mutate(versions[-1], number, edits=300, edit_bytes_max=400))
     with open_store(root, settings=settings(SMALL, BLOCKS, *changes), create=True) as store:
         for data in versions:
             store.put("k", data)
@@ -50,7 +50,7 @@ def opened(root: Path, cache_bytes: int, version: int, start: int = 0, stop: int
     """Return a version of a store whose cache of blocks holds so much."""
     with open_store(root, settings=settings(SMALL, BLOCKS), read_only=True) as store:
         of = store.get("k", version)
-        containers = ContainerStore(LocalObjects(root), store._fingerprinter.domain, cache_bytes)
+        containers = ContainerStore(LocalObjectStore(root), store._fingerprinter.domain, cache_bytes)
         end = of.info.size_bytes if stop is None else stop
         return Blob(of.info, of._manifest, containers.counting(), store._fingerprinter, start, end)
 
@@ -102,7 +102,7 @@ def test_what_others_may_want_stays(made, why: str) -> None:
     blob = opened(root, 32 * MIB if why == "all fits" else 8_500_000, 1)
     with ExitStack() as others:
         if why == "others restore":
-            others.enter_context(blob._source.restores.one_more())
+            others.enter_context(blob._source.restores.register())
         assert blob.read() == versions[0]
     assert blob._source.blocks.used_bytes > 8_000_000
     assert blob._source.restores.count == 0
@@ -151,13 +151,13 @@ def test_a_block_of_a_later_generation_than_was_looked_into_is_not_followed(
 ) -> None:
     """A round wrote the container anew between two batches: its new blocks have numbers that the old one has not."""
     root, versions = made
-    real = Foresight._leaning_in
+    real = EvictionHints._dependencies_in
 
-    def older(self: Foresight, container: ContainerId) -> module._Leaning:
+    def older(self: EvictionHints, container: ContainerId) -> module._BlockDependencies:
         leaning = real(self, container)
         return leaning._replace(raw_bytes=leaning.raw_bytes[:1])
 
-    monkeypatch.setattr(Foresight, "_leaning_in", older)
+    monkeypatch.setattr(EvictionHints, "_dependencies_in", older)
     assert not gives_up(root, versions[-1])
 
 
@@ -180,9 +180,9 @@ def test_plans_of_very_many_rows_are_few(made, monkeypatch: pytest.MonkeyPatch) 
         told.append(plan)
         return True
 
-    assert next(seen_ahead(plans, see, 32)) == plans[0]
+    assert next(announce_upcoming(plans, see, 32)) == plans[0]
     assert len(told) == 2
-    assert list(seen_ahead(plans, see, 32)) == plans
+    assert list(announce_upcoming(plans, see, 32)) == plans
     assert blob.read() == versions[-1]
 
 
@@ -206,7 +206,7 @@ def test_what_is_broken_ahead_is_told_after_all_that_lies_before_it(made) -> Non
         yield from plans[:2]
         raise Corrupt("the third")
 
-    ahead = seen_ahead(broken(), lambda _: True, 32)
+    ahead = announce_upcoming(broken(), lambda _: True, 32)
     assert [next(ahead), next(ahead)] == plans[:2]
     with pytest.raises(Corrupt, match="the third"):
         next(ahead)
@@ -224,7 +224,7 @@ def test_where_nothing_is_foreseen_nothing_is_planned_ahead(made, monkeypatch: p
             yield placed
 
     monkeypatch.setattr(module, "HELD_MAX", 0)
-    ahead = Foresight(blob._source).over(counted())
+    ahead = EvictionHints(blob._source).track_plans(counted())
     for number in range(len(plans)):
         assert next(ahead) == plans[number]
         assert len(made_so_far) == number + 1
@@ -272,7 +272,7 @@ def test_a_plan_in_whose_midst_a_later_generation_comes_is_made_anew(made, monke
         which, containers, found = tables(self, locations)
         calls.append(len(calls))
         if len(calls) == 1:
-            source._noted.note(container)
+            source._noted.record(container)
             return which, containers, [None if rows is None else rows[:-1] for rows in found]
         return which, containers, found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.lmdb.sorted_run_table import PLACE
 from tests.support.data.stores import SMALL, settings
@@ -23,7 +23,7 @@ def filled(root: Path) -> Path:
     with open_store(root, settings=CHOSEN, create=True) as store:
         for number in range(3):
             store.put("k", content)
-            content = mutated(content, number, edits=40)
+            content = mutate(content, number, edits=40)
     return root / "index"
 
 
@@ -42,8 +42,8 @@ def test_what_was_looked_up_is_forgotten_as_if_all_was_read(tmp_path: Path) -> N
     before = index.entries()
     found = index.look_up(chunks, segments)
     assert all(len(found.keys[table]) for table in ("chunks", "features", "segments"))
-    index.forget(chunks, segments, containers, found)
-    other.forget(chunks, segments, containers)
+    index.withdraw(chunks, segments, containers, found)
+    other.withdraw(chunks, segments, containers)
     assert index.entries() == other.entries()
     assert all(index.entries()[table] != before[table] for table in TABLES)
     index.close()
@@ -54,7 +54,7 @@ def test_of_what_was_looked_up_only_what_is_named_is_forgotten(tmp_path: Path) -
     index = LmdbIndex(filled(tmp_path / "s"), DOMAIN, MAP_BYTES)
     chunks, segments, _ = unwanted(index)
     found, before = index.look_up(chunks, segments), index.entries()
-    index.forget({}, segments, (), found)
+    index.withdraw({}, segments, (), found)
     assert index.entries()["chunks"] == before["chunks"]
     assert len(index.entries()["segments"]) == len(before["segments"]) - 1
     index.close()
@@ -66,7 +66,7 @@ def test_where_a_container_was_published_meanwhile_all_is_read(tmp_path: Path) -
     index = LmdbIndex(folder, DOMAIN, MAP_BYTES)
     chunks, segments, containers = unwanted(index)
     entries = index.entries()
-    index.forget(chunks, segments, containers)
+    index.withdraw(chunks, segments, containers)
     forgotten = index.entries()
     found = index.look_up(chunks, segments)
     assert not any(len(keys) for keys in found.keys.values())
@@ -76,7 +76,7 @@ def test_where_a_container_was_published_meanwhile_all_is_read(tmp_path: Path) -
             width = len(keys) * PLACE.itemsize // len(places)
             runs.add(txn, np.frombuffer(keys, np.uint8).reshape(-1, width), np.frombuffer(places, PLACE))
         txn.cursor(index._containers).putmulti(list(entries["containers"].items()))
-    index.forget(chunks, segments, containers, found)
+    index.withdraw(chunks, segments, containers, found)
     assert index.entries() == forgotten
     index.close()
 
@@ -85,13 +85,13 @@ def test_what_was_looked_up_in_an_index_that_was_replaced_is_looked_up_again(tmp
     folder = filled(tmp_path / "s")
     index = LmdbIndex(folder, DOMAIN, MAP_BYTES)
     chunks, segments, containers = unwanted(index)
-    index.forget(chunks, segments, containers)
+    index.withdraw(chunks, segments, containers)
     found, forgotten = index.look_up(chunks, segments), index.entries()
     index.close()
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.rebuild_index()
     made = LmdbIndex(folder, DOMAIN, MAP_BYTES)
     assert len(made.entries()["chunks"]) > len(forgotten["chunks"])
-    made.forget(chunks, segments, containers, found)
+    made.withdraw(chunks, segments, containers, found)
     assert len(made.entries()["chunks"]) == len(forgotten["chunks"])
     made.close()

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.config.storage import GcSettings
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.formats.block_kinds import gathered, referring
-from nearkin_shared.objectstore.s3 import S3Objects
+from nearkin_shared.formats.block_kinds import merged_blocks, reference_blocks
+from nearkin_shared.objectstore.s3 import S3ObjectStore
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.utils import failpoints
 from tests.support.data.stores import SMALL, settings
@@ -42,12 +42,12 @@ VERSIONS = range(1, 17)
 class Deployed(Fleet):
     """A store in whose sixteen versions nearly every chunk changes each time; after `later` they are old."""
 
-    def __init__(self, folder: Path, elsewhere: S3Objects, redis: Redis, prefix: str) -> None:
+    def __init__(self, folder: Path, elsewhere: S3ObjectStore, redis: Redis, prefix: str) -> None:
         self.contents: dict[int, bytes] = {}
         content = text_like(600_000, 5)
         with open_store(folder / "s", settings=CHOSEN, create=True) as store:
             for number in VERSIONS:
-                content = self.contents[number] = mutated(content, number, edits=150, edit_bytes_max=40)
+                content = self.contents[number] = mutate(content, number, edits=150, edit_bytes_max=40)
                 assert store.put("k", content).info.version == number
             now = store._clock() + 60
         bring(folder / "s", elsewhere)
@@ -66,7 +66,9 @@ class Deployed(Fleet):
         """Return how many blocks are gathered, and how many refer to such."""
         containers = self.containers(self.objects)
         found = [containers.directory(container) for container, _ in containers.ids()]
-        return sum(int(gathered(one).sum()) for one in found), sum(int(referring(one).sum()) for one in found)
+        return sum(int(merged_blocks(one).sum()) for one in found), sum(
+            int(reference_blocks(one).sum()) for one in found
+        )
 
     def check(self) -> None:
         for number, content in self.contents.items():
@@ -75,7 +77,7 @@ class Deployed(Fleet):
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, s3_objects: S3Objects, redis: Redis, key_prefix: str) -> Iterator[Deployed]:
+def fleet(tmp_path: Path, s3_objects: S3ObjectStore, redis: Redis, key_prefix: str) -> Iterator[Deployed]:
     made = Deployed(tmp_path, s3_objects, redis, key_prefix.rstrip(":"))
     with closing(made.index):
         yield made
@@ -83,7 +85,7 @@ def fleet(tmp_path: Path, s3_objects: S3Objects, redis: Redis, key_prefix: str) 
 
 @pytest.mark.soak
 def test_what_is_old_enough_is_gathered_and_goes_with_its_versions(fleet: Deployed) -> None:
-    rounds, before = fleet.rounds(gc=GATHERING), fleet.stored_bytes()
+    rounds, before = fleet.make_gc_worker(gc=GATHERING), fleet.stored_bytes()
     assert rounds.run_once() is not None
     assert fleet.blocks() == (0, 0)  # their versions might be on their way yet
     fleet.later()
@@ -116,7 +118,7 @@ def test_a_round_that_ends_amid_gathering_is_gone_on_with(fleet: Deployed) -> No
     failpoints.arm("gather.container:1:error")
     try:
         with pytest.raises(StoreUnavailable):
-            fleet.rounds(gc=GATHERING).run_once()
+            fleet.make_gc_worker(gc=GATHERING).run_once()
     finally:
         failpoints.disarm()
     whole, references = fleet.blocks()
@@ -124,6 +126,6 @@ def test_a_round_that_ends_amid_gathering_is_gone_on_with(fleet: Deployed) -> No
     assert references == 0
     fleet.check()
     fleet.now += 3601
-    assert fleet.rounds(gc=GATHERING).run_once() is not None
+    assert fleet.make_gc_worker(gc=GATHERING).run_once() is not None
     assert fleet.blocks()[1] > 0
     fleet.check()

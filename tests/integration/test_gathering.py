@@ -9,19 +9,19 @@ import pytest
 
 from nearkin import open_store
 from nearkin.block_recoder import BlockRecoder
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
-from nearkin_maintenance.gc.mark import Reach
+from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.optimize import merge_planner
-from nearkin_maintenance.optimize.base_trees import families_of
-from nearkin_maintenance.optimize.block_writer import Laying
+from nearkin_maintenance.optimize.base_trees import build_base_trees
+from nearkin_maintenance.optimize.block_writer import BlockWriter
 from nearkin_maintenance.optimize.container_rewriter import VerifiedReader
-from nearkin_maintenance.optimize.merge_planner import Bounds, Gathering, to_gather
+from nearkin_maintenance.optimize.merge_planner import MergeBounds, MergePlan, plan_merge
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats import container_layout
-from nearkin_shared.formats.block_kinds import gathered, referring
+from nearkin_shared.formats.block_kinds import merged_blocks, reference_blocks
 from nearkin_shared.formats.container import decode_container
-from tests.support.checks.gc_checks import COLLECTED, collected, killed_in_a_round
+from tests.support.checks.gc_checks import COLLECTED, collect_repeatedly, kill_during_gc
 from tests.support.data.stores import ENCRYPTED, containers, flip, settings, stored_bytes
 from tests.support.fakes.clock import DAY, Clock
 
@@ -38,7 +38,7 @@ def history(versions: int = 12) -> dict[int, bytes]:
     """Versions that each change a little of nearly every chunk: a chain of the longest kind."""
     content, all_of_them = text_like(600_000, 5), {}
     for number in range(1, versions + 1):
-        content = all_of_them[number] = mutated(content, number, edits=150, edit_bytes_max=40)
+        content = all_of_them[number] = mutate(content, number, edits=150, edit_bytes_max=40)
     return all_of_them
 
 
@@ -60,7 +60,7 @@ def check(store: Store, numbers: range) -> None:
 def blocks(store: Store) -> tuple[int, int]:
     """Return how many blocks are gathered, and how many refer to such."""
     found = [store._containers.of(None).directory(c) for c, _ in store._containers.ids()]
-    return sum(int(gathered(d).sum()) for d in found), sum(int(referring(d).sum()) for d in found)
+    return sum(int(merged_blocks(d).sum()) for d in found), sum(int(reference_blocks(d).sum()) for d in found)
 
 
 def depths(store: Store) -> dict[int, np.ndarray]:
@@ -132,7 +132,7 @@ def test_what_is_left_of_a_block_is_gathered_from_once_more_together_with_a_bloc
 
 
 def test_a_container_whose_rows_would_not_say_where_its_chunks_lie_stays_as_it_is(apart, clock, monkeypatch, caplog):
-    real = Laying.raw
+    real = BlockWriter.raw
 
     def turned(self, new, directory, rows):
         real(self, new, directory, np.roll(rows, len(rows) // 2))
@@ -140,7 +140,7 @@ def test_a_container_whose_rows_would_not_say_where_its_chunks_lie_stays_as_it_i
     put_changed(apart, clock, PARTS[0])
     before = digests(apart)
     clock.now += 8 * DAY
-    monkeypatch.setattr(Laying, "raw", turned)
+    monkeypatch.setattr(BlockWriter, "raw", turned)
     apart.gc()
     assert "would not lie where its rows say" in caplog.text
     assert not blocks(apart)[0]
@@ -152,9 +152,11 @@ def test_a_container_whose_rows_would_not_say_where_its_chunks_lie_stays_as_it_i
 def test_what_was_gathered_is_put_together_again_from_the_chunks_that_it_was(store, tmp_path, given):
     put(store, EVERY)
     store.gc()
-    root, *_ = (path for path in containers(store.root) if gathered(decode_container(path.read_bytes(), "a")).any())
+    root, *_ = (
+        path for path in containers(store.root) if merged_blocks(decode_container(path.read_bytes(), "a")).any()
+    )
     directory = decode_container(root.read_bytes(), "a container")
-    number = int(np.flatnonzero(gathered(directory))[0])
+    number = int(np.flatnonzero(merged_blocks(directory))[0])
     flip(root, (directory.block_rows[number].start + directory.block_rows[number].stop) // 2)
     store.close()
     with open_store(store.root, settings=GATHERED, create=True) as broken:
@@ -229,7 +231,7 @@ def test_the_index_is_made_again_from_gathered_containers(store, clock):
     assert store.stats().ledger.stored_bytes == counted.stored_bytes
     for number in range(1, 6):
         store.delete("k", number)
-    collected(store, clock, rounds=3)
+    collect_repeatedly(store, clock, rounds=3)
     rebuilt, verified = store.rebuild_index(), store.verify()
     assert rebuilt.chunks == verified.chunks
     assert rebuilt.segments == store.stats().segments
@@ -271,10 +273,10 @@ def test_versions_go_and_what_was_gathered_goes_with_them(store, clock):
         if number > 4:
             store.delete("k", number - 4)
         clock.now += 2 * DAY
-        collected(store, clock, rounds=1)
+        collect_repeatedly(store, clock, rounds=1)
     check(store, range(9, 13))
     clock.now += 8 * DAY
-    collected(store, clock, rounds=6)
+    collect_repeatedly(store, clock, rounds=6)
     check(store, range(9, 13))
     with open_store(store.root.parent / "fresh", settings=GATHERED, create=True) as fresh:
         for number in range(9, 13):
@@ -283,7 +285,7 @@ def test_versions_go_and_what_was_gathered_goes_with_them(store, clock):
     for number in range(9, 13):
         store.delete("k", number)
     clock.now += 8 * DAY
-    collected(store, clock, rounds=6)
+    collect_repeatedly(store, clock, rounds=6)
     assert list(store._containers.ids()) == []
 
 
@@ -315,33 +317,33 @@ def test_a_store_that_is_sealed_gathers_as_well(tmp_path):
         check(store, EVERY)
 
 
-def reach_of(store: Store) -> Reach:
+def reach_of(store: Store) -> LiveSet:
     """Return what all versions reach."""
     names = [name for name, _ in store._manifests.names_and_marks()[0]]
-    return Reach(store._containers.of(None), store._manifests, names)
+    return LiveSet(store._containers.of(None), store._manifests, names)
 
 
-def planned(store: Store, young: int = 0) -> Gathering | None:
+def planned(store: Store, young: int = 0) -> MergePlan | None:
     """Return what is to be gathered where so many of the oldest containers are young."""
     ids = sorted(container for container, _ in store._containers.ids())
-    return to_gather(reach_of(store), ids, ids[:young], Bounds(3, 1 << 20, 1 << 17, 1 << 16, 2))
+    return plan_merge(reach_of(store), ids, ids[:young], MergeBounds(3, 1 << 20, 1 << 17, 1 << 16, 2))
 
 
-def sources(found: Gathering) -> dict[int, set[int]]:
+def sources(found: MergePlan) -> dict[int, set[int]]:
     """Return the containers from which each stretch takes something in."""
-    stretches = [stretch for container in found.containers for stretch in found.taking(container)]
-    return {stretch: set(found.taken_into(stretch).containers.tolist()) for stretch in stretches}
+    stretches = [stretch for container in found.containers for stretch in found.merge_targets(container)]
+    return {stretch: set(found.chunks_merged_into(stretch).containers.tolist()) for stretch in stretches}
 
 
 def test_young_containers_neither_take_in_nor_give(store):
     put(store, EVERY)
     found = planned(store)
     assert found is not None
-    assert found.taking(found.containers[0])
+    assert found.merge_targets(found.containers[0])
     assert planned(store, young=len(found.containers)) is None
     others = planned(store, young=3)
     assert others is not None
-    assert not any(others.taking(container) for container in others.containers[:3])
+    assert not any(others.merge_targets(container) for container in others.containers[:3])
     assert not set().union(*sources(others).values()) & set(others.containers[:3])
 
 
@@ -371,7 +373,7 @@ def test_a_round_that_dies_amid_gathering_loses_nothing(tmp_path, clock, point, 
     root = tmp_path / "d"
     with open_store(root, settings=GATHERED, create=True) as store:
         put(store, EVERY)
-    killed_in_a_round(root, CHOSEN, point, times)
+    kill_during_gc(root, CHOSEN, point, times)
     with open_store(root, settings=GATHERED, create=True) as store:
         check(store, EVERY)
         store.gc()
@@ -387,7 +389,7 @@ def test_where_a_block_does_not_decode_again_nothing_is_gathered_in_its_containe
     def fails(*_: object) -> None:
         raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
 
-    monkeypatch.setattr("nearkin_delta.merged_block_encoder.encode_gathered", fails)
+    monkeypatch.setattr("nearkin_delta.merged_block_encoder.encode_merged", fails)
     with caplog.at_level("WARNING"):
         store.gc()
     assert "check this machine's memory: it is not gathered" in caplog.text
@@ -415,9 +417,9 @@ def test_a_raw_block_that_is_larger_than_what_is_gathered_takes_nothing_in(tmp_p
         ids = sorted(container for container, _ in store._containers.ids())
         (raw_bytes,) = store._containers.of(None).directory(ids[0]).blocks.raw.tolist()
         assert 1 << 18 < raw_bytes < 1 << 20
-        found = to_gather(reach_of(store), ids, [], Bounds(3, block_bytes, 1 << 16, 1 << 16, 2))
+        found = plan_merge(reach_of(store), ids, [], MergeBounds(3, block_bytes, 1 << 16, 1 << 16, 2))
         assert found is not None
-        assert min(number for number, one in enumerate(ids) if found.taking(one)) == takes
+        assert min(number for number, one in enumerate(ids) if found.merge_targets(one)) == takes
 
 
 def test_versions_that_come_once_something_was_gathered_need_not_be_as_many(tmp_path, clock):
@@ -449,13 +451,13 @@ def test_blocks_that_take_something_in_are_not_joined_with_others(store):
     put(store, EVERY)
     store.gc()
     containers_ = store._containers.of(None)
-    laying = Laying(containers_, VerifiedReader(containers_, None, None), BlockRecoder(GATHERED))  # type: ignore[arg-type]
+    laying = BlockWriter(containers_, VerifiedReader(containers_, None, None), BlockRecoder(GATHERED))  # type: ignore[arg-type]
     small = 0
     for container, _ in containers_.ids():
         directory = containers_.directory(container)
-        whole = gathered(directory) & (directory.blocks.kinds == container_layout.RAW)
+        whole = merged_blocks(directory) & (directory.blocks.kinds == container_layout.RAW)
         kept = directory.chunks.there & (np.arange(len(directory.chunks)) % 8 == 0)
-        joined = laying.joined(directory, kept)
+        joined = laying.blocks_to_merge(directory, kept)
         left = np.bincount(directory.chunks.blocks, directory.chunks.lengths * kept, len(whole))
         small += int((whole & (left > 0) & (left < 128 * 1024)).sum())
         assert not np.any(joined & whole)
@@ -468,14 +470,14 @@ def test_chunks_that_lean_on_one_joined_chunk_are_each_the_first_of_a_family(tmp
         opened.gc()
     shallow = settings(GATHERED, {"delta": {"max_depth": 1}})  # a new chunk leans on what its base refers to then
     with open_store(tmp_path / "g", settings=shallow, create=True) as opened:
-        opened.put("k", mutated(HISTORY[12], 99, edits=150, edit_bytes_max=40))
+        opened.put("k", mutate(HISTORY[12], 99, edits=150, edit_bytes_max=40))
         firsts_of_families(opened)
 
 
 def firsts_of_families(store: Store) -> None:
     reach = reach_of(store)
-    needed = reach.closed(reach.chunks)
-    families = families_of(reach, needed)
+    needed = reach.transitive_closure(reach.chunks)
+    families = build_base_trees(reach, needed)
     newest = max(c for c, _ in store._containers.ids())
     chunks = reach.directory(newest).chunks
     lengths = np.zeros(len(chunks), np.int64)
@@ -484,4 +486,4 @@ def firsts_of_families(store: Store) -> None:
     on_many = np.flatnonzero(lengths > 3 * chunks.lengths.astype(np.int64))
     distinct = chunks.bases.take(on_many).distinct()
     assert len(on_many) > 2 * len(distinct) > 0
-    assert len(set(families.of[newest][on_many].tolist())) == len(on_many)
+    assert len(set(families.by_container[newest][on_many].tolist())) == len(on_many)

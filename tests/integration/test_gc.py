@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
-from nearkin_shared.errors import BadInput, Corrupt, NotFound, Permanent, StoreLocked, StoreUnavailable
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
+from nearkin_shared.errors import BadInput, Corrupt, NotFound, PermanentError, StoreLocked, StoreUnavailable
 from nearkin_shared.formats.container_layout import ROWS_MAX
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.record_authentication import MAC_BYTES
@@ -23,7 +23,7 @@ from nearkin_shared.storage.manifests import object_name
 from nearkin_shared.storage.pending_deletes import EMPTY_BYTES
 from nearkin_shared.types import Locations
 from nearkin_shared.utils import failpoints
-from tests.support.checks.gc_checks import COLLECTED, collected, killed_in_a_round
+from tests.support.checks.gc_checks import COLLECTED, collect_repeatedly, kill_during_gc
 from tests.support.data.stores import ENCRYPTED, containers, flip, manifests, objects, settings, stored_bytes
 from tests.support.fakes.clock import DAY, Clock
 
@@ -35,10 +35,10 @@ def test_a_store_without_deletions_frees_nothing_but_what_a_deeper_search_does(o
     store = opened()
     content = text_like(600_000, 1)
     for edits in (0, 20, 40):
-        store.put("k", mutated(content, 1, edits=edits))
-    assert collected(store, clock, rounds=1) > 0
+        store.put("k", mutate(content, 1, edits=edits))
+    assert collect_repeatedly(store, clock, rounds=1) > 0
     before = objects(store.root)
-    assert collected(store, clock) == 0
+    assert collect_repeatedly(store, clock) == 0
     assert objects(store.root) == before
 
 
@@ -51,7 +51,7 @@ def test_what_nothing_needs_goes_and_all_else_restores(opened, clock):
     store.put("gone", random_bytes(400_000, 3))
     store.delete("gone")
     clock.now += 7 * DAY
-    assert collected(store, clock) > 1_300_000
+    assert collect_repeatedly(store, clock) > 1_300_000
     assert stored_bytes(store.root) - alone < 200  # the mark that keeps the number taken
     assert store.get("kept").read() == kept
     assert store.put("gone", b"again").info.version == 3
@@ -112,7 +112,7 @@ def test_a_first_put_that_is_at_work_or_has_failed_hinders_no_round(opened, cloc
     with pytest.raises(StoreUnavailable, match=f"beside {many} containers"):
         store.gc()
     store.put("other", b"content")
-    assert collected(store, clock) > 9_000_000
+    assert collect_repeatedly(store, clock) > 9_000_000
 
 
 @pytest.mark.parametrize("now", [-1.0, 253_402_300_800.0 + DAY])
@@ -135,7 +135,7 @@ def test_nothing_goes_while_it_can_be_brought_back(opened, clock):
     store.put("k", content)
     store.delete("k")
     before = stored_bytes(store.root)
-    assert collected(store, clock, rounds=6) == 0
+    assert collect_repeatedly(store, clock, rounds=6) == 0
     assert store.gc(dry_run=True).held["undelete"] > 500_000
     assert stored_bytes(store.root) == before
     assert store.undelete("k") == 1
@@ -168,7 +168,7 @@ def test_condemned_content_put_again_is_stored_anew(opened, clock):
     clock.now += 8 * DAY
     store.gc()
     assert store.put("again", content).ledger.unique_bytes == len(content)
-    collected(store, clock)
+    collect_repeatedly(store, clock)
     assert store.get("again").read() == content
 
 
@@ -187,7 +187,7 @@ def test_an_index_made_anew_does_not_find_what_is_condemned(opened, clock, how):
         shutil.rmtree(store.root / "index")
         store = opened()
     assert store.put("again", content).ledger.unique_bytes == len(content)
-    collected(store, clock)
+    collect_repeatedly(store, clock)
     assert store.get("again").read() == content
 
 
@@ -204,7 +204,7 @@ def test_a_rebuilt_index_counts_what_is_condemned_as_the_one_before(opened, cloc
     assert before.parts["raw_blocks"] >= 700_000
     store.rebuild_index()
     assert store.stats().parts == before.parts
-    assert collected(store, clock) > 500_000
+    assert collect_repeatedly(store, clock) > 500_000
     assert store.stats().parts["raw_blocks"] < 300_000
     assert store.verify().damage == ()
 
@@ -213,11 +213,11 @@ def test_bases_stay_as_long_as_a_version_leans_on_them(opened, clock):
     store = opened()
     first = text_like(900_000, 1)
     store.put("k", first)
-    second = mutated(first, 5, edits=300)
+    second = mutate(first, 5, edits=300)
     assert store.put("k", second).ledger.delta_chunks > 0
     store.delete("k", 1)
     clock.now += 8 * DAY
-    collected(store, clock)
+    collect_repeatedly(store, clock)
     assert store.get("k").read() == second
     assert store.gc(dry_run=True).held["bases"] > 0
 
@@ -234,7 +234,7 @@ def test_another_tenants_versions_are_roots_too(opened, clock, tmp_path):
     store = opened()
     store.delete("k")
     clock.now += 8 * DAY
-    assert collected(store, clock) > 300_000
+    assert collect_repeatedly(store, clock) > 300_000
     store.close()
     with open_store(
         tmp_path / "s", settings=settings(COLLECTED, {"tenant": "other"}), clock=clock, create=True
@@ -306,7 +306,7 @@ def _refused(store, clock, what, problem):
     assert containers(store.root) == before
     assert store.get("kept").read() == kept
     (store.root / name).unlink()
-    assert collected(store, clock) > 200_000
+    assert collect_repeatedly(store, clock) > 200_000
     assert store.get("kept").read() == kept
 
 
@@ -349,11 +349,11 @@ def test_what_services_have_written_is_left_alone_until_they_have_ended(opened, 
     store.rebuild_index()
     before = objects(store.root)
     for dry_run in (True, False):
-        with pytest.raises(Permanent, match=r"set gc\.services_ended"):
+        with pytest.raises(PermanentError, match=r"set gc\.services_ended"):
             store.gc(dry_run=dry_run)
     assert objects(store.root) == before
     store.settings = settings(COLLECTED, {"gc": {"services_ended": True}})
-    assert collected(store, clock) > 300_000
+    assert collect_repeatedly(store, clock) > 300_000
 
 
 @pytest.mark.parametrize(
@@ -373,13 +373,13 @@ def test_what_a_round_frees_is_told_with_all_that_the_store_adds(tmp_path, clock
     with open_store(tmp_path / "s", settings=chosen, clock=clock, create=True) as store:
         content = text_like(400_000, 1)
         for number in range(1, 9):
-            content = mutated(content, number, edits=40)
+            content = mutate(content, number, edits=40)
             store.put("few", content)
             store.put("some", random_bytes(90_000, number))
         for number in range(1, 7):
             store.delete("some", number)
         clock.now += 6 * DAY
-        assert collected(store, clock, rounds=12) > 540_000
+        assert collect_repeatedly(store, clock, rounds=12) > 540_000
         assert [info.version for info in store.versions("few", all_versions=True)] == [7, 8]
         assert store.get("few").read() == content
 
@@ -391,7 +391,7 @@ def test_what_is_stored_is_told_to_the_byte_after_a_round_that_died(tmp_path, po
         store.put("kept", text_like(600_000, 1))
         store.put("gone", random_bytes(200_000, 2))
         store.delete("gone")
-    killed_in_a_round(root, chosen, point, 1)
+    kill_during_gc(root, chosen, point, 1)
     with open_store(root, settings=settings(COLLECTED, chosen), create=True) as store:
         for _ in range(2):
             told = store.stats()
@@ -424,7 +424,7 @@ def test_of_a_key_the_last_mark_of_its_highest_version_stays_until_a_higher_one_
     store.gc()
     left = [path.name for path in (store.root / "manifests").rglob("*") if path.is_file()]
     assert left == ["0000000000000003.0002.nkt"]
-    assert (store.versions("k"), store.deleted("k")) == ([], [])
+    assert (store.versions("k"), store.list_deleted("k")) == ([], [])
     assert store.put("k", b"four").info.version == 4
     store.gc()
     assert [path.name for path in (store.root / "manifests").rglob("*") if path.is_file()] == ["0000000000000004.nkm"]
@@ -465,8 +465,8 @@ def test_what_was_told_of_any_deletion_set_is_what_goes(tmp_path, monkeypatch):
     contents: dict[tuple[str, int], bytes] = {}
     with open_store(tmp_path / "all", settings=COLLECTED, clock=clock, create=True) as store:
         for number in range(1, 5):
-            contents["a", number] = mutated(first, number, edits=40)
-            contents["b", number] = other[: 5_000 * number] + mutated(first, number + 1, edits=20)[:20_000]
+            contents["a", number] = mutate(first, number, edits=40)
+            contents["b", number] = other[: 5_000 * number] + mutate(first, number + 1, edits=20)[:20_000]
             for key in "ab":
                 store.put(key, contents[key, number])
     draw = random.Random(6)
@@ -510,5 +510,5 @@ def test_a_reader_never_takes_a_new_container_for_one_that_was_collected_though_
             assert reader.get("k", start=100, stop=20_000).read() == content[100:20_000]
             store.delete("k", version)
             clock.now += 7 * DAY + 1
-            collected(store, clock)
+            collect_repeatedly(store, clock)
     assert len(containers(store.root)) == 1

@@ -17,7 +17,7 @@ from nearkin_maintenance.gc.clock_check import check_clock
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import GcSettings, RetentionPolicy
-from nearkin_shared.errors import ClockSkew, Retained
+from nearkin_shared.errors import ClockSkew, RetentionActive
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.storage.clock_records import FOLDER, ClockRecords
@@ -157,7 +157,7 @@ def test_min_age_by_a_clock_behind_is_not_shortened(tmp_path: Path, clock: Clock
         assert store.info("new").retain_until == expected
     with opened(tmp_path / "s", clock) as store:
         clock.now = START + 30 * DAY + 60
-        with pytest.raises(Retained):
+        with pytest.raises(RetentionActive):
             store.delete("new")
 
 
@@ -194,7 +194,7 @@ def test_clock_record_is_written_once_a_day(tmp_path: Path, clock: Clock) -> Non
             store.gc()
             clock.now += 60 * DAY
             records = ClockRecords(store._covered)
-            assert len(records.listed()) == 1
+            assert len(records.list_records()) == 1
         before = records.read()
         clock.now = START + 4 * 60 * DAY + 3600
         store.gc()

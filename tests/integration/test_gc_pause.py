@@ -8,9 +8,9 @@ import pytest
 
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes
-from nearkin_shared.errors import Paused
-from nearkin_shared.objectstore.base import LocalObjects
-from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.errors import GcPaused
+from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.utils import failpoints
 from tests.support.data.stores import SMALL, containers, objects, settings
 
@@ -35,7 +35,7 @@ def test_a_paused_store_collects_nothing_until_it_is_resumed(tmp_path: Path) -> 
     before = objects(root)
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.gc_state().paused_by == "somebody on some host"
-        with pytest.raises(Paused, match=r"somebody on some host.*--resume"):
+        with pytest.raises(GcPaused, match=r"somebody on some host.*--resume"):
             store.gc()
         assert objects(root) == before
         assert store.gc(dry_run=True).freed_bytes > 0
@@ -52,17 +52,17 @@ def test_a_pause_ends_a_round_before_its_next_step_and_the_next_round_does_the_r
     root = tmp_path / "s"
     filled(root)
     there = len(containers(root))
-    real = LocalObjects.delete
+    real = LocalObjectStore.delete
 
-    def pausing(store: LocalObjects, name: str) -> None:
+    def pausing(store: LocalObjectStore, name: str) -> None:
         real(store, name)
         if name.startswith("containers/"):
-            Pauses(LocalObjects(root)).pause("in between")
+            GcPauseFlag(LocalObjectStore(root)).pause("in between")
 
     with open_store(root, settings=CHOSEN, create=True) as store:
         with monkeypatch.context() as patched:
-            patched.setattr(LocalObjects, "delete", pausing)
-            with pytest.raises(Paused):
+            patched.setattr(LocalObjectStore, "delete", pausing)
+            with pytest.raises(GcPaused):
                 store.gc()
         assert len(containers(root)) == there - 1
         store.pauses.resume()
@@ -77,7 +77,7 @@ def test_a_broken_record_pauses_too(tmp_path: Path, said: bytes) -> None:
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.pauses.pause("me")
         (root / "pause" / "0000000000000001.json").write_bytes(said)
-        with pytest.raises(Paused, match="unreadable"):
+        with pytest.raises(GcPaused, match="unreadable"):
             store.gc()
         assert store.pauses.pause("again").who == ""
         assert store.gc_state().paused_since is not None

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_shared.config.storage import GcSettings
-from nearkin_shared.errors import Retryable
+from nearkin_shared.errors import RetryableError
 from nearkin_shared.index.redis import lease as lease_module
-from nearkin_shared.index.redis.gc_status import ToldRounds
-from nearkin_shared.index.redis.lease import Lease, LeaseOver
-from nearkin_shared.objectstore.base import LocalObjects, ObjectStore
+from nearkin_shared.index.redis.gc_status import GcStatusStore
+from nearkin_shared.index.redis.lease import Lease, LeaseLost
+from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
 from nearkin_shared.objectstore.factory import with_parity
-from nearkin_shared.objectstore.s3 import S3Objects
+from nearkin_shared.objectstore.s3 import S3ObjectStore
 from tests.support.checks.waiting import until
 from tests.support.data.stores import objects, settings
 from tests.support.servers.maintenance_workers import CHOSEN, Fleet, bring
@@ -42,7 +42,7 @@ class Deployed(Fleet):
         text = text_like(200_000, 1)
         with open_store(folder / "s", settings=CHOSEN, create=True) as store:
             for number in range(1, 7):
-                text = mutated(text, number, edits=30)
+                text = mutate(text, number, edits=30)
                 content = text + random_bytes(100_000, number)
                 store.put("k", content)
                 self.contents[number] = content
@@ -60,7 +60,7 @@ class Deployed(Fleet):
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, s3_objects: S3Objects, redis: Redis, key_prefix: str) -> Iterator[Deployed]:
+def fleet(tmp_path: Path, s3_objects: S3ObjectStore, redis: Redis, key_prefix: str) -> Iterator[Deployed]:
     made = Deployed(tmp_path, s3_objects, redis, key_prefix.rstrip(":"))
     with closing(made.index):
         yield made
@@ -68,24 +68,24 @@ def fleet(tmp_path: Path, s3_objects: S3Objects, redis: Redis, key_prefix: str) 
 
 def test_a_round_that_is_asked_for_while_one_is_at_work_comes_after_it(fleet: Deployed) -> None:
     """What was deleted just before one asked, the round at work may have looked at before."""
-    told, rounds = ToldRounds(fleet.index), fleet.rounds()
-    told.ask()
+    told, rounds = GcStatusStore(fleet.index), fleet.make_gc_worker()
+    told.request_run()
 
     def asked_again(_objects: ObjectStore, _check: Callable[[], None]) -> tuple[int, int]:
-        told.ask()
+        told.request_run()
         return 0, 0
 
     rounds._forgetting = asked_again
     assert rounds.run_once() is not None
-    assert told.asked is not None
+    assert told.requested_run is not None
     rounds._forgetting = None
     assert rounds.run_once() is not None
-    assert told.asked is None
+    assert told.requested_run is None
     assert rounds.run_once() is None
 
 
 def test_rounds_free_what_is_deleted_and_the_index_names_nothing_that_is_gone(fleet: Deployed) -> None:
-    before, rounds = fleet.stored_bytes(), fleet.rounds()
+    before, rounds = fleet.stored_bytes(), fleet.make_gc_worker()
     assert fleet.index.versions_of("default", "k") == list(range(1, 7))
     freed = 0
     for _ in range(5):
@@ -103,7 +103,7 @@ def test_rounds_free_what_is_deleted_and_the_index_names_nothing_that_is_gone(fl
 
 
 def test_a_round_is_done_once_an_interval_whoever_asks(fleet: Deployed) -> None:
-    one, other = fleet.rounds(), fleet.rounds()
+    one, other = fleet.make_gc_worker(), fleet.make_gc_worker()
     assert one.run_once() is not None
     assert other.run_once() is None
     told = other.last()
@@ -111,12 +111,12 @@ def test_a_round_is_done_once_an_interval_whoever_asks(fleet: Deployed) -> None:
     assert told["at"] == fleet.now
     fleet.now += 61
     assert other.run_once() is not None
-    assert fleet.rounds(gc=GcSettings(interval_seconds=0)).run_once() is None
+    assert fleet.make_gc_worker(gc=GcSettings(interval_seconds=0)).run_once() is None
 
 
 def test_one_more_round_in_an_interval_frees_what_was_condemned_whichever_janitor_does_it(fleet: Deployed) -> None:
     gc = GcSettings(grace_seconds=600, interval_seconds=3600)
-    one, other = fleet.rounds(gc=gc), fleet.rounds(gc=gc)
+    one, other = fleet.make_gc_worker(gc=gc), fleet.make_gc_worker(gc=gc)
     condemned = one.run_once()
     assert condemned is not None
     assert condemned.condemned_containers
@@ -136,7 +136,7 @@ def test_one_more_round_in_an_interval_frees_what_was_condemned_whichever_janito
 
 
 def test_a_round_by_a_clock_that_was_wrong_is_not_waited_for(fleet: Deployed) -> None:
-    rounds, now = fleet.rounds(), fleet.now
+    rounds, now = fleet.make_gc_worker(), fleet.now
     fleet.now += 400 * 86_400
     assert rounds.run_once() is not None
     fleet.now = now
@@ -151,11 +151,11 @@ def test_no_round_is_done_by_a_clock_that_differs_from_that_of_redis(
     shifted = SimpleNamespace(time=lambda: time.time() + 3600 * hours, clock_gettime=time.clock_gettime)
     with monkeypatch.context() as patch:
         patch.setattr(lease_module, "time", shifted)
-        with pytest.raises(Retryable, match=r"7[12]\d\d s apart"):
-            fleet.rounds().run_once()
-    assert fleet.rounds().last() is None
+        with pytest.raises(RetryableError, match=r"7[12]\d\d s apart"):
+            fleet.make_gc_worker().run_once()
+    assert fleet.make_gc_worker().last() is None
     assert not list(fleet.objects.names("gc"))
-    assert fleet.rounds().run_once() is not None
+    assert fleet.make_gc_worker().run_once() is not None
 
 
 def test_a_machine_that_slept_holds_no_lease(fleet: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_machine_that_slept_holds_no_lease(fleet: Deployed, monkeypatch: pytes
         assert lease.take()
         lease.check()
         slept_seconds = 3600.0
-        with pytest.raises(LeaseOver):
+        with pytest.raises(LeaseLost):
             lease.check()
 
 
@@ -183,7 +183,7 @@ def test_a_round_goes_on_over_what_parity_can_mend(fleet: Deployed) -> None:
         broken = bytearray(fleet.objects.get(name))
         broken[-20] ^= 1
         covered.replace(name, bytes(broken))
-    report = fleet.rounds(covered).run_once()
+    report = fleet.make_gc_worker(covered).run_once()
     assert report is not None
     assert report.condemned_containers
 
@@ -191,8 +191,8 @@ def test_a_round_goes_on_over_what_parity_can_mend(fleet: Deployed) -> None:
 def test_no_round_begins_while_another_janitor_holds_the_lease(fleet: Deployed) -> None:
     with Lease(fleet.index) as lease:
         assert lease.take()
-        assert fleet.rounds().run_once() is None
-    assert fleet.rounds().run_once() is not None
+        assert fleet.make_gc_worker().run_once() is None
+    assert fleet.make_gc_worker().run_once() is not None
 
 
 class Slow:
@@ -212,16 +212,16 @@ class Slow:
 
 
 def test_a_janitor_that_slept_past_its_lease_does_nothing_more_and_another_ends_its_round(fleet: Deployed) -> None:
-    fleet.rounds().run_once()
+    fleet.make_gc_worker().run_once()
     fleet.now += 3601
     asleep, awake = threading.Event(), threading.Event()
-    sleepy = fleet.rounds(Slow(fleet.objects, asleep, awake))  # type: ignore[arg-type]
+    sleepy = fleet.make_gc_worker(Slow(fleet.objects, asleep, awake))  # type: ignore[arg-type]
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
             sleepy.run_once()
-        except LeaseOver as err:
+        except LeaseLost as err:
             failures.append(err)
 
     thread = threading.Thread(target=run)
@@ -229,7 +229,7 @@ def test_a_janitor_that_slept_past_its_lease_does_nothing_more_and_another_ends_
     assert asleep.wait(60)
     fleet.index.server.one(("DEL", f"{fleet.index.prefix}:{{m}}:lease"))  # as if it had run out
     sleepy._lease.give_up()  # what its own clock says when it wakes
-    assert fleet.rounds().run_once() is not None
+    assert fleet.make_gc_worker().run_once() is not None
     left = dict(fleet.objects.names("containers"))
     awake.set()
     thread.join()
@@ -248,8 +248,8 @@ def test_a_janitor_that_is_stopped_past_its_lease_does_at_most_the_effect_it_sto
     """SIGSTOP between the look at the lease and the effect; the lease ends in Redis, another janitor does the round."""
     root, prefix = tmp_path / "objects", key_prefix.rstrip(":")
     root.mkdir()
-    fleet = Deployed(tmp_path, LocalObjects(root), redis, prefix)
-    assert fleet.rounds().run_once() is not None
+    fleet = Deployed(tmp_path, LocalObjectStore(root), redis, prefix)
+    assert fleet.make_gc_worker().run_once() is not None
     fleet.now += 3601
     words = [
         sys.executable,
@@ -266,7 +266,7 @@ def test_a_janitor_that_is_stopped_past_its_lease_does_at_most_the_effect_it_sto
         try:
             _, status = os.waitpid(asleep.pid, os.WUNTRACED)
             assert os.WIFSTOPPED(status), f"the round has fewer than {effect} effects: {status}"
-            done = until(fleet.rounds().run_once)  # refused for as long as the lease is the other's
+            done = until(fleet.make_gc_worker().run_once)  # refused for as long as the lease is the other's
             assert done is not None
             assert done.freed_bytes > 0
             fleet.check()
@@ -279,7 +279,7 @@ def test_a_janitor_that_is_stopped_past_its_lease_does_at_most_the_effect_it_sto
     fleet.check()
     for _ in range(3):
         fleet.now += 3601
-        assert fleet.rounds().run_once() is not None
+        assert fleet.make_gc_worker().run_once() is not None
         fleet.check()
     fleet.check_index()
     fleet.index.close()
@@ -287,5 +287,5 @@ def test_a_janitor_that_is_stopped_past_its_lease_does_at_most_the_effect_it_sto
 
 def test_an_index_that_is_not_whole_is_not_collected_from(fleet: Deployed) -> None:
     fleet.index.server.one(("DEL", fleet.index.epochs.key))
-    assert fleet.rounds().run_once() is None
+    assert fleet.make_gc_worker().run_once() is None
     assert np.all(fleet.index.container_ids() == 0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_shared.errors import BadInput, Corrupt
 from nearkin_shared.reading.chunk_reader import REWRITTEN_MAX, ChunkReader
-from nearkin_shared.storage.containers import Rewritten
-from tests.support.checks.gc_checks import COLLECTED, collected
+from nearkin_shared.storage.containers import ContainerRewritten
+from tests.support.checks.gc_checks import COLLECTED, collect_repeatedly
 from tests.support.checks.inspection import check_no_orphans
 from tests.support.data.stores import containers, flip, objects, settings, stored_bytes
 from tests.support.fakes.clock import DAY, Clock
@@ -20,7 +20,7 @@ def chain(store: Store, clock: Clock, versions: int, keep: int) -> dict[int, byt
     """Put versions that each lean on the one before, and delete all but the last ones; return these."""
     content, kept = text_like(400_000, 1), {}
     for number in range(1, versions + 1):
-        content = mutated(content, number, edits=60)
+        content = mutate(content, number, edits=60)
         assert store.put("k", content).info.version == number
         kept[number] = content
         if number > keep:
@@ -34,7 +34,7 @@ def test_dead_bases_go_once_what_leans_on_them_takes_living_ones(opened, clock, 
     store = opened()
     kept = chain(store, clock, versions=14, keep=3)
     before = stored_bytes(store.root)
-    collected(store, clock, rounds=6)
+    collect_repeatedly(store, clock, rounds=6)
     with open_store(tmp_path / "fresh", settings=COLLECTED, create=True) as fresh:
         for content in kept.values():
             fresh.put("k", content)
@@ -110,9 +110,9 @@ def test_who_knows_some_of_what_was_written_anew_reads_on(tmp_path, clock, codec
         assert store.gc().containers_rewritten > 1
         for reader, container in zip(readers, there, strict=True):
             for number, content in kept.items():
-                reader._containers.forget_read(container)
+                reader._containers.evict(container)
                 assert reader.get("k", number).read() == content
-                reader._containers.forget_read(container)
+                reader._containers.evict(container)
                 assert reader.explain("k", number).info.size_bytes == len(content)
             reader.close()
 
@@ -125,7 +125,7 @@ def test_who_is_overtaken_by_a_round_at_work_reads_on_and_what_is_gone_without_o
     def run(reader, task, plan):
         if len(overtaken) == 21:
             return plain(reader, task, plan)
-        overtaken.append(err := Rewritten("gone: read again"))
+        overtaken.append(err := ContainerRewritten("gone: read again"))
         err.moved = moved
         raise err
 
@@ -154,7 +154,7 @@ def test_a_container_with_little_left_is_written_anew(opened, clock):
     store = opened()
     contents, before = beside(store)
     clock.now += 8 * DAY
-    collected(store, clock)
+    collect_repeatedly(store, clock)
     assert stored_bytes(store.root) < before * 0.4
     assert all(len(path.name.split(".")) == 3 for path in containers(store.root))
     for key, content in contents.items():
@@ -165,7 +165,7 @@ def test_a_container_with_little_left_is_written_anew(opened, clock):
         store.delete(key)
         del contents[key]
     clock.now += 8 * DAY
-    collected(store, clock)
+    collect_repeatedly(store, clock)
     assert stored_bytes(store.root) < before * 0.1
     for key, content in contents.items():
         assert store.get(key).read() == content
@@ -194,7 +194,7 @@ def test_a_patch_block_that_loses_chunks_keeps_the_bases_of_the_others_alone(ope
     store = opened()
     firsts = {f"k{number}": text_like(60_000, number) for number in range(12)}
     list(store.put_many(firsts.items()))
-    seconds = {key: mutated(content, 3, edits=25) for key, content in firsts.items()}
+    seconds = {key: mutate(content, 3, edits=25) for key, content in firsts.items()}
     results = list(store.put_many(seconds.items()))
     assert sum(result.ledger.delta_chunks for result in results) > 12
     for key in firsts:
@@ -202,7 +202,7 @@ def test_a_patch_block_that_loses_chunks_keeps_the_bases_of_the_others_alone(ope
         if key != "k5":
             store.delete(key, 2)
     clock.now += 8 * DAY
-    collected(store, clock, rounds=8)
+    collect_repeatedly(store, clock, rounds=8)
     assert store.get("k5").read() == seconds["k5"]
     assert stored_bytes(store.root) < 80_000
 
@@ -271,7 +271,7 @@ def test_what_no_record_has_room_for_is_condemned_and_freed_by_later_rounds(open
     clock.now += 8 * DAY
     monkeypatch.setattr(f"nearkin_shared.formats.pending_delete_record.{bound[0]}", bound[1])
     assert 0 < store.gc().condemned_containers < len(containers(store.root))
-    collected(store, clock, rounds=12)
+    collect_repeatedly(store, clock, rounds=12)
     monkeypatch.undo()
     assert store.gc().condemned_containers == 0
     for number in range(4):

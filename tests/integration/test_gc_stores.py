@@ -10,7 +10,7 @@ from nearkin import open_store
 from nearkin.block_recoder import BlockRecoder
 from nearkin.lab.generated_data import random_bytes
 from nearkin.local.index_recovery import super_features_of
-from nearkin_maintenance import Collector, Rewriter, Tenants, rebuild_index
+from nearkin_maintenance import DomainOwners, GcRun, Rewriter, rebuild_index
 from nearkin_shared.config.storage import GcSettings
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
@@ -20,7 +20,7 @@ from nearkin_shared.reading.restore import Blob
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from tests.support.data.stores import SMALL, objects, settings
 
 CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}})
@@ -53,12 +53,12 @@ def test_rounds_free_there_what_was_told(elsewhere: ObjectStore, tmp_path: Path)
         return Fingerprinter(bytes.fromhex(found.secret), tenant, found.fingerprint_bits)
 
     containers = ContainerStore(elsewhere, domain_of("default"), 8 << 20)
-    manifests, condemned = ManifestStore(elsewhere), CondemnedStore(elsewhere)
-    tenants = Tenants(fingerprinter, ["default"], manifests)
+    manifests, condemned = ManifestStore(elsewhere), PendingDeleteStore(elsewhere)
+    tenants = DomainOwners(fingerprinter, ["default"], manifests)
     index = LmdbIndex(tmp_path / "index", domain_of("default"), 1 << 28)
     rebuild_index(containers, manifests, index, tenants, super_features_of)
     rewriter = Rewriter(containers, tenants, fingerprinter("default"), BlockRecoder(CHOSEN))
-    collector = Collector(containers, manifests, condemned, GcSettings(grace_seconds=0), rewriter)
+    collector = GcRun(containers, manifests, condemned, GcSettings(grace_seconds=0), rewriter)
     first, rewritten = stored(elsewhere), 0
     for _ in range(4):
         told, before = collector.preview(), stored(elsewhere)
@@ -69,7 +69,7 @@ def test_rounds_free_there_what_was_told(elsewhere: ObjectStore, tmp_path: Path)
     assert stored(elsewhere) < first * 0.4
     reader = ContainerStore(elsewhere, domain_of("default"), 8 << 20)
     for number in range(0, 16, 4):
-        manifest = manifests.seen("default", f"k{number}", 1)
+        manifest = manifests.read_visible("default", f"k{number}", 1)
         blob = Blob(manifest.info, manifest, reader, fingerprinter("default"), 0, manifest.size_bytes)
         assert blob.read() == contents[f"k{number}"]
     index.close()

@@ -134,7 +134,7 @@ def test_deletion_while_a_reader_mends_is_noticed(
     assert set(contents(second)) == {"a"}
     shutil.rmtree(first.index_path)
     with first.open() as store:
-        whole = LocalIndex._whole
+        whole = LocalIndex._lock_complete
 
         def delete_meanwhile(index: LocalIndex) -> LmdbIndex:
             found = whole(index)
@@ -142,7 +142,7 @@ def test_deletion_while_a_reader_mends_is_noticed(
             store.delete("a")
             return found
 
-        monkeypatch.setattr(LocalIndex, "_whole", delete_meanwhile)
+        monkeypatch.setattr(LocalIndex, "_lock_complete", delete_meanwhile)
         token = (root / TOKEN_FILE).read_bytes()
         store.versions()
         assert (root / TOKEN_FILE).read_bytes() != token

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nearkin import Store, open_store
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.errors import BadInput, NotFound
 from nearkin_shared.formats.directory import CHUNK_ROW
 from nearkin_shared.reading import block_decoder, buffer_leases, chunk_reader
 from nearkin_shared.reading.base_reader import BaseReader
-from nearkin_shared.reading.buffer_leases import Lending
+from nearkin_shared.reading.buffer_leases import BufferLeases
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.reading.read_plan import Plan, by_block
 from nearkin_shared.storage.containers import ContainerStore
@@ -36,7 +36,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with open_store(tmp_path / "s", settings=chosen(SMALL, {"delta": {"codec": request.param}}), create=True) as opened:
         for version in range(4):
             opened.put("k", content)
-            content = mutated(content, version, edits=40, edit_bytes_max=60)
+            content = mutate(content, version, edits=40, edit_bytes_max=60)
         yield opened
 
 
@@ -81,11 +81,11 @@ def test_what_is_lent_is_what_is_fetched_whatever_is_at_hand(store: Store, data:
     source.blocks.drop_if(lambda _: not kept or next(numbers) % kept > 0)
     rows = data.draw(st.lists(st.integers(0, len(places) - 1), min_size=1, max_size=60))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(buffer_leases, "LENT_BYTES_MAX", data.draw(st.sampled_from([0, 100_000, 1 << 30])))
-        patched.setattr(buffer_leases, "LENT_SHARE", data.draw(st.sampled_from([1, 8, 1 << 30])))
+        patched.setattr(buffer_leases, "LEASED_BYTES_MAX", data.draw(st.sampled_from([0, 100_000, 1 << 30])))
+        patched.setattr(buffer_leases, "LEASED_SHARE", data.draw(st.sampled_from([1, 8, 1 << 30])))
         patched.setattr(chunk_reader, "WINDOW_BYTES", data.draw(st.sampled_from([1, 20_000, 1 << 30])))
         patched.setattr(block_decoder, "DECODED_BYTES_MAX", data.draw(st.sampled_from([1, 90_000, 1 << 30])))
-        pieces = reader.lent(plan.take(np.array(rows)))
+        pieces = reader.lease(plan.take(np.array(rows)))
     assert bytes_of(pieces) == [wanted[row] for row in rows]
 
 
@@ -97,12 +97,12 @@ def test_a_block_of_which_much_is_wanted_is_looked_at_where_it_lies(store: Store
     reader.fetch(plan)
     for visit, name in enumerate(by.names):
         rows = by.rows[by.bounds[visit] : by.bounds[visit + 1]]
-        (decoded,) = source.decoded([name])
+        (decoded,) = source.cached_blocks([name])
         assert decoded is not None
-        whole = reader.lent(plan.take(rows))
+        whole = reader.lease(plan.take(rows))
         assert all(whole.buffers[which] is decoded for which in whole.which)
-        if plan.lengths[rows[0]] * buffer_leases.LENT_SHARE < len(decoded):
-            little = reader.lent(plan.take(rows[:1]))
+        if plan.lengths[rows[0]] * buffer_leases.LEASED_SHARE < len(decoded):
+            little = reader.lease(plan.take(rows[:1]))
             assert not np.shares_memory(little.buffers[little.which[0]], decoded)
 
 
@@ -111,10 +111,10 @@ def test_no_more_is_lent_than_the_bound_says(store: Store, monkeypatch: pytest.M
     source, reader = containers(store), ChunkReader(containers(store))
     plan = reader.plan(everything(source))
     for bound in (0, 150_000, 1 << 30):
-        monkeypatch.setattr(buffer_leases, "LENT_BYTES_MAX", bound)
-        pieces = reader.lent(plan)
+        monkeypatch.setattr(buffer_leases, "LEASED_BYTES_MAX", bound)
+        pieces = reader.lease(plan)
         names = set(zip(plan.locations.containers.tolist(), plan.blocks.tolist(), strict=True))
-        blocks = source.decoded(list(names))
+        blocks = source.cached_blocks(list(names))
         lent = [len(buffer) for buffer in pieces.buffers if any(buffer is block for block in blocks)]
         assert sum(lent) <= bound
         assert (sum(lent) > bound - 2 * 64 * 1024) == (bound < 1 << 30)
@@ -129,8 +129,8 @@ def test_a_block_that_lies_in_several_windows_is_lent_once(store: Store, monkeyp
     names = by_block(plan, np.arange(len(plan))).names
     looked_up = source.blocks.hits + source.blocks.misses
     monkeypatch.setattr(chunk_reader, "WINDOW_BYTES", 30_000)
-    monkeypatch.setattr(buffer_leases, "LENT_SHARE", 1 << 30)
-    pieces = reader.lent(plan)
+    monkeypatch.setattr(buffer_leases, "LEASED_SHARE", 1 << 30)
+    pieces = reader.lease(plan)
     assert source.blocks.hits + source.blocks.misses - looked_up > len(names)  # a block for each window it lies in
     assert len([buffer for buffer in pieces.buffers if len(buffer)]) == len(names)
     assert bytes_of(pieces) == fetched(reader, plan)
@@ -143,10 +143,10 @@ def test_blocks_that_had_to_be_decoded_are_lent_too_and_looked_up_once(store: St
     plan = plan.take((plan.depths == 0) & (plan.locations.containers != np.uint64(ZERO)))
     source.blocks.clear()
     before = source.blocks.misses
-    pieces = reader.lent(plan)
+    pieces = reader.lease(plan)
     names = by_block(plan, np.arange(len(plan))).names
     assert source.blocks.misses - before == len(names)
-    decoded = source.decoded(names)
+    decoded = source.cached_blocks(names)
     assert all(any(buffer is one for one in decoded) for buffer in pieces.buffers if len(buffer))
 
 
@@ -154,7 +154,7 @@ def test_blocks_that_had_to_be_decoded_are_lent_too_and_looked_up_once(store: St
 def test_what_is_lent_stays_while_the_cache_lets_go_of_it_and_takes_others(store: Store) -> None:
     source, reader = containers(store), ChunkReader(containers(store))
     plan = reader.plan(everything(source))
-    pieces = reader.lent(plan)
+    pieces = reader.lease(plan)
     wanted = bytes_of(pieces)
     source.blocks.clear()
     for _ in range(3):  # as much memory again, three times over, from the same pool
@@ -224,7 +224,7 @@ def test_ancestors_come_with_what_stood_beside_them(store: Store, monkeypatch: p
     assert found.available.all()
     assert bytes_of(found.pieces) == fetched(reader, reader.plan(found.locations))
 
-    monkeypatch.setattr("nearkin_shared.reading.base_reader.BESIDE_BYTES_MAX", 0)
+    monkeypatch.setattr("nearkin_shared.reading.base_reader.NEIGHBOUR_BYTES_MAX", 0)
     assert len(bases.contents(deep, depth_below=1, bounds=each).locations) == len(deep)
 
 
@@ -232,7 +232,7 @@ def test_a_version_whose_chunks_end_elsewhere_leans_on_all_that_they_had(tmp_pat
     content, versions = text_like(600_000, 3), list[bytes]()
     for version in range(4):
         versions.append(content)
-        content = mutated(content, version, edits=60, edit_bytes_max=400)
+        content = mutate(content, version, edits=60, edit_bytes_max=400)
 
     def stored(name: str) -> int:
         with open_store(tmp_path / name, settings=chosen(SMALL, {"delta": {"max_depth": 1}}), create=True) as opened:
@@ -242,7 +242,7 @@ def test_a_version_whose_chunks_end_elsewhere_leans_on_all_that_they_had(tmp_pat
 
     with_beside = stored("with")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("nearkin_shared.reading.base_reader.BESIDE_BYTES_MAX", 0)
+        patched.setattr("nearkin_shared.reading.base_reader.NEIGHBOUR_BYTES_MAX", 0)
         assert with_beside < 0.95 * stored("without")
 
 
@@ -256,6 +256,6 @@ def test_rows_that_leave_their_block_are_refused() -> None:
         return np.zeros(size_bytes, np.uint8)
 
     blocks = by_block(plan, np.arange(2))
-    Lending(plan, take).use(blocks, [0], [np.zeros(15, np.uint8)])
+    BufferLeases(plan, take).use(blocks, [0], [np.zeros(15, np.uint8)])
     with pytest.raises(BadInput, match="leaves buffer 0 of 14 bytes"):
-        Lending(plan, take).use(blocks, [0], [np.zeros(14, np.uint8)])
+        BufferLeases(plan, take).use(blocks, [0], [np.zeros(14, np.uint8)])

@@ -13,7 +13,7 @@ import pytest
 from nearkin import open_store
 from nearkin.embedded.gateway_backend import StoreListing
 from nearkin.store import Item, Store
-from nearkin_gateway.catalog.version_catalog import Catalogue
+from nearkin_gateway.catalog.version_catalog import VersionCatalog
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import CatalogEntry
@@ -83,12 +83,12 @@ def test_long_metadata_is_read_from_the_manifest(store: Store) -> None:
 
 
 def listed(store: Store, count: Callable[[str], None] = lambda _: None) -> list[object]:
-    catalogue = Catalogue.__new__(Catalogue)
+    catalogue = VersionCatalog.__new__(VersionCatalog)
     from nearkin_shared.storage import descriptor
 
     catalogue.__init__(store._covered, descriptor.read(store._objects), store.settings, StoreListing(store))  # type: ignore[misc]
     with closing(catalogue):
-        found, _ = catalogue.listed("default", "", "", 1000, all_versions=False)
+        found, _ = catalogue.list_versions("default", "", "", 1000, all_versions=False)
     return list(found.found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from tests.support.data.stores import settings
 
@@ -13,13 +13,13 @@ SMALL_CACHES = {"base": {"cache_bytes": MIB}, "restore": {"cache_bytes": 8 * MIB
 
 def test_versions_put_under_patch_and_xdelta3_in_turn_need_few_blocks_each(tmp_path, monkeypatch):
     by_themselves = []
-    before = ChunkReader._by_itself
+    before = ChunkReader._read_alone
 
     def counted(reader, name, record):
         by_themselves.append(name)
         return before(reader, name, record)
 
-    monkeypatch.setattr(ChunkReader, "_by_itself", counted)
+    monkeypatch.setattr(ChunkReader, "_read_alone", counted)
     content = text_like(4 * MIB, 1)
     for version in range(10):
         codec = ("patch", "xdelta3")[version % 2]
@@ -30,4 +30,4 @@ def test_versions_put_under_patch_and_xdelta3_in_turn_need_few_blocks_each(tmp_p
             store.put("k", content)
             assert store.get("k").read() == content
             assert len(by_themselves) < 20, version
-        content = mutated(content, version, edits=300, edit_bytes_max=300)
+        content = mutate(content, version, edits=300, edit_bytes_max=300)

@@ -70,14 +70,14 @@ def test_index_copied_as_a_removal_begins_is_rebuilt(
     tmp_path: Path, older: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """F.5: A copy between the new token in the store and the removal of the entries has the older token."""
-    root, copy, real = tmp_path / "store", tmp_path / "copy", LmdbIndex._forget
+    root, copy, real = tmp_path / "store", tmp_path / "copy", LmdbIndex._withdraw
 
     def forget(index: LmdbIndex, *arguments: Any) -> None:
         shutil.copytree(root / "index", copy, dirs_exist_ok=True)
         real(index, *arguments)
 
     with monkeypatch.context() as patch, open_store(root, settings=AT_ONCE) as store:
-        patch.setattr(LmdbIndex, "_forget", forget)
+        patch.setattr(LmdbIndex, "_withdraw", forget)
         collect(store)
     put_index_back(root, copy)
     with caplog.at_level(logging.WARNING), open_store(root, settings=AT_ONCE) as store:
@@ -97,7 +97,7 @@ def test_removal_that_fails_leaves_the_index_current(
 
     with open_store(root, settings=AT_ONCE) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(LmdbIndex, "_forget", fail)
+            patch.setattr(LmdbIndex, "_withdraw", fail)
             with pytest.raises(StoreUnavailable):
                 collect(store)
         assert (root / REMOVALS_FILE).exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_delta.gap_alignment import OWN_BYTES
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt
@@ -27,7 +27,7 @@ FROZEN = Path(__file__).parent.parent / "golden" / "store_v2.tar"
 def history(versions: int, size: int = 250_000, edits: int = 25) -> list[bytes]:
     found = [text_like(size, 1)]
     for version in range(1, versions):
-        found.append(mutated(found[-1], version, edits=edits, edit_bytes_max=60))
+        found.append(mutate(found[-1], version, edits=edits, edit_bytes_max=60))
     return found
 
 
@@ -64,7 +64,7 @@ def test_every_codec_with_every_policy_restores_after_index_loss(tmp_path, codec
 def test_a_blob_that_is_a_history_itself_is_reduced_as_one(tmp_path):
     chosen = settings(Settings(), {"runner": {"batch_bytes": 2 * MIB}})
     first = random_bytes(OWN_BYTES + 2 * chosen.runner.batch_bytes)
-    whole = first + mutated(first, 1, edits=4000)
+    whole = first + mutate(first, 1, edits=4000)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         stored = store.put("k", whole).ledger
         assert stored.stored_bytes < len(first) * 1.02
@@ -80,7 +80,7 @@ def test_a_deep_chain_restores_without_recursion_and_with_a_cache_that_holds_not
     }
     versions = [text_like(30_000, 1)]
     for number in range(1, 60):  # a byte in every chunk's window: only the newest neighbours stay alike
-        versions.append(mutated(versions[-1], number, edits=120, edit_bytes_max=30)[:30_000])
+        versions.append(mutate(versions[-1], number, edits=120, edit_bytes_max=30)[:30_000])
     chosen = settings(SMALL, changes, {"base": {"policy": "locality+first-fit"}})
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for content in versions:
@@ -132,7 +132,7 @@ def test_bases_are_looked_up_level_by_level_not_block_by_block(tmp_path, monkeyp
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for content in versions:
             store.put("k", content)
-        store._containers.forget_read()
+        store._containers.evict()
         monkeypatch.setattr(ChunkReader, "plan", counted)
         blob = store.get("k")
         assert blob.read() == versions[-1]
@@ -161,7 +161,7 @@ def test_a_store_of_container_format_2_is_read_and_goes_on(tmp_path):
         archive.extractall(tmp_path / "s", filter="data")
     frozen = [text_like(60_000, 1)]
     for version in range(1, 4):
-        frozen.append(mutated(frozen[-1], version, edits=20, edit_bytes_max=40))
+        frozen.append(mutate(frozen[-1], version, edits=20, edit_bytes_max=40))
     chosen = settings(SMALL, {"features": {"count": 6, "super_features": 6}})
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         assert [store.get("history", n).read() for n in (1, 2, 3)] == frozen[:3]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.errors import Corrupt, StoreUnavailable
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.reading import read_ahead as module
 from nearkin_shared.reading import restore
 from nearkin_shared.reading.restore import Blob
@@ -22,7 +22,7 @@ from tests.support.data.stores import settings
 SMALL = {"block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"}, "container": {"target_bytes": "512KiB"}}
 
 
-class Far(LocalObjects):
+class Far(LocalObjectStore):
     """A local store whose reads take as long as those of one that is far."""
 
     far = True
@@ -55,14 +55,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     root = tmp_path_factory.mktemp("far") / "s"
     versions = [text_like(9_000_000, 1)]
     for number in range(1, 4):
-        versions.append(mutated(versions[-1], number, edits=300, edit_bytes_max=4000))
+        versions.append(mutate(versions[-1], number, edits=300, edit_bytes_max=4000))
     with open_store(root, settings=settings(SMALL), create=True) as store:
         for data in versions:
             store.put("k", data)
     return root, versions
 
 
-def restored(root: Path, objects: LocalObjects, version: int, start: int = 0, stop: int | None = None) -> Blob:
+def restored(root: Path, objects: LocalObjectStore, version: int, start: int = 0, stop: int | None = None) -> Blob:
     with open_store(root, settings=settings(SMALL), read_only=True) as store:
         of = store.get("k", version)
         containers = ContainerStore(objects, store._fingerprinter.domain, 32 << 20)
@@ -78,7 +78,7 @@ def test_blocks_are_read_side_by_side_and_each_once(made, version: int) -> None:
     assert blob.read() == versions[version - 1]
     assert 2 < objects.most <= module.THREADS
     assert blob.costs.block_reads == blob.costs.blocks_decoded
-    near = restored(root, LocalObjects(root), version)
+    near = restored(root, LocalObjectStore(root), version)
     assert near.read() == versions[version - 1]
     assert blob.costs.block_reads == near.costs.block_reads
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nearkin-ahead")]
@@ -88,9 +88,9 @@ def test_a_range_asks_for_little_more_than_it_needs(made) -> None:
     root, versions = made
     far = restored(root, Far(root), 4, 2_000_000, 7_500_000)
     assert far.read() == versions[3][2_000_000:7_500_000]
-    near = restored(root, LocalObjects(root), 4, 2_000_000, 7_500_000)
+    near = restored(root, LocalObjectStore(root), 4, 2_000_000, 7_500_000)
     near.read()
-    whole = restored(root, LocalObjects(root), 4)
+    whole = restored(root, LocalObjectStore(root), 4)
     whole.read()
     assert near.costs.block_reads <= far.costs.block_reads <= whole.costs.block_reads
 

@@ -53,9 +53,9 @@ def test_read_only_store_refuses_new_keys(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", settings=encrypted, create=True) as store:
         store.put("a", b"1" * 10_000)
     with open_store(tmp_path / "store", settings=encrypted, read_only=True) as store:
-        before = store.keyring.listed()
+        before = store.keyring.list_keys()
         for call in (store.keyring.rotate, lambda tenant: store.keyring.erase(tenant, 0)):
             with pytest.raises(BadInput, match="read_only=True; open it without"):
                 call("default")
-        assert store.keyring.listed() == before
+        assert store.keyring.list_keys() == before
         assert store.get("a").read() == b"1" * 10_000

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from nearkin.local import local_gc
 from nearkin.store import Store
-from nearkin_maintenance.gc.mark import Reach
+from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.optimize import container_rebase, rebase_batch
-from nearkin_maintenance.optimize.container_rebase import Means
-from nearkin_maintenance.optimize.stream_positions import places_of
+from nearkin_maintenance.optimize.container_rebase import RebaseContext
+from nearkin_maintenance.optimize.stream_positions import estimate_positions
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats import container_layout
-from nearkin_shared.formats.block_kinds import gathered
+from nearkin_shared.formats.block_kinds import merged_blocks
 from nearkin_shared.reading.block_cache import CACHE_BYTES
 from nearkin_shared.reading.read_plan import BlockName
 from nearkin_shared.storage.containers import ContainerStore
@@ -35,7 +35,7 @@ KEPT = range(8, 15)
 def history(versions: int) -> dict[int, bytes]:
     content, found = text_like(1_500_000, 3), {}
     for number in range(1, versions + 1):
-        content = found[number] = mutated(content, number, edits=150, edit_bytes_max=40)
+        content = found[number] = mutate(content, number, edits=150, edit_bytes_max=40)
     return found
 
 
@@ -63,14 +63,14 @@ def check(store: Store) -> None:
 
 def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
     """Do a round with 2 MiB of blocks at hand; return the bytes that it decodes."""
-    found, real = [0], ContainerStore.keep
+    found, real = [0], ContainerStore.cache_blocks
 
     def keep(self: ContainerStore, names: list[BlockName], decoded: list[np.ndarray]) -> None:
         found[0] += sum(map(len, decoded))
         real(self, names, decoded)
 
     with monkeypatch.context() as patched:
-        patched.setattr(ContainerStore, "keep", keep)
+        patched.setattr(ContainerStore, "cache_blocks", keep)
         patched.setattr(local_gc, "BLOCKS_BYTES", 2 << 20)
         assert store.gc().containers_rewritten >= len(KEPT)
     return found[0]
@@ -78,11 +78,11 @@ def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.soak
 def test_what_all_of_them_lean_on_is_decoded_once_not_once_for_each(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(container_rebase, "PLACE_CHUNKS", 16)
+    monkeypatch.setattr(container_rebase, "POSITION_CHUNKS", 16)
     with aged(tmp_path / "side", clock) as side:
         together = decoded_by_a_round(side, monkeypatch)
         check(side)
-    monkeypatch.setattr(Means, "places_at", lambda _self, _container, rows: np.zeros(len(rows), np.int64))
+    monkeypatch.setattr(RebaseContext, "places_at", lambda _self, _container, rows: np.zeros(len(rows), np.int64))
     with aged(tmp_path / "one", clock) as one:
         assert together < 0.6 * decoded_by_a_round(one, monkeypatch)
         check(one)
@@ -123,7 +123,7 @@ def test_those_before_one_that_is_broken_are_written_and_the_others_stay(tmp_pat
 
 
 def test_a_block_of_patches_that_is_encoded_again_holds_what_lies_near(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(container_rebase, "PLACE_CHUNKS", 16)
+    monkeypatch.setattr(container_rebase, "POSITION_CHUNKS", 16)
     large = settings(SMALL_BLOCKS, {"block": {"raw_bytes": "512KiB", "delta_bytes": "512KiB"}})
     with aged(tmp_path / "s", clock, large) as store:
         before = {c: len(store._containers.directory(c).blocks) for c, _ in store._containers.ids()}
@@ -152,14 +152,14 @@ def test_what_a_round_had_at_hand_goes_with_it_not_with_the_garbage_collector(tm
             before_bytes = held_bytes()
             assert store.gc().containers_rewritten
             assert held_bytes() <= before_bytes
-            assert not store._containers.buffers.spare_bytes
+            assert not store._containers.buffers.unused_bytes
         finally:
             gc.enable()
 
 
-def reach_of(store: Store) -> Reach:
+def reach_of(store: Store) -> LiveSet:
     names = [name for name, _ in store._manifests.names_and_marks()[0]]
-    return Reach(store._containers.of(None), store._manifests, names)
+    return LiveSet(store._containers.of(None), store._manifests, names)
 
 
 GATHERED = settings(
@@ -178,7 +178,7 @@ def test_chunks_lie_at_the_place_of_what_they_go_back_to(tmp_path, clock):
             store.put("k", HISTORY[number])
         for _ in range(2):
             reach = reach_of(store)
-            places = places_of(reach, reach.closed(reach.chunks))
+            places = estimate_positions(reach, reach.transitive_closure(reach.chunks))
             for container, _ in store._containers.ids():
                 chunks = reach.directory(container).chunks
                 own = np.flatnonzero(chunks.depths >= 0)[: len(chunks) - len(chunks) % 16]
@@ -187,7 +187,7 @@ def test_chunks_lie_at_the_place_of_what_they_go_back_to(tmp_path, clock):
                 known = ~np.isnan(named[own])
                 assert np.abs(found[known] / found[known].max() - named[own][known]).mean() < 0.1
             store.gc()
-        assert any(gathered(reach_of(store).directory(c)).any() for c, _ in store._containers.ids())
+        assert any(merged_blocks(reach_of(store).directory(c)).any() for c, _ in store._containers.ids())
 
 
 def _share_of_stream(store: Store, container: int) -> np.ndarray:
@@ -225,7 +225,7 @@ def test_a_container_of_recipes_alone_is_no_obstacle(tmp_path, clock):
     with open_store(
         tmp_path / "s", settings=settings({"deletion": {"undelete_seconds": 0}}), clock=clock, create=True
     ) as store:
-        for content in (base, mutated(base, 1, edits=400, edit_bytes_max=60)):
+        for content in (base, mutate(base, 1, edits=400, edit_bytes_max=60)):
             store.put("a", content)
         store.put("x", text_like(3_000, 5))
         store.put("y", text_like(3_000, 6))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_shared.utils import failpoints
 from tests.support.data.stores import SMALL, settings, stored_bytes
@@ -55,7 +55,7 @@ def filled(root: Path, clock: Clock, mode: str) -> dict[Version, bytes]:
                 contents[tenant, "copy", version] = first if version % 2 else other
                 for key in ("a", "b", "copy"):
                     store.put(key, contents[tenant, key, version])
-                first = mutated(first, version, edits=60)
+                first = mutate(first, version, edits=60)
     return contents
 
 

@@ -10,23 +10,23 @@ import pytest
 
 from nearkin import open_store
 from nearkin.block_recoder import BlockRecoder
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_delta import block_encoder
-from nearkin_maintenance.gc.mark import Reach
+from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.optimize import recompress
 from nearkin_maintenance.optimize.recompress import Recompressor
 from nearkin_shared.errors import ConfigError, Corrupt
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.directory import Directory
-from tests.support.checks.gc_checks import COLLECTED, collected, killed_in_a_round
+from tests.support.checks.gc_checks import COLLECTED, collect_repeatedly, kill_during_gc
 from tests.support.data.stores import ENCRYPTED, containers, flip, settings, stored_bytes
 from tests.support.fakes.clock import DAY
 
 LARGER = {"block": {"raw_bytes": "1MiB"}, "container": {"target_bytes": "4MiB"}, "gc": {"gather_bytes": 0}}
 CHOSEN = settings(COLLECTED, LARGER)
 FIRST = text_like(4_000_000, 1)
-SECOND = mutated(FIRST, 2, edits=100)
+SECOND = mutate(FIRST, 2, edits=100)
 
 
 def put(store: Store) -> None:
@@ -44,7 +44,7 @@ def check(store: Store) -> None:
 def directories(store: Store) -> dict[int, Directory]:
     """Return the directory of every container, as it lies on the disk."""
     found = store._containers.of(None)
-    found.forget_read()
+    found.evict()
     return {container: found.directory(container) for container, _ in found.ids()}
 
 
@@ -86,7 +86,7 @@ def test_the_index_is_made_again_and_puts_go_on(store):
     assert store.rebuild_index().skipped == ()
     check(store)
     assert store.put("again", SECOND).ledger.unique_bytes == 0
-    third = mutated(SECOND, 3, edits=50)
+    third = mutate(SECOND, 3, edits=50)
     assert store.put("k", third).ledger.stored_bytes < len(third) // 20  # it finds its bases
     assert store.get("k", 3).read() == third
 
@@ -111,7 +111,7 @@ def test_random_bytes_and_what_mostly_leans_on_others_are_left_as_they_are(store
     put(store)
     store.gc()
     store.put("random", random_bytes(2_000_000, 7))
-    store.put("k", mutated(SECOND, 4, edits=400))
+    store.put("k", mutate(SECOND, 4, edits=400))
     assert store.gc().containers_rewritten == 0
     assert sorted(generations(store), reverse=True)[-2:] == [0, 0]
 
@@ -131,7 +131,7 @@ def test_what_is_written_anew_for_another_reason_is_compressed_on_the_way(tmp_pa
             # As if what is young could not be: so that the first to write it anew is the round that frees.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Recompressor, "chosen", lambda *_: [])
-                collected(store, clock)
+                collect_repeatedly(store, clock)
             assert generations(store) == [1]
             for number in range(2, 4):
                 assert store.get(f"k{number}").read() == parts[f"k{number}"]
@@ -140,7 +140,7 @@ def test_what_is_written_anew_for_another_reason_is_compressed_on_the_way(tmp_pa
 
 
 def test_so_much_at_a_time_the_oldest_first(store, monkeypatch, clock):
-    monkeypatch.setattr(recompress, "ROUND_BYTES_MAX", 1)
+    monkeypatch.setattr(recompress, "RUN_BYTES_MAX", 1)
     for number in range(3):
         store.put(f"k{number}", text_like(900_000, number))
     for done in range(1, 4):
@@ -155,7 +155,7 @@ def test_the_young_are_left_alone(store):
     store.put("b", text_like(900_000, 2))
     found = store._containers.of(None)
     names = [name for name, _ in store._manifests.names()]
-    sizes, reach = dict(found.ids()), Reach(found, store._manifests, names)
+    sizes, reach = dict(found.ids()), LiveSet(found, store._manifests, names)
     recompressor = Recompressor(found, BlockRecoder(CHOSEN))
     first, second = recompressor.chosen(sizes, [], reach)
     assert first < second
@@ -175,7 +175,7 @@ def test_what_is_about_to_go_is_left_as_it_is_and_its_bases_are_not(store, clock
     assert by_age[-1] == 0
     assert by_age[0] == 1
     assert store.get("k", 2).read() == SECOND
-    collected(store, clock)
+    collect_repeatedly(store, clock)
     assert store.get("k", 2).read() == SECOND
 
 
@@ -187,7 +187,7 @@ def test_a_broken_container_is_left_as_it_is_and_the_others_are_not(store, caplo
         store.put(f"{number}", text_like(900_000, number))
     broken = containers(store.root)[place]
     flip(broken, 5000)
-    store._containers.forget_read()
+    store._containers.evict()
     with caplog.at_level(logging.WARNING):
         report = store.gc()
     assert report.containers_rewritten == 2
@@ -230,7 +230,7 @@ def test_a_round_that_dies_amid_it_loses_nothing_and_the_next_one_goes_on(tmp_pa
     with open_store(root, settings=settings(COLLECTED, chosen), clock=clock, create=True) as store:
         put(store)
         assert len(containers(root)) > 2
-    killed_in_a_round(root, chosen, point, times)
+    kill_during_gc(root, chosen, point, times)
     with open_store(root, settings=settings(COLLECTED, chosen), clock=clock, create=True) as store:
         check(store)
         assert store.gc().containers_rewritten > 0
@@ -254,7 +254,7 @@ def test_what_is_broken_is_named_as_it_lies_there(store):
     store.gc()
     (broken,) = (path for path in containers(store.root) if path.name.endswith(".0001.nkc"))
     flip(broken, 5000)
-    store._containers.forget_read()
+    store._containers.evict()
     report = store.verify()
     name = str(broken.relative_to(store.root))
     assert [damage.object_name for damage in report.damage] == [name]

@@ -20,13 +20,13 @@ import redis
 from nearkin import open_store
 from nearkin.local.index_recovery import super_features_of
 from nearkin.store import Store
-from nearkin_maintenance import Tenants, claims_of, rebuild_index
+from nearkin_maintenance import DomainOwners, entries_of_container, rebuild_index
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.protocols import Index
 from nearkin_shared.index.redis import RedisIndex, rebuild_in_background
-from nearkin_shared.index.redis.background_rebuild import Rebuilder, RebuildOver
+from nearkin_shared.index.redis.background_rebuild import Rebuilder, RebuildSuperseded
 from tests.support.checks.waiting import until
 from tests.support.conformance.index_contract import FIRST, chunk_names, first_claims, of_rank, rows
 from tests.support.data import samples
@@ -60,7 +60,7 @@ def connect(server: RedisServer, store: Store) -> RedisIndex:
 
 def fill(store: Store, index: Index, known: Collection[int] = ()) -> None:
     """What a service hands in: the store's containers and versions, less the containers that are there."""
-    tenants = Tenants(store._fingerprinters, ["default"], store._manifests)
+    tenants = DomainOwners(store._fingerprinters, ["default"], store._manifests)
     rebuild_index(store._containers, store._manifests, index, tenants, super_features_of, known_containers=known)
 
 
@@ -69,7 +69,7 @@ def assert_same_answers(store: Store, one: Index, other: Index) -> None:
     ids = sorted(container for container, _ in store._containers.ids())
     assert len(ids) > 4
     for container in ids:
-        claims = claims_of(
+        claims = entries_of_container(
             store._containers.directory(container), store._containers, store._fingerprinter, super_features_of, ids
         )
         asked = [partial(_chunks, claims.directory.chunks.names), partial(_segments, claims.segment_ids)]
@@ -223,12 +223,12 @@ def test_a_rebuild_whose_lease_passed_on_neither_writes_nor_says_whole(store: St
     def robbed(target: Index) -> None:
         with redis.Redis.from_url(server.url) as client:
             client.delete("nearkin:{m}:lease")
-        with pytest.raises(RebuildOver):
+        with pytest.raises(RebuildSuperseded):
             until(lambda: bool(target.publish(first_claims())))
         assert Rebuilder(other, lambda _: None).run_once()
         client.close()
 
-    with pytest.raises(RebuildOver):
+    with pytest.raises(RebuildSuperseded):
         Rebuilder(index, robbed, lease_seconds=0.6).run_once()
     assert not index.check()  # the other one's
     index.close()
@@ -244,7 +244,7 @@ def test_a_rebuild_of_an_epoch_that_ends_begins_again(store: Store, server: Redi
         other.check()
         fill(store, target)
 
-    with pytest.raises(RebuildOver):
+    with pytest.raises(RebuildSuperseded):
         Rebuilder(index, emptied).run_once()
     assert index.check()
     assert Rebuilder(index, partial(fill, store)).run_once()

@@ -18,20 +18,20 @@ from nearkin.embedded.runner import EmbeddedWriter
 from nearkin.lab.generated_data import random_bytes
 from nearkin.local.index_recovery import super_features_of
 from nearkin_committer import handler as committer_handler
-from nearkin_committer.handler import CommitHandler
-from nearkin_maintenance import Tenants
+from nearkin_committer.handler import CommitterHandler
+from nearkin_maintenance import DomainOwners
 from nearkin_maintenance.redis_index_recovery import recover_index
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats.message import End, Envelope, Placed, encode
-from nearkin_shared.index.container_entries import ContainerClaims
+from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.background_rebuild import Rebuilder, RebuildTarget
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.lag import Backlog
-from nearkin_shared.kafka.tenant_context import lanes
-from nearkin_shared.objectstore.base import LocalObjects
-from nearkin_shared.storage.pending_deletes import CondemnedStore, GcGeneration
+from nearkin_shared.kafka.tenant_context import tenant_contexts
+from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.storage.pending_deletes import GcGeneration, PendingDeleteStore
 from nearkin_shared.types import ContainerId
 from tests.support.checks.waiting import until
 from tests.support.servers.maintenance_workers import CHOSEN, Fleet, bring
@@ -50,7 +50,7 @@ def deployed(folder: Path, url: str) -> Fleet:
         now = store._clock() + YEAR
         store.delete("a", 1)
     (folder / "objects").mkdir()
-    elsewhere = LocalObjects(folder / "objects")
+    elsewhere = LocalObjectStore(folder / "objects")
     bring(folder / "s", elsewhere)
     fleet = Fleet(elsewhere, url, "nk", now)
     fleet.fill_index()
@@ -59,7 +59,7 @@ def deployed(folder: Path, url: str) -> Fleet:
 
 def collect(fleet: Fleet) -> None:
     """Free the deleted version."""
-    rounds = fleet.rounds()
+    rounds = fleet.make_gc_worker()
     for _ in range(3):
         assert rounds.run_once() is not None
         fleet.now += 3601
@@ -91,8 +91,8 @@ def put(fleet: Fleet, index: RedisIndex, key: str) -> int:
 
 
 def recover(fleet: Fleet, target: RebuildTarget) -> None:
-    tenants = Tenants(fleet.fingerprinter, ["default"], fleet.manifests)
-    record = CondemnedStore(fleet.objects).read()
+    tenants = DomainOwners(fleet.fingerprinter, ["default"], fleet.manifests)
+    record = PendingDeleteStore(fleet.objects).read()
     recover_index(fleet.containers(fleet.objects), fleet.manifests, target, tenants, super_features_of, record)
 
 
@@ -243,9 +243,9 @@ def test_committer_refuses_freed_containers(single: tuple[RedisServer, Fleet], m
     manifest = fleet.manifests.get("default", "a", 1)
     collect(fleet)
     monkeypatch.setattr(committer_handler, "Outbox", Kept)
-    of_all = lanes(CHOSEN, fleet.objects, fleet.secret, fleet.bits, fleet.index.for_domain)
-    handler = CommitHandler(CHOSEN, fleet.manifests, of_all, "w", Idle(), None)
-    handler.assigned(0, "")
+    of_all = tenant_contexts(CHOSEN, fleet.objects, fleet.secret, fleet.bits, fleet.index.for_domain)
+    handler = CommitterHandler(CHOSEN, fleet.manifests, of_all, "w", Idle(), None)
+    handler.on_assigned(0, "")
     envelope, began_us = Envelope(b"0123456789abcdef", "default", "a", 0), time.time_ns() // 1000
     placed = Placed(envelope, manifest.segments, manifest.known, manifest.lengths, manifest.ledger)
     count = len(manifest.segments)
@@ -289,7 +289,7 @@ def test_restart_keeps_the_index(persistent: tuple[RedisServer, Fleet]) -> None:
     def watched(target: RebuildTarget) -> None:
         publish = target.publish_many
 
-        def publish_many(many: list[ContainerClaims]) -> None:
+        def publish_many(many: list[ContainerEntries]) -> None:
             published.extend(claims.directory.container for claims in many)
             publish(many)
 
@@ -316,10 +316,10 @@ def test_restart_that_lost_writes_adds_them_again(tmp_path: Path) -> None:
             writer = random_bytes(400_000, 9)
             with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
                 store.put("late", writer)
-            for name, size in LocalObjects(tmp_path / "s").names("containers"):
+            for name, size in LocalObjectStore(tmp_path / "s").names("containers"):
                 if int(name.rpartition("/")[2].partition(".")[0], 16) not in kept:
                     assert size
-                    fleet.objects.put_new(name, LocalObjects(tmp_path / "s").get(name))
+                    fleet.objects.put_new(name, LocalObjectStore(tmp_path / "s").get(name))
             server.kill()
             server.start()
             assert Rebuilder(fleet.index, partial(recover, fleet)).run_once()

@@ -24,7 +24,7 @@ from nearkin_shared.errors import (
     FormatTooNew,
     NearkinError,
     NotFound,
-    Retryable,
+    RetryableError,
     SourceFailed,
     StoreLocked,
     StoreUnavailable,
@@ -182,7 +182,7 @@ def test_a_source_that_fails_in_the_middle_stores_no_version(store):
     with pytest.raises(SourceFailed, match=r"Input/output error; nothing was stored") as caught:
         store.put("k", Failing(random_bytes(4_000_000)))
     assert isinstance(caught.value.__cause__, OSError)
-    assert isinstance(caught.value, Retryable)
+    assert isinstance(caught.value, RetryableError)
     with pytest.raises(NotFound):
         store.get("k")
     assert store.put("k", CONTENT).info.version == 1
@@ -416,7 +416,7 @@ def test_an_index_that_is_lost_where_nothing_can_be_written_is_told_as_that(tmp_
         store.put("k", b"content")
     shutil.rmtree(tmp_path / "s" / "index")
     refused = StoreUnavailable("s/lock: Read-only file system")
-    monkeypatch.setattr(LocalIndex, "_whole", lambda self: (_ for _ in ()).throw(refused))
+    monkeypatch.setattr(LocalIndex, "_lock_complete", lambda self: (_ for _ in ()).throw(refused))
     with open_store(tmp_path / "s", settings=settings(SMALL), read_only=True) as store:
         assert store.get("k").read() == b"content"
         with pytest.raises(StoreUnavailable, match=r"index of .*s is missing.* cannot be made: s/lock"):

@@ -13,7 +13,7 @@ from nearkin.store import open_store
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import RetentionPolicy
-from nearkin_shared.errors import ClockSkew, Retained
+from nearkin_shared.errors import ClockSkew, RetentionActive
 
 YEAR_SECONDS = 31_536_000
 NOW = time.time()
@@ -39,7 +39,7 @@ def test_retention_holds_under_settings_without_any(tmp_path: Path) -> None:
         assert info.retain_until.timestamp() == pytest.approx(NOW + YEAR_SECONDS, abs=1)
     with open_store(path, settings=settings({}), clock=at(10), create=True) as store:
         for version in (None, 1):
-            with pytest.raises(Retained, match="its manifest says so"):
+            with pytest.raises(RetentionActive, match="its manifest says so"):
                 store.delete("backup", version)
         store.put("backup", b"newer")
         decisions = store.forget("", RetentionPolicy(keep_last=1))

@@ -13,7 +13,7 @@ from nearkin.store import Store
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.key_wrapping import generate
-from nearkin_shared.errors import Corrupt, Retained
+from nearkin_shared.errors import Corrupt, RetentionActive
 from nearkin_shared.formats.tombstone import Kind, Mark
 from tests.support.fakes.clock import DAY, Clock
 
@@ -54,7 +54,7 @@ def test_lost_record_leaves_the_last_in_force(tmp_path: Path, clock: Clock) -> N
         store.put("k", b"two")
         assert store.info("k", 1).retain_until == LATEST
         assert [info.retain_until for info in store.versions(all_versions=True)] == [LATEST, None]
-        with pytest.raises(Retained, match="2026-12-03T06:00:00Z"):
+        with pytest.raises(RetentionActive, match="2026-12-03T06:00:00Z"):
             store.delete("k", 1)
         damage = store.verify().damage
         assert [(found.object_name, found.versions) for found in damage] == [(name, (("k", 1),))]
@@ -83,7 +83,7 @@ def test_erasure_counts_a_version_with_a_lost_record(tmp_path: Path, clock: Cloc
     """F.29: An erasure of a tenant refuses for a retention of which only record 2 is left."""
     with opened(tmp_path / "s", clock, encrypted=True) as store:
         lose_first_record(store)
-        with pytest.raises(Retained, match="retained versions: 1, the last one until 2026-12-03"):
+        with pytest.raises(RetentionActive, match="retained versions: 1, the last one until 2026-12-03"):
             store.erase_tenant("default")
 
 

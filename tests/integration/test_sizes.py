@@ -7,7 +7,7 @@ from io import BytesIO
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_shared.config.reduction import CHUNKERS
 from tests.support.data.stores import SMALL, settings
 
@@ -69,7 +69,7 @@ def test_whatever_pieces_a_source_comes_in_the_same_is_stored(pieces, tmp_path):
 
     size = 20_000 if pieces == 1 else 150_000 if pieces == 7 else 1_400_000
     text = text_like(size, 5)  # its copies are similar to what lies in this batch or in the last: where it ends matters
-    content = text + mutated(text, 1, edits=size // 5000) + mutated(text, 2, edits=size // 5000)
+    content = text + mutate(text, 1, edits=size // 5000) + mutate(text, 2, edits=size // 5000)
     ledgers = []
     for number, source in enumerate((content, Trickling(content), OnlyReads(content))):
         with open_store(tmp_path / str(number), settings=settings(SMALL), create=True) as store:

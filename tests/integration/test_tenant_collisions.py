@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from nearkin.store import Store
 from nearkin_shared import fingerprints
 from nearkin_shared.config.services import RedisSettings
@@ -21,8 +21,8 @@ from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index import pending
 from nearkin_shared.index.container_entries import feature_keys
 from nearkin_shared.index.lmdb import lmdb_index
-from nearkin_shared.index.lmdb.version_entries import PlainNames, SealedNames
-from nearkin_shared.index.protocols import Collected
+from nearkin_shared.index.lmdb.version_entries import EncryptedNames, PlainNames
+from nearkin_shared.index.protocols import CollectedVersion
 from nearkin_shared.index.redis import RedisIndex, catalog_encoding
 from nearkin_shared.objectstore import encrypting
 from nearkin_shared.types import U8, U64
@@ -40,7 +40,7 @@ def opened(folder: Path, tenant: str, changes: Mapping[str, Mapping[str, object]
 @pytest.fixture
 def one_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all tenants have one hash in a local index."""
-    for names in (PlainNames, SealedNames):
+    for names in (PlainNames, EncryptedNames):
         monkeypatch.setattr(names, "tenant_head", lambda _self, _tenant: b"\1" * 8)
 
 
@@ -81,9 +81,9 @@ def test_index_with_two_tenants_of_a_hash_keeps_them_apart(tmp_path: Path, reque
         for after in ("", "of a"):
             assert [entry.key for entry in index.catalog_after("first", "of", after, None)] == ["of first"]
         assert index.versions_of("second", "of first") == []
-        index.collect_many([Collected("second", "of first", 1, None)])
+        index.collect_many([CollectedVersion("second", "of first", 1, None)])
         assert [entry.key for entry in index.catalog("first")] == ["of first"]
-        index.forget_tenants(["second"])
+        index.withdraw_tenants(["second"])
         assert list(index.catalog("second")) == []
         assert [entry.key for entry in index.catalog("first")] == ["of first"]
 
@@ -117,7 +117,7 @@ def test_redis_refuses_the_second_tenant_of_a_hash(
     with caplog.at_level(logging.ERROR):
         redis_index.commit_many([(second, 100), (replace(second, key="other"), 100)])
     assert "tenant 'second'" in caplog.text
-    redis_index.collect_many([Collected("second", "key", 1, second)])
+    redis_index.collect_many([CollectedVersion("second", "key", 1, second)])
     assert list(redis_index.catalog("first")) == before
     assert redis_index.tenants() == ["first"]
 
@@ -152,7 +152,7 @@ def test_features_of_another_tenant_of_a_hash_are_no_bases(tmp_path: Path, monke
     text = text_like(300_000, 1)
     with opened(tmp_path, "first") as store:
         store.put("key", text)
-    changed = mutated(text, 2, edits=40)
+    changed = mutate(text, 2, edits=40)
     with opened(tmp_path, "second") as store:
         assert store.put("key", changed).ledger.delta_chunks == 0
         assert b"".join(store.get("key")) == changed

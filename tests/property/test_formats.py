@@ -64,7 +64,7 @@ def test_runs_come_back_whatever_the_parts(data: st.DataObject) -> None:
     ends = np.cumsum(counts, dtype=np.int64)
     assert set(np.cumsum(np.diff(bounds.astype(np.int64)))) <= {0, *ends.tolist()}
     found_refs, ordinals = location_runs.expand(run_refs, steps, counts, len(rows), "r")
-    assert equal(location_runs.located(found_refs, ordinals, table, HOLDER, "r"), made)
+    assert equal(location_runs.to_locations(found_refs, ordinals, table, HOLDER, "r"), made)
 
 
 @given(st.lists(st.integers(-(1 << 31), (1 << 31) - 1)))

@@ -20,9 +20,9 @@ from hypothesis import settings as runs
 from hypothesis import strategies as st
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
-from nearkin_maintenance import Ledger
+from nearkin_maintenance import ReferenceCounts
 from nearkin_maintenance.gc.gc_run import require_marking
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.storage import EXPIRY, GC_MODES, HYBRID, MARK_SWEEP, REFCOUNT
@@ -31,7 +31,7 @@ from nearkin_shared.formats.container import decode_container
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.results import Ledger as Bytes
 from nearkin_shared.storage.manifests import object_name
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.types import Locations
 from tests.support.data.stores import SMALL, containers, manifests, objects, settings
 from tests.support.fakes.clock import DAY, Clock
@@ -58,18 +58,18 @@ def marked(store: Store) -> bool:
     from nearkin_maintenance.gc import gc_run
 
     looked = []
-    real = gc_run.Reach
+    real = gc_run.LiveSet
 
     class Looking(real):
         def __init__(self, *args: object) -> None:
             looked.append(True)
             super().__init__(*args)
 
-    gc_run.Reach = Looking
+    gc_run.LiveSet = Looking
     try:
         store.gc()
     finally:
-        gc_run.Reach = real
+        gc_run.LiveSet = real
     return bool(looked)
 
 
@@ -109,7 +109,7 @@ def test_after_any_history_every_mode_leaves_what_marking_leaves(steps) -> None:
                 case "put" | "change":
                     content = text_like(100_000, number) + random_bytes(100_000, number // 3)
                     if step == "change" and (key, count[key]) in live:
-                        content = mutated(live[key, count[key]], number, 5)
+                        content = mutate(live[key, count[key]], number, 5)
                     count[key] += 1
                     live[key, count[key]] = content
                     for store in stores.values():
@@ -176,15 +176,15 @@ def test_the_ledger_holds_what_living_versions_hold_whatever_came_and_went(round
             for name, held in living.items():
                 said.setdefault(name, held)  # a version never changes
             kept = {object_name("default", *name): manifest_of(*name, said[name]) for name in living}
-            ledger = Ledger(Path(folder), 1 << 24, mode)
+            ledger = ReferenceCounts(Path(folder), 1 << 24, mode)
             try:
-                told = ledger.bring_up(kept, (), kept.__getitem__, lambda _: None, day)
-                again = ledger.bring_up(kept, (), kept.__getitem__, lambda _: None, day)
+                told = ledger.update(kept, (), kept.__getitem__, lambda _: None, day)
+                again = ledger.update(kept, (), kept.__getitem__, lambda _: None, day)
                 needed = {(row // 4 + 1, row % 4) for name in living for row in said[name]}
-                assert ledger.needed() == needed
+                assert ledger.held_segments() == needed
                 assert told.nominated >= len(before - needed)
                 assert (again.nominated, again.touched) == (told.nominated, 0)
-                ledger.confirmed(day)
+                ledger.record_marking(day)
             finally:
                 ledger.close()
             before = needed
@@ -200,13 +200,13 @@ def test_a_manifest_that_cannot_be_read_leaves_the_ledger_as_it_was_and_marking_
             raise Corrupt(name)
         return kept[name]
 
-    ledger = Ledger(tmp_path / "gc", 1 << 24, HYBRID)
+    ledger = ReferenceCounts(tmp_path / "gc", 1 << 24, HYBRID)
     try:
-        ledger.confirmed(0)
-        assert ledger.bring_up(kept, (), read, lambda _: None, 1).marking
-        assert ledger.needed() == set()
-        ledger.bring_up(kept, (), kept.__getitem__, lambda _: None, 1)
-        assert len(ledger.needed()) == 4
+        ledger.record_marking(0)
+        assert ledger.update(kept, (), read, lambda _: None, 1).marking
+        assert ledger.held_segments() == set()
+        ledger.update(kept, (), kept.__getitem__, lambda _: None, 1)
+        assert len(ledger.held_segments()) == 4
     finally:
         ledger.close()
 
@@ -225,7 +225,7 @@ def test_what_was_nominated_stays_so_until_a_round_has_ended(tmp_path: Path, mon
             raise StoreUnavailable("the round dies here")
 
         with monkeypatch.context() as patched:
-            patched.setattr(CondemnedStore, "replace", died)
+            patched.setattr(PendingDeleteStore, "replace", died)
             with pytest.raises(StoreUnavailable):
                 store.gc()
         assert marked(store)
@@ -244,7 +244,7 @@ def test_hybrid_marks_when_something_came_to_nothing_and_else_once_a_week(tmp_pa
         assert marked(store)  # the first one always does
         for day in range(5):
             clock.now += DAY
-            store.put("a", mutated(content, day, 3))
+            store.put("a", mutate(content, day, 3))
             assert not marked(store)
         clock.now += 3 * DAY
         assert marked(store)  # a week later
@@ -289,8 +289,8 @@ def test_a_put_that_changes_a_little_touches_a_little_of_the_hybrid_ledger(
     mode: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = []
-    real = Ledger.bring_up
-    monkeypatch.setattr(Ledger, "bring_up", lambda self, *rest: told.append(real(self, *rest)) or told[-1])
+    real = ReferenceCounts.update
+    monkeypatch.setattr(ReferenceCounts, "update", lambda self, *rest: told.append(real(self, *rest)) or told[-1])
     clock, draw = Clock(), random.Random(1)
     content = random_bytes(24_000_000, 1)
     with opened(tmp_path / "s", mode, clock) as store:

@@ -16,11 +16,11 @@ from hypothesis import settings as runs
 from hypothesis import strategies as st
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin.store import Store
-from nearkin_maintenance import Ledger
+from nearkin_maintenance import ReferenceCounts
 from nearkin_maintenance.gc.manifest_refs_cache import masks_of
-from nearkin_maintenance.gc.mark import Reach
+from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.gc.roots import find_roots
 from nearkin_shared.config.storage import HYBRID
 from nearkin_shared.errors import Corrupt
@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     ) as opened:
         content = random_bytes(400_000, 1)
         for number in range(4):
-            content = mutated(content, number, 3)
+            content = mutate(content, number, 3)
             opened.put("a", content)
             opened.put("b", random_bytes(150_000, 100 + number))
         yield opened
@@ -50,21 +50,21 @@ def store(tmp_path: Path) -> Iterator[Store]:
 class Looking:
     """A ledger of a store's, and rounds of marking with what it remembers."""
 
-    def __init__(self, store: Store, ledger: Ledger) -> None:
+    def __init__(self, store: Store, ledger: ReferenceCounts) -> None:
         self.store, self.ledger = store, ledger
 
     def names(self) -> list[str]:
         return [version.manifest for version in find_roots(self.store._manifests, 0).kept]
 
-    def reach(self, now_us: int) -> tuple[Reach, int]:
+    def reach(self, now_us: int) -> tuple[LiveSet, int]:
         """Mark; return what is reached, and how many manifests were decoded for it."""
         summaries = self.ledger.summaries(now_us)
-        found = Reach(self.store._containers, self.store._manifests, self.names(), (), summaries)
-        self.ledger.confirmed(now_us)
+        found = LiveSet(self.store._containers, self.store._manifests, self.names(), (), summaries)
+        self.ledger.record_marking(now_us)
         return found, summaries.made
 
-    def check(self, found: Reach) -> None:
-        expected = Reach(self.store._containers, self.store._manifests, self.names())
+    def check(self, found: LiveSet) -> None:
+        expected = LiveSet(self.store._containers, self.store._manifests, self.names())
         assert bits(found.segments) == bits(expected.segments)
         assert bits(found.chunks) == bits(expected.chunks)
 
@@ -75,7 +75,7 @@ def bits(masks: dict[int, np.ndarray]) -> dict[int, list[int]]:
 
 @pytest.fixture
 def looking(store: Store, tmp_path: Path) -> Iterator[Looking]:
-    ledger = Ledger(tmp_path / "gc", 1 << 24, HYBRID)
+    ledger = ReferenceCounts(tmp_path / "gc", 1 << 24, HYBRID)
     yield Looking(store, ledger)
     ledger.close()
 
@@ -160,11 +160,11 @@ def test_bits_say_which_segments_are_named(named: dict[int, int]) -> None:
 
 def test_what_is_remembered_outlives_the_process(looking: Looking) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        ledger = Ledger(Path(folder), 1 << 24, HYBRID)
+        ledger = ReferenceCounts(Path(folder), 1 << 24, HYBRID)
         other = Looking(looking.store, ledger)
         assert other.reach(FIRST_US)[1] == 8
         ledger.close()
-        ledger = Ledger(Path(folder), 1 << 24, HYBRID)
+        ledger = ReferenceCounts(Path(folder), 1 << 24, HYBRID)
         try:
             assert Looking(looking.store, ledger).reach(FIRST_US + DAY_US)[1] == 0
         finally:

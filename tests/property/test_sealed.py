@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.formats.encrypted_object import PAGE_BYTES
-from nearkin_shared.objectstore.encrypting import SealedObjects, Sealing
+from nearkin_shared.objectstore.encrypting import EncryptingObjectStore, ObjectEncryption
 from tests.support.data.test_keys import memory_keyring
 
 KEYRING = memory_keyring()
@@ -20,7 +20,7 @@ RANGES = st.lists(st.tuples(POSITIONS, POSITIONS).map(sorted), max_size=5)
 @settings(max_examples=150, deadline=None)
 @given(size_bytes=POSITIONS, first=RANGES, second=RANGES)
 def test_ranges_are_those_of_the_object(size_bytes: int, first: list[list[int]], second: list[list[int]]) -> None:
-    objects = SealedObjects(KEYRING.objects(), Sealing(KEYRING.keyring))
+    objects = EncryptingObjectStore(KEYRING.objects(), ObjectEncryption(KEYRING.keyring))
     data = LARGE[:size_bytes]
     objects.put_new("a/x", data)
     assert objects.size_bytes("a/x") == len(data)

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, records_like, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.reduction import BASE_POLICIES, CHUNKERS, FEATURES
 from nearkin_shared.config.storage import RetentionPolicy
 from nearkin_shared.errors import BadInput, ClockSkew, NotFound, StoreLocked
 from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
-from tests.support.data.stores import SMALL, broken, containers, flip, objects, settings, stored_bytes
+from tests.support.data.stores import SMALL, containers, find_broken, flip, objects, settings, stored_bytes
 
 WEEK = 604_800
 KEYS = ("a", "b", "ключ/🔑")
@@ -91,7 +91,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
 
     @rule(target=contents, content=contents, seed=st.integers(0, 50), edits=st.sampled_from([1, 8, 80]))
     def changed(self, content, seed, edits):
-        return mutated(content, seed, edits)
+        return mutate(content, seed, edits)
 
     @rule(target=contents, one=contents, other=contents, cut=st.integers(0, 300_000))
     def joined(self, one, other, cut):
@@ -241,11 +241,11 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         damage = self.store.verify().damage
         assert damage, "every bit is some checksum's"
         named = {version for found in damage for version in found.versions}
-        assert broken(self.store, newest) <= named
+        assert find_broken(self.store, newest) <= named
         self.store.close()
         path.write_bytes(before[str(path.relative_to(self.folder / "s"))])
         self.open()
-        assert broken(self.store, newest) == set()
+        assert find_broken(self.store, newest) == set()
         self.store.verify()  # lets it out of quarantine
         assert self.store.verify().damage == ()
         self.store.rebuild_index()  # which had let go of it
@@ -319,7 +319,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         if self.store is not None:
             listed = [(info.key, info.version, info.size_bytes) for info in self.store.versions(all_versions=True)]
             assert listed == [(key, number, len(content)) for key, number, content in self.live()]
-            assert [(entry.key, entry.version) for entry in self.store.deleted()] == sorted(
+            assert [(entry.key, entry.version) for entry in self.store.list_deleted()] == sorted(
                 self.deleted, key=lambda entry: (entry[0].encode(), entry[1])
             )
             newest = {key: number for key, number, _ in self.live()}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from nearkin.cli.output import print_ledger
 from nearkin.cli.progress import bytes_bar
 from nearkin_shared.errors import NearkinError, NotFound
-from nearkin_shared.savings_table import counted, human_bytes, speed
+from nearkin_shared.savings_table import human_bytes, plural, speed
 
 if TYPE_CHECKING:
     from nearkin.store import Store
@@ -75,7 +75,7 @@ def _demo(folder: Path, sources: Sequence[Path]) -> None:
         for source in sources:
             _put(store, source)
         stats = store.stats()
-        print_ledger(stats.ledger, stats.seconds, f"{counted(stats.versions, 'version')} together")
+        print_ledger(stats.ledger, stats.seconds, f"{plural(stats.versions, 'version')} together")
         for version, source in enumerate(sources, 1):
             _compare(store, version, source)
     if not (folder / INDEX_FOLDER).is_dir():
@@ -84,7 +84,7 @@ def _demo(folder: Path, sources: Sequence[Path]) -> None:
     print("the index is deleted; containers and manifests are all that is left")
     with open_store(folder) as store:
         report = store.rebuild_index()
-        found = f"{counted(report.containers, 'container')} and {counted(report.versions, 'manifest')}"
+        found = f"{plural(report.containers, 'container')} and {plural(report.versions, 'manifest')}"
         print(f"rebuilt from {found} in {report.seconds:.2f} s")
         _compare(store, len(sources), sources[-1])
 

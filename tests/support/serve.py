@@ -40,7 +40,7 @@ def demo_blobs() -> Iterator[tuple[str, bytes, dict[str, str]]]:
         yield "releases/nearkin.tar", _archive(version), {"release": f"0.{version}"}
         yield "db/shop.dump", dump, {"host": "db1"}
         yield "images/web.img", b"".join(generated_data.vm_image(IMAGE_MEBIBYTES, 1, version)), {}
-        dump = generated_data.mutated(dump, version, edits=60, edit_bytes_max=400)
+        dump = generated_data.mutate(dump, version, edits=60, edit_bytes_max=400)
 
 
 def _archive(version: int) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nearkin_shared.errors import BadInput, ConfigError
-from nearkin_shared.savings_table import counted
+from nearkin_shared.savings_table import plural
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _RANGE = re.compile(r"([0-9]{0,19})-([0-9]{0,19})", re.ASCII)  # 19 digits: any offset below 2**63
@@ -32,7 +32,7 @@ class ByteRange(NamedTuple):
         if self.first is None:
             return max(0, size_bytes - (self.last or 0)), size_bytes
         if self.first >= size_bytes:
-            raise BadInput(f"range starts at byte {self.first}: the blob has {counted(size_bytes, 'byte')}")
+            raise BadInput(f"range starts at byte {self.first}: the blob has {plural(size_bytes, 'byte')}")
         return self.first, size_bytes if self.last is None else min(self.last + 1, size_bytes)
 
 
@@ -185,7 +185,7 @@ Told = Callable[[str, str], None]
 """Hears of a path that is left out, and why."""
 
 
-def walk(folder: Path, prefix: str, store: str | None, notice: Told, unread: Told) -> Iterator[TreeFile]:
+def walk_files(folder: Path, prefix: str, store: str | None, notice: Told, unread: Told) -> Iterator[TreeFile]:
     """Yield the regular files below `folder`, sorted by name: the same tree is read in the same order each time.
 
     Symbolic links, special files and `store`, the real path of a local store that the files go to (it would be read
@@ -197,10 +197,10 @@ def walk(folder: Path, prefix: str, store: str | None, notice: Told, unread: Tol
         os.scandir(folder).close()
     except (OSError, ValueError) as err:
         raise BadInput(f'folder "{folder}": {_reason(err)}') from err
-    yield from _below(folder, prefix, store, notice, unread)
+    yield from _files_below(folder, prefix, store, notice, unread)
 
 
-def _below(folder: Path, prefix: str, store: str | None, notice: Told, unread: Told) -> Iterator[TreeFile]:
+def _files_below(folder: Path, prefix: str, store: str | None, notice: Told, unread: Told) -> Iterator[TreeFile]:
     try:
         with os.scandir(folder) as listing:
             entries = sorted(listing, key=lambda entry: entry.name)
@@ -218,7 +218,7 @@ def _below(folder: Path, prefix: str, store: str | None, notice: Told, unread: T
                 notice(entry.path, "the store itself")
                 continue
             below = f"{check_key(key)}/"  # bounds the recursion: 512 folders deep
-            yield from _below(Path(entry.path), below, store, notice, unread)
+            yield from _files_below(Path(entry.path), below, store, notice, unread)
         elif entry.is_file(follow_symlinks=False):
             try:
                 size_bytes = entry.stat(follow_symlinks=False).st_size

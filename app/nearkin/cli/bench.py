@@ -39,7 +39,7 @@ def bench() -> None:
     """
 
 
-class _Asked(NamedTuple):
+class _BenchOptions(NamedTuple):
     """The options that every room has."""
 
     corpora: tuple[str, ...]
@@ -125,9 +125,9 @@ _work_option = click.option(
 )
 
 
-def _asked(peers: str | None, default: str, **given: Any) -> _Asked:
+def _choose(peers: str | None, default: str, **given: Any) -> _BenchOptions:
     words = (default if peers is None else peers).split(",")
-    return _Asked(peers=[] if words == ["none"] else [word for word in words if word], **given)
+    return _BenchOptions(peers=[] if words == ["none"] else [word for word in words if word], **given)
 
 
 _STORE_PEERS = "restic,borg,kopia,zstd-long"
@@ -166,7 +166,7 @@ def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
     from nearkin.lab.tools.nearkin_tool import Nearkin, as_set
     from nearkin.lab.tools.peer_tools import choose_peers
 
-    asked = _asked(peers, _STORE_PEERS, **given)
+    asked = _choose(peers, _STORE_PEERS, **given)
     config = current_session().config
     chosen = [as_set(peer, config) if issubclass(peer, Nearkin) else peer for peer in choose_peers(asked.peers)]
 
@@ -220,7 +220,7 @@ def pairs(peers: str | None, pairs_max: int, **given: Any) -> None:
     """
     from nearkin.lab.suites import pairs_suite
 
-    asked = _asked(peers, _PAIR_PEERS, **given)
+    asked = _choose(peers, _PAIR_PEERS, **given)
     codecs = pairs_suite.choose_codecs(asked.peers)
 
     def measure(corpora: list[Any], **more: Any) -> Record:
@@ -248,7 +248,7 @@ def kernels(peers: str | None, against: Path | None, **given: Any) -> None:
     """
     from nearkin.lab.suites import kernels_suite
 
-    asked = _asked(peers, _KERNEL_PEERS, **given)
+    asked = _choose(peers, _KERNEL_PEERS, **given)
     chosen = kernels_suite.choose_kernels(list(kernels_suite.PEERS) if asked.peers == ["all"] else asked.peers, against)
 
     def measure(corpora: list[Any], **more: Any) -> Record:
@@ -257,9 +257,9 @@ def kernels(peers: str | None, against: Path | None, **given: Any) -> None:
     _run("kernels", asked, _KERNEL_VERSIONS, measure)
 
 
-def _run(room: str, asked: _Asked, versions_at_most: int | None, measure: Callable[..., Record]) -> None:
+def _run(room: str, asked: _BenchOptions, versions_at_most: int | None, measure: Callable[..., Record]) -> None:
     """Check what was asked, get the corpora, measure, write, and print the table or the record."""
-    from nearkin.cli.output import notice, print_json, say
+    from nearkin.cli.output import notice, print_json, print_line
     from nearkin.cli.progress import steps_bar
     from nearkin.lab import report
     from nearkin.lab.corpora import check_corpora, find_corpora
@@ -291,6 +291,6 @@ def _run(room: str, asked: _Asked, versions_at_most: int | None, measure: Callab
         if session.as_json:
             print_json(record.as_json())
         else:
-            say(report.markdown(record))
+            print_line(report.markdown(record))
     if not session.as_json:
         notice(f"written: {', '.join(map(str, written))}")

@@ -205,7 +205,7 @@ def get(
     """
     from nearkin.cli.arguments import check_key, parse_range
     from nearkin.cli.output import costs_json, costs_line, print_json, to_stderr
-    from nearkin.cli.output_file import Restored
+    from nearkin.cli.output_file import OutputFile
     from nearkin.cli.progress import bytes_bar
     from nearkin_shared.reading.restore import Blob
     from nearkin_shared.results_json import info_json
@@ -243,7 +243,7 @@ def get(
         if explained and not isinstance(blob, Blob):
             raise BadInput("get --explain: a gateway does not tell what it read; run it where the store is")
         quiet = session.as_json or (output in (None, "-") and sys.stdout is not None and sys.stdout.isatty())
-        with Restored(output) as file, bytes_bar("get", blob.size_bytes, shown=not quiet) as progress:
+        with OutputFile(output) as file, bytes_bar("get", blob.size_bytes, shown=not quiet) as progress:
             blob.write_to(file, progress=progress)
     costs = blob.costs if explained and isinstance(blob, Blob) else None
     if session.as_json:
@@ -279,7 +279,7 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
     nearkin --json ls | jq '.[].key'
     """
     from nearkin.cli.key_patterns import parse_prefix_or_glob
-    from nearkin.cli.output import deletion_line, print_json, say, unreadable, version_line
+    from nearkin.cli.output import deletion_line, print_json, print_line, unreadable, version_line
     from nearkin_shared.results_json import deletion_json, info_json
 
     session = current_session()
@@ -289,7 +289,9 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
     broken: list[Damage] = []
     with session.open() as store:
         if deleted:
-            gone = [entry for entry in store.deleted(wanted.prefix, broken=broken.append) if wanted.matches(entry.key)]
+            gone = [
+                entry for entry in store.list_deleted(wanted.prefix, broken=broken.append) if wanted.matches(entry.key)
+            ]
             lines, values = map(deletion_line, gone), [deletion_json(entry) for entry in gone]
         else:
             listed = store.versions(wanted.prefix, all_versions=versions, broken=broken.append)
@@ -300,7 +302,7 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
         print_json(values)
     else:
         for line in lines:
-            say(line)
+            print_line(line)
     if broken:
         raise Corrupt(unreadable(broken))
 
@@ -434,7 +436,7 @@ def info(key: str, version: int | None) -> None:
     nearkin info db/dump --version 2
     """
     from nearkin.cli.arguments import check_key
-    from nearkin.cli.output import info_lines, print_json, say
+    from nearkin.cli.output import info_lines, print_json, print_line
     from nearkin_shared.results_json import info_json
 
     session = current_session()
@@ -445,7 +447,7 @@ def info(key: str, version: int | None) -> None:
         print_json(info_json(found))
         return
     for line in info_lines(found):
-        say(line)
+        print_line(line)
 
 
 @nearkin.command()

@@ -33,7 +33,7 @@ def completion(shell: str) -> None:
     from click.shell_completion import get_completion_class
 
     from nearkin.cli.commands import nearkin
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
 
     found = get_completion_class(shell)
     assert found is not None  # click has all of INSTALL
@@ -43,7 +43,7 @@ def completion(shell: str) -> None:
     if current_session().as_json:
         print_json({"shell": shell, "script": script, "install": INSTALL[shell]})
     else:
-        say(f"{script}\n\n# install: {INSTALL[shell]}")
+        print_line(f"{script}\n\n# install: {INSTALL[shell]}")
 
 
 def complete(instruction: str) -> int:

@@ -24,14 +24,14 @@ def local_settings(session: Session) -> SettingRows:
     """Return the settings of commands on this machine, with those that come from the store's record."""
     settings, origins = session.load()
     rows = {name: (origin.value, origin.source) for name, origin in origins.items()}
-    return rows if settings.store is None else {**rows, **_adopted(session, settings)}
+    return rows if settings.store is None else {**rows, **_store_settings(session, settings)}
 
 
-def _adopted(session: Session, settings: Settings) -> SettingRows:
+def _store_settings(session: Session, settings: Settings) -> SettingRows:
     """Return the settings that the local store gives; none if it cannot be opened: settings can be shown without it."""
     from dataclasses import asdict
 
-    from nearkin_shared.config.loader import shown
+    from nearkin_shared.config.loader import displayed_value
 
     try:
         with session.open_folder() as store:
@@ -42,7 +42,9 @@ def _adopted(session: Session, settings: Settings) -> SettingRows:
     except (NearkinError, OSError):
         return {}
     profile = f"profile {store.settings.profile} of the store"
-    changed = {name: (shown(name, value), profile) for name, value in used.items() if value != given.get(name)}
+    changed = {
+        name: (displayed_value(name, value), profile) for name, value in used.items() if value != given.get(name)
+    }
     ours = {name for name, value in recorded.items() if name not in session.explicit and used[name] == value}
     return changed | {name: (used[name], "store") for name in ours}
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nearkin.cli.key_patterns import KeyPattern
     from nearkin.client.sync import RemoteStore
     from nearkin.store import Store
-    from nearkin.store_copy import Copied, Failure, KeyPlan
+    from nearkin.store_copy import CopiedVersion, Failure, KeyPlan
     from nearkin_shared.results import Damage, VersionInfo
 
 TOKEN_VARIABLE = "NEARKIN_FROM_TOKEN"  # noqa: S105 - its name
@@ -191,9 +191,9 @@ def _failures_json(failures: Sequence[Failure]) -> list[dict[str, object]]:
 
 
 def _print_plan(session: Session, plans: Sequence[KeyPlan], failures: Sequence[Failure]) -> None:
-    from nearkin.cli.output import print_json, say, version_line
+    from nearkin.cli.output import print_json, print_line, version_line
     from nearkin_shared.results_json import info_json
-    from nearkin_shared.savings_table import counted, human_bytes
+    from nearkin_shared.savings_table import human_bytes, plural
 
     pending = [info for plan in plans for info in plan.pending]
     present = sum(plan.present for plan in plans)
@@ -204,21 +204,21 @@ def _print_plan(session: Session, plans: Sequence[KeyPlan], failures: Sequence[F
         print_json({**summary, "failures": _failures_json(failures)})
         return
     for info in pending:
-        say(version_line(info))
+        print_line(version_line(info))
     _warn_failures(failures)
-    say(f"would copy {counted(len(pending), 'version')} ({human_bytes(total_bytes)}); {present:,} already there")
+    print_line(f"would copy {plural(len(pending), 'version')} ({human_bytes(total_bytes)}); {present:,} already there")
 
 
 def _print_copied(
     session: Session,
-    copied: Sequence[Copied],
+    copied: Sequence[CopiedVersion],
     plans: Sequence[KeyPlan],
     failures: Sequence[Failure],
     seconds: float,
 ) -> None:
     from nearkin.cli.output import print_json, report
     from nearkin_shared.results_json import info_json
-    from nearkin_shared.savings_table import counted, human_bytes, speed
+    from nearkin_shared.savings_table import human_bytes, plural, speed
 
     present = sum(plan.present for plan in plans)
     total_bytes = sum(one.source.size_bytes for one in copied)
@@ -229,7 +229,7 @@ def _print_copied(
         return
     _warn_failures(failures)
     report(
-        f"copied {counted(len(copied), 'version')} ({human_bytes(total_bytes)}) in {seconds:.2f} s, "
+        f"copied {plural(len(copied), 'version')} ({human_bytes(total_bytes)}) in {seconds:.2f} s, "
         f"{speed(total_bytes, seconds)}; {present:,} already there"
     )
 

@@ -37,7 +37,7 @@ class LetterSource(Protocol):
     def show(self, name: str, value_bytes_max: int) -> Letter:
         """Return a letter with its headers and value."""
 
-    def settle(self, action: str, names: Sequence[str]) -> Sequence[Letter]:
+    def replay_or_drop(self, action: str, names: Sequence[str]) -> Sequence[Letter]:
         """`replay` or `drop` letters, each once; return them."""
 
 
@@ -62,8 +62,8 @@ class KafkaLetters:
 
         return content_json(read_letter(self._settings, parse_place(name)), value_bytes_max)
 
-    def settle(self, action: str, names: Sequence[str]) -> Sequence[Letter]:
-        """`replay` or `drop` letters. Raises BadInput, NotFound, Permanent, StoreUnavailable."""
+    def replay_or_drop(self, action: str, names: Sequence[str]) -> Sequence[Letter]:
+        """`replay` or `drop` letters. Raises BadInput, NotFound, PermanentError, StoreUnavailable."""
         from nearkin_shared.kafka import dead_letter_replay
         from nearkin_shared.kafka.dead_letter_json import letter_json
         from nearkin_shared.storage.deletions import user_and_host
@@ -83,7 +83,7 @@ class GatewayLetters:
         self._remote = remote
 
     def list_newest(self, limit: int, topic: str | None, *, settled: bool) -> Sequence[Letter]:
-        """Return the newest letters, oldest first. Raises Denied, StoreUnavailable."""
+        """Return the newest letters, oldest first. Raises AccessDenied, StoreUnavailable."""
         letters = [
             letter
             for letter in reversed(self._remote.dead_letters())
@@ -92,11 +92,11 @@ class GatewayLetters:
         return letters[-limit:]
 
     def show(self, name: str, value_bytes_max: int) -> Letter:
-        """Return a letter with its headers and value. Raises BadInput, Denied, NotFound, StoreUnavailable."""
+        """Return a letter with its headers and value. Raises BadInput, AccessDenied, NotFound, StoreUnavailable."""
         return self._remote.dead_letter(name, value_bytes_max)
 
-    def settle(self, action: str, names: Sequence[str]) -> Sequence[Letter]:
-        """`replay` or `drop` letters. Raises BadInput, Denied, NotFound, Permanent, StoreUnavailable."""
+    def replay_or_drop(self, action: str, names: Sequence[str]) -> Sequence[Letter]:
+        """`replay` or `drop` letters. Raises BadInput, AccessDenied, NotFound, PermanentError, StoreUnavailable."""
         known = {letter.get("letter"): letter for letter in self._remote.dead_letters()}
         settled = self._remote.settle_dead_letters(action, names)
         return [known.get(name, {"letter": name, "topic": None}) for name in settled]
@@ -189,7 +189,7 @@ def show(letter: str, shown_bytes: int, bootstrap: str | None) -> None:
 
     nearkin dlq show 0:17 --bytes 200
     """
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
     from nearkin_shared.utils.terminal import printable
 
     with _open_letters(bootstrap) as source:
@@ -197,17 +197,17 @@ def show(letter: str, shown_bytes: int, bootstrap: str | None) -> None:
     if current_session().as_json:
         print_json(dict(found))
         return
-    say(f"letter    {printable(str(found['letter']))}{_state(found)}")
-    say(f"from      {printable(_from(found))}")
+    print_line(f"letter    {printable(str(found['letter']))}{_state(found)}")
+    print_line(f"from      {printable(_from(found))}")
     error = f"{found['stage']}: {found['error']}: {found['message']}"
-    say(f"error     {printable(error)}")
-    say(f"key       {printable(_shown(found['key']))}")
+    print_line(f"error     {printable(error)}")
+    print_line(f"key       {printable(_printable_content(found['key']))}")
     for header in found["headers"]:
-        say(f"header    {printable(header['name'])}: {printable(_shown(header['value']))}")
+        print_line(f"header    {printable(header['name'])}: {printable(_printable_content(header['value']))}")
     left_out = "" if found["kept_whole"] else ", left out: too large to be kept"
-    say(f"value     {found['value_bytes']:,} bytes{left_out}")
+    print_line(f"value     {found['value_bytes']:,} bytes{left_out}")
     if found["value_bytes"]:
-        say(printable(_shown(found["value"])))
+        print_line(printable(_printable_content(found["value"])))
 
 
 @dlq.command()
@@ -224,7 +224,7 @@ def replay(letters: tuple[str, ...], everything: bool, topic: str | None, bootst
     A record goes to the topic and partition it came from, with a header __nearkin.replayed.from; a second replay of a
     letter is refused.
     """
-    _settle("replay", letters, topic, bootstrap, everything=everything)
+    _replay_or_drop("replay", letters, topic, bootstrap, everything=everything)
 
 
 @dlq.command()
@@ -240,12 +240,14 @@ def drop(letters: tuple[str, ...], everything: bool, topic: str | None, bootstra
 
     `list --all` and `show` still show a dropped letter until the topic's retention removes it.
     """
-    _settle("drop", letters, topic, bootstrap, everything=everything)
+    _replay_or_drop("drop", letters, topic, bootstrap, everything=everything)
 
 
-def _settle(action: str, names: Sequence[str], topic: str | None, bootstrap: str | None, *, everything: bool) -> None:
+def _replay_or_drop(
+    action: str, names: Sequence[str], topic: str | None, bootstrap: str | None, *, everything: bool
+) -> None:
     """Replay or drop letters and print which. Raises BadInput."""
-    from nearkin.cli.output import notice, print_json, say
+    from nearkin.cli.output import notice, print_json, print_line
     from nearkin_shared.utils.terminal import printable
 
     if everything == bool(names) or (topic is not None and not everything):
@@ -253,14 +255,14 @@ def _settle(action: str, names: Sequence[str], topic: str | None, bootstrap: str
     with _open_letters(bootstrap) as source:
         if everything:
             names = [str(letter["letter"]) for letter in source.list_newest(LISTED_MAX, topic, settled=False)]
-        settled = source.settle(action, names) if names else ()
+        settled = source.replay_or_drop(action, names) if names else ()
     result = {"replay": "replayed", "drop": "dropped"}[action]
     if current_session().as_json:
         print_json({result: list(settled)})
         return
     for letter in settled:
         target = f" -> {_from(letter).partition('@')[0]}" if action == "replay" else ""
-        say(printable(f"{letter['letter']}{target}"))
+        print_line(printable(f"{letter['letter']}{target}"))
     notice(f"{len(settled):,} {'sent back' if action == 'replay' else 'dropped'}")
 
 
@@ -268,7 +270,7 @@ def _state(letter: Letter) -> str:
     return " (dropped)" if letter.get("dropped") else " (sent back)" if letter.get("replayed") else ""
 
 
-def _shown(content: Mapping[str, Any] | None) -> str:
+def _printable_content(content: Mapping[str, Any] | None) -> str:
     if content is None:
         return "-"
     ending = " ..." if content["cut"] else ""

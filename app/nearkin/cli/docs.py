@@ -59,8 +59,8 @@ def man(folder: Path | None) -> None:
     """
     from nearkin.cli.commands import nearkin
     from nearkin.cli.man_pages import generate_pages
-    from nearkin.cli.output import print_json, report, say
-    from nearkin_shared.savings_table import counted
+    from nearkin.cli.output import print_json, print_line, report
+    from nearkin_shared.savings_table import plural
 
     pages = dict(generate_pages(nearkin))
     if folder is not None:
@@ -70,6 +70,6 @@ def man(folder: Path | None) -> None:
     if current_session().as_json:
         print_json({"folder": None if folder is None else str(folder), "pages": sorted(pages)})
     elif folder is None:
-        say(pages["nearkin.1"].rstrip())
+        print_line(pages["nearkin.1"].rstrip())
     else:
-        report(f"{counted(len(pages), 'manual page')} written to {folder}")
+        report(f"{plural(len(pages), 'manual page')} written to {folder}")

@@ -35,10 +35,10 @@ def forget_versions(session: Session, prefix: str, policy: RetentionPolicy, min_
     from nearkin.cli.arguments import check_prefix
     from nearkin.cli.output import print_json, unreadable
     from nearkin.store import Store
-    from nearkin_shared.retention import decisions, forget, keeps_some
+    from nearkin_shared.retention import decisions, forget, has_rules
 
     check_prefix(prefix)
-    given = policy if keeps_some(policy) else None
+    given = policy if has_rules(policy) else None
     broken: list[Damage] = []
     with session.open(read_only=dry_run) as store:
         if isinstance(store, Store):
@@ -67,8 +67,8 @@ def _print(found: Sequence[Decision], *, dry_run: bool) -> None:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from nearkin.cli.output import console, say
-    from nearkin_shared.savings_table import counted, human_bytes
+    from nearkin.cli.output import console, print_line
+    from nearkin_shared.savings_table import human_bytes, plural
     from nearkin_shared.utils.terminal import printable
 
     table = Table(box=SIMPLE, pad_edge=False)
@@ -87,4 +87,4 @@ def _print(found: Sequence[Decision], *, dry_run: bool) -> None:
     if found:
         console().print(table)
     going = sum(not decision.kept for decision in found)
-    say(f"{'would forget' if dry_run else 'forgot'} {counted(going, 'version')} of {len(found):,}")
+    print_line(f"{'would forget' if dry_run else 'forgot'} {plural(going, 'version')} of {len(found):,}")

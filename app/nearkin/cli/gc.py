@@ -8,7 +8,7 @@ from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 from nearkin.cli.session import current_session
-from nearkin_shared.errors import Paused
+from nearkin_shared.errors import GcPaused
 
 if TYPE_CHECKING:
     from nearkin.client.sync import RemoteStore
@@ -22,14 +22,14 @@ REASONS = {
 }
 
 
-ROUND_SECONDS_MAX = 3600.0
+RUN_SECONDS_MAX = 3600.0
 """So long a command waits for a round that a server was asked for; the round goes on without it."""
 POLL_SECONDS = 0.5
 
 
 def collect(*, dry_run: bool, deleted_too: bool) -> None:
     """Do a round, or look what it would do, and print what it did. Behind a server it is asked for and waited for."""
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
     from nearkin.cli.output import report as report_line
     from nearkin.cli.progress import steps_bar
     from nearkin_shared.results_json import gc_json
@@ -38,11 +38,11 @@ def collect(*, dry_run: bool, deleted_too: bool) -> None:
     settings, server = session.choose()
     if server is not None and not dry_run:
         with session.connect(server, settings) as remote:
-            last = _collected_by(remote)
+            last = _run_on_server(remote)
         if session.as_json:
             print_json(last)
         else:
-            for line in told_lines(last):
+            for line in status_lines(last):
                 report_line(line)
         return
     with session.open_local(read_only=dry_run) as store, steps_bar("gc", shown=not session.as_json) as steps:
@@ -50,22 +50,22 @@ def collect(*, dry_run: bool, deleted_too: bool) -> None:
     if session.as_json:
         print_json(gc_json(report))
     else:
-        show = say if dry_run else report_line
+        show = print_line if dry_run else report_line
         for line in gc_lines(report):
             show(line)
 
 
-def _collected_by(store: RemoteStore) -> Mapping[str, Any]:
+def _run_on_server(store: RemoteStore) -> Mapping[str, Any]:
     """Ask for a round, and return what it did once it has ended."""
     from nearkin_shared.errors import StoreUnavailable
 
-    before = _ended(store.change_gc("run"))
-    deadline = time.monotonic() + ROUND_SECONDS_MAX
-    while _ended(state := store.gc_state()) == before:
+    before = _has_ended(store.change_gc("run"))
+    deadline = time.monotonic() + RUN_SECONDS_MAX
+    while _has_ended(state := store.gc_state()) == before:
         if state["paused"] is not None:
-            raise Paused(f"garbage collection was paused by {state['paused']['by']} before the round ended")
+            raise GcPaused(f"garbage collection was paused by {state['paused']['by']} before the round ended")
         if time.monotonic() > deadline:
-            raise StoreUnavailable(f"no round has ended in {ROUND_SECONDS_MAX:.0f} s; `nearkin gc --status` tells")
+            raise StoreUnavailable(f"no round has ended in {RUN_SECONDS_MAX:.0f} s; `nearkin gc --status` tells")
         time.sleep(POLL_SECONDS)
     last: Mapping[str, Any] = state["last"]
     if last["failure"]:
@@ -73,16 +73,16 @@ def _collected_by(store: RemoteStore) -> Mapping[str, Any]:
     return last
 
 
-def _ended(state: Mapping[str, Any]) -> object:
+def _has_ended(state: Mapping[str, Any]) -> object:
     return (state["last"] or {}).get("ended")
 
 
 def change(action: str) -> None:
     """Pause or resume collection, or tell how it stands, here or behind a server."""
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
     from nearkin.store import Store
     from nearkin_shared.results_json import gc_state_json
-    from nearkin_shared.savings_table import counted
+    from nearkin_shared.savings_table import plural
     from nearkin_shared.storage.deletions import user_and_host
     from nearkin_shared.utils.terminal import printable
 
@@ -101,40 +101,40 @@ def change(action: str) -> None:
         return
     paused, last = state["paused"], state.get("last")
     by = None if paused is None else printable(paused["by"]) or "nobody known"
-    say("not paused" if paused is None else f"paused       since {paused['since']} by {by}")
+    print_line("not paused" if paused is None else f"paused       since {paused['since']} by {by}")
     if state.get("condemned_containers"):
-        say(f"condemned    {counted(state['condemned_containers'], 'container')}, to go from {state['due']} on")
+        print_line(f"condemned    {plural(state['condemned_containers'], 'container')}, to go from {state['due']} on")
     if last is not None:
-        say(f"last round   {last['ended']}{': ' + printable(last['failure']) if last['failure'] else ''}")
+        print_line(f"last round   {last['ended']}{': ' + printable(last['failure']) if last['failure'] else ''}")
         if not last["failure"]:
-            for line in told_lines(last):
-                say(line)
+            for line in status_lines(last):
+                print_line(line)
 
 
-def told_lines(last: Mapping[str, Any]) -> Iterator[str]:
+def status_lines(last: Mapping[str, Any]) -> Iterator[str]:
     """Yield a round that a server tells of, for people."""
     from nearkin.cli.erasure_report import remaining_lines
-    from nearkin_shared.savings_table import counted
+    from nearkin_shared.savings_table import plural
 
     gone = ", ".join(
         (
-            f"{counted(last['versions'], 'version')} for good",
-            counted(last["containers_deleted"], "container"),
+            f"{plural(last['versions'], 'version')} for good",
+            plural(last["containers_deleted"], "container"),
             f"{last['containers_rewritten']:,} rewritten",
         )
     )
-    yield f"{freed('freed', last['freed_bytes'])}: {gone}"
+    yield f"{freed_bytes_net('freed', last['freed_bytes'])}: {gone}"
     if last["due"]:
-        condemned = counted(last["condemned_containers"], "container")
+        condemned = plural(last["condemned_containers"], "container")
         yield f"condemned    {condemned}: about {last['freed_later_bytes']:,} bytes more from {last['due']} on"
     if last.get("finished_erasures"):
-        yield f"erased       {counted(last['finished_erasures'], 'tenant')}: keys and objects are removed"
+        yield f"erased       {plural(last['finished_erasures'], 'tenant')}: keys and objects are removed"
         yield from remaining_lines(last["remaining"])
     if last["forgotten"]:
-        yield f"deleted      {counted(last['forgotten'], 'version')} that retention.policies do not keep"
+        yield f"deleted      {plural(last['forgotten'], 'version')} that retention.policies do not keep"
 
 
-def freed(frees: str, size_bytes: int) -> str:
+def freed_bytes_net(frees: str, size_bytes: int) -> str:
     """Return how many bytes a round frees: its record, or what was encoded again, may take more than went."""
     if size_bytes >= 0:
         return f"{frees} {size_bytes:,} bytes"
@@ -145,38 +145,38 @@ def gc_lines(report: GcReport) -> Iterator[str]:
     """Yield a round for people."""
     from nearkin.cli.erasure_report import remaining_lines
     from nearkin_shared.results_json import remaining_json
-    from nearkin_shared.savings_table import counted
+    from nearkin_shared.savings_table import plural
 
     frees = "would free" if report.dry_run else "freed"
     gone = ", ".join(
         (
-            f"{counted(report.versions, 'version')} for good",
-            counted(report.containers_deleted, "container"),
+            f"{plural(report.versions, 'version')} for good",
+            plural(report.containers_deleted, "container"),
             f"{report.containers_rewritten:,} rewritten",
         )
     )
-    yield f"{freed(frees, report.freed_bytes)}: {gone}"
+    yield f"{freed_bytes_net(frees, report.freed_bytes)}: {gone}"
     if report.due is not None:
-        condemned = counted(report.condemned_containers, "container")
+        condemned = plural(report.condemned_containers, "container")
         bytes_more = f"{report.freed_later_bytes:,} bytes more"
         yield (
             f"condemned    {condemned}: {bytes_more if report.dry_run else f'about {bytes_more}'} from "
             f"{report.due.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ} on (gc.grace_seconds)"
         )
     if report.finished_erasures:
-        yield f"erased       {counted(report.finished_erasures, 'tenant')}: keys and objects are removed"
+        yield f"erased       {plural(report.finished_erasures, 'tenant')}: keys and objects are removed"
         yield from remaining_lines(remaining_json(report.remaining))
     if report.pending_erasures:
-        yield f"erasures     {counted(report.pending_erasures, 'tenant')} in the grace of an erasure"
+        yield f"erasures     {plural(report.pending_erasures, 'tenant')} in the grace of an erasure"
     if report.rolled_back_keys:
-        keys = counted(report.rolled_back_keys, "key")
+        keys = plural(report.rolled_back_keys, "key")
         yield f"rolled back  {keys} whose newest version was removed: `nearkin verify` names them"
     if report.refused_records:
-        records = counted(report.refused_records, "record")
+        records = plural(report.refused_records, "record")
         yield f"refused      {records} not authenticated by the store's key: `nearkin verify` names them"
     if report.forgotten:
         deleted = "would delete" if report.dry_run else "deleted"
-        yield f"{deleted:<12} {counted(report.forgotten, 'version')} that retention.policies do not keep"
+        yield f"{deleted:<12} {plural(report.forgotten, 'version')} that retention.policies do not keep"
     for reason, size_bytes in report.held.items():
         if size_bytes:
             yield f"held         {size_bytes:,} bytes {REASONS.get(reason, reason)}"

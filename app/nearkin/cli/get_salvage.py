@@ -28,14 +28,14 @@ def salvage(session: Session, key: str, output: str | None, choose: Callable[[St
     """
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_json
-    from nearkin.cli.output_file import Restored
+    from nearkin.cli.output_file import OutputFile
     from nearkin.cli.progress import bytes_bar
     from nearkin_shared.results_json import info_json
 
     started = time.perf_counter()
     with session.open_local() as store:
         blob = store.salvage(key, choose(store))
-        with Restored(output) as file, bytes_bar("salvage", blob.size_bytes, shown=not session.as_json) as progress:
+        with OutputFile(output) as file, bytes_bar("salvage", blob.size_bytes, shown=not session.as_json) as progress:
             blob.write_to(file, progress=progress)
     if session.as_json:
         print_json(
@@ -63,7 +63,7 @@ def _hole_json(hole: Hole) -> dict[str, object]:
 
 def _warn_holes(key: str, version: int, size_bytes: int, holes: list[Hole]) -> None:
     from nearkin.cli.output import to_stderr, warn
-    from nearkin_shared.savings_table import counted
+    from nearkin_shared.savings_table import plural
     from nearkin_shared.utils.terminal import printable
 
     for hole in holes[:HOLES_SHOWN_MAX]:
@@ -73,5 +73,5 @@ def _warn_holes(key: str, version: int, size_bytes: int, holes: list[Hole]) -> N
     more = f" ({len(holes) - HOLES_SHOWN_MAX:,} more are not listed)" if len(holes) > HOLES_SHOWN_MAX else ""
     warn(
         f"{printable(repr(key))} version {version}: {lost:,} of {size_bytes:,} bytes are lost, in "
-        f"{counted(len(holes), 'hole')} of zeros{more}"
+        f"{plural(len(holes), 'hole')} of zeros{more}"
     )

@@ -21,7 +21,7 @@ def init(folder: str | None) -> None:
     On a network filesystem set index.path too (NEARKIN_INDEX__PATH=/var/cache/nearkin; docs/filesystems.md).
     """
     from nearkin.cli.arguments import store_folder
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
     from nearkin_shared.utils.signals import interrupts_wait
     from nearkin_shared.utils.terminal import printable
 
@@ -42,4 +42,4 @@ def init(folder: str | None) -> None:
     if session.as_json:
         print_json({"store": printable(root), "id": store_id})
     else:
-        say(f"created store {store_id[:8]} at {printable(root)}")
+        print_line(f"created store {store_id[:8]} at {printable(root)}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nearkin.cli.arguments import check_key
 from nearkin.cli.exit_codes import ExitCode
-from nearkin.cli.output import print_json, say
+from nearkin.cli.output import print_json, print_line
 from nearkin.cli.progress import count_bar
 from nearkin.cli.session import current_session
 from nearkin.cli.verify import verify_json, verify_lines
@@ -40,12 +40,15 @@ def verify_key(key: str, version: int | None) -> int:
         print_json({"key": key, "version": version, **verify_json(report, None, None)})
     else:
         for line in verify_lines(report):
-            say(line)
+            print_line(line)
     return ExitCode.DAMAGED if report.damage else ExitCode.DONE
 
 
 def _download_versions(store: RemoteStore, key: str, version: int | None, progress: Counted | None) -> VerifyReport:
-    """Download versions from a server and compare each with its BLAKE3. Raises NotFound, Denied, StoreUnavailable."""
+    """Download versions from a server and compare each with its BLAKE3.
+
+    Raises NotFound, AccessDenied, StoreUnavailable.
+    """
     started = time.perf_counter()
     damage: list[Damage] = []
     if version is not None:

@@ -47,14 +47,14 @@ def generate(file: Path) -> None:
     nearkin keys generate /etc/nearkin/store.key
     nearkin keys generate new.key && cat new.key     # for a secret store, as NEARKIN_STORAGE__KEY
     """
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
     from nearkin_shared.crypto.key_wrapping import generate as generate_key
 
     made = generate_key(file)
     if current_session().as_json:
         print_json({"key_id": made, "file": str(file)})
     else:
-        say(f"key-encryption key {made}: the first in {file}; keep a copy where the store is not")
+        print_line(f"key-encryption key {made}: the first in {file}; keep a copy where the store is not")
 
 
 @keys.command("list")
@@ -67,8 +67,8 @@ def list_() -> None:
     from nearkin.cli.output import console, print_json
     from nearkin_shared.utils.terminal import printable
 
-    with _opened(read_only=True) as (keyring, _):
-        listed = keyring.listed()
+    with _open_keyring(read_only=True) as (keyring, _):
+        listed = keyring.list_keys()
     if current_session().as_json:
         print_json([_json(key) for key in listed])
         return
@@ -96,7 +96,7 @@ def rotate(tenant: str | None, store_key: bool) -> None:
     What is written from now on is sealed by it, at the latest after a minute; older data stay readable by the keys
     that they have, until garbage collection writes them anew.
     """
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
     from nearkin_shared.fingerprints import domain_of
 
     if tenant is not None and store_key:
@@ -104,7 +104,7 @@ def rotate(tenant: str | None, store_key: bool) -> None:
     problem = None if tenant is None else tenant_problem(tenant)
     if problem is not None:
         raise BadInput(f"keys rotate {tenant!r:.200}: {problem}")
-    with _opened() as (keyring, settings):
+    with _open_keyring() as (keyring, settings):
         whose = None if store_key else tenant or settings.tenant
         if whose is not None and not keyring.has_keys(keyring.owner_of(domain_of(whose))):
             raise BadInput(
@@ -115,7 +115,9 @@ def rotate(tenant: str | None, store_key: bool) -> None:
     if current_session().as_json:
         print_json({"tenant": whose, "number": number})
     else:
-        say(f"key {number} of {'the store' if whose is None else f'tenant {whose}'} seals what is written from now on")
+        print_line(
+            f"key {number} of {'the store' if whose is None else f'tenant {whose}'} seals what is written from now on"
+        )
 
 
 @keys.command()
@@ -127,14 +129,14 @@ def rewrap() -> None:
 
     When it has ended, and all services have the new file, the older key-encryption keys may be taken out of it.
     """
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
 
-    with _opened() as (keyring, _):
+    with _open_keyring() as (keyring, _):
         count = keyring.rewrap()
     if current_session().as_json:
         print_json({"rewrapped": count})
     else:
-        say(f"{count:,} data keys wrapped anew; all are wrapped by the newest key-encryption key")
+        print_line(f"{count:,} data keys wrapped anew; all are wrapped by the newest key-encryption key")
 
 
 @keys.command()
@@ -157,7 +159,7 @@ def erase(tenant: str, yes: bool, now: bool, cancel: bool, despite_retention: bo
     erasure does not reach is listed: Kafka, backups, copies of the folder keys/ and others, with their times.
     """
     from nearkin.cli.erasure_report import remaining_lines
-    from nearkin.cli.output import notice, print_json, say
+    from nearkin.cli.output import notice, print_json, print_line
     from nearkin_maintenance.gc.tenant_erasure import remaining_copies
     from nearkin_shared.results_json import remaining_json
 
@@ -189,7 +191,7 @@ def erase(tenant: str, yes: bool, now: bool, cancel: bool, despite_retention: bo
         print_json({"tenant": tenant, "keys": count, "grace_seconds": grace_seconds, "remaining": remaining})
     else:
         for line in (*_erased_lines(tenant, count, grace_seconds), *remaining_lines(remaining)):
-            say(line)
+            print_line(line)
     if not count:
         notice(f"tenant {tenant} had none: is that the name? The store takes nothing from it from now on")
 
@@ -203,7 +205,7 @@ def _erased_lines(tenant: str, count: int, grace_seconds: int) -> Iterator[str]:
 
 
 def _erase_in_services(settings: Settings, tenant: str, grace_seconds: int, *, despite_retention: bool) -> int:
-    """Erase a tenant of a store that services write; return how many keys there are. Raises Retained."""
+    """Erase a tenant of a store that services write; return how many keys there are. Raises RetentionActive."""
     import time
 
     from nearkin_maintenance.gc.tenant_erasure import find_retained
@@ -223,18 +225,20 @@ def _check_encrypted(settings: Settings) -> None:
 
 def _cancel(tenant: str) -> None:
     """Cancel the erasure of a tenant, and say so."""
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
 
-    with _opened() as (keyring, _):
+    with _open_keyring() as (keyring, _):
         keyring.cancel_erasure(tenant)
     if current_session().as_json:
         print_json({"tenant": tenant, "cancelled": True})
     else:
-        say(f"tenant {tenant}: erasure cancelled; if the index was rebuilt meanwhile run `nearkin rebuild-index`")
+        print_line(
+            f"tenant {tenant}: erasure cancelled; if the index was rebuilt meanwhile run `nearkin rebuild-index`"
+        )
 
 
 @contextmanager
-def _opened(*, read_only: bool = False) -> Iterator[tuple[Keyring, Settings]]:
+def _open_keyring(*, read_only: bool = False) -> Iterator[tuple[Keyring, Settings]]:
     """Open the keys of the store that the settings name, in a folder or in S3, for as long as the block runs."""
     session = current_session()
     settings, _ = session.load()

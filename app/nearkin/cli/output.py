@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from nearkin.cli.session import is_quiet
 from nearkin_shared.results_json import info_json, kinds
-from nearkin_shared.savings_table import counted, human_bytes, ledger_table
+from nearkin_shared.savings_table import human_bytes, ledger_table, plural
 from nearkin_shared.utils.terminal import printable
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ def print_version(*, as_json: bool) -> None:
     if as_json:
         print_json({"version": __version__, "python": python_version(), "kernels": CHOSEN})
     else:
-        say(f"nearkin {__version__} (Python {python_version()}, {CHOSEN} kernels)")
+        print_line(f"nearkin {__version__} (Python {python_version()}, {CHOSEN} kernels)")
 
 
 UNREADABLE_NAMED = 10
 """A listing's one line of what it left out names so many; `verify` names all."""
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print one line for people to stdout."""
     print(line)
 
@@ -60,7 +60,7 @@ def say(line: str) -> None:
 def report(line: str) -> None:
     """Print one line about what the command did to stdout; --quiet omits it, unlike what was asked for."""
     if not is_quiet():
-        say(line)
+        print_line(line)
 
 
 def notice(line: str) -> None:
@@ -103,7 +103,7 @@ def console() -> Console:
 
 def print_ledger(ledger: Ledger, seconds: float, title: str) -> None:
     """Print one line and the ledger below it as a table."""
-    say(title)
+    print_line(title)
     console().print(ledger_table(ledger, seconds))
 
 
@@ -149,10 +149,10 @@ def print_stats(stats: Stats, index_folder: Path | None = None) -> None:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    held = f"{counted(stats.versions, 'version')} of {counted(stats.keys, 'key')}"
+    held = f"{plural(stats.versions, 'version')} of {plural(stats.keys, 'key')}"
     if stats.deleted_versions:
-        held += f" (and {counted(stats.deleted_versions, 'version')} deleted, {human_bytes(stats.deleted_bytes)})"
-    print_ledger(stats.ledger, stats.seconds, f"{held} in {counted(stats.containers, 'container')}")
+        held += f" (and {plural(stats.deleted_versions, 'version')} deleted, {human_bytes(stats.deleted_bytes)})"
+    print_ledger(stats.ledger, stats.seconds, f"{held} in {plural(stats.containers, 'container')}")
     parts = Table(box=SIMPLE, pad_edge=False)
     parts.add_column("where the stored bytes lie")
     parts.add_column("bytes", justify="right")
@@ -162,15 +162,15 @@ def print_stats(stats: Stats, index_folder: Path | None = None) -> None:
         parts.add_row(name.replace("_", " "), human_bytes(part_bytes), f"{share:.1%}")
     console().print(parts)
     lookups = stats.base_cache_hits + stats.base_cache_misses
-    say(f"metadata     {human_bytes(stats.metadata_bytes)}{_by_chunk(stats)}")
+    print_line(f"metadata     {human_bytes(stats.metadata_bytes)}{_by_chunk(stats)}")
     where = "" if index_folder is None else f" in {printable(str(index_folder))}"
-    say(f"index        {human_bytes(stats.index_bytes)}{where} (can be rebuilt; not counted as stored)")
-    say(f"segments     {stats.segments:,}{_sketches(stats.sketches)}")
-    depths = (f"{depth}: {counted(count, 'chunk')}" for depth, count in sorted(stats.depths.items()))
-    say(f"depths       {', '.join(depths) or '-'}")
+    print_line(f"index        {human_bytes(stats.index_bytes)}{where} (can be rebuilt; not counted as stored)")
+    print_line(f"segments     {stats.segments:,}{_sketches(stats.sketches)}")
+    depths = (f"{depth}: {plural(count, 'chunk')}" for depth, count in sorted(stats.depths.items()))
+    print_line(f"depths       {', '.join(depths) or '-'}")
     _say_found(stats.found_by)
     if lookups:  # of the process that was asked: a command of its own has done none
-        say(f"base cache   {stats.base_cache_hits:,} of {lookups:,} lookups hit")
+        print_line(f"base cache   {stats.base_cache_hits:,} of {lookups:,} lookups hit")
 
 
 def _by_chunk(stats: Stats) -> str:
@@ -194,8 +194,8 @@ def costs_json(costs: ReadCosts) -> dict[str, int]:
 def costs_line(costs: ReadCosts) -> str:
     """Return what a get had to read, for people."""
     return (
-        f"read {human_bytes(costs.bytes_read)} of {counted(len(costs.containers), 'container')}: "
-        f"{counted(costs.directory_reads, 'directory', 'directories')}, {counted(costs.block_reads, 'block')}"
+        f"read {human_bytes(costs.bytes_read)} of {plural(len(costs.containers), 'container')}: "
+        f"{plural(costs.directory_reads, 'directory', 'directories')}, {plural(costs.block_reads, 'block')}"
     )
 
 
@@ -216,9 +216,9 @@ def rebuild_lines(report: RebuildReport) -> Iterable[str]:
     for name in report.skipped:
         yield f"skipped, cannot be read: {printable(name)}"
     read = ", ".join(
-        (counted(report.containers, "container"), counted(report.segments, "segment"), counted(report.chunks, "chunk"))
+        (plural(report.containers, "container"), plural(report.segments, "segment"), plural(report.chunks, "chunk"))
     )
-    yield f"index rebuilt from {read}, {counted(report.versions, 'version')} in {report.seconds:.2f} s"
+    yield f"index rebuilt from {read}, {plural(report.versions, 'version')} in {report.seconds:.2f} s"
 
 
 def print_explanation(explanation: Explanation, *, segments: bool) -> None:
@@ -227,10 +227,10 @@ def print_explanation(explanation: Explanation, *, segments: bool) -> None:
     from rich.table import Table
 
     if segments:
-        say("segment      offset     length  chunks   dup  zero  delta   raw  stored about")
+        print_line("segment      offset     length  chunks   dup  zero  delta   raw  stored about")
         for segment in explanation.segments:
-            say(_segment_line(segment))
-        say("")
+            print_line(_segment_line(segment))
+        print_line("")
     info = explanation.info
     table = Table(
         title=f"{printable(info.key)} version {info.version}", title_justify="left", box=SIMPLE, pad_edge=False
@@ -243,7 +243,7 @@ def print_explanation(explanation: Explanation, *, segments: bool) -> None:
     console().print(table)
     known = sum(segment.known for segment in explanation.segments)
     sketches = _sketches(Counter(segment.sketch for segment in explanation.segments if segment.sketch))
-    say(f"segments     {len(explanation.segments):,}, of them {known:,} already stored{sketches}")
+    print_line(f"segments     {len(explanation.segments):,}, of them {known:,} already stored{sketches}")
     _say_found(explanation.found_by)
 
 
@@ -261,7 +261,7 @@ def _say_found(found_by: Mapping[str, int]) -> None:
         share = f"{count / found:.1%}{': ' if parts else ''}{', '.join(parts)}"
         told.append(f"{policy} {count:,} ({share})")
     if told:
-        say(f"bases found  {printable(', '.join(told))}")
+        print_line(f"bases found  {printable(', '.join(told))}")
 
 
 def _segment_line(segment: SegmentExplained) -> str:

@@ -20,7 +20,7 @@ STDOUT = "standard output"
 """What an error calls it."""
 
 
-class Restored:
+class OutputFile:
     """A context that gives the file to write to: stdout for None and `-`. Raises BadInput if it cannot be written."""
 
     def __init__(self, name: str | None) -> None:

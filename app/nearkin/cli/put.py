@@ -120,7 +120,7 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     from nearkin.cli.progress import bytes_bar
     from nearkin_shared.results import Ledger
     from nearkin_shared.results_json import ledger_json, put_json
-    from nearkin_shared.savings_table import counted
+    from nearkin_shared.savings_table import plural
     from nearkin_shared.utils.terminal import printable
 
     store_folder = session.folder()
@@ -148,7 +148,7 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     if not files:
         notice(f"no files below {printable(folder)}")
     if not session.quiet:
-        print_ledger(total, seconds, f"{counted(files, 'file')} below {printable(folder)}")
+        print_ledger(total, seconds, f"{plural(files, 'file')} below {printable(folder)}")
     if left_out.unread:
         warn(f"{len(left_out.unread)} could not be read and are not stored: run this again as a user who may read them")
     return code
@@ -168,15 +168,15 @@ class _LeftOut:
         """Leave out what is not meant to be stored."""
         from nearkin.cli.output import notice
 
-        self._tell(path, why, "skipped", self.skipped if self._as_json else [], notice)
+        self._report(path, why, "skipped", self.skipped if self._as_json else [], notice)
 
     def cannot_read(self, path: str, why: str) -> None:
         """Leave out what should be stored."""
         from nearkin.cli.output import warn
 
-        self._tell(path, why, "cannot be read", self.unread, warn)
+        self._report(path, why, "cannot be read", self.unread, warn)
 
-    def _tell(self, path: str, why: str, what: str, kept: list[dict[str, str]], show: Callable[[str], None]) -> None:
+    def _report(self, path: str, why: str, what: str, kept: list[dict[str, str]], show: Callable[[str], None]) -> None:
         from nearkin_shared.utils.terminal import printable
 
         if path in self._paths:
@@ -193,7 +193,7 @@ def _plan_tree(
     session: Session, prefix: str, folder: str, store_path: str | None, left_out: _LeftOut
 ) -> tuple[Path, str, _Plan]:
     """List the tree once before anything is put: a name that is refused stops all of it, and the bar knows its end."""
-    from nearkin.cli.arguments import check_key, walk
+    from nearkin.cli.arguments import check_key, walk_files
 
     if folder == "-":
         raise BadInput("--recursive takes a folder, not stdin")
@@ -206,7 +206,7 @@ def _plan_tree(
         raise BadInput(f'source "{folder}": not a folder; leave out --recursive to put one file')
     under = f"{check_key(prefix).rstrip('/')}/" if prefix else ""
     files = total_bytes = 0
-    for file in walk(root, under, store_path, left_out.skip, left_out.cannot_read):
+    for file in walk_files(root, under, store_path, left_out.skip, left_out.cannot_read):
         files, total_bytes = files + 1, total_bytes + file.size_bytes
     if session.as_json and files > JSON_BLOBS_MAX:
         raise BadInput(f'folder "{folder}": {files:,} files, at most {JSON_BLOBS_MAX:,} with --json')
@@ -222,9 +222,9 @@ def _put_files(
     left_out: _LeftOut,
     progress: Callable[[int], None] | None,
 ) -> Iterator[PutResult]:
-    from nearkin.cli.arguments import walk
+    from nearkin.cli.arguments import walk_files
 
-    files = walk(root, under, store_path, left_out.skip, left_out.cannot_read)
+    files = walk_files(root, under, store_path, left_out.skip, left_out.cannot_read)
     if not metadata:
         yield from store.put_many(((file.key, file.path) for file in files), progress=progress)
         return

@@ -17,7 +17,7 @@ def change(what: Literal["delete", "undelete"], done: str, key: str, version: in
     """Delete or undelete, and print how many versions that were."""
     from nearkin.cli.arguments import check_key
     from nearkin.cli.output import print_json, report
-    from nearkin_shared.savings_table import counted
+    from nearkin_shared.savings_table import plural
     from nearkin_shared.utils.terminal import printable
 
     session = current_session()
@@ -27,7 +27,7 @@ def change(what: Literal["delete", "undelete"], done: str, key: str, version: in
     if session.as_json:
         print_json({"key": key, "version": version, done: count})
     else:
-        report(f"{done} {counted(count, 'version')} of {printable(key)}")
+        report(f"{done} {plural(count, 'version')} of {printable(key)}")
 
 
 def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool) -> None:
@@ -36,7 +36,7 @@ def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool)
 
     from nearkin.cli.arguments import check_key
     from nearkin.cli.gc import gc_lines
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
     from nearkin.cli.progress import steps_bar
     from nearkin_shared.results_json import gc_json
 
@@ -57,7 +57,7 @@ def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool)
         print_json({"key": key, "version": version, "deleted": count, **gc_json(report)})
         return
     for line in gc_lines(report):
-        say(line)
+        print_line(line)
 
 
 def _confirm(key: str | None, version: int | None, *, confirmed: bool) -> None:

@@ -92,14 +92,14 @@ def _announce(url: str, token: str | None, *, as_json: bool) -> None:
     """Say where it listens, once it does."""
     import json
 
-    from nearkin.cli.output import say
+    from nearkin.cli.output import print_line
 
     if as_json:
-        say(json.dumps({"url": url, "token": token}))  # one line: who waits for it knows where it ends
+        print_line(json.dumps({"url": url, "token": token}))  # one line: who waits for it knows where it ends
     else:
-        say(f"{url}/")
+        print_line(f"{url}/")
         if token is not None:
-            say(f"token {token}")
+            print_line(f"token {token}")
     if sys.stdout is not None:
         sys.stdout.flush()
 
@@ -135,7 +135,7 @@ def create(file: Path | None, tenant: str | None, scopes: tuple[str, ...], days:
 
     What is not of one tenant needs the scope operator; admin shows the sums of its own tenant.
     """
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
     from nearkin_gateway.auth import tokens
 
     session = current_session()
@@ -144,7 +144,7 @@ def create(file: Path | None, tenant: str | None, scopes: tuple[str, ...], days:
     if session.as_json:
         print_json({"token": text, **_token_json(made)})
     else:
-        say(text)
+        print_line(text)
 
 
 @token.command("list")
@@ -155,12 +155,12 @@ def list_tokens(file: Path | None) -> None:
 
     nearkin token list --file tokens.json
     """
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
     from nearkin_gateway.auth import tokens
     from nearkin_shared.utils.terminal import printable
 
     session = current_session()
-    found = tokens.listed(_file(session, file))
+    found = tokens.read_tokens(_file(session, file))
     if session.as_json:
         print_json([_token_json(entry) for entry in found])
         return
@@ -168,7 +168,7 @@ def list_tokens(file: Path | None) -> None:
         told = _token_json(entry)
         scopes = ",".join(entry.scopes)
         names = f"{printable(entry.tenant)}  {printable(entry.note)}"
-        say(f"{entry.id}  {told['expires'] or 'never':<20}  {scopes:<24}  {names}")
+        print_line(f"{entry.id}  {told['expires'] or 'never':<20}  {scopes:<24}  {names}")
 
 
 @token.command()
@@ -180,7 +180,7 @@ def revoke(number: str, file: Path | None) -> None:
 
     nearkin token revoke 7f3a9c0e --file tokens.json
     """
-    from nearkin.cli.output import print_json, say
+    from nearkin.cli.output import print_json, print_line
     from nearkin_gateway.auth import tokens
 
     session = current_session()
@@ -188,7 +188,7 @@ def revoke(number: str, file: Path | None) -> None:
     if session.as_json:
         print_json(_token_json(gone))
     else:
-        say(f"revoked {gone.id}")
+        print_line(f"revoked {gone.id}")
 
 
 def _file(session: Session, given: Path | None) -> Path:

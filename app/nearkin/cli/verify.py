@@ -9,12 +9,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from nearkin.cli.exit_codes import ExitCode
-from nearkin.cli.output import print_json, say
+from nearkin.cli.output import print_json, print_line
 from nearkin.cli.progress import count_bar
 from nearkin.cli.session import current_session
 from nearkin_shared.errors import BadInput
 from nearkin_shared.results import Damage, RepairReport, VerifyReport
-from nearkin_shared.savings_table import counted, human_bytes
+from nearkin_shared.savings_table import human_bytes, plural
 from nearkin_shared.utils.terminal import printable
 
 SEED_BITS = 32
@@ -36,7 +36,7 @@ def verify(sample_text: str | None, seed: int | None, since_text: str | None) ->
         print_json(verify_json(report, sample, since))
     else:
         for line in verify_lines(report):
-            say(line)
+            print_line(line)
     return ExitCode.DAMAGED if report.damage else ExitCode.DONE
 
 
@@ -49,7 +49,7 @@ def repair(files: Sequence[Path]) -> int:
         print_json(repair_json(report))
     else:
         for line in repair_lines(report):
-            say(line)
+            print_line(line)
     return ExitCode.DAMAGED if report.damage else ExitCode.DONE
 
 
@@ -68,14 +68,14 @@ def repair_json(report: RepairReport) -> dict[str, object]:
 def repair_lines(report: RepairReport) -> Iterable[str]:
     """Yield a repair for people."""
     for one in report.repaired:
-        chunks = f": {counted(one.chunks, 'chunk')} found" if one.chunks else ""
+        chunks = f": {plural(one.chunks, 'chunk')} found" if one.chunks else ""
         lost = f", {one.chunks_lost:,} lost still" if one.chunks_lost else ""
         yield f"repaired: {printable(one.object_name)} from {one.by}{chunks}{lost}"
     if report.parity_added:
-        yield f"parity added to {counted(report.parity_added, 'object')}"
+        yield f"parity added to {plural(report.parity_added, 'object')}"
     yield from damage_lines(report.damage)
     yield from _remedies(report.damage)
-    left = counted(len(report.damage), "damaged object") if report.damage else "no damage"
+    left = plural(len(report.damage), "damaged object") if report.damage else "no damage"
     yield f"{left} left in {report.seconds:.2f} s"
 
 
@@ -166,18 +166,18 @@ def verify_lines(report: VerifyReport) -> Iterable[str]:
     """Yield a verification for people: each damaged object with the versions it touches, then the sum."""
     yield from damage_lines(report.damage)
     if report.parity_missing:
-        yield f"{counted(len(report.parity_missing), 'object')} without parity: `nearkin repair` adds it"
+        yield f"{plural(len(report.parity_missing), 'object')} without parity: `nearkin repair` adds it"
     if report.erased_objects:
-        yield f"{counted(report.erased_objects, 'object')} of erased tenants, no damage: `nearkin gc` removes them"
+        yield f"{plural(report.erased_objects, 'object')} of erased tenants, no damage: `nearkin gc` removes them"
     if report.untagged_containers:
-        yield f"{counted(report.untagged_containers, 'container')} of no version's tenant: compared by SHA-1 alone"
+        yield f"{plural(report.untagged_containers, 'container')} of no version's tenant: compared by SHA-1 alone"
     if report.forgotten is False:
         yield "the index still names what is broken, since a put is running: run verify again when it has ended"
     else:
         yield from _remedies(report.damage)
-    found = counted(len(report.damage), "damaged object") if report.damage else "no damage"
+    found = plural(len(report.damage), "damaged object") if report.damage else "no damage"
     read = ", ".join(
-        (counted(report.containers, "container"), counted(report.chunks, "chunk"), counted(report.versions, "version"))
+        (plural(report.containers, "container"), plural(report.chunks, "chunk"), plural(report.versions, "version"))
     )
     if report.containers < report.containers_total:
         share = report.bytes_read / max(1, report.container_bytes)

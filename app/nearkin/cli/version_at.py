@@ -26,7 +26,7 @@ def find_version_at(store: Store | RemoteStore, key: str, text: str) -> int:
         raise BadInput(f"at {text!r}: is in the future")
     broken: list[Damage] = []
     versions = [one for one in store.versions(key, all_versions=True, broken=broken.append) if one.key == key]
-    deleted = [one for one in store.deleted(key, broken=broken.append) if one.key == key]
+    deleted = [one for one in store.list_deleted(key, broken=broken.append) if one.key == key]
     before = [info for info in versions if info.created <= at]
     found = max(before, key=lambda info: (info.created, info.version), default=None)
     after = [info.version for info in versions if info.created > at]
@@ -36,11 +36,13 @@ def find_version_at(store: Store | RemoteStore, key: str, text: str) -> int:
         lost = [number for name, number in damage.versions if name == key and number > lower]
         if lost and (not after or min(lost) < min(after)):
             raise Corrupt(
-                f"key {key!r} version {min(lost)}: may be the version of {_shown(at)} and cannot be read: "
+                f"key {key!r} version {min(lost)}: may be the version of {_format_moment(at)} and cannot be read: "
                 f"{damage.problem}; name another with --version"
             )
     if found is None:
-        raise NotFound(f"key {key!r}: had no version at {_shown(at)}; `nearkin ls --versions` lists their times")
+        raise NotFound(
+            f"key {key!r}: had no version at {_format_moment(at)}; `nearkin ls --versions` lists their times"
+        )
     return found.version
 
 
@@ -54,12 +56,12 @@ def _check_not_deleted(
     newer = [one for one in deleted if found is None or one.version > found.version]
     lost = [one for one in newer if one.deleted > at and (following is None or one.version < following)]
     if lost:
-        names = ", ".join(f"version {one.version} (deleted {_shown(one.deleted)})" for one in lost)
+        names = ", ".join(f"version {one.version} (deleted {_format_moment(one.deleted)})" for one in lost)
         raise NotFound(
-            f"key {key!r}: {names} may be the version of {_shown(at)}; `nearkin undelete` brings it back, or name "
+            f"key {key!r}: {names} may be the version of {_format_moment(at)}; `nearkin undelete` restores it, or name "
             "another with --version"
         )
 
 
-def _shown(moment: datetime) -> str:
+def _format_moment(moment: datetime) -> str:
     return f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"

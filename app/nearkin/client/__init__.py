@@ -27,7 +27,7 @@ def connect(url: str, token: str | None = None, *, commit_seconds: float = 600.0
     """Return the store behind the gateway at `url`; nothing is sent before the first call.
 
     `token` defaults to NEARKIN_TOKEN. A put that is not committed within `commit_seconds` after its last byte raises
-    Retryable. Raises ConfigError for a URL or a token that cannot be one.
+    RetryableError. Raises ConfigError for a URL or a token that cannot be one.
     """
     from nearkin.client.http import Endpoint
     from nearkin.client.sync import RemoteStore

@@ -21,12 +21,12 @@ from nearkin.client.http import (
     Conversation,
     Endpoint,
     T,
-    closed,
+    closed_error,
     error_of,
     retry_options,
     unreachable,
 )
-from nearkin.client.requests import Accepted
+from nearkin.client.requests import AcceptedPut
 from nearkin.client.streaming import AsyncSource, Download, Upload
 from nearkin.client.sync import PUTS_IN_FLIGHT_MAX
 from nearkin_shared.errors import NearkinError, StoreUnavailable
@@ -79,11 +79,11 @@ class AsyncRemoteStore:
         progress: Progress | None = None,
     ) -> AsyncIterator[PutResult]:
         """Store many blobs, one sent while those before it are being committed. Yields results in order."""
-        waiting: deque[Accepted] = deque()
+        waiting: deque[AcceptedPut] = deque()
         async for key, source in _each(items):
             upload = Upload(source, progress)
             done = await self._hold(requests.accept(key, upload, {}, None, 0.0, self._commit_seconds))
-            if isinstance(done, Accepted):
+            if isinstance(done, AcceptedPut):
                 waiting.append(done)
             while waiting and (isinstance(done, PutResult) or len(waiting) >= PUTS_IN_FLIGHT_MAX):
                 yield await self._settled(waiting.popleft())
@@ -92,15 +92,18 @@ class AsyncRemoteStore:
         while waiting:
             yield await self._settled(waiting.popleft())
 
-    async def _settled(self, accepted: Accepted) -> PutResult:
-        return await self._hold(requests.settle(accepted, self._commit_seconds))
+    async def _settled(self, accepted: AcceptedPut) -> PutResult:
+        return await self._hold(requests.await_commit(accepted, self._commit_seconds))
 
     # --- get ---------------------------------------------------------------------------------------------------------
 
     async def get(
         self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None
     ) -> AsyncRemoteBlob:
-        """Return a version (the newest by default) or its bytes [start, stop). Raises NotFound, BadInput, Denied."""
+        """Return a version (the newest by default) or its bytes [start, stop).
+
+        Raises NotFound, BadInput, AccessDenied.
+        """
         found = await self.info(key, version)
         return AsyncRemoteBlob(self, found, start, requests.check_range(found, start, stop))
 
@@ -126,15 +129,15 @@ class AsyncRemoteStore:
     async def delete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
         """Delete a version, or all that the key has at this moment; return how many are gone, for every reader.
 
-        Sent again where the connection fails; it is done once all the same. Raises NotFound, Retained (one is younger
-        than the settings allow: none goes), Denied, Erased, StoreUnavailable.
+        Sent again where the connection fails; it is done once all the same. Raises NotFound, RetentionActive (one is
+        younger than the settings allow: none goes), AccessDenied, TenantErased, StoreUnavailable.
         """
         return await self._hold(requests.delete(key, version, reason))
 
     async def undelete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
         """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
 
-        Raises NotFound (nothing of it is deleted, or its time is over), Denied, Erased, StoreUnavailable.
+        Raises NotFound (nothing of it is deleted, or its time is over), AccessDenied, TenantErased, StoreUnavailable.
         """
         return await self._hold(requests.undelete(key, version, reason))
 
@@ -142,13 +145,13 @@ class AsyncRemoteStore:
         """Retain a version, the newest by default, until a time: no process can delete it before; return it.
 
         A retention is extended, never shortened. Sent again if the connection fails; a repeat changes nothing. Raises
-        NotFound, BadInput (the time is earlier than the one that holds), Denied, Erased, StoreUnavailable.
+        NotFound, BadInput (the time is earlier than the one that holds), AccessDenied, TenantErased, StoreUnavailable.
         """
         return await self._hold(requests.retain(key, until, version, reason))
 
-    async def deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
+    async def list_deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
         """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key."""
-        return await self._hold(requests.deleted(prefix, broken))
+        return await self._hold(requests.list_deleted(prefix, broken))
 
     # --- the store as a whole ----------------------------------------------------------------------------------------
 
@@ -157,11 +160,11 @@ class AsyncRemoteStore:
         return await self._hold(requests.stats())
 
     async def config(self) -> dict[str, Any]:
-        """Return the settings that the services run with. Raises Denied."""
+        """Return the settings that the services run with. Raises AccessDenied."""
         return await self._hold(requests.config())
 
     async def change_config(self, changes: Mapping[str, object]) -> dict[str, Any]:
-        """Change settings of the running services; return what holds now. Raises BadInput, Denied."""
+        """Change settings of the running services; return what holds now. Raises BadInput, AccessDenied."""
         return await self._hold(requests.change_config(changes))
 
     # --- the wire ----------------------------------------------------------------------------------------------------
@@ -205,7 +208,7 @@ class AsyncRemoteStore:
 
     async def _send(self, call: Call) -> httpx.Response:
         if self._http.is_closed:
-            raise closed(self.url)
+            raise closed_error(self.url)
         request = self._http.build_request(
             call.method,
             self.url + call.path,
@@ -231,7 +234,7 @@ class AsyncRemoteStore:
                 try:
                     if not response.is_success:
                         await self._collected(call, response)
-                    download.opened(response.status_code, response.headers)
+                    download.on_headers(response.status_code, response.headers)
                     pieces = response.aiter_raw()
                     return response, pieces, await anext(pieces, b"")
                 except httpx.TransportError as err:
@@ -256,21 +259,21 @@ class AsyncRemoteBlob:
     async def __aiter__(self) -> AsyncIterator[memoryview]:
         """Yield the range's bytes in order, as `RemoteBlob` does. Raises Corrupt, StoreUnavailable."""
         download = Download(self.info, self._start, self._stop)
-        while not download.done:
+        while not download.is_complete:
             response, pieces, piece = await self._store.open_download(download)
             failure: NearkinError | None = None
             try:
-                while piece and not download.done:
+                while piece and not download.is_complete:
                     ready = download.take(piece)
                     if ready:
                         yield memoryview(ready)
-                    piece = b"" if download.done else await anext(pieces, b"")
+                    piece = b"" if download.is_complete else await anext(pieces, b"")
             except httpx.TransportError as err:
-                failure = unreachable(download.named, err)
+                failure = unreachable(download.label, err)
             finally:
                 await response.aclose()
-            if not download.done:
-                download.broke(failure)
+            if not download.is_complete:
+                download.on_disconnect(failure)
 
     async def read(self) -> bytes:
         """Return the range's bytes."""

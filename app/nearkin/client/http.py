@@ -18,23 +18,23 @@ from urllib.parse import quote, urlsplit
 import httpx
 from tenacity import RetryCallState, retry_if_exception, wait_random_exponential
 
-from nearkin_shared.config.validators import Refused, ServerUrl, Token
+from nearkin_shared.config.validators import InvalidValue, ServerUrl, Token
 from nearkin_shared.errors import (
+    AccessDenied,
     BadInput,
     ConfigError,
     Corrupt,
-    Denied,
-    Erased,
+    GcPaused,
     NearkinError,
     NotFound,
-    Paused,
-    Permanent,
+    PermanentError,
     PreconditionFailed,
-    Retained,
-    Retryable,
+    RetentionActive,
+    RetryableError,
     SourceFailed,
     StoreLocked,
     StoreUnavailable,
+    TenantErased,
 )
 from nearkin_shared.utils.frozen import frozen
 
@@ -74,11 +74,11 @@ class Endpoint:
         """Check both. Raises ConfigError."""
         try:
             ServerUrl().check(url)
-        except Refused as err:
+        except InvalidValue as err:
             raise ConfigError(f'server "{url}": {err}') from err
         try:
             token = None if token is None else Token().check(token)
-        except Refused as err:
+        except InvalidValue as err:
             raise ConfigError(f"token: {err}") from err
         loopback = _is_loopback(urlsplit(url).hostname or "")
         if token is not None and url.startswith("http:") and not loopback:
@@ -94,12 +94,14 @@ class Endpoint:
             "headers": headers,
             "follow_redirects": False,  # the token goes to nobody who was not named
             "trust_env": not self.loopback,  # a proxy is not asked for this machine
-            "verify": _trusted() if self.url.startswith("https:") else False,  # http needs none of their 20 ms
+            "verify": _trusted_certificates()
+            if self.url.startswith("https:")
+            else False,  # http needs none of their 20 ms
             "limits": httpx.Limits(max_connections=CONNECTIONS_MAX, max_keepalive_connections=8),
         }
 
 
-def _trusted() -> ssl.SSLContext:
+def _trusted_certificates() -> ssl.SSLContext:
     """Return the certificates that are trusted, SSL_CERT_FILE's or SSL_CERT_DIR's where set. Raises ConfigError."""
     try:
         return httpx.create_ssl_context()
@@ -134,7 +136,7 @@ class Call:
     """How long what an earlier sending of the same began may be at work still."""
 
     @property
-    def again(self) -> bool:
+    def is_repeatable(self) -> bool:
         """Return whether it may be sent once more: reading changes nothing, and what changes has an idempotency key."""
         if self.upload is not None:
             return self.upload.repeatable
@@ -155,15 +157,15 @@ class Answer:
     named: str
 
     def json(self) -> Any:
-        """Return the body's value. Raises Permanent: then this is no gateway of ours."""
+        """Return the body's value. Raises PermanentError: then this is no gateway of ours."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as err:
             raise self.foreign(err) from err
 
-    def foreign(self, why: object) -> Permanent:
+    def foreign(self, why: object) -> PermanentError:
         """Return the error for an answer that no gateway of ours gives."""
-        return Permanent(f"{self.named}: not what a Nearkin gateway answers: {why}; check the server's URL")
+        return PermanentError(f"{self.named}: not what a Nearkin gateway answers: {why}; check the server's URL")
 
 
 Conversation: TypeAlias = Generator[Call, Answer, T]
@@ -193,28 +195,28 @@ _BY_NAME: dict[str, type[NearkinError]] = {
     "bad-input": BadInput,
     "bad-setting": ConfigError,
     "corrupt": Corrupt,
-    "erased": Erased,
+    "erased": TenantErased,
     "not-found": NotFound,
     "precondition-failed": PreconditionFailed,
     "read-only": ReadOnly,
-    "retained": Retained,
-    "paused": Paused,
+    "retained": RetentionActive,
+    "paused": GcPaused,
     "still-running": StillRunning,
     "unavailable": StoreUnavailable,
 }
 """By the last part of a problem's type, `urn:nearkin:problem:NAME`; the others are told apart by status."""
 _BY_STATUS: dict[int, type[NearkinError]] = {
-    401: Denied,
-    403: Denied,
+    401: AccessDenied,
+    403: AccessDenied,
     404: NotFound,
     408: StoreUnavailable,
-    409: Permanent,
+    409: PermanentError,
     410: NotFound,
     412: PreconditionFailed,
     423: StoreLocked,
     425: StoreUnavailable,
     429: StoreUnavailable,
-    501: Permanent,
+    501: PermanentError,
 }
 
 
@@ -224,7 +226,7 @@ def error_of(named: str, status: int, headers: Mapping[str, str], body: bytes) -
     name = str(problem.get("type", "")).rpartition(":")[2]
     kind = _BY_NAME.get(name) or _BY_STATUS.get(status)
     if kind is None:
-        kind = StoreUnavailable if status >= 500 else BadInput if status >= 400 else Permanent
+        kind = StoreUnavailable if status >= 500 else BadInput if status >= 400 else PermanentError
     detail = problem.get("detail") or problem.get("title")
     if isinstance(detail, str) and detail:
         text = "".join(c if c.isprintable() else " " for c in detail)[:DETAIL_CHARACTERS_MAX]
@@ -233,7 +235,7 @@ def error_of(named: str, status: int, headers: Mapping[str, str], body: bytes) -
         if 300 <= status < 400:
             text += f" to {headers.get('location', 'nowhere')[:200]!r}: name that URL as the server"
     err = kind(text)
-    if isinstance(err, Retryable):
+    if isinstance(err, RetryableError):
         err.retry_after_seconds = _retry_after(headers)
     return err
 
@@ -265,22 +267,22 @@ def unreachable(named: str, err: httpx.TransportError) -> NearkinError:
     elif isinstance(err, httpx.TimeoutException):
         reason = f"no answer in time ({type(err).__name__})"
     if isinstance(err, httpx.LocalProtocolError | httpx.UnsupportedProtocol):
-        return Permanent(f"{named}: {reason}")
+        return PermanentError(f"{named}: {reason}")
     broken = _broken_tls(err)
     if isinstance(broken, ssl.SSLCertVerificationError):
         names = " or ".join(CERTIFICATE_VARIABLES)
         reason = f"its certificate is not trusted: {broken.verify_message}; {names} name the certificates of its issuer"
-        return Permanent(f"{named}: {reason}")
+        return PermanentError(f"{named}: {reason}")
     if broken is not None and broken.reason in NO_TLS:
-        return Permanent(f"{named}: the server speaks no TLS there: name it http://, or its TLS port")
+        return PermanentError(f"{named}: the server speaks no TLS there: name it http://, or its TLS port")
     if isinstance(err, httpx.ConnectError | httpx.ConnectTimeout):
         reason += "; is the gateway running, and the address right?"
     return StoreUnavailable(f"{named}: {reason}")
 
 
-def closed(url: str) -> Permanent:
+def closed_error(url: str) -> PermanentError:
     """Return the error for a call through a client that was closed."""
-    return Permanent(f"{url}: this client was closed; nearkin.connect gives another")
+    return PermanentError(f"{url}: this client was closed; nearkin.connect gives another")
 
 
 def _broken_tls(err: BaseException | None) -> ssl.SSLError | None:
@@ -305,7 +307,7 @@ def retry_options(call: Call) -> dict[str, Any]:
 
     def worth_it(err: BaseException) -> bool:
         ours = isinstance(err, ReadOnly | SourceFailed)  # a moment later the gateway would say the same
-        return isinstance(err, Retryable) and not ours and call.again
+        return isinstance(err, RetryableError) and not ours and call.is_repeatable
 
     def wait_seconds(state: RetryCallState) -> float:
         err = state.outcome.exception() if state.outcome is not None else None

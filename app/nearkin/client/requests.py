@@ -41,7 +41,7 @@ _VALUE_SAFE = "!\"#$&'()*+,-./:;<=>?@[]^_`{|}~"
 _NAME_SAFE = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_.")
 
 
-class Accepted(NamedTuple):
+class AcceptedPut(NamedTuple):
     """A put whose bytes are durable and that will be committed, or fail."""
 
     key: str
@@ -57,7 +57,7 @@ def accept(
     wait_seconds: float,
     commit_seconds: float,
     precondition: Precondition | None = None,
-) -> Conversation[PutResult | Accepted]:
+) -> Conversation[PutResult | AcceptedPut]:
     """Send a blob; the gateway may wait up to `wait_seconds` for its commit before it answers.
 
     Sent again after a break, it waits up to `commit_seconds` for what the first sending began.
@@ -83,12 +83,12 @@ def accept(
         commit_seconds=commit_seconds,
     )
     if answer.status != 202:
-        return _stored(answer, answer.json(), upload)
+        return _result_of(answer, answer.json(), upload)
     body = answer.json()
     identity = body.get("id") if isinstance(body, dict) else None
     if not isinstance(identity, str):
         raise answer.foreign(f"id {identity!r:.50}")
-    return Accepted(key, blob_path(identity, "/v1/status"), upload)
+    return AcceptedPut(key, blob_path(identity, "/v1/status"), upload)
 
 
 def metadata_headers(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -110,7 +110,7 @@ def precondition_headers(precondition: Precondition) -> dict[str, str]:
     }
 
 
-def settle(accepted: Accepted, commit_seconds: float) -> Conversation[PutResult]:
+def await_commit(accepted: AcceptedPut, commit_seconds: float) -> Conversation[PutResult]:
     """Wait for the end of a put. Raises StoreUnavailable when it failed or time is up."""
     deadline = time.monotonic() + commit_seconds
     pause_seconds = 0.0
@@ -126,7 +126,7 @@ def settle(accepted: Accepted, commit_seconds: float) -> Conversation[PutResult]
         body = answer.json()
         state = body.get("state") if isinstance(body, dict) else None
         if state == "committed":
-            return _stored(answer, body, accepted.upload)
+            return _result_of(answer, body, accepted.upload)
         if state == "failed" and body.get("reason") == PRECONDITION:
             raise PreconditionFailed(str(body.get("failure"))[:500])
         if state == "failed":
@@ -154,10 +154,10 @@ def put(
     """Send a blob and wait for its commit."""
     wait_seconds = min(WAIT_SECONDS, commit_seconds)
     done = yield from accept(key, upload, metadata, sha256, wait_seconds, commit_seconds, precondition)
-    return done if isinstance(done, PutResult) else (yield from settle(done, commit_seconds))
+    return done if isinstance(done, PutResult) else (yield from await_commit(done, commit_seconds))
 
 
-def _stored(answer: Answer, body: object, upload: Upload) -> PutResult:
+def _result_of(answer: Answer, body: object, upload: Upload) -> PutResult:
     result = _read(answer, lambda: results_json.put_from(body))
     if upload.digest and result.info.digest != upload.digest:
         raise Corrupt(
@@ -185,7 +185,7 @@ def versions(prefix: str, all_versions: bool, broken: Broken) -> Conversation[li
     return (yield from _pages("/v1/blobs", params, "blobs", results_json.info_from, broken))
 
 
-def deleted(prefix: str, broken: Broken) -> Conversation[list[Deletion]]:
+def list_deleted(prefix: str, broken: Broken) -> Conversation[list[Deletion]]:
     """Ask for what is deleted and not collected, page by page."""
     check_prefix(prefix)
     params = {"prefix": prefix} if prefix else {}

@@ -16,7 +16,7 @@ import anyio.to_thread
 from blake3 import blake3
 
 from nearkin.client.http import Call, blob_path
-from nearkin_shared.errors import BadInput, Corrupt, NearkinError, Retryable, SourceFailed, StoreUnavailable
+from nearkin_shared.errors import BadInput, Corrupt, NearkinError, RetryableError, SourceFailed, StoreUnavailable
 from nearkin_shared.results import VersionInfo
 from nearkin_shared.validation import Progress, Source
 
@@ -35,11 +35,11 @@ class Upload:
         self.digest = ""
         """`blake3:...` of what the last reading gave, once it came to its end."""
         self._stream = source if isinstance(source, AsyncIterable) else None
-        self._source: Source = b"" if isinstance(source, AsyncIterable) else _taken(source)
+        self._source: Source = b"" if isinstance(source, AsyncIterable) else _take(source)
         self._progress = progress
         self._told_bytes = 0
         self._touched = False
-        self._start = self._tell()
+        self._start = self._position()
         self.size_bytes = self._known_bytes()
 
     @property
@@ -68,7 +68,7 @@ class Upload:
                 hasher.update(piece)
                 taken += len(piece)
                 yield piece
-                self._tell_progress(taken)
+                self._report_progress(taken)
         finally:
             if isinstance(self._source, Path | bytes):
                 file.close()
@@ -89,10 +89,10 @@ class Upload:
             hasher.update(piece)
             taken += len(piece)
             yield bytes(piece)
-            self._tell_progress(taken)
+            self._report_progress(taken)
         self.digest = f"blake3:{hasher.hexdigest()}"
 
-    def _tell(self) -> int | None:
+    def _position(self) -> int | None:
         """Return where a file that can go back stands; None where it cannot, or is not one."""
         if isinstance(self._source, Path | bytes):
             return None
@@ -146,13 +146,13 @@ class Upload:
             raise BadInput(f'{name}: gives {type(piece).__name__}; open it for reading bytes, such as with "rb"')
         return piece
 
-    def _tell_progress(self, taken: int) -> None:
+    def _report_progress(self, taken: int) -> None:
         if self._progress is not None and taken > self._told_bytes:
             self._progress(taken - self._told_bytes)
             self._told_bytes = taken
 
 
-def _taken(source: Source) -> Source:
+def _take(source: Source) -> Source:
     if isinstance(source, bytearray | memoryview):
         return bytes(source)
     if not (isinstance(source, Path | bytes) or hasattr(source, "read")):
@@ -172,12 +172,12 @@ class Download:
         self._resumes = 0
 
     @property
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether every byte has come."""
         return self._position == self._stop
 
     @property
-    def named(self) -> str:
+    def label(self) -> str:
         """Return what is being read, for messages."""
         return f"{self._info.key!r} version {self._info.version}"
 
@@ -188,16 +188,16 @@ class Download:
             headers |= {"Range": f"bytes={self._position}-{self._stop - 1}", "If-Range": f'"{self._info.digest}"'}
         return Call("GET", blob_path(self._info.key), {"version": str(self._info.version)}, headers)
 
-    def opened(self, status: int, headers: Mapping[str, str]) -> None:
+    def on_headers(self, status: int, headers: Mapping[str, str]) -> None:
         """Check what the answer is about to send. Raises Corrupt."""
         found = headers.get("etag", "").strip('"')
         if found != self._info.digest:
-            raise Corrupt(f"{self.named}: the gateway sends {found or 'no ETag'}, not {self._info.digest}")
+            raise Corrupt(f"{self.label}: the gateway sends {found or 'no ETag'}, not {self._info.digest}")
         if headers.get("content-encoding", "identity") != "identity":
-            raise Corrupt(f"{self.named}: came encoded, which nobody asked for; a proxy on the way must not do that")
+            raise Corrupt(f"{self.label}: came encoded, which nobody asked for; a proxy on the way must not do that")
         self._skip_bytes = self._position if status == 200 else 0
         if status == 206 and not headers.get("content-range", "").startswith(f"bytes {self._position}-"):
-            raise Corrupt(f"{self.named}: asked from byte {self._position}, got {headers.get('content-range')!r}")
+            raise Corrupt(f"{self.label}: asked from byte {self._position}, got {headers.get('content-range')!r}")
 
     def take(self, piece: bytes) -> bytes:
         """Return what may be given out now that `piece` has come; empty where all of it must wait."""
@@ -212,18 +212,18 @@ class Download:
         if self._hasher is None:
             return piece
         self._hasher.update(piece)
-        if not self.done:
+        if not self.is_complete:
             before, self._held = self._held, piece
             return before
         found = f"blake3:{self._hasher.hexdigest()}"
         if found != self._info.digest:
-            raise Corrupt(f"{self.named}: {found} came, {self._info.digest} was stored: get it again, then verify")
+            raise Corrupt(f"{self.label}: {found} came, {self._info.digest} was stored: get it again, then verify")
         return self._held + piece
 
-    def broke(self, err: NearkinError | None) -> None:
+    def on_disconnect(self, err: NearkinError | None) -> None:
         """Note that a connection ended before the range did. Raises what ended it once that is too often."""
         self._resumes += 1
-        if err is not None and not isinstance(err, Retryable):
+        if err is not None and not isinstance(err, RetryableError):
             raise err
         if self._resumes > RESUMES_MAX:
-            raise StoreUnavailable(f"{self.named}: broke {RESUMES_MAX} times, at byte {self._position}") from err
+            raise StoreUnavailable(f"{self.label}: broke {RESUMES_MAX} times, at byte {self._position}") from err

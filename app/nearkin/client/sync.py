@@ -23,12 +23,12 @@ from nearkin.client.http import (
     Conversation,
     Endpoint,
     T,
-    closed,
+    closed_error,
     error_of,
     retry_options,
     unreachable,
 )
-from nearkin.client.requests import Accepted
+from nearkin.client.requests import AcceptedPut
 from nearkin.client.streaming import Download, Upload
 from nearkin_shared.errors import NearkinError, StoreUnavailable
 from nearkin_shared.preconditions import precondition_of
@@ -77,34 +77,37 @@ class RemoteStore:
         A source that can be read again (a Path, bytes, a seekable file) is sent again where the connection fails; it is
         stored once all the same (perhaps twice by an embedded gateway that was ended in between). `if_match` and
         `if_none_match` as for `Store.put`. Raises PreconditionFailed (nothing stored), BadInput (nothing stored),
-        Denied, StoreUnavailable (the same put may be tried again), SourceFailed, Corrupt (what was stored is not what
-        was sent).
+        AccessDenied, StoreUnavailable (the same put may be tried again), SourceFailed, Corrupt (what was stored is
+        not what was sent).
         """
         upload, precondition = Upload(source, progress), precondition_of(if_match, if_none_match)
         return self._hold(requests.put(key, upload, metadata or {}, sha256, self._commit_seconds, precondition))
 
     def put_many(self, items: Iterable[tuple[str, Source]], *, progress: Progress | None = None) -> Iterator[PutResult]:
         """Store many blobs, one sent while those before it are being committed. Yields results in order."""
-        waiting: deque[Accepted] = deque()
+        waiting: deque[AcceptedPut] = deque()
         for key, source in items:
             upload = Upload(source, progress)
             done = self._hold(requests.accept(key, upload, {}, None, 0.0, self._commit_seconds))
-            if isinstance(done, Accepted):
+            if isinstance(done, AcceptedPut):
                 waiting.append(done)
             else:
-                yield from (self._settled(accepted) for accepted in _drained(waiting))
+                yield from (self._settled(accepted) for accepted in _drain(waiting))
                 yield done
             if len(waiting) >= PUTS_IN_FLIGHT_MAX:
                 yield self._settled(waiting.popleft())
-        yield from (self._settled(accepted) for accepted in _drained(waiting))
+        yield from (self._settled(accepted) for accepted in _drain(waiting))
 
-    def _settled(self, accepted: Accepted) -> PutResult:
-        return self._hold(requests.settle(accepted, self._commit_seconds))
+    def _settled(self, accepted: AcceptedPut) -> PutResult:
+        return self._hold(requests.await_commit(accepted, self._commit_seconds))
 
     # --- get ---------------------------------------------------------------------------------------------------------
 
     def get(self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None) -> RemoteBlob:
-        """Return a version (the newest by default) or its bytes [start, stop). Raises NotFound, BadInput, Denied."""
+        """Return a version (the newest by default) or its bytes [start, stop).
+
+        Raises NotFound, BadInput, AccessDenied.
+        """
         found = self.info(key, version)
         return RemoteBlob(self, found, start, requests.check_range(found, start, stop))
 
@@ -130,15 +133,15 @@ class RemoteStore:
     def delete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
         """Delete a version, or all that the key has at this moment; return how many are gone, for every reader.
 
-        Sent again where the connection fails; it is done once all the same. Raises NotFound, Retained (one is younger
-        than the settings allow: none goes), Denied, Erased, StoreUnavailable.
+        Sent again where the connection fails; it is done once all the same. Raises NotFound, RetentionActive (one is
+        younger than the settings allow: none goes), AccessDenied, TenantErased, StoreUnavailable.
         """
         return self._hold(requests.delete(key, version, reason))
 
     def undelete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
         """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
 
-        Raises NotFound (nothing of it is deleted, or its time is over), Denied, Erased, StoreUnavailable.
+        Raises NotFound (nothing of it is deleted, or its time is over), AccessDenied, TenantErased, StoreUnavailable.
         """
         return self._hold(requests.undelete(key, version, reason))
 
@@ -146,13 +149,13 @@ class RemoteStore:
         """Retain a version, the newest by default, until a time: no process can delete it before; return it.
 
         A retention is extended, never shortened. Sent again if the connection fails; a repeat changes nothing. Raises
-        NotFound, BadInput (the time is earlier than the one that holds), Denied, Erased, StoreUnavailable.
+        NotFound, BadInput (the time is earlier than the one that holds), AccessDenied, TenantErased, StoreUnavailable.
         """
         return self._hold(requests.retain(key, until, version, reason))
 
-    def deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
+    def list_deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
         """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key."""
-        return self._hold(requests.deleted(prefix, broken))
+        return self._hold(requests.list_deleted(prefix, broken))
 
     # --- the store as a whole ----------------------------------------------------------------------------------------
 
@@ -161,37 +164,40 @@ class RemoteStore:
         return self._hold(requests.stats())
 
     def gc_state(self) -> dict[str, Any]:
-        """Return what the last round of garbage collection did, and whether collection is paused. Raises Denied."""
+        """Return what the last round of garbage collection did, and whether collection is paused.
+
+        Raises AccessDenied.
+        """
         return self._hold(requests.gc_state())
 
     def change_gc(self, action: str) -> dict[str, Any]:
-        """Ask for a round (`run`), `pause` collection or `resume` it. Raises BadInput, Denied, Paused.
+        """Ask for a round (`run`), `pause` collection or `resume` it. Raises BadInput, AccessDenied, GcPaused.
 
         Returns how it stands; after `run` as it did before the round, which is done later: `last.ended` will differ.
         """
         return self._hold(requests.change_gc(action))
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that the services run with. Raises Denied."""
+        """Return the settings that the services run with. Raises AccessDenied."""
         return self._hold(requests.config())
 
     def change_config(self, changes: Mapping[str, object]) -> dict[str, Any]:
         """Change settings of the running services, such as {"features": {"algorithm": "odess"}}; return what holds now.
 
-        Raises BadInput (nothing is changed) and Denied.
+        Raises BadInput (nothing is changed) and AccessDenied.
         """
         return self._hold(requests.change_config(changes))
 
     def dead_letters(self) -> list[dict[str, Any]]:
-        """Return the newest dead letters that are not dropped, newest first. Raises Denied."""
+        """Return the newest dead letters that are not dropped, newest first. Raises AccessDenied."""
         return self._hold(requests.dead_letters())
 
     def dead_letter(self, name: str, value_bytes_max: int) -> dict[str, Any]:
-        """Return a dead letter with its headers and the first bytes of its value. Raises NotFound, Denied."""
+        """Return a dead letter with its headers and the first bytes of its value. Raises NotFound, AccessDenied."""
         return self._hold(requests.dead_letter(name, value_bytes_max))
 
     def settle_dead_letters(self, action: str, names: Sequence[str]) -> list[str]:
-        """`replay` or `drop` dead letters, each once; return their names. Raises BadInput, NotFound, Denied."""
+        """`replay` or `drop` dead letters, each once; return their names. Raises BadInput, NotFound, AccessDenied."""
         return self._hold(requests.settle_dead_letters(action, names))
 
     # --- the wire ----------------------------------------------------------------------------------------------------
@@ -235,7 +241,7 @@ class RemoteStore:
 
     def _send(self, call: Call) -> httpx.Response:
         if self._http.is_closed:
-            raise closed(self.url)
+            raise closed_error(self.url)
         request = self._http.build_request(
             call.method,
             self.url + call.path,
@@ -261,7 +267,7 @@ class RemoteStore:
                 try:
                     if not response.is_success:
                         self._collected(call, response)
-                    download.opened(response.status_code, response.headers)
+                    download.on_headers(response.status_code, response.headers)
                     pieces = response.iter_raw()
                     return response, pieces, next(pieces, b"")
                 except httpx.TransportError as err:
@@ -290,21 +296,21 @@ class RemoteBlob:
         Raises Corrupt, StoreUnavailable.
         """
         download = Download(self.info, self._start, self._stop)
-        while not download.done:
+        while not download.is_complete:
             response, pieces, piece = self._store.open_download(download)
             failure: NearkinError | None = None
             try:
-                while piece and not download.done:
+                while piece and not download.is_complete:
                     ready = download.take(piece)
                     if ready:
                         yield memoryview(ready)
-                    piece = b"" if download.done else next(pieces, b"")
+                    piece = b"" if download.is_complete else next(pieces, b"")
             except httpx.TransportError as err:
-                failure = unreachable(download.named, err)
+                failure = unreachable(download.label, err)
             finally:
                 response.close()
-            if not download.done:
-                download.broke(failure)
+            if not download.is_complete:
+                download.on_disconnect(failure)
 
     def read(self) -> bytes:
         """Return the range's bytes."""
@@ -315,6 +321,6 @@ class RemoteBlob:
         return write_pieces(self, file, progress)
 
 
-def _drained(waiting: deque[Accepted]) -> Iterator[Accepted]:
+def _drain(waiting: deque[AcceptedPut]) -> Iterator[AcceptedPut]:
     while waiting:
         yield waiting.popleft()

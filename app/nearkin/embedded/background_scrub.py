@@ -21,7 +21,7 @@ RETRY_SECONDS = 60.0
 _log = logging.getLogger("nearkin.gateway")
 
 
-class Scrubbing:
+class BackgroundScrubTask:
     """The scrub of one local store."""
 
     def __init__(self, store: Store) -> None:

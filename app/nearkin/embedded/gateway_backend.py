@@ -21,21 +21,21 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import BinaryIO, cast
 
-from nearkin.embedded.background_scrub import Scrubbing
+from nearkin.embedded.background_scrub import BackgroundScrubTask
 from nearkin.store import Item, Store, open_store
 from nearkin_gateway.auth.tokens import token_file
-from nearkin_gateway.backends.ingest_backend import Ending, Intent, committed_event
+from nearkin_gateway.backends.ingest_backend import UploadRequest, UploadResult, committed_event
 from nearkin_gateway.blocking_threads import WorkerPool, WorkerPools
-from nearkin_gateway.catalog.version_catalog import Catalogue
-from nearkin_gateway.setting_changes import HotChanges
+from nearkin_gateway.catalog.version_catalog import VersionCatalog
+from nearkin_gateway.setting_changes import ConfigChanges
 from nearkin_gateway.state import HAND_OVERS_MAX, Gateway, shares_of
 from nearkin_gateway.uploads.resumable_store import Resumable
-from nearkin_gateway.uploads.upload_status import Outcomes, Tickets
-from nearkin_maintenance.gc.schedule import Schedule
+from nearkin_gateway.uploads.upload_status import UploadIds, UploadStatuses
+from nearkin_maintenance.gc.schedule import GcSchedule
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin_shared.errors import ConfigError, NearkinError, NotFound, PermanentError, StoreUnavailable
 from nearkin_shared.index.catalog import CatalogEntry
-from nearkin_shared.kafka.live_config import HotSettings
+from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.objectstore.factory import as_set, local_objects
 from nearkin_shared.observability import counters, metrics
 from nearkin_shared.results import PutResult, Stats
@@ -50,7 +50,7 @@ GROUP_BYTES_MAX = 64 * 1024 * 1024
 MARKED_A_PAGE = 512
 """Entries read at a time where deleted versions are searched."""
 CLOSE_SECONDS_MAX = 60.0
-ROUND_WAITS_SECONDS = 600.0
+GC_WAIT_SECONDS = 600.0
 """So long a round waits for the put that is at work as it begins: a body can be large."""
 BROKEN_SECONDS = 60.0
 """After a round or a scrub that could not even begin, the next look is so much later."""
@@ -61,9 +61,9 @@ _log = logging.getLogger("nearkin.gateway")
 
 @frozen
 class _Job:
-    intent: Intent
+    intent: UploadRequest
     source: BinaryIO
-    ending: Ending
+    ending: UploadResult
     done: asyncio.Future[PutResult]
     loop: asyncio.AbstractEventLoop
 
@@ -87,18 +87,18 @@ def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gate
     found = descriptor.read(objects)
     secret = bytes.fromhex(found.secret)
 
-    hot = HotSettings(settings, None, None)
-    outcomes = Outcomes(int(settings.gateway.outcomes_bytes))
-    outcomes.known_since(time.time_ns() // 1_000_000)
+    hot = LiveConfig(settings, None, None)
+    outcomes = UploadStatuses(int(settings.gateway.outcomes_bytes))
+    outcomes.set_known_from(time.time_ns() // 1_000_000)
     pools = WorkerPools()
     ingest = EmbeddedIngest(store, outcomes, lambda: hot.settings, pools.disk)
     return Gateway(
-        hot=HotChanges(settings, hot),
+        hot=ConfigChanges(settings, hot),
         tokens=token_file(settings.auth.tokens_file),
         ingest=ingest,
         outcomes=outcomes,
-        tickets=Tickets(secret),
-        catalogue=Catalogue(objects, found, settings, StoreListing(store)),
+        tickets=UploadIds(secret),
+        catalogue=VersionCatalog(objects, found, settings, StoreListing(store)),
         deletions=store.deletions,
         resumable=Resumable(objects, settings.gateway.resumable_max, shares_of(settings.gateway)),
         collecting=ingest,
@@ -112,7 +112,9 @@ class EmbeddedIngest:
 
     commits = True
 
-    def __init__(self, store: Store, outcomes: Outcomes, settings: Callable[[], Settings], disk: WorkerPool) -> None:
+    def __init__(
+        self, store: Store, outcomes: UploadStatuses, settings: Callable[[], Settings], disk: WorkerPool
+    ) -> None:
         self._store = store
         self._outcomes = outcomes
         self._settings = settings
@@ -121,18 +123,18 @@ class EmbeddedIngest:
         # Bodies of uploads, of resumable ones handed over, a word that a round is wanted, that one has ended, to stop.
         self._queue: Queue[_Job | _Wake | None] = Queue(settings().gateway.uploads_max + HAND_OVERS_MAX + 3)
         UPLOADS.watch(self, "writer")
-        self._scrubbing = Scrubbing(store)
+        self._scrubbing = BackgroundScrubTask(store)
         self._thread = threading.Thread(target=self._run, name="nearkin-gateway-writer", daemon=True)
         self._collected: dict[str, object] | None = None
         self._asked = threading.Event()
-        self._schedule = Schedule(time.monotonic())
+        self._schedule = GcSchedule(time.monotonic())
         self._collector: threading.Thread | None = None
         self._closing = threading.Event()
         self._paused_until = 0.0
         self._broken_until = 0.0
 
     @property
-    def queued(self) -> int:
+    def queue_length(self) -> int:
         """Return about how many bodies wait for the writer."""
         return self._queue.qsize()
 
@@ -155,7 +157,7 @@ class EmbeddedIngest:
             await asyncio.to_thread(collector.join, CLOSE_SECONDS_MAX)
         await asyncio.to_thread(self._store.close)
 
-    async def begin(self, intent: Intent) -> EmbeddedUpload:
+    async def begin(self, intent: UploadRequest) -> EmbeddedUpload:
         """Start an upload."""
         check_key(intent.key)
         check_metadata(intent.metadata)
@@ -173,7 +175,7 @@ class EmbeddedIngest:
         make_private_folder(folder)
         return folder
 
-    async def commit(self, intent: Intent, source: BinaryIO, ending: Ending) -> None:
+    async def commit(self, intent: UploadRequest, source: BinaryIO, ending: UploadResult) -> None:
         """Queue a whole body and wait until it is committed."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[PutResult] = loop.create_future()
@@ -190,7 +192,7 @@ class EmbeddedIngest:
             try:
                 job = self._queue.get(timeout=self._waits_seconds())
             except Empty:
-                self._look_after()
+                self._run_maintenance()
                 continue
             if job is None:
                 self._scrubbing.close()
@@ -212,7 +214,7 @@ class EmbeddedIngest:
             if last:
                 self._scrubbing.close()
                 return
-            self._look_after()  # here too, or a gateway that is always busy would never collect or scrub
+            self._run_maintenance()  # here too, or a gateway that is always busy would never collect or scrub
 
     def _waits_seconds(self) -> float | None:
         """Return how long the writer has nothing to do but puts; None: until it is woken."""
@@ -220,12 +222,12 @@ class EmbeddedIngest:
             return None
         if self._asked.is_set():  # and could not begin
             return max(0.0, self._broken_until - time.monotonic())
-        gc_due = self._schedule.next_round(self._settings().gc.interval_seconds)
+        gc_due = self._schedule.next_run(self._settings().gc.interval_seconds)
         gc_waits = None if gc_due is None else max(0.0, max(gc_due, self._paused_until) - time.monotonic())
         wait = min((wait for wait in (gc_waits, self._scrubbing.waits_seconds()) if wait is not None), default=None)
         return None if wait is None else max(wait, self._broken_until - time.monotonic())
 
-    def _look_after(self) -> None:
+    def _run_maintenance(self) -> None:
         """Begin a round that is due, or scrub. What breaks in it must not end this thread, or nothing is put."""
         if self._collects() or time.monotonic() < self._broken_until:
             return
@@ -237,7 +239,7 @@ class EmbeddedIngest:
 
     def _begin_upkeep(self) -> None:
         """Never both at once: they would meet at the same containers."""
-        if self._round_is_due():
+        if self._is_gc_due():
             asked = self._asked.is_set()
             self._asked.clear()
             self._store.settings = self._settings()
@@ -256,20 +258,20 @@ class EmbeddedIngest:
         collector = self._collector  # which a round that ends takes away
         return collector is not None and collector.is_alive()
 
-    def collected(self) -> dict[str, object] | None:
+    def last_run(self) -> dict[str, object] | None:
         """Return what the last round of garbage collection did, or why it failed; None before the first one."""
         return self._collected
 
-    def ask(self) -> None:
+    def request_run(self) -> None:
         """Ask for a round: it begins next, or once the one at work has ended."""
         if not self._asked.is_set():
             self._asked.set()
             self._queue.put_nowait(_Wake())
 
-    def _round_is_due(self) -> bool:
+    def _is_gc_due(self) -> bool:
         if self._asked.is_set():
             return True
-        gc_due, now = self._schedule.next_round(self._settings().gc.interval_seconds), time.monotonic()
+        gc_due, now = self._schedule.next_run(self._settings().gc.interval_seconds), time.monotonic()
         if gc_due is None or now < max(gc_due, self._paused_until):
             return False
         try:
@@ -289,7 +291,7 @@ class EmbeddedIngest:
         """Do a round of garbage collection: here, since nobody else may write this store. Puts wait for its steps."""
         due_seconds: float | None = None
         try:
-            report = self._store.gc(wait_seconds=ROUND_WAITS_SECONDS, go_on=self._check_open)
+            report = self._store.gc(wait_seconds=GC_WAIT_SECONDS, go_on=self._check_open)
         except Exception as err:  # damage, or a full disk: the next round tries again
             if not isinstance(err, NearkinError):
                 _log.exception("a round of garbage collection broke")
@@ -326,25 +328,25 @@ class EmbeddedIngest:
         for job in jobs:
             try:
                 if failure is None:
-                    job.loop.call_soon_threadsafe(_tell, job.done, next(results), None)
+                    job.loop.call_soon_threadsafe(_set_result, job.done, next(results), None)
                     continue
             except Exception as err:
                 failure = err if isinstance(err, NearkinError) else StoreUnavailable(f"{type(err).__name__}: {err}")
                 _log.error("a group of %d blobs was not committed: %s", len(jobs), err)
-            job.loop.call_soon_threadsafe(_tell, job.done, None, failure)
+            job.loop.call_soon_threadsafe(_set_result, job.done, None, failure)
         for job in jobs:
             job.source.close()
 
 
-UPLOADS: counters.Levels[EmbeddedIngest] = counters.level(
-    "nearkin_uploads_waiting", "Bodies that wait for the writer.", "queue", lambda ingest: ingest.queued
+UPLOADS: counters.Gauge[EmbeddedIngest] = counters.level(
+    "nearkin_uploads_waiting", "Bodies that wait for the writer.", "queue", lambda ingest: ingest.queue_length
 )
 
 
 class EmbeddedUpload:
     """A body on its way to disk; one of a single frame stays in memory."""
 
-    def __init__(self, ingest: EmbeddedIngest, intent: Intent) -> None:
+    def __init__(self, ingest: EmbeddedIngest, intent: UploadRequest) -> None:
         self._ingest = ingest
         self._intent = intent
         self._first: bytes | bytearray | None = None
@@ -357,7 +359,7 @@ class EmbeddedUpload:
             return
         await self._ingest.disk.run(self._spool, frame)
 
-    async def finish(self, ending: Ending) -> None:
+    async def finish(self, ending: UploadResult) -> None:
         """Commit the body."""
         if self._file is not None:
             self._file.seek(0)
@@ -390,7 +392,7 @@ class EmbeddedUpload:
 class StoreListing:
     """The index of an embedded store."""
 
-    whole = True
+    is_complete = True
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -432,10 +434,12 @@ def _write_all(file: BinaryIO, data: bytes | bytearray) -> None:
         left = left[file.write(left) :]
 
 
-def _tell(done: asyncio.Future[PutResult], result: PutResult | Permanent | None, failure: Exception | None) -> None:
+def _set_result(
+    done: asyncio.Future[PutResult], result: PutResult | PermanentError | None, failure: Exception | None
+) -> None:
     if done.done():
         return
-    if isinstance(result, Permanent):  # its precondition refused it
+    if isinstance(result, PermanentError):  # its precondition refused it
         failure = result
     if failure is not None:
         done.set_exception(failure)

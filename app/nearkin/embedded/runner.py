@@ -25,24 +25,24 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from nearkin_chunker import STEP_BYTES, BlobRun
-from nearkin_chunker.splitter import CARRY_BYTES_MAX, Arenas, Cutter, Filled
+from nearkin_chunker.splitter import CARRY_BYTES_MAX, Arenas, Cutter, FilledArena
 from nearkin_dedup import DedupStage
 from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage, FinishedContainer, SparePrefixes, encoders_max
 from nearkin_resemblance import ResemblanceStage
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import NearkinError, Permanent, Retryable
+from nearkin_shared.errors import NearkinError, PermanentError, RetryableError
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import summarise
-from nearkin_shared.index.container_entries import ContainerClaims
+from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.pending import PendingIndex
 from nearkin_shared.index.protocols import Index
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.observability import counters
 from nearkin_shared.observability.stage_metrics import count_fresh, count_sealed
-from nearkin_shared.pipeline.lookups import EmbeddedFacts, InFlight, SameTurn
+from nearkin_shared.pipeline.lookups import EmbeddedLookups, InFlight, SameBatchLookups
 from nearkin_shared.pipeline.stage import run_stage
-from nearkin_shared.pipeline.worker_thread import Direct, Worker
+from nearkin_shared.pipeline.worker_thread import InlineWorker, Worker
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.results import Ledger, PutResult
 from nearkin_shared.retention import retain_until_us
@@ -52,7 +52,7 @@ from nearkin_shared.types import U32, Bools, ContainerId, FreshBatch, Locations,
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.memory import large_from_system, one_heap
-from nearkin_shared.utils.thread_pool import Helpers, cores
+from nearkin_shared.utils.thread_pool import ThreadPool, cores
 
 VERSION_RACES_MAX = 1000
 GROUP_BLOBS_MAX = 4096
@@ -88,16 +88,16 @@ class _Blob:
 
 
 @frozen
-class Spares:
+class SparePools:
     """Memory that goes from one writer to the next."""
 
     arenas: Arenas
     prefixes: SparePrefixes
 
     @staticmethod
-    def of(settings: Settings) -> Spares:
+    def of(settings: Settings) -> SparePools:
         """Return those of a first writer."""
-        return Spares(Arenas(int(settings.runner.batch_bytes)), SparePrefixes())
+        return SparePools(Arenas(int(settings.runner.batch_bytes)), SparePrefixes())
 
 
 @frozen
@@ -120,12 +120,12 @@ class EmbeddedWriter:
         index: Index,
         last_container: int,
         clock: Callable[[], float] = time.time,
-        spares: Spares | None = None,
+        spares: SparePools | None = None,
     ) -> None:
         """`spares`: what the writer before this one left, where there was one."""
         large_from_system()
         one_heap()
-        spares = spares or Spares.of(settings)
+        spares = spares or SparePools.of(settings)
         self._settings = settings
         self._clock = clock
         self._containers = containers
@@ -138,9 +138,9 @@ class EmbeddedWriter:
         alone = count == 1
         encoders = min(count, encoders_max(settings.block))
         self._encoding = None if alone else ThreadPoolExecutor(encoders, "nearkin-encode")
-        helpers = Helpers(self._encoding, encoders)
-        self._facts = EmbeddedFacts(self._pending, self._in_flight, helpers=helpers)
-        self._same_turn = SameTurn(self._facts)
+        helpers = ThreadPool(self._encoding, encoders)
+        self._facts = EmbeddedLookups(self._pending, self._in_flight, helpers=helpers)
+        self._same_turn = SameBatchLookups(self._facts)
         self._resemblance = ResemblanceStage(settings, looks_up=False, helpers=helpers)
         self._delta = DeltaStage(
             settings,
@@ -161,7 +161,7 @@ class EmbeddedWriter:
         self._ended: list[_Blob] = []
         self._by_number: dict[int, _Blob] = {}
         self._blobs = 0
-        self._unpublished: list[ContainerClaims] = []
+        self._unpublished: list[ContainerEntries] = []
         """Of containers that are durable; the index has them before any manifest that names them is written."""
         self._written: list[ContainerId] = []
         """Containers of this writer that no version refers to yet: perhaps durable, perhaps published."""
@@ -173,8 +173,8 @@ class EmbeddedWriter:
         batches = settings.runner.queue_batches
         self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, batches, in_turn=alone)
         self._chunks = Cutter(settings, fingerprinter, self._arenas, self._reducer.put)
-        self._cutter: Direct[Filled | _Commit] | Worker[Filled | _Commit] = (
-            Direct(self._cut) if alone else Worker("cut", self._cut, batches)
+        self._cutter: InlineWorker[FilledArena | _Commit] | Worker[FilledArena | _Commit] = (
+            InlineWorker(self._cut) if alone else Worker("cut", self._cut, batches)
         )
 
     def __enter__(self) -> Self:
@@ -211,7 +211,7 @@ class EmbeddedWriter:
         run = self._runs[-1]
         self._runs[-1] = BlobRun(run.blob, run.start, self._used, False)
         if self._used - self._handed >= STEP_BYTES and self._used < len(self._arena):
-            self._cutter.add(Filled(self._arena, tuple(self._runs), full=False))
+            self._cutter.add(FilledArena(self._arena, tuple(self._runs), full=False))
             self._handed = self._used
 
     def end(self, blob: _Blob) -> None:
@@ -279,11 +279,11 @@ class EmbeddedWriter:
     def _fill(self) -> None:
         """Hand the arena on and start the next."""
         last = self._runs[-1]
-        self._cutter.put(Filled(self._arena, tuple(self._runs)))
+        self._cutter.put(FilledArena(self._arena, tuple(self._runs)))
         self._arena, self._used, self._handed = self._arenas.take(), CARRY_BYTES_MAX, CARRY_BYTES_MAX
         self._runs = [] if last.final else [BlobRun(last.blob, self._used, self._used, False)]
 
-    def _cut(self, item: Filled | _Commit) -> None:
+    def _cut(self, item: FilledArena | _Commit) -> None:
         if isinstance(item, _Commit):
             self._reducer.put(item)
         else:
@@ -294,13 +294,13 @@ class EmbeddedWriter:
     def _reduce(self, item: SegmentBatch | _Commit) -> None:
         if isinstance(item, _Commit):
             for container in self._delta.flush():
-                self._hand_on(container)
+                self._pass_on_container(container)
             self._committer.put(item)
             return
-        self._in_flight.opened(*self._delta.open)
+        self._in_flight.open_only(*self._delta.open)
         fresh = run_stage(self._dedup, item, self._facts)
         count_fresh(fresh)
-        if all_known(fresh):
+        if is_all_duplicate(fresh):
             outcome = self._delta.fold(fresh, self._resemblance.sketch.name)
         else:
             paired = run_stage(self._resemblance, fresh, self._facts)
@@ -317,11 +317,11 @@ class EmbeddedWriter:
             )
         self._account(outcome, item.segment_lengths)
         for container in outcome.finished:
-            self._hand_on(container)
+            self._pass_on_container(container)
         self._arenas.give_back(item.payload)  # all that is kept was copied into blocks
 
-    def _hand_on(self, container: FinishedContainer) -> None:
-        self._in_flight.finished(container)
+    def _pass_on_container(self, container: FinishedContainer) -> None:
+        self._in_flight.on_finished(container)
         self._committer.put(container)
 
     def _account(self, outcome: DeltaOutcome, lengths: U32) -> None:
@@ -339,9 +339,9 @@ class EmbeddedWriter:
 
     def _commit(self, item: FinishedContainer | _Commit) -> None:
         with counters.STAGE_SECONDS.time("commit"):
-            self._made_durable(item)
+            self._make_durable(item)
 
-    def _made_durable(self, item: FinishedContainer | _Commit) -> None:
+    def _make_durable(self, item: FinishedContainer | _Commit) -> None:
         """1 put  2 publish  3 manifest  4 catalog: dying in between leaves dead space or a stale index."""
         if isinstance(item, FinishedContainer):
             sealed = item.seal()
@@ -369,13 +369,13 @@ class EmbeddedWriter:
         with ThreadPoolExecutor(MANIFEST_THREADS if len(by_key) > 1 else 1) as threads:
             done = dict(pair for pairs in threads.map(self._put_manifests, by_key.values()) for pair in pairs)  # 3
         failpoint("commit.manifests")
-        if any(not isinstance(put, Permanent) for put in done.values()):
+        if any(not isinstance(put, PermanentError) for put in done.values()):
             self._written, self._attempted = [], []
-        self._index.commit_many([put for put in done.values() if not isinstance(put, Permanent)])  # 4
+        self._index.commit_many([put for put in done.values() if not isinstance(put, PermanentError)])  # 4
         failpoint("commit.catalogued")
         for blob in item.blobs:
             put = done[blob.number]
-            if isinstance(put, Permanent):
+            if isinstance(put, PermanentError):
                 self._report_refused(blob, put)
             else:
                 self._report(blob, *put)
@@ -386,9 +386,9 @@ class EmbeddedWriter:
         if many:
             self._index.publish_many(many)  # 2
             failpoint("put.published")
-            self._pending.published([claims.directory.container for claims in many])
+            self._pending.on_published([claims.directory.container for claims in many])
 
-    def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, tuple[Manifest, int] | Permanent]]:
+    def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, tuple[Manifest, int] | PermanentError]]:
         """Commit the versions of one key, in order; of a conditional put that is refused, return why."""
         return [(blob.number, self._put_manifest(blob)) for blob in blobs]
 
@@ -405,17 +405,17 @@ class EmbeddedWriter:
         del self._by_number[blob.number]
         blob.done.set_result(PutResult(manifest.info, ledger, manifest.seconds))
 
-    def _report_refused(self, blob: _Blob, err: Permanent) -> None:
+    def _report_refused(self, blob: _Blob, err: PermanentError) -> None:
         """End a conditional put that was refused; what was stored of it is unreferenced until GC frees it."""
         del self._by_number[blob.number]
         blob.done.set_exception(err)
 
-    def _put_manifest(self, blob: _Blob) -> tuple[Manifest, int] | Permanent:
+    def _put_manifest(self, blob: _Blob) -> tuple[Manifest, int] | PermanentError:
         """Commit under the next free number; on conflict check again and retry with the following number (I2)."""
         with self._manifests.exclusive_if(blob.precondition, self._settings.tenant, blob.key):
-            return self._take_number(blob)
+            return self._claim_version_number(blob)
 
-    def _take_number(self, blob: _Blob) -> tuple[Manifest, int] | Permanent:
+    def _claim_version_number(self, blob: _Blob) -> tuple[Manifest, int] | PermanentError:
         tenant = self._settings.tenant
         seconds = round(time.perf_counter() - blob.started, 3)  # as the manifest keeps it
         # What the index lists is taken too: a manifest that is lost may come back from a copy.
@@ -424,7 +424,7 @@ class EmbeddedWriter:
             histories = self._manifests.histories(tenant, blob.key)
             try:
                 self._manifests.check_precondition(tenant, blob.key, histories, blob.precondition)
-            except Permanent as err:  # of this blob alone: the others of its group are committed
+            except PermanentError as err:  # of this blob alone: the others of its group are committed
                 return err
             version = max((version, *histories, *indexed)) + 1
             now_us = int(self._clock() * 1e6)
@@ -455,10 +455,10 @@ class EmbeddedWriter:
                 continue
             failpoint("commit.manifest")
             return manifest, manifest_bytes
-        raise Retryable(f"key {blob.key!r}: {VERSION_RACES_MAX} other puts took the next version first; try again")
+        raise RetryableError(f"key {blob.key!r}: {VERSION_RACES_MAX} other puts took the next version first; try again")
 
 
-def all_known(fresh: FreshBatch) -> bool:
+def is_all_duplicate(fresh: FreshBatch) -> bool:
     """Return whether a batch holds known segments alone: the stages behind have nothing to do with it."""
     return bool(fresh.segment_known.all())
 

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 from nearkin.lab.similar_chunks import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET
-from nearkin.lab.suites.kernel_cases import CHUNKING, FEATURES, HASHES, Kernel, Material, Prepared, over_segments, timed
+from nearkin.lab.suites.kernel_cases import (
+    CHUNKING,
+    FEATURES,
+    HASHES,
+    Kernel,
+    Material,
+    PreparedRow,
+    over_segments,
+    timed_row,
+)
 from nearkin_shared.errors import BadInput
 from nearkin_shared.kernels import chunking, features, fingerprint
 
@@ -32,20 +41,20 @@ def kernels_against(folder: Path) -> list[Kernel]:
     """
     rows = []
     for name, module, group, ours in _OF_SEGMENTS:
-        theirs = getattr(_loaded(folder, module), ours.__name__)
+        theirs = getattr(_load(folder, module), ours.__name__)
         rows.append(_row(name, group, folder, partial(_prepare_segments, folder, name, ours, theirs)))
-    built = _loaded(folder, "_chunking")
+    built = _load(folder, "_chunking")
     for name in _CHUNKERS:
         ours, theirs = (getattr(one, f"{name}_cut") for one in (chunking, built))
         rows.append(_row(name, CHUNKING, folder, partial(_prepare_chunker, folder, name, ours, theirs)))
     return rows
 
 
-def _row(name: str, group: str, folder: Path, prepare: Callable[[Material], Prepared]) -> Kernel:
+def _row(name: str, group: str, folder: Path, prepare: Callable[[Material], PreparedRow]) -> Kernel:
     return Kernel(f"{name} (against)", group, f"built in {folder}", prepare, ours=False, install="", aim=None)
 
 
-def _loaded(folder: Path, name: str) -> ModuleType:
+def _load(folder: Path, name: str) -> ModuleType:
     built = sorted(folder.glob(f"{name}.*.so"))
     if len(built) != 1:
         raise BadInput(f"--against {folder}: holds {len(built)} built files of {name}, needs one")
@@ -66,7 +75,7 @@ def _differs(folder: Path, name: str) -> BadInput:
 
 def _prepare_segments(
     folder: Path, name: str, ours: Callable[..., Any], theirs: Callable[..., Any], material: Material
-) -> Prepared:
+) -> PreparedRow:
     for segment in material.segments:
         places = (segment.payload, segment.offsets, segment.lengths)
         if not np.array_equal(ours(*places), theirs(*places)):
@@ -76,8 +85,8 @@ def _prepare_segments(
 
 def _prepare_chunker(
     folder: Path, name: str, ours: Callable[..., Any], theirs: Callable[..., Any], material: Material
-) -> Prepared:
+) -> PreparedRow:
     sizes = (CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True)
     if not np.array_equal(ours(material.data, *sizes), theirs(material.data, *sizes)):
         raise _differs(folder, name)
-    return timed(lambda: theirs(material.data, *sizes), len(material.data))
+    return timed_row(lambda: theirs(material.data, *sizes), len(material.data))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from nearkin.lab.measurement_record import Corpus
-from nearkin_shared.errors import BadInput, NearkinError, Retryable
+from nearkin_shared.errors import BadInput, NearkinError, RetryableError
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.terminal import printable
 
@@ -72,7 +72,7 @@ def _vm_synthetic(count: int) -> list[Path]:
     return vm_images(count)
 
 
-def _mutated(count: int) -> list[Path]:
+def _mutated_corpus(count: int) -> list[Path]:
     from nearkin.lab.mutated_files import mutated_files
 
     return mutated_files(count, mebibytes=_MUTATED_MEBIBYTES, edits=_MUTATED_EDITS)
@@ -84,7 +84,7 @@ KNOWN: Mapping[str, Known] = {
     "vm": Known("vm-debian where it can be made, else vm-synthetic", 3, 3, _vm),
     "vm-debian": Known("disk images of a Debian system, 671 MB each; root and debootstrap", 3, 3, _vm_debian),
     "vm-synthetic": Known("generations of a synthetic disk image, 315 MB each", 2, 40, _vm_synthetic),
-    "mutated": Known("generated data after small edits, 25 MB each", 6, 1000, _mutated),
+    "mutated": Known("generated data after small edits, 25 MB each", 6, 1000, _mutated_corpus),
 }
 
 
@@ -158,7 +158,9 @@ def _known(name: str, versions: int | None, versions_at_most: int | None) -> Cor
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()
-        raise Retryable(f"{name}: {said[-1] if said else 'could not be made'}; vm-synthetic and mutated need nothing")
+        raise RetryableError(
+            f"{name}: {said[-1] if said else 'could not be made'}; vm-synthetic and mutated need nothing"
+        )
     title, *paths = done.stdout.splitlines()
     return Corpus(title, [Path(path) for path in paths])
 

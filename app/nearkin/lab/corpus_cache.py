@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nearkin.lab.generated_data import mutated, random_bytes, records_like, text_like, vm_image, write_vm_image
-from nearkin_shared.errors import BadInput, Corrupt, NearkinError, Permanent, Retryable, choose
+from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like, vm_image, write_vm_image
+from nearkin_shared.errors import BadInput, Corrupt, NearkinError, PermanentError, RetryableError, choose
 from nearkin_shared.utils.frozen import frozen
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
     "MissingTool",
     "botocore",
     "cache_dir",
-    "mutated",
+    "mutate",
     "random_bytes",
     "records_like",
     "redis_dumps",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 
-class MissingTool(Permanent):
+class MissingTool(PermanentError):
     """A program that a corpus is made with is not installed; tests skip with this text."""
 
 
@@ -94,8 +94,8 @@ def botocore(versions: int = len(BOTOCORE), cache: Path | None = None) -> list[P
 
     What is missing under `cache` (default: `cache_dir()`) is fetched with `pip download`, thus from wherever pip is
     configured to look, checked against its recorded SHA-256 and gunzipped bit for bit.
-    Errors: BadInput for a number outside 1 to len(BOTOCORE); Retryable when pip fails, with pip's last line; Corrupt
-    when a release is not what was recorded.
+    Errors: BadInput for a number outside 1 to len(BOTOCORE); RetryableError when pip fails, with pip's last line;
+    Corrupt when a release is not what was recorded.
     """
     if not 1 <= versions <= len(BOTOCORE):
         raise BadInput(f"versions {versions}: choose 1 to {len(BOTOCORE)}")
@@ -133,7 +133,7 @@ def _pip_download(requirement: str, folder: Path) -> Path:
     found = sorted(folder.glob("*.tar.gz"))
     if done.returncode != 0 or len(found) != 1:
         reason = (done.stderr.strip() or "no .tar.gz arrived").splitlines()[-1]
-        raise Retryable(
+        raise RetryableError(
             f"{requirement}: pip could not download it ({reason}); check the network and `pip config list`, or copy the"
             f" .tar to {folder.parent} from a machine that has it"
         )
@@ -159,7 +159,7 @@ def redis_dumps(count: int = 5, cache: Path | None = None, seed: int = 0, keys: 
     hash table, which it draws at each start: they are the same only while they lie in the cache, in a folder per
     (count, seed, keys).
     Errors: BadInput for a count below 1 or fewer than 100 keys; MissingTool where neither redis-server nor
-    valkey-server is installed; Retryable when the server does not start or refuses a command.
+    valkey-server is installed; RetryableError when the server does not start or refuses a command.
     """
     if count < 1:
         raise BadInput(f"count {count}: must be at least 1")
@@ -235,7 +235,7 @@ def _wait_for_redis(server: subprocess.Popen[bytes], socket_path: Path, log: Pat
             return
         time.sleep(0.02)
     said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    raise Retryable(f"the Redis server did not start: {said[-1] if said else 'it said nothing'}")
+    raise RetryableError(f"the Redis server did not start: {said[-1] if said else 'it said nothing'}")
 
 
 def _redis_cli(socket_path: Path, *words: str) -> list[str]:
@@ -245,7 +245,7 @@ def _redis_cli(socket_path: Path, *words: str) -> list[str]:
 def _redis_call(socket_path: Path, *words: str) -> None:
     done = subprocess.run(_redis_cli(socket_path, *words), capture_output=True, text=True, check=False)
     if done.returncode != 0 or done.stdout.strip() != "OK":
-        raise Retryable(f"Redis {' '.join(words)}: {(done.stdout + done.stderr).strip()}")
+        raise RetryableError(f"Redis {' '.join(words)}: {(done.stdout + done.stderr).strip()}")
 
 
 def _redis_pipe(socket_path: Path, commands: Iterator[bytes]) -> None:
@@ -256,7 +256,7 @@ def _redis_pipe(socket_path: Path, commands: Iterator[bytes]) -> None:
             _redis_cli(socket_path, "--pipe"), stdin=file, capture_output=True, text=True, check=False
         )
     if done.returncode != 0 or "errors: 0" not in done.stdout:
-        raise Retryable(f"Redis refused commands: {(done.stdout + done.stderr).strip().splitlines()[-1]}")
+        raise RetryableError(f"Redis refused commands: {(done.stdout + done.stderr).strip().splitlines()[-1]}")
 
 
 def _command(*words: bytes) -> bytes:

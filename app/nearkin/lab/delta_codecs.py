@@ -17,7 +17,7 @@ import numpy as np
 from backports.zstd import ZstdDict, compress, decompress
 from typing_extensions import override
 
-from nearkin.lab.measure import CommandFailed, asked, first_line
+from nearkin.lab.measure import CommandFailed, first_line, run_short
 from nearkin.lab.similar_chunks import Lengths, Pairs, starts_of
 from nearkin.lab.tools.base_tool import MissingPeer
 from nearkin_shared.kernels.xdelta3 import decode_many, encode_many
@@ -194,7 +194,7 @@ class Command(Codec):
     @classmethod
     @override
     def version(cls) -> str:
-        return first_line(asked([cls.find(), *cls.version_words])).partition(",")[0].strip("* ")
+        return first_line(run_short([cls.find(), *cls.version_words])).partition(",")[0].strip("* ")
 
     @override
     def clock(self) -> float:
@@ -241,7 +241,7 @@ class Command(Codec):
         """Return the arguments that write `name.decoded`."""
 
     def _run(self, words: tuple[str, ...]) -> None:
-        done = asked([self.command, *words], self.folder)
+        done = run_short([self.command, *words], self.folder)
         if done.returncode != 0:
             said = done.stderr.strip().splitlines()
             raise CommandFailed(f"{self.program} {' '.join(words)}: exit {done.returncode}: {said[-1] if said else ''}")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nearkin.lab.corpus_cache import MissingTool, cache_dir
-from nearkin_shared.errors import BadInput, Retryable
+from nearkin_shared.errors import BadInput, RetryableError
 
 _PROGRAMS = ("debootstrap", "mke2fs", "chroot")
 _STEP_SECONDS_MAX = 1800  # debootstrap took 100 s on one core of a busy machine
@@ -41,7 +41,7 @@ def debian_images(count: int = 3, cache: Path | None = None) -> list[Path]:
     """Return up to three images of 640 MiB: a minimal system, then with 6 and with 12 packages (and what they need).
 
     Errors: BadInput for a count outside 1 to 3; MissingTool where the images are not made yet and this is not root, or
-    debootstrap or mke2fs is not installed; Retryable when one of them fails, with its last line.
+    debootstrap or mke2fs is not installed; RetryableError when one of them fails, with its last line.
     """
     if not 1 <= count <= len(_ADDED) + 1:
         raise BadInput(f"count {count}: choose 1 to {len(_ADDED) + 1}")
@@ -107,7 +107,9 @@ def _run(*command: str) -> None:
             timeout=_STEP_SECONDS_MAX,
         )
     except subprocess.TimeoutExpired as err:
-        raise Retryable(f"{command[0]} took longer than {_STEP_SECONDS_MAX} s") from err
+        raise RetryableError(f"{command[0]} took longer than {_STEP_SECONDS_MAX} s") from err
     if done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise Retryable(f"{' '.join(command[:3])}: exit {done.returncode}: {said[-1] if said else 'it said nothing'}")
+        raise RetryableError(
+            f"{' '.join(command[:3])}: exit {done.returncode}: {said[-1] if said else 'it said nothing'}"
+        )

@@ -111,7 +111,7 @@ def records_like(byte_count: int, seed: int = 0) -> bytes:
     return records.tobytes()[:byte_count]
 
 
-def mutated(data: bytes, seed: int = 0, edits: int = 8, edit_bytes_max: int = 64) -> bytes:
+def mutate(data: bytes, seed: int = 0, edits: int = 8, edit_bytes_max: int = 64) -> bytes:
     """Return `data` after `edits` insertions, deletions and overwrites, each of 1 to `edit_bytes_max` bytes.
 
     Places, kinds and new bytes depend on `seed`. Edits may touch one another; an edit at the end may be cut short.
@@ -216,10 +216,10 @@ def _next_layout(draw: _Draw, extents: list[_Extent]) -> list[_Extent]:
         elif happens < 10:  # one area rewritten
             start = draw.below(extent.blocks)
             area = range(start, min(start + 1 + draw.below(extent.blocks), extent.blocks))
-            changed.append(_patched(extent, [_Patch(block, draw.below(1 << 62), True) for block in area]))
+            changed.append(_apply_patches(extent, [_Patch(block, draw.below(1 << 62), True) for block in area]))
         elif happens < 24:  # one block in four touched, as by an update in place
             touched = [block for block in range(extent.blocks) if draw.below(4) == 0]
-            changed.append(_patched(extent, [_Patch(block, draw.below(1 << 62), False) for block in touched]))
+            changed.append(_apply_patches(extent, [_Patch(block, draw.below(1 << 62), False) for block in touched]))
         elif happens < 27:  # appended
             changed.append(extent)
             added.append(replace(extent, first=extent.first + extent.blocks, blocks=1 + draw.below(32), patches=()))
@@ -236,7 +236,7 @@ def _next_layout(draw: _Draw, extents: list[_Extent]) -> list[_Extent]:
     return [*changed, _Extent(_FREE, 0, 0, free)] if free else changed
 
 
-def _patched(extent: _Extent, patches: list[_Patch]) -> _Extent:
+def _apply_patches(extent: _Extent, patches: list[_Patch]) -> _Extent:
     return replace(extent, patches=extent.patches + tuple(patches))
 
 

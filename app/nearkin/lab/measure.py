@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from nearkin_shared.errors import BadInput, Permanent
+from nearkin_shared.errors import BadInput, PermanentError
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.terminal import printable
 
@@ -28,7 +28,7 @@ COMMAND_SECONDS_MAX = 4 * 3600
 """Of one command; a put of 100 GB at 10 MB/s takes less."""
 ANSWER_SECONDS_MAX = 60
 """Of a command that is asked for its version, or makes one delta."""
-SAID_BYTES_MAX = 4096
+OUTPUT_BYTES_MAX = 4096
 """Of what a command that failed wrote to stderr, its end."""
 _SHA1_SECONDS = 0.2
 _SHA1_BLOCKS_A_ROUND = 500
@@ -37,7 +37,7 @@ Steps = Callable[[int, int, str], None]
 """Told how many steps are done, of how many, and what is being done now."""
 
 
-class CommandFailed(Permanent):
+class CommandFailed(PermanentError):
     """A measured command did not end with 0, or what it gave back is not what it was given."""
 
 
@@ -70,7 +70,7 @@ def choose_core(core: int | None) -> int | None:
 
 
 @contextmanager
-def pinned(core: int | None) -> Iterator[None]:
+def pin_to_core(core: int | None) -> Iterator[None]:
     """Keep this process, and all it starts, on one core while the block runs."""
     if core is None:
         yield
@@ -108,7 +108,7 @@ def run(
             source = joined.stdout
         process = subprocess.Popen(command, stdin=source, stdout=target, stderr=errors, env=dict(environment))
         source.close()  # else `cat` never learns that its reader has gone
-        usage = reaped(process)
+        usage = reap(process)
         ended = time.perf_counter()
         if process.returncode != 0:
             raise CommandFailed(ending(command, process.returncode, errors))
@@ -119,7 +119,7 @@ def run(
 
 
 @contextmanager
-def bounded(process: subprocess.Popen[Any]) -> Iterator[None]:
+def kill_on_timeout(process: subprocess.Popen[Any]) -> Iterator[None]:
     """Kill a process that still runs `COMMAND_SECONDS_MAX` after the block began: none holds up a run for good."""
     timer = threading.Timer(COMMAND_SECONDS_MAX, process.kill)
     timer.daemon = True
@@ -130,13 +130,13 @@ def bounded(process: subprocess.Popen[Any]) -> Iterator[None]:
         timer.cancel()
 
 
-def reaped(process: subprocess.Popen[bytes]) -> tuple[float, int]:
+def reap(process: subprocess.Popen[bytes]) -> tuple[float, int]:
     """Wait for a process; return its processor time, seconds, and peak memory, bytes.
 
     Its `returncode` is set. It is killed if the wait is interrupted.
     """
     try:
-        with bounded(process):
+        with kill_on_timeout(process):
             _, status, usage = os.wait4(process.pid, 0)
     except BaseException:
         process.kill()
@@ -148,12 +148,12 @@ def reaped(process: subprocess.Popen[bytes]) -> tuple[float, int]:
 
 def ending(command: Sequence[str], code: int, errors: IO[bytes]) -> str:
     """Return how a command failed: its exit code, and the last line of what it wrote to the file `errors`."""
-    errors.seek(max(0, errors.seek(0, os.SEEK_END) - SAID_BYTES_MAX))
-    lines = errors.read(SAID_BYTES_MAX).decode(errors="replace").strip().splitlines()
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - OUTPUT_BYTES_MAX))
+    lines = errors.read(OUTPUT_BYTES_MAX).decode(errors="replace").strip().splitlines()
     return f"{' '.join(command)}: exit {code}: {lines[-1] if lines else 'it said nothing'}"
 
 
-def asked(command: Sequence[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_short(command: Sequence[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a short command to its end and return what it said; bytes that are no text are replaced.
 
     Raises CommandFailed where it cannot be run, or has not ended in time: all that it started is killed then.

@@ -66,7 +66,7 @@ def cell(figure: Spread | None, digits: int = 0) -> str:
     return "-" if figure is None else figure.text(digits)
 
 
-def named(name: str) -> str:
+def table_cell_name(name: str) -> str:
     """Return a name as a table has it: one line, and no `|` of it ends a cell."""
     return printable(name).replace("|", "\\|")
 

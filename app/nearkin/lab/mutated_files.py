@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from nearkin.lab.corpus_cache import cache_dir
-from nearkin.lab.generated_data import mutated, random_bytes, records_like, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 from nearkin_shared.errors import BadInput
 
 _PIECE_BYTES = 1 << 20
@@ -36,7 +36,7 @@ def mutated_files(
     data = b"".join(pieces)
     for number, path in enumerate(paths):
         if number:
-            data = mutated(data, seed + number, edits)
+            data = mutate(data, seed + number, edits)
         if not path.exists():
             _write(path, data)
     return paths

@@ -78,10 +78,10 @@ def draw(record: Record, kinds: Sequence[str]) -> dict[str, bytes]:
         figure.draw_without_rendering()
         for place in places:
             _spread_labels(place)
-        return {kind: _saved(figure, kind) for kind in kinds}
+        return {kind: _save(figure, kind) for kind in kinds}
 
 
-def _saved(figure: Any, kind: str) -> bytes:
+def _save(figure: Any, kind: str) -> bytes:
     written = io.BytesIO()
     figure.savefig(written, format=kind, dpi=_PNG_DPI, metadata={"Date": None} if kind == "svg" else {})
     return written.getvalue()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nearkin.local.index_lifecycle import LocalIndex
-from nearkin.local.process_lock import ROUNDS, WriterLock
+from nearkin.local.process_lock import GC_LOCK_NAME, WriterLock
 from nearkin_shared.errors import StoreLocked, StoreUnavailable
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.disk_reserve import SpaceReserve
@@ -22,7 +22,7 @@ from nearkin_shared.types import ContainerId
 _log = logging.getLogger("nearkin")
 
 
-class FailedPuts:
+class FailedPutCleaner:
     """Cleans up after the failed puts of one store."""
 
     def __init__(self, root: Path, containers: ContainerStore, index: LocalIndex, reserve: SpaceReserve) -> None:
@@ -37,17 +37,17 @@ class FailedPuts:
             return 0
         runs = WriterLock(self._root, "lock.round")
         try:
-            runs.acquire(what=ROUNDS)
+            runs.acquire(what=GC_LOCK_NAME)
         except (StoreLocked, StoreUnavailable):
             return 0
         removed = 0
         try:
             index = self._index.noting()
             lost = dict.fromkeys(map(int, uncommitted))
-            self._reserve.run(lambda: index.forget(lost, {}, list(lost)))  # 1
+            self._reserve.run(lambda: index.withdraw(lost, {}, list(lost)))  # 1
             for container in uncommitted:
                 self._containers.delete(container, 0)  # 2
-                self._containers.forget_read(container)  # 3
+                self._containers.evict(container)  # 3
                 removed += 1
         except (StoreLocked, StoreUnavailable) as err:
             _log.warning("%d containers of a put that failed stay until `nearkin gc` frees them: %s", len(lost), err)

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from nearkin.local.index_location import IndexLocation
-from nearkin.local.index_recovery import Mending, erasures_of
-from nearkin.local.process_lock import ROUND, WRITING
+from nearkin.local.index_recovery import IndexRecovery, erasures_of
+from nearkin.local.process_lock import GC_RUN, WRITING
 from nearkin.local.temporary_index import TemporaryIndex
-from nearkin.local.write_gate import Crossing
+from nearkin.local.write_gate import WriteLatch
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import (
     FormatTooNew,
@@ -38,11 +38,11 @@ from nearkin_shared.errors import (
     StoreUnavailable,
 )
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.objectstore.base import LocalObjects, ObjectStore, sync_folder
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore, sync_folder
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.results import RebuildReport
 from nearkin_shared.storage.containers import ContainerStore
-from nearkin_shared.storage.deletions import Notes
+from nearkin_shared.storage.deletions import DeletionObserver
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.types import U32, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
@@ -51,15 +51,15 @@ from nearkin_shared.utils.private_files import remove_tree, tighten_modes
 from nearkin_shared.utils.signals import interrupts_wait
 
 if TYPE_CHECKING:  # a get needs no index
-    from nearkin_maintenance import Unsound
+    from nearkin_maintenance import CorruptChunks
     from nearkin_shared.index.catalog import CatalogEntry
     from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
-    from nearkin_shared.index.lmdb.lmdb_removal import Found
+    from nearkin_shared.index.lmdb.lmdb_removal import RemovalLookup
     from nearkin_shared.index.lmdb.version_entries import EntryNames
 
 Answer = TypeVar("Answer")
 _log = logging.getLogger("nearkin")
-BESIDE_SECONDS = 10.0
+WRITER_LOCK_TIMEOUT_SECONDS = 10.0
 """So long a turn waits at least for what else writes here: it is no put, which is asked for before, and short."""
 FORGETTING = "forgetting what is broken"
 REBUILD_MISSING = "is missing or unfinished"
@@ -80,13 +80,13 @@ YIELD_SECONDS = 0.02
 """So long a step of a round lets those go first who wait."""
 
 
-class LocalIndex(Notes):
+class LocalIndex(DeletionObserver):
     """Opens, mends and rebuilds the index of one store; holds the writer's lock while there is something to write."""
 
     def __init__(
         self,
         location: IndexLocation,
-        raw: LocalObjects,
+        raw: LocalObjectStore,
         objects: ObjectStore,
         settings: Settings,
         fingerprinter: Callable[[str], Fingerprinter],
@@ -103,7 +103,7 @@ class LocalIndex(Notes):
         self._containers = containers
         self._manifests = manifests
         self._objects = objects
-        self._mending = Mending(objects, containers, manifests, fingerprinter, settings.tenant)
+        self._mending = IndexRecovery(objects, containers, manifests, fingerprinter, settings.tenant)
         self._temporary = TemporaryIndex(root, self._open_temporary, self._mending.fill_catalog)
         self.lock_wait_seconds = 0.0
         """At least this long the store's lock is waited for."""
@@ -129,8 +129,8 @@ class LocalIndex(Notes):
         self._in_vain = False
         """Whether notes that were made in vain could not be put back."""
         self.damage: str | None = None
-        """Why the index could not be read when `remembered` was asked last."""
-        self.crossing = Crossing(str(root))
+        """Why the index could not be read when `listed_versions` was asked last."""
+        self.crossing = WriteLatch(str(root))
         self._index: LmdbIndex | None = None
         self._rebuild_reason = REBUILD_MISSING
         """Why the index is to be rebuilt."""
@@ -141,12 +141,12 @@ class LocalIndex(Notes):
         self.behind = False
         """Whether the store may hold more than the index: set while a put is at work, left set where one failed."""
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Begin anew in a process that was forked: the index that is open, and the lock, are its parent's."""
         self._changing, self._swapping, self._restating = threading.RLock(), threading.Lock(), threading.Lock()
-        self.crossing = Crossing(str(self._root))
+        self.crossing = WriteLatch(str(self._root))
         self._index = None
-        self._temporary.forked()
+        self._temporary.after_fork()
         self._held, self._forgetting = "", 0
         self._said = self._claimed = self._noted = self._in_vain = self.putting = self.behind = False
 
@@ -158,12 +158,12 @@ class LocalIndex(Notes):
             if index is not None and self._held and self._said and not (self.behind or self._in_vain):
                 with suppress(StoreUnavailable):  # then the next writer looks for what is missing, and finds nothing
                     self._end_claim(index)
-                    index.mark_behind(False)
+                    index.set_pending_updates(False)
             self._replaced(None)
             self._said = self._in_vain = False
             self._release_lock()
 
-    def put_begins(self) -> LmdbIndex:
+    def on_put_start(self) -> LmdbIndex:
         """Return the index for a put, whole, and count as behind until the put says that all it stored is in it.
 
         Raises TenantCollision too, before anything is stored.
@@ -175,7 +175,7 @@ class LocalIndex(Notes):
             self.putting = self.behind = True
             return index
 
-    def put_ends(self) -> None:
+    def on_put_end(self) -> None:
         """Say that no put is at work any more; the index is behind where one failed."""
         self.putting = False
 
@@ -200,21 +200,21 @@ class LocalIndex(Notes):
         Raises StoreLocked, StoreUnavailable, FormatTooNew.
         """
         with self._changing:
-            index = self._whole()
+            index = self._lock_complete()
             self._claim(index)
             return index
 
-    def _whole(self) -> LmdbIndex:
+    def _lock_complete(self) -> LmdbIndex:
         """Take the lock and return the index as `writable` does; the store is not to be changed."""
         self._take_lock()
         self._held = WRITING
         index = self._opened()
         if not self._said:
-            self.behind = index.behind
+            self.behind = index.has_pending_updates
             if self.behind:
-                self._mending.restate_marks(index)
+                self._mending.correct_marks(index)
             else:
-                index.mark_behind(True)
+                index.set_pending_updates(True)
             self._said = True
         if self.behind and not self.putting:
             self._mending.catch_up(index)
@@ -234,38 +234,38 @@ class LocalIndex(Notes):
             self._claimed = False
 
     @property
-    def writes_alone(self) -> bool:
+    def has_exclusive_lock(self) -> bool:
         """Return whether this Store has the lock since it first put, until it is closed: no other process writes."""
         return self._held == WRITING
 
     @contextmanager
-    def turn(self, wait_seconds: float) -> Iterator[LmdbIndex]:
+    def exclusive(self, wait_seconds: float) -> Iterator[LmdbIndex]:
         """Hold the lock for a step of a round, and give the index, whole; wait so long for who writes.
 
         Nobody else writes meanwhile, here or elsewhere. Raises StoreLocked, StoreUnavailable, FormatTooNew.
         """
-        with self.crossing.alone(max(wait_seconds, BESIDE_SECONDS)):
+        with self.crossing.exclusive(max(wait_seconds, WRITER_LOCK_TIMEOUT_SECONDS)):
             if self._held:  # it is this Store's, and stays so
                 yield self.writable()
                 return
             began = time.monotonic()
-            while self._location.wanted and time.monotonic() - began < wait_seconds:  # whoever waits goes first
+            while self._location.is_wanted and time.monotonic() - began < wait_seconds:  # whoever waits goes first
                 time.sleep(YIELD_SECONDS)
-            self._take_lock(wait_seconds, ROUND)
+            self._take_lock(wait_seconds, GC_RUN)
             try:
                 index = self._opened()
-                if index.behind:  # whoever said so is dead: the lock was free
-                    self._mending.restate_marks(index)
+                if index.has_pending_updates:  # whoever said so is dead: the lock was free
+                    self._mending.correct_marks(index)
                     self._mending.catch_up(index)
-                    index.mark_behind(False)
+                    index.set_pending_updates(False)
                 self._claim(index)
                 yield index
                 self._end_claim(index)
                 if self._noted and not self._in_vain:
-                    index.mark_behind(False)
+                    index.set_pending_updates(False)
             finally:
                 self._noted = False
-                if self._held == ROUND:
+                if self._held == GC_RUN:
                     self._release_lock()
 
     def state(self) -> object:
@@ -276,7 +276,7 @@ class LocalIndex(Notes):
         except IndexClosed:  # by another thread, just now
             return object()
 
-    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> Found | None:
+    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> RemovalLookup | None:
         """Return what the index is to forget in a later turn, looked up beside whoever writes; None: not looked up."""
         index = self._index
         try:
@@ -290,47 +290,47 @@ class LocalIndex(Notes):
         if index is not None and not index.read_only and held:
             if held == WRITING and self._claimed:  # not one that is only being mended
                 return index
-            if held != WRITING and self.crossing.mine:
-                index.mark_behind(True)
+            if held != WRITING and self.crossing.is_exclusive_here:
+                index.set_pending_updates(True)
                 self._noted = True
                 return index
-        with self.crossing.beside():
+        with self.crossing.shared():
             return self.writable()
 
-    def noted_in_vain(self, tenant: str, key: str, versions: Collection[int]) -> None:
+    def rollback_notes(self, tenant: str, key: str, versions: Collection[int]) -> None:
         """Put what is there of marks of versions in place of what was noted of them: not all were written.
 
         Where that fails, too, whoever opens the index next looks.
         """
         index, held = self._index, self._held
-        if index is None or index.read_only or not (held == WRITING or (held and self.crossing.mine)):
+        if index is None or index.read_only or not (held == WRITING or (held and self.crossing.is_exclusive_here)):
             return  # then nothing was noted
         try:
             with self._restating:
                 self._restated += 1
-                index.restate_marks(self._mending.marks_of(tenant, key, versions))
+                index.correct_marks(self._mending.marks_of(tenant, key, versions))
         except NearkinError:
             self._in_vain = True
 
-    def times_restated(self) -> int:
+    def note_corrections(self) -> int:
         """Return how often notes of marks were put back: one that is not written yet may have been among them."""
         with self._restating:
             return self._restated
 
     def outside_gc_step(self) -> AbstractContextManager[None]:
         """Keep GC steps of this process from beginning; wait for the one at work, unless this is part of it."""
-        return self.crossing.beside()
+        return self.crossing.shared()
 
-    def restate_collected(self, tenant: str, key: str, versions: Collection[int]) -> None:
+    def correct_collected_notes(self, tenant: str, key: str, versions: Collection[int]) -> None:
         """Put what is there of marks of versions that a round has collected in place of what was noted of them since.
 
         A step of a round ends first. Raises as `writable` does.
         """
-        with self.crossing.beside():
+        with self.crossing.shared():
             index = self.noting()
             with self._restating:
                 self._restated += 1
-                index.restate_marks(self._mending.marks_of(tenant, key, versions, collected_alone=True))
+                index.correct_marks(self._mending.marks_of(tenant, key, versions, collected_alone=True))
 
     def readable(self) -> LmdbIndex:
         """Return the index for reading; one that is not whole is mended first, unless a writer is at work.
@@ -345,24 +345,24 @@ class LocalIndex(Notes):
 
     def _own_readable(self) -> LmdbIndex:
         """Return the store's own index for reading. Raises NotWritable."""
-        index = self._at_hand()
+        index = self._cached_index()
         if index is not None and self.behind and not self.putting:
             # A put failed, and may still have committed: its listing must not lag behind what a get answers.
-            with suppress(StoreLocked, StoreUnavailable), self.crossing.beside():
+            with suppress(StoreLocked, StoreUnavailable), self.crossing.shared():
                 return self.writable()
         if index is not None:
             return index
         if not (self._folder / "data.mdb").is_file():
-            self._mend_or_pass(shared=self._location.is_external)
+            self._recover_or_skip(shared=self._location.is_external)
         try:
             index = self._open(read_only=True)
         except (IndexUnfinished, IndexUnsafe, IndexStale) as err:
-            self._mend_or_pass(shared=isinstance(err, IndexStale))
+            self._recover_or_skip(shared=isinstance(err, IndexStale))
             index = self._open(read_only=True)
-        if not index.complete or index.behind:
+        if not index.complete or index.has_pending_updates:
             index.close()
             try:
-                self._mend()
+                self._recover()
             except NotWritable:
                 raise
             except (StoreLocked, StoreUnavailable):  # a writer is at work: what it has committed is there
@@ -374,10 +374,10 @@ class LocalIndex(Notes):
                 index = self._open(read_only=True)
         return self._kept(index)
 
-    def _mend_or_pass(self, *, shared: bool) -> None:
+    def _recover_or_skip(self, *, shared: bool) -> None:
         """Make the index whole. Raises NotWritable where a writer is at work that has another one (`shared`)."""
         try:
-            self._mend()
+            self._recover()
         except StoreLocked as err:
             if not shared:
                 raise
@@ -387,7 +387,7 @@ class LocalIndex(Notes):
         """Return whether an open index is the one in its folder, and has the store's present state."""
         return index.current and self._location.matches(index)
 
-    def _at_hand(self) -> LmdbIndex | None:
+    def _cached_index(self) -> LmdbIndex | None:
         """Return the index that is open, unless another one lies in its place; a writer's own is what it writes."""
         index = self._index  # without the lock: whoever has that may wait for another process
         try:
@@ -398,7 +398,7 @@ class LocalIndex(Notes):
     def _kept(self, index: LmdbIndex) -> LmdbIndex:
         """Return an index for reading that others may use too, or the one that they have by now."""
         with self._swapping:
-            there = self._at_hand()
+            there = self._cached_index()
             unused = self._index if there is None else index
             if there is None:
                 self._index = index
@@ -420,19 +420,19 @@ class LocalIndex(Notes):
                 return ask(self.readable())
         raise IndexClosed(f"index {self._folder}: was closed {READ_TRIES_MAX} times while it was read; try again")
 
-    def remembered(self) -> list[tuple[str, CatalogEntry]]:
+    def listed_versions(self) -> list[tuple[str, CatalogEntry]]:
         """Return (tenant, version) of all where there is a sound index: `verify` can do without, and makes none."""
         self.damage = None
-        return self._of_sound(lambda index: list(index.catalogs()))
+        return self._query_if_intact(lambda index: list(index.catalogs()))
 
     def numbers(self, tenant: str, key: str) -> list[int]:
         """Return the versions of a key, ascending, where there is a sound index; none is made."""
-        return self._of_sound(lambda index: index.versions_of(tenant, key))
+        return self._query_if_intact(lambda index: index.versions_of(tenant, key))
 
-    def _of_sound(self, ask: Callable[[LmdbIndex], list[Answer]]) -> list[Answer]:
+    def _query_if_intact(self, ask: Callable[[LmdbIndex], list[Answer]]) -> list[Answer]:
         """Return what the index answers, nothing where there is no sound one that may be read."""
         try:
-            if self._at_hand() is None:
+            if self._cached_index() is None:
                 if not (self._folder / "data.mdb").is_file():
                     return []
                 index = self._open(read_only=True)
@@ -459,13 +459,15 @@ class LocalIndex(Notes):
             return None
 
     def to_check(self) -> tuple[LmdbIndex, bool] | None:
-        """Return the index that `remembered` found, and whether it lists all that is committed; None where none is."""
+        """Return the index that `listed_versions` found, and whether it lists all that is committed; None where none
+        is.
+        """
         index = self._index
         if index is None or not index.complete:
             return None
-        return index, not (self.behind if self._held else index.behind)
+        return index, not (self.behind if self._held else index.has_pending_updates)
 
-    def holds_erased(self) -> bool:
+    def holds_erased_tenants(self) -> bool:
         """Return whether free pages may hold what the index knew of tenants whose erasure is due."""
         due = erasures_of(self._objects, due=True)
         return bool(due) and not self.read(lambda index: due <= index.excluded)
@@ -482,7 +484,7 @@ class LocalIndex(Notes):
         index = LmdbIndex(fresh, self._domain, self._map_bytes, durable=False, names=self._names())
         try:
             token = self._location.give_token(index, renew=self._claimed)
-            report = self._mending.make(index, progress)
+            report = self._mending.rebuild(index, progress)
             failpoint("rebuild.complete")
         finally:
             index.close()
@@ -502,41 +504,41 @@ class LocalIndex(Notes):
 
     # --- after damage ------------------------------------------------------------------------------------------------
 
-    def find_again(self, containers: Collection[int]) -> None:
+    def republish_containers(self, containers: Collection[int]) -> None:
         """Name all that lies in these again: it was broken or missing, and let go of. The lock is held."""
         if not containers:
             return
         index, there = self.writable(), {container for container, _ in self._containers.ids()}
         if there.intersection(containers).issubset(index.container_ids().tolist()):
-            self._mending.find_again(index, containers)
+            self._mending.republish_containers(index, containers)
         else:  # one was missing: what it holds is not counted any more, nor who holds its segments
             self.rebuild()
 
-    def list_again(self) -> None:
+    def relist_versions(self) -> None:
         """List versions whose manifests are back since the index was made without them. The lock is held."""
         self._mending.catch_up(self.writable())
 
-    def forget_missing(self, listed: Collection[ContainerId]) -> None:
+    def withdraw_missing(self, listed: Collection[ContainerId]) -> None:
         """Let go of what lay in containers that are no longer there; `listed` are all that are. The lock is held."""
-        self._mending.forget_missing(self.writable(), listed)
+        self._mending.withdraw_missing(self.writable(), listed)
 
-    def forget(self, unsound: Callable[[], Unsound]) -> bool:
+    def withdraw(self, unsound: Callable[[], CorruptChunks]) -> bool:
         """Let go of what is broken, `unsound` asked once the lock is held; return whether the index names none of it.
 
         False where a put is at work, here or elsewhere, or nothing can be written here.
         """
-        with self.crossing.beside():
+        with self.crossing.shared():
             puts, quiet = self._puts, not self.putting
             try:
-                with self._lock_to_forget():
-                    self._forgotten(unsound)
+                with self._lock_to_withdraw():
+                    self._withdraw(unsound)
             except (StoreLocked, StoreUnavailable, FormatTooNew):
                 return False
             # One that was at work meanwhile may have leaned on what is broken, and told the index after this did.
             return quiet and puts == self._puts
 
     @contextmanager
-    def _lock_to_forget(self) -> Iterator[None]:
+    def _lock_to_withdraw(self) -> Iterator[None]:
         """Hold the lock; what was not held before is given back, unless somebody writes meanwhile, and keeps it."""
         with self._changing:
             self._take_lock(what=FORGETTING)
@@ -549,7 +551,7 @@ class LocalIndex(Notes):
                 if self._held == FORGETTING and not self._forgetting:
                     self.close()
 
-    def _forgotten(self, unsound: Callable[[], Unsound]) -> None:
+    def _withdraw(self, unsound: Callable[[], CorruptChunks]) -> None:
         found = unsound()
         if not (self._folder / "data.mdb").is_file():
             return  # made anew by the next writer, without what is broken
@@ -564,7 +566,7 @@ class LocalIndex(Notes):
                 published = index.container_ids().tolist()  # before the listing: what comes in between is no miss
                 there = {container for container, _ in self._containers.ids()}
                 missing = [container for container in published if container not in there]
-                index.forget({**found.chunks, **dict.fromkeys(missing)}, found.segments, missing)
+                index.withdraw({**found.chunks, **dict.fromkeys(missing)}, found.segments, missing)
         finally:
             if index is not self._index:
                 index.close()
@@ -576,9 +578,9 @@ class LocalIndex(Notes):
             self._location.acquire(max(wait_seconds, self.lock_wait_seconds), what)
             self._held = what
             self._claimed = False
-            if what != ROUND:
+            if what != GC_RUN:
                 self._prepare_folders()
-            self._containers.forget_read()  # containers may have gone meanwhile
+            self._containers.evict()  # containers may have gone meanwhile
 
     def _prepare_folders(self) -> None:
         """Remove what dead writers left; take access from others that older versions gave: once for each lock."""
@@ -607,15 +609,15 @@ class LocalIndex(Notes):
             self._replaced(index)
         return index
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """Make the index whole, as a writer would, and let go of the lock: readers must never keep writers out.
 
         Unless this Store had it before: a put may be at work.
         """
-        with self.crossing.beside(), self._changing:
+        with self.crossing.shared(), self._changing:
             held = self._held
             try:
-                self._whole()
+                self._lock_complete()
             except StoreUnavailable as err:  # a folder that is read-only, a full disk
                 missing = f"index of {self._root} is missing, unfinished or of an older state, and cannot be made"
                 message = f"{missing}: {err} (get and verify need none)"
@@ -646,7 +648,7 @@ class LocalIndex(Notes):
             token = self._location.give_token(index)
             index.mark_complete()
             self._location.publish_token(token)
-        elif self._location.is_external and index.behind and self._mending.names_lost_objects(index):
+        elif self._location.is_external and index.has_pending_updates and self._mending.names_lost_objects(index):
             # The store may be a copy from the middle of what the writer did that died: it has the index's token.
             self._rebuild_reason = REBUILD_STALE
             index.close()
@@ -714,8 +716,10 @@ def entry_names_of(objects: ObjectStore) -> Callable[[], EntryNames]:
 
     @cache
     def names() -> EntryNames:
-        from nearkin_shared.index.lmdb.version_entries import PLAIN_NAMES, SealedNames
+        from nearkin_shared.index.lmdb.version_entries import PLAIN_NAMES, EncryptedNames
 
-        return SealedNames(objects.keyring.index_secret()) if isinstance(objects, EncryptedObjects) else PLAIN_NAMES
+        return (
+            EncryptedNames(objects.keyring.index_secret()) if isinstance(objects, EncryptedObjectStore) else PLAIN_NAMES
+        )
 
     return names

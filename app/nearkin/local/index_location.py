@@ -105,9 +105,9 @@ class IndexLocation:
         self._lock.release()
 
     @property
-    def wanted(self) -> bool:
+    def is_wanted(self) -> bool:
         """Return whether a process waits for the store's lock that is to have it before the next step of a GC run."""
-        return self._lock.wanted
+        return self._lock.is_wanted
 
     def _make_base(self) -> None:
         try:

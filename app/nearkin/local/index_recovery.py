@@ -13,31 +13,31 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from nearkin_shared.errors import Erased, Permanent
+from nearkin_shared.errors import PermanentError, TenantErased
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.pending_delete_record import Record
 from nearkin_shared.formats.tombstone import Kind
-from nearkin_shared.index.protocols import Marked
+from nearkin_shared.index.protocols import MarkedVersion
 from nearkin_shared.objectstore.base import ObjectStore
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.results import RebuildReport
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.storage.manifests import History, ManifestStore
 from nearkin_shared.storage.manifests import object_name as manifest_name
-from nearkin_shared.storage.pending_deletes import CondemnedStore
-from nearkin_shared.storage.quarantine import Quarantine, joined
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
+from nearkin_shared.storage.quarantine import Quarantine, join_records
 from nearkin_shared.types import U8, U32, U64, ContainerId
 from nearkin_shared.utils.signals import interrupts_wait
 
 if TYPE_CHECKING:  # most commands mend nothing
-    from nearkin_maintenance import Tenants
+    from nearkin_maintenance import DomainOwners
     from nearkin_shared.index.catalog import CatalogEntry
     from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 
 _log = logging.getLogger("nearkin")
 
 
-class Mending:
+class IndexRecovery:
     """Reads one store, and tells its index."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Mending:
         self._fingerprinter = fingerprinter
         self._tenant = tenant
 
-    def make(self, index: LmdbIndex, progress: Callable[[int, int], None] | None) -> RebuildReport:
+    def rebuild(self, index: LmdbIndex, progress: Callable[[int, int], None] | None) -> RebuildReport:
         """Fill an empty index with all that is stored, and say that it is complete."""
         with interrupts_wait():
             from nearkin_maintenance import rebuild_index
@@ -67,7 +67,7 @@ class Mending:
             self._tenants(),
             super_features_of,
             progress,
-            condemned=self._left_out(),
+            condemned=self._excluded(),
         )
         index.record_excluded(closed)
         index.mark_complete()
@@ -100,7 +100,7 @@ class Mending:
             known_containers=set(index.container_ids().tolist()),
             known_manifests=set(known),
             known_marks=known,
-            condemned=self._left_out(),
+            condemned=self._excluded(),
         )
 
     def names_lost_objects(self, index: LmdbIndex) -> bool:
@@ -110,26 +110,26 @@ class Mending:
         there = {name for name, _ in self._manifests.names()}
         return any(manifest_name(tenant, entry.key, entry.version) not in there for tenant, entry in index.catalogs())
 
-    def find_again(self, index: LmdbIndex, containers: Collection[int]) -> None:
+    def republish_containers(self, index: LmdbIndex, containers: Collection[int]) -> None:
         """Name what lies in containers that the index has, and let go of while it was broken.
 
         What it keeps of them as a whole stays: who healed one has told that before its older generation went.
         """
-        from nearkin_maintenance import claims_of
+        from nearkin_maintenance import entries_of_container
 
-        known, left_out, tenants = set(index.container_ids().tolist()), self._left_out(), self._tenants()
+        known, left_out, tenants = set(index.container_ids().tolist()), self._excluded(), self._tenants()
         for container in sorted(known.intersection(containers)):
             if container in left_out and left_out[container].whole:
                 continue
             try:
                 directory = self._containers.of(None).directory(ContainerId(container))
                 own, named = self._containers.of(directory.domain), tenants.fingerprinter(directory.domain)
-                claims = claims_of(directory, own, named, super_features_of, known, left_out)
-            except Permanent:  # broken once more, or its tenant was erased
+                claims = entries_of_container(directory, own, named, super_features_of, known, left_out)
+            except PermanentError:  # broken once more, or its tenant was erased
                 continue
             index.publish_many([claims], summaries=False)
 
-    def restate_marks(self, index: LmdbIndex) -> None:
+    def correct_marks(self, index: LmdbIndex) -> None:
         """Let go of marks that a deletion noted and died before it wrote: sums would count them for good."""
         by_key: dict[tuple[str, str], list[CatalogEntry]] = {}
         for tenant, entry in index.catalogs():
@@ -139,36 +139,36 @@ class Mending:
         for (tenant, key), entries in by_key.items():
             try:
                 histories = self._manifests.histories(tenant, key)
-            except Erased:  # its entries go with the next round of garbage collection
+            except TenantErased:  # its entries go with the next round of garbage collection
                 continue
             for entry in entries:
                 there = histories.get(entry.version)
                 sequence, marks_bytes = (self._sequence(tenant, key, there), there.marks_bytes) if there else (0, 0)
                 if (sequence, marks_bytes) != (entry.sequence, entry.marks_bytes):
-                    stated.append(Marked(tenant, key, entry.version, sequence, marks_bytes))
-        index.restate_marks(stated)
+                    stated.append(MarkedVersion(tenant, key, entry.version, sequence, marks_bytes))
+        index.correct_marks(stated)
 
     def _sequence(self, tenant: str, key: str, history: History) -> int:
         """Return what is noted of a version's highest mark: of one that a round is ending that it is deleted."""
         if history.sequence and history.sequence % 2 == 0 and history.committed:
-            with suppress(Permanent):
+            with suppress(PermanentError):
                 mark = self._manifests.mark(tenant, key, history.version, history.sequence)
                 return history.sequence - (mark.kind is Kind.COLLECTED)
         return history.sequence
 
     def marks_of(
         self, tenant: str, key: str, versions: Collection[int], *, collected_alone: bool = False
-    ) -> list[Marked]:
+    ) -> list[MarkedVersion]:
         """Return what is there of marks of these versions, or of those of them that a round has collected."""
         histories = self._manifests.histories(tenant, key)
         found = [histories.get(version, History(version)) for version in versions]
         return [
-            Marked(tenant, key, history.version, self._sequence(tenant, key, history), history.marks_bytes)
+            MarkedVersion(tenant, key, history.version, self._sequence(tenant, key, history), history.marks_bytes)
             for history in found
             if not (collected_alone and history.committed)
         ]
 
-    def forget_missing(self, index: LmdbIndex, listed: Collection[ContainerId]) -> None:
+    def withdraw_missing(self, index: LmdbIndex, listed: Collection[ContainerId]) -> None:
         """Let go of what lay in containers that are no longer there; `listed` are all that are.
 
         Costs one read of the ids that the index has, 8 bytes each, where none is missing.
@@ -176,7 +176,7 @@ class Mending:
         missing = sorted(set(index.container_ids().tolist()).difference(listed))
         if not missing:
             return
-        from nearkin_maintenance import Soundness
+        from nearkin_maintenance import IntegrityChecker
 
         first = object_name(ContainerId(missing[0]))
         _log.warning(
@@ -185,23 +185,23 @@ class Mending:
             len(missing),
             first,
         )
-        soundness = Soundness(self._containers, self._tenants(), self._fingerprinter(self._tenant))
-        unsound = soundness.unsound([*listed, *map(ContainerId, missing)])
-        index.forget(unsound.chunks, unsound.segments, missing)
+        soundness = IntegrityChecker(self._containers, self._tenants(), self._fingerprinter(self._tenant))
+        unsound = soundness.corrupt_chunks([*listed, *map(ContainerId, missing)])
+        index.withdraw(unsound.chunks, unsound.segments, missing)
 
-    def _left_out(self) -> Record:
+    def _excluded(self) -> Record:
         """Return what is not to be found again: condemned, or broken when it was last read."""
-        return joined(CondemnedStore(self._objects).read(), Quarantine(self._objects, time.time).read())
+        return join_records(PendingDeleteStore(self._objects).read(), Quarantine(self._objects, time.time).read())
 
-    def _tenants(self) -> Tenants:
-        from nearkin_maintenance import Tenants
+    def _tenants(self) -> DomainOwners:
+        from nearkin_maintenance import DomainOwners
 
-        return Tenants(self._fingerprinter, [self._tenant], self._manifests)
+        return DomainOwners(self._fingerprinter, [self._tenant], self._manifests)
 
 
 def erasures_of(objects: ObjectStore, *, due: bool = False) -> frozenset[tuple[bytes, int]]:
     """Return owner and time of the erasures of which objects may be left. `due`: those whose grace is over."""
-    if not isinstance(objects, EncryptedObjects):
+    if not isinstance(objects, EncryptedObjectStore):
         return frozenset()
     found = objects.keyring.list_due() if due else objects.keyring.erasures()
     return frozenset((erasure.owner, erasure.erased_us) for erasure in found if erasure.problem is None)

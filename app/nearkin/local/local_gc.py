@@ -16,39 +16,39 @@ from pathlib import Path
 
 from nearkin.block_recoder import BlockRecoder
 from nearkin.local.index_lifecycle import LocalIndex
-from nearkin.local.process_lock import ROUNDS, WriterLock
-from nearkin_maintenance import Collector, Ledger, Purge, Rewriter, Steps, Tenants
+from nearkin.local.process_lock import GC_LOCK_NAME, WriterLock
+from nearkin_maintenance import DomainOwners, GcRun, Purge, ReferenceCounts, Rewriter, Steps
 from nearkin_maintenance.gc.clock_check import check_clock
 from nearkin_maintenance.gc.erased_tenants import count_erasures, remaining_after, sweep_erased
-from nearkin_maintenance.gc.gc_run import BLOCKS_BYTES, counted_in
-from nearkin_maintenance.gc.mark import Reach
+from nearkin_maintenance.gc.gc_run import BLOCKS_BYTES, meter_writes
+from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.gc.rolled_back_keys import record_heads
 from nearkin_maintenance.gc.roots import find_roots
 from nearkin_maintenance.gc.tombstone_signing import sign_old_marks
-from nearkin_maintenance.gc.version_expiry import Endings
-from nearkin_maintenance.gc.writer_gate import OneTurn
+from nearkin_maintenance.gc.version_expiry import VersionExpiry
+from nearkin_maintenance.gc.writer_gate import NoWriters
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import MARK_SWEEP
-from nearkin_shared.errors import BadInput, Corrupt, Erased, Retryable, StoreUnavailable
+from nearkin_shared.errors import BadInput, Corrupt, RetryableError, StoreUnavailable, TenantErased
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.tombstone import Mark
 from nearkin_shared.index.catalog import summarise_directory
 from nearkin_shared.index.protocols import SupportsCollection
 from nearkin_shared.objectstore.base import check_tenant
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.results import GcReport
 from nearkin_shared.retention import apply_policies
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.storage.deletions import Deletions
-from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.manifests import object_name as manifest_name
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.types import U32, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 
-TURN_SECONDS_MAX = 60.0
+EXCLUSIVE_SECONDS_MAX = 60.0
 """So long, or as long as the first, a turn waits for a put; then the round ends, and what was done stays done."""
 PREVIEW_TRIES_MAX = 4
 """Each but the first means that a round has removed, since it began, what a preview was to read."""
@@ -64,40 +64,40 @@ class LocalGc:
     settings: Settings
     containers: ContainerStore
     manifests: ManifestStore
-    condemned: CondemnedStore
+    condemned: PendingDeleteStore
     index: LocalIndex
     deletions: Deletions
     fingerprinter: Callable[[str], Fingerprinter]
     clock: Callable[[], float]
-    pauses: Pauses
+    pauses: GcPauseFlag
     writing: Callable[[], None] = lambda: None
     """Told before each container that a round writes anew or removes."""
 
     def run(self, wait_seconds: float, go_on: Callable[[], None], steps: Steps | None) -> GcReport:
         """Do a round; at its beginning wait so long for a put. `go_on` ends it, before a step, by raising.
 
-        Raises Corrupt, Paused, StoreLocked, StoreUnavailable.
+        Raises Corrupt, GcPaused, StoreLocked, StoreUnavailable.
         """
         self.pauses.check()
         rounds = WriterLock(self.root, "lock.round")
-        rounds.acquire(self.index.lock_wait_seconds, ROUNDS)
-        alone, ended = self.index.writes_alone, False
+        rounds.acquire(self.index.lock_wait_seconds, GC_LOCK_NAME)
+        alone, ended = self.index.has_exclusive_lock, False
         try:
             self.check_clock()
-            with self.index.turn(wait_seconds) as index:
+            with self.index.exclusive(wait_seconds) as index:
                 failpoint("gc.begun")
                 if self.settings.gc.sign_old_records:
                     sign_old_marks(self.condemned.objects, index)
                 swept = sweep_erased(self.condemned.objects, index)
             self._check_no_manifest_is_lost()
             # Directories and blocks of its own: those of puts and of a round are forgotten at other moments.
-            apart = self.containers.apart(self.condemned.objects, BLOCKS_BYTES)
-            turns = LocalTurns(self.index, self.containers, max(wait_seconds, TURN_SECONDS_MAX), self.writing)
+            apart = self.containers.with_own_caches(self.condemned.objects, BLOCKS_BYTES)
+            turns = LocalWriterGate(self.index, self.containers, max(wait_seconds, EXCLUSIVE_SECONDS_MAX), self.writing)
             try:
                 with self._ledger() as ledger:
-                    report = self._collector(apart, steps, ledger, go_on).run_in_turns(turns)
+                    report = self._collector(apart, steps, ledger, go_on).run_online(turns)
             finally:
-                apart.forget_read()  # else 100 MB wait for the garbage collector
+                apart.evict()  # else 100 MB wait for the garbage collector
             waiting, refused = count_erasures(self.condemned.objects)
             rolled_back = record_heads(self.condemned.objects)
             report = replace(
@@ -113,27 +113,27 @@ class LocalGc:
             return report
         finally:
             rounds.release()
-            self._forget(alone=ended and alone and self.index.writes_alone)
+            self._forget(alone=ended and alone and self.index.has_exclusive_lock)
 
     def purge(self, wait_seconds: float, ends: Callable[[Mark], bool], steps: Steps | None) -> GcReport:
         """End the deleted versions that `ends` names, and remove all that no other version needs, at once.
 
         Grace and undelete windows are passed over: other writers are kept out from beginning to end instead (I6). What
-        the index keeps in free pages stays until it is made again. Raises Corrupt, Paused, StoreLocked,
+        the index keeps in free pages stays until it is made again. Raises Corrupt, GcPaused, StoreLocked,
         StoreUnavailable.
         """
         started = time.perf_counter()
         self.pauses.check()
         rounds = WriterLock(self.root, "lock.round")
-        rounds.acquire(what=ROUNDS)
+        rounds.acquire(what=GC_LOCK_NAME)
         try:
             self.check_clock()
-            with self.index.turn(wait_seconds) as index:
+            with self.index.exclusive(wait_seconds) as index:
                 swept = sweep_erased(self.condemned.objects, index)
                 self._check_no_manifest_is_lost()
-                self.containers.forget_read()
-                counted, objects = counted_in(self.condemned.objects)
-                containers, manifests = self.containers.over(objects), ManifestStore(objects)
+                self.containers.evict()
+                counted, objects = meter_writes(self.condemned.objects)
+                containers, manifests = self.containers.with_objects(objects), ManifestStore(objects)
                 now_us = int(self.clock() * 1e6)
                 roots = find_roots(manifests, now_us, ends)
                 generations = containers.generations()
@@ -142,13 +142,13 @@ class LocalGc:
                         "manifests: there is none, and no mark, beside containers: if they are on a disk of their own "
                         "mount it; nothing was removed"
                     )
-                Reach(containers, manifests, [version.manifest for version in roots.kept], listed=generations)
-                ended = Endings(manifests, lambda: now_us).end(roots, OneTurn(index))
+                LiveSet(containers, manifests, [version.manifest for version in roots.kept], listed=generations)
+                ended = VersionExpiry(manifests, lambda: now_us).expire(roots, NoWriters(index))
                 for container, there in generations.items():  # what a run that died has replaced
                     for older in sorted(there)[:-1]:
                         index.renew(summarise_directory(containers.of(None).directory(container)))
                         containers.delete(container, older)
-                reach = Reach(containers, manifests, [version.manifest for version in ended.kept], listed=generations)
+                reach = LiveSet(containers, manifests, [version.manifest for version in ended.kept], listed=generations)
                 if reach.by_services is not None and not self.settings.gc.services_ended:
                     raise BadInput(
                         f"{reach.by_services} came through services: nothing may be removed at once beside them; stop "
@@ -156,7 +156,7 @@ class LocalGc:
                     )
                 purge = self._purge(containers, steps)
                 purge.run(reach, index)
-                CondemnedStore(objects).replace({})
+                PendingDeleteStore(objects).replace({})
         finally:
             rounds.release()
             self._forget(alone=False)
@@ -180,7 +180,7 @@ class LocalGc:
         check_clock(self.condemned.objects, list(self.containers.generations()), self.clock(), self.settings.gc)
 
     def _purge(self, containers: ContainerStore, steps: Steps | None) -> Purge:
-        tenants = Tenants(self.fingerprinter, [self.settings.tenant], self.manifests)
+        tenants = DomainOwners(self.fingerprinter, [self.settings.tenant], self.manifests)
         any_fingerprinter = self.fingerprinter(self.settings.tenant)
         return Purge(containers, tenants, any_fingerprinter, BlockRecoder(self.settings), steps)
 
@@ -188,19 +188,21 @@ class LocalGc:
         """Let go of what has gone: no later put may lean on it. `alone`: nobody but this round can have removed any."""
         try:
             if alone:
-                self.containers.forget_gone()
+                self.containers.evict_deleted()
         except (Corrupt, StoreUnavailable):  # the round is done all the same
             alone = False
         if not alone:
-            self.containers.forget_read()
-        self.containers.buffers.let_go()
+            self.containers.evict()
+        self.containers.buffers.release_unused()
 
     def preview(self, steps: Steps | None, *, deleted_too: bool) -> GcReport:
-        """Return what `run` would do, and what holds the rest; takes no lock. Raises Corrupt, Retryable."""
+        """Return what `run` would do, and what holds the rest; takes no lock. Raises Corrupt, RetryableError."""
         self._check_no_manifest_is_lost()
         report, objects = self._previewed(steps, deleted_too), self.condemned.objects
-        if isinstance(objects, EncryptedObjects):
-            report = replace(report, freed_bytes=report.freed_bytes + sum(size for _, size in objects.erased(due=True)))
+        if isinstance(objects, EncryptedObjectStore):
+            report = replace(
+                report, freed_bytes=report.freed_bytes + sum(size for _, size in objects.erased_objects(due=True))
+            )
         return self._with_retention(report, dry_run=True)
 
     def _previewed(self, steps: Steps | None, deleted_too: bool) -> GcReport:
@@ -211,9 +213,9 @@ class LocalGc:
             except Corrupt as err:
                 if before <= self._listed():
                     raise
-                self.containers.forget_read()
+                self.containers.evict()
                 last = err
-        raise Retryable(
+        raise RetryableError(
             f"store {self.root}: a round of garbage collection is at work, and removes what this one reads; try again "
             "when it is done"
         ) from last
@@ -235,7 +237,7 @@ class LocalGc:
             )
 
     def _lost_manifests(self) -> dict[str, tuple[str, int]]:
-        remembered = self.index.remembered()
+        remembered = self.index.listed_versions()
         # Who erases a tenant tells the index after its keys: killed in between, or at work now, it is told by a round.
         gone = {tenant for tenant in {tenant for tenant, _ in remembered} if self._is_erased(tenant)}
         known = {
@@ -249,7 +251,7 @@ class LocalGc:
     def _is_erased(self, tenant: str) -> bool:
         try:
             check_tenant(self.condemned.objects, tenant)
-        except (Erased, Corrupt):  # or its erasure record does not verify: its objects are hidden
+        except (TenantErased, Corrupt):  # or its erasure record does not verify: its objects are hidden
             return True
         return False
 
@@ -261,11 +263,11 @@ class LocalGc:
         return names
 
     @contextmanager
-    def _ledger(self) -> Iterator[Ledger | None]:
+    def _ledger(self) -> Iterator[ReferenceCounts | None]:
         if self.settings.gc.mode == MARK_SWEEP:
             yield None
             return
-        ledger = Ledger(self.index.gc_folder, int(self.settings.index.map_bytes), self.settings.gc.mode)
+        ledger = ReferenceCounts(self.index.gc_folder, int(self.settings.index.map_bytes), self.settings.gc.mode)
         try:
             yield ledger
         finally:
@@ -275,19 +277,19 @@ class LocalGc:
         self,
         containers: ContainerStore,
         steps: Steps | None,
-        ledger: Ledger | None = None,
+        ledger: ReferenceCounts | None = None,
         go_on: Callable[[], None] = lambda: None,
-    ) -> Collector:
+    ) -> GcRun:
         def check() -> None:
             go_on()
             self.pauses.check()
 
         tenant = self.settings.tenant
-        tenants = Tenants(self.fingerprinter, [tenant], self.manifests)
+        tenants = DomainOwners(self.fingerprinter, [tenant], self.manifests)
         recoder = BlockRecoder(self.settings)
         rewriter = Rewriter(containers, tenants, self.fingerprinter(tenant), recoder)
         chosen, clock = self.settings.gc, self.clock
-        return Collector(
+        return GcRun(
             containers,
             self.manifests,
             self.condemned,
@@ -308,7 +310,7 @@ class LocalGc:
         forgotten = marks_bytes = 0
         for start in range(0, len(keys), KEYS_AT_ONCE):
             some = keys[start : start + KEYS_AT_ONCE]
-            with nullcontext() if dry_run else self.index.turn(TURN_SECONDS_MAX):
+            with nullcontext() if dry_run else self.index.exclusive(EXCLUSIVE_SECONDS_MAX):
                 versions, size_bytes = apply_policies(
                     self.settings.retention,
                     some,
@@ -322,28 +324,28 @@ class LocalGc:
 
 
 @frozen
-class LocalTurns:
+class LocalWriterGate:
     """Turns of a round in a store of one folder."""
 
     index: LocalIndex
     containers: ContainerStore
     """What puts and restores of this process read through."""
     wait_seconds: float
-    writing: Callable[[], None]
+    on_rewrite_start: Callable[[], None]
     """Told before each container."""
 
-    def take(self) -> AbstractContextManager[SupportsCollection]:
+    def exclusive(self) -> AbstractContextManager[SupportsCollection]:
         """Hold the store's lock. Raises StoreLocked, StoreUnavailable."""
-        return self.index.turn(self.wait_seconds)
+        return self.index.exclusive(self.wait_seconds)
 
-    def state(self) -> object:
+    def change_token(self) -> object:
         """Return what is another after any write: whoever writes tells the index, before or right after."""
         return self.index.state()
 
-    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
+    def prefetch_removals(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
         """Look up beside puts what a turn lets the index forget: a scan of all of it."""
         return self.index.look_up(chunks, segments)
 
-    def written(self, container: ContainerId) -> None:
+    def on_container_rewritten(self, container: ContainerId) -> None:
         """Let go of what was read of a container: no later put may lean on what has gone."""
-        self.containers.forget_read(container)
+        self.containers.evict(container)

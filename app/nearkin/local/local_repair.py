@@ -18,14 +18,14 @@ import numpy as np
 from nearkin.block_recoder import BlockRecoder
 from nearkin.local.index_lifecycle import LocalIndex
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import BadInput, Permanent, SourceFailed
+from nearkin_shared.errors import BadInput, PermanentError, SourceFailed
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.formats.container_layout import CONTAINER_BYTES_MAX
 from nearkin_shared.formats.encrypted_object import MAGIC as SEALED_MAGIC
-from nearkin_shared.formats.pending_delete_record import Condemned
+from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.index.catalog import summarise_directory
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.results import Damage, Repaired, RepairReport, VerifyReport
 from nearkin_shared.storage.containers import ContainerStore, id_of, object_name
@@ -36,10 +36,10 @@ from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 
 if TYPE_CHECKING:
-    from nearkin_maintenance import Choice, Repairer, Tenants
-    from nearkin_maintenance.repair.backup_copies import Given, Held
-    from nearkin_maintenance.repair.container_repair import Copies
-    from nearkin_maintenance.repair.store_repair import Copied
+    from nearkin_maintenance import DomainOwners, Repairer, VerifyScope
+    from nearkin_maintenance.repair.backup_copies import BackupCache, BackupObject
+    from nearkin_maintenance.repair.container_repair import ChunkSource
+    from nearkin_maintenance.repair.store_repair import BackupCopies
     from nearkin_shared.formats.directory import Directory
 
 _log = logging.getLogger("nearkin")
@@ -54,7 +54,7 @@ class LocalRepair:
     """The parts of an open store that a repair works on."""
 
     settings: Settings
-    objects: ParityObjects
+    objects: ParityObjectStore
     containers: ContainerStore
     manifests: ManifestStore
     index: LocalIndex
@@ -66,31 +66,31 @@ class LocalRepair:
     def run(self, files: Sequence[Path]) -> RepairReport:
         """Put right what can be put right. Raises BadInput, StoreLocked, StoreUnavailable."""
         started = time.perf_counter()
-        from nearkin_maintenance.repair.backup_copies import Held, Needs
-        from nearkin_maintenance.repair.store_repair import Copied
+        from nearkin_maintenance.repair.backup_copies import BackupCache, RequiredChunks
+        from nearkin_maintenance.repair.store_repair import BackupCopies
 
         others, kept, contents = _sorted_out(files, self.objects)
-        held = Held()
-        given = Copied(others, kept, Needs(self.containers, self.manifests, kept, held))
+        held = BackupCache()
+        given = BackupCopies(others, kept, RequiredChunks(self.containers, self.manifests, kept, held))
         self.index.writable()
         quarantined = set(self.quarantine.read())
         report = self.verify()
         quarantined.update(self.quarantine.read())
         repairer, tenants = self._repairer()
-        copies: list[Copies] = [self._stored(tenants)]
+        copies: list[ChunkSource] = [self._stored_sources(tenants)]
         if kept:
-            copies.append(self._kept(kept, held, tenants))
+            copies.append(self._backup_sources(kept, held, tenants))
         of_contents = list[FileCopies]()
         if contents:
             of_contents.append(FileCopies(self.settings, self.fingerprinter(self.settings.tenant), contents))
         copies += of_contents
-        copies.append(self._joined(tenants, tuple(copies)))
+        copies.append(self._merged_source(tenants, tuple(copies)))
         repaired = self._repair_all(repairer, report, copies, given)
         # What leaned on what was healed is found whole only now, and parity of what is sound again can be made anew.
         while repaired and report.damage:
-            self.containers.forget_read()
+            self.containers.evict()
             if any(one.object_name.startswith("manifests/") for one in repaired):
-                self.index.list_again()
+                self.index.relist_versions()
             report = self.verify()
             more = self._repair_all(repairer, report, copies, given)
             if not more:
@@ -98,22 +98,22 @@ class LocalRepair:
             again = {one.object_name for one in more} <= {one.object_name for one in repaired}
             repaired += more
             if again:  # and then no more: told is what is left after it
-                self.containers.forget_read()
+                self.containers.evict()
                 report = self.verify()
                 break
         for one in of_contents:
-            one.tell()
+            one.report_unused()
         added = 0
         for name in report.parity_missing:
             self.objects.add_parity(name, self.objects.get(name))
             added += 1
         kept_out = self.quarantine.read()
-        self.index.find_again(quarantined.difference(kept_out))
+        self.index.republish_containers(quarantined.difference(kept_out))
         left = sum(len(entry.chunks) for entry in kept_out.values())
         return RepairReport(tuple(repaired), report.damage, left, added, time.perf_counter() - started)
 
     def _repair_all(
-        self, repairer: Repairer, report: VerifyReport, copies: Sequence[Copies], given: Copied
+        self, repairer: Repairer, report: VerifyReport, copies: Sequence[ChunkSource], given: BackupCopies
     ) -> list[Repaired]:
         """Repair damaged objects, then deltas whose bases stay lost; remove lost chunks that nothing refers to."""
         damaged = [damage.object_name for damage in report.damage]
@@ -123,7 +123,7 @@ class LocalRepair:
             repaired += repairer.remove_unreferenced(damaged)
         return repaired
 
-    def heal_quarantined(self) -> list[Repaired]:
+    def repair_quarantined(self) -> list[Repaired]:
         """Heal what is quarantined from what was put since, found by the index. The lock is held.
 
         It runs after every put: only directories are read of what nothing was put again of (40 containers of 4 MiB
@@ -132,7 +132,7 @@ class LocalRepair:
         """
         record = self.quarantine.read()
         wanted = [
-            container for container in sorted(record) if self._may_heal(ContainerId(container), record[container])
+            container for container in sorted(record) if self._is_repairable(ContainerId(container), record[container])
         ]
         if not wanted:
             return []
@@ -140,75 +140,77 @@ class LocalRepair:
         copies = [IndexCopies(self.index, self.containers, tenants)]  # what was joined wants all directories read
         repaired = repairer.repair([object_name(ContainerId(container)) for container in wanted], copies)
         if repaired or repairer.sound.issuperset(wanted):  # or who healed them died before it said so
-            self.look_again([ContainerId(container) for container in sorted(record)], tenants)
+            self.recheck([ContainerId(container) for container in sorted(record)], tenants)
         return repaired
 
-    def _may_heal(self, container: ContainerId, entry: Condemned) -> bool:
+    def _is_repairable(self, container: ContainerId, entry: PendingDelete) -> bool:
         """Return whether there is parity, or the index finds any broken chunk of a container."""
         if self.objects.has_some:
             return True
         try:
             names = self.containers.of(None).directory(container).chunks.names
-        except Permanent:
+        except PermanentError:
             return False
         _, found = self.index.writable().locate_chunks(names[entry.chunks[entry.chunks < len(names)]])
         return bool(found.any())
 
     def attend(
-        self, damaged: Mapping[str, str], verified: Callable[[Choice], VerifyReport]
+        self, damaged: Mapping[str, str], verified: Callable[[VerifyScope], VerifyReport]
     ) -> tuple[tuple[Repaired, ...], tuple[Damage, ...]]:
         """Put right what was found damaged; return what was, and what still is."""
-        from nearkin_maintenance import Choice
+        from nearkin_maintenance import VerifyScope
 
         repairer, tenants = self._repairer()
         indexed = IndexCopies(self.index, self.containers, tenants)
-        repaired = repairer.repair(damaged, [indexed, self._joined(tenants, [indexed])])
+        repaired = repairer.repair(damaged, [indexed, self._merged_source(tenants, [indexed])])
         ids = frozenset(container for container in map(id_of, damaged) if container is not None)
-        report = verified(Choice(only=ids))
+        report = verified(VerifyScope(only=ids))
         if ids:
-            self.look_again(sorted(ids & self.quarantine.read().keys()), tenants)
+            self.recheck(sorted(ids & self.quarantine.read().keys()), tenants)
         return tuple(repaired), report.damage
 
-    def look_again(self, containers: Sequence[ContainerId], tenants: Tenants) -> None:
+    def recheck(self, containers: Sequence[ContainerId], tenants: DomainOwners) -> None:
         """Read quarantined containers again, and let out what is sound."""
-        from nearkin_maintenance import Soundness
+        from nearkin_maintenance import IntegrityChecker
         from nearkin_maintenance.repair.store_repair import still_broken
 
-        soundness = Soundness(self.containers, tenants, self.fingerprinter(self.settings.tenant))
+        soundness = IntegrityChecker(self.containers, tenants, self.fingerprinter(self.settings.tenant))
         self.quarantine.release(still_broken(soundness, containers, int(time.time() * 1e6)))
         failpoint("heal.released")
 
-    def _repairer(self) -> tuple[Repairer, Tenants]:
-        from nearkin_maintenance import Healer, Repairer, Tenants
+    def _repairer(self) -> tuple[Repairer, DomainOwners]:
+        from nearkin_maintenance import ContainerRepairer, DomainOwners, Repairer
 
-        tenants = Tenants(self.fingerprinter, [self.settings.tenant], self.manifests)
-        healer = Healer(self.containers, BlockRecoder(self.settings))
+        tenants = DomainOwners(self.fingerprinter, [self.settings.tenant], self.manifests)
+        healer = ContainerRepairer(self.containers, BlockRecoder(self.settings))
 
         def renew(directory: Directory) -> None:
             self.index.writable().renew(summarise_directory(directory))
 
         return Repairer(self.objects, self.containers, healer, renew), tenants
 
-    def _joined(self, tenants: Tenants, copies: Sequence[Copies]) -> Copies:
-        from nearkin_maintenance.repair.chunk_sources import JoinedCopies
+    def _merged_source(self, tenants: DomainOwners, copies: Sequence[ChunkSource]) -> ChunkSource:
+        from nearkin_maintenance.repair.chunk_sources import MergedChunkSource
 
-        return JoinedCopies(self.containers, tenants, self.fingerprinter(self.settings.tenant), copies)
+        return MergedChunkSource(self.containers, tenants, self.fingerprinter(self.settings.tenant), copies)
 
-    def _stored(self, tenants: Tenants) -> Copies:
-        from nearkin_maintenance.repair.chunk_sources import StoredCopies
+    def _stored_sources(self, tenants: DomainOwners) -> ChunkSource:
+        from nearkin_maintenance.repair.chunk_sources import DuplicateChunkSource
 
-        return StoredCopies(self.containers, tenants, self.fingerprinter(self.settings.tenant))
+        return DuplicateChunkSource(self.containers, tenants, self.fingerprinter(self.settings.tenant))
 
-    def _kept(self, copies: Mapping[ContainerId, Sequence[Given]], held: Held, tenants: Tenants) -> Copies:
-        from nearkin_maintenance.repair.chunk_sources import ContainerCopies
+    def _backup_sources(
+        self, copies: Mapping[ContainerId, Sequence[BackupObject]], held: BackupCache, tenants: DomainOwners
+    ) -> ChunkSource:
+        from nearkin_maintenance.repair.chunk_sources import BackupChunkSource
 
-        return ContainerCopies(self.containers, copies, held, tenants, self.fingerprinter(self.settings.tenant))
+        return BackupChunkSource(self.containers, copies, held, tenants, self.fingerprinter(self.settings.tenant))
 
 
 class IndexCopies:
     """Chunks where the index finds their names: what was put again since they broke."""
 
-    def __init__(self, index: LocalIndex, containers: ContainerStore, tenants: Tenants) -> None:
+    def __init__(self, index: LocalIndex, containers: ContainerStore, tenants: DomainOwners) -> None:
         self._index = index
         self._containers = containers
         self._tenants = tenants
@@ -227,7 +229,7 @@ class IndexCopies:
             try:
                 plan = reader.plan(here)
                 payload = reader.fetch(plan)
-            except Permanent:
+            except PermanentError:
                 continue
             if _agrees(fingerprinter, payload, table[row : row + 1]):
                 yield wanted[row], payload
@@ -243,7 +245,7 @@ class FileCopies:
         self._domain = domain_of(settings.tenant)
         self._of_use: dict[Path, bool] = {}
 
-    def tell(self) -> None:
+    def report_unused(self) -> None:
         """Say which files had none of what was looked for in them."""
         cut = self._settings.chunker
         for path in (path for path, of_use in self._of_use.items() if not of_use):
@@ -274,7 +276,7 @@ class FileCopies:
 
     def _chunks(self, path: Path) -> Iterator[tuple[bytes, U8]]:
         from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
-        from nearkin_shared.pipeline.stage import Facts
+        from nearkin_shared.pipeline.stage import LookupResults
 
         stage, carry = ChunkerStage(self._settings, self._fingerprinter), b""
         try:
@@ -285,7 +287,7 @@ class FileCopies:
                     final = len(data) < ARENA_BYTES
                     if not len(arena):
                         return
-                    cut = stage.decide(FrameRuns(arena, (BlobRun(0, 0, len(arena), final),)), Facts())
+                    cut = stage.decide(FrameRuns(arena, (BlobRun(0, 0, len(arena), final),)), LookupResults())
                     segments = cut.segments
                     ends = segments.offsets + segments.lengths
                     for row in np.flatnonzero(~segments.zero).tolist():
@@ -313,18 +315,18 @@ def _sealed_as(path: Path) -> str:
 
 
 def _sorted_out(
-    files: Sequence[Path], objects: ParityObjects
-) -> tuple[dict[str, Given], dict[ContainerId, list[Given]], list[Path]]:
+    files: Sequence[Path], objects: ParityObjectStore
+) -> tuple[dict[str, BackupObject], dict[ContainerId, list[BackupObject]], list[Path]]:
     """Return the copies of manifests and marks by name, those of containers, and all other files: they hold content.
 
     Each is read once, and let go of. Copies of one container come the oldest first, whatever order they were given in.
     """
-    from nearkin_maintenance.repair.backup_copies import given_object
+    from nearkin_maintenance.repair.backup_copies import parse_backup_object
 
     if len(files) > FILES_MAX:
         raise BadInput(f"{len(files)} files: give {FILES_MAX} at a time")
-    others: dict[str, Given] = {}
-    kept: dict[ContainerId, dict[bytes, Given]] = {}
+    others: dict[str, BackupObject] = {}
+    kept: dict[ContainerId, dict[bytes, BackupObject]] = {}
     contents = []
     for path in files:
         try:
@@ -333,13 +335,13 @@ def _sorted_out(
             found = None
             if path.stat().st_size <= CONTAINER_BYTES_MAX:
                 if magic in _MAGICS:
-                    found = given_object(partial(_read, path), str(path))
-                elif magic == SEALED_MAGIC and isinstance(objects, EncryptedObjects):
+                    found = parse_backup_object(partial(_read, path), str(path))
+                elif magic == SEALED_MAGIC and isinstance(objects, EncryptedObjectStore):
                     name = _sealed_as(path)
-                    found = given_object(partial(_opened, objects, name, path), str(path), name)
+                    found = parse_backup_object(partial(_open_copy, objects, name, path), str(path), name)
         except OSError as err:
             raise BadInput(f"{path}: {err.strerror}") from err
-        except Permanent as err:
+        except PermanentError as err:
             _log.warning("%s: not used", err)
             continue
         if found is None:
@@ -351,7 +353,7 @@ def _sorted_out(
     return others, {container: sorted(of.values(), key=_oldest_first) for container, of in kept.items()}, contents
 
 
-def _oldest_first(given: Given) -> tuple[int, bool, bytes]:
+def _oldest_first(given: BackupObject) -> tuple[int, bool, bytes]:
     return (
         -given.chunks_there,
         not given.whole,
@@ -359,8 +361,8 @@ def _oldest_first(given: Given) -> tuple[int, bool, bytes]:
     )  # a round takes chunks out of a container, and puts none in
 
 
-def _opened(objects: EncryptedObjects, name: str, path: Path) -> bytes:
-    return objects.opened(name, _read(path))
+def _open_copy(objects: EncryptedObjectStore, name: str, path: Path) -> bytes:
+    return objects.decrypt(name, _read(path))
 
 
 def _read(path: Path) -> bytes:

@@ -25,13 +25,13 @@ from nearkin_shared.utils.private_files import LinkRefused, open_private, read_p
 POLL_SECONDS = 0.005
 STEP_SECONDS_MAX = 60.0
 """So long whoever writes waits for a step of a round: it holds the lock for one step at a time (adr/0028)."""
-LOOK_AGAIN_SECONDS = 0.02
+RECHECK_SECONDS = 0.02
 """Between taking the lock and naming itself a holder needs some 0.1 ms: who is named twice holds it."""
 HOLDER_BYTES_MAX = 4096
 WRITING = "writing"
-ROUND = "a step of garbage collection"
-ROUNDS = "garbage collection"
-_BEING = {ROUNDS: "is being collected by", ROUND: "is being written, in a step of garbage collection, by"}
+GC_RUN = "a step of garbage collection"
+GC_LOCK_NAME = "garbage collection"
+_BEING = {GC_LOCK_NAME: "is being collected by", GC_RUN: "is being written, in a step of garbage collection, by"}
 NAMES = frozenset({"lock", "lock.holder", "lock.round", "lock.round.holder", "lock.wanted", "lock.rename"})
 
 _LOCKS: WeakSet[WriterLock] = WeakSet()
@@ -61,7 +61,7 @@ class WriterLock:
             raise write_error(self._path, err) from err
         try:
             if not lock_file(descriptor):
-                self._wait(descriptor, wait_seconds, yields=what == ROUND)
+                self._wait(descriptor, wait_seconds, yields=what == GC_RUN)
         except OSError as err:
             os.close(descriptor)
             raise StoreUnavailable(f"{self._path}: {err.strerror}") from err
@@ -90,21 +90,21 @@ class WriterLock:
             self._descriptor = None
 
     @property
-    def wanted(self) -> bool:
+    def is_wanted(self) -> bool:
         """Return whether somebody waits for the lock who is to have it before the next step of a round."""
         if not self._wanted.exists():
             return False
-        with _opened(self._wanted) as descriptor:
+        with _open_lock_file(self._wanted) as descriptor:
             return descriptor is not None and not lock_file(descriptor)
 
     def _wait(self, descriptor: int, wait_seconds: float, *, yields: bool) -> None:
         began = time.monotonic()
-        with _opened(None if yields else self._wanted) as wanted:
+        with _open_lock_file(None if yields else self._wanted) as wanted:
             while True:
                 held_for = self._held_for()
                 waited_seconds = time.monotonic() - began
-                # One that is named may be the one before: LOOK_AGAIN_SECONDS.
-                bound_seconds = max(wait_seconds, STEP_SECONDS_MAX if held_for == ROUND else LOOK_AGAIN_SECONDS)
+                # One that is named may be the one before: RECHECK_SECONDS.
+                bound_seconds = max(wait_seconds, STEP_SECONDS_MAX if held_for == GC_RUN else RECHECK_SECONDS)
                 if waited_seconds >= bound_seconds:
                     being = _BEING.get(held_for, "is being written by")
                     raise StoreLocked(f"store {self._path.parent} {being} {self._named()}; try again when it is done")
@@ -131,7 +131,7 @@ class WriterLock:
 
 
 @contextmanager
-def _opened(path: Path | None) -> Iterator[int | None]:
+def _open_lock_file(path: Path | None) -> Iterator[int | None]:
     """Open a lock's file; None where that is not possible: nobody is told then that somebody waits."""
     try:
         descriptor = None if path is None else open_private(path, os.O_RDWR | os.O_CREAT)
@@ -144,7 +144,7 @@ def _opened(path: Path | None) -> Iterator[int | None]:
             os.close(descriptor)
 
 
-def _forked() -> None:
+def _after_fork() -> None:
     """Leave all to the parent: with a descriptor open here too a lock would be two's, and outlive its holder."""
     for lock in list(_LOCKS):
         with suppress(OSError):
@@ -152,4 +152,4 @@ def _forked() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_after_fork)

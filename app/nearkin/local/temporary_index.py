@@ -63,7 +63,7 @@ class TemporaryIndex:
         if index is not None:
             index.close()
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Start without an index in a forked process: the open one belongs to its parent."""
         self._lock = threading.Lock()
         self._index = None

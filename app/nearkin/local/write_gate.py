@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from nearkin.local.process_lock import STEP_SECONDS_MAX
 from nearkin_shared.errors import StoreLocked
 
-A_STEP = "a step of garbage collection"
+GC_STEP = "a step of garbage collection"
 
 
-class Crossing:
+class WriteLatch:
     """Safe between threads."""
 
     def __init__(self, named: str) -> None:
@@ -31,10 +31,10 @@ class Crossing:
         self._step_was_last = False
         self._alone: int | None = None
         """The thread whose step of a round, or whatever else is alone, is at work."""
-        self._what = A_STEP
+        self._what = GC_STEP
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def shared(self) -> Iterator[None]:
         """Be no step of a round; wait for the one at work. Within a step, it is part of it. Raises StoreLocked."""
         entry = object()
         try:
@@ -59,7 +59,7 @@ class Crossing:
             self._inside.add(entry)
 
     @property
-    def mine(self) -> bool:
+    def is_exclusive_here(self) -> bool:
         """Return whether a step of a round is at work in this thread."""
         return self._alone == threading.get_ident()
 
@@ -72,12 +72,12 @@ class Crossing:
                 self._changed.notify_all()
 
     @contextmanager
-    def alone(self, wait_seconds: float, what: str = A_STEP) -> Iterator[None]:
+    def exclusive(self, wait_seconds: float, what: str = GC_STEP) -> Iterator[None]:
         """Do a step of a round, or `what`; wait so long for whoever writes. Raises StoreLocked."""
         with self._changed:
             self._steps_waiting += 1
             try:
-                if not self._changed.wait_for(self._may_be_alone, wait_seconds):
+                if not self._changed.wait_for(self._may_be_exclusive, wait_seconds):
                     raise StoreLocked(f"store {self._named}: this process is writing it; try again when that is done")
             finally:
                 self._steps_waiting -= 1
@@ -92,9 +92,9 @@ class Crossing:
 
     def _may_enter(self) -> bool:
         if self._alone is not None:
-            return self.mine
+            return self.is_exclusive_here
         # Within what somebody has entered, a put that tells the index, say, nobody waits for a step that waits for it.
         return bool(self._inside) or not self._steps_waiting or self._step_was_last
 
-    def _may_be_alone(self) -> bool:
+    def _may_be_exclusive(self) -> bool:
         return self._alone is None and not self._inside and not (self._waiting and self._step_was_last)

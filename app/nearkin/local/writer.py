@@ -14,16 +14,16 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nearkin.local.failed_puts import FailedPuts
+from nearkin.local.failed_puts import FailedPutCleaner
 from nearkin.local.index_lifecycle import LocalIndex
 from nearkin.local.source_feed import feed
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import NearkinError, Permanent, StoreLocked
+from nearkin_shared.errors import NearkinError, PermanentError, StoreLocked
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.base import check_tenant
 from nearkin_shared.objectstore.encrypted_store import check_keys
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.results import PutResult
 from nearkin_shared.storage.containers import ContainerStore
@@ -33,9 +33,9 @@ from nearkin_shared.utils.signals import interrupts_wait
 from nearkin_shared.validation import Progress, Source, check_key, check_metadata
 
 if TYPE_CHECKING:
-    from nearkin.embedded.runner import EmbeddedWriter, Spares
+    from nearkin.embedded.runner import EmbeddedWriter, SparePools
 
-BESIDE_ROUND_BYTES = 48 * MIB
+GC_MEMORY_BYTES = 48 * MIB
 """Of decoded blocks that puts and restores have at hand while a round writes, which has as many of its own twice
 over."""
 PutItem = tuple[str, Source, Mapping[str, str], bytes | None, int | None, Precondition | None]
@@ -50,14 +50,14 @@ class LocalPuts:
         self,
         root: Path,
         settings: Callable[[], Settings],
-        covered: ParityObjects,
+        covered: ParityObjectStore,
         fingerprinter: Fingerprinter,
         containers: ContainerStore,
         manifests: ManifestStore,
         index: LocalIndex,
         clock: Callable[[], float],
         heal: Callable[[], None],
-        failed: FailedPuts,
+        failed: FailedPutCleaner,
     ) -> None:
         """`settings` are asked for at each put: hot ones change. `heal` is called once what it stored is committed."""
         self._failed = failed
@@ -71,10 +71,10 @@ class LocalPuts:
         self._clock = clock
         self._heal = heal
         self._reading_bytes = int(settings().restore.cache_bytes)
-        self._spares: Spares | None = None
-        self.forked()
+        self._spares: SparePools | None = None
+        self.after_fork()
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Begin anew in a process that was forked."""
         self._claim: object | None = None
         """Of the put at work."""
@@ -83,9 +83,9 @@ class LocalPuts:
         """The thread that began it."""
         self._writer: EmbeddedWriter | None = None
         """Of that put."""
-        self.let_go()
+        self.release_memory()
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         """Keep no memory for the next put."""
         self._spares = None
 
@@ -95,47 +95,47 @@ class LocalPuts:
         return self._claim is not None
 
     @property
-    def is_mine(self) -> bool:
+    def is_put_of_thread(self) -> bool:
         """Return whether a put of this thread is at work."""
         return self.at_work and self._by == threading.get_ident()
 
     @property
-    def writes_elsewhere(self) -> bool:
+    def is_written_by_other_process(self) -> bool:
         """Return whether a put of another thread is at work."""
-        return self.at_work and not self.is_mine
+        return self.at_work and not self.is_put_of_thread
 
     def check_none(self) -> None:
         """Raise StoreLocked while a put is at work."""
         if self.at_work:
-            raise self.in_the_middle()
+            raise self.is_put_in_progress()
 
-    def in_the_middle(self, of: str = "a put") -> StoreLocked:
+    def is_put_in_progress(self, of: str = "a put") -> StoreLocked:
         """Return the error of what cannot be done within a put."""
         return StoreLocked(f"store {self._root}: this Store is in the middle of {of}; let that end first")
 
-    def abort_mine(self) -> None:
+    def abort_put_of_thread(self) -> None:
         """End a put of this thread that was left in the middle: what it has not committed it never will."""
-        if self._writer is not None and self.is_mine:
+        if self._writer is not None and self.is_put_of_thread:
             self._writer.abort()
 
-    def bound_for_reading(self) -> None:
+    def limit_memory_for_reading(self) -> None:
         """Have as much at hand as restores may, and what is there already: it serves whoever reads next."""
         if not self.at_work:
             blocks = self._containers.blocks
             blocks.bound(max(self._reading_bytes, blocks.used_bytes))
 
-    def bound_for_round(self) -> None:
+    def limit_memory_for_gc(self) -> None:
         """Have less at hand while a round writes. A put that is at work takes what it needs."""
         if not self.at_work:
-            self._containers.blocks.bound(min(BESIDE_ROUND_BYTES, self._reading_bytes))
+            self._containers.blocks.bound(min(GC_MEMORY_BYTES, self._reading_bytes))
 
-    def put(self, items: Iterable[PutItem], progress: Progress | None) -> Iterator[PutResult | Permanent]:
+    def put(self, items: Iterable[PutItem], progress: Progress | None) -> Iterator[PutResult | PermanentError]:
         """Put blobs; yield results as groups commit, and the error of each that its precondition refused.
 
         Raises what `Store.put` does.
         """
         if self.at_work:
-            raise self.in_the_middle("another put")
+            raise self.is_put_in_progress("another put")
         settings = self._settings()
         check_tenant(self._covered, settings.tenant)
         crossing = self._index.crossing  # of this process: one that is forked meanwhile has another
@@ -143,10 +143,10 @@ class LocalPuts:
         with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
             steps.callback(crossing.leave, entry)  # by whichever thread ends this
             crossing.enter(entry)
-            steps.callback(self._ended, entry)
+            steps.callback(self._finish_put, entry)
             with self._claiming:  # here: two may have waited for the same step of a round
                 if self.at_work:
-                    raise self.in_the_middle("another put")
+                    raise self.is_put_in_progress("another put")
                 self._claim, self._by = entry, threading.get_ident()
             self._containers.blocks.bound(int(settings.base.cache_bytes))  # a put has much else in memory
             try:
@@ -162,28 +162,28 @@ class LocalPuts:
             return
         with interrupts_wait(), suppress(NearkinError):  # the error that ended the put is the one to report
             if self._failed.remove(writer.uncommitted()):
-                self.let_go()  # prefixes of what is gone
+                self.release_memory()  # prefixes of what is gone
 
-    def _ended(self, claim: object) -> None:
+    def _finish_put(self, claim: object) -> None:
         with interrupts_wait():
             if self._claim is not claim:
                 return
             self._claim, self._writer = None, None
-            self._index.put_ends()
-            self.bound_for_reading()
+            self._index.on_put_end()
+            self.limit_memory_for_reading()
 
     def _in_groups(
         self, settings: Settings, items: Iterable[PutItem], progress: Progress | None
-    ) -> Iterator[PutResult | Permanent]:
+    ) -> Iterator[PutResult | PermanentError]:
         with interrupts_wait():
-            from nearkin.embedded.runner import EmbeddedWriter, Spares
+            from nearkin.embedded.runner import EmbeddedWriter, SparePools
 
         if self._spares is None:
-            self._spares = Spares.of(settings)
-        index = self._index.put_begins()
+            self._spares = SparePools.of(settings)
+        index = self._index.on_put_start()
         check_keys(self._covered, settings.tenant, index.catalog)
         listed = [container for container, _ in self._containers.ids()]
-        self._index.forget_missing(listed)
+        self._index.withdraw_missing(listed)
         failpoint("put.begun")
         last = max(listed, default=0)
         with ExitStack() as steps:
@@ -215,7 +215,7 @@ class LocalPuts:
             yield from (_outcome(done) for done in waiting)
 
 
-def _outcome(done: Future[PutResult]) -> PutResult | Permanent:
+def _outcome(done: Future[PutResult]) -> PutResult | PermanentError:
     """Return the result, or why the precondition of this blob alone refused it. Raises what ended the whole put."""
     err = done.exception()
-    return err if isinstance(err, Permanent) else done.result()
+    return err if isinstance(err, PermanentError) else done.result()

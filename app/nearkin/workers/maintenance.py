@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 
 from nearkin.block_recoder import BlockRecoder
 from nearkin.local.index_recovery import super_features_of
-from nearkin_maintenance.domain_owners import Tenants
-from nearkin_maintenance.gc.blob_keys import Keys
+from nearkin_maintenance.domain_owners import DomainOwners
+from nearkin_maintenance.gc.blob_keys import BlobKeys
 from nearkin_maintenance.gc.erased_tenants import remaining_after
 from nearkin_maintenance.gc.gc_run import require_marking
-from nearkin_maintenance.gc.gc_worker import Rounds
+from nearkin_maintenance.gc.gc_worker import GcWorker
 from nearkin_maintenance.optimize.compact import Rewriter
 from nearkin_maintenance.redis_index_recovery import recover_index
 from nearkin_maintenance.verify.scrub_worker import BackgroundScrub
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
-from nearkin_shared.index.protocols import Marked
+from nearkin_shared.index.protocols import MarkedVersion
 from nearkin_shared.index.redis import rebuild_in_background
 from nearkin_shared.index.redis.background_rebuild import RebuildTarget
 from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
@@ -29,8 +29,8 @@ from nearkin_shared.retention import apply_policies, guard_of
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.storage.pending_deletes import CondemnedStore
-from nearkin_shared.storage.quarantine import Quarantine, joined
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
+from nearkin_shared.storage.quarantine import Quarantine, join_records
 
 
 def start(context: Context) -> Callable[[], None]:
@@ -47,8 +47,10 @@ def start(context: Context) -> Callable[[], None]:
     def rebuild(index: RebuildTarget) -> object:
         settings = context.settings
         containers = ContainerStore(context.objects, domain_of(settings.tenant), int(settings.base.cache_bytes))
-        tenants = Tenants(fingerprinter, [settings.tenant], manifests)
-        left_out = joined(CondemnedStore(context.objects).read(), Quarantine(context.objects, time.time).read())
+        tenants = DomainOwners(fingerprinter, [settings.tenant], manifests)
+        left_out = join_records(
+            PendingDeleteStore(context.objects).read(), Quarantine(context.objects, time.time).read()
+        )
         return recover_index(containers, manifests, index, tenants, super_features_of, left_out)
 
     stop_rebuilding = rebuild_in_background(context.index, rebuild).stop
@@ -62,15 +64,15 @@ def start(context: Context) -> Callable[[], None]:
 
     def rewriter(found: ContainerStore) -> Rewriter:
         settings = context.current()
-        tenants = Tenants(fingerprinter, [settings.tenant], manifests)
+        tenants = DomainOwners(fingerprinter, [settings.tenant], manifests)
         return Rewriter(found, tenants, fingerprinter(settings.tenant), BlockRecoder(settings))
 
-    keys = Keys()
+    keys = BlobKeys()
 
     def forgetting(objects: ObjectStore, check: Callable[[], None]) -> tuple[int, int]:
         settings, listed = context.current(), ManifestStore(objects, RedisKeyLocks(context.index))
 
-        def note(marks: Sequence[Marked]) -> None:
+        def note(marks: Sequence[MarkedVersion]) -> None:
             check()
             context.index.mark_many(marks)
 
@@ -79,7 +81,7 @@ def start(context: Context) -> Callable[[], None]:
         found = keys.of(listed) if settings.retention.policies else ()
         return apply_policies(settings.retention, found, listed, deletions, undelete_seconds, time.time())
 
-    rounds = Rounds(
+    rounds = GcWorker(
         context.index,
         context.objects,
         lambda: context.current().gc,

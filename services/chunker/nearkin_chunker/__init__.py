@@ -1,5 +1,5 @@
 """The chunker: frames in, segments of fingerprinted chunks out."""
 
-from nearkin_chunker.stage import STEP_BYTES, BlobRun, ChunkedRuns, ChunkerStage, Cutting, FrameRuns
+from nearkin_chunker.stage import STEP_BYTES, BlobRun, ChunkedRuns, ChunkerStage, FrameRuns, SegmentCutter
 
-__all__ = ["STEP_BYTES", "BlobRun", "ChunkedRuns", "ChunkerStage", "Cutting", "FrameRuns"]
+__all__ = ["STEP_BYTES", "BlobRun", "ChunkedRuns", "ChunkerStage", "FrameRuns", "SegmentCutter"]

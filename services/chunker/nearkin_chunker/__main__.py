@@ -1,13 +1,13 @@
 """`python -m nearkin_chunker`: frames into segments."""
 
 from nearkin_chunker import ChunkerStage
-from nearkin_chunker.handler import ChunkHandler
+from nearkin_chunker.handler import ChunkerHandler
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.lag import Backlog
 from nearkin_shared.kafka.worker import Context, Part, command
 
 
-def handler(context: Context) -> ChunkHandler:
+def handler(context: Context) -> ChunkerHandler:
     """Return the handler of topic `frames`."""
     tenants = context.lanes()
 
@@ -15,7 +15,7 @@ def handler(context: Context) -> ChunkHandler:
         return ChunkerStage(context.settings, tenants[tenant].fingerprinter)
 
     outbox = Outbox(context.settings, f"chunker-{context.worker}", context.authenticator)
-    return ChunkHandler(context.settings, stage_of, outbox, Backlog(context.settings))
+    return ChunkerHandler(context.settings, stage_of, outbox, Backlog(context.settings))
 
 
 if __name__ == "__main__":

@@ -33,12 +33,12 @@ def _inck(settings: ChunkerSettings) -> Cut:
     return lambda data, final: chunking.inck_cut(data, *bounds, final=final)
 
 
-def _fixed(settings: ChunkerSettings) -> Cut:
+def _fixed_chunker(settings: ChunkerSettings) -> Cut:
     chunk_bytes = int(settings.target_bytes)
     return lambda data, final: chunking.fixed_cut(data, chunk_bytes, final=final)
 
 
-def _whole(settings: ChunkerSettings, segment_bytes_max: int) -> Cut:
+def _whole_chunker(settings: ChunkerSettings, segment_bytes_max: int) -> Cut:
     return lambda data, final: chunking.whole_cut(data, segment_bytes_max, final=final)
 
 
@@ -47,7 +47,7 @@ ALGORITHMS: Mapping[str, Callable[[ChunkerSettings], Cut]] = {
     "leastcdc": _leastcdc,
     "rabin": _rabin,
     "inck": _inck,
-    "fixed": _fixed,
+    "fixed": _fixed_chunker,
 }
 NAMES = (*ALGORITHMS, "whole")
 
@@ -55,7 +55,7 @@ NAMES = (*ALGORITHMS, "whole")
 def chunker(settings: ChunkerSettings, segment_bytes_max: int) -> Cut:
     """Return the chunker that `settings.algorithm` names. Raises ConfigError listing the known names."""
     if settings.algorithm == "whole":
-        return _whole(settings, segment_bytes_max)
+        return _whole_chunker(settings, segment_bytes_max)
     if settings.algorithm not in ALGORITHMS:
         raise choose("chunker.algorithm", settings.algorithm, NAMES)
     return ALGORITHMS[settings.algorithm](settings)

@@ -21,7 +21,7 @@ from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError
 from nearkin_shared.formats.message import CHUNKS_MAX, SEGMENTS_MAX, End, Envelope, Frame, Segments, encode
-from nearkin_shared.kafka.ack_tracker import Awaiting
+from nearkin_shared.kafka.ack_tracker import AckTracker
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.coalesce import CHUNK_BYTES_SENT, FRESH_CHUNK_BYTES_SENT, ROOM_BYTES, SEGMENT_BYTES_SENT
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record
@@ -29,7 +29,7 @@ from nearkin_shared.kafka.lag import BACKLOG_SECONDS, Backlog
 from nearkin_shared.kafka.record_guard import BoundedCache, RecordGuard, headers_of, trace_of
 from nearkin_shared.limits import SEGMENT_BYTES_MAX
 from nearkin_shared.observability.log_setup import about
-from nearkin_shared.pipeline.stage import Facts
+from nearkin_shared.pipeline.stage import LookupResults
 from nearkin_shared.types import U8, SegmentBatch
 from nearkin_shared.utils.failpoints import failpoint
 
@@ -86,7 +86,7 @@ class _Partition:
     next_offset: int | None = None
 
 
-class ChunkHandler:
+class ChunkerHandler:
     """Cuts frames."""
 
     def __init__(
@@ -100,11 +100,11 @@ class ChunkHandler:
         self._outbox = outbox
         self._guard = RecordGuard(settings, "chunker", outbox, "segments")
         self._partitions: dict[int, _Partition] = {}
-        self._awaiting = Awaiting(outbox)
+        self._awaiting = AckTracker(outbox)
 
-    def assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
+    def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._awaiting.forget(partition)
-        self._partitions[partition] = _Partition(_resumed(metadata))
+        self._partitions[partition] = _Partition(_resume_states(metadata))
 
     def handle(self, records: list[Record]) -> None:
         """Cut what came, and send it on."""
@@ -112,7 +112,7 @@ class ChunkHandler:
         for record in records:
             part = self._partitions[record.partition]
             part.next_offset = record.offset + 1
-            message = self._guard.decoded(record)
+            message = self._guard.decode(record)
             if message is None:
                 continue
             if isinstance(message, Frame):
@@ -125,7 +125,7 @@ class ChunkHandler:
                 touched.pop(message.envelope.blob, None)
                 self._end(part, record, message)
             else:
-                _log.warning("%s: a %s does not belong here", record.named, type(message).__name__)
+                _log.warning("%s: a %s does not belong here", record.label, type(message).__name__)
         for part, blob, record in touched.values():
             self._cut_guarded(part, blob, record)
         self._reached({record.partition for record in records})
@@ -144,14 +144,14 @@ class ChunkHandler:
             for blob in late:
                 self._fail(part, blob, f"the upload stopped: no frame came for {seconds} s", None)
                 self._reached([number])
-        self._awaiting.settle()
+        self._awaiting.poll_acks()
         return IDLE_SECONDS
 
     def drain(self, partition: int) -> None:
         """Wait until Kafka has all that was cut."""
         self._awaiting.drain()
 
-    def dropped(self, partition: int) -> None:  # noqa: D102
+    def on_dropped(self, partition: int) -> None:  # noqa: D102
         self._partitions.pop(partition, None)
         self._awaiting.forget(partition)
 
@@ -233,7 +233,7 @@ class ChunkHandler:
         parts = [blob.carry, *blob.waiting] if len(blob.carry) else blob.waiting
         payload = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.uint8), *parts])
         runs = (BlobRun(0, 0, len(payload), final),)
-        chunked = self._stages[blob.envelope.tenant].decide(FrameRuns(payload, runs), Facts())
+        chunked = self._stages[blob.envelope.tenant].decide(FrameRuns(payload, runs), LookupResults())
         position, sequence = blob.position, blob.sequence
         for batch in split_segments(chunked.segments, self._settings.features.super_features):
             envelope = replace(blob.envelope, position=position, sequence=sequence)
@@ -310,7 +310,7 @@ def _resume_point(part: _Partition) -> tuple[int, str]:
     return min([part.next_offset, *needed]), base64.b64encode(b"".join(states)).decode()
 
 
-def _resumed(metadata: str) -> dict[bytes, tuple[int, int]]:
+def _resume_states(metadata: str) -> dict[bytes, tuple[int, int]]:
     """Return the states in a commit's metadata; what does not parse is none of ours."""
     try:
         data = base64.b64decode(metadata, validate=True)

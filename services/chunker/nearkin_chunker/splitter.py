@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nearkin_chunker import BlobRun, ChunkerStage, Cutting, FrameRuns
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns, SegmentCutter
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.limits import SEGMENT_BYTES_MAX
@@ -27,7 +27,7 @@ SPARES_MAX = 3
 
 
 @frozen
-class Filled:
+class FilledArena:
     """An arena and whose bytes its runs are. Where the arena before ended inside a blob, the first run goes on.
 
     Without `full` more comes of it, behind what its runs say.
@@ -71,31 +71,31 @@ class Cutter:
     ) -> None:
         self._stage = ChunkerStage(settings, fingerprinter)
         self._arenas = arenas
-        self._hand_on = hand_on
+        self._pass_on_container = hand_on
         self._carry: U8 = np.empty(CARRY_BYTES_MAX, np.uint8)
         """Room for it: a new copy each batch would be new pages each batch."""
         self._carried = 0
-        self._cutting: Cutting | None = None
+        self._cutting: SegmentCutter | None = None
 
-    def cut(self, filled: Filled) -> None:
+    def cut(self, filled: FilledArena) -> None:
         """Cut what is new; of an arena that is full hand all certain segments on."""
         arena, (first, *others) = filled.arena, filled.runs
         start = first.start - self._carried
         if self._cutting is None:
             assert self._carried <= CARRY_BYTES_MAX <= first.start, self._carried
             arena[start : first.start] = self._carry[: self._carried]
-            self._cutting = Cutting(self._stage, start)
+            self._cutting = SegmentCutter(self._stage, start)
         runs = (BlobRun(first.blob, start, first.stop, first.final), *others)
         last = runs[-1]
         with counters.STAGE_SECONDS.time("chunker"):
             self._cutting.extend(FrameRuns(arena[: last.stop], runs))
             if not filled.full:
                 return
-            chunked = self._cutting.ended()
+            chunked = self._cutting.finish()
         self._cutting = None
         self._carried = 0 if last.final else last.stop - max(chunked.consumed, last.start)
         self._carry[: self._carried] = arena[last.stop - self._carried : last.stop]
         if chunked.segments.segments:
-            self._hand_on(chunked.segments)
+            self._pass_on_container(chunked.segments)
         else:
             self._arenas.give_back(arena)

@@ -13,7 +13,7 @@ from nearkin_chunker.segmenter import segment_bounds
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.limits import MIB
-from nearkin_shared.pipeline.stage import Facts, Reads
+from nearkin_shared.pipeline.stage import LookupRequest, LookupResults
 from nearkin_shared.types import NAME_BYTES, U8, U32, Bools, SegmentBatch, offsets_of
 from nearkin_shared.utils.frozen import frozen
 
@@ -57,18 +57,18 @@ class ChunkerStage:
         self.cut = chunker(settings.chunker, int(settings.segment.max_bytes))
         self.fingerprinter = fingerprinter
 
-    def reads(self, batch: FrameRuns, facts: Facts) -> Reads | None:
+    def reads(self, batch: FrameRuns, facts: LookupResults) -> LookupRequest | None:
         """Ask nothing: cut points depend on the bytes alone."""
         return None
 
-    def decide(self, batch: FrameRuns, facts: Facts) -> ChunkedRuns:
+    def decide(self, batch: FrameRuns, facts: LookupResults) -> ChunkedRuns:
         """Return all segments that no later byte can change."""
-        cutting = Cutting(self, batch.runs[0].start if batch.runs else 0)
+        cutting = SegmentCutter(self, batch.runs[0].start if batch.runs else 0)
         cutting.extend(batch)
-        return cutting.ended()
+        return cutting.finish()
 
 
-class Cutting:
+class SegmentCutter:
     """A payload that grows, cut and named as it does. It gives just what it would give all at once."""
 
     def __init__(self, stage: ChunkerStage, start: int) -> None:
@@ -101,7 +101,7 @@ class Cutting:
                 if self._cut - self._named > STEP_BYTES // 2:
                     self._name()
 
-    def ended(self) -> ChunkedRuns:
+    def finish(self) -> ChunkedRuns:
         """Return the segments that are certain, the payload being all there is."""
         self._name()
         lengths, names, zero = (np.concatenate(column) for column in zip(*self._parts, strict=True))

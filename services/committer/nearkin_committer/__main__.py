@@ -1,18 +1,18 @@
 """`python -m nearkin_committer`: commits versions whose segments are placed."""
 
-from nearkin_committer.handler import CommitHandler
+from nearkin_committer.handler import CommitterHandler
 from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
 from nearkin_shared.kafka.lag import Backlog
 from nearkin_shared.kafka.worker import Context, Part, command
 from nearkin_shared.storage.manifests import ManifestStore
 
 
-def committer(context: Context) -> CommitHandler:
+def committer(context: Context) -> CommitterHandler:
     """Return the handler of topic `placed`."""
     locks = RedisKeyLocks(context.index)
     manifests, worker = ManifestStore(context.objects, locks), f"committer-{context.worker}"
     backlog, authenticator = Backlog(context.settings), context.authenticator
-    return CommitHandler(context.settings, manifests, context.lanes(), worker, backlog, authenticator, locks)
+    return CommitterHandler(context.settings, manifests, context.lanes(), worker, backlog, authenticator, locks)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 
 from nearkin_committer.put_conditions import Refusals, check_precondition
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import Corrupt, NotFound, Permanent, PreconditionFailed, Retryable
+from nearkin_shared.errors import Corrupt, NotFound, PermanentError, PreconditionFailed, RetryableError
 from nearkin_shared.formats.manifest import Manifest, moment_of
 from nearkin_shared.formats.message import End, Envelope, Placed
 from nearkin_shared.index.protocols import SupportsReports
@@ -29,7 +29,7 @@ from nearkin_shared.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
 from nearkin_shared.kafka.record_guard import RecordGuard, headers_of, trace_of
-from nearkin_shared.kafka.tenant_context import Lane, Lanes
+from nearkin_shared.kafka.tenant_context import TenantContext, TenantContexts
 from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.observability import metrics
@@ -105,14 +105,14 @@ class _Open:
         return found, reached
 
 
-class CommitHandler:
+class CommitterHandler:
     """Commits."""
 
     def __init__(
         self,
         settings: Settings,
         manifests: ManifestStore,
-        lanes: Lanes,
+        lanes: TenantContexts,
         worker: str,
         backlog: Backlog,
         authenticator: EnvelopeAuthenticator | None,
@@ -135,14 +135,14 @@ class CommitHandler:
         for state in ("committed", "failed"):
             metrics.BLOBS.labels(state)
 
-    def assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
+    def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._offsets[partition] = PartitionOffsets()
 
     def handle(self, records: list[Record]) -> None:
         """Gather what came; commit blobs that are whole."""
         done: list[tuple[int, int]] = []
         for record in records:
-            self._offsets[record.partition].taken(record.offset)
+            self._offsets[record.partition].start(record.offset)
             done += self._one(record)
         self._outbox.flush()
         self._done(done)
@@ -178,7 +178,7 @@ class CommitHandler:
     def drain(self, partition: int) -> None:
         """Nothing waits that could be ended sooner: blobs that are not whole are gathered again elsewhere."""
 
-    def dropped(self, partition: int) -> None:
+    def on_dropped(self, partition: int) -> None:
         """Forget a partition and its blobs."""
         self._offsets.pop(partition, None)
         for blob in [blob for blob in self._open.values() if blob.name[0] == partition]:
@@ -199,16 +199,16 @@ class CommitHandler:
         for partition, offset in records:
             offsets = self._offsets.get(partition)
             if offsets is not None:
-                offsets.done(offset)
+                offsets.finish(offset)
 
     def _one(self, record: Record) -> list[tuple[int, int]]:
         """Return the records that are done with this one."""
         place = (record.partition, record.offset)
-        message = self._guard.decoded(record)
+        message = self._guard.decode(record)
         if message is None or (name := _name(record.partition, message.envelope)) in self._finished:
             return [place]
         if not isinstance(message, Placed | End):
-            _log.warning("%s: a %s does not belong here", record.named, type(message).__name__)
+            _log.warning("%s: a %s does not belong here", record.label, type(message).__name__)
             return [place]
         blob = self._open.setdefault(name, _Open(message.envelope, name))
         self._open.move_to_end(name)
@@ -222,7 +222,7 @@ class CommitHandler:
         end = blob.end
         if end is not None and end.failure is not None:
             return self._fail(blob, end.failure, trace_of(record))
-        if end is not None and end.segments is not None and self._whole(blob, end.segments):
+        if end is not None and end.segments is not None and self._is_complete(blob, end.segments):
             return self._carry_out(blob, end, record)
         return self._make_room(blob)
 
@@ -252,7 +252,7 @@ class CommitHandler:
         return self._fail(blob, f"{problem}: add partitions (kafka.partitions) or committers, then put it again", None)
 
     @staticmethod
-    def _whole(blob: _Open, segments: int) -> bool:
+    def _is_complete(blob: _Open, segments: int) -> bool:
         return blob.segments >= segments and blob.runs()[1] >= segments
 
     def _finish(self, blob: _Open) -> list[tuple[int, int]]:
@@ -274,28 +274,28 @@ class CommitHandler:
     def _commit(self, blob: _Open, end: End, traceparent: bytes | None) -> None:
         """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
         lane = self._lanes[end.envelope.tenant]  # first: a manifest must not be sealed by a key that is made for it
-        gathered = _gathered(blob, end)
+        gathered = _assemble_content(blob, end)
         manifest, manifest_bytes, durable_us = self._committed(lane, end, gathered)  # 1
         failpoint("version.manifest")
         self._confirm(lane, manifest, durable_us - end.began_us)
         self._catalogue(lane, manifest, manifest_bytes)  # 2
         failpoint("version.catalogued")
-        ledger = gathered.ledger + self._stored(manifest, manifest_bytes)
-        self._tell_committed(end, manifest, ledger, traceparent)  # 3
+        ledger = gathered.ledger + self._stored_bytes(manifest, manifest_bytes)
+        self._publish_committed(end, manifest, ledger, traceparent)  # 3
         failpoint("version.told")
 
-    def _stored(self, manifest: Manifest, manifest_bytes: int) -> Ledger:
+    def _stored_bytes(self, manifest: Manifest, manifest_bytes: int) -> Ledger:
         return Ledger(stored_bytes=self._manifests.stored_bytes(manifest, manifest_bytes))
 
     @staticmethod
-    def _catalogue(lane: Lane, manifest: Manifest, manifest_bytes: int) -> None:
+    def _catalogue(lane: TenantContext, manifest: Manifest, manifest_bytes: int) -> None:
         """Tell the index. What that refuses for good undoes nothing: the version is there, an index made anew has it.
 
-        Raises Retryable.
+        Raises RetryableError.
         """
         try:
             lane.index.commit(manifest, manifest_bytes)
-        except Permanent as err:
+        except PermanentError as err:
             if isinstance(err, Corrupt):
                 metrics.CORRUPT.labels("committer").inc()
             _log.error(
@@ -306,8 +306,8 @@ class CommitHandler:
                 err,
             )
 
-    def _confirm(self, lane: Lane, manifest: Manifest, took_us: int) -> None:
-        """Take a version back that came so late that what it was told is there may be collected. Raises Permanent.
+    def _confirm(self, lane: TenantContext, manifest: Manifest, took_us: int) -> None:
+        """Take a version back that came so late that what it was told is there may be collected. Raises PermanentError.
 
         Whatever a blob was told, it was told since it began. What is condemned at that moment or later goes a grace
         later at the soonest, unless a manifest that is durable by then names it. So one that was durable in time stays,
@@ -319,13 +319,14 @@ class CommitHandler:
         problem = collected.dangling(manifest.segments)
         if problem is not None:
             self._manifests.delete(manifest.tenant, manifest.key, manifest.version)
-            raise Permanent(f"{problem}: the blob was on its way for too long (gc.grace_seconds); put it again")
+            raise PermanentError(f"{problem}: the blob was on its way for too long (gc.grace_seconds); put it again")
 
     @staticmethod
-    def _require_stored(lane: Lane, segments: Locations) -> None:
+    def _require_stored(lane: TenantContext, segments: Locations) -> None:
         """Refuse segments that the store lacks (I2): an index that was restored from an older copy may name them.
 
-        Raises Permanent, after which the index is checked, so that the same content is stored when it is put again.
+        Raises PermanentError, after which the index is checked, so that the same content is stored when it is put
+        again.
         """
         missing = lane.collected.find_missing(segments)
         if missing is None:
@@ -334,19 +335,21 @@ class CommitHandler:
         if isinstance(lane.index, SupportsReports):
             lane.index.report_missing(container)
         metrics.CORRUPT.labels("committer").inc()
-        raise Permanent(
+        raise PermanentError(
             f"the index named a segment that the store lacks ({problem}): it is being checked; put the blob again"
         )
 
-    def _committed(self, lane: Lane, end: End, gathered: _Gathered) -> tuple[Manifest, int, int]:
+    def _committed(self, lane: TenantContext, end: End, gathered: _VersionContent) -> tuple[Manifest, int, int]:
         """Return (manifest, its bytes, us when it was durable), committed now or by an earlier delivery (I2).
 
         Raises PreconditionFailed.
         """
         with self._manifests.exclusive_if(end.precondition, end.envelope.tenant, end.envelope.key):
-            return self._take_number(lane, end, gathered)
+            return self._claim_version_number(lane, end, gathered)
 
-    def _take_number(self, lane: Lane, end: End, gathered: _Gathered) -> tuple[Manifest, int, int]:
+    def _claim_version_number(
+        self, lane: TenantContext, end: End, gathered: _VersionContent
+    ) -> tuple[Manifest, int, int]:
         tenant, key = end.envelope.tenant, end.envelope.key
         for _ in range(VERSION_RACES_MAX):
             histories = self._manifests.histories(tenant, key)
@@ -382,7 +385,7 @@ class CommitHandler:
                 continue  # another put took the number, or this one did and its answer was lost
             metrics.count_committed(gathered.ledger, manifest_bytes, manifest.seconds)
             return manifest, manifest_bytes, time.time_ns() // 1000
-        raise Retryable(f"key {key!r}: {VERSION_RACES_MAX} other puts took the next version first")
+        raise RetryableError(f"key {key!r}: {VERSION_RACES_MAX} other puts took the next version first")
 
     def _earlier(self, end: End, versions: list[int]) -> tuple[Manifest, int] | None:
         """Return the version that has this origin, looking from the newest back to those older than the blob."""
@@ -405,7 +408,7 @@ class CommitHandler:
 
         `reason`: a name for programs, where there is one.
 
-        Raises Retryable.
+        Raises RetryableError.
         """
         origin, began_us, end = blob.envelope.blob, 0, blob.end
         if end is not None:
@@ -415,12 +418,12 @@ class CommitHandler:
             if end is not None and earlier is not None:
                 manifest, manifest_bytes = earlier
                 _log.warning("blob %s: is version %d; since then: %s", origin.hex(), manifest.version, failure)
-                ledger = manifest.ledger + self._stored(manifest, manifest_bytes)
-                self._tell_committed(end, manifest, ledger, traceparent)
+                ledger = manifest.ledger + self._stored_bytes(manifest, manifest_bytes)
+                self._publish_committed(end, manifest, ledger, traceparent)
             else:
                 metrics.BLOBS.labels("failed").inc()
                 _log.warning("blob %s: failed: %s", blob.envelope.blob.hex(), failure)
-                self._tell(
+                self._publish_event(
                     blob.envelope,
                     origin,
                     began_us,
@@ -437,17 +440,17 @@ class CommitHandler:
 
         try:
             return patiently(look)
-        except Permanent as err:
+        except PermanentError as err:
             _log.warning("blob %s: its key's versions: %s", end.envelope.blob.hex(), err)
             return None
 
-    def _tell_committed(self, end: End, manifest: Manifest, ledger: Ledger, traceparent: bytes | None) -> None:
+    def _publish_committed(self, end: End, manifest: Manifest, ledger: Ledger, traceparent: bytes | None) -> None:
         _log.info("blob %s: committed as version %d", end.envelope.blob.hex(), manifest.version)
         what = {"state": "committed", "failure": None, **info_json(manifest.info)}
         what |= {"seconds": manifest.seconds, "ledger": ledger_json(ledger, manifest.seconds)}
-        self._tell(end.envelope, end.origin, end.began_us, traceparent, what)
+        self._publish_event(end.envelope, end.origin, end.began_us, traceparent, what)
 
-    def _tell(
+    def _publish_event(
         self,
         envelope: Envelope,
         origin: bytes,
@@ -473,7 +476,7 @@ def _name(partition: int, envelope: Envelope) -> _Name:
 
 
 @frozen
-class _Gathered:
+class _VersionContent:
     """What a version is made of."""
 
     segments: Locations
@@ -482,7 +485,7 @@ class _Gathered:
     ledger: Ledger
 
 
-def _gathered(blob: _Open, end: End) -> _Gathered:
+def _assemble_content(blob: _Open, end: End) -> _VersionContent:
     """Return a blob's segments in order. Raises Corrupt when they do not fit together."""
     runs, reached = blob.runs()
     if reached != end.segments:
@@ -494,7 +497,7 @@ def _gathered(blob: _Open, end: End) -> _Gathered:
     ledger = sum((_share(run, told) for run, told in runs), Ledger())
     known = np.concatenate([np.zeros(0, np.bool_), *(run.known[told:] for run, told in runs)])
     segments = Locations.join([run.segments.take(slice(told, None)) for run, told in runs])
-    return _Gathered(segments, known, lengths, replace(ledger, logical_bytes=logical_bytes))
+    return _VersionContent(segments, known, lengths, replace(ledger, logical_bytes=logical_bytes))
 
 
 def _share(run: Placed, told: int) -> Ledger:

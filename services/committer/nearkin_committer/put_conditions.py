@@ -14,7 +14,7 @@ from nearkin_shared.storage.manifests import History, ManifestStore
 
 
 class Refusals(Protocol):
-    """Keep which blobs were refused, for as long as their records may be read again. All calls raise Retryable."""
+    """Keep which blobs were refused, for as long as their records may be read again. All calls raise RetryableError."""
 
     def refusal(self, blob: bytes) -> str | None:
         """Return why a blob was refused before; None where it was not."""

@@ -2,14 +2,16 @@
 
 from nearkin_dedup.handler import dedup_work
 from nearkin_shared.kafka.clients import Outbox
-from nearkin_shared.kafka.relay_handler import RelayHandler
+from nearkin_shared.kafka.relay_handler import StatelessStageHandler
 from nearkin_shared.kafka.worker import Context, Part, command
 
 
-def handler(context: Context) -> RelayHandler:
+def handler(context: Context) -> StatelessStageHandler:
     """Return the handler of topic `segments`."""
     outbox = Outbox(context.settings, f"dedup-{context.worker}", context.authenticator)
-    return RelayHandler(context.settings, "dedup", "fresh", dedup_work(context.settings, context.lanes()), outbox)
+    return StatelessStageHandler(
+        context.settings, "dedup", "fresh", dedup_work(context.settings, context.lanes()), outbox
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Dedup of messages: what `RelayHandler` does with topic `segments`."""
+"""Dedup of messages: what `StatelessStageHandler` does with topic `segments`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import numpy as np
 
 from nearkin_dedup import DedupStage
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.formats.message import Envelope, Fresh, Opened, encode
+from nearkin_shared.formats.message import Envelope, Fresh, UndecodedMessage, encode
 from nearkin_shared.formats.message_batches import JoinedSegments, read_segments
 from nearkin_shared.kafka.coalesce import fresh_of_run, runs_of
-from nearkin_shared.kafka.relay_handler import Told, Work
-from nearkin_shared.kafka.tenant_context import Lanes
+from nearkin_shared.kafka.relay_handler import OutgoingMessage, Work
+from nearkin_shared.kafka.tenant_context import TenantContexts
 from nearkin_shared.observability.stage_metrics import count_fresh
 from nearkin_shared.pipeline.stage import run_stage
 from nearkin_shared.types import FreshBatch
 
 
-def dedup_work(settings: Settings, lanes: Lanes) -> Work:
+def dedup_work(settings: Settings, lanes: TenantContexts) -> Work:
     """Return the dedup stage's work: known segments first, then chunks; messages of a blob leave as few as fit."""
 
-    def work(tenant: str, messages: Sequence[Opened]) -> Sequence[Told | None]:
+    def work(tenant: str, messages: Sequence[UndecodedMessage]) -> Sequence[OutgoingMessage | None]:
         joined = read_segments(messages)
         counts = np.diff(joined.segment_starts)
         stage = DedupStage(np.repeat(np.arange(len(messages), dtype=np.uint32), counts))
         found = run_stage(stage, joined.batch, lanes[tenant].facts)
         count_fresh(found)
-        results: list[Told | None] = [None] * len(messages)
+        results: list[OutgoingMessage | None] = [None] * len(messages)
         for run in runs_of(joined, found, settings.features.super_features):
             envelope = messages[run.start].envelope
-            results[run.stop - 1] = Told("fresh", envelope, partial(_fresh, envelope, joined, found, run))
+            results[run.stop - 1] = OutgoingMessage("fresh", envelope, partial(_fresh, envelope, joined, found, run))
         return results
 
     return work

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from nearkin_shared.kernels.fingerprint_table import first_occurrence
-from nearkin_shared.pipeline.stage import Facts, Reads
+from nearkin_shared.pipeline.stage import LookupRequest, LookupResults
 from nearkin_shared.types import U8, U32, Bools, FreshBatch, Locations, SegmentBatch
 
 
@@ -21,15 +21,15 @@ class DedupStage:
         """`scopes` uint32[s]: segments of one scope are decided as if they came alone. None: all are of one."""
         self._scopes = scopes
 
-    def reads(self, batch: SegmentBatch, facts: Facts) -> Reads | None:
+    def reads(self, batch: SegmentBatch, facts: LookupResults) -> LookupRequest | None:
         """Ask for all segments; then for the chunks of unknown segments that are not all zero."""
         if facts.segments is None:
-            return Reads(segment_ids=batch.segment_ids)
+            return LookupRequest(segment_ids=batch.segment_ids)
         if facts.chunks is None:
-            return Reads(names=batch.names[self._asked(batch, facts.segments.found)])
+            return LookupRequest(names=batch.names[self._asked(batch, facts.segments.found)])
         return None
 
-    def decide(self, batch: SegmentBatch, facts: Facts) -> FreshBatch:
+    def decide(self, batch: SegmentBatch, facts: LookupResults) -> FreshBatch:
         """Drop what is known. Fresh chunks keep their stream order."""
         assert facts.segments is not None
         assert facts.chunks is not None
@@ -45,7 +45,7 @@ class DedupStage:
         scopes = None
         if self._scopes is not None:
             scopes = np.repeat(self._scopes, np.diff(batch.chunk_bounds))[unknown]
-        first[unknown] = unknown[first_occurrence(_scoped(batch.names[unknown], scopes))]
+        first[unknown] = unknown[first_occurrence(_with_scope(batch.names[unknown], scopes))]
         return FreshBatch(
             batch=batch,
             segment_known=facts.segments.found,
@@ -58,13 +58,13 @@ class DedupStage:
 
     def _asked(self, batch: SegmentBatch, segment_known: Bools) -> Bools:
         """Return which chunks must be looked up: of segments neither known nor repeated in this batch, not all zero."""
-        first = first_occurrence(_scoped(batch.segment_ids, self._scopes))
+        first = first_occurrence(_with_scope(batch.segment_ids, self._scopes))
         skipped = segment_known | (first != np.arange(len(first)))
         asked: Bools = np.repeat(~skipped, np.diff(batch.chunk_bounds)) & ~batch.zero
         return asked
 
 
-def _scoped(keys: U8, scopes: U32 | None) -> U8:
+def _with_scope(keys: U8, scopes: U32 | None) -> U8:
     """Return keys that are equal only within a scope."""
     if scopes is None:
         return keys

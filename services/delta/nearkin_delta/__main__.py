@@ -1,13 +1,13 @@
 """`python -m nearkin_delta`: encodes and stores chunks."""
 
-from nearkin_delta.handler import PlaceHandler
+from nearkin_delta.handler import DeltaHandler
 from nearkin_shared.kafka.worker import Context, Part, command
 
 
-def placer(context: Context) -> PlaceHandler:
+def placer(context: Context) -> DeltaHandler:
     """Return the handler of topic `paired`."""
     worker = f"delta-{context.worker}"
-    return PlaceHandler(context.settings, context.current, context.lanes(), worker, context.authenticator)
+    return DeltaHandler(context.settings, context.current, context.lanes(), worker, context.authenticator)
 
 
 if __name__ == "__main__":

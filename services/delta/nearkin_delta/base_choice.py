@@ -21,7 +21,7 @@ from nearkin_shared.kernels.size_estimate import compressed_bytes_estimate
 from nearkin_shared.pipeline.stage import Contents
 from nearkin_shared.types import U8, U32, U64, Bools, Locations, Pieces, bounds_of
 from nearkin_shared.utils.frozen import frozen
-from nearkin_shared.utils.thread_pool import ALONE, Helpers
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 GAIN = 0.6
 """With its bases a chunk must be estimated at this share of what it takes without, or it stays without."""
@@ -41,7 +41,7 @@ PRICE = 0.15
 
 
 @frozen
-class Chosen:
+class BaseChoice:
     """For fresh chunks: `found` bool[f]; chunk i has rows bounds[i] to bounds[i + 1] of `rows`, the best base first.
 
     `rows` index the contents tried; `depths` uint8[f] of the deepest base of each; `rest` uint32[f] the estimate of
@@ -74,27 +74,29 @@ class Targets:
 
 
 def try_bases(
-    targets: Targets, target_bounds: U32, bases: Contents, base_bounds: U32, helpers: Helpers = ALONE
-) -> Chosen:
+    targets: Targets, target_bounds: U32, bases: Contents, base_bounds: U32, helpers: ThreadPool = SERIAL
+) -> BaseChoice:
     """Return the bases that are worth it, of those in each target's group (`shared_bytes` says what a group is)."""
-    return _chosen(targets, bases, _shared(targets, target_bounds, bases.pieces, base_bounds, helpers), helpers)
+    return _chosen(targets, bases, _shared_bytes(targets, target_bounds, bases.pieces, base_bounds, helpers), helpers)
 
 
-def try_shallower(targets: Targets, bases: Contents, depths_below: U8) -> Chosen:
-    """Return the bases that are worth it for each target, of those that are less deep than its `depths_below`."""
-    limits, counts = np.unique(depths_below, return_counts=True)
-    order = np.argsort(depths_below, kind="stable")
+def try_shallower(targets: Targets, bases: Contents, max_base_depths: U8) -> BaseChoice:
+    """Return the bases that are worth it for each target, of those that are less deep than its `max_base_depths`."""
+    limits, counts = np.unique(max_base_depths, return_counts=True)
+    order = np.argsort(max_base_depths, kind="stable")
     rows = [np.flatnonzero(bases.depths < limit) for limit in limits]
     target_bounds = np.append(0, np.cumsum(counts)).astype(np.uint32)
     base_bounds = np.append(0, np.cumsum([len(some) for some in rows])).astype(np.uint32)
     # Apart, not sorted out afterwards: what two bases share with a target is counted for one of them.
     mine = np.concatenate([np.zeros(0, np.intp), *rows])
-    shared = _shared(targets.take(order), target_bounds, bases.pieces.take(mine), base_bounds)
+    shared = _shared_bytes(targets.take(order), target_bounds, bases.pieces.take(mine), base_bounds)
     shared[:, 0], shared[:, 1] = order[shared[:, 0].astype(np.intp)], mine[shared[:, 1].astype(np.intp)]
     return _chosen(targets, bases, shared)
 
 
-def _shared(targets: Targets, target_bounds: U32, bases: Pieces, base_bounds: U32, helpers: Helpers = ALONE) -> U32:
+def _shared_bytes(
+    targets: Targets, target_bounds: U32, bases: Pieces, base_bounds: U32, helpers: ThreadPool = SERIAL
+) -> U32:
     """Return what `shared_bytes` does, some groups at a time."""
     ends = np.append(0, np.cumsum(targets.lengths, dtype=np.int64))
 
@@ -117,17 +119,17 @@ def _shared(targets: Targets, target_bounds: U32, bases: Pieces, base_bounds: U3
         found[:, 1] += theirs[0]
         return found
 
-    return np.concatenate(helpers.answers(shared, helpers.parts(np.diff(ends[target_bounds]))))
+    return np.concatenate(helpers.map(shared, helpers.parts(np.diff(ends[target_bounds]))))
 
 
-def _chosen(targets: Targets, bases: Contents, shared: U32, helpers: Helpers = ALONE) -> Chosen:
+def _chosen(targets: Targets, bases: Contents, shared: U32, helpers: ThreadPool = SERIAL) -> BaseChoice:
     of = shared[:, 0].astype(np.intp)
     count = len(targets)
     covered: NDArray[np.float64] = np.bincount(of, shared[:, 2], count).astype(np.float64)
     written = np.bincount(of, shared[:, 3], count) * MATCH_BYTES
     lengths = targets.lengths.astype(np.float64)
     clear = written <= PRICE_MIN * (GAIN * lengths - (lengths - covered))
-    alone = _alone(targets, clear, covered, helpers)
+    alone = _bytes_without_base(targets, clear, covered, helpers)
     saving = shared[:, 2] * (alone / np.maximum(lengths, 1))[of] - shared[:, 3].astype(np.float64) * MATCH_BYTES
     depths = bases.depths[shared[:, 1].astype(np.intp)].astype(np.int64)
     kept = _best(of, saving, count)
@@ -140,10 +142,12 @@ def _chosen(targets: Targets, bases: Contents, shared: U32, helpers: Helpers = A
     deepest = np.zeros(count, np.int64)
     np.maximum.at(deepest, of[order], depths[order])
     rest = np.clip(alone - saved, 1, lengths).astype(np.uint32)
-    return Chosen(found, bounds, shared[order, 1].astype(np.intp), deepest.astype(np.uint8), rest, alone=alone)
+    return BaseChoice(found, bounds, shared[order, 1].astype(np.intp), deepest.astype(np.uint8), rest, alone=alone)
 
 
-def _alone(targets: Targets, clear: Bools, covered: NDArray[np.float64], helpers: Helpers) -> NDArray[np.float64]:
+def _bytes_without_base(
+    targets: Targets, clear: Bools, covered: NDArray[np.float64], helpers: ThreadPool
+) -> NDArray[np.float64]:
     """Return what each chunk takes without a base, bytes; about, where it is clear that bases are worth it."""
     lengths = targets.lengths.astype(np.float64)
     tried = ~clear & (covered >= SAVING_BYTES_MIN)
@@ -155,7 +159,7 @@ def _alone(targets: Targets, clear: Bools, covered: NDArray[np.float64], helpers
     def estimates(part: slice) -> U32:
         return compressed_bytes_estimate(mine.payload, mine.offsets[part], mine.lengths[part])
 
-    estimated = np.concatenate(helpers.answers(estimates, helpers.parts(mine.lengths))) * RAW_CONTEXT
+    estimated = np.concatenate(helpers.map(estimates, helpers.parts(mine.lengths))) * RAW_CONTEXT
     exact = np.zeros(len(targets))
     exact[rows] = estimated
     price = exact[sample].sum() / lengths[sample].sum() if len(sample) else PRICE
@@ -192,10 +196,10 @@ def _without_deep_ones(
         kept = kept[~dropped]
 
 
-def untried(bases: Contents, max_depth: int) -> Chosen:
+def choose_untried(bases: Contents, max_depth: int) -> BaseChoice:
     """Return a choice that takes base i for chunk i wherever it can be read and is less deep than `max_depth`."""
     found = bases.available & (bases.depths < max_depth) & (bases.pieces.lengths > 0)
-    return Chosen(found, bounds_of(found), np.flatnonzero(found), bases.depths, np.zeros(len(found), np.uint32))
+    return BaseChoice(found, bounds_of(found), np.flatnonzero(found), bases.depths, np.zeros(len(found), np.uint32))
 
 
 @frozen
@@ -203,12 +207,12 @@ class Part:
     """What one policy chose: for the fresh chunks `chunks`, bases out of `bases`, found as `ranks` uint8[c] say."""
 
     chunks: NDArray[np.intp]
-    chosen: Chosen
+    chosen: BaseChoice
     bases: Contents
     ranks: U8
 
 
-def joined(count: int, parts: list[Part]) -> tuple[Chosen, Contents]:
+def join_choices(count: int, parts: list[Part]) -> tuple[BaseChoice, Contents]:
     """Return the choice for `count` chunks and one Contents. A chunk has bases of one part only."""
     if len(parts) > 1:
         parts = [part for part in parts if part.chosen.found.any()]
@@ -224,11 +228,13 @@ def joined(count: int, parts: list[Part]) -> tuple[Chosen, Contents]:
     order = np.argsort(np.concatenate(owners), kind="stable")
     bounds = bounds_of(sizes)
     if len(parts) == 1:
-        return Chosen(found, bounds, parts[0].chosen.rows[order], depths, rest, ranks), parts[0].bases
-    return Chosen(found, bounds, order, depths, rest, ranks), _together([(p.bases, p.chosen.rows) for p in parts])
+        return BaseChoice(found, bounds, parts[0].chosen.rows[order], depths, rest, ranks), parts[0].bases
+    return BaseChoice(found, bounds, order, depths, rest, ranks), _join_contents(
+        [(p.bases, p.chosen.rows) for p in parts]
+    )
 
 
-def _together(parts: list[tuple[Contents, NDArray[np.intp]]]) -> Contents:
+def _join_contents(parts: list[tuple[Contents, NDArray[np.intp]]]) -> Contents:
     """Return some rows of each of several Contents, one part's behind those of the part before."""
     return Contents(
         Locations.join([bases.locations.take(rows) for bases, rows in parts]),
@@ -243,7 +249,7 @@ def local_ranks(count: int) -> U8:
     return np.full(count, LOCALITY_RANK, np.uint8)
 
 
-def dropped(chosen: Chosen, unwanted: Bools) -> Chosen:
+def without_bases(chosen: BaseChoice, unwanted: Bools) -> BaseChoice:
     """Return the choices for the same chunks, some of them without a base now."""
     counts = np.diff(chosen.bounds)
     bounds = bounds_of(np.where(unwanted, 0, counts))
@@ -251,7 +257,7 @@ def dropped(chosen: Chosen, unwanted: Bools) -> Chosen:
     return replace(chosen, found=chosen.found & ~unwanted, bounds=bounds, rows=rows)
 
 
-def only(chosen: Chosen, wanted: Bools) -> Chosen:
+def only(chosen: BaseChoice, wanted: Bools) -> BaseChoice:
     """Return the choices of the wanted chunks alone."""
     of_row = np.repeat(wanted, np.diff(chosen.bounds))
     return replace(

@@ -3,7 +3,7 @@
     names, gaps -> old neighbours, span by span (locality_candidates.py) -> [super-features] -> bytes of what they name
                    each: bytes -> [shallower ones, by level]                     -> [shallower ones, by level]
 
-Each round is one `Reads`; what was worked out between two of them is kept until the bases are chosen.
+Each round is one `LookupRequest`; what was worked out between two of them is kept until the bases are chosen.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Literal
 import numpy as np
 
 from nearkin_delta import base_choice as choice
-from nearkin_delta.base_choice import Chosen, Targets, try_bases
-from nearkin_delta.candidate_budget import FEW, FEW_OF_RANK, RankTrials, Trials
-from nearkin_delta.depth_limit import Crowded, crowded, relieved
-from nearkin_delta.gap_alignment import Alignment, Mark
-from nearkin_delta.locality_candidates import Near
+from nearkin_delta.base_choice import BaseChoice, Targets, try_bases
+from nearkin_delta.candidate_budget import FEW, FEW_OF_RANK, CandidateBudget, RankBudget
+from nearkin_delta.depth_limit import OverdeepChunks, find_overdeep, reduce_depth
+from nearkin_delta.gap_alignment import Alignment, StreamMark
+from nearkin_delta.locality_candidates import LocalityCandidates
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.formats.container_layout import PATCH
-from nearkin_shared.pipeline.stage import Contents, Facts, Neighbours, Reads
+from nearkin_shared.pipeline.stage import Contents, LookupRequest, LookupResults, Neighbours
 from nearkin_shared.types import Bools, FreshBatch, Locations, PairedBatch
-from nearkin_shared.utils.thread_pool import ALONE, Helpers
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 AsksBases = Literal["never", "again", "late"]
 """Whether super-features are looked up by the stage that stores.
@@ -36,23 +36,23 @@ which locality has found none, which in a later version are few.
 
 
 @dataclass(slots=True)
-class _WorkedOut:
+class _BatchState:
     """What is known of a batch between two rounds of reading."""
 
-    near: Near | None = None
+    near: LocalityCandidates | None = None
     """Bases that locality finds."""
     near_done: bool = False
     asked: Bools | None = None
     """Which fresh chunks try the base that a super-feature found."""
     similar: list[choice.Part] | None = None
     """What was chosen of these."""
-    crowded: Crowded | None = None
+    crowded: OverdeepChunks | None = None
 
 
 class BaseFinder:
     """Asks for candidates round after round, tries them, and chooses; learns from each blob which are worth trying."""
 
-    def __init__(self, settings: Settings, kind: int, asks_bases: AsksBases, helpers: Helpers = ALONE) -> None:
+    def __init__(self, settings: Settings, kind: int, asks_bases: AsksBases, helpers: ThreadPool = SERIAL) -> None:
         """`kind`: of the blocks that are written with bases. `helpers` try bases beside the caller."""
         delta, policy = settings.delta, settings.base.policy
         self._asks_bases = asks_bases
@@ -66,9 +66,9 @@ class BaseFinder:
         self._tries = self._local or kind == PATCH
         """Whether bases are tried before they are used, and too deep ones replaced by their own."""
         self._alignment = Alignment()
-        self._trials = Trials(0 if settings.base.try_all else FEW)
-        self._rank_trials = RankTrials(FEW_OF_RANK if self._tries and not settings.base.try_all else 0)
-        self._batch = _WorkedOut()
+        self._trials = CandidateBudget(0 if settings.base.try_all else FEW)
+        self._rank_trials = RankBudget(FEW_OF_RANK if self._tries and not settings.base.try_all else 0)
+        self._batch = _BatchState()
 
     @property
     def depth_bound(self) -> int:
@@ -79,13 +79,15 @@ class BaseFinder:
     def _depth_below(self) -> int | None:
         return self._max_depth if self._tries else None
 
-    def reads(self, batch: PairedBatch, facts: Facts, stream: Hashable, here: Mark) -> Reads | None:
+    def reads(
+        self, batch: PairedBatch, facts: LookupResults, stream: Hashable, here: StreamMark
+    ) -> LookupRequest | None:
         """Ask for the fresh chunks once more, for what lay in their place, late for super-features, and for bytes.
 
         `here`: where the next chunk of `stream` will be stored.
         """
         if facts.chunks is None:
-            self._batch = _WorkedOut()
+            self._batch = _BatchState()
         if not len(batch.fresh.fresh):  # duplicates alone: nothing to look for, and asking costs 0.5 ms a batch
             if self._local:
                 self._alignment.begin(batch.fresh.batch, stream, here)
@@ -98,14 +100,14 @@ class BaseFinder:
                 return more
             self._batch.near_done = True
         if not self._similar or facts.similar is not None:
-            return self._crowded_ones(batch, facts, stream)
+            return self._overdeep_chunks(batch, facts, stream)
         if self._asks_bases == "late" and facts.bases is None:
             return self._late_question(batch, facts, stream)
         paired = self.with_bases(batch, facts)
         asked = self._asked(paired, facts, stream)
-        return Reads(similar=paired.bases.take(asked), depth_below=self._depth_below, no_deltas=self._no_deltas)
+        return LookupRequest(similar=paired.bases.take(asked), depth_below=self._depth_below, no_deltas=self._no_deltas)
 
-    def with_bases(self, batch: PairedBatch, facts: Facts) -> PairedBatch:
+    def with_bases(self, batch: PairedBatch, facts: LookupResults) -> PairedBatch:
         """Return `batch` with the candidates that were found when this stage asked for them."""
         if facts.bases is None:
             return batch
@@ -118,88 +120,92 @@ class BaseFinder:
         bases.ordinals[asked] = facts.bases.locations.ordinals
         return replace(batch, base_found=found, bases=bases, base_rank=ranks)
 
-    def choose(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> tuple[Chosen, Contents]:
+    def choose(self, batch: PairedBatch, facts: LookupResults, stream: Hashable) -> tuple[BaseChoice, Contents]:
         """Return the bases of all fresh chunks, and their bytes; the batch is done then.
 
         `batch` as `with_bases` returned it.
         """
         of = self._batch
-        similar = self._similar_ones(batch, facts, stream) if of.similar is None else of.similar
+        similar = self._similar_chunks(batch, facts, stream) if of.similar is None else of.similar
         near = [] if of.near is None else of.near.parts
-        chosen = choice.joined(len(batch.fresh.fresh), [*near, *similar])
+        chosen = choice.join_choices(len(batch.fresh.fresh), [*near, *similar])
         if self._local:
             self._alignment.follow(batch, stream, facts.neighbours)
-        self._batch = _WorkedOut()
+        self._batch = _BatchState()
         return chosen
 
-    def pass_known(self, fresh: FreshBatch, stream: Hashable, here: Mark) -> None:
+    def pass_known(self, fresh: FreshBatch, stream: Hashable, here: StreamMark) -> None:
         """Take note of a batch of known segments alone."""
         if self._local:
             self._alignment.pass_known(fresh, stream, here)
 
-    def _first_question(self, batch: PairedBatch, stream: Hashable, here: Mark) -> Reads:
+    def _first_question(self, batch: PairedBatch, stream: Hashable, here: StreamMark) -> LookupRequest:
         names = batch.fresh.batch.names[batch.fresh.fresh]
         gaps = self._alignment.gaps(batch, stream, here) if self._local else None
         if self._asks_bases == "again" and self._similar:
             unknown = batch.super_features[~batch.base_found]
-            return Reads(names=names, sketch=batch.sketch, super_features=unknown, gaps=gaps)
-        return Reads(names=names, gaps=gaps)
+            return LookupRequest(names=names, sketch=batch.sketch, super_features=unknown, gaps=gaps)
+        return LookupRequest(names=names, gaps=gaps)
 
-    def _late_question(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> Reads:
+    def _late_question(self, batch: PairedBatch, facts: LookupResults, stream: Hashable) -> LookupRequest:
         """Ask for what the super-features name, of those ranks of which enough turn out to be bases."""
         super_features = batch.super_features[self._without_base(batch, facts)]
-        ranks = self._rank_trials.asked(_alone(batch, stream), super_features.shape[1])
-        return Reads(sketch=batch.sketch, super_features=np.where(ranks, super_features, np.uint64(0)))
+        ranks = self._rank_trials.should_request(_only_blob(batch, stream), super_features.shape[1])
+        return LookupRequest(sketch=batch.sketch, super_features=np.where(ranks, super_features, np.uint64(0)))
 
-    def _near(self, batch: PairedBatch, facts: Facts, neighbours: Neighbours, stream: Hashable) -> Reads | None:
+    def _near(
+        self, batch: PairedBatch, facts: LookupResults, neighbours: Neighbours, stream: Hashable
+    ) -> LookupRequest | None:
         """Ask for old neighbours until all were tried that are worth it; None: they were. The next trials follow."""
         of = self._batch
         if of.near is None:
-            if not self._trials.wanted(_alone(batch, stream)):
+            if not self._trials.should_try(_only_blob(batch, stream)):
                 return None
             no_deltas, helpers = self._no_deltas, self._helpers
-            of.near = Near(_targets(batch), neighbours, self._max_depth, no_deltas=no_deltas, helpers=helpers)
+            of.near = LocalityCandidates(
+                _targets(batch), neighbours, self._max_depth, no_deltas=no_deltas, helpers=helpers
+            )
         more = of.near.reads(facts)
         if more is None:
             had_some = int(neighbours.fresh[np.diff(neighbours.bounds) > 0].sum())
-            self._trials.heard(had_some, int(np.count_nonzero(of.near.found)))
+            self._trials.record_result(had_some, int(np.count_nonzero(of.near.found)))
         return more
 
-    def _crowded_ones(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> Reads | None:
+    def _overdeep_chunks(self, batch: PairedBatch, facts: LookupResults, stream: Hashable) -> LookupRequest | None:
         """Ask for shallower bases of chunks that would stand at the end of a chain which super-features found."""
         if not self._tries:
             return None
         of = self._batch
         if of.similar is None:
-            of.similar = self._similar_ones(self.with_bases(batch, facts), facts, stream)
-            of.crowded = crowded(of.similar, self._max_depth)
+            of.similar = self._similar_chunks(self.with_bases(batch, facts), facts, stream)
+            of.crowded = find_overdeep(of.similar, self._max_depth)
         elif of.crowded is not None and facts.lower is not None:
             lower = facts.lower
-            of.similar, of.crowded = relieved(of.similar, of.crowded, _targets(batch), lower, self._helpers)
+            of.similar, of.crowded = reduce_depth(of.similar, of.crowded, _targets(batch), lower, self._helpers)
         if of.crowded is None:
             return None
         bounds = of.crowded.bounds
-        return Reads(
+        return LookupRequest(
             lower=of.crowded.asked, depth_below=of.crowded.depth_below, no_deltas=self._no_deltas, bounds=bounds
         )
 
-    def _without_base(self, batch: PairedBatch, facts: Facts) -> Bools:
+    def _without_base(self, batch: PairedBatch, facts: LookupResults) -> Bools:
         """Return which fresh chunks are still unknown, and locality found no base for them."""
         assert facts.chunks is not None
         near = self._batch.near
         return ~facts.chunks.found if near is None else ~(facts.chunks.found | near.found)
 
-    def _asked(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> Bools:
+    def _asked(self, batch: PairedBatch, facts: LookupResults, stream: Hashable) -> Bools:
         """Return which fresh chunks are to try the base that a super-feature found."""
         if self._batch.asked is None:
             asked = batch.base_found & self._without_base(batch, facts)
             if self._asks_bases != "late":  # then no other was asked for
                 rows = np.flatnonzero(asked)
-                asked[rows] = self._rank_trials.wanted(_alone(batch, stream), batch.base_rank[rows])
+                asked[rows] = self._rank_trials.should_try(_only_blob(batch, stream), batch.base_rank[rows])
             self._batch.asked = asked
         return self._batch.asked
 
-    def _similar_ones(self, batch: PairedBatch, facts: Facts, stream: Hashable) -> list[choice.Part]:
+    def _similar_chunks(self, batch: PairedBatch, facts: LookupResults, stream: Hashable) -> list[choice.Part]:
         """Return what was chosen of what super-features found. The next batch's trials follow from it."""
         if facts.similar is None:
             return []
@@ -208,8 +214,8 @@ class BaseFinder:
             each = np.arange(len(asked) + 1, dtype=np.uint32)
             similar = try_bases(_targets(batch).take(asked), each, facts.similar, each, self._helpers)
         else:
-            similar = choice.untried(facts.similar, self._max_depth)
-        self._rank_trials.heard(batch.base_rank[asked], similar.found)
+            similar = choice.choose_untried(facts.similar, self._max_depth)
+        self._rank_trials.record_result(batch.base_rank[asked], similar.found)
         return [choice.Part(asked, similar, facts.similar, batch.base_rank[asked])] if similar.found.any() else []
 
 
@@ -218,7 +224,7 @@ def _targets(batch: PairedBatch) -> Targets:
     return Targets(segments.payload, segments.offsets[rows], segments.lengths[rows])
 
 
-def _alone(batch: PairedBatch, stream: Hashable) -> Hashable:
+def _only_blob(batch: PairedBatch, stream: Hashable) -> Hashable:
     """Return the blob that a batch belongs to, None for one of several."""
     blobs = batch.fresh.batch.blobs
     return (stream, int(blobs[0])) if (blobs == blobs[0]).all() else None

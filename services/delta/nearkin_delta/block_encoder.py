@@ -17,7 +17,7 @@ from backports.zstd import CompressionParameter
 from numpy.typing import NDArray
 
 from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
-from nearkin_delta.compression_params import Searches, deeper, log_of, of_rounds
+from nearkin_delta.compression_params import AdaptiveSearch, deepen, gc_options, log_of
 from nearkin_shared.config.reduction import BlockSettings, DeltaSettings
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import EncodedBlock, encode_block, encode_patch
@@ -27,7 +27,7 @@ from nearkin_shared.kernels.table_rows import rows_to_fill
 from nearkin_shared.kernels.zstd_frames import FrameEncoder
 from nearkin_shared.limits import KIB, MIB, PREFIX_BYTES_MIN
 from nearkin_shared.types import U8, U32, U64, ContainerId, Locations, offsets_of
-from nearkin_shared.utils.buffers import Buffers, Slabs
+from nearkin_shared.utils.buffers import BufferPool, SlabAllocator
 from nearkin_shared.utils.frozen import frozen
 
 PREFIX_BYTES_MAX = 2 * MIB
@@ -62,13 +62,13 @@ SMALL_RAW_BYTES_MAX = 8 * MIB
 """Above either an encoder takes 50 to 390 MB: there is one."""
 
 
-class Keeper(Protocol):
+class DecodedBlockCache(Protocol):
     """Keeps what blocks decode to for those that will lean on them, so that nothing just written is decoded."""
 
     def room(self, size_bytes: int) -> U8:
         """Return uint8[size_bytes], its content undefined."""
 
-    def keep_written(self, container: ContainerId, block: int, decoded: U8) -> None:
+    def cache_written(self, container: ContainerId, block: int, decoded: U8) -> None:
         """Take what a block decodes to that was just encoded, and compared."""
 
 
@@ -122,7 +122,7 @@ class OpenBlock:
         self.used = 0
         self.rest_bytes = 0
         """What its chunks are estimated at with their bases, where they have some."""
-        self._take = Buffers(0).take if take is None else take
+        self._take = BufferPool(0).take if take is None else take
         self.room = self._take(limit_bytes + min(last_chunk_bytes, limit_bytes // SLACK_SHARE))
         self.bases_so_far = BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX) if prefix is None else prefix
         self.span_bytes = 0
@@ -141,7 +141,7 @@ class OpenBlock:
         return self.room[: self.used]
 
     @property
-    def fills_its_room(self) -> bool:
+    def is_filled(self) -> bool:
         """Return whether its memory may be kept as what it decodes to: little of it is slack."""
         return self.used * 4 >= len(self.room) * 3
 
@@ -166,7 +166,7 @@ class OpenBlock:
         """Return the first of the rows, up to and with the one that fills the block; it has room for one such more."""
         return rows[: rows_to_fill(rows, encoded, self.limit_bytes - self.used)]
 
-    def lean_on(self, bases: BaseRows, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
+    def add_bases(self, bases: BaseRows, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
         """Gather the bases of rows as far as these fit with them; return which do."""
         fit = self.fitting(rows, encoded)
         return fit[: self.bases_so_far.add(fit, bases)]
@@ -183,7 +183,7 @@ class OpenBlock:
         self.used += int(sizes[-1])
         self.lengths.append(encoded)
 
-    def took(self, bases: Locations) -> None:
+    def record_bases(self, bases: Locations) -> None:
         """Remember the best base of each chunk that was appended."""
         self.bases.append(bases)
 
@@ -238,8 +238,8 @@ class BlockEncoder:
             CompressionParameter.compression_level: block.level,
             CompressionParameter.content_size_flag: 1,
         }
-        self._encoder = FrameEncoder(options, None if room is None else Slabs(room).cut)
-        self._searches = Searches(options, block.far_matches)
+        self._encoder = FrameEncoder(options, None if room is None else SlabAllocator(room).allocate)
+        self._searches = AdaptiveSearch(options, block.far_matches)
         self._raw_level = raw_level
         self._encode_deltas = xdelta3_encoder(delta.level)
         self._keep_in = room if keep else None
@@ -253,7 +253,7 @@ class BlockEncoder:
         closed = self._smallest(open_block)
         if self._keep_in is None or closed.block.kind == container_layout.XDELTA3:
             return closed
-        if open_block.fills_its_room:
+        if open_block.is_filled:
             return closed.with_decoded(open_block.bytes_so_far)
         decoded = self._keep_in(open_block.used)
         decoded[:] = open_block.bytes_so_far
@@ -297,7 +297,7 @@ class BlockEncoder:
             CompressionParameter.window_log: log_of(reach),
         }
         if self._far:
-            options |= deeper(self._level)
+            options |= deepen(self._level)
         if self._level <= FAST_LEVEL_MAX:
             options[CompressionParameter.compression_level] = 1
             options[CompressionParameter.hash_log] = FAST_HASH_LOG
@@ -327,7 +327,7 @@ class BlockEncoder:
 
 def encode_again(chunks: U8, level: int, encoder: FrameEncoder) -> EncodedBlock:
     """Return a block that leans on nothing, as a round writes it. Raises Corrupt where it does not decode again."""
-    return encode_block(chunks, container_layout.RAW, 0, encoder, of_rounds(level, len(chunks)))
+    return encode_block(chunks, container_layout.RAW, 0, encoder, gc_options(level, len(chunks)))
 
 
 def encoders_max(block: BlockSettings) -> int:
@@ -347,7 +347,7 @@ class BlockCloser:
         block: BlockSettings,
         delta: DeltaSettings,
         threads: Executor | None = None,
-        keeper: Keeper | None = None,
+        keeper: DecodedBlockCache | None = None,
         prefixes: SparePrefixes | None = None,
         last_chunk_bytes: int = LAST_CHUNK_BYTES,
     ) -> None:
@@ -356,7 +356,7 @@ class BlockCloser:
         `prefixes`: those that earlier puts left. `last_chunk_bytes`: what may pass a block's limit.
         """
         self._last_chunk_bytes = last_chunk_bytes
-        self.room: Callable[[int], U8] = Buffers(SPARE_BYTES_MAX).take if keeper is None else keeper.room
+        self.room: Callable[[int], U8] = BufferPool(SPARE_BYTES_MAX).take if keeper is None else keeper.room
         """Gives memory of so many bytes, undefined: the keeper's, or what this one's blocks leave for the next."""
         self._new_encoder = partial(BlockEncoder, block, delta, self.room, keep=keeper is not None)
         self._encoders: deque[BlockEncoder] = deque()
@@ -371,7 +371,7 @@ class BlockCloser:
         return OpenBlock(number, kind, depth, limit_bytes, self.room, prefix, self._last_chunk_bytes)
 
     @property
-    def at_once(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Return whether `close` encodes before it returns."""
         return self._threads is None
 
@@ -385,20 +385,20 @@ class BlockCloser:
             encoder = self._encoders.pop()
         except IndexError:
             encoder = self._new_encoder()
-        closed = [self._encoded(encoder, block) for block in blocks]
+        closed = [self._encode(encoder, block) for block in blocks]
         self._encoders.append(encoder)
         return closed
 
-    def _encoded(self, encoder: BlockEncoder, block: OpenBlock) -> ClosedBlock:
+    def _encode(self, encoder: BlockEncoder, block: OpenBlock) -> ClosedBlock:
         closed = encoder.close(block)
         prefix = block.without_prefix()
         if block.kind == container_layout.PATCH:  # none of the others' is ever filled
             self._prefixes.give_back(prefix)
         return closed
 
-    def settle(self, container: ContainerId, block: OpenBlock, closed: ClosedBlock) -> ClosedBlock:
+    def await_encoding(self, container: ContainerId, block: OpenBlock, closed: ClosedBlock) -> ClosedBlock:
         """Take what a closed block decodes to; return it without."""
         if self._keeper is None or closed.decoded is None:
             return closed
-        self._keeper.keep_written(container, block.number, closed.decoded)
+        self._keeper.cache_written(container, block.number, closed.decoded)
         return closed.with_decoded(None)

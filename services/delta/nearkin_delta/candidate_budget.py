@@ -28,7 +28,7 @@ EVERY = 8
 """Meanwhile one batch in so many is tried."""
 
 
-class Trials:
+class CandidateBudget:
     """Whether the next batch's candidates of one kind are tried."""
 
     def __init__(self, few: float = FEW, chunks_min: int = CHUNKS_MIN) -> None:
@@ -38,7 +38,7 @@ class Trials:
         self._blob: Hashable = None
         self._tried = self._found = self._skipped = 0
 
-    def wanted(self, blob: Hashable) -> bool:
+    def should_try(self, blob: Hashable) -> bool:
         """Return whether to try a batch that belongs to `blob`, and to it alone; None: to several, which are tried."""
         if blob is None or blob != self._blob:
             self._blob = blob
@@ -49,7 +49,7 @@ class Trials:
         self._skipped += 1
         return False
 
-    def heard(self, tried: int, found: int) -> None:
+    def record_result(self, tried: int, found: int) -> None:
         """Take what came out for a batch that was tried: of `tried` chunks with candidates `found` have a base."""
         self._tried += tried
         self._found += found
@@ -57,31 +57,31 @@ class Trials:
             self._tried, self._found = self._tried // 2, self._found // 2
 
 
-class RankTrials:
+class RankBudget:
     """Which ranks of super-features are tried in the next batch: each by what its own candidates came to."""
 
     def __init__(self, few: float = FEW_OF_RANK) -> None:
         """`few`: as of Trials, for each rank."""
         self._few = few
-        self._of: dict[int, Trials] = {}
+        self._of: dict[int, CandidateBudget] = {}
 
-    def asked(self, blob: Hashable, ranks: int) -> Bools:
+    def should_request(self, blob: Hashable, ranks: int) -> Bools:
         """Return whether a batch asks for candidates of each of so many ranks at all; `blob` as for Trials."""
-        return np.array([self._trials(rank).wanted(blob) for rank in range(ranks)], np.bool_)
+        return np.array([self._trials(rank).should_try(blob) for rank in range(ranks)], np.bool_)
 
-    def wanted(self, blob: Hashable, ranks: U8) -> Bools:
+    def should_try(self, blob: Hashable, ranks: U8) -> Bools:
         """Return whether to try each candidate of a batch that asked for all, by its rank; `blob` as for Trials."""
         tried = np.ones(len(ranks), np.bool_)
         for rank in np.flatnonzero(np.bincount(ranks)).tolist():
-            if not self._trials(rank).wanted(blob):
+            if not self._trials(rank).should_try(blob):
                 tried[ranks == rank] = False
         return tried
 
-    def _trials(self, rank: int) -> Trials:
-        return self._of.setdefault(rank, Trials(self._few, RANK_CHUNKS_MIN))
+    def _trials(self, rank: int) -> CandidateBudget:
+        return self._of.setdefault(rank, CandidateBudget(self._few, RANK_CHUNKS_MIN))
 
-    def heard(self, ranks: U8, found: Bools) -> None:
+    def record_result(self, ranks: U8, found: Bools) -> None:
         """Take what came out for those that were tried: which of them are bases."""
         counts, finds = np.bincount(ranks), np.bincount(ranks[found], minlength=int(ranks.max(initial=0)) + 1)
         for rank in np.flatnonzero(counts).tolist():
-            self._trials(rank).heard(int(counts[rank]), int(finds[rank]))
+            self._trials(rank).record_result(int(counts[rank]), int(finds[rank]))

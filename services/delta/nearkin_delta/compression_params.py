@@ -89,12 +89,12 @@ def log_of(reach_bytes: int) -> int:
     return min(WINDOW_LOG_MAX, max(WINDOW_LOG_MIN, (reach_bytes - 1).bit_length()))
 
 
-def deeper(level: int) -> dict[int, int]:
+def deepen(level: int) -> dict[int, int]:
     """Return what makes zstd search deeper than it does by itself at `level`."""
     return {CompressionParameter.search_log: SEARCH_LOG[level]} if level in SEARCH_LOG else {}
 
 
-def of_rounds(level: int, reach_bytes: int) -> dict[int, int]:
+def gc_options(level: int, reach_bytes: int) -> dict[int, int]:
     """Return zstd's options for what a round writes: nobody waits for it, and all of it is seen."""
     return {
         CompressionParameter.compression_level: level,
@@ -137,14 +137,14 @@ def _hardness(raw: U8, encoder: FrameEncoder) -> float:
     return encoder.encoded_bytes(sample, SAMPLED) / len(sample)
 
 
-class Searches:
+class AdaptiveSearch:
     """Writes raw blocks by the search that suits the stream."""
 
     def __init__(self, options: Mapping[int, int], far: bool) -> None:
         """`options`: zstd's, its level among them; `far`: whether far matches are looked for."""
         self._level = level = options[CompressionParameter.compression_level]
         self._options = options
-        more = deeper(level) | _wider(level)
+        more = deepen(level) | _wider(level)
         self._long, self._dense = {**options, **LONG, **more}, {**options, **DENSE, **more}
         self._plain = {**options, CompressionParameter.compression_level: QUICK_FOR} if level in SEARCH_LOG else None
         self._far = far
@@ -170,7 +170,7 @@ class Searches:
             return encode_block(raw, container_layout.RAW, 0, encoder, ways[self._won])
         least = encode_block(raw, container_layout.RAW, 0, encoder, ways[0])
         self._won = 0
-        if self._plain is not None and not self._plain_is_less(raw, encoder):
+        if self._plain is not None and not self._is_plain_smaller(raw, encoder):
             ways.pop()
         for number, way in enumerate(ways[1:], 1):  # two at a time in memory, however many ways there are
             tried = encode_block(raw, container_layout.RAW, 0, encoder, way)
@@ -179,11 +179,11 @@ class Searches:
         self._until_trial = TRIED_AGAIN_BLOCKS - 1
         return least
 
-    def _plain_is_less(self, raw: U8, encoder: FrameEncoder) -> bool:
+    def _is_plain_smaller(self, raw: U8, encoder: FrameEncoder) -> bool:
         """Return whether samples come out smaller at level 3 than when more is searched deeper."""
         assert self._plain is not None
         sample = _sample(raw, PLAIN_SAMPLE_BYTES)
-        deep = {**self._options, **deeper(self._level)}
+        deep = {**self._options, **deepen(self._level)}
         return encoder.encoded_bytes(sample, self._plain) < encoder.encoded_bytes(sample, deep)
 
     def _as_hard(self, hardness: float, quick: Mapping[int, int]) -> Mapping[int, int]:

@@ -76,7 +76,7 @@ class Prefixes:
     bases: Locations
     pieces: Pieces
 
-    def checked(self) -> BaseRows:
+    def validate(self) -> BaseRows:
         """Return them as blocks take them. Raises BadInput."""
         bases, pieces = self.bases, self.pieces
         return BaseRows(
@@ -216,7 +216,7 @@ class ContainerBuilder:
         if not count:  # all-duplicate data add nothing, batch after batch: 3 kB of empty arrays each, for ever
             return Locations.empty()
         numbers = np.zeros(count, np.uint32)
-        bases = None if fresh.prefixes is None else fresh.prefixes.checked()
+        bases = None if fresh.prefixes is None else fresh.prefixes.validate()
         windows = np.cumsum(fresh.encoded, dtype=np.int64) // SPAN_BYTES_MAX
         for depth in np.flatnonzero(np.bincount(fresh.depths)):
             rows = np.flatnonzero(fresh.depths == depth)
@@ -225,7 +225,7 @@ class ContainerBuilder:
                 if part[0] != rows[0] and depth in self._open:
                     self._close(int(depth))
                 self._append(fresh, bases, part, int(depth), numbers)
-        self._hand_over()
+        self._submit_closed()
         ordinals = np.arange(self.chunks, self.chunks + count, dtype=np.uint32)
         # Without its sources: they are whole batches, and all-duplicate data pass through one open container for ever.
         self._added.append(replace(fresh, sources=(_NO_BYTES, _NO_BYTES), prefixes=None, rest=None))
@@ -249,12 +249,12 @@ class ContainerBuilder:
                 block = self._open[depth] = self._closer.begin(self.blocks, kind, depth, limit)
                 self.blocks += 1
             if bases is not None and kind == container_layout.PATCH:
-                part = block.lean_on(bases, rows[taken:], fresh.encoded)
+                part = block.add_bases(bases, rows[taken:], fresh.encoded)
             else:
                 part = block.fitting(rows[taken:], fresh.encoded)
             if len(part):
                 block.append(fresh.sources, fresh.which[part], fresh.offsets[part], fresh.encoded[part])
-                block.took(fresh.bases.take(part))
+                block.record_bases(fresh.bases.take(part))
                 if fresh.rest is not None:
                     block.rest_bytes += int(fresh.rest[part].sum(dtype=np.int64))
                 numbers[part] = block.number
@@ -262,22 +262,22 @@ class ContainerBuilder:
             if block.full or not len(part):
                 self._close(depth)
 
-    def passed(self, stream_bytes: int) -> None:
+    def advance_stream(self, stream_bytes: int) -> None:
         """Hear how far the stream went on; close patch blocks that would span too much of it."""
         for depth, block in list(self._open.items()):
             block.span_bytes += stream_bytes
             if block.kind == container_layout.PATCH and block.span_bytes >= SPAN_BYTES_MAX:
                 self._close(depth)
-        self._hand_over()
+        self._submit_closed()
 
     def _close(self, depth: int) -> None:
         """Have a block encoded: until it is settled it counts as open, so that nothing depends on when that is done."""
         self._to_close.append(self._open.pop(depth))
         ready = self._to_close[len(self._handed) :]
-        if self._closer.at_once or sum(block.used for block in ready) >= HANDED_BYTES:
+        if self._closer.is_synchronous or sum(block.used for block in ready) >= HANDED_BYTES:
             self._handed += self._closer.close(ready)  # a thread can begin while the rest of the batch is placed
 
-    def _hand_over(self) -> None:
+    def _submit_closed(self) -> None:
         """Let the encoder have all blocks that were closed, and take some that it had if there are too many.
 
         Which are taken depends on what was closed between two calls, never on how much of it the encoder has by then.
@@ -294,23 +294,23 @@ class ContainerBuilder:
         for block, encoding in zip(blocks, encodings, strict=True):
             self._closing[block.number] = _Closing(block, encoding, self._turn)
 
-    def next_turn(self) -> None:
+    def next_batch(self) -> None:
         """Begin another batch: take the blocks that were closed in the batch before the last, and earlier ones.
 
         Those of the last one may still be encoded while this one is placed. Raises Corrupt as encoding does.
         """
         self._turn += 1
-        self._settle(self._turn - 1)
+        self._await_blocks(self._turn - 1)
 
-    def _settle(self, turn: int) -> None:
+    def _await_blocks(self, turn: int) -> None:
         """Wait for the blocks that were closed before `turn`, and take them as they came out."""
-        self._hand_over()
+        self._submit_closed()
         self._take(turn)
 
     def _take(self, turn: int) -> None:
         for number, closing in [entry for entry in self._closing.items() if entry[1].turn < turn]:
             closed = closing.encoding.result()
-            self._closed[number] = self._closer.settle(self.container, closing.block, closed)
+            self._closed[number] = self._closer.await_encoding(self.container, closing.block, closed)
             del self._closing[number]
             self._snapshot = None
 
@@ -385,7 +385,7 @@ class ContainerBuilder:
     def _chunk_table(self, kinds: U8, block_depths: U8) -> ChunkTable:
         added = self._added
         if len(added) > 1:
-            self._added = added = [_joined(added)]
+            self._added = added = [_join(added)]
             self._block_numbers = [np.concatenate(self._block_numbers)]
         if not added:
             none8, none32 = np.zeros(0, np.uint8), np.zeros(0, np.uint32)
@@ -427,12 +427,12 @@ class ContainerBuilder:
         """Have all blocks encoded, as far as they are filled; nothing more comes."""
         for depth in list(self._open):
             self._close(depth)
-        self._hand_over()
+        self._submit_closed()
 
     def finish(self) -> FinishedContainer:
         """Close all blocks, wait for them, and return what is to be written."""
         self.close()
-        self._settle(self._turn + 1)
+        self._await_blocks(self._turn + 1)
         return FinishedContainer(
             self.directory(self.container),
             [self._closed[number].block for number in range(self.blocks)],
@@ -444,7 +444,7 @@ class ContainerBuilder:
         )
 
 
-def _joined(added: list[Encodings]) -> Encodings:
+def _join(added: list[Encodings]) -> Encodings:
     return Encodings(
         np.concatenate([a.names for a in added]),
         np.concatenate([a.lengths for a in added]),

@@ -18,11 +18,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_delta.base_choice import Part, Targets, dropped, try_bases
+from nearkin_delta.base_choice import Part, Targets, try_bases, without_bases
 from nearkin_shared.pipeline.stage import Contents
 from nearkin_shared.types import U8, U32, Bools, Locations, bounds_of
 from nearkin_shared.utils.frozen import frozen
-from nearkin_shared.utils.thread_pool import ALONE, Helpers
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 FULL_REST = 0.08
 """With bases as deep as they may be a chunk takes this share of what it takes alone, or shallower ones are tried."""
@@ -33,7 +33,7 @@ LEVELS_MAX = 3
 
 
 @frozen
-class Crowded:
+class OverdeepChunks:
     """Chunks at the end of a full chain that leave too much over, and what may serve them so many levels up.
 
     `chunks` intp[m] of the batch's fresh ones; chunk i has rows bounds[i] to bounds[i + 1] of what is `asked`, each to
@@ -52,18 +52,18 @@ class Crowded:
         """Return below which depth bases are wanted."""
         return self.max_depth - self.level
 
-    def above(self, which: Bools) -> Crowded | None:
+    def next_level(self, which: Bools) -> OverdeepChunks | None:
         """Return some of the chunks for the next level up, None where there is none."""
         if not which.any() or self.level == min(LEVELS_MAX, self.max_depth - 1):
             return None
         counts = np.diff(self.bounds)
         asked = self.asked.take(np.repeat(which, counts))
-        return Crowded(
+        return OverdeepChunks(
             self.chunks[which], self.ranks[which], bounds_of(counts[which]), asked, self.max_depth, self.level + 1
         )
 
 
-def crowded(parts: Sequence[Part], max_depth: int) -> Crowded | None:
+def find_overdeep(parts: Sequence[Part], max_depth: int) -> OverdeepChunks | None:
     """Return the chunks whose bases are as deep as they may be and leave too much over, None where there are none."""
     if max_depth < 2:
         return None
@@ -78,12 +78,12 @@ def crowded(parts: Sequence[Part], max_depth: int) -> Crowded | None:
     if not sum(map(len, chunks)):
         return None
     bounds = bounds_of(np.concatenate(counts))
-    return Crowded(np.concatenate(chunks), np.concatenate(ranks), bounds, Locations.join(asked), max_depth)
+    return OverdeepChunks(np.concatenate(chunks), np.concatenate(ranks), bounds, Locations.join(asked), max_depth)
 
 
-def relieved(
-    parts: Sequence[Part], asked: Crowded, targets: Targets, bases: Contents, helpers: Helpers = ALONE
-) -> tuple[list[Part], Crowded | None]:
+def reduce_depth(
+    parts: Sequence[Part], asked: OverdeepChunks, targets: Targets, bases: Contents, helpers: ThreadPool = SERIAL
+) -> tuple[list[Part], OverdeepChunks | None]:
     """Return `parts` with shallower `bases` for those of the `asked` chunks that leave little enough over with them.
 
     And the others, for the level above.
@@ -92,10 +92,10 @@ def relieved(
     theirs = asked.bounds if bases.bounds is None else bases.bounds
     chosen = try_bases(targets.take(asked.chunks), each, bases, theirs, helpers)
     fits = chosen.found & (chosen.rest <= FULL_REST * GROWTH**asked.level * chosen.alone)
-    above = asked.above(~fits)
+    above = asked.next_level(~fits)
     if not fits.any():
         return list(parts), above
     moved = np.zeros(len(targets), np.bool_)
     moved[asked.chunks[fits]] = True
-    others = [replace(part, chosen=dropped(part.chosen, moved[part.chunks])) for part in parts]
-    return [*others, Part(asked.chunks, dropped(chosen, ~fits), bases, asked.ranks)], above
+    others = [replace(part, chosen=without_bases(part.chosen, moved[part.chunks])) for part in parts]
+    return [*others, Part(asked.chunks, without_bases(chosen, ~fits), bases, asked.ranks)], above

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from nearkin_shared.formats.block import EncodedBlock
 from nearkin_shared.formats.container import encode_container
 from nearkin_shared.formats.directory import Directory
-from nearkin_shared.index.container_entries import ContainerClaims, SealedContainer
+from nearkin_shared.index.container_entries import ContainerEntries, PublishableContainer
 from nearkin_shared.types import U8, U32, U64, ContainerId
 from nearkin_shared.utils.frozen import frozen
 
@@ -44,7 +44,7 @@ class FinishedContainer:
         """Return a block as it will be stored: a copy, so that a cache never pins the others."""
         return self.encoded[block].record
 
-    def seal(self) -> SealedContainer:
+    def seal(self) -> PublishableContainer:
         """Return the container as it is put, its directory read back before anything depends on it.
 
         Raises Corrupt where what was written is not what was meant.
@@ -60,5 +60,5 @@ class FinishedContainer:
             known.segments,
             known.prefixes,
         )
-        claims = ContainerClaims(encoded.read_back("a container just built"), self.segment_ids, self.super_features)
-        return SealedContainer(known.container, encoded.parts, claims)
+        claims = ContainerEntries(encoded.read_back("a container just built"), self.segment_ids, self.super_features)
+        return PublishableContainer(known.container, encoded.parts, claims)

@@ -43,7 +43,7 @@ Place = tuple[int, int, int]
 
 
 @frozen
-class Mark:
+class StreamMark:
     """A place in the stream of containers: the open one, and how many chunks and segments it holds."""
 
     container: int
@@ -51,30 +51,30 @@ class Mark:
     segments: int = 0
 
 
-EVERYTHING_BEFORE = Mark((1 << 64) - 1)
+EVERYTHING_BEFORE = StreamMark((1 << 64) - 1)
 
 
-class _Way:
+class _StreamTrail:
     """Where containers stood while a blob passed, OWN_BYTES back: some 30 marks."""
 
-    def __init__(self, began: Mark) -> None:
+    def __init__(self, began: StreamMark) -> None:
         self.began = began
-        self._marks: deque[tuple[int, Mark]] = deque()
+        self._marks: deque[tuple[int, StreamMark]] = deque()
         self._passed_bytes = 0
 
-    def stand(self, here: Mark) -> None:
+    def record(self, here: StreamMark) -> None:
         """The blob goes on here."""
         if not self._marks or self._passed_bytes - self._marks[-1][0] >= MARK_BYTES:
             self._marks.append((self._passed_bytes, here))
         while len(self._marks) > 1 and self._passed_bytes - self._marks[1][0] >= OWN_BYTES:
             self._marks.popleft()
 
-    def passed(self, size_bytes: int) -> None:
+    def advance(self, size_bytes: int) -> None:
         """So much of the blob has passed since."""
         self._passed_bytes += size_bytes
 
     @property
-    def lately(self) -> Mark:
+    def recent_start(self) -> StreamMark:
         """Return from where on containers have what the blob stored OWN_BYTES ago, or less."""
         return self._marks[0][1]
 
@@ -99,9 +99,9 @@ class Alignment:
 
     def __init__(self) -> None:
         self._places: OrderedDict[Hashable, Place] = OrderedDict()
-        self._ways: OrderedDict[Hashable, _Way] = OrderedDict()
+        self._ways: OrderedDict[Hashable, _StreamTrail] = OrderedDict()
 
-    def gaps(self, batch: PairedBatch, stream: Hashable, here: Mark = EVERYTHING_BEFORE) -> Gaps:
+    def gaps(self, batch: PairedBatch, stream: Hashable, here: StreamMark = EVERYTHING_BEFORE) -> Gaps:
         """Return the gaps of a batch; those at its start go on where its blob's last batch ended.
 
         `here` is where the next chunk will be stored: for a blob that is new to this, where it began.
@@ -118,8 +118,8 @@ class Alignment:
         part = within // GAP_CHUNKS_MAX
         starts = np.flatnonzero(within % GAP_CHUNKS_MAX == 0)
         ends = np.append(starts[1:], len(rows)) - 1
-        left_kinds, lefts = _taken(anchors, left[starts])
-        right_kinds, rights = _taken(anchors, right[ends])
+        left_kinds, lefts = _select(anchors, left[starts])
+        right_kinds, rights = _select(anchors, right[ends])
         left_kinds[part[starts] > 0] = Anchor.CONTINUED
         right_kinds[np.append(run[starts[1:]] == run[ends[:-1]], False)] = Anchor.NONE
         for gap in np.flatnonzero(left_kinds == Anchor.NONE).tolist():
@@ -128,10 +128,10 @@ class Alignment:
                 left_kinds[gap], lefts.containers[gap], lefts.ordinals[gap] = place
         return Gaps(lefts, left_kinds, rights, right_kinds, np.diff(np.append(starts, len(rows))).astype(np.uint32))
 
-    def begin(self, segments: SegmentBatch, stream: Hashable, here: Mark) -> None:
+    def begin(self, segments: SegmentBatch, stream: Hashable, here: StreamMark) -> None:
         """Remember from where the batch's blobs go on."""
         for number in distinct(segments.blobs).tolist():
-            self._ways.setdefault((stream, number), _Way(here)).stand(here)
+            self._ways.setdefault((stream, number), _StreamTrail(here)).record(here)
         while len(self._ways) > STREAMS_MAX:
             self._ways.popitem(last=False)
 
@@ -152,9 +152,9 @@ class Alignment:
             place = int(anchors.kinds[last]), int(locations.containers[last]), int(locations.ordinals[last])
         else:
             return  # zeros or repeats alone
-        self._stand((stream, blob), place)
+        self._record_mark((stream, blob), place)
 
-    def pass_known(self, fresh: FreshBatch, stream: Hashable, here: Mark) -> None:
+    def pass_known(self, fresh: FreshBatch, stream: Hashable, here: StreamMark) -> None:
         """Do what `begin` and `follow` do, for a batch of known segments alone."""
         segments = fresh.batch
         self.begin(segments, stream, here)
@@ -163,11 +163,11 @@ class Alignment:
         mine = np.flatnonzero(segments.blobs == segments.blobs[-1])
         at = fresh.segment_locations.take(mine)
         known = _Anchors(np.full(len(mine), Anchor.SEGMENT, np.uint8), at, segments.blobs[mine])
-        older = np.flatnonzero(~self._stored_since(known, _blobs(known), stream, _lately))
+        older = np.flatnonzero(~self._are_stored_since(known, _blobs(known), stream, _recent_start_of))
         blob = self._pass_last(segments, stream)
         if len(older):
             last = older[-1]
-            self._stand((stream, blob), (Anchor.SEGMENT, int(at.containers[last]), int(at.ordinals[last])))
+            self._record_mark((stream, blob), (Anchor.SEGMENT, int(at.containers[last]), int(at.ordinals[last])))
 
     def _pass_last(self, segments: SegmentBatch, stream: Hashable) -> int:
         """Count what has passed of the batch's last blob, return its number; those before it have mostly ended."""
@@ -175,10 +175,10 @@ class Alignment:
         way = self._ways.get((stream, blob))
         if way is not None:
             first = int(np.argmax(segments.blobs == blob))
-            way.passed(int(segments.lengths[segments.chunk_bounds[first] :].sum(dtype=np.uint64)))
+            way.advance(int(segments.lengths[segments.chunk_bounds[first] :].sum(dtype=np.uint64)))
         return blob
 
-    def _stand(self, key: tuple[Hashable, int], place: Place | None) -> None:
+    def _record_mark(self, key: tuple[Hashable, int], place: Place | None) -> None:
         self._places.pop(key, None)
         if place is not None:
             self._places[key] = place
@@ -188,13 +188,17 @@ class Alignment:
     def _anchors(self, batch: PairedBatch, stream: Hashable) -> _Anchors:
         anchors = _anchors(batch)
         blobs = _blobs(anchors)
-        own, lately = (self._stored_since(anchors, blobs, stream, since) for since in (_began, _lately))
+        own, lately = (self._are_stored_since(anchors, blobs, stream, since) for since in (_start_of, _recent_start_of))
         is_history = OWN_SHARE * np.count_nonzero(own & ~lately) >= np.count_nonzero(~batch.fresh.batch.zero)
         anchors.kinds[lately if is_history else own] = Anchor.NONE
         return anchors
 
-    def _stored_since(
-        self, places: _Anchors, blobs: tuple[U32, NDArray[np.intp]], stream: Hashable, since: Callable[[_Way], Mark]
+    def _are_stored_since(
+        self,
+        places: _Anchors,
+        blobs: tuple[U32, NDArray[np.intp]],
+        stream: Hashable,
+        since: Callable[[_StreamTrail], StreamMark],
     ) -> Bools:
         """Return which places, of `_blobs(places)`, were stored since their blob stood where `since` says."""
         numbers, of = blobs
@@ -214,12 +218,12 @@ def _blobs(places: _Anchors) -> tuple[U32, NDArray[np.intp]]:
     return np.unique(places.blobs, return_inverse=True)
 
 
-def _began(way: _Way) -> Mark:
+def _start_of(way: _StreamTrail) -> StreamMark:
     return way.began
 
 
-def _lately(way: _Way) -> Mark:
-    return way.lately
+def _recent_start_of(way: _StreamTrail) -> StreamMark:
+    return way.recent_start
 
 
 def _anchors(batch: PairedBatch) -> _Anchors:
@@ -247,7 +251,7 @@ def _nearest(anchors: _Anchors) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     return before, after
 
 
-def _taken(anchors: _Anchors, rows: NDArray[np.intp]) -> tuple[U8, Locations]:
+def _select(anchors: _Anchors, rows: NDArray[np.intp]) -> tuple[U8, Locations]:
     """Return (kinds, locations) of the anchors in `rows`; kind NONE for row -1."""
     kinds = np.where(rows >= 0, anchors.kinds[rows], np.uint8(Anchor.NONE)).astype(np.uint8)
     return kinds, anchors.locations.take(rows)

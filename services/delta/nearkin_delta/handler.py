@@ -18,17 +18,17 @@ import numpy as np
 
 from nearkin_delta import DeltaOutcome, DeltaStage, FinishedContainer
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError, Corrupt, Erased, KeysLost, Permanent, Retryable
+from nearkin_shared.errors import ConfigError, Corrupt, KeysLost, PermanentError, RetryableError, TenantErased
 from nearkin_shared.formats.message import End, Envelope, Message, Paired, Placed, encode
 from nearkin_shared.index.catalog import summarise
-from nearkin_shared.index.container_entries import ContainerClaims, SealedContainer
+from nearkin_shared.index.container_entries import ContainerEntries, PublishableContainer
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.coalesce import follows, merged_pairs, segments_of
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
 from nearkin_shared.kafka.record_guard import TENANTS_MAX, RecordGuard, headers_of, trace_of
-from nearkin_shared.kafka.tenant_context import Lane, Lanes
+from nearkin_shared.kafka.tenant_context import TenantContext, TenantContexts
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.observability import tracing
 from nearkin_shared.observability.stage_metrics import count_sealed
@@ -54,7 +54,7 @@ HELD_MAX = 20_000
 
 
 @frozen
-class _Held:
+class _PendingMessage:
     """A message that is worked on; told onwards once its container is durable. `weight` its share of it, in bytes."""
 
     record: Record
@@ -66,10 +66,10 @@ class _Held:
 class _Open:
     """A tenant's open container."""
 
-    lane: Lane
+    lane: TenantContext
     settings: Settings
     stage: DeltaStage
-    held: list[_Held] = field(default_factory=list)
+    held: list[_PendingMessage] = field(default_factory=list)
     since: float = 0.0
     ended: float | None = None
     began: float = 0.0
@@ -80,9 +80,9 @@ class _Open:
 class _Job:
     """What the commit thread does in one step."""
 
-    lane: Lane
+    lane: TenantContext
     container: FinishedContainer | None
-    held: Sequence[_Held]
+    held: Sequence[_PendingMessage]
     began: float = 0.0
 
 
@@ -122,14 +122,14 @@ def check_grace(settings: Settings) -> None:
         )
 
 
-class PlaceHandler:
+class DeltaHandler:
     """Encodes and stores."""
 
     def __init__(
         self,
         settings: Settings,
         current: Callable[[], Settings],
-        lanes: Lanes,
+        lanes: TenantContexts,
         worker: str,
         authenticator: EnvelopeAuthenticator | None,
     ) -> None:
@@ -147,7 +147,7 @@ class PlaceHandler:
         self._committer: Worker[_Job] = Worker("delta-commit", self._commit, JOBS_MAX)
         self._busy = False
 
-    def assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
+    def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._offsets[partition] = PartitionOffsets()
 
     def handle(self, records: list[Record]) -> None:
@@ -155,8 +155,8 @@ class PlaceHandler:
         self._committer.check()  # what failed there is no fault of these records
         self._busy = True
         aside, run = False, _Run()
-        for record, message in zip(records, self._guard.decoded_many(records), strict=True):
-            self._offsets[record.partition].taken(record.offset)
+        for record, message in zip(records, self._guard.decode_many(records), strict=True):
+            self._offsets[record.partition].start(record.offset)
             if isinstance(message, Paired) and run.takes(message):
                 run.add(record, message)
                 continue
@@ -195,7 +195,7 @@ class PlaceHandler:
         self._committer.drain()
         self._collect()
 
-    def dropped(self, partition: int) -> None:  # noqa: D102
+    def on_dropped(self, partition: int) -> None:  # noqa: D102
         self._offsets.pop(partition, None)
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
@@ -223,10 +223,10 @@ class PlaceHandler:
             try:
                 opened = self._opened(run.parts[0][1].envelope.tenant)
                 patiently(lambda: self._place(opened, run.parts))
-            except Retryable:
+            except RetryableError:
                 raise
             except Exception as err:
-                _log.debug("%s: %d messages", run.parts[0][0].named, len(run.parts), exc_info=err)
+                _log.debug("%s: %d messages", run.parts[0][0].label, len(run.parts), exc_info=err)
             else:
                 return False
         aside = False
@@ -239,15 +239,15 @@ class PlaceHandler:
     def _one(self, record: Record, message: Message) -> bool:
         try:
             opened = self._opened(message.envelope.tenant)
-        except (Erased, KeysLost) as err:
-            refused: Permanent = err
+        except (TenantErased, KeysLost) as err:
+            refused: PermanentError = err
 
             def refuse() -> None:
                 raise refused
 
             return self._guard.carry_out(record, message.envelope, refuse)
         if isinstance(message, End):
-            self._hold(opened, _Held(record, message))
+            self._hold(opened, _PendingMessage(record, message))
             opened.ended = time.monotonic()
             if opened.stage.builder.empty:
                 self._seal(opened)
@@ -267,12 +267,12 @@ class PlaceHandler:
         found = lane.fingerprinter.name_chunks(batch.payload, batch.offsets[rows], batch.lengths[rows])
         wrong = np.flatnonzero(np.any(found != batch.names[rows], axis=1))
         if len(wrong):
-            raise Corrupt(f"{parts[0][0].named}: {len(wrong)} of {len(rows)} chunks are not what their names say")
+            raise Corrupt(f"{parts[0][0].label}: {len(wrong)} of {len(rows)} chunks are not what their names say")
         lane.collected.refresh()
         if opened.stage.builder.empty:
             opened.began = time.monotonic()
         opened.stage.begin()
-        lane.in_flight.opened(opened.stage.builder)
+        lane.in_flight.open_only(opened.stage.builder)
         opened.stage.stream = parts[0][1].envelope.blob
         outcome = run_stage(opened.stage, paired, lane.facts)
         placed = outcome.placed
@@ -298,10 +298,10 @@ class PlaceHandler:
                 ledger,
             )
             weight = ledger.unique_bytes - ledger.delta_chunk_bytes + ledger.delta_bytes + 8 * (some.stop - start)
-            self._hold(opened, _Held(record, told, weight))
+            self._hold(opened, _PendingMessage(record, told, weight))
             start = some.stop
         for container in outcome.finished:
-            self._hand_on(opened, container)
+            self._pass_on_container(opened, container)
         if opened.stage.builder.empty or len(opened.held) >= HELD_MAX:
             self._seal(opened)
 
@@ -323,7 +323,7 @@ class PlaceHandler:
         return opened
 
     @staticmethod
-    def _hold(opened: _Open, held: _Held) -> None:
+    def _hold(opened: _Open, held: _PendingMessage) -> None:
         if not opened.held:
             opened.since = time.monotonic()
         # Without its bytes: one container of 4 MiB kept 70 MiB of the messages of a log, up to 1 MB each.
@@ -332,12 +332,12 @@ class PlaceHandler:
     def _seal(self, opened: _Open) -> None:
         finished = opened.stage.flush()
         for container in finished:
-            self._hand_on(opened, container)
+            self._pass_on_container(opened, container)
         if not finished and opened.held:
             self._queue(opened, None)
 
-    def _hand_on(self, opened: _Open, container: FinishedContainer) -> None:
-        opened.lane.in_flight.finished(container)
+    def _pass_on_container(self, opened: _Open, container: FinishedContainer) -> None:
+        opened.lane.in_flight.on_finished(container)
         self._queue(opened, container)
 
     def _queue(self, opened: _Open, container: FinishedContainer | None) -> None:
@@ -352,22 +352,22 @@ class PlaceHandler:
                 return
             offsets = self._offsets.get(partition)
             if offsets is not None:
-                offsets.done(offset)
+                offsets.finish(offset)
 
     # --- the commit thread -------------------------------------------------------------------------------------------
 
     def _commit(self, job: _Job) -> None:
-        sealed = None if job.container is None else _sealed(job.container)
+        sealed = None if job.container is None else _encode_container(job.container)
         told = {"nearkin.bytes": 0 if sealed is None else sealed.size_bytes, "nearkin.messages": len(job.held)}
-        with tracing.linked("container", (trace_of(one.record) for one in job.held), told):
+        with tracing.linked_span("container", (trace_of(one.record) for one in job.held), told):
             try:
                 self._commit_job(job, sealed)
-            except Permanent as err:  # no fault of any one record, least of all of that which hears of it
-                raise Retryable(f"{err}: starting over") from err
+            except PermanentError as err:  # no fault of any one record, least of all of that which hears of it
+                raise RetryableError(f"{err}: starting over") from err
 
-    def _commit_job(self, job: _Job, container: SealedContainer | None) -> None:
+    def _commit_job(self, job: _Job, container: PublishableContainer | None) -> None:
         """1 put  2 publish  3 tell  4 flush: dying in between leaves dead space, or tells the same twice."""
-        held: Sequence[_Held] = job.held
+        held: Sequence[_PendingMessage] = job.held
         if container is not None:
             _in_time(job.lane, container, job.began)
             patiently(lambda: _put(job.lane, container))  # 1
@@ -375,7 +375,7 @@ class PlaceHandler:
             _in_time(job.lane, container, job.began)
             patiently(lambda: job.lane.index.publish(_claims(job.lane, container)))  # 2
             failpoint("place.published")
-            job.lane.pending.published([container.container])
+            job.lane.pending.on_published([container.container])
             job.lane.in_flight.durable(container.claims.directory)
             count_sealed(container.claims.directory)
             taken_bytes = job.lane.containers.takes_bytes(container.container, container.size_bytes)
@@ -397,39 +397,41 @@ def placed_key(envelope: Envelope) -> bytes:
     return bytes.fromhex(key_digest(envelope.tenant, envelope.key))
 
 
-def _sealed(container: FinishedContainer) -> SealedContainer:
+def _encode_container(container: FinishedContainer) -> PublishableContainer:
     """Write a container down. Where that fails memory did: nothing is wrong with any one message."""
     try:
         return container.seal()
     except Corrupt as err:
-        raise Retryable(f"container {container.container:016x}: {err}: starting over") from err
+        raise RetryableError(f"container {container.container:016x}: {err}: starting over") from err
 
 
-def _put(lane: Lane, container: SealedContainer) -> None:
+def _put(lane: TenantContext, container: PublishableContainer) -> None:
     """Put a container; one that is there with the same bytes was put by an earlier try."""
     try:
         lane.containers.put(container.container, container.parts)
-    except (Erased, KeysLost) as err:  # since its chunks came: what they are of is refused when it comes again
-        raise Retryable(f"container {container.container:016x}: {err}: starting over") from err
+    except (TenantErased, KeysLost) as err:  # since its chunks came: what they are of is refused when it comes again
+        raise RetryableError(f"container {container.container:016x}: {err}: starting over") from err
     except AlreadyExists as err:
         if lane.containers.raw(container.container) != container.data:
-            raise Retryable(f"container {container.container:016x}: another writer has this id; starting over") from err
+            raise RetryableError(
+                f"container {container.container:016x}: another writer has this id; starting over"
+            ) from err
 
 
-def _in_time(lane: Lane, container: SealedContainer, began: float) -> None:
+def _in_time(lane: TenantContext, container: PublishableContainer, began: float) -> None:
     """Refuse a container that was opened too long ago: what it leans on may have been collected since.
 
     By whichever clock says more: one may be set back meanwhile, the other stands still while the machine sleeps.
     """
     age_seconds = max(time.time() - (container.container >> 20) / 1000, time.monotonic() - began)
     if age_seconds > lane.collected.grace_seconds / 2:
-        raise Retryable(
+        raise RetryableError(
             f"container {container.container:016x}: {age_seconds:.0f} s old, and what it leans on may be collected "
             f"after {lane.collected.grace_seconds:.0f} s (gc.grace_seconds): starting over"
         )
 
 
-def _claims(lane: Lane, container: SealedContainer) -> ContainerClaims:
+def _claims(lane: TenantContext, container: PublishableContainer) -> ContainerEntries:
     """Return what may be found of a container: no segment that names what is condemned or gone.
 
     A message that waited for more than a grace brings such: its own blob's committer will see, no other must be told.
@@ -462,7 +464,9 @@ def _ledger(outcome: DeltaOutcome, rows: slice) -> Ledger:
     )
 
 
-def _with_shares(container: SealedContainer, held: Sequence[_Held], taken_bytes: int) -> list[_Held]:
+def _with_shares(
+    container: PublishableContainer, held: Sequence[_PendingMessage], taken_bytes: int
+) -> list[_PendingMessage]:
     """Return what is held with each message's share of the container, by weight; the shares add up to what it takes."""
     summary = summarise(container.claims)
     weights = np.array([one.weight for one in held], np.float64)

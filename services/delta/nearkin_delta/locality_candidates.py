@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin_delta.base_choice import Part, Targets, local_ranks, try_bases
-from nearkin_delta.depth_limit import Crowded, crowded, relieved
+from nearkin_delta.depth_limit import OverdeepChunks, find_overdeep, reduce_depth
 from nearkin_shared.limits import MIB
-from nearkin_shared.pipeline.stage import Facts, Neighbours, Reads
+from nearkin_shared.pipeline.stage import LookupRequest, LookupResults, Neighbours
 from nearkin_shared.types import U32, Bools, Locations, bounds_of
-from nearkin_shared.utils.thread_pool import ALONE, Helpers
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 SPAN_BYTES = 4 * MIB
 """Of fresh chunks. The 37th of a row of dumps decoded 1.9 GB so, and 3.0 by batches of 16 MiB (docs/adr/0033)."""
@@ -27,7 +27,7 @@ SPANS_MAX = 8
 """Of a batch: each asks once, and once more for each level, and a stage has ROUNDS_MAX questions."""
 
 
-class Near:
+class LocalityCandidates:
     """The bases that locality finds for one batch."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Near:
         max_depth: int,
         *,
         no_deltas: bool,
-        helpers: Helpers = ALONE,
+        helpers: ThreadPool = SERIAL,
     ) -> None:
         """`targets`: the fresh chunks, in stream order; `no_deltas`: a VCDIFF delta is no base."""
         self._targets, self._neighbours = targets, neighbours
@@ -47,7 +47,7 @@ class Near:
         self._span: slice | None = None
         """Gaps whose neighbours were asked for last; None: shallower ones were, or nothing yet."""
         self._open: list[Part] = []
-        self._crowded: Crowded | None = None
+        self._crowded: OverdeepChunks | None = None
         self.parts: list[Part] = []
         """What was chosen in the spans that are done."""
 
@@ -59,17 +59,19 @@ class Near:
             found[part.chunks[part.chosen.found]] = True
         return found
 
-    def reads(self, facts: Facts) -> Reads | None:
+    def reads(self, facts: LookupResults) -> LookupRequest | None:
         """Take the answer to what was asked last, and ask on; None: all spans are done."""
         if self._span is not None:
             self._open, self._span = [self._tried(self._span, facts)], None
-            self._crowded = crowded(self._open, self._max_depth)
+            self._crowded = find_overdeep(self._open, self._max_depth)
         elif self._crowded is not None and facts.lower is not None:
-            self._open, self._crowded = relieved(self._open, self._crowded, self._targets, facts.lower, self._helpers)
+            self._open, self._crowded = reduce_depth(
+                self._open, self._crowded, self._targets, facts.lower, self._helpers
+            )
         if self._crowded is not None:
             asked, below = self._crowded.asked, self._crowded.depth_below
             bounds = self._crowded.bounds
-            return Reads(lower=asked, depth_below=below, no_deltas=self._no_deltas, bounds=bounds)
+            return LookupRequest(lower=asked, depth_below=below, no_deltas=self._no_deltas, bounds=bounds)
         self.parts += self._open
         self._open = []
         while self._waiting:
@@ -78,7 +80,9 @@ class Near:
             if len(chunks):
                 self._span = span
                 bounds = self._theirs(span)
-                return Reads(contents=chunks, depth_below=self._max_depth, no_deltas=self._no_deltas, bounds=bounds)
+                return LookupRequest(
+                    contents=chunks, depth_below=self._max_depth, no_deltas=self._no_deltas, bounds=bounds
+                )
         return None
 
     def _chunks(self, span: slice) -> Locations:
@@ -91,7 +95,7 @@ class Near:
         theirs: U32 = bounds - bounds[0]
         return theirs
 
-    def _tried(self, span: slice, facts: Facts) -> Part:
+    def _tried(self, span: slice, facts: LookupResults) -> Part:
         assert facts.contents is not None
         mine = self._bounds[span.start : span.stop + 1]
         rows: NDArray[np.intp] = np.arange(mine[0], mine[-1], dtype=np.intp)

@@ -19,7 +19,7 @@ TABLE_LOG_MAX = 22
 """Tables of as many entries as a block has bytes, up to 4 million: 16 MiB each."""
 
 
-def encode_gathered(raw: U8, prefix: U8 | None, depth: int, level: int, encoder: FrameEncoder) -> EncodedBlock:
+def encode_merged(raw: U8, prefix: U8 | None, depth: int, level: int, encoder: FrameEncoder) -> EncodedBlock:
     """Return a block, a patch of `prefix` where there is one. Raises Corrupt where it does not decode again.
 
     An `encoder` keeps its tables for the next block: to touch 40 MB of new ones takes 5 to 20 ms.

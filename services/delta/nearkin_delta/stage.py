@@ -12,19 +12,19 @@ from dataclasses import field
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_delta.base_choice import Chosen, only
+from nearkin_delta.base_choice import BaseChoice, only
 from nearkin_delta.base_search import AsksBases, BaseFinder
-from nearkin_delta.block_encoder import BlockCloser, Keeper, SparePrefixes
+from nearkin_delta.block_encoder import BlockCloser, DecodedBlockCache, SparePrefixes
 from nearkin_delta.codecs import Deltas, check_round_trip, codec, pairs_with
 from nearkin_delta.container_builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_delta.delta_or_raw import keep_delta
 from nearkin_delta.finished_container import FinishedContainer
-from nearkin_delta.gap_alignment import Mark
+from nearkin_delta.gap_alignment import StreamMark
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.formats.container_layout import PATCH
 from nearkin_shared.kernels.fingerprint_table import first_occurrence
 from nearkin_shared.limits import MIB
-from nearkin_shared.pipeline.stage import Contents, Facts, Found, Reads
+from nearkin_shared.pipeline.stage import Contents, FoundLocations, LookupRequest, LookupResults
 from nearkin_shared.types import (
     NAME_BYTES,
     SEGMENT_ID_BYTES,
@@ -38,11 +38,11 @@ from nearkin_shared.types import (
     PairedBatch,
 )
 from nearkin_shared.utils.frozen import frozen
-from nearkin_shared.utils.thread_pool import ALONE, Helpers
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 
 @frozen
-class Placed:
+class PendingContainer:
     """What may be found from now on by this process alone; the index hears of it when the container is durable."""
 
     names: U8
@@ -70,7 +70,7 @@ class ChunkCounts:
 class DeltaOutcome:
     """The batch's effects: `segments` in stream order with their `blobs`; containers that are finished, in order."""
 
-    placed: Placed
+    placed: PendingContainer
     blobs: U32
     segments: Locations
     segment_known: Bools
@@ -78,9 +78,9 @@ class DeltaOutcome:
     finished: tuple[FinishedContainer, ...] = field(default_factory=tuple)
 
 
-ASIDE_BYTES_MAX = 16 * MIB
+PENDING_BYTES_MAX = 16 * MIB
 """A container of more is finished at once: it would be held twice in memory for an encoder that is busy anyway."""
-NOTHING_FRESH = Found(Locations.empty(), np.zeros(0, np.bool_))
+NOTHING_FRESH = FoundLocations(Locations.empty(), np.zeros(0, np.bool_))
 
 
 class DeltaStage:
@@ -97,9 +97,9 @@ class DeltaStage:
         asks_bases: AsksBases = "never",
         encoding: Executor | None = None,
         sets_aside: bool = False,
-        keeper: Keeper | None = None,
+        keeper: DecodedBlockCache | None = None,
         prefixes: SparePrefixes | None = None,
-        helpers: Helpers = ALONE,
+        helpers: ThreadPool = SERIAL,
     ) -> None:
         """`encoding`: threads that encode the blocks of one batch while the next is read and looked up.
 
@@ -117,7 +117,7 @@ class DeltaStage:
         chunk_bytes = int(settings.chunker.max_bytes)
         self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper, prefixes, chunk_bytes)
         self.builder = self._new_builder((1, 2))
-        self._sets_aside = sets_aside and int(settings.container.target_bytes) <= ASIDE_BYTES_MAX
+        self._sets_aside = sets_aside and int(settings.container.target_bytes) <= PENDING_BYTES_MAX
         self._full: ContainerBuilder | None = None
         """A container that takes no more, and whose last blocks are being encoded while the next batch is placed."""
 
@@ -147,17 +147,17 @@ class DeltaStage:
         return (self.builder,) if self._full is None else (self._full, self.builder)
 
     @property
-    def _here(self) -> Mark:
-        return Mark(self.builder.container, self.builder.chunks, self.builder.segments)
+    def _here(self) -> StreamMark:
+        return StreamMark(self.builder.container, self.builder.chunks, self.builder.segments)
 
-    def reads(self, batch: PairedBatch, facts: Facts) -> Reads | None:
+    def reads(self, batch: PairedBatch, facts: LookupResults) -> LookupRequest | None:
         """Ask until the bases of the fresh chunks are known."""
         return self._finder.reads(batch, facts, self.stream, self._here)
 
-    def decide(self, batch: PairedBatch, facts: Facts) -> DeltaOutcome:
+    def decide(self, batch: PairedBatch, facts: LookupResults) -> DeltaOutcome:
         """Store what is still fresh; fold in the rest."""
         known = facts.chunks or NOTHING_FRESH
-        self.builder.next_turn()
+        self.builder.next_batch()
         batch = self._finder.with_bases(batch, facts)
         fresh, segments = batch.fresh, batch.fresh.batch
         still = ~known.found
@@ -167,7 +167,7 @@ class DeltaStage:
         encode = self._patches if self._kind == PATCH else self._deltas
         encodings = encode(batch, rows, chosen, bases)
         placed = self.builder.add(encodings)
-        self.builder.passed(segments.logical_bytes)
+        self.builder.advance_stream(segments.logical_bytes)
 
         locations = Locations(fresh.chunk_locations.containers.copy(), fresh.chunk_locations.ordinals.copy())
         zero = segments.zero
@@ -194,9 +194,9 @@ class DeltaStage:
         delta[rows] = encodings.depths > 0
         rest = chosen.rest if encodings.prefixes is not None else encodings.encoded
         delta_bytes[rows] = np.where(encodings.depths > 0, rest, 0)
-        finished = self._turn_ended()
+        finished = self._finish_batch()
         return DeltaOutcome(
-            Placed(encodings.names, placed, batch.sketch, base_chunks, super_features, new_ids, new_segments),
+            PendingContainer(encodings.names, placed, batch.sketch, base_chunks, super_features, new_ids, new_segments),
             segments.blobs,
             segment_locations,
             segment_known,
@@ -214,12 +214,12 @@ class DeltaStage:
     def fold(self, fresh: FreshBatch, sketch: str) -> DeltaOutcome:
         """Return what `decide` does for a batch of known segments alone: nothing is stored, much less is asked."""
         segments = fresh.batch
-        self.builder.next_turn()
+        self.builder.next_batch()
         self._finder.pass_known(fresh, self.stream, self._here)
-        self.builder.passed(segments.logical_bytes)
+        self.builder.advance_stream(segments.logical_bytes)
         none, nowhere = np.zeros(len(segments.lengths), np.bool_), Locations.empty()
         return DeltaOutcome(
-            Placed(
+            PendingContainer(
                 np.zeros((0, NAME_BYTES), np.uint8),
                 nowhere,
                 sketch,
@@ -242,7 +242,7 @@ class DeltaStage:
             self._full_finished(),
         )
 
-    def _turn_ended(self) -> tuple[FinishedContainer, ...]:
+    def _finish_batch(self) -> tuple[FinishedContainer, ...]:
         """Finish the container that was full before this batch, and set aside the one that it has filled.
 
         What is read of a container, and how deep it lies, is the same until then.
@@ -269,7 +269,7 @@ class DeltaStage:
         self.builder = self._new_builder(self.builder.ratio)
         return finished
 
-    def _patches(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents) -> Encodings:
+    def _patches(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: BaseChoice, bases: Contents) -> Encodings:
         """Return the fresh chunks for blocks that are encoded whole, with all their bases."""
         segments = batch.fresh.batch
         lengths, found = segments.lengths[rows], chosen.found
@@ -289,7 +289,7 @@ class DeltaStage:
             chosen.rest,
         )
 
-    def _deltas(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: Chosen, bases: Contents) -> Encodings:
+    def _deltas(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: BaseChoice, bases: Contents) -> Encodings:
         """Return the fresh chunks as they will be written: each with a base as a delta, where that is smaller."""
         segments = batch.fresh.batch
         tried = np.flatnonzero(chosen.found)
@@ -342,7 +342,7 @@ class DeltaStage:
         return result, ~introduced, segments.segment_ids[new], located
 
 
-def _best_bases(chosen: Chosen, bases: Contents) -> tuple[Locations, U8]:
+def _best_bases(chosen: BaseChoice, bases: Contents) -> tuple[Locations, U8]:
     """Return (location, rank) of the best base of each chunk, zeros where it has none."""
     locations, ranks = Locations.empty(len(chosen.found)), np.zeros(len(chosen.found), np.uint8)
     mine = np.flatnonzero(chosen.found)

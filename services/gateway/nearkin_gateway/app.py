@@ -20,8 +20,8 @@ from nearkin_gateway.http.url_keys import PathAsSent
 from nearkin_gateway.middleware.access_log import AccessLog
 from nearkin_gateway.middleware.audit_requests import AuditRequests
 from nearkin_gateway.middleware.cors import allow_origins
-from nearkin_gateway.middleware.request_metrics import Counted
-from nearkin_gateway.middleware.request_tracing import Traced
+from nearkin_gateway.middleware.request_metrics import RequestMetrics
+from nearkin_gateway.middleware.request_tracing import RequestTracing
 from nearkin_gateway.middleware.shutdown import AnswerCutRequests
 from nearkin_gateway.routes import (
     admin_routes,
@@ -75,7 +75,7 @@ def create_app(gateway: Gateway) -> FastAPI:
             await gateway.pools.close()
             await asyncio.to_thread(gateway.catalogue.close)
 
-    app = _routed(lifespan)
+    app = _make_app(lifespan)
     app.state.gateway = gateway
     if gateway.settings.dashboard.enabled:
         from nearkin_gateway import dashboard
@@ -87,10 +87,10 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 def openapi_document() -> dict[str, Any]:
     """Return the OpenAPI document that every gateway of this version serves."""
-    return _routed().openapi()
+    return _make_app().openapi()
 
 
-def _routed(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+def _make_app(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     """Return an application with all routes of the API."""
     try:
         number = version("nearkin")
@@ -111,12 +111,14 @@ def _routed(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     return app
 
 
-def served(app: FastAPI) -> ASGIApp:
+def with_middleware(app: FastAPI) -> ASGIApp:
     """Return the application as a server should call it."""
     tracing = current()
-    counted = Counted(allow_origins(app, app.state.gateway.bounds.cors_origins))
+    counted = RequestMetrics(allow_origins(app, app.state.gateway.bounds.cors_origins))
     gateway: Gateway = app.state.gateway
-    answered = AnswerCutRequests(counted if tracing is None else Traced(counted, tracing), lambda: gateway.stopping)
+    answered = AnswerCutRequests(
+        counted if tracing is None else RequestTracing(counted, tracing), lambda: gateway.stopping
+    )
     audited = AuditRequests(answered, gateway.audit)
     return PathAsSent(AccessLog(audited, enabled=gateway.bounds.access_log))
 

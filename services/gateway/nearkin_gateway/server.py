@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nearkin_gateway.app import create_app, served
+from nearkin_gateway.app import create_app, with_middleware
 from nearkin_gateway.http.connection_protocol import bounded_protocol
 from nearkin_gateway.state import Gateway
 from nearkin_shared.config.services import GatewaySettings
@@ -32,7 +32,7 @@ KEEP_ALIVE_SECONDS = 30
 BACKLOG = 1024
 LINGER_SECONDS = 2.0
 """A connection that is closed with unread bytes of a body is reset, and its answer lost: they are read for so long."""
-FILES_BESIDE = 1024
+OTHER_FILES = 1024
 """Open at most beside connections: bodies on disk, what 64 threads read or write, the index, Kafka, Redis, S3."""
 _log = logging.getLogger("nearkin.gateway")
 
@@ -118,7 +118,7 @@ def make_server(settings: Settings, gateway: Gateway, ready: Callable[[str], Non
     bounds = settings.gateway
     return Server(
         uvicorn.Config(
-            Plain(served(create_app(gateway)), gateway),
+            Plain(with_middleware(create_app(gateway)), gateway),
             host=bounds.host,
             port=bounds.port,
             loop="uvloop",
@@ -145,7 +145,7 @@ def make_room_for_files(bounds: GatewaySettings) -> None:
     With the usual soft limit of 1024 whoever held 1000 idle connections, no token needed, kept every put and get from
     opening a file.
     """
-    wanted = bounds.connections_max + FILES_BESIDE
+    wanted = bounds.connections_max + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
@@ -182,7 +182,7 @@ def serve(
 
 def _run(settings: Settings, gateway: Gateway, ready: Callable[[str], None] | None, monitor: Monitor) -> None:
     server = make_server(settings, gateway, ready)
-    monitor.connected(_checks(settings))
+    monitor.on_connect(_checks(settings))
     # uvicorn stops by it, then raises it again: a stop is no failure. Not sooner, or a start could not be stopped.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:

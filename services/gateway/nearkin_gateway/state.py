@@ -13,19 +13,19 @@ from nearkin_gateway.auth.sessions import Sessions
 from nearkin_gateway.auth.tokens import TokenFile
 from nearkin_gateway.backends.ingest_backend import Ingest
 from nearkin_gateway.blocking_threads import WorkerPools
-from nearkin_gateway.catalog.version_catalog import Catalogue
-from nearkin_gateway.http.request_limits import Rates, Shares, Slots
+from nearkin_gateway.catalog.version_catalog import VersionCatalog
+from nearkin_gateway.http.request_limits import ConcurrencyLimit, Rates, Shares
 from nearkin_gateway.monitoring.audit_log import AuditLog
-from nearkin_gateway.monitoring.usage import Insight
-from nearkin_gateway.setting_changes import HotChanges
+from nearkin_gateway.monitoring.usage import UsageStats
+from nearkin_gateway.setting_changes import ConfigChanges
 from nearkin_gateway.uploads.resumable_store import Resumable
-from nearkin_gateway.uploads.upload_status import Outcomes, Tickets
+from nearkin_gateway.uploads.upload_status import UploadIds, UploadStatuses
 from nearkin_shared.config.services import GatewaySettings
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.observability.readiness import Check, Readiness
 from nearkin_shared.storage.deletions import Deletions
-from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.gc_pause import GcPauseFlag
 
 if TYPE_CHECKING:  # brings Kafka's client, which an embedded gateway does without
     from nearkin_gateway.monitoring.pipeline_state import PipelineState
@@ -43,13 +43,13 @@ class Workers(Protocol):
         """Return the newest word of each."""
 
 
-class Collecting(Protocol):
+class GcControl(Protocol):
     """Rounds of garbage collection: of this process, or of the janitors of a fleet. All calls may block."""
 
-    def collected(self) -> dict[str, object] | None:
+    def last_run(self) -> dict[str, object] | None:
         """Return what the last round did, None before the first one."""
 
-    def ask(self) -> None:
+    def request_run(self) -> None:
         """Ask for a round, due or not: it begins as soon as somebody is free to do it."""
 
 
@@ -57,17 +57,17 @@ class Collecting(Protocol):
 class Gateway:
     """Everything that the routes use."""
 
-    hot: HotChanges
+    hot: ConfigChanges
     tokens: TokenFile | None
     ingest: Ingest
-    outcomes: Outcomes
-    tickets: Tickets
-    catalogue: Catalogue
+    outcomes: UploadStatuses
+    tickets: UploadIds
+    catalogue: VersionCatalog
     deletions: Deletions
     resumable: Resumable
-    collecting: Collecting
+    collecting: GcControl
     """Rounds of garbage collection."""
-    pauses: Pauses
+    pauses: GcPauseFlag
     pools: WorkerPools = field(default_factory=WorkerPools)
     """Threads for blocking calls; closed when the application ends."""
     workers: Workers | None = None
@@ -93,11 +93,11 @@ class Gateway:
         if self.tokens is not None:
             self.tokens.on_change = self.audit.record_token_changes
         shares, rates = shares_of(bounds), (bounds.slow_bytes_per_second, bounds.busy_bytes_per_second)
-        self.uploads = Slots("uploads", bounds.uploads_max, shares, rates)
+        self.uploads = ConcurrencyLimit("uploads", bounds.uploads_max, shares, rates)
         self.hand_overs = asyncio.Semaphore(HAND_OVERS_MAX)
-        self.downloads = Slots("downloads", bounds.downloads_max, shares, rates)
-        self.explanations = Slots("explanations", EXPLANATIONS_MAX, shares)
-        self.insight = Insight(self.catalogue)
+        self.downloads = ConcurrencyLimit("downloads", bounds.downloads_max, shares, rates)
+        self.explanations = ConcurrencyLimit("explanations", EXPLANATIONS_MAX, shares)
+        self.insight = UsageStats(self.catalogue)
         self.readiness = Readiness({"object store": self.catalogue.check, "uploads": self.ingest.check, **self.checks})
         self.sessions = (
             None

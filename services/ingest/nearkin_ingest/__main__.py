@@ -19,11 +19,11 @@ from nearkin_ingest.consumer import IngestConsumer
 from nearkin_ingest.frames import STAGE
 from nearkin_shared.config.loader import load
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import BadInput, ConfigError, NearkinError, NoStore, Retryable
+from nearkin_shared.errors import BadInput, ConfigError, NearkinError, NoStore, RetryableError
 from nearkin_shared.kafka.clients import check_durability, create_topics
 from nearkin_shared.kafka.consumer_loop import run_forever
 from nearkin_shared.kafka.heartbeat import report
-from nearkin_shared.kafka.live_config import HotSettings
+from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin_shared.kafka.readiness_checks import checks_of
 from nearkin_shared.objectstore.base import ObjectStore
@@ -59,7 +59,7 @@ def main(config_file: Path | None, worker: str, verbose: bool) -> None:
         finally:
             tracing.stop()
     except NearkinError as err:
-        if stop.is_set() and isinstance(err, Retryable):
+        if stop.is_set() and isinstance(err, RetryableError):
             return  # it was told to end while it waited for a server: no failure
         click.echo(f"nearkin: {err}", err=True)
         sys.exit(2 if isinstance(err, BadInput) else 1)
@@ -71,15 +71,15 @@ def run(settings: Settings, config_file: Path | None, worker: str, stop: threadi
         raise ConfigError('ingest.topics: names no topic; want some, such as ["backups", "dumps=team-a"]')
     monitor = Monitor(settings.monitor)
     monitor.start()
-    objects, authenticator = _connected(settings, stop)
-    hot = HotSettings(settings, config_file, authenticator)
+    objects, authenticator = _connect(settings, stop)
+    hot = LiveConfig(settings, config_file, authenticator)
     hot.start()
     reporting = (settings, hot, authenticator, STAGE, worker, stop)
     reporter = threading.Thread(target=report, args=reporting, name="nearkin-report", daemon=True)
     reporter.start()
     _log.warning("%s %s: ready, revision %s, topics %s", STAGE, worker, hot.revision, ", ".join(settings.ingest.topics))
     pulse = monitor.pulse(STAGE)
-    monitor.connected({name: check for name, check in checks_of(settings).items() if name != "redis"})
+    monitor.on_connect({name: check for name, check in checks_of(settings).items() if name != "redis"})
     try:
         run_forever(
             lambda: IngestConsumer(settings, objects, worker, authenticator, pulse.beat),
@@ -95,7 +95,7 @@ def run(settings: Settings, config_file: Path | None, worker: str, stop: threadi
         monitor.stop()
 
 
-def _connected(settings: Settings, stop: threading.Event) -> tuple[ObjectStore | None, EnvelopeAuthenticator]:
+def _connect(settings: Settings, stop: threading.Event) -> tuple[ObjectStore | None, EnvelopeAuthenticator]:
     """Return the object store, where records may name objects, and what signs messages for the pipeline.
 
     Waits a while for servers that are not up yet, and for the pipeline's workers to create the store. Raises NoStore,
@@ -108,7 +108,7 @@ def _connected(settings: Settings, stop: threading.Event) -> tuple[ObjectStore |
             check_durability(settings)
             authenticator = authenticator_of(settings, read_descriptor(settings))
             return open_objects(settings) if settings.ingest.dataref_prefix is not None else None, authenticator
-        except (Retryable, NoStore) as err:
+        except (RetryableError, NoStore) as err:
             if isinstance(err, NoStore) and not settings.storage.create:
                 raise
             if stop.is_set() or time.monotonic() > deadline:

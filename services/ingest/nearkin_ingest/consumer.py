@@ -31,10 +31,18 @@ from confluent_kafka import Message as KafkaMessage
 from confluent_kafka.admin import AdminClient
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
-from nearkin_ingest.frames import STAGE, Away, attempt_id, frames_of, header_pairs, object_frames, send_blob
+from nearkin_ingest.frames import (
+    STAGE,
+    DependencyUnavailable,
+    attempt_id,
+    frames_of,
+    header_pairs,
+    object_frames,
+    send_blob,
+)
 from nearkin_ingest.records import Intake, UserRecord, intake_of, origin_of, tenants_of
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import BadInput, Retryable, StoreUnavailable
+from nearkin_shared.errors import BadInput, RetryableError, StoreUnavailable
 from nearkin_shared.kafka.clients import (
     ADMIN_SECONDS_MAX,
     Outbox,
@@ -49,7 +57,7 @@ from nearkin_shared.kafka.clients import (
 )
 from nearkin_shared.kafka.dead_letters import send_dead_letter
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
-from nearkin_shared.kafka.rebalance import SecondRound
+from nearkin_shared.kafka.rebalance import RebalanceTrigger
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.observability import metrics, tracing
 
@@ -66,7 +74,7 @@ _Place = tuple[str, int]
 _Piece = TypeVar("_Piece", bytes, memoryview)
 
 
-class _Revoked(Exception):
+class _PartitionRevoked(Exception):
     """The partition went to another consumer, or this one is to stop: its record is begun anew there."""
 
 
@@ -106,7 +114,7 @@ class IngestConsumer:
             f"{worker}-ingest",
             **{"group.instance.id": f"{STAGE}-{worker}"},
         )
-        self._second_round = SecondRound(settings, settings.ingest.group or group(settings, STAGE))
+        self._second_round = RebalanceTrigger(settings, settings.ingest.group or group(settings, STAGE))
         self._admin = AdminClient(connection(settings, f"{worker}-ingest-topics"))
         self._cluster = ""
         self._partitions = settings.kafka.partitions
@@ -122,7 +130,7 @@ class IngestConsumer:
         self._alive_at = time.monotonic()
 
     def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
-        """Work until `stop`. Raises Retryable when Kafka was away."""
+        """Work until `stop`. Raises RetryableError when Kafka was away."""
         self._stop = stop
         try:
             self._look_at_cluster()
@@ -173,17 +181,17 @@ class IngestConsumer:
                 origin = origin_of(self._cluster, self._topic_id(record.topic), record)
                 attempt = attempt_id(intake.tenant, intake.key, self._partitions)
                 self._send(intake, attempt, origin, place)
-        except _Revoked:
+        except _PartitionRevoked:
             return False
-        except Away as err:
+        except DependencyUnavailable as err:
             if not self._waited_enough(record):
                 self._stall(record, err)
                 return False
             send_dead_letter(self._settings, self._outbox, record, STAGE, err)
-        except (Retryable, KafkaException):
+        except (RetryableError, KafkaException):
             raise
         except Exception as err:
-            _log.debug("%s", record.named, exc_info=err)
+            _log.debug("%s", record.label, exc_info=err)
             send_dead_letter(self._settings, self._outbox, record, STAGE, err)
         self._stalled.pop(place, None)
         self._done[place] = record.offset + 1
@@ -212,7 +220,7 @@ class IngestConsumer:
                 self._resume(self._consumer.assignment())
                 self._alive_at = time.monotonic()
             if place not in self._mine or self._stop.is_set():
-                raise _Revoked("this consumer gives the partition up; the record is begun anew elsewhere")
+                raise _PartitionRevoked("this consumer gives the partition up; the record is begun anew elsewhere")
 
     def _waited_enough(self, record: UserRecord) -> bool:
         stall = self._stalled.get((record.topic, record.partition))
@@ -220,7 +228,7 @@ class IngestConsumer:
             return False
         return time.monotonic() - stall.since > self._settings.ingest.retry_seconds
 
-    def _stall(self, record: UserRecord, err: Away) -> None:
+    def _stall(self, record: UserRecord, err: DependencyUnavailable) -> None:
         """Come back to a record later, and until then take nothing more of its partition."""
         place, now = (record.topic, record.partition), time.monotonic()
         stall = self._stalled.get(place)
@@ -228,7 +236,7 @@ class IngestConsumer:
             stall = self._stalled[place] = _Stall(record.offset, now)
         stall.attempts += 1
         stall.until = now + _backoff_seconds(stall.attempts)
-        _log.warning("%s: waits %.1f s: %s", record.named, stall.until - now, err)
+        _log.warning("%s: waits %.1f s: %s", record.label, stall.until - now, err)
         back = TopicPartition(record.topic, record.partition, record.offset)
         self._consumer.pause([back])
         self._consumer.seek(back)

@@ -15,7 +15,7 @@ import numpy as np
 from blake3 import blake3
 
 from nearkin_ingest.records import Intake
-from nearkin_shared.errors import BadInput, NearkinError, Retryable, StoreUnavailable
+from nearkin_shared.errors import BadInput, NearkinError, RetryableError, StoreUnavailable
 from nearkin_shared.formats.message import BLOB_BYTES, FAILURE_CHARACTERS_MAX, End, Envelope, Frame, encode
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.record_guard import headers_of
@@ -25,7 +25,7 @@ from nearkin_shared.objectstore.base import ObjectStore, SupportsStamps
 STAGE = "ingest"
 
 
-class Away(Retryable):
+class DependencyUnavailable(RetryableError):
     """What a record needs cannot be reached now; others may go on."""
 
 
@@ -48,12 +48,14 @@ def object_frames(objects: ObjectStore, name: str, bytes_max: int) -> Iterator[b
             stop = min(start + FRAME_BYTES_MAX, size_bytes)
             (piece,) = objects.get_ranges(name, [start], [stop])
             if len(piece) != stop - start:
-                raise Away(f"dataref {name!r}: {len(piece)} bytes at {start}, want {stop - start}: it is being changed")
+                raise DependencyUnavailable(
+                    f"dataref {name!r}: {len(piece)} bytes at {start}, want {stop - start}: it is being changed"
+                )
             yield bytes(piece)
         if _stamp(objects, name) != began:  # else one half may be of another object than the other
-            raise Away(f"dataref {name!r}: it is being changed")
+            raise DependencyUnavailable(f"dataref {name!r}: it is being changed")
     except StoreUnavailable as err:
-        raise Away(str(err)) from err
+        raise DependencyUnavailable(str(err)) from err
 
 
 def _stamp(objects: ObjectStore, name: str) -> tuple[int, str | None]:

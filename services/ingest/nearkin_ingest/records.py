@@ -48,7 +48,7 @@ class UserRecord:
     """What of it could not even be looked at."""
 
     @property
-    def named(self) -> str:
+    def label(self) -> str:
         """Return where the record lies, for messages to people."""
         return f"{self.topic}[{self.partition}] offset {self.offset}"
 

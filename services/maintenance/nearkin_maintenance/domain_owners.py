@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from nearkin_shared.errors import Permanent
+from nearkin_shared.errors import PermanentError
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.storage.manifests import ManifestStore
 
@@ -18,7 +18,7 @@ FINGERPRINTERS_MAX = 64
 """Kept made: each holds 4 KiB of keys."""
 
 
-class Tenants:
+class DomainOwners:
     """Who owns which dedup domain; asks the manifests only when it meets a domain that it does not know."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Tenants:
                 break
             try:
                 tenant = self._manifests.read(name).tenant
-            except Permanent:  # broken or just deleted: whoever reads the manifests themselves says so
+            except PermanentError:  # broken or just deleted: whoever reads the manifests themselves says so
                 continue
             self._by_domain.setdefault(domain_of(tenant), tenant)
         self._all_read = True

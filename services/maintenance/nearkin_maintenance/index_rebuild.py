@@ -16,17 +16,17 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_maintenance.domain_owners import Tenants
-from nearkin_shared.errors import Corrupt, Permanent
+from nearkin_maintenance.domain_owners import DomainOwners
+from nearkin_shared.errors import Corrupt, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.pending_delete_record import Record
 from nearkin_shared.formats.tombstone import Kind
-from nearkin_shared.index.container_entries import ContainerClaims
-from nearkin_shared.index.protocols import Index, Marked
+from nearkin_shared.index.container_entries import ContainerEntries
+from nearkin_shared.index.protocols import Index, MarkedVersion
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.results import RebuildReport
-from nearkin_shared.storage.container_graph import leaning_last
+from nearkin_shared.storage.container_graph import topological_order
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.storage.manifests import ManifestStore, marked_version, retained_manifest
 from nearkin_shared.types import (
@@ -46,7 +46,7 @@ from nearkin_shared.utils.failpoints import failpoint
 READ_BYTES = 8 * 1024 * 1024
 """Chunks are decoded and sketched so many bytes at a time."""
 NO_MARKS: Mapping[str, int] = MappingProxyType({})
-NOTHING_CONDEMNED: Record = MappingProxyType({})
+NO_PENDING_DELETES: Record = MappingProxyType({})
 PUBLISH_CHUNKS = 1 << 16
 """Chunks go into the index so many at a time, all of their containers: 6 MB of claims, while the next are decoded."""
 COMMIT_VERSIONS = 256
@@ -68,13 +68,13 @@ def rebuild_index(
     containers: ContainerStore,
     manifests: ManifestStore,
     index: Index,
-    tenants: Tenants,
+    tenants: DomainOwners,
     sketches: Sketches,
     progress: Progress | None = None,
     known_containers: Collection[int] = (),
     known_manifests: Collection[str] = (),
     known_marks: Mapping[str, int] = NO_MARKS,
-    condemned: Record = NOTHING_CONDEMNED,
+    condemned: Record = NO_PENDING_DELETES,
 ) -> RebuildReport:
     """Fill `index` with all but what it is known to hold: an empty one, or one whose writer died between two steps.
 
@@ -93,15 +93,19 @@ def rebuild_index(
     chunks = segments = 0
     everyones = containers.of(None)
     with _Publisher(index) as publisher:
-        for done, container in enumerate(leaning_last(ids, lambda container: _leans_on(everyones, container))):
+        for done, container in enumerate(
+            topological_order(ids, lambda container: _base_containers(everyones, container))
+        ):
             try:
                 directory = everyones.directory(ContainerId(container))
                 own = containers.of(directory.domain)
                 if container in condemned and condemned[container].whole:  # it may lean on what is gone already
-                    publisher.add(_counted_alone(directory))
+                    publisher.add(_summary_only(directory))
                     continue
-                claims = claims_of(directory, own, tenants.fingerprinter(directory.domain), sketches, sound, condemned)
-            except Permanent:
+                claims = entries_of_container(
+                    directory, own, tenants.fingerprinter(directory.domain), sketches, sound, condemned
+                )
+            except PermanentError:
                 skipped.append(object_name(ContainerId(container)))
             else:
                 publisher.add(claims)
@@ -117,8 +121,10 @@ def rebuild_index(
             progress(len(ids) + done, total)
 
     versions = _commit_versions(manifests, index, names, marks, committed, skipped)
-    index.mark_many(list(_marked(manifests, marks, known_marks, skipped, _retention_bytes(retentions, skipped))))
-    index.mark_many(list(_retained(manifests, marks, retentions, skipped)))
+    index.mark_many(
+        list(_marked_versions(manifests, marks, known_marks, skipped, _retention_bytes(retentions, skipped)))
+    )
+    index.mark_many(list(_retained_versions(manifests, marks, retentions, skipped)))
     failpoint("rebuild.marks")
     return RebuildReport(len(ids), chunks, segments, versions, time.perf_counter() - started, tuple(skipped))
 
@@ -133,14 +139,14 @@ def fill_catalog(containers: ContainerStore, manifests: ManifestStore, index: In
     with _Publisher(index) as publisher:
         for container in sorted(container for container, _ in containers.ids()):
             try:
-                publisher.add(_counted_alone(everyones.directory(ContainerId(container))))
-            except Permanent:
+                publisher.add(_summary_only(everyones.directory(ContainerId(container))))
+            except PermanentError:
                 skipped.append(object_name(ContainerId(container)))
         publisher.finish()
     names, marks, retentions = manifests.listing()
     _commit_versions(manifests, index, names, marks, lambda _: None, skipped)
-    index.mark_many(list(_marked(manifests, marks, NO_MARKS, skipped, _retention_bytes(retentions, skipped))))
-    index.mark_many(list(_retained(manifests, marks, retentions, skipped)))
+    index.mark_many(list(_marked_versions(manifests, marks, NO_MARKS, skipped, _retention_bytes(retentions, skipped))))
+    index.mark_many(list(_retained_versions(manifests, marks, retentions, skipped)))
     return skipped
 
 
@@ -154,13 +160,13 @@ def _commit_versions(
 ) -> int:
     """Add the versions of manifests to an index, by their time; return how many. `skipped` gains the unreadable."""
     found = []
-    collected = _collected(manifests, marks)
+    collected = _collected_manifests(manifests, marks)
     for name, size_bytes in names:
         if name in collected:
             continue
         try:
             found.append((manifests.read(name), size_bytes))
-        except Permanent:
+        except PermanentError:
             skipped.append(name)
     found.sort(key=lambda pair: (pair[0].created_us, pair[0].key, pair[0].version))
     for start in range(0, len(found), COMMIT_VERSIONS):
@@ -175,7 +181,7 @@ class _Publisher:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._batch: list[ContainerClaims] = []
+        self._batch: list[ContainerEntries] = []
         self._chunks = 0
         self._thread = ThreadPoolExecutor(1, "rebuild-publish")
         self._running: Future[None] | None = None
@@ -186,7 +192,7 @@ class _Publisher:
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
 
-    def add(self, claims: ContainerClaims) -> None:
+    def add(self, claims: ContainerEntries) -> None:
         """Take what a container claims. Raises what publishing those before it did."""
         self._batch.append(claims)
         self._chunks += len(claims.directory.chunks)
@@ -206,13 +212,13 @@ class _Publisher:
             batch, self._batch, self._chunks = self._batch, [], 0
             self._running = self._thread.submit(self._publish, batch)
 
-    def _publish(self, batch: list[ContainerClaims]) -> None:
+    def _publish(self, batch: list[ContainerEntries]) -> None:
         self._index.publish_many(batch)
         for _ in batch:
             failpoint("rebuild.container")
 
 
-def _collected(manifests: ManifestStore, marks: list[tuple[str, int]]) -> set[str]:
+def _collected_manifests(manifests: ManifestStore, marks: list[tuple[str, int]]) -> set[str]:
     """Return the names of the manifests whose versions are collected: only an even mark can say so."""
     highest: dict[str, tuple[int, str]] = {}
     for name, _ in marks:
@@ -222,19 +228,19 @@ def _collected(manifests: ManifestStore, marks: list[tuple[str, int]]) -> set[st
     found = set()
     for manifest, (sequence, name) in highest.items():
         if sequence % 2 == 0:
-            with suppress(Permanent):
+            with suppress(PermanentError):
                 if manifests.read_mark(name).kind is Kind.COLLECTED:
                     found.add(manifest)
     return found
 
 
-def _marked(
+def _marked_versions(
     manifests: ManifestStore,
     marks: list[tuple[str, int]],
     known: Mapping[str, int],
     skipped: list[str],
     records_bytes: Mapping[str, int],
-) -> Iterator[Marked]:
+) -> Iterator[MarkedVersion]:
     """Yield what an index notes of marks, from their names and the highest mark of each version.
 
     `records_bytes`: of retention records, by manifest name.
@@ -255,12 +261,12 @@ def _marked(
             continue
         try:
             mark = manifests.read_mark(name)
-        except Permanent:
+        except PermanentError:
             skipped.append(name)
         else:
             ending = mark.kind is Kind.COLLECTED and manifest in known  # listed until the round goes on: as deleted
             total_bytes = marks_bytes + records_bytes.get(manifest, 0)
-            yield Marked(mark.tenant, mark.key, mark.version, sequence - ending, total_bytes)
+            yield MarkedVersion(mark.tenant, mark.key, mark.version, sequence - ending, total_bytes)
 
 
 def _retention_bytes(retentions: list[tuple[str, int]], skipped: list[str]) -> dict[str, int]:
@@ -276,9 +282,9 @@ def _retention_bytes(retentions: list[tuple[str, int]], skipped: list[str]) -> d
     return found
 
 
-def _retained(
+def _retained_versions(
     manifests: ManifestStore, marks: list[tuple[str, int]], retentions: list[tuple[str, int]], skipped: list[str]
-) -> Iterator[Marked]:
+) -> Iterator[MarkedVersion]:
     """Yield what an index notes of versions with retention records and no mark: listings of them read the records."""
     marked = set()
     for name, _ in marks if retentions else ():
@@ -289,30 +295,30 @@ def _retained(
         if manifest not in marked:
             try:
                 record = manifests.retentions.read(named[manifest])
-            except Permanent:
+            except PermanentError:
                 skipped.append(named[manifest])
             else:
-                yield Marked(record.tenant, record.key, record.version, 0, records_bytes)
+                yield MarkedVersion(record.tenant, record.key, record.version, 0, records_bytes)
 
 
-def _leans_on(containers: ContainerStore, container: int) -> list[int]:
+def _base_containers(containers: ContainerStore, container: int) -> list[int]:
     """Return the other containers that one names, in bases and recipes; none where it cannot be read."""
     try:
         directory = containers.directory(ContainerId(container))
-    except Permanent:
+    except PermanentError:
         return []
     recipes = np.unique(directory.segments.chunks.containers)
-    return [*directory.leans_on(), *(int(other) for other in recipes if other not in (0, ZERO, container))]
+    return [*directory.base_containers(), *(int(other) for other in recipes if other not in (0, ZERO, container))]
 
 
-def claims_of(
+def entries_of_container(
     directory: Directory,
     containers: ContainerStore,
     fingerprinter: Fingerprinter | None,
     sketches: Sketches,
     sound: Collection[int],
-    condemned: Record = NOTHING_CONDEMNED,
-) -> ContainerClaims:
+    condemned: Record = NO_PENDING_DELETES,
+) -> ContainerEntries:
     """Return what a container claims, from its bytes and those of the `sound` containers before it.
 
     What is `condemned` is not claimed, nor any segment that names some of it.
@@ -327,10 +333,10 @@ def claims_of(
     only = None if mine is None else np.setdiff1d(there, mine.chunks)
     features = _super_features(directory, reader, sketches)
     if only is not None:
-        features = {sketch: _among(only, *found) for sketch, found in features.items()}
+        features = {sketch: _select_bases(only, *found) for sketch, found in features.items()}
     if fingerprinter is None:
         none = np.zeros((len(directory.segments), SEGMENT_ID_BYTES), np.uint8)
-        return ContainerClaims(directory, none, features, only)
+        return ContainerEntries(directory, none, features, only)
     recipes, bounds = directory.segments.chunks, directory.segments.bounds
     named, which = np.unique(recipes.containers, return_inverse=True)
     usable = [int(holder) in sound or holder in (ZERO, directory.container) for holder in named]
@@ -350,13 +356,13 @@ def claims_of(
     segment_ids[of_segment[lost]] = 0
     if mine is not None:
         segment_ids[mine.segments] = 0
-    return ContainerClaims(directory, segment_ids, features, only)
+    return ContainerEntries(directory, segment_ids, features, only)
 
 
-def _counted_alone(directory: Directory) -> ContainerClaims:
+def _summary_only(directory: Directory) -> ContainerEntries:
     """Return the claims of a container that takes up room until it goes, and in which nothing is to be found."""
     none = np.zeros((len(directory.segments), SEGMENT_ID_BYTES), np.uint8)
-    return ContainerClaims(directory, none, {}, np.zeros(0, np.uint32))
+    return ContainerEntries(directory, none, {}, np.zeros(0, np.uint32))
 
 
 def _findable(directory: Directory, ordinals: U32, condemned: Record) -> Bools:
@@ -369,7 +375,7 @@ def _findable(directory: Directory, ordinals: U32, condemned: Record) -> Bools:
     return found
 
 
-def _among(ordinals: U32, bases: U32, super_features: U64) -> tuple[U32, U64]:
+def _select_bases(ordinals: U32, bases: U32, super_features: U64) -> tuple[U32, U64]:
     """Return the bases that are among `ordinals`, and their super-features."""
     kept = np.isin(bases, ordinals)
     return bases[kept], super_features[kept]

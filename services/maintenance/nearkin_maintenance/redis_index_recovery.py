@@ -17,17 +17,17 @@ from typing import Protocol
 
 import numpy as np
 
-from nearkin_maintenance.domain_owners import Tenants
+from nearkin_maintenance.domain_owners import DomainOwners
 from nearkin_maintenance.index_rebuild import Sketches, rebuild_index
-from nearkin_shared.errors import Permanent
+from nearkin_shared.errors import PermanentError
 from nearkin_shared.formats.directory import SegmentTable
 from nearkin_shared.formats.pending_delete_record import Record
-from nearkin_shared.index.protocols import Collected, Index
+from nearkin_shared.index.protocols import CollectedVersion, Index
 from nearkin_shared.index.redis.epoch import NumberedContainers
 from nearkin_shared.results import RebuildReport
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore, object_name
-from nearkin_shared.types import U64, ZERO, Bools, ContainerId, grouped
+from nearkin_shared.types import U64, ZERO, Bools, ContainerId, group_by_container
 
 _log = logging.getLogger("nearkin.janitor")
 
@@ -36,7 +36,7 @@ class RecoverableIndex(Index, Protocol):
     """What recovery needs of an index beyond adding to it."""
 
     @property
-    def began_empty(self) -> bool:
+    def is_incomplete(self) -> bool:
         """Return whether entries may be missing of containers that the index lists."""
 
     def tenants(self) -> Sequence[str]:
@@ -45,17 +45,17 @@ class RecoverableIndex(Index, Protocol):
     def container_ids(self) -> U64:
         """Return the ids of all containers whose entries were all added."""
 
-    def collect_many(self, versions: Sequence[Collected]) -> None:
+    def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
         """Take versions out of the catalog."""
 
     @property
     def has_unchecked(self) -> bool:
         """Return whether entries may name what the store no longer has."""
 
-    def numbered(self) -> NumberedContainers:
+    def container_numbers(self) -> NumberedContainers:
         """Return which numbers containers have by now."""
 
-    def forget_missing(
+    def withdraw_missing(
         self,
         numbered: NumberedContainers,
         chunks: Mapping[int, Bools | None],
@@ -71,12 +71,12 @@ def recover_index(
     containers: ContainerStore,
     manifests: ManifestStore,
     index: RecoverableIndex,
-    tenants: Tenants,
+    tenants: DomainOwners,
     sketches: Sketches,
     condemned: Record,
 ) -> RebuildReport:
     """Bring an index to what the store has; an empty one is filled. Raises StoreUnavailable, Corrupt."""
-    numbered = index.numbered()  # before the store is listed: what is published meanwhile is not checked
+    numbered = index.container_numbers()  # before the store is listed: what is published meanwhile is not checked
     listed = containers.of(None).generations()
     marks = _remove_versions(manifests, index)  # 1
     everything = [int(container) for container in listed]
@@ -94,10 +94,10 @@ def recover_index(
     index.declare_catalog()
     removed = 0
     if index.has_unchecked:
-        removed = index.forget_missing(numbered, *_findable(containers.of(None), listed, condemned))  # 2
-    published = () if index.began_empty else index.container_ids().tolist()
+        removed = index.withdraw_missing(numbered, *_findable(containers.of(None), listed, condemned))  # 2
+    published = () if index.is_incomplete else index.container_ids().tolist()
     known = [container for container in published if container in listed]
-    marks = dict(_listed(index))
+    marks = dict(_list_versions(index))
     report = rebuild_index(
         containers,
         manifests,
@@ -115,7 +115,7 @@ def recover_index(
     return report
 
 
-def _listed(index: RecoverableIndex) -> Iterator[tuple[str, int]]:
+def _list_versions(index: RecoverableIndex) -> Iterator[tuple[str, int]]:
     """Yield (manifest name, highest mark) of all versions in the catalog."""
     for tenant in index.tenants():
         for entry in index.catalog(tenant):
@@ -128,13 +128,13 @@ def _remove_versions(manifests: ManifestStore, index: RecoverableIndex) -> dict[
     listed, _ = manifests.names_and_marks()  # after the catalog: a version committed meanwhile is in both
     there = {name for name, _ in listed}
     kept: dict[str, int] = {}
-    gone: list[Collected] = []
+    gone: list[CollectedVersion] = []
     for tenant, entry in entries:
         name = object_name(tenant, entry.key, entry.version)
         if name in there:
             kept[name] = entry.sequence
         else:
-            gone.append(Collected(tenant, entry.key, entry.version, None))
+            gone.append(CollectedVersion(tenant, entry.key, entry.version, None))
     index.collect_many(gone)
     return kept
 
@@ -151,7 +151,7 @@ def _findable(
     for container in listed:
         try:
             directory = containers.directory(container)
-        except Permanent:  # damaged: scrub reports it
+        except PermanentError:  # damaged: scrub reports it
             chunks[int(container)] = np.zeros(0, np.bool_)
             continue
         there = directory.chunks.there.copy()
@@ -169,7 +169,7 @@ def _sound(container: int, recipes: SegmentTable | None, chunks: Masks, condemne
         return np.zeros(0, np.bool_)
     sound: Bools = np.diff(recipes.bounds) > 0
     of_row = np.repeat(np.arange(len(sound)), np.diff(recipes.bounds))
-    for holder, rows in grouped(recipes.chunks.containers):
+    for holder, rows in group_by_container(recipes.chunks.containers):
         if holder == ZERO:
             continue
         mask = chunks.get(holder)

@@ -2,15 +2,15 @@
 
 from nearkin_resemblance.handler import resemblance_work
 from nearkin_shared.kafka.clients import Outbox
-from nearkin_shared.kafka.relay_handler import RelayHandler
+from nearkin_shared.kafka.relay_handler import StatelessStageHandler
 from nearkin_shared.kafka.worker import Context, Part, command
 
 
-def handler(context: Context) -> RelayHandler:
+def handler(context: Context) -> StatelessStageHandler:
     """Return the handler of topic `fresh`."""
     outbox = Outbox(context.settings, f"resemblance-{context.worker}", context.authenticator)
     work = resemblance_work(context.lanes(), context.current)
-    return RelayHandler(context.settings, "resemblance", "paired", work, outbox)
+    return StatelessStageHandler(context.settings, "resemblance", "paired", work, outbox)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Resemblance of messages: what `RelayHandler` does with topic `fresh`."""
+"""Resemblance of messages: what `StatelessStageHandler` does with topic `fresh`."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from functools import partial
 
 from nearkin_resemblance import ResemblanceStage
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.formats.message import Opened, encode_paired
+from nearkin_shared.formats.message import UndecodedMessage, encode_paired
 from nearkin_shared.formats.message_batches import read_fresh
-from nearkin_shared.kafka.relay_handler import Told, Work
-from nearkin_shared.kafka.tenant_context import Lanes
-from nearkin_shared.pipeline.batched import run_stage_many
+from nearkin_shared.kafka.relay_handler import OutgoingMessage, Work
+from nearkin_shared.kafka.tenant_context import TenantContexts
+from nearkin_shared.pipeline.batched import run_stage_batched
 
 
-def resemblance_work(lanes: Lanes, current: Callable[[], Settings]) -> Work:
+def resemblance_work(lanes: TenantContexts, current: Callable[[], Settings]) -> Work:
     """Return the resemblance stage's work, with the algorithm that is set when messages come."""
     made: tuple[Settings, ResemblanceStage] | None = None
 
-    def work(tenant: str, messages: Sequence[Opened]) -> Sequence[Told | None]:
+    def work(tenant: str, messages: Sequence[UndecodedMessage]) -> Sequence[OutgoingMessage | None]:
         nonlocal made
         batches = read_fresh(messages)
         settings = current()
         if made is None or made[0] is not settings:
             made = settings, ResemblanceStage(settings)
-        found = run_stage_many(made[1], batches, lanes[tenant].facts)
+        found = run_stage_batched(made[1], batches, lanes[tenant].facts)
         return [
-            Told("paired", message.envelope, partial(encode_paired, message, pairs))
+            OutgoingMessage("paired", message.envelope, partial(encode_paired, message, pairs))
             for message, pairs in zip(messages, found, strict=True)
         ]
 

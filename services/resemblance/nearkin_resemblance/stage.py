@@ -6,9 +6,9 @@ import numpy as np
 
 from nearkin_resemblance.feature_algorithms import sketcher
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.pipeline.stage import Facts, Reads
+from nearkin_shared.pipeline.stage import LookupRequest, LookupResults
 from nearkin_shared.types import U64, FreshBatch, Locations, PairedBatch
-from nearkin_shared.utils.thread_pool import ALONE, Helpers
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 
 class ResemblanceStage:
@@ -16,7 +16,7 @@ class ResemblanceStage:
 
     name = "resemblance"
 
-    def __init__(self, settings: Settings, *, looks_up: bool = True, helpers: Helpers = ALONE) -> None:
+    def __init__(self, settings: Settings, *, looks_up: bool = True, helpers: ThreadPool = SERIAL) -> None:
         """Not `looks_up`: the delta stage asks, for the chunks alone that still need a base then.
 
         `helpers` sketch beside the caller.
@@ -25,11 +25,11 @@ class ResemblanceStage:
         self._looks_up = looks_up
         self._helpers = helpers
 
-    def reads(self, batch: FreshBatch, facts: Facts) -> Reads | None:
+    def reads(self, batch: FreshBatch, facts: LookupResults) -> LookupRequest | None:
         """Sketch the fresh chunks and ask for the first holder of each super-feature."""
         if facts.bases is not None or not self._looks_up:
             return None
-        return Reads(sketch=self.sketch.name, super_features=self._super_features(batch))
+        return LookupRequest(sketch=self.sketch.name, super_features=self._super_features(batch))
 
     def _super_features(self, batch: FreshBatch) -> U64:
         rows, segments = batch.fresh, batch.batch
@@ -38,9 +38,9 @@ class ResemblanceStage:
         def sketched(part: slice) -> U64:
             return self.sketch.super_features(segments.payload, offsets[part], lengths[part])
 
-        return np.concatenate(self._helpers.answers(sketched, self._helpers.parts(lengths)))
+        return np.concatenate(self._helpers.map(sketched, self._helpers.parts(lengths)))
 
-    def decide(self, batch: FreshBatch, facts: Facts) -> PairedBatch:
+    def decide(self, batch: FreshBatch, facts: LookupResults) -> PairedBatch:
         """Pair each fresh chunk with its candidate."""
         if facts.bases is None:
             count = len(batch.fresh)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nearkin_shared.config import settings as config_settings
-from nearkin_shared.config.plain import SECTIONS, nested, settings_of
+from nearkin_shared.config.plain import SECTIONS, nest_values, settings_of
 from nearkin_shared.config.settings import HIDDEN, PROFILES, SECRETS, Settings
-from nearkin_shared.config.validators import Refused, Unknown
+from nearkin_shared.config.validators import InvalidValue, Unknown
 from nearkin_shared.errors import ConfigError, choose
 from nearkin_shared.utils.terminal import printable
 from nearkin_shared.utils.url_masking import mask_urls
@@ -67,9 +67,9 @@ def load(
     sources: dict[str, str] = {}
     for source, layer in layers:
         _merge(merged, layer, source, sources, "")
-    settings = _validated(merged, sources)
+    settings = _validate(merged, sources)
     return settings, {
-        name: Origin(shown(name, value), _named(_source_of(name, sources), name))
+        name: Origin(displayed_value(name, value), _name_source(_source_of(name, sources), name))
         for name, value in _flatten(asdict(settings))
     }
 
@@ -83,10 +83,10 @@ def with_changes(settings: Settings, changes: Mapping[str, object]) -> Settings:
     """Return `settings` with nested `changes` merged in (RFC 7396 without deletion), validated again."""
     merged = asdict(settings)
     _merge(merged, changes, "argument", {}, "")
-    return _validated(merged, {})
+    return _validate(merged, {})
 
 
-def _validated(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings:
+def _validate(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings:
     plain = settings_of(merged)
     if plain is not None:
         return plain
@@ -140,10 +140,10 @@ def _read_environment() -> dict[str, Any]:
         known = first in Settings.__dataclass_fields__ or first in OTHER_VARIABLES
         if not known or (below and first not in SECTIONS and first not in OTHER_VARIABLES):
             names = [f"{section}__{field}" for section in SECTIONS for field in _fields(section)]
-            near = _near(name, [*names, *(one for one in _fields(None) if one not in SECTIONS)])
+            near = _close_names(name, [*names, *(one for one in _fields(None) if one not in SECTIONS)])
             hint = _or_listed([f"{ENVIRONMENT_PREFIX}{one.upper()}" for one in near])
             raise ConfigError(f"environment {ENVIRONMENT_PREFIX}{name.upper()}: no such setting; {hint}")
-    plain = nested({name: text for name, text in named.items() if name.split("__")[0] not in OTHER_VARIABLES})
+    plain = nest_values({name: text for name, text in named.items() if name.split("__")[0] not in OTHER_VARIABLES})
     if plain is not None:
         return plain
     from pydantic import create_model
@@ -191,14 +191,14 @@ def _source_of(name: str, sources: Mapping[str, str]) -> str:
     return sources.get(name) or next((sources[part] for part in sources if part.startswith(f"{name}.")), "default")
 
 
-def shown(name: str, value: object) -> object:
+def displayed_value(name: str, value: object) -> object:
     """Return a setting as people may see it: no secret, and no password in a URL."""
     if name in SECRETS:
         return HIDDEN if value is not None else value
     return mask_urls(value) if isinstance(value, str) else value
 
 
-def _named(source: str, name: str) -> str:
+def _name_source(source: str, name: str) -> str:
     return f"environment NEARKIN_{name.replace('.', '__').upper()}" if source == "environment" else source
 
 
@@ -208,18 +208,18 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
     field = ".".join(str(part) for part in first["loc"])
     source = _set_by(field, sources)
     cause = first.get("ctx", {}).get("error")
-    given = _as_written(shown(field, first["input"]))
+    given = _as_written(displayed_value(field, first["input"]))
     if isinstance(cause, Unknown):
         return ConfigError(f"{choose(field, given, cause.known)}{source}")
-    if isinstance(cause, Refused):
+    if isinstance(cause, InvalidValue):
         return ConfigError(f'{field} "{given}": {cause}{source}')
     if cause is not None:  # a section or the whole: the text names fields and values itself
         return ConfigError(f"{field}: {cause}{_set_together(field, str(cause), sources)}" if field else str(cause))
     if first["type"] == "unexpected_keyword_argument":
         section, dot, name = field.rpartition(".")
-        near = [f"{section}{dot}{one}" for one in _near(name, _fields(section) if dot else _fields(None))]
+        near = [f"{section}{dot}{one}" for one in _close_names(name, _fields(section) if dot else _fields(None))]
         for one in near:  # what was meant to be a secret is one
-            given = _as_written(shown(one, given))
+            given = _as_written(displayed_value(one, given))
         named = field if isinstance(first["input"], Mapping) else f'{field} "{given}"'  # whose values may be secrets
         return ConfigError(f"{named}: no such setting; {_or_listed(near)}{source}")
     if first["type"] == "dataclass_type" and field in SECTIONS:
@@ -249,7 +249,7 @@ def _fields(section: str | None) -> list[str]:
     return list(type(SECTIONS[section]).__dataclass_fields__) if section in SECTIONS else []
 
 
-def _near(name: str, known: Sequence[str]) -> list[str]:
+def _close_names(name: str, known: Sequence[str]) -> list[str]:
     from difflib import get_close_matches
 
     return get_close_matches(name, known, n=2, cutoff=0.75)
@@ -264,7 +264,7 @@ def _set_together(section: str, text: str, sources: Mapping[str, str]) -> str:
     """Return who set those of a section's settings that a text names."""
     words = set(re.findall(r"\w+", text))
     named = [name for name in sources if name.startswith(f"{section}.") and name.rpartition(".")[2] in words]
-    said = dict.fromkeys(_named(sources[name], name) for name in named if sources[name] != "default")
+    said = dict.fromkeys(_name_source(sources[name], name) for name in named if sources[name] != "default")
     return f" (set by {', '.join(said)})" if said else ""
 
 
@@ -272,4 +272,4 @@ def _set_by(name: str, sources: Mapping[str, str]) -> str:
     source = _source_of(name, sources)
     if source == "default":  # a part of a list or a table, which its source gave as one value
         name, source = next(((part, sources[part]) for part in sources if name.startswith(f"{part}.")), (name, source))
-    return f" (set by {_named(source, name)})" if source != "default" else ""
+    return f" (set by {_name_source(source, name)})" if source != "default" else ""

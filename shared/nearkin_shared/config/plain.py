@@ -41,17 +41,17 @@ class _NotPlain(ValueError):
 def settings_of(values: Mapping[str, Any]) -> Settings | None:
     """Return the settings that nested values make; None where any of them is not plain, or refused."""
     try:
-        changes = _taken(None, {name: value for name, value in values.items() if name not in SECTIONS})
+        changes = _section_values(None, {name: value for name, value in values.items() if name not in SECTIONS})
         for name in values.keys() & SECTIONS.keys():
             if not isinstance(values[name], Mapping):
                 return None
-            changes[name] = replace(SECTIONS[name], **_taken(name, values[name]))
+            changes[name] = replace(SECTIONS[name], **_section_values(name, values[name]))
         return replace(Settings(), **changes)
     except ValueError:  # whatever is wrong: pydantic comes to the same, and its error is told
         return None
 
 
-def nested(variables: Mapping[str, str]) -> dict[str, Any] | None:
+def nest_values(variables: Mapping[str, str]) -> dict[str, Any] | None:
     """Return nested values, from text by names such as `tenant` and `features__algorithm`.
 
     None where a name is not that of a field that takes a single value.
@@ -68,7 +68,7 @@ def nested(variables: Mapping[str, str]) -> dict[str, Any] | None:
     return found
 
 
-def _taken(section: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
+def _section_values(section: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values as a section holds them. Raises ValueError where one is refused, or is not plain."""
     if not values:
         return {}

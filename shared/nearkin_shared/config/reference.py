@@ -69,7 +69,9 @@ def _settings(section: type[Any], prefix: str) -> Iterator[SettingDoc]:
         if _section_of(kind) is not None:
             continue
         default = field.default
-        yield SettingDoc(name, _wants(kind), default, words.get(field.name, ""), name in HOT_FIELDS, name in SECRETS)
+        yield SettingDoc(
+            name, _describe_type(kind), default, words.get(field.name, ""), name in HOT_FIELDS, name in SECRETS
+        )
         if get_origin(kind) is tuple and (entry := _section_of(get_args(kind)[0])) is not None:
             yield from _settings(entry, f"{name}[].")
 
@@ -78,26 +80,26 @@ def _section_of(kind: Any) -> type[Any] | None:
     return kind if isinstance(kind, type) and is_dataclass(kind) else None
 
 
-def _wants(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
     """Return in a few words what a field takes."""
     rule: object = None
-    plain, optional = given(kind)
+    plain, optional = field_type(kind)
     if get_origin(plain) is Annotated:
         plain, rule = get_args(plain)
-        plain, unset = given(plain)
+        plain, unset = field_type(plain)
         optional |= unset
-    said = _ruled(rule) or ("tables" if get_origin(plain) is tuple else _PLAIN.get(plain, "text"))
+    said = _rule_of_type(rule) or ("tables" if get_origin(plain) is tuple else _PLAIN.get(plain, "text"))
     return f"{said}, or unset" if optional else said
 
 
-def given(kind: Any) -> tuple[Any, bool]:
+def field_type(kind: Any) -> tuple[Any, bool]:
     """Return what a field is when it is set, and whether it may be unset."""
     if get_origin(kind) not in (UnionType, Union):
         return kind, False
     return next(part for part in get_args(kind) if part is not NoneType), NoneType in get_args(kind)
 
 
-def _ruled(rule: object) -> str | None:
+def _rule_of_type(rule: object) -> str | None:
     said: str | None = None
     match rule:
         case validators.OneOf():

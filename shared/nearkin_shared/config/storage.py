@@ -8,10 +8,10 @@ from typing import Annotated
 from nearkin_shared.config.validators import (
     FORBID_OTHERS,
     Between,
+    InvalidValue,
     LocalFolder,
     OneOf,
     ParityScheme,
-    Refused,
     ServerUrl,
     Share,
     Size,
@@ -171,7 +171,7 @@ class ObjectStoreSettings:
                 raise ValueError("endpoint: holds a name or password: want access_key_id and secret_access_key")
             try:
                 ServerUrl().check(self.endpoint)
-            except Refused as err:
+            except InvalidValue as err:
                 raise ValueError(f'endpoint "{self.endpoint}": want a URL such as https://s3.example.org') from err
             scheme = self.endpoint.partition("://")[0]
             if scheme == "http" and not self.allow_http:

@@ -36,7 +36,7 @@ class Unknown(ValueError):
         self.known = known
 
 
-class Refused(ValueError):
+class InvalidValue(ValueError):
     """A value out of its bounds; the text says what would be right."""
 
 
@@ -77,7 +77,7 @@ class OneOf(Rule):
 class _Number(Rule):
     """A number. True and false are none, though Python and pydantic count them as 1 and 0."""
 
-    def wanted(self) -> str:
+    def describe_allowed(self) -> str:
         """Return what would be right."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class _Number(Rule):
     def no_bool(self, value: object) -> object:
         """Return `value`. Raises Refused."""
         if isinstance(value, bool):
-            raise Refused(f"want {self.wanted()}")
+            raise InvalidValue(f"want {self.describe_allowed()}")
         return value
 
 
@@ -102,16 +102,16 @@ class Between(_Number):
     most: int
     power_of_two: bool = False
 
-    def wanted(self) -> str:
+    def describe_allowed(self) -> str:
         """Return what would be right."""
         return f"{self.least} to {self.most}"
 
     def check(self, value: int) -> int:
         """Return `value`. Raises Refused."""
         if not self.least <= value <= self.most:
-            raise Refused(f"want {self.wanted()}")
+            raise InvalidValue(f"want {self.describe_allowed()}")
         if self.power_of_two and value & (value - 1):
-            raise Refused("want a power of two")
+            raise InvalidValue("want a power of two")
         return int(value)
 
 
@@ -121,14 +121,14 @@ class Share(_Number):
 
     most: float
 
-    def wanted(self) -> str:
+    def describe_allowed(self) -> str:
         """Return what would be right."""
         return f"a share from 0 to {self.most}"
 
     def check(self, value: float) -> float:
         """Return `value`. Raises Refused."""
         if not 0 <= value <= self.most:
-            raise Refused(f"want {self.wanted()}")
+            raise InvalidValue(f"want {self.describe_allowed()}")
         return value
 
 
@@ -136,7 +136,7 @@ class Share(_Number):
 class Size(Between):
     """Bytes, given as a number or as `8KiB`, `400MB`."""
 
-    def wanted(self) -> str:
+    def describe_allowed(self) -> str:
         """Return what would be right."""
         return f"{self.least} to {self.most} bytes, or a unit after them: KiB, MB"
 
@@ -149,7 +149,7 @@ class Size(Between):
             try:
                 return carry_on(self.no_bool(value))
             except ValidationError as err:
-                raise Refused(f"want {self.wanted()}") from err
+                raise InvalidValue(f"want {self.describe_allowed()}") from err
 
         return core_schema.no_info_wrap_validator_function(read, handler.generate_schema(ByteSize))
 
@@ -165,9 +165,9 @@ class Text(Rule):
         try:
             size_bytes = len(value.encode())
         except UnicodeEncodeError as err:
-            raise Refused("want valid UTF-8") from err
+            raise InvalidValue("want valid UTF-8") from err
         if not 1 <= size_bytes <= self.bytes_max:
-            raise Refused(f"want 1 to {self.bytes_max} bytes")
+            raise InvalidValue(f"want 1 to {self.bytes_max} bytes")
         return value
 
 
@@ -179,7 +179,7 @@ class LocalFolder(Rule):
         """Return `value`. Raises Refused."""
         Text(FOLDER_BYTES_MAX).check(value)
         if "\0" in value or not value.startswith(("/", "~")):
-            raise Refused("want an absolute path, such as /var/cache/nearkin, or one that starts with ~")
+            raise InvalidValue("want an absolute path, such as /var/cache/nearkin, or one that starts with ~")
         return value
 
 
@@ -191,7 +191,7 @@ class TenantName(Rule):
         """Return `value`. Raises Refused."""
         problem = tenant_problem(value)
         if problem is not None:
-            raise Refused(problem)
+            raise InvalidValue(problem)
         return value
 
 
@@ -204,7 +204,7 @@ class OneMatch(Rule):
     def check(self, value: str) -> str:
         """Return `value`. Raises Refused."""
         if not re.fullmatch(self.pattern, value):
-            raise Refused(f"want text that matches {self.pattern}")
+            raise InvalidValue(f"want text that matches {self.pattern}")
         return value
 
 
@@ -216,7 +216,7 @@ class ParityScheme(Rule):
         """Return `value`. Raises Refused."""
         matched = re.fullmatch(r"rs-([1-9][0-9]?)-([1-9][0-9]?)", value, re.ASCII)
         if value != "none" and (matched is None or int(matched[1]) + int(matched[2]) > PARITY_SHARDS_MAX):
-            raise Refused(f"want none, or rs-K-M with K + M up to {PARITY_SHARDS_MAX}, such as rs-28-4")
+            raise InvalidValue(f"want none, or rs-K-M with K + M up to {PARITY_SHARDS_MAX}, such as rs-28-4")
         return value
 
 
@@ -228,7 +228,7 @@ class ServerUrl(Rule):
         """Return `value`. Raises Refused."""
         match = re.fullmatch(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[!-~]*)?", value)
         if match is None or "?" in value or "#" in value or int((match[2] or ":80")[1:]) > 65_535:
-            raise Refused("want http:// or https:// with a host, such as https://nearkin.example:8443")
+            raise InvalidValue("want http:// or https:// with a host, such as https://nearkin.example:8443")
         return value
 
 
@@ -239,7 +239,7 @@ class Token(Rule):
     def check(self, value: str) -> str:
         """Return `value`. Raises Refused."""
         if not re.fullmatch(r"[A-Za-z0-9._~+/-]{1,1024}=*", value):
-            raise Refused("want up to 1024 letters, digits and - . _ ~ + / without spaces")
+            raise InvalidValue("want up to 1024 letters, digits and - . _ ~ + / without spaces")
         return value
 
 
@@ -261,10 +261,12 @@ class Origins(Rule):
     def check(self, value: tuple[str, ...]) -> tuple[str, ...]:
         """Return `value`. Raises Refused."""
         if len(value) > ORIGINS_MAX:
-            raise Refused(f"{len(value)} origins: want at most {ORIGINS_MAX}")
+            raise InvalidValue(f"{len(value)} origins: want at most {ORIGINS_MAX}")
         for entry in value:
             if entry != "*" and _ORIGIN.fullmatch(entry) is None:
-                raise Refused(f'{entry!r:.80}: want an origin such as "https://app.example", without a path, or "*"')
+                raise InvalidValue(
+                    f'{entry!r:.80}: want an origin such as "https://app.example", without a path, or "*"'
+                )
         return value
 
 
@@ -290,12 +292,12 @@ class TopicTenants(Rule):
         for entry in value:
             topic, equals, tenant = entry.partition("=")
             if not re.fullmatch(r"[A-Za-z0-9._-]{1,249}", topic) or bool(tenant) != bool(equals):
-                raise Refused(f"{entry!r:.80}: want a topic's name, or topic=tenant")
+                raise InvalidValue(f"{entry!r:.80}: want a topic's name, or topic=tenant")
             problem = tenant_problem(tenant) if equals else None
             if problem is not None:
-                raise Refused(f"{entry!r:.80}: tenant: {problem}")
+                raise InvalidValue(f"{entry!r:.80}: tenant: {problem}")
         if len({entry.partition("=")[0] for entry in value}) < len(value):
-            raise Refused("names a topic twice")
+            raise InvalidValue("names a topic twice")
         return value
 
 
@@ -312,7 +314,7 @@ class ObjectPrefix(Rule):
             re.fullmatch(r"[A-Za-z0-9._=-]+|\{tenant\}", part) and part not in (".", "..") for part in parts[:-1]
         )
         if not fine or len(parts) < 2 or parts[-1] or len(value) > 512:
-            raise Refused("want a folder of names that ends in /, such as incoming/ or incoming/{tenant}/")
+            raise InvalidValue("want a folder of names that ends in /, such as incoming/ or incoming/{tenant}/")
         if parts[0] in self.ours:
-            raise Refused(f"{parts[0]}/ is the store's own")
+            raise InvalidValue(f"{parts[0]}/ is the store's own")
         return value

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from nearkin_shared.errors import BadInput, Corrupt, NotFound, Permanent, StoreUnavailable
+from nearkin_shared.errors import BadInput, Corrupt, NotFound, PermanentError, StoreUnavailable
 from nearkin_shared.formats import key_record as fmt
 from nearkin_shared.objectstore.base import AlreadyExists
-from nearkin_shared.objectstore.parity import ParityObjects, parity_name, read_decoded
+from nearkin_shared.objectstore.parity import ParityObjectStore, parity_name, read_decoded
 from nearkin_shared.utils.frozen import frozen
 
 
@@ -39,7 +39,9 @@ class Erasure:
 class ErasureRecords:
     """The erasure records of one store. Safe between processes: each record is created exclusively."""
 
-    def __init__(self, objects: ParityObjects, mac_key: Callable[[], bytes], has_keys: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self, objects: ParityObjectStore, mac_key: Callable[[], bytes], has_keys: Callable[[bytes], bool]
+    ) -> None:
         """`objects` as they are stored; `has_keys` tells whether an owner has a key record."""
         self._objects = objects
         self._mac_key = mac_key
@@ -52,7 +54,7 @@ class ErasureRecords:
             found = self._read(name)
         except NotFound:
             return None
-        except Permanent as err:
+        except PermanentError as err:
             return Erasure(owner, problem=f"{err}; {_REMEDY}")
         if not found.authenticated and self._has_keys(owner):
             return Erasure(owner, problem=f"{name}: not authenticated, and keys of this owner exist; {_REMEDY}")
@@ -126,14 +128,14 @@ class ErasureRecords:
     def _is_swept(self, erasure: Erasure) -> bool:
         try:
             found = self._read(fmt.swept_name(erasure.owner))
-        except Permanent:
+        except PermanentError:
             return False
         if found.authenticated:
             return True
         # Both records of an older Nearkin: then the keys are gone, as `find` has looked.
         try:
             return not self._read(fmt.erased_name(erasure.owner)).authenticated
-        except Permanent:
+        except PermanentError:
             return False
 
     def _read(self, name: str) -> fmt.ErasedRecord:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from nearkin_shared.errors import Corrupt, Retryable
+from nearkin_shared.errors import Corrupt, RetryableError
 from nearkin_shared.formats.encrypted_object import OWNER_BYTES
 from nearkin_shared.formats.record_authentication import check_json_mac, mac_of_json
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
-from nearkin_shared.storage.versioned_record import NumberedRecords
+from nearkin_shared.storage.versioned_record import VersionedRecords
 
 FOLDER = "heads/keys"
 VERSION = 1
@@ -25,12 +25,12 @@ class KeyHeads:
     """The highest number that each owner of keys was given. Safe between processes."""
 
     def __init__(self, objects: ObjectStore, mac_key: Callable[[], bytes]) -> None:
-        self._records = NumberedRecords(objects, FOLDER, "nkh", "highest key numbers")
+        self._records = VersionedRecords(objects, FOLDER, "nkh", "highest key numbers")
         self._mac_key = mac_key
 
     def read(self) -> dict[bytes, int]:
         """Return the highest number by owner; none before a key was made by this release. Raises Corrupt."""
-        held = self._records.holding(self.at, _broken)
+        held = self._records.holding(self.at, _broken_error)
         return {} if held is None else held[1]
 
     def at(self, sequence: int) -> dict[bytes, int]:
@@ -51,9 +51,9 @@ class KeyHeads:
         return found
 
     def note(self, owner: bytes, number: int) -> None:
-        """Record that an owner was given a key number. Raises Corrupt, Retryable, StoreUnavailable."""
+        """Record that an owner was given a key number. Raises Corrupt, RetryableError, StoreUnavailable."""
         for _ in range(RACES_MAX):
-            heads, listed = self.read(), sorted(self._records.listed())
+            heads, listed = self.read(), sorted(self._records.list_records())
             if heads.get(owner, 0) >= number:
                 return
             sequence = self._records.following(listed)
@@ -68,8 +68,8 @@ class KeyHeads:
                 continue
             self._records.remove(listed)
             return
-        raise Retryable(f"{FOLDER}: changed {RACES_MAX} times while it was written; try again")
+        raise RetryableError(f"{FOLDER}: changed {RACES_MAX} times while it was written; try again")
 
 
-def _broken(err: Corrupt) -> dict[bytes, int]:
+def _broken_error(err: Corrupt) -> dict[bytes, int]:
     raise err

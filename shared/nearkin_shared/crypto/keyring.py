@@ -25,7 +25,16 @@ from blake3 import blake3
 from nearkin_shared.crypto.erasure_records import Erasure, ErasureRecords
 from nearkin_shared.crypto.key_heads import KeyHeads
 from nearkin_shared.crypto.key_wrapping import KeyWrapper
-from nearkin_shared.errors import BadInput, ConfigError, Corrupt, Erased, KeysLost, NotFound, Permanent, Retryable
+from nearkin_shared.errors import (
+    BadInput,
+    ConfigError,
+    Corrupt,
+    KeysLost,
+    NotFound,
+    PermanentError,
+    RetryableError,
+    TenantErased,
+)
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats import key_record as fmt
 from nearkin_shared.formats.encrypted_object import KEY_BYTES, OWNER_BYTES, STORE_OWNER
@@ -33,7 +42,7 @@ from nearkin_shared.formats.key_record import DataKey, KeyName
 from nearkin_shared.formats.manifest import moment_of
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.objectstore.parity import FOLDER as PARITY
-from nearkin_shared.objectstore.parity import ParityObjects, parity_name, read_decoded
+from nearkin_shared.objectstore.parity import ParityObjectStore, parity_name, read_decoded
 from nearkin_shared.storage import descriptor
 from nearkin_shared.tenant_names import collision_of
 from nearkin_shared.utils.failpoints import failpoint
@@ -84,7 +93,7 @@ class Keyring:
 
     def __init__(
         self,
-        objects: ParityObjects,
+        objects: ParityObjectStore,
         wrapper: KeyWrapper,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -111,7 +120,7 @@ class Keyring:
     def newest(self, domain: bytes | None) -> DataKey:
         """Return the key that seals what a tenant's domain (None: the store) writes; made if there is none.
 
-        Raises Erased, KeysLost, ConfigError, Corrupt, StoreUnavailable.
+        Raises TenantErased, KeysLost, ConfigError, Corrupt, StoreUnavailable.
         """
         owner = self.owner_of(domain)
         with self._lock:
@@ -139,7 +148,7 @@ class Keyring:
             return found.keys[max(found.keys)]
 
     def key(self, owner: bytes, number: int, name: str) -> DataKey:
-        """Return the key that an object says it is sealed by. Raises Erased, Corrupt (there is no such key)."""
+        """Return the key that an object says it is sealed by. Raises TenantErased, Corrupt (there is no such key)."""
         with self._lock:
             found = self._looked_at(owner)
             if number not in found.keys:
@@ -159,7 +168,7 @@ class Keyring:
         return blake3(domain, key=self._naming_key()).digest(OWNER_BYTES)
 
     def check_tenant(self, tenant: str) -> None:
-        """Raise Erased where a tenant's keys were erased, TenantCollision where they are another tenant's.
+        """Raise TenantErased where a tenant's keys were erased, TenantCollision where they are another tenant's.
 
         Its name is kept beside a key that is made for it later.
         """
@@ -177,7 +186,7 @@ class Keyring:
     def check_not_lost(self, tenant: str, holds_some: Callable[[], bool]) -> None:
         """Raise KeysLost where a tenant has no key and, as `holds_some` says, what one has sealed.
 
-        A key that was made then would seal what leans on chunks that nobody can read. Raises Erased.
+        A key that was made then would seal what leans on chunks that nobody can read. Raises TenantErased.
         """
         self.check_tenant(tenant)
         owner = self.owner_of(domain_of(tenant))
@@ -198,7 +207,7 @@ class Keyring:
         )
 
     def _looked_at(self, owner: bytes, *, now: bool = False) -> _Owner:
-        """Return an owner's keys as they are, or were a moment ago. Raises Erased."""
+        """Return an owner's keys as they are, or were a moment ago. Raises TenantErased."""
         found = self._owners.get(owner)
         if found is None:
             found = self._owners[owner] = _Owner()
@@ -213,7 +222,7 @@ class Keyring:
             raise Corrupt(f"{self._named(owner)}: {found.erasure.problem}")
         if found.erasure is not None:
             when, outlook = moment_of(found.erasure.erased_us), self._outlook(found.erasure)
-            raise Erased(f"{self._named(owner)}: its keys were erased at {when:%Y-%m-%dT%H:%M:%SZ}: {outlook}")
+            raise TenantErased(f"{self._named(owner)}: its keys were erased at {when:%Y-%m-%dT%H:%M:%SZ}: {outlook}")
         return found
 
     def _outlook(self, erasure: Erasure) -> str:
@@ -240,7 +249,7 @@ class Keyring:
             found.lost = not keys and (found.lost or bool(found.keys))
             found.keys = keys
             return
-        raise Retryable(f"{fmt.FOLDER}/{owner.hex()}: changed {RACES_MAX} times while it was read; try again")
+        raise RetryableError(f"{fmt.FOLDER}/{owner.hex()}: changed {RACES_MAX} times while it was read; try again")
 
     def _newest_wrappings(self, owner: bytes) -> dict[int, KeyName]:
         found: dict[int, KeyName] = {}
@@ -342,7 +351,7 @@ class Keyring:
         secret = secrets.token_bytes(KEY_BYTES)
         key = DataKey(owner, number, secret, int(self._wall() * 1e6), domain, self._tenants.get(owner))
         name = KeyName(owner, number, 0)
-        wrapped_by, wrapped = self._wrapper.key_id, self._wrapper.wrap(key.unwrapped(), key.context)
+        wrapped_by, wrapped = self._wrapper.key_id, self._wrapper.wrap(key.unwrap(), key.context)
         try:
             self._objects.put_new(str(name), fmt.encode_key(name, wrapped_by, wrapped))
         except AlreadyExists:
@@ -371,7 +380,7 @@ class Keyring:
                     if newest.wrapping >= fmt.WRAPPING_MAX:
                         raise BadInput(f"{newest}: was wrapped {newest.wrapping} times, as often as it may be")
                     after = KeyName(owner, number, newest.wrapping + 1)
-                    by, again = self._wrapper.key_id, self._wrapper.wrap(key.unwrapped(), context)
+                    by, again = self._wrapper.key_id, self._wrapper.wrap(key.unwrap(), context)
                     self._objects.put_new(str(after), fmt.encode_key(after, by, again))  # 1
                     if owner != STORE_OWNER and self._is_due(owner):  # its keys are being removed
                         self._remove(str(after))
@@ -391,7 +400,7 @@ class Keyring:
         earlier erasure keeps its grace, unless the new one is due before. Raises TenantCollision,
         StoreUnavailable.
         """
-        with suppress(Erased, Corrupt):  # it ends what was cut short, and what a forged record has blocked
+        with suppress(TenantErased, Corrupt):  # it ends what was cut short, and what a forged record has blocked
             self.check_tenant(tenant)
         owner = self.owner_of(domain_of(tenant))
         with self._lock:
@@ -450,7 +459,7 @@ class Keyring:
                 raise Corrupt(f"{name}: not a data key's name; move it out of the store")
         return sorted(found)
 
-    def listed(self) -> list[KeyInfo]:
+    def list_keys(self) -> list[KeyInfo]:
         """Return every key, by owner and number."""
         found = []
         for owner in self.owners():
@@ -475,11 +484,11 @@ class Keyring:
                 self.check(name)
             except NotFound:
                 continue
-            except Permanent as err:
+            except PermanentError as err:
                 found[name] = str(err)
         try:
             self._heads.read()
-        except Permanent as err:
+        except PermanentError as err:
             found[str(err).partition(":")[0]] = str(err)
         return found
 
@@ -542,7 +551,7 @@ def _number_after(owner: _Owner, head: int = 0) -> int:
     return max(head, *owner.keys, 0) + 1 + secrets.randbelow(NUMBERS_SKIPPED_MAX)
 
 
-def open_keyring(objects: ParityObjects, wrapper: KeyWrapper) -> Keyring:
+def open_keyring(objects: ParityObjectStore, wrapper: KeyWrapper) -> Keyring:
     """Return the keys of a store, the first one made where there is no store yet. `objects` as they are stored.
 
     Raises ConfigError: the store is one without encryption, or its keys are wrapped by another key; Corrupt: it is

@@ -54,8 +54,8 @@ def encode_block(
     """
     frame = encoder.encode(raw, None, options)
     if len(frame) < len(raw):
-        return _framed(raw, ZSTD, kind, depth, frame)
-    return _framed(raw, STORED, kind, depth, raw.tobytes())
+        return _frame(raw, ZSTD, kind, depth, frame)
+    return _frame(raw, STORED, kind, depth, raw.tobytes())
 
 
 def encode_patch(
@@ -65,10 +65,10 @@ def encode_patch(
 
     `options` are those of zstd for this block.
     """
-    return _framed(raw, ZSTD, PATCH, depth, encoder.encode(raw, prefix, options))
+    return _frame(raw, ZSTD, PATCH, depth, encoder.encode(raw, prefix, options))
 
 
-def _framed(raw: U8, codec: int, kind: int, depth: int, payload: bytes | memoryview) -> EncodedBlock:
+def _frame(raw: U8, codec: int, kind: int, depth: int, payload: bytes | memoryview) -> EncodedBlock:
     fields = (b"NKB1", codec, kind, depth, 0, len(raw), len(payload))
     check = columns.check_bytes(BLOCK.pack(*fields, b"")[:-8], payload)
     return EncodedBlock(BLOCK.pack(*fields, check), payload, len(raw), codec, kind, depth)

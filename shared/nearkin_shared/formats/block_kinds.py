@@ -13,12 +13,12 @@ from nearkin_shared.formats.directory import Directory
 from nearkin_shared.types import Bools
 
 
-def referring(directory: Directory) -> Bools:
+def reference_blocks(directory: Directory) -> Bools:
     """Return which blocks are nothing but the bytes of what they lean on."""
     return _with_rank(directory, container_layout.REFERENCE_RANK)
 
 
-def gathered(directory: Directory) -> Bools:
+def merged_blocks(directory: Directory) -> Bools:
     """Return which blocks hold what was taken in. Of those that lean on others their chunks tell.
 
     Of those that lean on nothing: chunks behind all those that the container's own recipes name; where some of these
@@ -34,7 +34,7 @@ def gathered(directory: Directory) -> Bools:
         first = np.append(True, blocks[1:] != blocks[:-1])
         found[np.bincount(blocks[first], minlength=len(found)) > 1] = True
     raw: Bools = directory.blocks.kinds == container_layout.RAW
-    return (found & raw) | _with_rank(directory, container_layout.GATHERED_RANK)
+    return (found & raw) | _with_rank(directory, container_layout.MERGED_RANK)
 
 
 def _with_rank(directory: Directory, rank: int) -> Bools:

@@ -38,7 +38,7 @@ PREFIX_BASES_MAX = 1 << 16
 """And how many: a reader has 70 bytes for each before it knows what they are. Writers close at 4,096."""
 LOST = b"NKBL"
 """Begins a block whose bytes are lost."""
-GATHERED_RANK = 253
+MERGED_RANK = 253
 """Of a chunk that a round of garbage collection made of others, and put behind all that there was."""
 REFERENCE_RANK = 254
 """Of a chunk whose base is such a chunk, and holds its bytes."""

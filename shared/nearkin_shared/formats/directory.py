@@ -199,7 +199,7 @@ class Directory:
             self._block_rows.append(list(starmap(BlockRow, rows)))
         return self._block_rows[0]
 
-    def leans_on(self) -> list[int]:
+    def base_containers(self) -> list[int]:
         """Return the other containers in which bases of this one lie, ascending."""
         bases = np.concatenate([self.chunks.bases.containers, self.prefixes.bases.containers])
         return [int(base) for base in distinct(bases) if base not in (0, self.container)]

@@ -205,12 +205,14 @@ def _decode_directory(
     found = len(block_columns[0]), len(chunk_columns[0]), len(segment_columns[0])
     _expect(found == (block_count, chunk_count, segment_count), what, "its tables have other rows than its head says")
     blocks = _blocks(block_columns, depth_max, container_bytes - len(view), what, whole=magic != _MAGIC_REST)
-    _expect(magic != _MAGIC_2 or _below(blocks.kinds, PATCH), what, "a patch block in a directory of an older format")
+    _expect(
+        magic != _MAGIC_2 or _all_below(blocks.kinds, PATCH), what, "a patch block in a directory of an older format"
+    )
     scope = _Scope(container, table, what)
     prefixes = _prefixes(prefix_counts, prefix_runs, chunk_count, blocks, scope)
     chunks = _chunks(names28, chunk_columns, delta_columns, patched_columns, blocks, prefixes, scope)
     segments = _segments(segment_columns, run_columns, chunk_count, scope)
-    _expect(_below(segments.sketches, sketch_count), what, "a segment names an unknown sketch")
+    _expect(_all_below(segments.sketches, sketch_count), what, "a segment names an unknown sketch")
     directory_bytes, recipe_bytes = len(view), len(view) - recipe_start
     return Directory(
         container,
@@ -239,9 +241,9 @@ class _Scope:
 def _blocks(found: list[NDArray[Any]], depth_max: int, other_bytes: int, what: str, *, whole: bool) -> BlockTable:
     """Return the block table; `other_bytes` of the container are not its directory: header, blocks and footer."""
     stored, raw, codecs, kinds, depths = found
-    _expect(_below(raw, BLOCK_RAW_BYTES_MAX + 1), what, "a block is too large")
-    _expect(_below(codecs, ZSTD + 1) and _below(kinds, len(KINDS)), what, "a block of unknown kind")
-    _expect(_below(depths, depth_max + 1), what, "a block deeper than its container allows")
+    _expect(_all_below(raw, BLOCK_RAW_BYTES_MAX + 1), what, "a block is too large")
+    _expect(_all_below(codecs, ZSTD + 1) and _all_below(kinds, len(KINDS)), what, "a block of unknown kind")
+    _expect(_all_below(depths, depth_max + 1), what, "a block deeper than its container allows")
     _expect(bool(np.array_equal(kinds == RAW, depths == 0)), what, "a block whose depth its kind does not have")
     gone = np.zeros(len(raw), np.bool_) if whole else raw == 0
     _expect(not np.any(stored[gone]) and not np.any(kinds[gone] | codecs[gone]), what, "a block that is half gone")
@@ -258,17 +260,17 @@ def _prefixes(
     patch = blocks.kinds == PATCH
     _expect(len(counts) == np.count_nonzero(patch), what, "prefix counts differ from its patch blocks")
     _expect(not len(counts) or int(counts.min()) > 0, what, "a patch block without bases")
-    _expect(_below(counts, PREFIX_BASES_MAX + 1), what, "a patch block of too many bases")
+    _expect(_all_below(counts, PREFIX_BASES_MAX + 1), what, "a patch block of too many bases")
     run_refs, steps, run_counts = found
     refs, ordinals = location_runs.expand(run_refs, steps, run_counts, ROWS_MAX, what)
     _expect(int(counts.sum(dtype=np.uint64)) == len(ordinals), what, "prefixes do not add up")
     _expect(not np.any(refs == ZERO), what, "the zero chunk as a base")
-    _expect(_below(ordinals[refs == SELF], chunk_count), what, "a base that is not there")
-    _expect(_below(ordinals, ROWS_MAX), what, "a base beyond what a container has")
+    _expect(_all_below(ordinals[refs == SELF], chunk_count), what, "a base that is not there")
+    _expect(_all_below(ordinals, ROWS_MAX), what, "a base beyond what a container has")
     bounds = np.zeros(len(blocks) + 1, np.uint32)
     bounds[1:][patch] = counts
     np.cumsum(bounds, out=bounds)
-    return PrefixTable(bounds, location_runs.located(refs, ordinals, scope.table, scope.container, what))
+    return PrefixTable(bounds, location_runs.to_locations(refs, ordinals, scope.table, scope.container, what))
 
 
 def _chunks(
@@ -284,8 +286,8 @@ def _chunks(
     lengths, block_numbers = found[0], found[1].astype(np.uint32)
     there = lengths > 0
     delta_encoded, base_refs, base_steps, delta_ranks = deltas_found
-    _expect(_below(block_numbers, len(blocks)), what, "a chunk names a block that is not there")
-    fine = len(names28) == np.count_nonzero(there) and _below(lengths, SEGMENT_BYTES_MAX + 1)
+    _expect(_all_below(block_numbers, len(blocks)), what, "a chunk names a block that is not there")
+    fine = len(names28) == np.count_nonzero(there) and _all_below(lengths, SEGMENT_BYTES_MAX + 1)
     _expect(fine, what, "a chunk is empty, or longer than a segment")
     _expect(not np.any(block_numbers[~there]), what, "a chunk that is gone, in a block")
     depths: U8 = np.where(there, blocks.depths[block_numbers], np.uint8(0))
@@ -299,8 +301,8 @@ def _chunks(
     _expect(bool(np.array_equal(filled, blocks.raw)), what, "chunks do not fill their blocks")
     refs, ordinals = location_runs.expand(base_refs, base_steps, np.ones(len(base_refs), np.uint32), ROWS_MAX, what)
     _expect(not np.any(refs == ZERO), what, "a delta against the zero chunk")
-    _expect(_below(ordinals[refs == SELF], count), what, "a base that is not there")
-    _expect(_below(ordinals, ROWS_MAX), what, "a base beyond what a container has")
+    _expect(_all_below(ordinals[refs == SELF], count), what, "a base that is not there")
+    _expect(_all_below(ordinals, ROWS_MAX), what, "a base beyond what a container has")
     bases, ranks = Locations.empty(count), np.zeros(count, np.uint8)
     bases.containers[deltas] = location_runs.from_table(refs, scope.table, scope.container, what)
     bases.ordinals[deltas] = ordinals
@@ -343,17 +345,17 @@ def _segments(
     run_refs, steps, run_counts = run_columns
     refs, ordinals = location_runs.expand(run_refs, steps, run_counts, ROWS_MAX, what)
     _expect(int(counts.sum(dtype=np.uint64)) == len(ordinals), what, "recipes do not add up")
-    _expect(_below(counts, SEGMENT_BYTES_MAX + 1), what, "a recipe of more chunks than a segment has bytes")
-    _expect(_below(ordinals, ROWS_MAX), what, "a recipe names a chunk beyond what a container has")
-    _expect(_below(ordinals[refs == SELF], chunk_count), what, "a recipe names a chunk that is not there")
-    _expect(_below(ordinals[refs == ZERO], SEGMENT_BYTES_MAX + 1), what, "a hole longer than a segment")
+    _expect(_all_below(counts, SEGMENT_BYTES_MAX + 1), what, "a recipe of more chunks than a segment has bytes")
+    _expect(_all_below(ordinals, ROWS_MAX), what, "a recipe names a chunk beyond what a container has")
+    _expect(_all_below(ordinals[refs == SELF], chunk_count), what, "a recipe names a chunk that is not there")
+    _expect(_all_below(ordinals[refs == ZERO], SEGMENT_BYTES_MAX + 1), what, "a hole longer than a segment")
     sketches = sketches.copy()  # a view keeps the bytes of all columns: five a row
     return SegmentTable(
-        bounds_of(counts), sketches, location_runs.located(refs, ordinals, scope.table, scope.container, what)
+        bounds_of(counts), sketches, location_runs.to_locations(refs, ordinals, scope.table, scope.container, what)
     )
 
 
-def _below(values: NDArray[Any], limit: int) -> bool:
+def _all_below(values: NDArray[Any], limit: int) -> bool:
     """Return whether all of the values are below the limit."""
     return not len(values) or int(values.max()) < limit
 

@@ -39,7 +39,7 @@ SALT_BYTES = 20
 """Two objects of one key with the same salt would share a key and nonces: 2**-80 for 2**40 objects."""
 KEY_BYTES = 32
 OWNER_BYTES = 16
-SALVAGED_BYTES_MAX = 1 << 30
+SALVAGE_BYTES_MAX = 1 << 30
 """A container's bound: memory is taken for what a head announces."""
 STORE_OWNER = bytes(OWNER_BYTES)
 """Owns what belongs to no tenant alone: records of the janitor, uploads that are not finished, the descriptor."""
@@ -56,7 +56,7 @@ class Head:
     """Of the owner's data key."""
     salt: bytes
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         """Return the head's bytes."""
         fields = (MAGIC, VERSION, 0, self.object_bytes, self.number, self.salt, self.owner)
         bare = HEAD.pack(*fields, b"")[:-CHECK_BYTES]
@@ -80,7 +80,7 @@ def head_of(data: bytes | memoryview, name: str) -> Head:
     return Head(object_bytes, owner, number, salt)
 
 
-def sealed_bytes(object_bytes: int) -> int:
+def encrypted_bytes(object_bytes: int) -> int:
     """Return how many bytes an object takes when it is sealed; one without bytes has one page without bytes."""
     return HEAD.size + object_bytes + TAG_BYTES * pages_of(object_bytes)
 
@@ -96,12 +96,12 @@ def plain_bytes(stored_bytes: int) -> int:
     if body < TAG_BYTES:
         return -1
     object_bytes = body - TAG_BYTES * -(-body // STRIDE_BYTES)
-    return object_bytes if object_bytes >= 0 and sealed_bytes(object_bytes) == stored_bytes else -1
+    return object_bytes if object_bytes >= 0 and encrypted_bytes(object_bytes) == stored_bytes else -1
 
 
 def stored_range(first: int, end: int, object_bytes: int) -> tuple[int, int]:
     """Return where in the stored object pages `first` to `end` lie, `end` not included."""
-    return HEAD.size + first * STRIDE_BYTES, min(HEAD.size + end * STRIDE_BYTES, sealed_bytes(object_bytes))
+    return HEAD.size + first * STRIDE_BYTES, min(HEAD.size + end * STRIDE_BYTES, encrypted_bytes(object_bytes))
 
 
 def room(size_bytes: int) -> memoryview:
@@ -116,15 +116,15 @@ class PageCipher:
         """Make the object's own key. Raises ConfigError where the library is not installed."""
         self.head = head
         self._name = name
-        self._aad = head.packed() + name.encode()
+        self._aad = head.pack() + name.encode()
         derived = blake3(head.salt + head.owner, key=blake3(data_key, derive_key_context=_CONTEXT).digest())
         self._cipher = aes_gcm(derived.digest(KEY_BYTES))
 
-    def sealed(self, data: bytes | memoryview) -> memoryview:
+    def encrypt(self, data: bytes | memoryview) -> memoryview:
         """Return the whole object, sealed: head and pages."""
         plain = memoryview(data).cast("B")
-        made = room(sealed_bytes(len(plain)))
-        made[: HEAD.size] = self.head.packed()
+        made = room(encrypted_bytes(len(plain)))
+        made[: HEAD.size] = self.head.pack()
         for page in range(pages_of(len(plain))):
             piece = plain[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
             at = HEAD.size + page * STRIDE_BYTES
@@ -150,19 +150,19 @@ class PageCipher:
                 raise Corrupt(f"{name}: page {page} is not what was sealed there: run `nearkin verify`") from err
         return plain_bytes
 
-    def opened_whole(self, stored: bytes | memoryview, take: Callable[[int], memoryview] = room) -> bytes:
+    def decrypt_object(self, stored: bytes | memoryview, take: Callable[[int], memoryview] = room) -> bytes:
         """Return the object from all that is stored; `take` returns room for so many bytes. Raises Corrupt."""
-        if len(stored) != sealed_bytes(self.head.object_bytes):
-            wanted = sealed_bytes(self.head.object_bytes)
+        if len(stored) != encrypted_bytes(self.head.object_bytes):
+            wanted = encrypted_bytes(self.head.object_bytes)
             raise Corrupt(f"{self._name}: {len(stored)} bytes, its head says {wanted}: cut short or filled up")
         into = take(self.head.object_bytes)
         self.open_into(memoryview(stored)[HEAD.size :], 0, pages_of(self.head.object_bytes), into)
         return bytes(into[: self.head.object_bytes])
 
-    def salvaged(self, stored: bytes | memoryview) -> bytes:
+    def salvage(self, stored: bytes | memoryview) -> bytes:
         """Return the object from all that is left, with zeros in the place of pages that do not open."""
         object_bytes, sealed = self.head.object_bytes, memoryview(stored)[HEAD.size :]
-        if object_bytes > SALVAGED_BYTES_MAX:
+        if object_bytes > SALVAGE_BYTES_MAX:
             raise Corrupt(f"{self._name}: {object_bytes} bytes: more than any object has")
         plain = room(object_bytes)
         for page in range(pages_of(object_bytes)):
@@ -172,10 +172,10 @@ class PageCipher:
         return bytes(plain)
 
 
-def seal(name: str, data: bytes | memoryview, owner: bytes, number: int, data_key: bytes) -> memoryview:
+def encrypt(name: str, data: bytes | memoryview, owner: bytes, number: int, data_key: bytes) -> memoryview:
     """Return an object sealed under a data key."""
     head = Head(len(memoryview(data).cast("B")), owner, number, secrets.token_bytes(SALT_BYTES))
-    return PageCipher(head, name, data_key).sealed(data)
+    return PageCipher(head, name, data_key).encrypt(data)
 
 
 def page_runs(starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:

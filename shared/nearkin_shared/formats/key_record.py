@@ -72,7 +72,7 @@ class DataKey:
         """Return what is authenticated with the wrapped key: it is no other owner's, and of no other number."""
         return context_of(self.owner, self.number)
 
-    def unwrapped(self) -> bytes:
+    def unwrap(self) -> bytes:
         """Return what is wrapped."""
         said = {
             "secret": self.secret.hex(), "created_us": self.created_us,
@@ -125,7 +125,7 @@ def erased_owner(name: str) -> tuple[bytes, bool] | None:
 
 def encode_key(name: KeyName, wrapped_by: str, wrapped: bytes) -> bytes:
     """Return a record."""
-    return _encoded(
+    return _encode(
         {
             "format": FORMAT,
             "format_version": VERSION,
@@ -140,7 +140,7 @@ def encode_key(name: KeyName, wrapped_by: str, wrapped: bytes) -> bytes:
 
 def decode_key(data: bytes, what: str) -> tuple[str, bytes]:
     """Return (id of the key-encryption key, wrapped key). Raises Corrupt, FormatTooNew."""
-    said, name = _decoded(data, what, FORMAT), name_of(what)
+    said, name = _decode(data, what, FORMAT), name_of(what)
     try:
         where = KeyName(bytes.fromhex(said["owner"]), said["number"], said["wrapping"])
         if name != where or len(where.owner) != OWNER_BYTES:
@@ -171,12 +171,12 @@ def encode_erased(owner: bytes, erased_us: int, due_us: int, mac_key: bytes, *, 
         "due_us": due_us,
         "swept": swept,
     }
-    return _encoded({**said, "mac": mac_of_json(said, mac_key)})
+    return _encode({**said, "mac": mac_of_json(said, mac_key)})
 
 
 def decode_erased(data: bytes, what: str, mac_key: bytes) -> ErasedRecord:
     """Return the record of an erasure. Raises Corrupt (also for a MAC that does not verify), FormatTooNew."""
-    said, name = _decoded(data, what, ERASED_FORMAT, ERASED_VERSION), erased_owner(what)
+    said, name = _decode(data, what, ERASED_FORMAT, ERASED_VERSION), erased_owner(what)
     try:
         if name is None or bytes.fromhex(said["owner"]) != name[0]:
             raise Corrupt(f"{what}: is the record of owner {said['owner']:.64}: was it renamed?")
@@ -193,7 +193,7 @@ def decode_erased(data: bytes, what: str, mac_key: bytes) -> ErasedRecord:
 
 def encode_envelope(sealed: bytes | memoryview) -> bytes:
     """Return the descriptor of an encrypted store: what it is in clear, and the descriptor itself sealed."""
-    return _encoded(
+    return _encode(
         {
             "format": STORE_FORMAT,
             "format_version": ENCRYPTED_VERSION,
@@ -210,7 +210,7 @@ def decode_envelope(data: bytes, what: str) -> bytes | None:
             return None
     except (ValueError, KeyError, TypeError, RecursionError) as err:
         raise Corrupt(f"{what}: {err}; restore it from a copy") from err
-    said = _decoded(data, what, STORE_FORMAT, ENCRYPTED_VERSION)
+    said = _decode(data, what, STORE_FORMAT, ENCRYPTED_VERSION)
     try:
         if said["encryption"] != ALGORITHM:
             raise FormatTooNew(f"{what}: encrypted by {said['encryption']!r}; this Nearkin knows {ALGORITHM}: upgrade")
@@ -226,11 +226,11 @@ def _when(us: Any) -> int:
     return found
 
 
-def _encoded(said: Mapping[str, object]) -> bytes:
+def _encode(said: Mapping[str, object]) -> bytes:
     return json.dumps({**said, "check": _check(said)}, indent=1).encode()
 
 
-def _decoded(data: bytes, what: str, wanted: str, version_max: int = VERSION) -> dict[str, Any]:
+def _decode(data: bytes, what: str, wanted: str, version_max: int = VERSION) -> dict[str, Any]:
     try:
         if len(data) > BYTES_MAX:
             raise ValueError(f"{len(data)} bytes; at most {BYTES_MAX}")  # noqa: TRY301 - one place names it

@@ -151,6 +151,6 @@ def _ends_before(refs: U32, starts: NDArray[np.int64], lengths: NDArray[np.int64
     return result
 
 
-def located(refs: U32, ordinals: U32, table: U64, holder: int, what: str) -> Locations:
+def to_locations(refs: U32, ordinals: U32, table: U64, holder: int, what: str) -> Locations:
     """Return the rows as locations with real container ids."""
     return Locations(from_table(refs, table, holder, what), ordinals)

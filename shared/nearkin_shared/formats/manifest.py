@@ -330,7 +330,7 @@ def _decode(view: memoryview, what: str) -> Manifest:
         sha256=sha256 if flags & _HAS_SHA256 else None,
         seconds=millis / 1000,
         ledger=ledger,
-        segments=location_runs.located(refs, ordinals, table, HOLDER, what),
+        segments=location_runs.to_locations(refs, ordinals, table, HOLDER, what),
         known=np.repeat(known.astype(np.bool_), counts),
         metadata=metadata,
         origin=origin,

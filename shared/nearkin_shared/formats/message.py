@@ -34,10 +34,10 @@ from nearkin_shared.formats.message_layout import (
     Counts,
     Envelope,
     Kind,
-    Opened,
-    joined_flags,
-    opened,
+    UndecodedMessage,
+    join_flags,
     problem_of,
+    read_header,
 )
 from nearkin_shared.kernels.scatter_copy import gather_new
 from nearkin_shared.limits import SEGMENT_BYTES_MAX
@@ -59,16 +59,16 @@ __all__ = [
     "Fresh",
     "Kind",
     "Message",
-    "Opened",
     "Paired",
     "Placed",
     "Segments",
+    "UndecodedMessage",
     "decode",
     "encode",
     "encode_paired",
     "is_end",
-    "opened",
     "read",
+    "read_header",
 ]
 
 FAILURE_CHARACTERS_MAX = 500
@@ -156,16 +156,16 @@ def encode(message: Message) -> bytes:
             kind, payload = Kind.FRAME, message.payload.data
         case Segments():
             kind, counts, columns = Kind.SEGMENTS, _counts(message.batch), _segment_columns(message.batch)
-            payload = _gathered(message.batch, np.flatnonzero(~message.batch.zero))
+            payload = _chunk_bytes(message.batch, np.flatnonzero(~message.batch.zero))
         case Fresh():
             fresh = message.batch
             kind, counts = Kind.FRESH, _counts(fresh.batch, len(fresh.fresh))
-            columns, payload = _fresh_columns(fresh), _gathered(fresh.batch, fresh.fresh)
+            columns, payload = _fresh_columns(fresh), _chunk_bytes(fresh.batch, fresh.fresh)
         case Paired():
             fresh = message.batch.fresh
             kind, sketch = Kind.PAIRED, message.batch.sketch
             counts = _counts(fresh.batch, len(fresh.fresh), message.batch.super_features.shape[1])
-            columns, payload = _paired_columns(message.batch), _gathered(fresh.batch, fresh.fresh)
+            columns, payload = _paired_columns(message.batch), _chunk_bytes(fresh.batch, fresh.fresh)
         case Placed():
             kind, counts = Kind.PLACED, Counts(segments=len(message.segments))
             columns = {
@@ -186,10 +186,10 @@ def encode(message: Message) -> bytes:
     version = CONDITIONAL_VERSION if conditional else VERSION
     header = _header(kind, envelope, counts, len(payload), len(tenant), len(named), len(key), version)
     written = [np.ascontiguousarray(columns[name], dtype) for name, dtype, _ in COLUMNS[kind]]
-    return _whole([header, tenant, key, named, *written, payload])
+    return _join([header, tenant, key, named, *written, payload])
 
 
-def encode_paired(message: Opened, paired: PairedBatch) -> bytes:
+def encode_paired(message: UndecodedMessage, paired: PairedBatch) -> bytes:
     """Return the bytes of the Paired that a message of kind FRESH became: what it says is copied as it lies there.
 
     Equal to `encode` of the same, without a column being made twice. Raises BadInput.
@@ -204,7 +204,7 @@ def encode_paired(message: Opened, paired: PairedBatch) -> bytes:
     problem = problem_of(len(tenant), len(key), len(sketch), counts, message.payload_bytes, Kind.PAIRED)
     if problem is not None:
         raise BadInput(f"message: {problem}")
-    return _whole(
+    return _join(
         [
             _header(Kind.PAIRED, envelope, counts, message.payload_bytes, len(tenant), len(sketch), len(key)),
             tenant,
@@ -250,7 +250,7 @@ def _header(
     )
 
 
-def _whole(parts: Sequence[Buffer]) -> bytes:
+def _join(parts: Sequence[Buffer]) -> bytes:
     data = b"".join(parts)
     if len(data) > MESSAGE_BYTES_MAX:
         raise BadInput(f"message of {len(data)} bytes: want at most {MESSAGE_BYTES_MAX}; lower segment.max_bytes")
@@ -264,10 +264,10 @@ def is_end(data: bytes) -> bool:
 
 def decode(data: bytes, what: str) -> Message:
     """Return the message; its payload is a view of `data`. Raises Corrupt, or FormatTooNew, naming `what`."""
-    return read(opened(data, what))
+    return read(read_header(data, what))
 
 
-def read(message: Opened) -> Message:
+def read(message: UndecodedMessage) -> Message:
     """Return what an opened message says. Raises Corrupt."""
     envelope = message.envelope
     try:
@@ -283,7 +283,7 @@ def read(message: Opened) -> Message:
             case Kind.PLACED:
                 ledger = Ledger(*LEDGER.unpack(message.payload))
                 segments = Locations(message.column("containers"), message.column("ordinals"))
-                known = joined_flags([message], "known")
+                known = join_flags([message], "known")
                 return Placed(envelope, segments, known, message.column("lengths"), ledger)
             case Kind.END:
                 return _end(envelope, message.payload)
@@ -298,7 +298,7 @@ def _counts(batch: SegmentBatch, fresh: int = 0, super_features: int = 0) -> Cou
     return Counts(batch.segments, len(batch.lengths), fresh, super_features)
 
 
-def _gathered(batch: SegmentBatch, rows: NDArray[np.intp]) -> memoryview:
+def _chunk_bytes(batch: SegmentBatch, rows: NDArray[np.intp]) -> memoryview:
     """Return the bytes of the chosen chunks, one after another; a view where they already lie so."""
     offsets, lengths = batch.offsets[rows], batch.lengths[rows]
     if not len(rows):
@@ -368,12 +368,12 @@ def _end(envelope: Envelope, payload: U8) -> End:
     sha256 = found["sha256"]
     end = End(
         envelope=envelope,
-        began_us=_bounded(found["began_us"], "began_us", CREATED_US_MAX),
+        began_us=_check_bound(found["began_us"], "began_us", CREATED_US_MAX),
         origin=bytes.fromhex(found["origin"]),
-        size_bytes=_bounded(found["size_bytes"], "size_bytes"),
+        size_bytes=_check_bound(found["size_bytes"], "size_bytes"),
         blake3=bytes.fromhex(found["blake3"]),
         sha256=None if sha256 is None else bytes.fromhex(sha256),
-        segments=None if found["segments"] is None else _bounded(found["segments"], "segments"),
+        segments=None if found["segments"] is None else _check_bound(found["segments"], "segments"),
         failure=None if found["failure"] is None else _legible(found["failure"]),
         metadata=found["metadata"],
         precondition=_precondition(found),
@@ -398,7 +398,7 @@ def _legible(failure: object) -> str:
     return str(failure)[:FAILURE_CHARACTERS_MAX].encode(errors="replace").decode()
 
 
-def _bounded(value: object, name: str, most: int = (1 << 63) - 1) -> int:
+def _check_bound(value: object, name: str, most: int = (1 << 63) - 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
         raise ValueError(f"{name} {value!r}: want a number from 0 to {most}")
     return value

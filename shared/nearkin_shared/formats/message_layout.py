@@ -130,7 +130,7 @@ _PAYLOAD_MAX = dict.fromkeys(Kind, SEGMENT_BYTES_MAX) | {Kind.END: END_BYTES_MAX
 
 
 @frozen
-class Opened:
+class UndecodedMessage:
     """A message whose columns nobody has looked at. `what` names it for people."""
 
     kind: Kind
@@ -164,7 +164,7 @@ class Opened:
         return len(self.data) - self.starts[-1]
 
 
-def joined_column(messages: Sequence[Opened], name: str) -> Column:
+def join_column(messages: Sequence[UndecodedMessage], name: str) -> Column:
     """Return a column of messages of one kind, one behind the other; a view where there is one message."""
     if len(messages) == 1:
         return messages[0].column(name)
@@ -174,21 +174,21 @@ def joined_column(messages: Sequence[Opened], name: str) -> Column:
     return np.frombuffer(b"".join(parts), _DTYPES[kind][at])
 
 
-def joined_flags(messages: Sequence[Opened], name: str) -> Bools:
+def join_flags(messages: Sequence[UndecodedMessage], name: str) -> Bools:
     """Return a column of flags of messages of one kind. Raises Corrupt."""
-    column = joined_column(messages, name)
+    column = join_column(messages, name)
     if len(column) and int(column.max()) > 1:
-        raise Corrupt(f"{what_of(messages)}: {name} has a flag of {int(column.max())}: want 0 or 1")
+        raise Corrupt(f"{describe_messages(messages)}: {name} has a flag of {int(column.max())}: want 0 or 1")
     return column.view(np.bool_)
 
 
-def what_of(messages: Sequence[Opened]) -> str:
+def describe_messages(messages: Sequence[UndecodedMessage]) -> str:
     """Return how messages are called in an error."""
     more = f" and {len(messages) - 1} more" if len(messages) > 1 else ""
     return f"{messages[0].what}{more}"
 
 
-def opened(data: bytes, what: str) -> Opened:
+def read_header(data: bytes, what: str) -> UndecodedMessage:
     """Read a message's header. Raises Corrupt, or FormatTooNew, naming `what`."""
     if len(data) > MESSAGE_BYTES_MAX:
         raise Corrupt(f"{what}: {len(data)} bytes are too many for a message, want at most {MESSAGE_BYTES_MAX}")
@@ -220,7 +220,7 @@ def opened(data: bytes, what: str) -> Opened:
     starts = list(accumulate([items[which] * width for which, width in _WIDTHS[kind]], initial=at))
     if starts[-1] + payload_bytes != len(data):
         raise Corrupt(f"{what}: {len(data) - starts[-1]} bytes of payload, {payload_bytes} announced: cut short?")
-    return Opened(kind, Envelope(blob, tenant, key, position, sequence), counts, sketch, data, starts, what)
+    return UndecodedMessage(kind, Envelope(blob, tenant, key, position, sequence), counts, sketch, data, starts, what)
 
 
 def problem_of(

@@ -19,7 +19,7 @@ from blake3 import blake3
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
 from nearkin_shared.formats.columns import CHECK_BYTES, check_bytes
 from nearkin_shared.formats.container_layout import CONTAINER_BYTES_MAX
-from nearkin_shared.formats.reed_solomon import SHARDS_MAX, parity_of, rebuilt
+from nearkin_shared.formats.reed_solomon import SHARDS_MAX, parity_of, rebuild_shards
 from nearkin_shared.types import U8, Bools
 from nearkin_shared.utils.frozen import frozen
 
@@ -75,7 +75,7 @@ class Head:
         shards = self.data + self.parity
         return 2 * HEAD.size + CHECK_BYTES * shards * self.sectors + self.parity * self.shard_bytes
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         """Return the head's bytes."""
         fields = (b"NKP1", VERSION, 0, self.object_bytes, self.data, self.parity, 0, self.shard_bytes)
         bare = HEAD.pack(*fields, self.blake3, self.name_digest, b"")[:-CHECK_BYTES]
@@ -89,7 +89,7 @@ def encode_parity(name: str, data: bytes | memoryview, scheme: Scheme) -> bytes:
     head = _head_for(len(data), scheme, blake3(data).digest(), _digest_of(name))
     rows = _shards(data, head)
     rows[head.data :] = parity_of(rows[: head.data], scheme.parity)
-    packed = head.packed()
+    packed = head.pack()
     return b"".join([packed, *_checks(rows, head), rows[head.data :].tobytes(), packed])
 
 
@@ -129,7 +129,7 @@ def _head(packed: bytes, name: str, parity_bytes: int) -> Head:
     return head
 
 
-def mended(name: str, data: bytes | memoryview, parity: bytes) -> bytes | None:
+def reconstruct(name: str, data: bytes | memoryview, parity: bytes) -> bytes | None:
     """Return the object as it was written, None where too much of it is lost. `data` may be cut short or empty.
 
     Raises Corrupt or FormatTooNew where the parity cannot be used at all.
@@ -160,7 +160,7 @@ def _columns(rows: U8, wrong: Bools, head: Head) -> U8:
         places = np.concatenate(
             [np.arange(c * SECTOR_BYTES, min((c + 1) * SECTOR_BYTES, head.shard_bytes)) for c in columns]
         )
-        found[:, places] = rebuilt(np.ascontiguousarray(rows[:, places]), head.data, lost)
+        found[:, places] = rebuild_shards(np.ascontiguousarray(rows[:, places]), head.data, lost)
     return found
 
 

@@ -39,7 +39,7 @@ _RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4")]
 
 
 @frozen
-class Condemned:
+class PendingDelete:
     """What of one container is condemned, and since when. `chunks` and `segments` are ordinals, ascending.
 
     `whole`: nothing of it is to be kept, whatever its directory says: it may be unreadable.
@@ -51,7 +51,7 @@ class Condemned:
     whole: bool = False
 
 
-Record = Mapping[int, Condemned]
+Record = Mapping[int, PendingDelete]
 """By container id."""
 
 
@@ -81,12 +81,12 @@ def encode_record(sequence: int, record: Record, magic: bytes = MAGIC, key: byte
     return body + columns.check_bytes(body)
 
 
-def fitting(record: Record) -> dict[int, Condemned]:
+def fitting(record: Record) -> dict[int, PendingDelete]:
     """Return as many containers of a record as one may name, of those condemned first; the rest waits.
 
     2^24 runs are 16,000 containers that are condemned here and there, in 1,000 places each.
     """
-    found: dict[int, Condemned] = {}
+    found: dict[int, PendingDelete] = {}
     runs = ordinals = 0
     for container in sorted(record, key=lambda container: (record[container].at_us, container)):
         entry = record[container]
@@ -100,7 +100,7 @@ def fitting(record: Record) -> dict[int, Condemned]:
 
 def decode_record(
     data: bytes, what: str, magic: bytes = MAGIC, key: bytes | None = None
-) -> tuple[int, dict[int, Condemned]]:
+) -> tuple[int, dict[int, PendingDelete]]:
     """Return (sequence, record), its MAC compared where `key` is given.
 
     What is pending deletion is believed only with a MAC then; what is quarantined without one too, for it removes
@@ -129,7 +129,7 @@ def decode_record(
         raise Corrupt(f"{what}: does not parse: {err}") from err
 
 
-def _decode(view: memoryview, entries: int, what: str) -> dict[int, Condemned]:
+def _decode(view: memoryview, entries: int, what: str) -> dict[int, PendingDelete]:
     position = FIXED.size + 8 * entries
     at_us = np.frombuffer(view[FIXED.size : position], "<i8")
     (ids, wholes, of_chunks, of_segments), used = columns.unpack(view[position:], _ENTRY_COLUMNS, ENTRIES_MAX, what)
@@ -150,10 +150,10 @@ def _decode(view: memoryview, entries: int, what: str) -> dict[int, Condemned]:
     found = {}
     for row, container in enumerate(ids.tolist()):
         chunks, segments = (
-            _expanded(starts[bounds[at] : bounds[at + 1]], counts[bounds[at] : bounds[at + 1]], what)
+            _expand(starts[bounds[at] : bounds[at + 1]], counts[bounds[at] : bounds[at + 1]], what)
             for at in (2 * row, 2 * row + 1)
         )
-        found[container] = Condemned(int(at_us[row]), chunks, segments, bool(wholes[row]))
+        found[container] = PendingDelete(int(at_us[row]), chunks, segments, bool(wholes[row]))
     return found
 
 
@@ -168,7 +168,7 @@ def _runs(ordinals: U32) -> tuple[U32, U32]:
     return ordinals[firsts], np.diff(np.append(firsts, len(ordinals))).astype(np.uint32)
 
 
-def _expanded(starts: U32, counts: U32, what: str) -> U32:
+def _expand(starts: U32, counts: U32, what: str) -> U32:
     if not len(starts):
         return np.zeros(0, np.uint32)
     ends = starts.astype(np.int64) + counts

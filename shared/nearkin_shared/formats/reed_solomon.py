@@ -27,17 +27,17 @@ _CODE = "isa_l_rs_cauchy"
 
 def parity_of(data: U8, parity: int) -> U8:
     """Return uint8[parity, n] for data shards uint8[k, n]. Raises BadInput, ConfigError where pyeclib is missing."""
-    shards, _ = _checked(data, len(data), parity)
+    shards, _ = _check_shards(data, len(data), parity)
     encoded = _driver(shards, parity).encode(np.ascontiguousarray(data).tobytes())
-    return _bare(encoded[shards:], data.shape[1])
+    return _strip_headers(encoded[shards:], data.shape[1])
 
 
-def rebuilt(shards: U8, data: int, lost: Sequence[int]) -> U8:
+def rebuild_shards(shards: U8, data: int, lost: Sequence[int]) -> U8:
     """Return uint8[k + m, n] with the rows `lost` computed from the others; what these hold is not looked at.
 
     Raises BadInput for more lost shards than there is parity, ConfigError where pyeclib is missing.
     """
-    _, parity = _checked(shards, data, len(shards) - data)
+    _, parity = _check_shards(shards, data, len(shards) - data)
     if len(lost) > parity:
         raise BadInput(f"{len(lost)} of {len(shards)} shards lost: {parity} can be computed")
     if not lost:
@@ -48,22 +48,22 @@ def rebuilt(shards: U8, data: int, lost: Sequence[int]) -> U8:
     heads = [fragment[: len(fragment) - shards.shape[1]] for fragment in driver.encode(bytes(data * shards.shape[1]))]
     there = [heads[row] + shards[row].tobytes() for row in range(len(shards)) if row not in missing]
     found = shards.copy()
-    found[missing] = _bare(driver.reconstruct(there, missing), shards.shape[1])
+    found[missing] = _strip_headers(driver.reconstruct(there, missing), shards.shape[1])
     return found
 
 
 def check(data: int, parity: int) -> None:
     """Raise ConfigError where so many shards cannot be computed here, BadInput where nowhere."""
-    _checked(np.zeros((data, 1), np.uint8), data, parity)
+    _check_shards(np.zeros((data, 1), np.uint8), data, parity)
     _driver(data, parity)
 
 
-def _bare(fragments: Sequence[bytes], shard_bytes: int) -> U8:
+def _strip_headers(fragments: Sequence[bytes], shard_bytes: int) -> U8:
     rows: list[NDArray[Any]] = [np.frombuffer(fragment, np.uint8)[-shard_bytes:] for fragment in fragments]
     return np.stack(rows)
 
 
-def _checked(shards: U8, data: int, parity: int) -> tuple[int, int]:
+def _check_shards(shards: U8, data: int, parity: int) -> tuple[int, int]:
     if shards.ndim != 2 or shards.dtype != np.uint8 or not shards.shape[1]:
         raise BadInput(f"shards {shards.dtype}{shards.shape}: want uint8[shards, bytes above 0]")
     if data < 1 or parity < 1 or data + parity > SHARDS_MAX:

@@ -10,7 +10,7 @@ import numpy as np
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.manifest import Manifest
-from nearkin_shared.index.container_entries import ContainerClaims
+from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.listing_entry import pack_listed, unpack_listed
 from nearkin_shared.index.protocols import ContainerSummary
 from nearkin_shared.results import FIRST_FIT_FINDER, Ledger, VersionInfo
@@ -65,7 +65,7 @@ def entry_of(manifest: Manifest, manifest_bytes: int) -> CatalogEntry:
 FINDERS: Mapping[int, str] = MappingProxyType(
     {
         container_layout.LOCALITY_RANK: "locality",
-        container_layout.GATHERED_RANK: "gathered",
+        container_layout.MERGED_RANK: "gathered",
         container_layout.REFERENCE_RANK: "reference",
     }
 )
@@ -77,7 +77,7 @@ def finder_name(rank: int) -> str:
     return FINDERS.get(rank, f"{FIRST_FIT_FINDER}{rank}")
 
 
-def summarise(claims: ContainerClaims) -> ContainerSummary:
+def summarise(claims: ContainerEntries) -> ContainerSummary:
     """Return what `stats` needs of a container."""
     return summarise_directory(claims.directory)
 
@@ -89,7 +89,10 @@ def summarise_directory(directory: Directory) -> ContainerSummary:
     its chunks as the deltas that versions name.
     """
     chunks, blocks = directory.chunks, directory.blocks
-    refer, named = chunks.there & (chunks.ranks == container_layout.REFERENCE_RANK), chunks.there & ~_joined(directory)
+    refer, named = (
+        chunks.there & (chunks.ranks == container_layout.REFERENCE_RANK),
+        chunks.there & ~_merged_chunks(directory),
+    )
     vcdiff = chunks.there & (blocks.kinds[chunks.blocks] == container_layout.XDELTA3)
     patched = int(blocks.stored[blocks.kinds == container_layout.PATCH].sum())
     deltas = chunks.depths > 0
@@ -117,14 +120,14 @@ def summarise_directory(directory: Directory) -> ContainerSummary:
     )
 
 
-def _joined(directory: Directory) -> Bools:
+def _merged_chunks(directory: Directory) -> Bools:
     """Return which chunks a round has joined of others, which refer to them: no version names these.
 
     Of those that lean on nothing they lie behind all that the container's own recipes name; where some of these have
     gone nobody can tell them from others.
     """
     chunks, own_rows = directory.chunks, directory.own_rows
-    joined: Bools = chunks.ranks == container_layout.GATHERED_RANK
+    joined: Bools = chunks.ranks == container_layout.MERGED_RANK
     if own_rows is not None:
         joined[own_rows:] |= chunks.depths[own_rows:] == 0
     return joined

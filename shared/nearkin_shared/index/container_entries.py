@@ -15,7 +15,7 @@ FEATURE_KEY_BYTES = 17
 
 
 @frozen
-class ContainerClaims:
+class ContainerEntries:
     """All entries of one container.
 
     `segment_ids` uint8[s, 20], zeros for a segment that must not be found; `super_features` by sketch name: (chunk
@@ -41,12 +41,12 @@ class ContainerClaims:
 
 
 @frozen
-class SealedContainer:
+class PublishableContainer:
     """A container ready to be put, in parts that lie one behind the other, and what may be claimed then (I1)."""
 
     container: ContainerId
     parts: Sequence[bytes | memoryview]
-    claims: ContainerClaims
+    claims: ContainerEntries
 
     @property
     def size_bytes(self) -> int:

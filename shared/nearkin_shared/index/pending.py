@@ -84,7 +84,7 @@ class PendingIndex:
                 of = rows % len(super_features)
                 self._features.put_first_many(keys, base_chunks.containers[of], base_chunks.ordinals[of])
 
-    def published(self, containers: Sequence[ContainerId]) -> None:
+    def on_published(self, containers: Sequence[ContainerId]) -> None:
         """Forget the entries of containers: the index below has them now."""
         ids = np.array(containers, np.uint64)
         with self._lock:

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nearkin_shared.formats.manifest import Manifest
-from nearkin_shared.index.container_entries import ContainerClaims
+from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.types import U8, U32, U64, Bools, ContainerId, Locations
 from nearkin_shared.utils.frozen import frozen
 
@@ -41,7 +41,7 @@ class ContainerSummary:
 
 
 @frozen
-class Marked:
+class MarkedVersion:
     """That a version has marks or retention records: which mark is the highest, 0 for none, and the bytes of all."""
 
     tenant: str
@@ -52,7 +52,7 @@ class Marked:
 
 
 @frozen
-class Collected:
+class CollectedVersion:
     """A version that no index is to list any more. `manifest` None: it cannot be read, its segments stay counted.
 
     `marks_bytes`: of the marks that stay, the highest of them `sequence`: they keep the version's number taken.
@@ -107,7 +107,7 @@ class Catalog(Protocol):
 class SupportsCollection(Protocol):
     """An index that lets go of what is to be freed."""
 
-    def forget(
+    def withdraw(
         self,
         chunks: Mapping[int, U32 | None],
         segments: Mapping[int, U32],
@@ -124,7 +124,7 @@ class SupportsCollection(Protocol):
     def renew(self, summary: ContainerSummary) -> None:
         """Replace what `containers` tells of a container: it was written anew."""
 
-    def collect_many(self, versions: Sequence[Collected]) -> None:
+    def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
         """Take versions out of the catalog and count their segments no more, before their manifests go.
 
         Repeating changes nothing.
@@ -136,7 +136,7 @@ class SupportsGenerations(Protocol):
     """An index that may come back from an older copy of itself, and tells by a count of GC runs."""
 
     def advance_generation(self, at_least: int) -> int:
-        """Begin a GC generation, once `forget` has removed what a GC run withdraws; return its number."""
+        """Begin a GC generation, once `withdraw` has removed what a GC run withdraws; return its number."""
 
 
 @runtime_checkable
@@ -150,10 +150,10 @@ class SupportsReports(Protocol):
 class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):
     """All of it, with the two writes that make entries appear."""
 
-    def publish(self, claims: ContainerClaims) -> None:
+    def publish(self, claims: ContainerEntries) -> None:
         """Make a durable container's entries findable. The first entry wins; repeating changes nothing."""
 
-    def publish_many(self, many: Sequence[ContainerClaims]) -> None:
+    def publish_many(self, many: Sequence[ContainerEntries]) -> None:
         """Do that for durable containers in their order, for less than one after another."""
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
@@ -162,7 +162,7 @@ class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):
     def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
         """Do that for many versions at once, each with its manifest's bytes."""
 
-    def mark_many(self, marks: Sequence[Marked]) -> None:
+    def mark_many(self, marks: Sequence[MarkedVersion]) -> None:
         """Note the marks of versions, before they are written. The highest stands; repeating changes nothing."""
 
     def containers(self) -> Iterator[ContainerSummary]:

@@ -17,7 +17,7 @@ BATCHES_MAX = 1024
 """Batches whose messages are on their way; the outbox's own bound in bytes is mostly met before."""
 
 
-class Awaiting:
+class AckTracker:
     """What may be committed of each partition: an offset and its metadata."""
 
     def __init__(self, outbox: Outbox) -> None:
@@ -30,18 +30,18 @@ class Awaiting:
         self._waiting.append((self._outbox.sent_messages, dict(reached)))
         if len(self._waiting) > BATCHES_MAX:
             self._outbox.flush()
-        self.settle()
+        self.poll_acks()
 
-    def settle(self) -> None:
+    def poll_acks(self) -> None:
         """Learn what was acknowledged meanwhile, without waiting. Raises what the outbox does."""
-        self._outbox.settle()
+        self._outbox.poll_acks()
         while self._waiting and self._waiting[0][0] <= self._outbox.acknowledged_messages:
             self._ready.update(self._waiting.popleft()[1])
 
     def drain(self) -> None:
         """Wait until all is acknowledged. Raises what the outbox does."""
         self._outbox.flush()
-        self.settle()
+        self.poll_acks()
 
     def forget(self, partition: int) -> None:
         """Forget a partition: it begins, or belongs to another worker now."""
@@ -51,5 +51,5 @@ class Awaiting:
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
         """Yield (partition, offset, metadata) that may be committed."""
-        self.settle()
+        self.poll_acks()
         return [(partition, offset, metadata) for partition, (offset, metadata) in self._ready.items()]

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nearkin_shared.errors import Permanent
-from nearkin_shared.formats.message import opened
+from nearkin_shared.errors import PermanentError
+from nearkin_shared.formats.message import read_header
 from nearkin_shared.observability.tracing import Tracing, about, closing
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def traced(tracing: Tracing, stage: str, records: Sequence[Record]) -> Iterator[list[Record]]:
+def trace_records(tracing: Tracing, stage: str, records: Sequence[Record]) -> Iterator[list[Record]]:
     """Trace the block inside; give the records, each with its blob's span of this stage as its context."""
     found: dict[tuple[int, bytes], list[tuple[int, SpanContext]]] = {}
     for number, record in enumerate(records):
-        context = tracing.traced(record.headers.get("traceparent"))
+        context = tracing.context_of(record.headers.get("traceparent"))
         if context is not None:
             found.setdefault((context.trace_id, _blob(record)), []).append((number, context))
     given = list(records)
@@ -44,7 +44,7 @@ def traced(tracing: Tracing, stage: str, records: Sequence[Record]) -> Iterator[
             told = _counts(some) | _about(some[0])
             span = tracing.begin(stage, parents[0], "consumer", [batch.get_span_context(), *parents[1:]], told)
             stack.enter_context(closing(tracing, span))
-            context_sent = tracing.opened(span)
+            context_sent = tracing.open(span)
             for number, _ in group:
                 given[number] = replace(given[number], headers=given[number].headers | {"traceparent": context_sent})
         yield given
@@ -66,7 +66,7 @@ def _counts(records: Sequence[Record]) -> dict[str, str | int]:
 
 def _about(record: Record) -> dict[str, str]:
     try:
-        envelope = opened(record.value, record.named).envelope
-    except Permanent:  # whoever works on it will say so
+        envelope = read_header(record.value, record.label).envelope
+    except PermanentError:  # whoever works on it will say so
         return {}
     return about(envelope.blob, envelope.tenant)

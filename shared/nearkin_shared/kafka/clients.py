@@ -16,7 +16,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.tls_files import check_certificates
-from nearkin_shared.errors import ConfigError, NearkinError, Permanent, StoreUnavailable
+from nearkin_shared.errors import ConfigError, NearkinError, PermanentError, StoreUnavailable
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
 
@@ -47,7 +47,7 @@ NOT_NOW = frozenset(
 )
 """What brokers, and the client, say while a controller is away or moves."""
 REPEAT_SECONDS = 10.0
-SAID_MAX = 256
+REPORTED_MAX = 256
 _said: dict[str, float] = {}
 """When it was said last, in this process."""
 _said_lock = threading.Lock()
@@ -106,7 +106,7 @@ def _on_error(err: KafkaError) -> None:
     with _said_lock:
         if now - _said.get(said, -REPEAT_SECONDS) < REPEAT_SECONDS:
             return
-        if len(_said) >= SAID_MAX:
+        if len(_said) >= REPORTED_MAX:
             _said.clear()
         _said[said] = now
     _log.warning("kafka: %s", said)
@@ -192,7 +192,7 @@ def is_stricter(setting: str, held: str, wanted: str) -> bool:
 
 
 def create_topics(settings: Settings) -> list[str]:
-    """Make those of TOPICS that are missing; return their names. Raises StoreUnavailable, Permanent."""
+    """Make those of TOPICS that are missing; return their names. Raises StoreUnavailable, PermanentError."""
     return _create(
         settings,
         [
@@ -208,7 +208,10 @@ def create_topics(settings: Settings) -> list[str]:
 
 
 def create_named(settings: Settings, names: Sequence[str]) -> list[str]:
-    """Make a user's topics that are missing, as the brokers' defaults have it. Raises StoreUnavailable, Permanent."""
+    """Make a user's topics that are missing, as the brokers' defaults have it.
+
+    Raises StoreUnavailable, PermanentError.
+    """
     kafka = settings.kafka
     return _create(settings, [NewTopic(name, kafka.partitions, replication_factor=kafka.replication) for name in names])
 
@@ -233,7 +236,7 @@ def _create(settings: Settings, wanted: Sequence[NewTopic]) -> list[str]:
             if code in NOT_NOW:
                 raise StoreUnavailable(said) from err
             if code != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise Permanent(said) from err
+                raise PermanentError(said) from err
         except TimeoutError as err:
             raise StoreUnavailable(f"topic {new.topic}: kafka has not made it in {ADMIN_SECONDS_MAX:.0f} s") from err
     return made
@@ -305,10 +308,10 @@ def as_bytes(value: str | bytes | None) -> bytes | None:
     return value.encode() if isinstance(value, str) else value
 
 
-def undelivered(problem: KafkaError, full: str, value_bytes: int) -> NearkinError:
-    """Return the error for a message that did not reach a topic: Permanent where it is larger than that takes."""
+def delivery_error(problem: KafkaError, full: str, value_bytes: int) -> NearkinError:
+    """Return the error for a message that did not reach a topic: PermanentError where it is larger than that takes."""
     if problem.code() == KafkaError.MSG_SIZE_TOO_LARGE:
-        return Permanent(
+        return PermanentError(
             f"kafka topic {full}: a message of {value_bytes} bytes was refused as too large: want max.message.bytes "
             f"{TOPIC_BYTES_MAX} or more (kafka-configs --alter --topic {full} --add-config "
             f"max.message.bytes={TOPIC_BYTES_MAX}), and the brokers' message.max.bytes no lower; then start again what "
@@ -358,7 +361,7 @@ class Outbox:
     def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
         """Sign and queue a message for one of TOPICS; waits while the queue is full.
 
-        Raises StoreUnavailable, Permanent.
+        Raises StoreUnavailable, PermanentError.
         """
         full = topic(self._settings, name)
         self.send_to(full, key, value, signed_headers(self.authenticator, full, key, value, headers))
@@ -379,19 +382,22 @@ class Outbox:
                 self._producer.poll(0.1)
                 continue
             except KafkaException as err:
-                raise undelivered(err.args[0], full, len(value or b"")) from err
-            self._unanswered.taken(self.sent_messages)
+                raise delivery_error(err.args[0], full, len(value or b"")) from err
+            self._unanswered.start(self.sent_messages)
             self.sent_messages += 1
             self.sent_bytes += len(value or b"")
             return
 
-    def settle(self) -> None:
-        """Learn what was acknowledged, without waiting. Raises StoreUnavailable, Permanent for what never will be."""
+    def poll_acks(self) -> None:
+        """Learn what was acknowledged, without waiting.
+
+        Raises StoreUnavailable, PermanentError for what never will be.
+        """
         self._producer.poll(0)
         self._check()
 
     def flush(self) -> None:
-        """Wait until all that was sent is acknowledged. Raises StoreUnavailable, Permanent (one is too large)."""
+        """Wait until all that was sent is acknowledged. Raises StoreUnavailable, PermanentError (one is too large)."""
         left = self._producer.flush(FLUSH_SECONDS_MAX)
         self._check()
         if left:
@@ -404,9 +410,9 @@ class Outbox:
 
     def _delivered(self, number: int, err: KafkaError | None, message: KafkaMessage) -> None:
         if err is None:
-            self._unanswered.done(number)
+            self._unanswered.finish(number)
         elif self._failure is None:
-            self._failure = undelivered(err, message.topic() or "", len(message))
+            self._failure = delivery_error(err, message.topic() or "", len(message))
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -104,7 +104,7 @@ def fresh_of_run(joined: JoinedSegments, fresh: FreshBatch, run: slice) -> Fresh
         )
         apart = whole.cut(segments, chunks, whole.payload)
         payloads = [message.payload for message in joined.messages[run]]
-        batch, first, found = _folded(apart, payloads, source, known)
+        batch, first, found = _merge(apart, payloads, source, known)
     return FreshBatch(
         batch=batch,
         segment_known=fresh.segment_known[segments],
@@ -169,7 +169,7 @@ def merged_fresh(parts: Sequence[FreshBatch]) -> FreshBatch:
     )
     known = np.concatenate([part.chunk_known for part in parts])
     source = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
-    batch, first, fresh = _folded(apart, [b.payload for b in batches], source, known)
+    batch, first, fresh = _merge(apart, [b.payload for b in batches], source, known)
     return FreshBatch(
         batch=batch,
         segment_known=np.concatenate([part.segment_known for part in parts]),
@@ -181,7 +181,7 @@ def merged_fresh(parts: Sequence[FreshBatch]) -> FreshBatch:
     )
 
 
-def _folded(
+def _merge(
     apart: SegmentBatch, payloads: Sequence[U8], source: NDArray[np.int32], known: Bools
 ) -> tuple[SegmentBatch, NDArray[np.int64], NDArray[np.intp]]:
     """Return (batch, first, fresh): chunk i of `apart` lies in payloads[source[i]], fresh ones get one payload."""

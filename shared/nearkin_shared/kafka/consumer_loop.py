@@ -19,11 +19,11 @@ from confluent_kafka import Message as KafkaMessage
 from tenacity import Retrying, before_sleep_log, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import Retryable, StoreUnavailable
+from nearkin_shared.errors import RetryableError, StoreUnavailable
 from nearkin_shared.formats.message import is_end
-from nearkin_shared.kafka.batch_spans import traced
+from nearkin_shared.kafka.batch_spans import trace_records
 from nearkin_shared.kafka.clients import as_bytes, consumer, group, is_final, on_parts, topic, unavailable
-from nearkin_shared.kafka.rebalance import SecondRound
+from nearkin_shared.kafka.rebalance import RebalanceTrigger
 from nearkin_shared.kafka.truncation import LeaderEpochs, Reading, read_again
 from nearkin_shared.observability import metrics
 from nearkin_shared.observability.tracing import current
@@ -57,7 +57,7 @@ class Record:
     all_headers: tuple[tuple[str, bytes | None], ...]
 
     @property
-    def named(self) -> str:
+    def label(self) -> str:
         """Return where the record lies, for messages to people."""
         return f"{self.topic}[{self.partition}] offset {self.offset}"
 
@@ -65,11 +65,11 @@ class Record:
 class Handler(Protocol):
     """What one kind of worker does; called from one thread."""
 
-    def assigned(self, partition: int, metadata: str) -> None:
+    def on_assigned(self, partition: int, metadata: str) -> None:
         """Begin a partition; `metadata` is what was committed with its offset."""
 
     def handle(self, records: list[Record]) -> None:
-        """Work on records, in order. Raises Retryable when a dependency is away for long."""
+        """Work on records, in order. Raises RetryableError when a dependency is away for long."""
 
     def idle(self) -> float:
         """Do what is due when nothing, or nothing more, is there; return in how many seconds to come again at last."""
@@ -77,7 +77,7 @@ class Handler(Protocol):
     def drain(self, partition: int) -> None:
         """Bring all effects of a partition to their end, before it is given up."""
 
-    def dropped(self, partition: int) -> None:
+    def on_dropped(self, partition: int) -> None:
         """Forget a partition."""
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
@@ -91,7 +91,7 @@ class Runnable(Protocol):
     """What `run_forever` runs."""
 
     def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
-        """Work until `stop`. Raises Retryable after a dependency was away for long."""
+        """Work until `stop`. Raises RetryableError after a dependency was away for long."""
 
 
 class Loop:
@@ -133,10 +133,10 @@ class Loop:
         self._consumer: Consumer = consumer(
             settings, group(settings, service), worker, **{"group.instance.id": self._name}
         )
-        self._second_round = SecondRound(settings, group(settings, service))
+        self._second_round = RebalanceTrigger(settings, group(settings, service))
 
     def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
-        """Work until `stop`. Raises Retryable after a dependency was away for long."""
+        """Work until `stop`. Raises RetryableError after a dependency was away for long."""
         try:
             came, went, lost = (on_parts(self._settings, told) for told in (self._assigned, self._revoked, self._lost))
             self._consumer.subscribe([self._topic], on_assign=came, on_revoke=went, on_lost=lost)
@@ -175,7 +175,7 @@ class Loop:
             if tracing is None:
                 self._handler.handle(records)
             else:
-                with traced(tracing, self._stage, records) as given:
+                with trace_records(tracing, self._stage, records) as given:
                     self._handler.handle(given)
         failpoint("worker.handled")
 
@@ -264,7 +264,7 @@ class Loop:
         for part in known:
             if part.error is not None:
                 raise KafkaException(part.error)
-            self._handler.assigned(part.partition, part.metadata or "")
+            self._handler.on_assigned(part.partition, part.metadata or "")
             self._mine.add(part.partition)
             begins.append(self._epochs.resume(part))
         client.incremental_assign(begins or parts)
@@ -293,7 +293,7 @@ class Loop:
         for part in parts:
             if part.partition in self._mine:
                 self._mine.remove(part.partition)
-                self._handler.dropped(part.partition)
+                self._handler.on_dropped(part.partition)
             self._committed.pop(part.partition, None)
             self._epochs.forget(self._topic, part.partition)
 
@@ -336,14 +336,14 @@ def patiently(work: Callable[[], Made]) -> Made:
     """
     try:
         return work()
-    except Retryable:
+    except RetryableError:
         return retrying()(work)
 
 
 def retrying() -> Retrying:
     """Return how a call is tried again while a dependency is away: with jitter, up to RETRY_SECONDS_MAX."""
     return Retrying(
-        retry=retry_if_exception_type(Retryable),
+        retry=retry_if_exception_type(RetryableError),
         wait=wait_random_exponential(multiplier=0.1, max=5.0),
         stop=stop_after_delay(RETRY_SECONDS_MAX),
         before_sleep=before_sleep_log(_log, logging.WARNING),
@@ -357,7 +357,7 @@ def run_forever(make: Callable[[], Runnable], stop: threading.Event, paused: Cal
     while not stop.is_set():
         try:
             make().run(stop, paused)
-        except Retryable as err:
+        except RetryableError as err:
             metrics.RESTARTS.labels(stage).inc()
             _log.warning("starting over: %s", err)
             stop.wait(RESTART_SECONDS)

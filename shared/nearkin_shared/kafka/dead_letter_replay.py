@@ -17,7 +17,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka import Message as KafkaMessage
 
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import BadInput, NotFound, Permanent
+from nearkin_shared.errors import BadInput, NotFound, PermanentError
 from nearkin_shared.kafka.clients import as_bytes, connection, topic, unavailable
 from nearkin_shared.kafka.dead_letters import (
     CLASS_HEADER,
@@ -131,7 +131,7 @@ def list_letters(
         if mark is not None:
             before = found.pop(mark, None)
             if before is not None and (dropped if _is_drop(letter) else replayed):
-                found[mark] = _marked(before, letter)
+                found[mark] = _with_mark(before, letter)
         elif source is None or (letter.source is not None and letter.source[0] == source):
             found[letter.place] = replace(letter, value=None, headers=())
             if len(found) > LISTED_MAX:
@@ -141,7 +141,7 @@ def list_letters(
 
 def read_letter(settings: Settings, place: Place) -> DeadLetter:
     """Return one letter, whole. Raises NotFound, StoreUnavailable."""
-    known = _known(settings, [place])[place]
+    known = _known_letters(settings, [place])[place]
     with _reader(settings) as reading:
         return replace(_kept(settings, reading, known), replayed=known.replayed, dropped=known.dropped)
 
@@ -150,7 +150,7 @@ def replay(settings: Settings, places: Iterable[Place]) -> list[DeadLetter]:
     """Send letters back to where they came from, each once; return them without their values.
 
     All that can be refused is refused before the first is sent. Raises NotFound, BadInput (replayed or dropped before,
-    or a letter that does not say where it came from), Permanent (the record is gone), StoreUnavailable.
+    or a letter that does not say where it came from), PermanentError (the record is gone), StoreUnavailable.
     """
     producer = _transactional(settings)
     try:
@@ -159,7 +159,7 @@ def replay(settings: Settings, places: Iterable[Place]) -> list[DeadLetter]:
             if letter.source is None:
                 raise BadInput(f"letter {letter.partition}:{letter.offset}: does not say which topic it came from")
         with _reader(settings) as reading:
-            for batch in _batches(_restored(settings, reading, letter) for letter in known):
+            for batch in _batches(_restore_letter(settings, reading, letter) for letter in known):
                 _commit(producer, batch, lambda letter: _produce_replay(settings, producer, letter))
     except KafkaException as err:
         raise unavailable(settings, err) from err
@@ -188,7 +188,7 @@ def _begin(settings: Settings, producer: Producer, places: Iterable[Place]) -> l
     """Fence out every other replay or drop, then return the letters. Raises NotFound, BadInput, KafkaException."""
     wanted = list(dict.fromkeys(places))
     producer.init_transactions(SILENCE_SECONDS)
-    known = _known(settings, wanted)
+    known = _known_letters(settings, wanted)
     for partition, offset in wanted:
         letter = known[partition, offset]
         if letter.replayed or letter.dropped:
@@ -243,8 +243,11 @@ def _produce_mark(
     )
 
 
-def _restored(settings: Settings, reading: Consumer, known: DeadLetter) -> DeadLetter:
-    """Return a letter with all that its record had; what did not fit is read where it came from. Raises Permanent."""
+def _restore_letter(settings: Settings, reading: Consumer, known: DeadLetter) -> DeadLetter:
+    """Return a letter with all that its record had; what did not fit is read where it came from.
+
+    Raises PermanentError.
+    """
     letter = _kept(settings, reading, known)
     if not letter.omitted:
         return letter
@@ -252,7 +255,7 @@ def _restored(settings: Settings, reading: Consumer, known: DeadLetter) -> DeadL
     whole = _record_at(reading, *letter.source)
     if whole is None:
         name, partition, offset = letter.source
-        raise Permanent(
+        raise PermanentError(
             f"letter {letter.partition}:{letter.offset}: its record was too large to be kept here and is no longer in "
             f"{name}[{partition}] at offset {offset}"
         )
@@ -278,7 +281,7 @@ def _record_at(reading: Consumer, name: str, partition: int, offset: int) -> Dea
     return _letter(message)
 
 
-def _known(settings: Settings, places: list[Place]) -> dict[Place, DeadLetter]:
+def _known_letters(settings: Settings, places: list[Place]) -> dict[Place, DeadLetter]:
     """Return these letters without values, and whether they were replayed or dropped. Raises NotFound."""
     starts: dict[int, int] = {}
     for partition, offset in places:
@@ -287,7 +290,7 @@ def _known(settings: Settings, places: list[Place]) -> dict[Place, DeadLetter]:
     wanted = set(places)
     for letter, mark in _scan(settings, starts) if starts else ():
         if mark in found:
-            found[mark] = _marked(found[mark], letter)
+            found[mark] = _with_mark(found[mark], letter)
         elif mark is None and letter.place in wanted:
             found[letter.place] = replace(letter, value=None, headers=())
     for partition, offset in places:
@@ -370,7 +373,7 @@ def _is_drop(mark: DeadLetter) -> bool:
     return any(name == DROPPED_HEADER for name, _ in mark.headers)
 
 
-def _marked(letter: DeadLetter, mark: DeadLetter) -> DeadLetter:
+def _with_mark(letter: DeadLetter, mark: DeadLetter) -> DeadLetter:
     """Return a letter with what its mark says."""
     return replace(letter, dropped=True) if _is_drop(mark) else replace(letter, replayed=True)
 

@@ -47,7 +47,7 @@ class Sender(Protocol):
         """Queue a message for any topic."""
 
 
-class Rejected(Protocol):
+class RejectedRecord(Protocol):
     """What dead letters need of a record."""
 
     @property
@@ -75,7 +75,9 @@ class Rejected(Protocol):
         """Kept up to HEADERS_BYTES_MAX."""
 
 
-def send_dead_letter(settings: Settings, outbox: Sender, record: Rejected, stage: str, err: BaseException) -> None:
+def send_dead_letter(
+    settings: Settings, outbox: Sender, record: RejectedRecord, stage: str, err: BaseException
+) -> None:
     """Queue the dead letter of a record that `stage` could not process."""
     _log.error("%s[%d] offset %d: dead letter: %s", record.topic, record.partition, record.offset, err)
     metrics.DEAD_LETTERS.labels(stage).inc()

@@ -12,16 +12,16 @@ from nearkin_shared.index.redis.connection import Server
 from nearkin_shared.index.redis.store_owner import claim_index, read_owner
 from nearkin_shared.kafka.clients import check_durability, create_topics
 from nearkin_shared.objectstore.factory import open_store_of
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage.descriptor import Descriptor
 from nearkin_shared.storage.pending_deletes import GcGeneration
 
 
-def connect_fleet(settings: Settings) -> tuple[ParityObjects, Descriptor, RedisIndex]:
+def connect_fleet(settings: Settings) -> tuple[ParityObjectStore, Descriptor, RedisIndex]:
     """Return the object store, its descriptor and the index of the services.
 
     Raises NotFound: no store, and it may not be created (`storage.create`); ConfigError: the index belongs to another
-    store, or topics may lose acknowledged messages; Retryable while a server is not up.
+    store, or topics may lose acknowledged messages; RetryableError while a server is not up.
     """
     create_topics(settings)
     check_durability(settings)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.kafka.clients import Outbox
-from nearkin_shared.kafka.live_config import HotSettings
+from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 
 _log = logging.getLogger("nearkin.worker")
@@ -33,7 +33,7 @@ def word(service: str, worker: str, revision: str, started: str, state: str) -> 
 
 def report(
     settings: Settings,
-    hot: HotSettings,
+    hot: LiveConfig,
     authenticator: EnvelopeAuthenticator,
     service: str,
     worker: str,

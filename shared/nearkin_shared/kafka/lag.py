@@ -19,7 +19,7 @@ _log = logging.getLogger("nearkin.lag")
 
 LOOK_SECONDS = 15.0
 STOP_SECONDS = 35.0
-AGE_ROUNDS = 8
+AGE_PASSES = 8
 """Questions to find how old the oldest waiting record is: between 1 s and a week each halves what is left of the
 exponent, so that eight tell it within 5 %."""
 AGE_MS_MIN = 1000
@@ -43,7 +43,7 @@ WAITS: Mapping[str, str] = {
 """Which topic each group takes from."""
 
 
-def watched(settings: Settings) -> list[tuple[str, list[str]]]:
+def watched_groups(settings: Settings) -> list[tuple[str, list[str]]]:
     """Return (group, its topics) of all stages, and of the ingest where it has topics."""
     found = [(group(settings, service), [topic(settings, name)]) for service, name in WAITS.items()]
     if settings.ingest.topics:
@@ -75,12 +75,12 @@ class LagReader:
     """
 
     def __init__(self, settings: Settings, *, ages: bool = False) -> None:
-        """`ages`: find `oldest_seconds` and `bytes_behind` too, by AGE_ROUNDS more questions of a group."""
+        """`ages`: find `oldest_seconds` and `bytes_behind` too, by AGE_PASSES more questions of a group."""
         self._ages = ages
         bounds = {"fetch.max.bytes": READ_BYTES_MAX // 2, "queued.max.messages.kbytes": READ_BYTES_MAX // 1024}
         self._watched = [
             (name, topics, consumer(settings, name, "nearkin-lag", **bounds, **TELLS_END))
-            for name, topics in watched(settings)
+            for name, topics in watched_groups(settings)
         ]
         self._means: dict[str, tuple[float, float]] = {}
         """When each group's records were weighed, and their mean bytes."""
@@ -150,7 +150,7 @@ class LagReader:
         """Return the age of the oldest of the records at these offsets. Kafka is asked by time: none is read."""
         now_ms = time.time_ns() // 1_000_000
         young_ms, old_ms = AGE_MS_MIN, max(AGE_MS_MIN, self._retention_ms)
-        for _ in range(AGE_ROUNDS if waiting else 0):
+        for _ in range(AGE_PASSES if waiting else 0):
             middle_ms = round(math.sqrt(young_ms * old_ms))
             times = [TopicPartition(part.topic, part.partition, now_ms - middle_ms) for part in waiting]
             since = _offsets(asking.offsets_for_times(times, timeout=ADMIN_SECONDS_MAX))

@@ -63,7 +63,7 @@ def hot_values(settings: Settings) -> dict[str, Any]:
     return {name: reduce(lambda below, part: below[part], name.split("."), tree) for name in sorted(HOT_FIELDS)}
 
 
-def checked_changes(changes: object) -> dict[str, dict[str, Any]]:
+def check_changes(changes: object) -> dict[str, dict[str, Any]]:
     """Return a JSON merge patch of hot fields. Raises BadInput naming what is not one."""
     if not isinstance(changes, dict) or not all(isinstance(section, dict) for section in changes.values()):
         raise BadInput(f'changes {str(changes)[:100]}: want an object such as {{"features": {{"algorithm": "odess"}}}}')
@@ -76,7 +76,7 @@ def checked_changes(changes: object) -> dict[str, dict[str, Any]]:
     return {section: dict(fields) for section, fields in changes.items()}
 
 
-def merged(changes: Mapping[str, Any], patch: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def merge_changes(changes: Mapping[str, Any], patch: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return changes with a merge patch (RFC 7396) over them: null takes one back."""
     found = {section: dict(fields) for section, fields in changes.items()}
     for section, fields in patch.items():
@@ -88,7 +88,7 @@ def merged(changes: Mapping[str, Any], patch: Mapping[str, Mapping[str, Any]]) -
     return {section: fields for section, fields in found.items() if fields}
 
 
-class HotSettings:
+class LiveConfig:
     """The settings in force. `start` watches; `current` may be read by any thread at any time."""
 
     def __init__(
@@ -158,12 +158,12 @@ class HotSettings:
         return self._caught_up.is_set()
 
     @property
-    def settled(self) -> bool:
+    def is_self_contained(self) -> bool:
         """Return whether the newest message, which is all that compaction leaves, says by itself what is in force."""
         with self._lock:
             return self._settled
 
-    def awaited(self, ident: str) -> Future[None]:
+    def await_message(self, ident: str) -> Future[None]:
         """Return what is done once a message with this id was taken; its error is why it was refused."""
         with self._lock:
             return self._awaited.setdefault(ident, Future())
@@ -180,7 +180,7 @@ class HotSettings:
             watchers["file"] = self._watch_file
         for what, watcher in watchers.items():
             thread = threading.Thread(
-                target=self._kept_up, args=(what, watcher), name=f"nearkin-watch-{what}", daemon=True
+                target=self._watch_with_restart, args=(what, watcher), name=f"nearkin-watch-{what}", daemon=True
             )
             thread.start()
             self._threads.append(thread)
@@ -193,7 +193,7 @@ class HotSettings:
         for thread in self._threads:
             thread.join(10.0)
 
-    def told(self, value: bytes, what: str) -> None:
+    def on_message(self, value: bytes, what: str) -> None:
         """Take a message of the topic; all of them in order, from one thread. What is refused is logged."""
         ident, whole = "", None
         failure: Exception | None = None
@@ -202,9 +202,9 @@ class HotSettings:
                 raise BadInput(f"{len(value)} bytes: want at most {CHANGES_BYTES_MAX}")
             message = json.loads(value)
             ident, over = str(message.get("id", ""))[:AUDIT_TEXT_MAX], message.get("over")
-            changes = whole = checked_changes(message["changes"])
+            changes = whole = check_changes(message["changes"])
             if over is not None and self._heard not in (None, over):
-                changes = merged(self.changes, checked_changes(message["patch"]))
+                changes = merge_changes(self.changes, check_changes(message["patch"]))
             self._apply(from_topic=changes)
             self._remember(message, changes)
         except (NearkinError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
@@ -262,7 +262,7 @@ class HotSettings:
                 metrics.CONFIG.info({"revision": revision})
                 _log.warning("revision %s -> %s: %s", before, revision, changed)
 
-    def _kept_up(self, what: str, watcher: Callable[[], None]) -> None:
+    def _watch_with_restart(self, what: str, watcher: Callable[[], None]) -> None:
         """Watch until the stop: a watcher that ends by an error begins anew, where it was."""
 
         def failed(state: RetryCallState) -> None:
@@ -330,7 +330,7 @@ class HotSettings:
                         self._heard = None
                     self._next_offset = offset + 1
                     if self._is_authentic(message, f"{full} offset {offset}"):
-                        self.told(value if isinstance(value, bytes) else b"", f"{full} offset {offset}")
+                        self.on_message(value if isinstance(value, bytes) else b"", f"{full} offset {offset}")
                 elif problem.code() == KafkaError._PARTITION_EOF:
                     self._caught_up.set()
                 elif problem.code() == KafkaError.OFFSET_OUT_OF_RANGE:

@@ -13,14 +13,14 @@ class PartitionOffsets:
         self._done: set[int] = set()
         self._next: int | None = None
 
-    def taken(self, offset: int) -> None:
+    def start(self, offset: int) -> None:
         """Say that a record is being worked on; records are taken in order, a repeated one starts over from there."""
         while self._open and self._open[-1] >= offset:
             self._done.discard(self._open.pop())
         self._open.append(offset)
         self._next = offset + 1
 
-    def done(self, offset: int) -> None:
+    def finish(self, offset: int) -> None:
         """Say that a record's effects are durable."""
         self._done.add(offset)
         while self._open and self._open[0] in self._done:

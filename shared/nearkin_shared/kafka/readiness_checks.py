@@ -13,7 +13,7 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import Retryable, StoreUnavailable
+from nearkin_shared.errors import RetryableError, StoreUnavailable
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.kafka.clients import connection, topic, unavailable
 from nearkin_shared.objectstore.factory import open_objects
@@ -62,7 +62,7 @@ def redis_memory_check(settings: Settings) -> Check:
     def has_no_memory_fault() -> None:
         try:
             fault = redis().server.find_memory_fault()
-        except Retryable:
+        except RetryableError:
             return
         if fault is not None:
             raise StoreUnavailable(fault)

@@ -25,7 +25,7 @@ JOIN_SECONDS = 60.0
 END_SECONDS = 10.0
 
 
-class SecondRound:
+class RebalanceTrigger:
     """Has a group divide its partitions once more, on a thread of its own, at the first `begin`.
 
     Another member comes and goes; it wants none of the partitions, so none changes its owner for that.
@@ -53,14 +53,14 @@ class SecondRound:
     def _run(self) -> None:
         while not self._over.is_set():
             try:
-                if self._came_and_went():
+                if self._has_rebalanced():
                     return
                 _log.warning("group %s: did not divide its partitions in %.0f s; again", self._group, JOIN_SECONDS)
             except (KafkaException, NearkinError) as err:
                 _log.warning("group %s: was not asked to divide its partitions; again: %s", self._group, err)
             self._over.wait(AGAIN_SECONDS)
 
-    def _came_and_went(self) -> bool:
+    def _has_rebalanced(self) -> bool:
         """Return whether a round took place with another member."""
         divided = threading.Event()
 

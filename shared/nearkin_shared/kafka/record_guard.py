@@ -10,8 +10,19 @@ from typing import Generic, TypeVar
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import Corrupt, NearkinError, NotAuthentic, Permanent, Retryable
-from nearkin_shared.formats.message import End, Envelope, Kind, Message, Opened, Paired, decode, encode, opened, read
+from nearkin_shared.errors import Corrupt, NearkinError, NotAuthentic, PermanentError, RetryableError
+from nearkin_shared.formats.message import (
+    End,
+    Envelope,
+    Kind,
+    Message,
+    Paired,
+    UndecodedMessage,
+    decode,
+    encode,
+    read,
+    read_header,
+)
 from nearkin_shared.formats.message_batches import read_paired
 from nearkin_shared.kafka.clients import Headers, Outbox
 from nearkin_shared.kafka.consumer_loop import Record, patiently
@@ -93,14 +104,14 @@ class RecordGuard:
         for counter in (metrics.DEAD_LETTERS, metrics.CORRUPT, metrics.UNAUTHENTICATED):
             counter.labels(stage)  # there from the start, so that the first one is seen as a change
 
-    def decoded(self, record: Record) -> Message | None:
+    def decode(self, record: Record) -> Message | None:
         """Return the record's message, or None after putting it aside."""
         try:
             self._authenticate(record)
         except NotAuthentic as err:
             send_dead_letter(self._settings, self._outbox, record, self._stage, err)
             return None
-        return self._decoded(record)
+        return self._decode(record)
 
     def _authenticate(self, record: Record) -> None:
         """Refuse a record that no process of this store has sent. Raises NotAuthentic."""
@@ -109,35 +120,35 @@ class RecordGuard:
             mac = record.headers.get(MAC_HEADER)
             authenticator.check(self._stage, record.topic, record.key, record.value, mac)
 
-    def _decoded(self, record: Record) -> Message | None:
+    def _decode(self, record: Record) -> Message | None:
         try:
-            return decode(record.value, record.named)
-        except Permanent as err:
+            return decode(record.value, record.label)
+        except PermanentError as err:
             send_dead_letter(self._settings, self._outbox, record, self._stage, err)
             return None
 
-    def opened(self, record: Record) -> Opened | None:
+    def read_header(self, record: Record) -> UndecodedMessage | None:
         """Return the record's message, its columns unread unless it is an end; None after putting it aside."""
         try:
             self._authenticate(record)
-            found = opened(record.value, record.named)
+            found = read_header(record.value, record.label)
             if found.kind is Kind.END:
                 read(found)
-        except Permanent as err:
+        except PermanentError as err:
             send_dead_letter(self._settings, self._outbox, record, self._stage, err)
             return None
         return found
 
-    def decoded_many(self, records: Sequence[Record]) -> list[Message | None]:
-        """Return what `decoded` would of each; pairs are read together, and alone where any of them is damaged."""
-        found = [self.opened(record) for record in records]
+    def decode_many(self, records: Sequence[Record]) -> list[Message | None]:
+        """Return what `decode` would of each; pairs are read together, and alone where any of them is damaged."""
+        found = [self.read_header(record) for record in records]
         pairs = [message for message in found if message is not None and message.kind is Kind.PAIRED]
         try:
             batches = iter(read_paired(pairs) if pairs else ())
         except Corrupt as err:
             _log.debug("%d messages from %s", len(pairs), pairs[0].what, exc_info=err)
             return [
-                self._decoded(record) if message is not None else None
+                self._decode(record) if message is not None else None
                 for record, message in zip(records, found, strict=True)
             ]
         return [
@@ -145,7 +156,7 @@ class RecordGuard:
             if message is None
             else Paired(message.envelope, next(batches))
             if message.kind is Kind.PAIRED
-            else self._decoded(record)
+            else self._decode(record)
             for record, message in zip(records, found, strict=True)
         ]
 
@@ -154,29 +165,32 @@ class RecordGuard:
         if (envelope.tenant, envelope.key) == (blob.tenant, blob.key):
             return True
         problem = Corrupt(
-            f"{record.named}: is of key {envelope.key!r:.80} of tenant {envelope.tenant!r:.80}, "
+            f"{record.label}: is of key {envelope.key!r:.80} of tenant {envelope.tenant!r:.80}, "
             f"and blob {blob.blob.hex()} of another one"
         )
         send_dead_letter(self._settings, self._outbox, record, self._stage, problem)
         return False
 
     def carry_out(self, record: Record, envelope: Envelope, work: Callable[[], None]) -> bool:
-        """Do `work`; return False after putting the record aside. Raises Retryable when a dependency stays away."""
+        """Do `work`; return False after putting the record aside.
+
+        Raises RetryableError when a dependency stays away.
+        """
         with about(envelope.blob, envelope.tenant, trace_of(record)):
             try:
-                self._tried(work)
-            except Retryable:
+                self._try(work)
+            except RetryableError:
                 raise
             except Exception as err:
-                _log.debug("%s", record.named, exc_info=err)
-                tracing.failed(trace_of(record), err)
+                _log.debug("%s", record.label, exc_info=err)
+                tracing.record_failure(trace_of(record), err)
                 send_dead_letter(self._settings, self._outbox, record, self._stage, err)
                 self.fail(envelope, f"{self._stage}: {err}", trace_of(record))
                 return False
             return True
 
     @staticmethod
-    def _tried(work: Callable[[], None]) -> None:
+    def _try(work: Callable[[], None]) -> None:
         """Do `work` up to SURPRISES_MAX times where it raises what nobody foresaw; the first try is plain, as above."""
         try:
             return patiently(work)
@@ -200,7 +214,7 @@ class RecordGuard:
         headers = headers_of(self._stage, "end", envelope, traceparent)
         self._outbox.send(self._next_topic, self._next_key(envelope), encode(end), headers)
 
-    def pass_on(self, record: Record, headers: Headers) -> None:
+    def forward(self, record: Record, headers: Headers) -> None:
         """Send a record on as it is."""
         assert self._next_topic is not None
         self._outbox.send(self._next_topic, record.key or b"", record.value, headers)

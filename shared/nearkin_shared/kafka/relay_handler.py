@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import Retryable
-from nearkin_shared.formats.message import Envelope, Kind, Opened
-from nearkin_shared.kafka.ack_tracker import Awaiting
+from nearkin_shared.errors import RetryableError
+from nearkin_shared.formats.message import Envelope, Kind, UndecodedMessage
+from nearkin_shared.kafka.ack_tracker import AckTracker
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
 from nearkin_shared.kafka.record_guard import RecordGuard, headers_of, trace_of
@@ -25,7 +25,7 @@ _log = logging.getLogger("nearkin.worker")
 
 
 @frozen
-class Told:
+class OutgoingMessage:
     """A message for the next stage; `encoded` is asked when it is sent, so that few lie in memory at once."""
 
     kind: str
@@ -33,7 +33,7 @@ class Told:
     encoded: Callable[[], bytes]
 
 
-Work = Callable[[str, Sequence[Opened]], Sequence[Told | None]]
+Work = Callable[[str, Sequence[UndecodedMessage]], Sequence[OutgoingMessage | None]]
 """(tenant, messages) -> what each becomes; None: a later one of the same blob says it too.
 
 Raises Corrupt or TypeError where any of them is damaged or does not belong here.
@@ -42,7 +42,7 @@ Raises Corrupt or TypeError where any of them is damaged or does not belong here
 _ALONE = object()
 
 
-class RelayHandler:
+class StatelessStageHandler:
     """Carries messages through a stage."""
 
     def __init__(self, settings: Settings, stage: str, next_topic: str, work: Work, outbox: Outbox) -> None:
@@ -52,17 +52,17 @@ class RelayHandler:
         self._work = work
         self._outbox = outbox
         self._guard = RecordGuard(settings, stage, outbox, next_topic)
-        self._awaiting = Awaiting(outbox)
+        self._awaiting = AckTracker(outbox)
 
-    def assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
+    def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._awaiting.forget(partition)
 
     def handle(self, records: list[Record]) -> None:
         """Work on what came, and send the results on."""
-        taken: list[tuple[Record, Opened]] = []
+        taken: list[tuple[Record, UndecodedMessage]] = []
         ended: set[bytes] = set()
         for record in records:
-            message = self._guard.opened(record)
+            message = self._guard.read_header(record)
             if message is None:
                 continue
             blob = message.envelope.blob
@@ -76,14 +76,14 @@ class RelayHandler:
         self._awaiting.batch({record.partition: (record.offset + 1, "") for record in records})
 
     def idle(self) -> float:  # noqa: D102
-        self._awaiting.settle()
+        self._awaiting.poll_acks()
         return IDLE_SECONDS
 
     def drain(self, partition: int) -> None:
         """Wait until Kafka has all results."""
         self._awaiting.drain()
 
-    def dropped(self, partition: int) -> None:  # noqa: D102
+    def on_dropped(self, partition: int) -> None:  # noqa: D102
         self._awaiting.forget(partition)
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
@@ -93,18 +93,18 @@ class RelayHandler:
     def close(self) -> None:  # noqa: D102
         self._outbox.close()
 
-    def _carry(self, taken: Sequence[tuple[Record, Opened]]) -> None:
+    def _carry(self, taken: Sequence[tuple[Record, UndecodedMessage]]) -> None:
         """Work on messages and send what they become, each where the last one it is made of stands."""
-        results = self._together([message for _, message in taken])
+        results = self._process_batch([message for _, message in taken])
         for (record, message), result in zip(taken, results, strict=True):
             if message.kind is Kind.END:
                 self._guard.carry_out(record, message.envelope, lambda: self._pass_on(record, message))  # noqa: B023
-            elif isinstance(result, Told):
+            elif isinstance(result, OutgoingMessage):
                 self._guard.carry_out(record, message.envelope, lambda: self._send(record, result))  # noqa: B023
             elif result is _ALONE:
-                self._guard.carry_out(record, message.envelope, lambda: self._alone(record, message))  # noqa: B023
+                self._guard.carry_out(record, message.envelope, lambda: self._process_one(record, message))  # noqa: B023
 
-    def _together(self, messages: Sequence[Opened]) -> list[object]:
+    def _process_batch(self, messages: Sequence[UndecodedMessage]) -> list[object]:
         """Return what each message becomes: Told, None, or _ALONE where it must be worked on by itself."""
         results: list[object] = [_ALONE] * len(messages)
         by_tenant: dict[str, dict[bytes, list[int]]] = {}
@@ -117,7 +117,7 @@ class RelayHandler:
             chosen = [messages[number] for number in numbers]
             try:
                 found = patiently(lambda: self._work(tenant, chosen))  # noqa: B023
-            except Retryable:
+            except RetryableError:
                 raise
             except Exception as err:
                 # One of them is not what it seems, and will be found alone.
@@ -127,15 +127,15 @@ class RelayHandler:
                 results[number] = result
         return results
 
-    def _alone(self, record: Record, message: Opened) -> None:
+    def _process_one(self, record: Record, message: UndecodedMessage) -> None:
         for result in self._work(message.envelope.tenant, [message]):
             if result is not None:
                 self._send(record, result)
 
-    def _pass_on(self, record: Record, end: Opened) -> None:
-        self._guard.pass_on(record, headers_of(self._stage, "end", end.envelope, trace_of(record)))
+    def _pass_on(self, record: Record, end: UndecodedMessage) -> None:
+        self._guard.forward(record, headers_of(self._stage, "end", end.envelope, trace_of(record)))
 
-    def _send(self, record: Record, told: Told) -> None:
+    def _send(self, record: Record, told: OutgoingMessage) -> None:
         headers = headers_of(self._stage, told.kind, told.envelope, trace_of(record))
         self._outbox.send(self._next_topic, told.envelope.blob, told.encoded(), headers)
         failpoint("relay.sent")

@@ -11,15 +11,15 @@ from nearkin_shared.index.protocols import Index
 from nearkin_shared.kafka.record_guard import TENANTS_MAX, BoundedCache
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.encrypted_store import check_keys
-from nearkin_shared.pipeline.lookups import EmbeddedFacts, InFlight
+from nearkin_shared.pipeline.lookups import EmbeddedLookups, InFlight
 from nearkin_shared.storage.containers import ContainerStore
-from nearkin_shared.storage.pending_delete_watch import Collected, RecordWatch
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_delete_watch import PendingDeleteFilter, PendingDeleteWatcher
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.utils.frozen import frozen
 
 
 @frozen
-class Lane:
+class TenantContext:
     """A tenant's names, index and containers, as one worker sees them."""
 
     fingerprinter: Fingerprinter
@@ -27,40 +27,40 @@ class Lane:
     pending: PendingIndex
     in_flight: InFlight
     containers: ContainerStore
-    facts: EmbeddedFacts
-    collected: Collected
+    facts: EmbeddedLookups
+    collected: PendingDeleteFilter
 
 
-Lanes = BoundedCache[str, Lane]
+TenantContexts = BoundedCache[str, TenantContext]
 
 
-def lanes(
+def tenant_contexts(
     settings: Settings,
     objects: ObjectStore,
     secret: bytes,
     fingerprint_bits: int,
     index_of: Callable[[bytes], Index],
     rounds: Callable[[], object] = lambda: None,
-) -> Lanes:
+) -> TenantContexts:
     """Return the lanes of all tenants, each made when it is first asked for.
 
     `rounds` returns what is another once a round of garbage collection has ended. Of an erased tenant they raise
-    Erased, of one whose keys are gone KeysLost.
+    TenantErased, of one whose keys are gone KeysLost.
     """
-    watch = RecordWatch(CondemnedStore(objects), settings.gc.grace_seconds, rounds)
+    watch = PendingDeleteWatcher(PendingDeleteStore(objects), settings.gc.grace_seconds, rounds)
     # One cache for all: each tenant's own came to TENANTS_MAX times `base.cache_bytes`, and as often 48 MiB.
     every = ContainerStore(objects, b"", int(settings.base.cache_bytes))
 
-    def make(tenant: str) -> Lane:
+    def make(tenant: str) -> TenantContext:
         fingerprinter = Fingerprinter(secret, tenant, fingerprint_bits)
         index = index_of(fingerprinter.domain)
         pending = PendingIndex(index, fingerprinter.domain)
         containers = every.of(fingerprinter.domain)
         in_flight = InFlight(containers)
         domain, few_bytes = fingerprinter.domain, 1 << 20
-        collected = Collected(watch, containers, lambda: ContainerStore(objects, domain, few_bytes))
-        facts = EmbeddedFacts(pending, in_flight, collected)
-        return Lane(fingerprinter, index, pending, in_flight, containers, facts, collected)
+        collected = PendingDeleteFilter(watch, containers, lambda: ContainerStore(objects, domain, few_bytes))
+        facts = EmbeddedLookups(pending, in_flight, collected)
+        return TenantContext(fingerprinter, index, pending, in_flight, containers, facts, collected)
 
     def check(tenant: str) -> None:
         check_keys(objects, tenant, index_of(b"").catalog)

@@ -41,7 +41,7 @@ from nearkin_shared.kafka.consumer_loop import patiently
 def prepare_topics(settings: Settings) -> tuple[list[str], list[str]]:
     """Make missing topics and give the others the settings of `topic_config`; return (made, changed).
 
-    Raises ConfigError where a topic has another number of partitions, StoreUnavailable, Permanent.
+    Raises ConfigError where a topic has another number of partitions, StoreUnavailable, PermanentError.
     """
     made = create_topics(settings)
     admin = AdminClient(connection(settings, "nearkin-topics"))

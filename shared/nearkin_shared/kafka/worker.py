@@ -18,17 +18,17 @@ import click
 
 from nearkin_shared.config.loader import load
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError, NearkinError, Retryable
+from nearkin_shared.errors import ConfigError, NearkinError, RetryableError
 from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.index.redis.gc_status import ToldRounds
+from nearkin_shared.index.redis.gc_status import GcStatusStore
 from nearkin_shared.kafka.consumer_loop import Handler, Loop, run_forever
 from nearkin_shared.kafka.fleet_store import connect_fleet
 from nearkin_shared.kafka.heartbeat import report
-from nearkin_shared.kafka.live_config import HotSettings
+from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin_shared.kafka.readiness_checks import checks_of
-from nearkin_shared.kafka.tenant_context import Lanes, lanes
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.kafka.tenant_context import TenantContexts, tenant_contexts
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.observability import log_setup, tracing
 from nearkin_shared.observability.health import Monitor
 from nearkin_shared.storage import descriptor
@@ -48,8 +48,8 @@ class Context:
     """What a service's loops are made from."""
 
     settings: Settings
-    hot: HotSettings
-    objects: ParityObjects
+    hot: LiveConfig
+    objects: ParityObjectStore
     found: descriptor.Descriptor
     index: RedisIndex
     worker: str
@@ -61,10 +61,10 @@ class Context:
         """Return the store's secret."""
         return bytes.fromhex(self.found.secret)
 
-    def lanes(self) -> Lanes:
+    def lanes(self) -> TenantContexts:
         """Return fresh lanes: what the last ones held in memory may belong to somebody else by now."""
-        rounds, bits = ToldRounds(self.index).state, self.found.fingerprint_bits
-        return lanes(self.settings, self.objects, self.secret, bits, self.index.for_domain, rounds)
+        rounds, bits = GcStatusStore(self.index).state, self.found.fingerprint_bits
+        return tenant_contexts(self.settings, self.objects, self.secret, bits, self.index.for_domain, rounds)
 
     def current(self) -> Settings:
         """Return the settings in force."""
@@ -128,7 +128,7 @@ def run_worker(
     monitor = Monitor(settings.monitor)
     try:
         monitor.start()
-        context = _connected(service, settings, config_file, worker, stop, monitor)
+        context = _connect(service, settings, config_file, worker, stop, monitor)
         end_background = background(context) if background is not None and context is not None else None
     except NearkinError as err:
         _log.error("%s: %s", service, err)
@@ -140,7 +140,7 @@ def run_worker(
     reporting = (settings, context.hot, context.authenticator, service, worker, stop)
     reporter = threading.Thread(target=report, args=reporting, name="nearkin-report", daemon=True)
     reporter.start()
-    monitor.connected(checks_of(settings))
+    monitor.on_connect(checks_of(settings))
     _log.warning("%s %s: ready, revision %s", service, worker, context.hot.revision)
     wait_for(stop)
     monitor.stopping()
@@ -167,7 +167,7 @@ def exit_code(service: str, failures: Sequence[BaseException], *, alive: bool) -
     return 1 if failures or alive else 0
 
 
-def _connected(
+def _connect(
     service: str,
     settings: Settings,
     config_file: Path | None,
@@ -180,14 +180,14 @@ def _connected(
     while not stop.is_set():
         try:
             objects, found, index = connect_fleet(settings)
-        except Retryable as err:
+        except RetryableError as err:
             if time.monotonic() > deadline:
                 raise
             _log.warning("%s: waiting: %s", service, err)
             stop.wait(1.0)
             continue
         authenticator = authenticator_of(settings, found)
-        hot = HotSettings(settings, config_file, authenticator)
+        hot = LiveConfig(settings, config_file, authenticator)
         hot.start()
         return Context(settings, hot, objects, found, index, worker, monitor, authenticator)
     return None

@@ -17,16 +17,16 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from nearkin_shared.errors import Corrupt, NoRoom, NotFound, Permanent, StoreUnavailable
+from nearkin_shared.errors import Corrupt, NoRoom, NotFound, PermanentError, StoreUnavailable
 from nearkin_shared.limits import KIB, MANIFEST_BYTES_MAX, MIB, OBJECT_BYTES_MAX
 from nearkin_shared.objectstore.file_publishing import NO_FOLDER_SYNC, NO_LINKS, is_same_file, rename_new
-from nearkin_shared.utils.buffers import SMALLEST_BYTES, Buffers
+from nearkin_shared.utils.buffers import SMALLEST_BYTES, BufferPool
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.mounts import network_type
 from nearkin_shared.utils.private_files import FILE_MODE, FOLDER_MODE, check_linked_folder, check_no_link
 
 if TYPE_CHECKING:
-    from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects
+    from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore
 
 Payload = bytes | memoryview
 PARTS_WRITTEN_MAX = 1024
@@ -35,7 +35,7 @@ DROPPED_BYTES_MIN = 256 * KIB
 """Smaller objects stay in the page cache: they are read again and again, and take no room to speak of."""
 
 
-class AlreadyExists(Permanent):
+class AlreadyExists(PermanentError):
     """An object of this name is there; nothing was written."""
 
 
@@ -95,19 +95,19 @@ class SupportsErasure(Protocol):
     """An object store in which a tenant can be erased: what is left of it can never be read again."""
 
     def check_tenant(self, tenant: str) -> None:
-        """Raise Erased where a tenant was. Raises StoreUnavailable."""
+        """Raise TenantErased where a tenant was. Raises StoreUnavailable."""
 
 
 @runtime_checkable
 class SupportsSalvage(Protocol):
     """An object store whose objects may be readable in part."""
 
-    def salvaged(self, name: str) -> bytes | None:
+    def salvage(self, name: str) -> bytes | None:
         """Return an object with zeros in the place of what cannot be read, None where nothing can."""
 
 
 def check_tenant(objects: ObjectStore, tenant: str) -> None:
-    """Raise Erased where a tenant was, in a store where that can be."""
+    """Raise TenantErased where a tenant was, in a store where that can be."""
     if isinstance(objects, SupportsErasure):
         objects.check_tenant(tenant)
 
@@ -121,7 +121,7 @@ SWEPT_TRIES_MAX = 8
 """Each but the first means that another process has begun to write since: some 60 ms."""
 
 
-class LocalObjects:
+class LocalObjectStore:
     """A folder. Writing is ours, since obstore's LocalStore does not fsync (I1 needs it); so are reading and listing.
 
     A range takes 10 us so, where a trip through obstore takes 400, and to import it 6 ms of every command.
@@ -137,10 +137,10 @@ class LocalObjects:
         self._settled: set[Path] = set()
         self._unsynced: set[Path] = set()
         """Folders from which a name was removed whose sync failed."""
-        self._buffers = Buffers(SPARE_BYTES_MAX)
+        self._buffers = BufferPool(SPARE_BYTES_MAX)
         # A thread must not take a folder for durable that another has only just made; striped, since a sync takes 1 ms.
         self._folders = tuple(threading.Lock() for _ in range(FOLDER_LOCKS))
-        self._client: ObstoreObjects | None = None
+        self._client: ObstoreObjectStore | None = None
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (name, size in bytes) below the folder `prefix`, in no order. Raises StoreUnavailable.
@@ -391,7 +391,7 @@ class LocalObjects:
             folder = folder.parent
 
 
-def whole(parts: Sequence[Payload]) -> Payload:
+def join_parts(parts: Sequence[Payload]) -> Payload:
     """Return the parts one behind the other; a single one as it is."""
     return parts[0] if len(parts) == 1 else b"".join(parts)
 

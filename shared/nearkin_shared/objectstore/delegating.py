@@ -9,16 +9,16 @@ from typing import Self
 from nearkin_shared.objectstore.base import ObjectStore, Payload
 
 
-class PassingObjects:
+class DelegatingObjectStore:
     """Passes all on to `inner`; wrappers override what they change."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
 
-    def over(self, wrap: Callable[[ObjectStore], ObjectStore]) -> Self:
+    def rewrap(self, wrap: Callable[[ObjectStore], ObjectStore]) -> Self:
         """Return what does the same over what `wrap` makes of the store below all wrappers."""
         other = copy.copy(self)
-        other.inner = over_lowest(self.inner, wrap)
+        other.inner = rewrap_lowest(self.inner, wrap)
         return other
 
     def takes_bytes(self, name: str, object_bytes: int) -> int:
@@ -62,14 +62,14 @@ class PassingObjects:
 
 def takes_bytes(objects: ObjectStore, name: str, object_bytes: int) -> int:
     """Return what an object of so many bytes takes that is written now, with all that wrappers add."""
-    return objects.takes_bytes(name, object_bytes) if isinstance(objects, PassingObjects) else object_bytes
+    return objects.takes_bytes(name, object_bytes) if isinstance(objects, DelegatingObjectStore) else object_bytes
 
 
 def record_key_of(objects: ObjectStore) -> bytes | None:
     """Return the key that authenticates the records in an object store, None where they have no MAC."""
-    return objects.record_key if isinstance(objects, PassingObjects) else None
+    return objects.record_key if isinstance(objects, DelegatingObjectStore) else None
 
 
-def over_lowest(objects: ObjectStore, wrap: Callable[[ObjectStore], ObjectStore]) -> ObjectStore:
+def rewrap_lowest(objects: ObjectStore, wrap: Callable[[ObjectStore], ObjectStore]) -> ObjectStore:
     """Return the same store over what `wrap` makes of what lies below all wrappers."""
-    return objects.over(wrap) if isinstance(objects, PassingObjects) else wrap(objects)
+    return objects.rewrap(wrap) if isinstance(objects, DelegatingObjectStore) else wrap(objects)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 from nearkin_shared.crypto.keyring import Keyring
-from nearkin_shared.errors import Corrupt, FormatTooNew, NotFound, Permanent, StoreUnavailable
+from nearkin_shared.errors import Corrupt, FormatTooNew, NotFound, PermanentError, StoreUnavailable
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats import encrypted_object as fmt
 from nearkin_shared.formats import key_record as keys
@@ -24,9 +24,9 @@ from nearkin_shared.formats.manifest import tenant_of_manifest
 from nearkin_shared.formats.retention_record import tenant_of_retention
 from nearkin_shared.formats.tombstone import tenant_of_mark
 from nearkin_shared.limits import MIB
-from nearkin_shared.objectstore.base import ObjectStore, Payload, SupportsReplace, whole
+from nearkin_shared.objectstore.base import ObjectStore, Payload, SupportsReplace, join_parts
 from nearkin_shared.objectstore.parity import FOLDER as PARITY
-from nearkin_shared.objectstore.parity import SupportsMending
+from nearkin_shared.objectstore.parity import SupportsReconstruction
 from nearkin_shared.storage import descriptor
 
 HEADS_MAX = 4096
@@ -59,7 +59,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-class Sealing:
+class ObjectEncryption:
     """Seals and opens objects of one store, with the heads of those that were read. Safe between threads."""
 
     def __init__(self, keyring: Keyring) -> None:
@@ -72,24 +72,24 @@ class Sealing:
     def seal(self, name: str, data: Payload, tenant: str | None = None) -> Payload:
         """Return what is stored of an object, under the keys of `tenant` if it does not say itself whose it is.
 
-        Raises Erased, ConfigError, Corrupt, StoreUnavailable.
+        Raises TenantErased, ConfigError, Corrupt, StoreUnavailable.
         """
-        if not is_sealed(name) and name != descriptor.NAME:
+        if not is_encrypted(name) and name != descriptor.NAME:
             return data
         key = self.keyring.newest(domain_of_object(name, data) if tenant is None else domain_of(tenant))
-        made = fmt.seal(name, data, key.owner, key.number, key.secret)
+        made = fmt.encrypt(name, data, key.owner, key.number, key.secret)
         return keys.encode_envelope(made) if name == descriptor.NAME else made
 
     def open(self, name: str, stored: bytes) -> bytes:
-        """Return an object from all that is stored. Raises Erased, Corrupt, FormatTooNew."""
-        if not is_sealed(name) and name != descriptor.NAME:
+        """Return an object from all that is stored. Raises TenantErased, Corrupt, FormatTooNew."""
+        if not is_encrypted(name) and name != descriptor.NAME:
             return stored
         if name == descriptor.NAME:
             sealed = keys.decode_envelope(stored, name)
             if sealed is None:
                 raise Corrupt(f"{name}: is in clear, and this store is encrypted: restore it from a copy")
             stored = sealed
-        return self.cipher(name, stored).opened_whole(stored, _scratch.take)
+        return self.cipher(name, stored).decrypt_object(stored, _scratch.take)
 
     def cipher(self, name: str, stored: bytes) -> fmt.PageCipher:
         """Return what opens an object that begins with these bytes."""
@@ -104,7 +104,7 @@ class Sealing:
         return made
 
     def known(self, name: str) -> fmt.PageCipher | None:
-        """Return what opened an object before, if its key is there still. Raises Erased."""
+        """Return what opened an object before, if its key is there still. Raises TenantErased."""
         with self._lock:
             entry = self._heads.get(name)
         if entry is None:
@@ -134,10 +134,10 @@ class Sealing:
             self._sizes.pop(name, None)
 
 
-class SealedObjects:
+class EncryptingObjectStore:
     """An object store over another, in which all objects are sealed."""
 
-    def __init__(self, below: ObjectStore, sealing: Sealing) -> None:
+    def __init__(self, below: ObjectStore, sealing: ObjectEncryption) -> None:
         self.below = below
         self.sealing = sealing
 
@@ -147,25 +147,25 @@ class SealedObjects:
         return self.below.far
 
     def check_tenant(self, tenant: str) -> None:
-        """Raise Erased where a tenant was."""
+        """Raise TenantErased where a tenant was."""
         self.sealing.keyring.check_tenant(tenant)
 
     def put_new(self, name: str, *parts: Payload) -> None:
-        """Seal and write an object. Raises AlreadyExists, Erased, StoreUnavailable."""
-        self.below.put_new(name, self.sealing.seal(name, whole(parts)))
+        """Seal and write an object. Raises AlreadyExists, TenantErased, StoreUnavailable."""
+        self.below.put_new(name, self.sealing.seal(name, join_parts(parts)))
 
-    def put_of_tenant(self, tenant: str, name: str, *parts: Payload) -> None:
-        """Write an object under a tenant's keys. Raises AlreadyExists, Erased, StoreUnavailable."""
+    def put_new_of_tenant(self, tenant: str, name: str, *parts: Payload) -> None:
+        """Write an object under a tenant's keys. Raises AlreadyExists, TenantErased, StoreUnavailable."""
         self.check_tenant(tenant)
-        self.below.put_new(name, self.sealing.seal(name, whole(parts), tenant))
+        self.below.put_new(name, self.sealing.seal(name, join_parts(parts), tenant))
 
     def get(self, name: str) -> bytes:
-        """Return a whole object. Raises NotFound, Erased, Corrupt or StoreUnavailable."""
+        """Return a whole object. Raises NotFound, TenantErased, Corrupt or StoreUnavailable."""
         return self.sealing.open(name, self.below.get(name))
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
-        """Return the byte ranges [start, end) in order. Raises NotFound, Erased, Corrupt or StoreUnavailable."""
-        if not is_sealed(name):
+        """Return the byte ranges [start, end) in order. Raises NotFound, TenantErased, Corrupt or StoreUnavailable."""
+        if not is_encrypted(name):
             whole = self.get(name)
             return [whole[start:end] for start, end in zip(starts, ends, strict=True)]
         try:
@@ -210,7 +210,7 @@ class SealedObjects:
     def size_bytes(self, name: str) -> int:
         """Return an object's size in clear. Raises NotFound, Corrupt where no object has such a size, and so on."""
         stored_bytes = self.below.size_bytes(name)
-        if not is_sealed(name):
+        if not is_encrypted(name):
             return stored_bytes
         found = fmt.plain_bytes(stored_bytes)
         if found < 0:
@@ -218,12 +218,12 @@ class SealedObjects:
         self.sealing.note_size(name, found)
         return found
 
-    def mended(self, name: str) -> bytes | None:
+    def reconstruct(self, name: str) -> bytes | None:
         """Return an object in clear as it was written, where the store below knows what that was sealed."""
-        stored = self.below.mended(name) if isinstance(self.below, SupportsMending) else None
+        stored = self.below.reconstruct(name) if isinstance(self.below, SupportsReconstruction) else None
         try:
             return None if stored is None else self.sealing.open(name, stored)
-        except Permanent:
+        except PermanentError:
             return None
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
@@ -237,20 +237,20 @@ class SealedObjects:
             gone = set(self._of_owners([name for name, _ in entries], hidden))
             listed = iter([entry for entry in entries if entry[0] not in gone])
         for name, stored_bytes in listed:
-            if is_sealed(name):
+            if is_encrypted(name):
                 plain_bytes = fmt.plain_bytes(stored_bytes)
                 yield name, stored_bytes if plain_bytes < 0 else plain_bytes
             else:
                 yield name, stored_bytes
 
-    def salvaged(self, name: str) -> bytes | None:
+    def salvage(self, name: str) -> bytes | None:
         """Return an object as far as it can be read, zeros where it cannot; None where its head is broken.
 
-        Raises NotFound, Erased, StoreUnavailable.
+        Raises NotFound, TenantErased, StoreUnavailable.
         """
         try:
             stored = self.below.get(name)
-            return self.sealing.cipher(name, stored).salvaged(stored) if is_sealed(name) else stored
+            return self.sealing.cipher(name, stored).salvage(stored) if is_encrypted(name) else stored
         except (Corrupt, FormatTooNew):
             return None
 
@@ -268,7 +268,7 @@ class SealedObjects:
 
     # --- erased tenants ----------------------------------------------------------------------------------------------
 
-    def erased(self, owners: frozenset[bytes]) -> list[tuple[str, int]]:
+    def erased_objects(self, owners: frozenset[bytes]) -> list[tuple[str, int]]:
         """Return (name, bytes as stored) of all objects of these owners: manifests and marks first."""
         if not owners:
             return []
@@ -298,7 +298,7 @@ class SealedObjects:
             yield from (name for name, gone in zip(wanted, threads.map(is_erased, wanted), strict=True) if gone)
 
 
-def is_sealed(name: str) -> bool:
+def is_encrypted(name: str) -> bool:
     """Return whether an object of this name is a sealed one, byte for byte."""
     return name != descriptor.NAME and not name.startswith((f"{PARITY}/", f"{keys.FOLDER}/"))
 

@@ -12,9 +12,9 @@ from nearkin_shared.errors import ConfigError, Corrupt, NoStore, NotFound, Store
 from nearkin_shared.formats import reed_solomon
 from nearkin_shared.formats.parity_object import scheme_of
 from nearkin_shared.objectstore import parity as objectstore_parity
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects, ObjectStore
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage import containers, descriptor
 from nearkin_shared.storage.chunking_record import check_service_settings
 from nearkin_shared.utils.private_files import make_private_folders
@@ -35,9 +35,9 @@ def open_objects(settings: Settings, *, services: bool = True) -> ObjectStore:
             "NEARKIN_OBJECT_STORE__URL"
         )
     if url.startswith("s3://"):
-        from nearkin_shared.objectstore.s3 import S3Objects
+        from nearkin_shared.objectstore.s3 import S3ObjectStore
 
-        bucket = S3Objects(settings.object_store)
+        bucket = S3ObjectStore(settings.object_store)
         bucket.check()
         return bucket
     folder = Path(unquote(urlsplit(url).path) if url.startswith("file://") else url).expanduser()
@@ -51,13 +51,13 @@ def open_objects(settings: Settings, *, services: bool = True) -> ObjectStore:
     return local_objects(folder, settings)
 
 
-def local_objects(root: Path, settings: Settings) -> LocalObjects:
+def local_objects(root: Path, settings: Settings) -> LocalObjectStore:
     """Return the folder of a store; what takes room in it stays in the page cache only where the settings say so."""
     large = f"{containers.FOLDER}/", f"{objectstore_parity.FOLDER}/"
-    return LocalObjects(root, dropped=large if settings.storage.page_cache == "drop" else ())
+    return LocalObjectStore(root, dropped=large if settings.storage.page_cache == "drop" else ())
 
 
-def with_parity(objects: ObjectStore, settings: Settings) -> ParityObjects:
+def with_parity(objects: ObjectStore, settings: Settings) -> ParityObjectStore:
     """Return `objects` with the parity that the settings name; what others have added is used in any case.
 
     Raises ConfigError where the library for it is not installed.
@@ -65,10 +65,10 @@ def with_parity(objects: ObjectStore, settings: Settings) -> ParityObjects:
     scheme = scheme_of(settings.storage.parity)
     if scheme is not None:
         reed_solomon.check(scheme.data, scheme.parity)
-    return ParityObjects(objects, scheme)
+    return ParityObjectStore(objects, scheme)
 
 
-def as_set(objects: ObjectStore, settings: Settings) -> ParityObjects:
+def as_set(objects: ObjectStore, settings: Settings) -> ParityObjectStore:
     """Return `objects` with the parity and the encryption that the settings name: what all of a store is read through.
 
     The first key of a new store is made. Raises ConfigError: a library or a key is missing, it is another key's store,
@@ -78,13 +78,13 @@ def as_set(objects: ObjectStore, settings: Settings) -> ParityObjects:
     if settings.storage.encryption == "none":
         return covered
     keyring = open_keyring(covered, wrapper_of(settings.storage))
-    return EncryptedObjects(objects, scheme_of(settings.storage.parity), keyring)
+    return EncryptedObjectStore(objects, scheme_of(settings.storage.parity), keyring)
 
 
-def open_encrypted(settings: Settings) -> EncryptedObjects:
+def open_encrypted(settings: Settings) -> EncryptedObjectStore:
     """Return all of an encrypted store that exists. Raises NoStore, ConfigError, Corrupt, StoreUnavailable."""
     keyring = open_keys(settings)
-    return EncryptedObjects(open_objects(settings, services=False), scheme_of(settings.storage.parity), keyring)
+    return EncryptedObjectStore(open_objects(settings, services=False), scheme_of(settings.storage.parity), keyring)
 
 
 def open_keys(settings: Settings) -> Keyring:
@@ -99,7 +99,7 @@ def open_keys(settings: Settings) -> Keyring:
 
 def open_store_of(
     settings: Settings, indexed_store_id: str | None = None
-) -> tuple[ParityObjects, descriptor.Descriptor]:
+) -> tuple[ParityObjectStore, descriptor.Descriptor]:
     """Return the object store of the services and its descriptor; `storage.create` creates a missing store.
 
     `indexed_store_id` is the store whose index the services have: if it is known, the store is never created again.

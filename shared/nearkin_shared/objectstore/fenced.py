@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nearkin_shared.objectstore.base import ObjectStore, Payload
-from nearkin_shared.objectstore.delegating import PassingObjects
-from nearkin_shared.objectstore.parity import SupportsMending
+from nearkin_shared.objectstore.delegating import DelegatingObjectStore
+from nearkin_shared.objectstore.parity import SupportsReconstruction
 from nearkin_shared.utils.failpoints import failpoint
 
 
-class FencedObjects(PassingObjects):
+class FencedObjectStore(DelegatingObjectStore):
     """An ObjectStore that asks, before each effect, whether it still may."""
 
     def __init__(self, objects: ObjectStore, check: Callable[[], None]) -> None:
@@ -32,6 +32,6 @@ class FencedObjects(PassingObjects):
         self._may()
         super().delete(name)
 
-    def mended(self, name: str) -> bytes | None:
+    def reconstruct(self, name: str) -> bytes | None:
         """Return an object as it was written, None where the store below does not know. Raises StoreUnavailable."""
-        return self.inner.mended(name) if isinstance(self.inner, SupportsMending) else None
+        return self.inner.reconstruct(name) if isinstance(self.inner, SupportsReconstruction) else None

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from nearkin_shared.errors import NotFound, StoreUnavailable
 from nearkin_shared.objectstore.base import Payload, SupportsReplace
-from nearkin_shared.objectstore.delegating import PassingObjects
+from nearkin_shared.objectstore.delegating import DelegatingObjectStore
 
 
-class CountedObjects(PassingObjects):
+class MeteredObjectStore(DelegatingObjectStore):
     """An object store that counts what goes through it. For one thread that writes."""
 
     freed_bytes = 0

@@ -12,7 +12,7 @@ from obstore.store import LocalStore, MemoryStore
 from obstore.store import ObjectStore as ObstoreStore
 
 from nearkin_shared.errors import NearkinError, NotFound
-from nearkin_shared.objectstore.base import AlreadyExists, Payload, check_size, unavailable, whole
+from nearkin_shared.objectstore.base import AlreadyExists, Payload, check_size, join_parts, unavailable
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -21,7 +21,7 @@ REFUSALS = (BaseError, OSError)
 """What obstore raises; a missing object is its FileNotFoundError, thus an OSError."""
 
 
-class ObstoreObjects:
+class ObstoreObjectStore:
     """Any obstore client as an ObjectStore; what it acknowledges must be durable (memory is for tests)."""
 
     far = False
@@ -31,7 +31,7 @@ class ObstoreObjects:
 
     def put_new(self, name: str, *parts: Payload) -> None:  # noqa: D102
         try:
-            obstore.put(self._client, name, whole(parts), mode="create", use_multipart=False)
+            obstore.put(self._client, name, join_parts(parts), mode="create", use_multipart=False)
         except (AlreadyExistsError, FileExistsError) as err:
             raise AlreadyExists(f"{name}: already there") from err
         except REFUSALS as err:
@@ -101,11 +101,11 @@ class ObstoreObjects:
         return unavailable(name, err)
 
 
-def local_client(root: Path) -> ObstoreObjects:
+def local_client(root: Path) -> ObstoreObjectStore:
     """Return obstore's client of a folder."""
-    return ObstoreObjects(LocalStore(root))
+    return ObstoreObjectStore(LocalStore(root))
 
 
-def memory_objects() -> ObstoreObjects:
+def memory_objects() -> ObstoreObjectStore:
     """Return an empty object store in memory, for tests."""
-    return ObstoreObjects(MemoryStore())
+    return ObstoreObjectStore(MemoryStore())

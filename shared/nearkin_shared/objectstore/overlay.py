@@ -14,11 +14,11 @@ from pathlib import Path
 from types import TracebackType
 
 from nearkin_shared.errors import NotFound
-from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore, Payload, whole
-from nearkin_shared.objectstore.parity import SupportsMending
+from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore, Payload, join_parts
+from nearkin_shared.objectstore.parity import SupportsReconstruction
 
 
-class Overlay:
+class OverlayObjectStore:
     """An ObjectStore over another. It takes room in the system's temporary folder for what is written.
 
     100 bytes of memory for each object that is written or removed. Writes are not durable: nothing outlives it.
@@ -31,7 +31,7 @@ class Overlay:
         self._written: dict[str, int] = {}
         """Bytes of each object that lies here; -1: removed."""
 
-    def __enter__(self) -> Overlay:
+    def __enter__(self) -> OverlayObjectStore:
         return self
 
     def __exit__(
@@ -51,17 +51,17 @@ class Overlay:
                 raise AlreadyExists(f"{name}: already there")
             path = self._path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._written[name] = path.write_bytes(whole(parts))
+            self._written[name] = path.write_bytes(join_parts(parts))
 
     def get(self, name: str) -> bytes:
         """Return a whole object. Raises NotFound or StoreUnavailable."""
         return self._path(name).read_bytes() if self._here(name) else self._below.get(name)
 
-    def mended(self, name: str) -> bytes | None:
+    def reconstruct(self, name: str) -> bytes | None:
         """Return an object of the store below as it was written, where that knows; what lies here is whole."""
-        if name in self._written or not isinstance(self._below, SupportsMending):
+        if name in self._written or not isinstance(self._below, SupportsReconstruction):
             return None
-        return self._below.mended(name)
+        return self._below.reconstruct(name)
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         """Return the byte ranges [start, end) in order. Raises NotFound or StoreUnavailable."""

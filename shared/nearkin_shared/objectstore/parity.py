@@ -2,7 +2,7 @@
 
     containers/1a200/1a2...nkc      parity/containers/1a200/1a2...nkc.nkp
 
-What reads an object, and finds that it is not what was written, asks `mended` for what was; nothing is changed by
+What reads an object, and finds that it is not what was written, asks `reconstruct` for what was; nothing is changed by
 that. `replace` puts it back: the only way in which an object is ever overwritten.
 """
 
@@ -12,12 +12,12 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, TypeVar, runtime_checkable
 
-from nearkin_shared.errors import Corrupt, FormatTooNew, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin_shared.errors import Corrupt, FormatTooNew, NearkinError, NotFound, PermanentError, StoreUnavailable
 from nearkin_shared.formats import parity_object as fmt
 from nearkin_shared.formats import record_authentication
 from nearkin_shared.formats.parity_object import Scheme
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore, Payload, SupportsReplace
-from nearkin_shared.objectstore.delegating import PassingObjects
+from nearkin_shared.objectstore.delegating import DelegatingObjectStore
 from nearkin_shared.observability import counters
 from nearkin_shared.utils.failpoints import failpoint
 
@@ -30,10 +30,10 @@ _log = logging.getLogger("nearkin")
 
 
 @runtime_checkable
-class SupportsMending(Protocol):
+class SupportsReconstruction(Protocol):
     """An object store that may know what an object was that is damaged."""
 
-    def mended(self, name: str) -> bytes | None:
+    def reconstruct(self, name: str) -> bytes | None:
         """Return an object as it was written, None where that is not known. Raises StoreUnavailable."""
 
 
@@ -47,7 +47,7 @@ def is_covered(name: str) -> bool:
     return name.startswith(COVERED)
 
 
-class ParityObjects(PassingObjects):
+class ParityObjectStore(DelegatingObjectStore):
     """An object store whose objects get parity where `scheme` says so; that of others is used, and goes with them."""
 
     def __init__(self, inner: ObjectStore, scheme: Scheme | None) -> None:
@@ -66,7 +66,7 @@ class ParityObjects(PassingObjects):
         self._record_key = record_authentication.record_key(secret)
 
     @property
-    def bare(self) -> ObjectStore:
+    def without_parity(self) -> ObjectStore:
         """Return the objects as they lie there, whatever parity would make of them."""
         return self.inner
 
@@ -130,26 +130,26 @@ class ParityObjects(PassingObjects):
         except Corrupt:
             return False
 
-    def mended(self, name: str) -> bytes | None:
+    def reconstruct(self, name: str) -> bytes | None:
         """Return an object as it was written, None where too much of it or of its parity is lost."""
-        found = self._mended(name)
+        found = self._reconstruct(name)
         counters.MENDED.add(1, "no" if found is None else "yes")
         return found
 
-    def _mended(self, name: str) -> bytes | None:
+    def _reconstruct(self, name: str) -> bytes | None:
         try:
             parity = self._parity(name)
-        except Permanent:
+        except PermanentError:
             return None
         if parity is None:
             return None
         try:
             data = self.inner.get(name)
-        except Permanent:  # missing, or the device cannot read it: all of it is lost
+        except PermanentError:  # missing, or the device cannot read it: all of it is lost
             data = b""
         try:
-            return fmt.mended(name, data, parity)
-        except Permanent as err:
+            return fmt.reconstruct(name, data, parity)
+        except PermanentError as err:
             _log.warning("%s", err)
             return None
 
@@ -179,7 +179,7 @@ class ParityObjects(PassingObjects):
         except Corrupt:
             if scheme is None:
                 self.inner.delete(parity_name(name))
-        except Permanent:
+        except PermanentError:
             pass
         if scheme is not None:
             self._replace(parity_name(name), fmt.encode_parity(name, data, scheme))
@@ -212,7 +212,7 @@ def read_decoded(objects: ObjectStore, name: str, decode: Callable[[bytes, str],
         data = objects.get(name)
         return decode(data, name)
     except (Corrupt, FormatTooNew) as err:  # a flipped bit may make a format of the future
-        whole = objects.mended(name) if isinstance(objects, SupportsMending) else None
+        whole = objects.reconstruct(name) if isinstance(objects, SupportsReconstruction) else None
         if whole is None or whole == data:
             raise
         _log.warning("%s; read by its parity: run `nearkin repair`", err)

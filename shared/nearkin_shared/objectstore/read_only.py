@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NoReturn
 
 from nearkin_shared.errors import BadInput
-from nearkin_shared.objectstore.base import LocalObjects, Payload
+from nearkin_shared.objectstore.base import LocalObjectStore, Payload
 
 
-class ReadOnlyObjects(LocalObjects):
+class ReadOnlyObjectStore(LocalObjectStore):
     """The objects of a folder; every call that would change one raises BadInput.
 
     It is the lowest store, below all wrappers: a wrapper that imagines changes (a dry run) works above it.

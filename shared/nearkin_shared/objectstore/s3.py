@@ -30,8 +30,8 @@ from obstore.store import S3Store
 
 from nearkin_shared.config.storage import ObjectStoreSettings
 from nearkin_shared.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
-from nearkin_shared.objectstore.base import AlreadyExists, Payload, check_size, whole
-from nearkin_shared.objectstore.obstore_adapter import REFUSALS, ObstoreObjects
+from nearkin_shared.objectstore.base import AlreadyExists, Payload, check_size, join_parts
+from nearkin_shared.objectstore.obstore_adapter import REFUSALS, ObstoreObjectStore
 from nearkin_shared.storage import descriptor
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ _SETTLED = frozenset({*_REMEDIES, "EntityTooLarge", "InvalidRequest", "NotImplem
 _NO_KEYS = re.compile(r"/latest/(api/token|meta-data)|169\.254\.1")  # where an instance's role would be asked for
 
 
-class S3Objects(ObstoreObjects):
+class S3ObjectStore(ObstoreObjectStore):
     """A bucket, or what is below a prefix in it. What it acknowledges is durable when the server says so (I1)."""
 
     far = True
@@ -94,14 +94,14 @@ class S3Objects(ObstoreObjects):
 
         token = secrets.token_hex(16)
         tries = Retrying(
-            retry=retry_if_exception_type(_Unsettled),
+            retry=retry_if_exception_type(_OutcomeUnknown),
             stop=stop_after_attempt(self._tries) | stop_after_delay(self._tries_seconds),
             wait=wait_random_exponential(BACKOFF_SECONDS, BACKOFF_SECONDS_MAX),
             reraise=True,
         )
         try:
-            tries(self._try_to_put, name, whole(parts), token)
-        except _Unsettled as err:
+            tries(self._try_to_put, name, join_parts(parts), token)
+        except _OutcomeUnknown as err:
             tried = tries.statistics["attempt_number"]
             raise StoreUnavailable(f"{err}; tried {tried} times; it may or may not be there") from err.__cause__
 
@@ -195,7 +195,7 @@ class S3Objects(ObstoreObjects):
             return
         if holder is not None:
             raise AlreadyExists(f"{name}: already there") from cause
-        raise _Unsettled(found) from cause
+        raise _OutcomeUnknown(found) from cause
 
     def _holder(self, name: str) -> str | None:
         """Return the token of the put that made an object, "" for one without, None where there is no object."""
@@ -208,7 +208,7 @@ class S3Objects(ObstoreObjects):
             translated = self._translated(name, err)
             if isinstance(translated, NotFound):
                 return None
-            raise _Unsettled(str(translated)) from err
+            raise _OutcomeUnknown(str(translated)) from err
 
     def _translated(self, name: str, err: Exception) -> NearkinError:
         code = _code(err)
@@ -218,7 +218,7 @@ class S3Objects(ObstoreObjects):
         return StoreUnavailable(f"{about}: {_reason(err, code)}")
 
 
-class _Unsettled(StoreUnavailable):
+class _OutcomeUnknown(StoreUnavailable):
     """One try ended without an answer to whether it was done."""
 
 

@@ -21,7 +21,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 DEPTHS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
-class Count:
+class Counter:
     """A number that only grows, by labels; from any thread."""
 
     def __init__(self, name: str, text: str, labels: Labels) -> None:
@@ -40,7 +40,7 @@ class Count:
             return dict(self._values)
 
 
-class Spread:
+class Histogram:
     """How values of one kind are spread, by a label; from any thread. `bounds` ascend; the last is followed by +Inf."""
 
     def __init__(self, name: str, text: str, label: str | None, bounds: tuple[float, ...]) -> None:
@@ -70,7 +70,7 @@ class Spread:
             return {labels: (list(counts), total) for labels, (counts, total) in self._values.items()}
 
 
-class Levels(Generic[Owner]):
+class Gauge(Generic[Owner]):
     """A size that is asked of those who have it, when somebody looks: summed over all that are alive, by a label."""
 
     def __init__(self, name: str, text: str, label: str, read: Callable[[Owner], float]) -> None:
@@ -97,34 +97,34 @@ class Levels(Generic[Owner]):
         return {(label,): sum(map(self._read, alive)) for label, alive in owners.items()}
 
 
-STAGE_SECONDS = Spread("nearkin_stage_seconds", "A stage's work on one batch, with what it reads.", "stage", SECONDS)
-LOOKUPS = Count(
+STAGE_SECONDS = Histogram("nearkin_stage_seconds", "A stage's work on one batch, with what it reads.", "stage", SECONDS)
+LOOKUPS = Counter(
     "nearkin_index_lookups", "Keys looked up in the index, and whether they were there.", ("table", "found")
 )
-DEDUP_SEGMENTS = Count("nearkin_dedup_segments", "Segments by where they were known from.", ("level",))
-DEDUP_CHUNKS = Count("nearkin_dedup_chunks", "Chunks by the level that dropped them, or fresh.", ("level",))
-DEDUP_BYTES = Count("nearkin_dedup_bytes", "Bytes of chunks by the level that dropped them, or fresh.", ("level",))
-BASE_CHUNKS = Count("nearkin_base_chunks", "Stored chunks by the policy that found their base, or none.", ("policy",))
-BASE_BYTES = Count("nearkin_base_bytes", "Bytes of these chunks, before they were encoded.", ("policy",))
-DEPTH = Spread("nearkin_chunk_depth", "Stored chunks by the length of their chain of bases.", None, DEPTHS)
-CACHE_LOOKUPS = Count(
+DEDUP_SEGMENTS = Counter("nearkin_dedup_segments", "Segments by where they were known from.", ("level",))
+DEDUP_CHUNKS = Counter("nearkin_dedup_chunks", "Chunks by the level that dropped them, or fresh.", ("level",))
+DEDUP_BYTES = Counter("nearkin_dedup_bytes", "Bytes of chunks by the level that dropped them, or fresh.", ("level",))
+BASE_CHUNKS = Counter("nearkin_base_chunks", "Stored chunks by the policy that found their base, or none.", ("policy",))
+BASE_BYTES = Counter("nearkin_base_bytes", "Bytes of these chunks, before they were encoded.", ("policy",))
+DEPTH = Histogram("nearkin_chunk_depth", "Stored chunks by the length of their chain of bases.", None, DEPTHS)
+CACHE_LOOKUPS = Counter(
     "nearkin_cache_lookups", "Reads of a cache, and whether it had what was wanted.", ("cache", "found")
 )
-AHEAD_BLOCKS = Count(
+AHEAD_BLOCKS = Counter(
     "nearkin_ahead_blocks", "Blocks read from a far store: ahead of being wanted, late, or ahead in vain.", ("read",)
 )
-MENDED = Count("nearkin_parity_mended", "Damaged objects that parity was asked for, and whether it knew.", ("known",))
+MENDED = Counter("nearkin_parity_mended", "Damaged objects that parity was asked for, and whether it knew.", ("known",))
 COUNTS = (
     *(LOOKUPS, DEDUP_SEGMENTS, DEDUP_CHUNKS, DEDUP_BYTES, BASE_CHUNKS, BASE_BYTES, CACHE_LOOKUPS),
     *(AHEAD_BLOCKS, MENDED),
 )
 SPREADS = (STAGE_SECONDS, DEPTH)
-LEVELS: list[Levels[object]] = []
+LEVELS: list[Gauge[object]] = []
 """Declared by who can read them."""
 
 
-def level(name: str, text: str, label: str, read: Callable[[Owner], float]) -> Levels[Owner]:
+def level(name: str, text: str, label: str, read: Callable[[Owner], float]) -> Gauge[Owner]:
     """Return a level that is shown."""
-    made = Levels(name, text, label, read)
+    made = Gauge(name, text, label, read)
     LEVELS.append(made)  # type: ignore[arg-type]  # each is asked for values alone
     return made

@@ -65,11 +65,11 @@ class Monitor:
         self._pulses[name] = Pulse()
         return self._pulses[name]
 
-    def ended(self, name: str) -> None:
+    def on_loop_end(self, name: str) -> None:
         """Forget a loop that has ended."""
         self._pulses.pop(name, None)
 
-    def connected(self, checks: Mapping[str, Check]) -> None:
+    def on_connect(self, checks: Mapping[str, Check]) -> None:
         """Say that work begins; from now on `checks` tell whether it is ready."""
         self._readiness = Readiness(checks)
 
@@ -77,7 +77,7 @@ class Monitor:
         """Say that it takes no more."""
         self._stopping = True
 
-    def stalled(self) -> dict[str, float]:
+    def stalled_loops(self) -> dict[str, float]:
         """Return the loops that have done nothing for too long, with how long."""
         found = {name: pulse.silent_seconds for name, pulse in list(self._pulses.items())}
         return {name: seconds for name, seconds in found.items() if seconds > self._settings.stall_seconds}
@@ -135,7 +135,7 @@ class Monitor:
 
     def livez(self, _request: Request) -> Response:
         """Say whether every loop goes on."""
-        stalled = self.stalled()
+        stalled = self.stalled_loops()
         told = {name: f"no step for {seconds:.0f} s" for name, seconds in stalled.items()}
         return _health("stalled", told)
 

@@ -63,11 +63,11 @@ SCRUB_ENDED = Gauge("nearkin_scrub_ended_timestamp_seconds", "When the last pass
 
 # --- garbage collection: the janitor, or an embedded gateway ---------------------------------------------------------
 
-GC_ROUNDS = Counter("nearkin_gc_rounds", "Rounds of garbage collection, by how they ended.", ["outcome"])
+GC_RUNS = Counter("nearkin_gc_rounds", "Rounds of garbage collection, by how they ended.", ["outcome"])
 GC_FREED_BYTES = Counter("nearkin_gc_freed_bytes", "Bytes that rounds removed, less what they wrote.")
 GC_CONTAINERS = Counter("nearkin_gc_containers", "Containers that rounds removed or wrote anew.", ["how"])
 GC_SECONDS = Histogram("nearkin_gc_round_seconds", "A round of garbage collection.", buckets=BLOB_BUCKETS)
-GC_CONDEMNED = Gauge("nearkin_gc_condemned_containers", "Containers that the last round left for a later one.")
+GC_PENDING = Gauge("nearkin_gc_condemned_containers", "Containers that the last round left for a later one.")
 GC_ENDED = Gauge("nearkin_gc_ended_timestamp_seconds", "When the last round ended well.")
 
 # --- the gateway -----------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ CONFIG_REFUSED = Counter("nearkin_config_refused", "Changes of settings that wer
 
 for _counter, _label in (
     *((CORRUPT, where) for where in ("scrub", "restore", "record", "rollback")),
-    *((counter, outcome) for counter in (GC_ROUNDS, REBUILDS) for outcome in ("done", "failed")),
+    *((counter, outcome) for counter in (GC_RUNS, REBUILDS) for outcome in ("done", "failed")),
     (DEAD_LETTERS, "ingest"),
     *((UNAUTHENTICATED, reader) for reader in ("config", "committed", "workers")),
 ):
@@ -125,14 +125,14 @@ def count_committed(ledger: Ledger, manifest_bytes: int, seconds: float) -> None
 
 def count_collected(report: GcReport | None) -> None:
     """Count a round of garbage collection; None: one that failed."""
-    GC_ROUNDS.labels("failed" if report is None else "done").inc()
+    GC_RUNS.labels("failed" if report is None else "done").inc()
     if report is None:
         return
     GC_FREED_BYTES.inc(max(0, report.freed_bytes))  # negative where a round only condemns, by what it noted down
     GC_CONTAINERS.labels("removed").inc(report.containers_deleted)
     GC_CONTAINERS.labels("rewritten").inc(report.containers_rewritten)
     GC_SECONDS.observe(report.seconds)
-    GC_CONDEMNED.set(report.condemned_containers)
+    GC_PENDING.set(report.condemned_containers)
     GC_ENDED.set_to_current_time()
 
 

@@ -93,7 +93,7 @@ class Tracing:
         found = self._api.get_current_span(self._propagator.extract({"traceparent": text})).get_span_context()
         return found if found.is_valid else None
 
-    def traced(self, traceparent: bytes | None) -> SpanContext | None:
+    def context_of(self, traceparent: bytes | None) -> SpanContext | None:
         """Return the context of a traceparent whose trace is recorded, else None."""
         if traceparent is None or traceparent[-1:] not in _SAMPLED:  # of most: 0.1 us in place of 6 (ADR 26)
             return None
@@ -129,8 +129,8 @@ class Tracing:
         self._propagator.inject(carrier, self._api.set_span_in_context(span))
         return carrier["traceparent"].encode()
 
-    def opened(self, span: Span) -> bytes:
-        """Return `traceparent(span)`; until it is closed, `failed` finds the span by it."""
+    def open(self, span: Span) -> bytes:
+        """Return `traceparent(span)`; until it is closed, `record_failure` finds the span by it."""
         found = self.traceparent(span)
         self._open[found] = span
         return found
@@ -142,7 +142,7 @@ class Tracing:
             self._mark(span, err)
         span.end()
 
-    def failed(self, traceparent: bytes | None, err: BaseException) -> None:
+    def record_failure(self, traceparent: bytes | None, err: BaseException) -> None:
         """Say of the open span with this context that its work failed."""
         span = self._open.get(traceparent or b"")
         if span is not None:
@@ -210,14 +210,14 @@ def span(
         return
     made = tracing.begin(name, parent, attributes=attributes)
     with closing(tracing, made):
-        yield tracing.opened(made)
+        yield tracing.open(made)
 
 
 @contextmanager
-def linked(name: str, traceparents: Iterable[bytes | None], attributes: Attributes) -> Iterator[None]:
+def linked_span(name: str, traceparents: Iterable[bytes | None], attributes: Attributes) -> Iterator[None]:
     """Trace the block inside where it works for any trace that is recorded, as a span with links to those."""
     tracing = _current
-    links = [] if tracing is None else [found for one in traceparents if (found := tracing.traced(one)) is not None]
+    links = [] if tracing is None else [found for one in traceparents if (found := tracing.context_of(one)) is not None]
     if tracing is None or not links:
         yield
         return
@@ -236,10 +236,10 @@ def closing(tracing: Tracing, made: Span) -> Iterator[None]:
     tracing.close(made)
 
 
-def failed(traceparent: bytes | None, err: BaseException) -> None:
+def record_failure(traceparent: bytes | None, err: BaseException) -> None:
     """Say of the open span with this context that its work failed."""
     if _current is not None:
-        _current.failed(traceparent, err)
+        _current.record_failure(traceparent, err)
 
 
 def describe(traceparent: str | None, attributes: Attributes) -> None:

@@ -13,31 +13,31 @@ import numpy as np
 
 from nearkin_shared.observability import counters
 from nearkin_shared.pipeline.stage import (
-    ROUNDS_MAX,
+    LOOKUP_PASSES_MAX,
     BatchT_contra,
-    Facts,
-    FactSource,
-    Found,
     FoundBases,
-    Reads,
+    FoundLocations,
+    LookupRequest,
+    LookupResults,
+    LookupSource,
     ResultT_co,
     Stage,
 )
 
 
-def run_stage_many(
-    stage: Stage[BatchT_contra, ResultT_co], batches: Sequence[BatchT_contra], source: FactSource
+def run_stage_batched(
+    stage: Stage[BatchT_contra, ResultT_co], batches: Sequence[BatchT_contra], source: LookupSource
 ) -> list[ResultT_co]:
     """Run a stage over batches. For stages that ask the index alone, and change nothing a later batch could ask for."""
     with counters.STAGE_SECONDS.time(stage.name):
-        return _decided(stage, batches, source)
+        return _decide(stage, batches, source)
 
 
-def _decided(
-    stage: Stage[BatchT_contra, ResultT_co], batches: Sequence[BatchT_contra], source: FactSource
+def _decide(
+    stage: Stage[BatchT_contra, ResultT_co], batches: Sequence[BatchT_contra], source: LookupSource
 ) -> list[ResultT_co]:
-    facts = [Facts()] * len(batches)
-    for _ in range(ROUNDS_MAX + 1):
+    facts = [LookupResults()] * len(batches)
+    for _ in range(LOOKUP_PASSES_MAX + 1):
         wanted = [stage.reads(batch, known) for batch, known in zip(batches, facts, strict=True)]
         asking = [(number, reads) for number, reads in enumerate(wanted) if reads is not None]
         if not asking:
@@ -47,27 +47,37 @@ def _decided(
             facts[number] = source.answer(reads, facts[number])
         else:
             _answer(asking, facts, source)
-    raise RuntimeError(f"stage {stage.name} still asks after {ROUNDS_MAX} rounds")
+    raise RuntimeError(f"stage {stage.name} still asks after {LOOKUP_PASSES_MAX} rounds")
 
 
-def _answer(asking: Sequence[tuple[int, Reads]], facts: list[Facts], source: FactSource) -> None:
+def _answer(asking: Sequence[tuple[int, LookupRequest]], facts: list[LookupResults], source: LookupSource) -> None:
     """Add the answers to `facts`, each kind of question asked once for all that ask it."""
     segments = [(number, reads.segment_ids) for number, reads in asking if reads.segment_ids is not None]
     if segments:
-        answer = source.answer(Reads(segment_ids=np.concatenate([ids for _, ids in segments])), Facts()).segments
+        answer = source.answer(
+            LookupRequest(segment_ids=np.concatenate([ids for _, ids in segments])), LookupResults()
+        ).segments
         assert answer is not None
         for number, rows in _rows([(number, len(ids)) for number, ids in segments]):
-            facts[number] = replace(facts[number], segments=Found(answer.locations.take(rows), answer.found[rows]))
+            facts[number] = replace(
+                facts[number], segments=FoundLocations(answer.locations.take(rows), answer.found[rows])
+            )
     chunks = [(number, reads.names) for number, reads in asking if reads.names is not None]
     if chunks:
-        answer = source.answer(Reads(names=np.concatenate([names for _, names in chunks])), Facts()).chunks
+        answer = source.answer(
+            LookupRequest(names=np.concatenate([names for _, names in chunks])), LookupResults()
+        ).chunks
         assert answer is not None
         for number, rows in _rows([(number, len(names)) for number, names in chunks]):
-            facts[number] = replace(facts[number], chunks=Found(answer.locations.take(rows), answer.found[rows]))
+            facts[number] = replace(
+                facts[number], chunks=FoundLocations(answer.locations.take(rows), answer.found[rows])
+            )
     sketched = [(number, reads.super_features) for number, reads in asking if reads.super_features is not None]
     if sketched:
-        joined = Reads(sketch=asking[0][1].sketch, super_features=np.concatenate([found for _, found in sketched]))
-        bases = source.answer(joined, Facts()).bases
+        joined = LookupRequest(
+            sketch=asking[0][1].sketch, super_features=np.concatenate([found for _, found in sketched])
+        )
+        bases = source.answer(joined, LookupResults()).bases
         assert bases is not None
         for number, rows in _rows([(number, len(found)) for number, found in sketched]):
             part = FoundBases(

@@ -3,7 +3,7 @@
     reads(batch, facts) -> Reads | None      asked again until None, at most ROUNDS_MAX times
     decide(batch, facts) -> result           no input or output inside
 
-The runner answers `Reads` from an index and a container source; the same stage runs embedded and behind Kafka.
+The runner answers `LookupRequest` from an index and a container source; the same stage runs embedded and behind Kafka.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nearkin_shared.observability import counters
 from nearkin_shared.types import U8, U32, U64, Bools, Locations, Pieces
 from nearkin_shared.utils.frozen import frozen
 
-ROUNDS_MAX = 40
+LOOKUP_PASSES_MAX = 40
 """The delta stage asks most: for eight spans of a batch up to four times each, and six times for the whole of it."""
 
 BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
@@ -69,7 +69,7 @@ class Neighbours:
 
 
 @frozen
-class Reads:
+class LookupRequest:
     """What a stage wants to know; each field is one batch question, None where it asks nothing.
 
     `segment_ids` uint8[s, 20]; `names` uint8[n, 32]; `super_features` uint64[f, k] under `sketch`; `gaps` whose stored
@@ -93,7 +93,7 @@ class Reads:
 
 
 @frozen
-class Found:
+class FoundLocations:
     """Where things lie: rows not found are zeros."""
 
     locations: Locations
@@ -127,11 +127,11 @@ class Contents:
 
 
 @frozen
-class Facts:
+class LookupResults:
     """The answers so far."""
 
-    segments: Found | None = None
-    chunks: Found | None = None
+    segments: FoundLocations | None = None
+    chunks: FoundLocations | None = None
     bases: FoundBases | None = None
     neighbours: Neighbours | None = None
     contents: Contents | None = None
@@ -144,29 +144,29 @@ class Stage(Protocol[BatchT_contra, ResultT_co]):
 
     name: str
 
-    def reads(self, batch: BatchT_contra, facts: Facts) -> Reads | None:
+    def reads(self, batch: BatchT_contra, facts: LookupResults) -> LookupRequest | None:
         """Name the facts still missing, or None when `decide` may run."""
 
-    def decide(self, batch: BatchT_contra, facts: Facts) -> ResultT_co:
+    def decide(self, batch: BatchT_contra, facts: LookupResults) -> ResultT_co:
         """Return the stage's result."""
 
 
-class FactSource(Protocol):
+class LookupSource(Protocol):
     """What a runner gives its stages to read from."""
 
-    def answer(self, reads: Reads, facts: Facts) -> Facts:
+    def answer(self, reads: LookupRequest, facts: LookupResults) -> LookupResults:
         """Return `facts` with the answers to `reads` added."""
 
 
-def run_stage(stage: Stage[BatchT_contra, ResultT_co], batch: BatchT_contra, source: FactSource) -> ResultT_co:
+def run_stage(stage: Stage[BatchT_contra, ResultT_co], batch: BatchT_contra, source: LookupSource) -> ResultT_co:
     """Run one stage over one batch."""
     with counters.STAGE_SECONDS.time(stage.name):
-        facts = Facts()
-        for _ in range(ROUNDS_MAX):
+        facts = LookupResults()
+        for _ in range(LOOKUP_PASSES_MAX):
             wanted = stage.reads(batch, facts)
             if wanted is None:
                 return stage.decide(batch, facts)
             facts = source.answer(wanted, facts)
         if stage.reads(batch, facts) is not None:
-            raise RuntimeError(f"stage {stage.name} still asks after {ROUNDS_MAX} rounds")
+            raise RuntimeError(f"stage {stage.name} still asks after {LOOKUP_PASSES_MAX} rounds")
         return stage.decide(batch, facts)

@@ -26,7 +26,7 @@ LOOK_SECONDS = 1.0
 """So often who waits for a worker looks whether it is over."""
 
 
-class Direct(Generic[Item]):
+class InlineWorker(Generic[Item]):
     """Carries out each item before `put` returns."""
 
     def __init__(self, carry_out: Callable[[Item], None]) -> None:
@@ -51,17 +51,17 @@ class Direct(Generic[Item]):
 
     def stop(self) -> None:
         """Take no more items."""
-        self._carry_out = _stopped
+        self._carry_out = _raise_stopped
 
     def cancel(self) -> None:
         """Take no more items."""
         if self._failure is None:
-            self._failure = _ended()
+            self._failure = _raise_ended()
         self.stop()
 
 
 @dataclass(frozen=True, slots=True)
-class _Added(Generic[Item]):
+class _UnboundedItem(Generic[Item]):
     """An item that takes no room."""
 
     item: Item
@@ -86,9 +86,9 @@ class Worker(Generic[Item]):
         It still is another thread. A Ctrl-C lands in the caller's, which waits, and never in the midst of an item.
         """
         self._name = name
-        self._in_turn = in_turn
+        self._serialize = in_turn
         self._carry_out = carry_out
-        self._items: SimpleQueue[Item | _Added[Item] | _Mark | None] = SimpleQueue()
+        self._items: SimpleQueue[Item | _UnboundedItem[Item] | _Mark | None] = SimpleQueue()
         self._room: SimpleQueue[None] = SimpleQueue()
         self._makes_room_first = items_max > 0
         for _ in range(max(1, items_max)):
@@ -105,13 +105,13 @@ class Worker(Generic[Item]):
         self.check()
         self._room.get()
         self._items.put(item)
-        if self._in_turn:
+        if self._serialize:
             self.drain()
 
     def add(self, item: Item) -> None:
         """Queue an item that takes no room: a part of one that will be put. Raises what an earlier one failed with."""
         self.check()
-        self._items.put(_Added(item))
+        self._items.put(_UnboundedItem(item))
 
     @property
     def waiting(self) -> int:
@@ -139,12 +139,12 @@ class Worker(Generic[Item]):
         self._thread.join()  # it has nothing more to do
         QUEUED.leave(self, self._name)
         # What carries items out owns this worker: without the cycle its buffers go now, not at some later collection.
-        self._carry_out = _stopped
+        self._carry_out = _raise_stopped
 
     def cancel(self) -> None:
         """Drop what is queued and end the thread."""
         if self._failure is None:
-            self._failure = _ended()
+            self._failure = _raise_ended()
         self.stop()
 
     def _wait(self, told: SimpleQueue[None]) -> None:
@@ -169,12 +169,12 @@ class Worker(Generic[Item]):
             if isinstance(item, _Mark):
                 item.reached.put(None)
                 continue
-            takes_room = not isinstance(item, _Added)
+            takes_room = not isinstance(item, _UnboundedItem)
             if takes_room and self._makes_room_first:
                 self._room.put(None)
             try:
                 if self._failure is None:
-                    self._carry_out(item.item if isinstance(item, _Added) else item)
+                    self._carry_out(item.item if isinstance(item, _UnboundedItem) else item)
             except BaseException as err:
                 self._failure = err
             finally:
@@ -183,14 +183,14 @@ class Worker(Generic[Item]):
                     self._room.put(None)
 
 
-QUEUED: counters.Levels[Worker[Any]] = counters.level(
+QUEUED: counters.Gauge[Worker[Any]] = counters.level(
     "nearkin_queue_items", "What waits between two threads.", "queue", lambda worker: worker.waiting
 )
 
 
-def _ended() -> StoreUnavailable:
+def _raise_ended() -> StoreUnavailable:
     return StoreUnavailable("the put was ended before it was committed: put it again")
 
 
-def _stopped(_item: object) -> None:
+def _raise_stopped(_item: object) -> None:
     raise RuntimeError("this worker has stopped")

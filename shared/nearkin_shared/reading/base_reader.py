@@ -19,13 +19,13 @@ from nearkin_shared.pipeline.stage import Contents
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.reading.read_plan import Plan
 from nearkin_shared.storage.containers import ContainerSource
-from nearkin_shared.types import U32, ZERO, Bools, ContainerId, Locations, Pieces, bounds_of, grouped
-from nearkin_shared.utils.thread_pool import ALONE, Helpers
+from nearkin_shared.types import U32, ZERO, Bools, ContainerId, Locations, Pieces, bounds_of, group_by_container
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 CONTENTS_BYTES_MAX = 32 * 1024 * 1024
 """Of bases read for one batch, at most."""
 
-BESIDE_BYTES_MAX = 64 * 1024
+NEIGHBOUR_BYTES_MAX = 64 * 1024
 """A longer chunk is not read for standing beside one that is: one that a round joined is as long as eight or more."""
 MISSING_MAX = 1 << 16
 _NO_LENGTHS: U32 = np.zeros(0, np.uint32)
@@ -34,7 +34,7 @@ _NO_LENGTHS: U32 = np.zeros(0, np.uint32)
 class BaseReader:
     """Bytes of what may be a base, by location."""
 
-    def __init__(self, source: ContainerSource, helpers: Helpers = ALONE) -> None:
+    def __init__(self, source: ContainerSource, helpers: ThreadPool = SERIAL) -> None:
         """`helpers` decode beside the caller."""
         self._source = source
         self._reader = ChunkReader(source, helpers)
@@ -51,8 +51,8 @@ class BaseReader:
     ) -> Contents:
         """Return bytes and depths of what can be read; a chunk that is lost or broken is not available, no error.
 
-        With `depth_below` chunks as deep as that are replaced as `Reads` says, and deltas with `no_deltas`; with
-        `bounds` there may be more of them. What comes after CONTENTS_BYTES_MAX is not available either.
+        With `depth_below` chunks as deep as that are replaced as `LookupRequest` says, and deltas with `no_deltas`;
+        with `bounds` there may be more of them. What comes after CONTENTS_BYTES_MAX is not available either.
         """
         if self._missing and not (there := self._there(locations)).all():
             return self._some(locations, there, depth_below, no_deltas)
@@ -71,7 +71,7 @@ class BaseReader:
     def _there(self, locations: Locations) -> Bools:
         """Return which rows are chunks that their containers have."""
         there = np.ones(len(locations), np.bool_)
-        for container, rows in grouped(locations.containers):
+        for container, rows in group_by_container(locations.containers):
             if container == ZERO:
                 continue
             lengths = self._lengths(container)
@@ -100,14 +100,14 @@ class BaseReader:
         if depth_below is not None:
             plan = self._replaced(plan, depth_below, no_deltas)
             if bounds is not None:
-                plan, bounds = self._with_beside(locations, plan, depth_below, no_deltas, bounds)
+                plan, bounds = self._with_stream_neighbours(locations, plan, depth_below, no_deltas, bounds)
         distinct, which = plan.locations.mentions()
         kept = np.cumsum(plan.lengths[distinct], dtype=np.uint64) <= CONTENTS_BYTES_MAX
-        pieces = self._reader.lent(plan.take(distinct[kept]))
-        pieces = Pieces.placed(len(distinct), [(np.flatnonzero(kept), pieces)])
+        pieces = self._reader.lease(plan.take(distinct[kept]))
+        pieces = Pieces.place(len(distinct), [(np.flatnonzero(kept), pieces)])
         return Contents(plan.locations, pieces.take(which), plan.depths, kept[which], bounds)
 
-    def _with_beside(
+    def _with_stream_neighbours(
         self, asked: Locations, plan: Plan, depth_below: int, no_deltas: bool, bounds: U32
     ) -> tuple[Plan, U32]:
         """Return `plan` with what stood beside the ancestors in it, each group's behind its others; and the bounds."""
@@ -115,7 +115,7 @@ class BaseReader:
         which, containers, tables = self._reader.tables(plan.locations)
         left_out = container_layout.XDELTA3 if no_deltas else None
         of, ordinals, groups = rows_beside(
-            tables, which, plan.locations.ordinals, moved, bounds, depth_below, BESIDE_BYTES_MAX, left_out
+            tables, which, plan.locations.ordinals, moved, bounds, depth_below, NEIGHBOUR_BYTES_MAX, left_out
         )
         if not len(groups):
             return plan, bounds
@@ -146,7 +146,7 @@ class BaseReader:
         depths, available = np.zeros(count, np.uint8), np.zeros(count, np.bool_)
         found = Locations(locations.containers.copy(), locations.ordinals.copy())
         parts = list[tuple[NDArray[np.intp], Pieces]]()
-        for _, rows in grouped(locations.containers):
+        for _, rows in group_by_container(locations.containers):
             try:
                 part = self._contents(locations.take(rows), depth_below, no_deltas)
             except (Corrupt, NotFound):
@@ -154,7 +154,7 @@ class BaseReader:
             depths[rows], available[rows] = part.depths, part.available
             found.containers[rows], found.ordinals[rows] = part.locations.containers, part.locations.ordinals
             parts.append((rows, part.pieces))
-        return Contents(found, Pieces.placed(count, parts), depths, available)
+        return Contents(found, Pieces.place(count, parts), depths, available)
 
 
 def _unfit(plan: Plan, depth_below: int, no_deltas: bool) -> Bools:
@@ -172,4 +172,4 @@ def _spread(found: Contents, rows: NDArray[np.intp], locations: Locations) -> Co
     replaced.containers[rows], replaced.ordinals[rows] = found.locations.containers, found.locations.ordinals
     depths, available = np.zeros(count, np.uint8), np.zeros(count, np.bool_)
     depths[rows], available[rows] = found.depths, found.available
-    return Contents(replaced, Pieces.placed(count, [(rows, found.pieces)]), depths, available)
+    return Contents(replaced, Pieces.place(count, [(rows, found.pieces)]), depths, available)

@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
-class _Held(Generic[Value]):
+class _CacheEntry(Generic[Value]):
     """A value; which use of the cache was the last one of it, and how often it was used, up to USES_MAX; where its key
     stands among those used so often.
     """
@@ -50,7 +50,7 @@ class ByteBoundedCache(Generic[Key, Value]):
         self._bytes_max = bytes_max
         self._name = name
         self._used_bytes = 0
-        self._held: dict[Key, _Held[Value]] = {}
+        self._held: dict[Key, _CacheEntry[Value]] = {}
         self._keys: list[list[Key]] = [[] for _ in range(USES_MAX + 1)]
         """By the uses of their values, each in no order: one is drawn by lot without a walk."""
         self._given_up: dict[Key, None] = {}
@@ -126,35 +126,35 @@ class ByteBoundedCache(Generic[Key, Value]):
     def _put(self, key: Key, value: Value, value_bytes: int, uses: int = 1) -> None:
         if key in self._held or value_bytes > self._bytes_max:
             return
-        held = self._held[key] = _Held(value, value_bytes, self._uses)
+        held = self._held[key] = _CacheEntry(value, value_bytes, self._uses)
         held.uses = min(uses, USES_MAX) - 1
         self._used_bytes += value_bytes
         self._use(key, held)
         self._fit()
 
-    def _use(self, key: Key, held: _Held[Value]) -> None:
+    def _use(self, key: Key, held: _CacheEntry[Value]) -> None:
         """Count a use of a value."""
         self._uses += 1
         held.used = self._uses
         if self._given_up:
             self._given_up.pop(key, None)
         if held.uses < USES_MAX:
-            self._stand(key, held, held.uses + 1)
+            self._insert(key, held, held.uses + 1)
         if self._uses - self._halved > HALVED_AFTER * len(self._held):
             self._halved = self._uses
             for other, its in list(self._held.items()):
-                self._stand(other, its, (its.uses + 1) // 2)
+                self._insert(other, its, (its.uses + 1) // 2)
             # Anew, since a Ctrl-C may have fallen between two steps.
             self._used_bytes = sum(its.value_bytes for its in self._held.values())
 
-    def _stand(self, key: Key, held: _Held[Value], uses: int) -> None:
+    def _insert(self, key: Key, held: _CacheEntry[Value], uses: int) -> None:
         """Put a value among those used so often."""
         self._leave(key, held)
         keys = self._keys[uses]
         held.uses, held.place = uses, len(keys)
         keys.append(key)
 
-    def _leave(self, key: Key, held: _Held[Value]) -> None:
+    def _leave(self, key: Key, held: _CacheEntry[Value]) -> None:
         """Take a key from where it stands; nothing where it does not, since a Ctrl-C fell between two steps."""
         keys = self._keys[held.uses]
         if held.place < len(keys) and keys[held.place] == key:
@@ -178,7 +178,7 @@ class ByteBoundedCache(Generic[Key, Value]):
         """
         with self._lock:
             wanted_bytes = sum(value_bytes for value_bytes in values_bytes if value_bytes <= self._bytes_max)
-            self._let_go(self._used_bytes - wanted_bytes)
+            self._release(self._used_bytes - wanted_bytes)
             self._fit(beside_bytes + wanted_bytes)
 
     def give_up(self, keys: Iterable[Key]) -> None:
@@ -186,7 +186,7 @@ class ByteBoundedCache(Generic[Key, Value]):
         with self._lock:
             self._given_up.update((key, None) for key in keys if key in self._held)
 
-    def _let_go(self, kept_bytes: int) -> None:
+    def _release(self, kept_bytes: int) -> None:
         """Drop what was given up until so much is left; what was last first, since its memory is the warmest."""
         while self._given_up and self._used_bytes > kept_bytes:
             self._drop(self._given_up.popitem()[0])
@@ -202,9 +202,9 @@ class ByteBoundedCache(Generic[Key, Value]):
 
         Also where a Ctrl-C fell between two steps: each turn takes a key out.
         """
-        self._let_go(self._bytes_max - room_bytes)
+        self._release(self._bytes_max - room_bytes)
         while self._used_bytes + room_bytes > self._bytes_max:
-            drawn = self._drawn()
+            drawn = self._eviction_candidate()
             if drawn is None:
                 self._clear()
                 return
@@ -215,7 +215,7 @@ class ByteBoundedCache(Generic[Key, Value]):
             if held is not None and (held.uses, held.place) == drawn:
                 self._forget(key)
 
-    def _drawn(self) -> tuple[int, int] | None:
+    def _eviction_candidate(self) -> tuple[int, int] | None:
         """Return where a key stands whose value goes: of those used least often one that is none of those used last."""
         newer, least = max(1, len(self._held) // NEWER_SHARE), None
         for uses, keys in enumerate(self._keys):
@@ -267,9 +267,9 @@ class ByteBoundedCache(Generic[Key, Value]):
         self._used_bytes = 0
 
 
-CACHE_BYTES: counters.Levels[ByteBoundedCache[Any, Any]] = counters.level(
+CACHE_BYTES: counters.Gauge[ByteBoundedCache[Any, Any]] = counters.level(
     "nearkin_cache_bytes", "Bytes that a cache holds.", "cache", lambda cache: cache.used_bytes
 )
-CACHE_ENTRIES: counters.Levels[ByteBoundedCache[Any, Any]] = counters.level(
+CACHE_ENTRIES: counters.Gauge[ByteBoundedCache[Any, Any]] = counters.level(
     "nearkin_cache_entries", "Values that a cache holds.", "cache", lambda cache: cache.entries
 )

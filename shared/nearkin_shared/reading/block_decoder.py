@@ -28,11 +28,11 @@ from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX
 from nearkin_shared.reading.read_plan import BlockName, Plan, by_block
 from nearkin_shared.storage.containers import ContainerSource
 from nearkin_shared.types import I32, U8, U32, U64, ZERO, ContainerId, Locations, bounds_of
-from nearkin_shared.utils.thread_pool import ALONE, Helpers
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 DECODED_BYTES_MAX = 96 * MIB
 """Of blocks that are decoded together: they stay in memory for so long, whatever their cache lets go of."""
-BESIDE_SHARE = 2
+CONCURRENT_SHARE = 2
 """Who decodes beside another thread of the process has this part of it: a gateway restores many versions at a time."""
 ROWS_MAX = 1 << 17
 """Of bases that are planned together: 100 bytes each."""
@@ -52,7 +52,7 @@ class SupportsRecords(Protocol):
         """Return the first of these blocks, as `record` does: one, and more while they decode to less than that."""
 
 
-class _Wanted(NamedTuple):
+class _Request(NamedTuple):
     """A block to decode. It leans on rows `first` to `last` of the closure's."""
 
     name: BlockName
@@ -64,18 +64,18 @@ class _Wanted(NamedTuple):
     last: int
 
 
-class _TooMuch(Exception):
+class _BudgetExceeded(Exception):
     """Blocks and all that they lean on are more than may be decoded together."""
 
 
-class _Closure:
+class _DependencyClosure:
     """Blocks and what they lean on. Each has a slot, in which its bytes lie once they are at hand."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self.slots: dict[BlockName, int] = {}
         self.contents: list[U8 | None] = []
-        self.wanted: list[_Wanted] = []
+        self.wanted: list[_Request] = []
         self.rows = 0
         self.raw_bytes = 0
         self._parts: list[tuple[I32, U64, U32]] = []
@@ -90,17 +90,19 @@ class _Closure:
                 self._directories[container] = None
         return self._directories[container]
 
-    def want(self, name: BlockName, row: BlockRow) -> slice | None:
-        """Add a block that is to be decoded; return what it leans on, None where that is nothing. Raises _TooMuch."""
+    def request(self, name: BlockName, row: BlockRow) -> slice | None:
+        """Add a block that is to be decoded; return what it leans on, None where that is nothing. Raises
+        _BudgetExceeded.
+        """
         first, patch = self.rows, row.kind == container_layout.PATCH
         self.rows += row.last_base - row.first_base if patch else 0
         self.raw_bytes += max(row.raw_bytes, row.stop - row.start)
         if self.raw_bytes > self._bytes_max or self.rows > ROWS_MAX:
-            raise _TooMuch
-        self.wanted.append(_Wanted(name, self.slots[name], row.raw_bytes, row.kind, row.depth, first, self.rows))
+            raise _BudgetExceeded
+        self.wanted.append(_Request(name, self.slots[name], row.raw_bytes, row.kind, row.depth, first, self.rows))
         return slice(row.first_base, row.last_base) if self.rows > first else None
 
-    def lean(self, slots: I32, offsets: U64, lengths: U32) -> None:
+    def add_rows(self, slots: I32, offsets: U64, lengths: U32) -> None:
         """Say where the next rows lie: in which slot, LOST or DELTA, from which byte, how many."""
         self._parts.append((slots, offsets, lengths))
 
@@ -111,31 +113,33 @@ class _Closure:
         return np.concatenate(slots), np.concatenate(offsets), np.concatenate(lengths)
 
 
-class _Turn:
+class _DecodeSlot:
     """It is over once nobody holds it: wherever a Ctrl-C falls, who had it has it no more."""
 
 
-class _Turns:
+class _DecodeSlots:
     """Whoever has the turn was the first to decode; nobody waits for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken: weakref.ref[_Turn] | None = None
+        self._taken: weakref.ref[_DecodeSlot] | None = None
 
-    def take(self) -> _Turn | None:
+    def take(self) -> _DecodeSlot | None:
         """Return the turn, None while somebody has it."""
         with self._lock:
             if self._taken is not None and self._taken() is not None:
                 return None
-            turn = _Turn()
+            turn = _DecodeSlot()
             self._taken = weakref.ref(turn)
             return turn
 
 
-class Chains:
+class BlockDecoder:
     """Decodes blocks of one source, many in one call."""
 
-    def __init__(self, source: ContainerSource, plan: Callable[[Locations], Plan], helpers: Helpers = ALONE) -> None:
+    def __init__(
+        self, source: ContainerSource, plan: Callable[[Locations], Plan], helpers: ThreadPool = SERIAL
+    ) -> None:
         """`plan` returns how rows are kept, and raises Corrupt. `helpers` decode beside the caller."""
         self._helpers = helpers
         self._source = source
@@ -144,7 +148,7 @@ class Chains:
         self._on_deltas: set[BlockName] = set()
         """Nothing is read for these in vain. A number names one block for ever."""
 
-    def decoded(
+    def decode(
         self, names: Sequence[BlockName], spend: Callable[[int, int], None] = lambda _bytes, _rows: None
     ) -> list[U8 | None]:
         """Return what the first of some blocks decode to, of one at least; None for one that must be looked into.
@@ -156,19 +160,19 @@ class Chains:
         try:
             if turn is not None:
                 return self._decoded(names, spend, DECODED_BYTES_MAX, self._helpers)
-            return self._decoded(names, spend, DECODED_BYTES_MAX // BESIDE_SHARE, ALONE)
+            return self._decoded(names, spend, DECODED_BYTES_MAX // CONCURRENT_SHARE, SERIAL)
         finally:
             del turn  # not kept by the traceback of what was raised
 
     def _decoded(
-        self, names: Sequence[BlockName], spend: Callable[[int, int], None], bytes_max: int, helpers: Helpers
+        self, names: Sequence[BlockName], spend: Callable[[int, int], None], bytes_max: int, helpers: ThreadPool
     ) -> list[U8 | None]:
         count = len(names)
         while True:
-            closure = _Closure(bytes_max)
+            closure = _DependencyClosure(bytes_max)
             try:
                 self._close(closure, names[:count])
-            except _TooMuch:
+            except _BudgetExceeded:
                 spend(0, closure.rows)
                 if count == 1:
                     return [None]
@@ -178,23 +182,23 @@ class Chains:
             self._decode(closure, helpers)
             return [closure.contents[closure.slots[name]] for name in names[:count]]
 
-    def _close(self, closure: _Closure, names: Sequence[BlockName]) -> None:
-        """Add the blocks, and all that those lean on that are not at hand. Raises _TooMuch."""
+    def _close(self, closure: _DependencyClosure, names: Sequence[BlockName]) -> None:
+        """Add the blocks, and all that those lean on that are not at hand. Raises _BudgetExceeded."""
         missing = self._missing(closure, names)
         while missing:
-            missing = self._below(closure, missing)
+            missing = self._request_bases(closure, missing)
 
-    def _missing(self, closure: _Closure, names: Sequence[BlockName]) -> list[BlockName]:
+    def _missing(self, closure: _DependencyClosure, names: Sequence[BlockName]) -> list[BlockName]:
         """Give each block a slot; return those that are new, and not at hand."""
         new = [name for name in dict.fromkeys(names) if name not in closure.slots]
         closure.slots.update(zip(new, range(len(closure.contents), len(closure.contents) + len(new)), strict=True))
-        contents = self._source.decoded(new)
+        contents = self._source.cached_blocks(new)
         closure.contents += contents
         return [
             name for name, content in zip(new, contents, strict=True) if content is None and name not in self._on_deltas
         ]
 
-    def _below(self, closure: _Closure, names: list[BlockName]) -> list[BlockName]:
+    def _request_bases(self, closure: _DependencyClosure, names: list[BlockName]) -> list[BlockName]:
         """Want these blocks; return those that they lean on, and that are new and not at hand."""
         bases, counts, depths = list[tuple[Locations, int, int]](), list[int](), list[int]()
         for container, run in groupby(names, itemgetter(0)):
@@ -205,7 +209,7 @@ class Chains:
             for name in run:
                 if name[1] >= len(rows_of) or not rows_of[name[1]].raw_bytes:
                     continue
-                mine = closure.want(name, rows_of[name[1]])
+                mine = closure.request(name, rows_of[name[1]])
                 if mine is not None:
                     first, stop = mine.start, mine.stop
                     if bases and bases[-1][0] is table and bases[-1][2] == first:  # blocks that follow one another
@@ -219,7 +223,7 @@ class Chains:
         try:
             plan = self._plan(Locations.join([table.take(slice(first, stop)) for table, first, stop in bases]))
         except Corrupt:
-            closure.lean(slots, np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint32))
+            closure.add_rows(slots, np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint32))
             return []
         delta = plan.kinds == container_layout.XDELTA3
         slots[delta] = DELTA
@@ -230,18 +234,18 @@ class Chains:
             blocks = by_block(plan, rows)
             missing = self._missing(closure, blocks.names)
             slots[blocks.rows] = np.repeat([closure.slots[name] for name in blocks.names], blocks.counts)
-        closure.lean(slots, plan.positions.astype(np.uint64), plan.encoded)
+        closure.add_rows(slots, plan.positions.astype(np.uint64), plan.encoded)
         return missing
 
-    def _decode(self, closure: _Closure, helpers: Helpers) -> None:
+    def _decode(self, closure: _DependencyClosure, helpers: ThreadPool) -> None:
         """Decode what is wanted: shallow blocks first, deeper ones lean on them."""
         if not closure.wanted:
             return
         slots, offsets, lengths = closure.slices()
         self._leave_out(closure, slots)
-        found = sorted(self._checked(closure.wanted), key=lambda one: one[0].depth)
+        found = sorted(self._verified_blocks(closure.wanted), key=lambda one: one[0].depth)
         stored = [(block, checked) for block, checked in found if checked.codec == container_layout.STORED]
-        self._keep(closure, [(block, self._own(checked.payload)) for block, checked in stored])
+        self._cache(closure, [(block, self._copied(checked.payload)) for block, checked in stored])
         frames = [(block, checked) for block, checked in found if checked.codec != container_layout.STORED]
         firsts = np.array([block.first for block, _ in frames], np.intp)
         lasts = np.array(
@@ -269,13 +273,13 @@ class Chains:
             offsets[rows],
             lengths[rows],
             bounds,
-            helpers.share,
+            helpers.run_on_all,
         )
-        self._keep(
+        self._cache(
             closure, [(block, out) for (block, _), out, good in zip(frames, outs, done.tolist(), strict=True) if good]
         )
 
-    def _leave_out(self, closure: _Closure, slots: I32) -> None:
+    def _leave_out(self, closure: _DependencyClosure, slots: I32) -> None:
         """Want nothing that cannot be decoded here, whatever is read for it; remember what leans on deltas."""
         there = np.array([content is not None for content in closure.contents])
         if (slots >= 0).all():
@@ -284,7 +288,7 @@ class Chains:
             if all_there[slots].all():
                 return
         on_deltas = np.array([name in self._on_deltas for name in closure.slots])
-        sound = list[_Wanted]()
+        sound = list[_Request]()
         for block in sorted(closure.wanted, key=attrgetter("depth")):
             mine = slots[block.first : block.last]
             known = mine[mine >= 0]
@@ -298,7 +302,7 @@ class Chains:
                 self._on_deltas.add(block.name)
         closure.wanted = sound
 
-    def _checked(self, wanted: list[_Wanted]) -> Iterator[tuple[_Wanted, CheckedBlock]]:
+    def _verified_blocks(self, wanted: list[_Request]) -> Iterator[tuple[_Request, CheckedBlock]]:
         """Yield the blocks that are as their directories say, a container after another."""
         for container, run in groupby(sorted(wanted, key=attrgetter("name")), lambda block: block.name[0]):
             blocks = list(run)
@@ -313,7 +317,7 @@ class Chains:
                 if said and checked.raw_bytes == block.raw_bytes:
                     yield block, checked
 
-    def _records(self, container: ContainerId, blocks: list[_Wanted]) -> list[bytes | memoryview | None]:
+    def _records(self, container: ContainerId, blocks: list[_Request]) -> list[bytes | memoryview | None]:
         """Return some blocks of a container as they are stored, None for what cannot be read."""
         numbers = [block.name[1] for block in blocks]
         records = list[bytes | memoryview | None]()
@@ -333,7 +337,7 @@ class Chains:
                 many = None
         return records
 
-    def _own(self, payload: memoryview) -> U8:
+    def _copied(self, payload: memoryview) -> U8:
         """Return a block's bytes for the cache: not in memory that others share, which were read with it."""
         read = np.frombuffer(payload, np.uint8)
         if len(read) >= TOGETHER_BYTES_MAX:
@@ -342,11 +346,11 @@ class Chains:
         own[:] = read
         return own
 
-    def _keep(self, closure: _Closure, decoded: Sequence[tuple[_Wanted, U8]]) -> None:
+    def _cache(self, closure: _DependencyClosure, decoded: Sequence[tuple[_Request, U8]]) -> None:
         for block, content in decoded:
             closure.contents[block.slot] = content
-        self._source.keep([block.name for block, _ in decoded], [content for _, content in decoded])
+        self._source.cache_blocks([block.name for block, _ in decoded], [content for _, content in decoded])
 
 
-_turns = _Turns()
+_turns = _DecodeSlots()
 _NOTHING: U8 = np.zeros(0, np.uint8)

@@ -14,13 +14,13 @@ from nearkin_shared.kernels.scatter_copy import gather
 from nearkin_shared.reading.read_plan import ByBlock, Plan
 from nearkin_shared.types import U8, Pieces, offsets_of
 
-LENT_BYTES_MAX = 48 * 1024 * 1024
+LEASED_BYTES_MAX = 48 * 1024 * 1024
 """Of decoded blocks that are looked at where they lie, for one question of one batch."""
-LENT_SHARE = 8
+LEASED_SHARE = 8
 """Where less than this part of a block is wanted that is copied: the block need not stay for it."""
 
 
-class Lending:
+class BufferLeases:
     """Where the rows of one plan lie, block after block."""
 
     def __init__(self, plan: Plan, take: Callable[[int], U8]) -> None:
@@ -54,7 +54,7 @@ class Lending:
         if copied:
             self._copy(blocks, [visits[place] for place in copied], [contents[place] for place in copied])
 
-    def ended(self, rows: NDArray[np.intp], content: U8) -> Pieces:
+    def finish(self, rows: NDArray[np.intp], content: U8) -> Pieces:
         """Return all that is lent; `rows`, which no block holds as they are, lie one behind the other in `content`."""
         self._offsets[rows], self._which[rows] = offsets_of(self._lengths[rows]), self._add(content)
         return Pieces(tuple(self._buffers), self._which, self._offsets, self._lengths)
@@ -72,7 +72,7 @@ class Lending:
         number = self._lent.get(id(content))
         if number is not None:
             return number
-        if wanted_bytes * LENT_SHARE < len(content) or self._lent_bytes + len(content) > LENT_BYTES_MAX:
+        if wanted_bytes * LEASED_SHARE < len(content) or self._lent_bytes + len(content) > LEASED_BYTES_MAX:
             return None
         self._lent_bytes += len(content)
         self._lent[id(content)] = number = self._add(content)

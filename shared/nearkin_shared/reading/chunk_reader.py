@@ -26,20 +26,20 @@ from nearkin_shared.kernels.scatter_copy import gather
 from nearkin_shared.kernels.table_rows import numbered, take_rows
 from nearkin_shared.kernels.xdelta3 import decode_many
 from nearkin_shared.limits import DEPTH_MAX
-from nearkin_shared.reading.block_decoder import Chains
-from nearkin_shared.reading.buffer_leases import Lending
-from nearkin_shared.reading.decode_budget import Walk, called
+from nearkin_shared.reading.block_decoder import BlockDecoder
+from nearkin_shared.reading.buffer_leases import BufferLeases
+from nearkin_shared.reading.decode_budget import DecodeBudget, block_label
 from nearkin_shared.reading.read_plan import BlockName, ByBlock, Plan, by_block
-from nearkin_shared.storage.containers import ContainerSource, Rewritten, object_name
+from nearkin_shared.storage.containers import ContainerRewritten, ContainerSource, object_name
 from nearkin_shared.types import I32, U8, U32, U64, ZERO, ContainerId, Locations, Pieces, offsets_of
-from nearkin_shared.utils.thread_pool import ALONE, Helpers
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 
 @runtime_checkable
-class SupportsMendedRecords(Protocol):
+class SupportsRecordReconstruction(Protocol):
     """Where a block that is damaged may be known as it was written."""
 
-    def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | memoryview | None:
+    def reconstruct_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | memoryview | None:
         """Return the block, header and payload, None where it is not known."""
 
 
@@ -51,7 +51,7 @@ class SupportsGenerations(Protocol):
     def changes(self) -> int:
         """Return how many changes of containers were noted."""
 
-    def moved(self, containers: Iterable[int], since: int | None = None) -> bool:
+    def has_newer_generation(self, containers: Iterable[int], since: int | None = None) -> bool:
         """Return whether any of these is there in a later generation than was read, or came after `since` changes."""
 
 
@@ -74,7 +74,7 @@ the containers by whose rows it knows what it asks for next."""
 
 
 @dataclass(slots=True)
-class _Started:
+class _RunningTask:
     """A task, what it was started for, and what it holds, bytes."""
 
     task: Task
@@ -87,10 +87,10 @@ class _Started:
 class ChunkReader:
     """Bytes of chunks by location."""
 
-    def __init__(self, source: ContainerSource, helpers: Helpers = ALONE) -> None:
+    def __init__(self, source: ContainerSource, helpers: ThreadPool = SERIAL) -> None:
         """`helpers` decode beside the caller."""
         self._source = source
-        self._chains = Chains(source, self.plan, helpers)
+        self._chains = BlockDecoder(source, self.plan, helpers)
 
     def tables(self, locations: Locations) -> tuple[I32, U64, list[NDArray[np.void] | None]]:
         """Return (which table each row is of, int32[n]; the container of each table; the tables, CHUNK_ROW).
@@ -118,7 +118,7 @@ class ChunkReader:
         row = take_rows(tables, which, locations.ordinals, rows)
         if row < len(rows):
             container, kept = int(locations.containers[row]), tables[which[row]]
-            if self._moved([container], since):
+            if self._has_newer_generation([container], since):
                 return self.plan(locations)
             counted = 0 if kept is None else len(kept)
             raise Corrupt(
@@ -128,7 +128,7 @@ class ChunkReader:
         rows["lengths"][zero] = locations.ordinals[zero]
         if not rows["lengths"].all():
             row = int(np.flatnonzero(rows["lengths"] == 0)[0])
-            if self._moved([int(locations.containers[row])], since):
+            if self._has_newer_generation([int(locations.containers[row])], since):
                 return self.plan(locations)
             name = object_name(ContainerId(int(locations.containers[row])))
             raise Corrupt(f"{name}: chunk {int(locations.ordinals[row])} is wanted, and was collected as garbage")
@@ -143,29 +143,29 @@ class ChunkReader:
             try:
                 return plan, self.plan(plan.bases.take(plan.depths > 0))
             except Corrupt:
-                if not self._moved(sorted(set(locations.containers.tolist())), plan.since):
+                if not self._has_newer_generation(sorted(set(locations.containers.tolist())), plan.since):
                     raise
         plan = self.plan(locations)
         return plan, self.plan(plan.bases.take(plan.depths > 0))
 
     def fetch(self, plan: Plan) -> U8:
         """Return the rows' bytes, one after another, decoded but not yet verified. Raises Corrupt or NotFound."""
-        return self._carried_out(self._rows, plan)  # type: ignore[no-any-return]  # what the task returns
+        return self._execute(self._rows, plan)  # type: ignore[no-any-return]  # what the task returns
 
-    def lent(self, plan: Plan) -> Pieces:
+    def lease(self, plan: Plan) -> Pieces:
         """Return the rows' bytes as `fetch` does, but where they lie in decoded blocks: few are copied.
 
         That keeps LENT_BYTES_MAX of blocks in memory, whatever their cache lets go of meanwhile.
         """
-        return self._carried_out(self._lent, plan)  # type: ignore[no-any-return]
+        return self._execute(self._lease, plan)  # type: ignore[no-any-return]
 
-    def _carried_out(self, task: Callable[[Plan], Task], plan: Plan) -> Any:
+    def _execute(self, task: Callable[[Plan], Task], plan: Plan) -> Any:
         """Carry out a task, anew where a container was written anew since it was planned."""
         in_vain = 0
         for _ in range(MOVED_MAX):
             try:
                 return self._run(task(plan), plan)
-            except Rewritten as err:
+            except ContainerRewritten as err:
                 in_vain += not err.moved
                 if in_vain > REWRITTEN_MAX:
                     raise
@@ -178,19 +178,19 @@ class ChunkReader:
         Raises Corrupt; Rewritten where what leads to what is lost was read of an older generation than is there: the
         one that is may lean on something else. Who shares the caches may have read that one since the plan was made.
         """
-        tasks = [_Started(task, plan)]
+        tasks = [_RunningTask(task, plan)]
         try:
-            return self._walked(tasks)
-        except Rewritten:
+            return self._walk_tasks(tasks)
+        except ContainerRewritten:
             raise
         except Corrupt as err:
-            if self._moved(_led_by(tasks), plan.since):
-                raise _later(err) from err
+            if self._has_newer_generation(_containers_on_path(tasks), plan.since):
+                raise _newer_generation_error(err) from err
             raise
 
-    def _walked(self, tasks: list[_Started]) -> Any:
+    def _walk_tasks(self, tasks: list[_RunningTask]) -> Any:
         """Carry out the last of `tasks`, and what it wants after it; return what the first returns."""
-        walk = Walk()
+        walk = DecodeBudget()
         answer: Any = None
         while True:
             started = tasks[-1]
@@ -203,7 +203,7 @@ class ChunkReader:
                     return done.value
                 if isinstance(started.wanted, tuple):
                     walk.spend(answer.nbytes)
-                    walk.keep(started.wanted, answer)
+                    walk.retain(started.wanted, answer)
                 continue
             answer = None
             if isinstance(wanted, int):
@@ -213,21 +213,21 @@ class ChunkReader:
             elif isinstance(wanted, np.ndarray):
                 started.through.append(wanted)
             elif isinstance(wanted, list):
-                walk.at = next(_walked_to(tasks), wanted[0])
-                answer = self._chains.decoded(wanted, walk.spend)
+                walk.at = next(_walk_path(tasks), wanted[0])
+                answer = self._chains.decode(wanted, walk.spend)
             elif isinstance(wanted, Plan):
                 walk.spend(0, len(wanted))
-                tasks.append(_Started(self._rows(wanted), wanted))
-            elif (answer := walk.kept(wanted)) is None:
-                tasks.append(_Started(self._block(wanted), wanted))
+                tasks.append(_RunningTask(self._rows(wanted), wanted))
+            elif (answer := walk.retained(wanted)) is None:
+                tasks.append(_RunningTask(self._block(wanted), wanted))
 
-    def _lent(self, plan: Plan) -> Task:
-        lending = Lending(plan, self._source.buffers.take)
+    def _lease(self, plan: Plan) -> Task:
+        lending = BufferLeases(plan, self._source.buffers.take)
         whole = (plan.kinds != container_layout.XDELTA3) & (plan.locations.containers != np.uint64(ZERO))
         for rows in _windows(np.flatnonzero(whole), plan.lengths):
             yield from self._visit(plan, rows, lending.use)
         others = np.flatnonzero(~whole)
-        return lending.ended(others, (yield plan.take(others)))
+        return lending.finish(others, (yield plan.take(others)))
 
     def _rows(self, plan: Plan) -> Task:
         levels, which = [plan], list[NDArray[np.intp]]()
@@ -269,38 +269,38 @@ class ChunkReader:
         """Decode a block by itself, as it was written where what is stored of it is damaged. Raises Corrupt."""
         record = self._source.record(*name)
         try:
-            return (yield from self._by_itself(name, record))
-        except Rewritten:
+            return (yield from self._read_alone(name, record))
+        except ContainerRewritten:
             raise
         except Corrupt as err:
             source = self._source
-            whole = source.mended_record(*name, err) if isinstance(source, SupportsMendedRecords) else None
+            whole = source.reconstruct_record(*name, err) if isinstance(source, SupportsRecordReconstruction) else None
             if whole is None or whole == record:
                 raise
-        return (yield from self._by_itself(name, whole))
+        return (yield from self._read_alone(name, whole))
 
-    def _by_itself(self, name: BlockName, record: bytes | memoryview) -> Task:
-        what = called(name)
+    def _read_alone(self, name: BlockName, record: bytes | memoryview) -> Task:
+        what = block_label(name)
         prefix: U8 | None = None
         checked = checked_block(record, what)  # its checksum, before anything is read for it
         told = self._source.directory(name[0]).blocks.raw[name[1] :][:1]  # none, or 0: gone since it was read
         if told.any() and told[0] != checked.raw_bytes:
             raise Corrupt(f"{what}: of {checked.raw_bytes} bytes, where its directory says {told[0]}")
         if checked.kind == container_layout.PATCH:
-            prefix = yield self._leaned_on(name)
+            prefix = yield self._base_blocks(name)
         decoded = decode_block(record, what, prefix, self._source.buffers.take)
-        self._source.keep([name], [decoded])
+        self._source.cache_blocks([name], [decoded])
         return decoded
 
-    def _leaned_on(self, name: BlockName) -> Plan:
+    def _base_blocks(self, name: BlockName) -> Plan:
         """Return the plan of what a patch block leans on: all of it is less deep, and that ends every chain.
 
         Raises Corrupt; Rewritten where the block is gone.
         """
-        what, (container, number) = called(name), name
+        what, (container, number) = block_label(name), name
         directory = self._source.directory(container)
         if number >= len(directory.blocks) or not directory.blocks.raw[number]:
-            raise Rewritten(f"{what} is gone: read again")
+            raise ContainerRewritten(f"{what} is gone: read again")
         if directory.blocks.kinds[number] != container_layout.PATCH:
             raise Corrupt(f"{what}: a patch block, which its directory does not say")
         plan = self.plan(directory.prefixes.of(number))
@@ -316,14 +316,14 @@ class ChunkReader:
 
         What was written since leans on that one, and an older one that is there still was read.
         """
-        if self._moved(sorted(set(bases.locations.containers.tolist())), bases.since):
-            return _later(why)
+        if self._has_newer_generation(sorted(set(bases.locations.containers.tolist())), bases.since):
+            return _newer_generation_error(why)
         return Corrupt(why)
 
-    def _moved(self, containers: list[int], since: int | None = None) -> bool:
+    def _has_newer_generation(self, containers: list[int], since: int | None = None) -> bool:
         """Look whether any of these is there in a later generation than was read; that is read from now on."""
         stored = [container for container in containers if container != ZERO]
-        return isinstance(self._source, SupportsGenerations) and self._source.moved(stored, since)
+        return isinstance(self._source, SupportsGenerations) and self._source.has_newer_generation(stored, since)
 
     def _level(self, plan: Plan, bases: U8, base_lengths: U32, which: NDArray[np.intp]) -> Task:
         """Return the rows' bytes; `bases` are those of distinct bases, each of its base length, `which` the deltas'."""
@@ -385,14 +385,14 @@ def _windows(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:
     return [rows[first:last] for first, last in pairwise([0, *cuts.tolist(), len(rows)])]
 
 
-def _later(why: object) -> Rewritten:
+def _newer_generation_error(why: object) -> ContainerRewritten:
     """Return the error of what was read of an older generation than is there."""
-    found = Rewritten(f"{why}: read again")
+    found = ContainerRewritten(f"{why}: read again")
     found.moved = True
     return found
 
 
-def _led_by(tasks: list[_Started]) -> list[int]:
+def _containers_on_path(tasks: list[_RunningTask]) -> list[int]:
     """Return the containers of which something was read that led to what is asked for now, ascending."""
     found = set[int]()
     for started in tasks:
@@ -405,12 +405,12 @@ def _led_by(tasks: list[_Started]) -> list[int]:
     return sorted(found)
 
 
-def _walked_to(tasks: list[_Started]) -> Iterator[BlockName]:
+def _walk_path(tasks: list[_RunningTask]) -> Iterator[BlockName]:
     """Yield the blocks that are being walked to, what the first leans on after it."""
     return (started.wanted for started in tasks if isinstance(started.wanted, tuple))
 
 
-def _walked_bytes(tasks: list[_Started]) -> int:
+def _walked_bytes(tasks: list[_RunningTask]) -> int:
     """Return what the tasks hold that were started for the first block that is walked to, and for what it leans on."""
     below = dropwhile(lambda started: not isinstance(started.wanted, tuple), tasks)
     return sum(started.held_bytes for started in below)

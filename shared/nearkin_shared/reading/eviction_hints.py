@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.formats import container_layout
 from nearkin_shared.kernels.table_rows import numbered
-from nearkin_shared.reading.read_plan import BlockName, Placed, Plan, seen_ahead
+from nearkin_shared.reading.read_plan import BlockName, Placed, Plan, announce_upcoming
 from nearkin_shared.types import U64, ZERO, ContainerId, distinct
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ NUMBER_BITS = 32
 NUMBER_MASK = (1 << NUMBER_BITS) - 1
 
 
-class _Unforeseen(Exception):
+class _Unpredictable(Exception):
     """Blocks lean on others in a way, or in a number, that is not followed."""
 
 
-class _Leaning(NamedTuple):
+class _BlockDependencies(NamedTuple):
     """Of a container: block i decodes to raw_bytes[i], and leans on blocks[bounds[i]] to blocks[bounds[i + 1]]."""
 
     raw_bytes: list[int]
@@ -50,7 +50,7 @@ class _Leaning(NamedTuple):
     bounds: list[int]
 
 
-class Foresight:
+class EvictionHints:
     """What one restore will want of the block cache. For one thread.
 
     A block is a whole number here, of its container's place among those that were met and its own number: a tuple for
@@ -63,7 +63,7 @@ class Foresight:
         self._containers: list[ContainerId] = []
         self._places: dict[int, int] = {}
         """Of the containers in that list."""
-        self._leaning: dict[int, _Leaning] = {}
+        self._leaning: dict[int, _BlockDependencies] = {}
         """By a container's place."""
         self._edges = 0
         """How many numbers that is."""
@@ -77,9 +77,9 @@ class Foresight:
         self._decoded_bytes = 0
         self._blind = False
 
-    def over(self, plans: Iterable[Placed]) -> Iterator[Placed]:
+    def track_plans(self, plans: Iterable[Placed]) -> Iterator[Placed]:
         """Yield the plans of batches, each once the HORIZON_PLANS after it are known, or nothing can be foreseen."""
-        return seen_ahead(plans, self._see, HORIZON_PLANS)
+        return announce_upcoming(plans, self._see, HORIZON_PLANS)
 
     def batch_read(self) -> None:
         """Let go of what the next batch was the last one to want: it was read.
@@ -97,9 +97,9 @@ class Foresight:
             for block in done:
                 del last[block]
             self._done = set()
-            self._source.blocks.give_up([self._named(block) for block in done])
+            self._source.blocks.give_up([self._block_number(block) for block in done])
 
-    def _named(self, block: int) -> BlockName:
+    def _block_number(self, block: int) -> BlockName:
         return self._containers[block >> NUMBER_BITS], block & NUMBER_MASK
 
     def _see(self, plan: Plan) -> bool:
@@ -107,20 +107,20 @@ class Foresight:
         if self._blind:
             return False
         try:
-            self._wanted.append(self._wanted_by(plan))
-        except (_Unforeseen, NearkinError):  # what is broken is told when it is read
+            self._wanted.append(self._blocks_needed(plan))
+        except (_Unpredictable, NearkinError):  # what is broken is told when it is read
             self._blind = True
             self._last, self._done, self._leaning = {}, set(), {}
             self._wanted.clear()
         self._known += 1
         return not self._blind
 
-    def _wanted_by(self, plan: Plan) -> list[int]:
+    def _blocks_needed(self, plan: Plan) -> list[int]:
         """Return the blocks that a batch wants: its own, and what those lean on that will not be at hand."""
         if (
             plan.kinds == container_layout.XDELTA3
         ).any():  # their bases are rows, of which more is wanted than of these blocks
-            raise _Unforeseen
+            raise _Unpredictable
         stored = plan.locations.containers != np.uint64(ZERO)
         which, containers = numbered(plan.locations.containers[stored])
         last, number, found = self._last, self._known, list[int]()
@@ -132,50 +132,52 @@ class Foresight:
                 last[block] = number
                 found.append(block)
                 if before is None:
-                    left += self._leaned_on(block)
+                    left += self._base_blocks(block)
                     if len(last) > HELD_MAX:
-                        raise _Unforeseen
+                        raise _Unpredictable
         return found
 
-    def _leaned_on(self, block: int) -> list[int]:
+    def _base_blocks(self, block: int) -> list[int]:
         """Return the blocks that one leans on, each once. Raises _Unforeseen, and what reading a directory raises."""
         place, number = block >> NUMBER_BITS, block & NUMBER_MASK
         leaning = self._leaning.get(place)
         if leaning is None:
-            leaning = self._leaning_in(self._containers[place])
+            leaning = self._dependencies_in(self._containers[place])
             self._edges += len(leaning.blocks) + len(leaning.raw_bytes)
             if self._edges > EDGES_MAX:
                 self._leaning.clear()
                 self._edges = len(leaning.blocks) + len(leaning.raw_bytes)
             self._leaning[place] = leaning
         if number >= len(leaning.raw_bytes):  # of a later generation, which a round has written since
-            raise _Unforeseen
+            raise _Unpredictable
         self._decoded_bytes += leaning.raw_bytes[number]
         return leaning.blocks[leaning.bounds[number] : leaning.bounds[number + 1]]
 
-    def _leaning_in(self, container: ContainerId) -> _Leaning:
+    def _dependencies_in(self, container: ContainerId) -> _BlockDependencies:
         directory = self._source.directory(container)
         bases, bounds = directory.prefixes.bases, directory.prefixes.bounds
         stored = np.flatnonzero(bases.containers != np.uint64(ZERO))
         if len(stored) > BASES_MAX:
-            raise _Unforeseen
+            raise _Unpredictable
         which, containers = numbered(bases.containers[stored])
         ordinals, numbers = bases.ordinals[stored], np.zeros(len(stored), np.uint32)
         for place, holder in enumerate(containers.tolist()):
             rows = which == place
             blocks_of = self._source.directory(ContainerId(holder)).chunks.blocks
             if int(ordinals[rows].max()) >= len(blocks_of):
-                raise _Unforeseen
+                raise _Unpredictable
             numbers[rows] = blocks_of[ordinals[rows]]
         of_rows = np.repeat(np.arange(len(directory.blocks)), np.diff(bounds))[stored]
         span = int(numbers.max(initial=0)) + 1
         if len(directory.blocks) * len(containers) * span > KEYS_MAX:
-            raise _Unforeseen
+            raise _Unpredictable
         edges = distinct((of_rows * len(containers) + which) * span + numbers)  # each once, block by block
         edges, numbers = np.divmod(edges, span)
         of_edges, which = np.divmod(edges, max(1, len(containers)))
         ends = np.searchsorted(of_edges, np.arange(len(directory.blocks) + 1))
-        return _Leaning(directory.blocks.raw.tolist(), self._blocks(which, containers, numbers).tolist(), ends.tolist())
+        return _BlockDependencies(
+            directory.blocks.raw.tolist(), self._blocks(which, containers, numbers).tolist(), ends.tolist()
+        )
 
     def _blocks(self, which: NDArray[np.integer], containers: U64, numbers: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return blocks: of each the number in its container, and which of `containers` that is."""

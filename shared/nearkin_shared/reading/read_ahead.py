@@ -70,7 +70,7 @@ class ReadAhead:
         except NearkinError:
             return None
 
-    def want(self, plan: Plan) -> bool:
+    def request(self, plan: Plan) -> bool:
         """Ask for the blocks of a plan, as far as there is room; return True: more may be asked for."""
         self._plans += 1
         self._drop_unneeded()
@@ -88,7 +88,7 @@ class ReadAhead:
         for _ in range(DEPTH_MAX + 1):
             below: list[BlockName] = []
             for key in level:
-                if key in seen or self._store.decoded([key])[0] is not None:
+                if key in seen or self._store.cached_blocks([key])[0] is not None:
                     continue
                 seen.add(key)
                 yield key
@@ -141,9 +141,9 @@ class ReadAhead:
         """Return a container's directory."""
         return self._store.directory(container)
 
-    def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
+    def cached_blocks(self, names: Sequence[BlockName]) -> list[U8 | None]:
         """Return blocks' bytes where they are in the cache."""
-        return self._store.decoded(names)
+        return self._store.cached_blocks(names)
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
         """Return a block as it is stored: one that was asked for when it is there, else read now."""
@@ -160,22 +160,22 @@ class ReadAhead:
         """Return memory for blocks that will be decoded and kept, undefined."""
         return self._store.room_for(sizes_bytes)
 
-    def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
+    def cache_blocks(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
         """Take decoded blocks into the cache."""
-        self._store.keep(names, decoded)
+        self._store.cache_blocks(names, decoded)
 
-    def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | memoryview | None:
+    def reconstruct_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | memoryview | None:
         """Return a damaged block as it was written, where parity knows."""
-        return self._store.mended_record(container, block, why)
+        return self._store.reconstruct_record(container, block, why)
 
     @property
     def changes(self) -> int:
         """Return how many changes of containers were noted."""
         return self._store.changes
 
-    def moved(self, containers: Iterable[int], since: int | None = None) -> bool:
+    def has_newer_generation(self, containers: Iterable[int], since: int | None = None) -> bool:
         """Look whether any of these is there in a later generation than was read."""
-        return self._store.moved(containers, since)
+        return self._store.has_newer_generation(containers, since)
 
 
 def _blocks_of(plan: Plan) -> list[BlockName]:

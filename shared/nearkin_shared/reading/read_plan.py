@@ -123,7 +123,7 @@ def by_block(plan: Plan, wanted: NDArray[np.intp]) -> ByBlock:
     return ByBlock(wanted[order], bounds, names)
 
 
-def seen_ahead(plans: Iterable[Placed], see: Callable[[Plan], bool], count: int) -> Iterator[Placed]:
+def announce_upcoming(plans: Iterable[Placed], see: Callable[[Plan], bool], count: int) -> Iterator[Placed]:
     """Yield all plans of batches, each once `see` was told of it and of `count` after it, or of ROWS_AHEAD_MAX rows.
 
     Once `see` says no, each as it is made. What is broken ahead is raised when all before it were yielded.

@@ -38,7 +38,7 @@ class _Restore:
     """It is at work for as long as somebody holds it: wherever a Ctrl-C falls, it is over with who held it."""
 
 
-class Restores:
+class ActiveRestores:
     """Which restores are at work through one cache. Safe between threads."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Restores:
         return len(self._at_work)
 
     @contextmanager
-    def one_more(self) -> Iterator[None]:
+    def register(self) -> Iterator[None]:
         """Count another one for as long as the block runs."""
         restore = _Restore()
         self._at_work.add(restore)
@@ -60,7 +60,7 @@ class Restores:
             del restore
 
 
-class Noted:
+class GenerationLog:
     """Which containers another generation was noted of, and when. Safe between threads.
 
     Each is kept once, some 100 bytes: of a store those that rounds wrote anew while it was open.
@@ -71,12 +71,12 @@ class Noted:
         self._of: dict[int, int] = {}
         self.count = 0
 
-    def note(self, container: ContainerId) -> None:
+    def record(self, container: ContainerId) -> None:
         """Note a change, once nothing of the generation before it is at hand any more."""
         with self._lock:
             self._of[container] = self.count + 1
             self.count += 1
 
-    def since(self, containers: Iterable[int], count: int) -> bool:
+    def has_changed_since(self, containers: Iterable[int], count: int) -> bool:
         """Return whether one of these was noted after so many changes."""
         return any(self._of.get(container, 0) > count for container in containers)

@@ -19,14 +19,14 @@ from nearkin_shared.errors import Corrupt
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.reading.chunk_reader import ChunkReader
-from nearkin_shared.reading.eviction_hints import Foresight
+from nearkin_shared.reading.eviction_hints import EvictionHints
 from nearkin_shared.reading.read_ahead import ReadAhead
-from nearkin_shared.reading.read_plan import Placed, Plan, seen_ahead
+from nearkin_shared.reading.read_plan import Placed, Plan, announce_upcoming
 from nearkin_shared.results import VersionInfo
 from nearkin_shared.storage.containers import ContainerSource, ContainerStore, object_name
-from nearkin_shared.types import U8, U32, ZERO, ContainerId, Locations, distinct, grouped, offsets_of
-from nearkin_shared.utils.prefetch import OneAhead
-from nearkin_shared.utils.thread_pool import ALONE, Helpers, all_cores
+from nearkin_shared.types import U8, U32, ZERO, ContainerId, Locations, distinct, group_by_container, offsets_of
+from nearkin_shared.utils.prefetch import PrefetchIterator
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool, all_cores
 from nearkin_shared.validation import write_pieces
 
 BATCH_BYTES = 4 * 1024 * 1024
@@ -38,7 +38,7 @@ PLANS_AHEAD = 4
 DIRECTORIES_AHEAD_MAX = 64
 FORESEEN_SHARE = 8
 """Of a range that is smaller than this part of the cache all fits into it, mostly."""
-VerifiedPieces = Generator[memoryview, None, None] | OneAhead[memoryview]
+VerifiedPieces = Generator[memoryview, None, None] | PrefetchIterator[memoryview]
 """An iterator; who stops early closes it."""
 
 
@@ -72,7 +72,7 @@ class Blob:
         """
         if self.size_bytes <= BATCH_BYTES:  # a thread would take longer
             return self._pieces(None, None)
-        return OneAhead("nearkin-restore", self._reading)
+        return PrefetchIterator("nearkin-restore", self._reading)
 
     @contextmanager
     def _reading(self) -> Iterator[Iterator[memoryview]]:
@@ -83,11 +83,11 @@ class Blob:
         before the first byte.
         """
         ahead = ReadAhead(self._source, PLANS_AHEAD) if self._source.far else None
-        foresight = Foresight(self._source) if ahead is None and self._is_long else None
+        foresight = EvictionHints(self._source) if ahead is None and self._is_long else None
         with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
             if ahead is not None:
                 steps.callback(ahead.close)
-            steps.enter_context(self._source.restores.one_more())
+            steps.enter_context(self._source.restores.register())
             yield self._pieces(ahead, foresight, steps.enter_context(all_cores("nearkin-decode")))
 
     @property
@@ -95,7 +95,7 @@ class Blob:
         return self.size_bytes * FORESEEN_SHARE > self._source.blocks.bytes_max
 
     def _pieces(
-        self, ahead: ReadAhead | None, foresight: Foresight | None, helpers: Helpers = ALONE
+        self, ahead: ReadAhead | None, foresight: EvictionHints | None, helpers: ThreadPool = SERIAL
     ) -> Generator[memoryview, None, None]:
         whole = self._start == 0 and self._stop == self.info.size_bytes
         if whole and not self._stop and len(self._manifest.segments):
@@ -123,17 +123,17 @@ class Blob:
                     )
             yield payload.data[wanted_from - skipped : wanted_to - skipped]
 
-    def _planned(self, ahead: ReadAhead | None, foresight: Foresight | None) -> Iterator[Placed]:
+    def _planned(self, ahead: ReadAhead | None, foresight: EvictionHints | None) -> Iterator[Placed]:
         """Return the plans of the range's batches; some after the one that is wanted are made, and told of, then."""
         plans = self._of_range()
         if foresight is not None:
-            return foresight.over(plans)
+            return foresight.track_plans(plans)
         if ahead is None:
             return plans
         first, last, _ = self._segments
         of = distinct(self._manifest.segments.containers[first:last])
         ahead.directories(of.tolist()[:DIRECTORIES_AHEAD_MAX])
-        return seen_ahead(plans, ahead.want, PLANS_AHEAD)
+        return announce_upcoming(plans, ahead.request, PLANS_AHEAD)
 
     def _of_range(self) -> Iterator[Placed]:
         """Yield the plan of each batch that has bytes of the range. Raises Corrupt where the range goes on."""
@@ -240,7 +240,7 @@ def _recipes(segments: Locations, source: ContainerSource) -> tuple[NDArray[np.i
     """Return (where in its container's recipes each segment's begins; how many chunks it has). Raises Corrupt."""
     counts = np.zeros(len(segments), np.int64)
     starts = np.zeros(len(segments), np.int64)
-    for container, mine in grouped(segments.containers):
+    for container, mine in group_by_container(segments.containers):
         table = source.directory(ContainerId(container)).segments
         ordinals = segments.ordinals[mine]
         if int(ordinals.max()) >= len(table):
@@ -259,7 +259,7 @@ def segment_chunks(segments: Locations, source: ContainerSource) -> tuple[Locati
     within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
     rows = np.repeat(starts, counts) + within
     holders = np.repeat(segments.containers, counts)
-    for container, mine in grouped(holders):
+    for container, mine in group_by_container(holders):
         chunks = source.directory(ContainerId(container)).segments.chunks
         result.containers[mine], result.ordinals[mine] = chunks.containers[rows[mine]], chunks.ordinals[rows[mine]]
     return result, counts

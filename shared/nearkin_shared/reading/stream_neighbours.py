@@ -19,19 +19,19 @@ from nearkin_shared.formats.directory import Directory
 from nearkin_shared.pipeline.stage import Anchor, Gaps, Neighbours
 from nearkin_shared.reading.block_cache import ByteBoundedCache
 from nearkin_shared.storage.containers import ContainerSource
-from nearkin_shared.types import U8, U32, U64, ZERO, Bools, ContainerId, Locations, bounds_of, grouped
+from nearkin_shared.types import U8, U32, U64, ZERO, Bools, ContainerId, Locations, bounds_of, group_by_container
 
 ROWS_CACHE_BYTES = 8 * 1024 * 1024
 BEHIND = 2
 """Rows before the one at which a gap goes on from the one before it: the old version may have had fewer until there."""
-NOWHERE = -1
+NO_NEIGHBOUR = -1
 Rows = NDArray[np.int64]
 Directories = dict[int, Directory]
 """As they were read for one question: a container may be written anew meanwhile, without some of its recipes."""
 
 
 @dataclass(slots=True)
-class _Places:
+class _NeighbourLocations:
     """Rows of containers' recipes, NOWHERE where there is none; `most` is how many rows that container has."""
 
     containers: U64
@@ -40,7 +40,7 @@ class _Places:
 
     @property
     def known(self) -> Bools:
-        known: Bools = self.rows != NOWHERE
+        known: Bools = self.rows != NO_NEIGHBOUR
         return known
 
 
@@ -86,11 +86,11 @@ class Neighbourhood:
             Locations(np.where(left.known, left.containers, 0), np.where(left.known, ends, 0).astype(np.uint32)),
         )
 
-    def _places(self, kinds: U8, anchors: Locations, read: Directories, *, after: bool) -> _Places:
+    def _places(self, kinds: U8, anchors: Locations, read: Directories, *, after: bool) -> _NeighbourLocations:
         """Return the rows at which the anchors stand, or those after them; add to `read` what was."""
-        rows, most = np.full(len(kinds), NOWHERE, np.int64), np.zeros(len(kinds), np.int64)
+        rows, most = np.full(len(kinds), NO_NEIGHBOUR, np.int64), np.zeros(len(kinds), np.int64)
         asked = np.flatnonzero((kinds != Anchor.NONE) & (kinds != Anchor.CONTINUED))
-        for container, some in grouped(anchors.containers[asked]):
+        for container, some in group_by_container(anchors.containers[asked]):
             directory = read.get(container)
             if directory is None:
                 try:
@@ -100,10 +100,10 @@ class Neighbourhood:
             mine = asked[some]
             rows[mine] = self._rows(directory, kinds[mine], anchors.ordinals[mine].astype(np.int64), after)
             most[mine] = len(directory.segments.chunks)
-        return _Places(anchors.containers, rows, most)
+        return _NeighbourLocations(anchors.containers, rows, most)
 
     def _rows(self, directory: Directory, kinds: U8, ordinals: Rows, after: bool) -> Rows:
-        rows = np.full(len(kinds), NOWHERE, np.int64)
+        rows = np.full(len(kinds), NO_NEIGHBOUR, np.int64)
         at = kinds == Anchor.ROW
         rows[at] = np.minimum(ordinals[at], len(directory.segments.chunks))
         at = (kinds == Anchor.SEGMENT) & (ordinals < len(directory.segments))
@@ -111,7 +111,7 @@ class Neighbourhood:
         at = (kinds == Anchor.CHUNK) & (ordinals < len(directory.chunks))
         if at.any():
             brought = self._brought_by(directory)[ordinals[at]].astype(np.int64) - 1
-            rows[at] = np.where(brought == NOWHERE, NOWHERE, brought + after)
+            rows[at] = np.where(brought == NO_NEIGHBOUR, NO_NEIGHBOUR, brought + after)
         return rows
 
     def _brought_by(self, directory: Directory) -> U32:
@@ -135,13 +135,13 @@ def _chunks(read: Directories, containers: U64, starts: Rows, stops: Rows) -> tu
     of = np.repeat(np.arange(len(counts)), counts)
     rows = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(starts, counts)
     found, holders = Locations.empty(len(of)), containers[of]
-    for container, mine in grouped(holders):
+    for container, mine in group_by_container(holders):
         chunks = read[container].segments.chunks
         found.containers[mine], found.ordinals[mine] = chunks.containers[rows[mine]], chunks.ordinals[rows[mine]]
     return found, of
 
 
-def _continue(left: _Places, kinds: U8, fresh: Rows) -> None:
+def _continue(left: _NeighbourLocations, kinds: U8, fresh: Rows) -> None:
     """Place gaps that go on where the one before them ended."""
     continued = kinds == Anchor.CONTINUED
     if not continued.any():
@@ -150,7 +150,7 @@ def _continue(left: _Places, kinds: U8, fresh: Rows) -> None:
     head = np.maximum.accumulate(np.where(continued, 0, rows))
     before = np.cumsum(fresh) - fresh
     behind = left.rows[head] + before - before[head]
-    there = continued & (left.rows[head] != NOWHERE)
+    there = continued & (left.rows[head] != NO_NEIGHBOUR)
     left.containers = np.where(continued, left.containers[head], left.containers)
     left.most = np.where(continued, left.most[head], left.most)
     left.rows = np.where(there, np.minimum(behind, left.most), left.rows)

@@ -18,7 +18,7 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.plain import settings_of
 from nearkin_shared.config.reduction import ChunkerSettings
 from nearkin_shared.config.settings import PROFILES, Settings
-from nearkin_shared.errors import ConfigError, Corrupt, FormatTooNew, NotFound, Permanent
+from nearkin_shared.errors import ConfigError, Corrupt, FormatTooNew, NotFound, PermanentError
 from nearkin_shared.formats.record_authentication import check_json_mac, mac_of_json
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
 from nearkin_shared.objectstore.delegating import record_key_of
@@ -130,7 +130,7 @@ class ChunkingGuard:
     ) -> None:
         self._objects = objects
         self._force = force or settings.storage.allow_other_chunking
-        self._problem: Permanent | None = None
+        self._problem: PermanentError | None = None
         self.record: ChunkingRecord | None = None
         self.settings = settings
         self._is_explicit = _explicit_test(settings, explicit)

@@ -18,7 +18,7 @@ from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.formats.manifest import CREATED_US_MAX
 from nearkin_shared.formats.record_authentication import check_json_mac, mac_of_json
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
-from nearkin_shared.storage.versioned_record import NumberedRecords
+from nearkin_shared.storage.versioned_record import VersionedRecords
 
 FOLDER = "heads/clock"
 VERSION = 1
@@ -43,19 +43,19 @@ class ClockRecords:
     """The clock records of one store."""
 
     def __init__(self, objects: ObjectStore) -> None:
-        self._records = NumberedRecords(objects, FOLDER, "json", "a clock record")
+        self._records = VersionedRecords(objects, FOLDER, "json", "a clock record")
 
     def name(self, sequence: int) -> str:
         """Return the object name of a record."""
         return self._records.name(sequence)
 
-    def listed(self) -> dict[int, int]:
+    def list_records(self) -> dict[int, int]:
         """Return the bytes of each record, by sequence. Raises Corrupt for a name that is no record's."""
-        return self._records.listed()
+        return self._records.list_records()
 
     def read(self) -> int | None:
         """Return the last time recorded, microseconds since 1970; None without a record that verifies."""
-        held = self._records.holding(self.at, _ignored)
+        held = self._records.holding(self.at, _ignore)
         return None if held is None else held[1]
 
     def at(self, sequence: int) -> int | None:
@@ -74,7 +74,7 @@ class ClockRecords:
 
     def write(self, at_us: int) -> str | None:
         """Replace the record; return its name, None if another run wrote one. Raises StoreUnavailable."""
-        listed = sorted(self.listed())
+        listed = sorted(self.list_records())
         sequence = self._records.following(listed)
         said: dict[str, object] = {"version": VERSION, "at_us": at_us}
         if (key := self._records.key) is not None:
@@ -108,7 +108,7 @@ class ClockRecords:
             return None
 
 
-class KnownTime:
+class RecordedTime:
     """The last time that a GC run recorded, for processes whose clock may be behind. Safe between threads."""
 
     def __init__(self, objects: ObjectStore, clock: Callable[[], float] = time.monotonic) -> None:
@@ -133,6 +133,6 @@ class KnownTime:
             return max(now_us, self._read[1])
 
 
-def _ignored(err: Corrupt) -> int | None:
+def _ignore(err: Corrupt) -> int | None:
     _log.warning("gc: %s: does not count", err)
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 
-def leaning_last(ids: Iterable[int], leans_on: Callable[[int], Iterable[int]]) -> Iterator[int]:
+def topological_order(ids: Iterable[int], leans_on: Callable[[int], Iterable[int]]) -> Iterator[int]:
     """Yield `ids` in their order, but each after those of them that it leans on. A circle is cut anywhere."""
     wanted = dict.fromkeys(ids, False)  # -> whether it was yielded
     for first in wanted:

@@ -15,12 +15,12 @@ from nearkin_shared.formats.container import container_id_of, decode_container, 
 from nearkin_shared.formats.directory import BlockRow, Directory
 from nearkin_shared.objectstore.base import ObjectStore, Payload, SupportsSalvage
 from nearkin_shared.objectstore.delegating import takes_bytes
-from nearkin_shared.objectstore.parity import SupportsMending
+from nearkin_shared.objectstore.parity import SupportsReconstruction
 from nearkin_shared.reading.block_cache import ByteBoundedCache
 from nearkin_shared.reading.read_plan import BlockName
-from nearkin_shared.reading.read_stats import Noted, ReadCosts, Restores
+from nearkin_shared.reading.read_stats import ActiveRestores, GenerationLog, ReadCosts
 from nearkin_shared.types import U8, ContainerId
-from nearkin_shared.utils.buffers import Buffers
+from nearkin_shared.utils.buffers import BufferPool
 
 FOLDER = "containers"
 WRITTEN_USES = 3
@@ -29,7 +29,7 @@ DIRECTORY_CACHE_BYTES = 48 * 1024 * 1024
 TAIL_BYTES = 64 * 1024
 """Footer and directory of most containers come with one read of the last 64 KiB."""
 
-MENDED_BYTES = 64 * 1024 * 1024
+RECONSTRUCTED_BYTES = 64 * 1024 * 1024
 """Containers that parity made whole in memory, until they are put right in the store."""
 _log = logging.getLogger("nearkin")
 
@@ -38,13 +38,13 @@ class ContainerSource(Protocol):
     """Where the chunks of containers can be read: the store, or a writer's memory before they are durable."""
 
     @property
-    def buffers(self) -> Buffers:
+    def buffers(self) -> BufferPool:
         """Return where memory for decoded bytes comes from."""
 
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory. Raises NotFound, Corrupt or StoreUnavailable."""
 
-    def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
+    def cached_blocks(self, names: Sequence[BlockName]) -> list[U8 | None]:
         """Return the bytes of each block that is at hand: in a cache, or because the block is still open."""
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
@@ -53,11 +53,11 @@ class ContainerSource(Protocol):
     def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
         """Return memory for blocks that will be decoded and kept, undefined: the cache lets go of as much before."""
 
-    def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
+    def cache_blocks(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
         """Take decoded blocks into the cache."""
 
 
-class Rewritten(Corrupt):
+class ContainerRewritten(Corrupt):
     """A block went while it was to be read: its container was written anew, and says where its chunks lie now."""
 
     moved = False
@@ -95,14 +95,14 @@ class ContainerStore:
         )
         """With the generation that each is of."""
         self.blocks: ByteBoundedCache[tuple[ContainerId, int], U8] = ByteBoundedCache(block_cache_bytes, "blocks")
-        self.restores = Restores()
+        self.restores = ActiveRestores()
         """Through the cache of blocks."""
-        self.buffers = Buffers()
+        self.buffers = BufferPool()
         self.costs = ReadCosts()
         self._generations: dict[ContainerId, int] = {}
         """Of containers that were written anew, as far as known: some 100 bytes each."""
-        self._noted = Noted()
-        self._mended: ByteBoundedCache[str, bytes] = ByteBoundedCache(MENDED_BYTES, "mended")
+        self._noted = GenerationLog()
+        self._mended: ByteBoundedCache[str, bytes] = ByteBoundedCache(RECONSTRUCTED_BYTES, "mended")
 
     @property
     def far(self) -> bool:
@@ -115,19 +115,19 @@ class ContainerStore:
         other._domain = domain
         return other
 
-    def apart(self, objects: ObjectStore, block_cache_bytes: int = MENDED_BYTES) -> Self:
+    def with_own_caches(self, objects: ObjectStore, block_cache_bytes: int = RECONSTRUCTED_BYTES) -> Self:
         """Return a store of the same containers as another object store has them, with caches of its own."""
         other = copy.copy(self)
         other._objects = objects
         other._directories = ByteBoundedCache(DIRECTORY_CACHE_BYTES, "directories")
         other.blocks = ByteBoundedCache(block_cache_bytes, "blocks")
-        other.restores = Restores()
-        other._mended = ByteBoundedCache(MENDED_BYTES, "mended")
+        other.restores = ActiveRestores()
+        other._mended = ByteBoundedCache(RECONSTRUCTED_BYTES, "mended")
         other._generations = dict(self._generations)
-        other._noted = Noted()
+        other._noted = GenerationLog()
         return other
 
-    def over(self, objects: ObjectStore) -> Self:
+    def with_objects(self, objects: ObjectStore) -> Self:
         """Return the same store, and the same caches, whose containers are read and written through `objects`."""
         other = copy.copy(self)
         other._objects = objects
@@ -156,7 +156,7 @@ class ContainerStore:
         """
         self._objects.delete(object_name(container, generation))
 
-    def forget_read(self, container: ContainerId | None = None) -> None:
+    def evict(self, container: ContainerId | None = None) -> None:
         """Let go of all that was read, or of one container: it may have gone, and nothing new may lean on it."""
         if container is None:
             self._directories.clear()
@@ -165,7 +165,7 @@ class ContainerStore:
             self._directories.drop([container])
             self.blocks.drop_if(lambda key: key[0] == container)
 
-    def forget_gone(self) -> None:
+    def evict_deleted(self) -> None:
         """Let go of what was read of containers that have gone, or of which there is a later generation.
 
         Only while nobody else writes: what another process did and undid would not be seen.
@@ -208,7 +208,7 @@ class ContainerStore:
         self._generations[container] = generation
         self._directories.drop([container])
         self.blocks.drop_if(lambda key: key[0] == container)
-        self._noted.note(container)
+        self._noted.record(container)
 
     @property
     def changes(self) -> int:
@@ -219,11 +219,11 @@ class ContainerStore:
         """Return the generation of a container, as far as known: `generations` looks."""
         return self._generations.get(container, 0)
 
-    def _moved(self, container: ContainerId, tried: int) -> bool:
+    def _find_newer_generation(self, container: ContainerId, tried: int) -> bool:
         """Look for another generation than the one that was tried; return whether there is one."""
-        return self._some_moved({container: tried})
+        return self._has_any_newer_generation({container: tried})
 
-    def _some_moved(self, tried: Mapping[ContainerId, int]) -> bool:
+    def _has_any_newer_generation(self, tried: Mapping[ContainerId, int]) -> bool:
         """Look for other generations than those that were tried, each folder once; return whether there is one."""
         self._directories.drop(tried)
         there: dict[ContainerId, int] = {}
@@ -236,20 +236,20 @@ class ContainerStore:
             self._is_now(container, there[container])
         return bool(others)
 
-    def moved(self, containers: Iterable[int], since: int | None = None) -> bool:
+    def has_newer_generation(self, containers: Iterable[int], since: int | None = None) -> bool:
         """Look whether any of these is there in a later generation than was read; that one is read from now on.
 
         Or whether one was noted, by whoever shares the caches, after so many `changes`: what was planned before goes by
         an older generation, though the directory at hand is of this one.
         """
         containers = list(containers)
-        if since is not None and self._noted.since(containers, since):
+        if since is not None and self._noted.has_changed_since(containers, since):
             return True
         tried = dict[ContainerId, int]()
         for container in map(ContainerId, containers):
             known = self._directories.get(container)
             tried[container] = self.generation(container) if known is None else known[1]
-        return self._some_moved(tried)
+        return self._has_any_newer_generation(tried)
 
     def raw(self, container: ContainerId) -> bytes:
         """Return a container's bytes, unchecked."""
@@ -257,15 +257,15 @@ class ContainerStore:
         try:
             return self._objects.get(object_name(container, tried))
         except NotFound:
-            if not self._moved(container, tried):
+            if not self._find_newer_generation(container, tried):
                 raise
             return self._objects.get(object_name(container, self.generation(container)))
 
-    def salvaged(self, container: ContainerId) -> bytes | None:
+    def salvage(self, container: ContainerId) -> bytes | None:
         """Return a damaged container as far as it can be read, zeros where it cannot; None where that is not known."""
         if not isinstance(self._objects, SupportsSalvage):
             return None
-        return self._objects.salvaged(object_name(container, self.generation(container)))
+        return self._objects.salvage(object_name(container, self.generation(container)))
 
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory, from the cache or with one or two reads. Raises Corrupt where it is lost."""
@@ -278,12 +278,12 @@ class ContainerStore:
             try:
                 known = self._read_directory(container, tried)
             except NotFound as err:
-                if not self._moved(container, tried):
+                if not self._find_newer_generation(container, tried):
                     name = object_name(container, tried)
                     raise Corrupt(f"{name}: missing, and what is asked for lies in it: run `nearkin verify`") from err
                 known = self._read_directory(container, self.generation(container))
             except Corrupt:
-                if not self._moved(container, tried):  # who healed it died before this one went
+                if not self._find_newer_generation(container, tried):  # who healed it died before this one went
                     raise
                 known = self._read_directory(container, self.generation(container))
         if self._domain not in (None, known[0].domain):
@@ -294,16 +294,16 @@ class ContainerStore:
     def _read_directory(self, container: ContainerId, generation: int) -> tuple[Directory, int]:
         name = object_name(container, generation)
         try:
-            directory = self._stored_directory(container, name)
+            directory = self._read_stored_directory(container, name)
         except Corrupt as err:
-            whole = self._mend(name, err)
+            whole = self._reconstruct(name, err)
             if whole is None:
                 raise
             directory = decode_container(whole, name)
         self._directories.put(container, (directory, generation), directory.memory_bytes)
         return directory, generation
 
-    def _stored_directory(self, container: ContainerId, name: str) -> Directory:
+    def _read_stored_directory(self, container: ContainerId, name: str) -> Directory:
         size_bytes = self._objects.size_bytes(name)
         if size_bytes < container_layout.HEADER.size + container_layout.FOOTER.size:
             raise Corrupt(f"{name}: {size_bytes} bytes are too few for a container")
@@ -325,30 +325,30 @@ class ContainerStore:
         self.costs.read(container, len(header) + size_bytes - min(offset, tail_start), directories=1)
         return directory_codec.decode_directory(data, container, domain, size_bytes, check, name)
 
-    def _mend(self, name: str, why: Corrupt) -> bytes | None:
+    def _reconstruct(self, name: str, why: Corrupt) -> bytes | None:
         """Return a damaged container as it was written, where parity knows; the object itself stays as it is."""
         whole = self._mended.get(name)
-        if whole is None and isinstance(self._objects, SupportsMending):
-            whole = self._objects.mended(name)
+        if whole is None and isinstance(self._objects, SupportsReconstruction):
+            whole = self._objects.reconstruct(name)
             if whole is not None:
                 _log.warning("%s; read by its parity: run `nearkin repair`", why)
                 self._mended.put(name, whole, len(whole))
         return whole
 
-    def mended_record(self, container: ContainerId, block: int, why: Corrupt) -> Payload | None:
+    def reconstruct_record(self, container: ContainerId, block: int, why: Corrupt) -> Payload | None:
         """Return a block as it was written, header and payload, where what is stored is damaged and parity knows.
 
         Raises Rewritten where a later generation has its chunks in another one.
         """
         directory, generation = self._known(container)
-        whole = self._mend(object_name(container, generation), why)
-        if whole is None and self._moved(container, generation):
+        whole = self._reconstruct(object_name(container, generation), why)
+        if whole is None and self._find_newer_generation(container, generation):
             return self.record(container, block)
         if whole is None or block >= len(directory.blocks) or not directory.blocks.raw[block]:
             return None
         return whole[directory.block_rows[block].place]
 
-    def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
+    def cached_blocks(self, names: Sequence[BlockName]) -> list[U8 | None]:
         """Return decoded blocks from the cache."""
         return self.blocks.get_many(names)
 
@@ -360,13 +360,15 @@ class ContainerStore:
         except NotFound as err:
             if block >= len(directory.blocks):
                 raise
-            if not self._moved(container, generation):
+            if not self._find_newer_generation(container, generation):
                 name = object_name(container, generation)
                 raise Corrupt(f"{name}: missing since its directory was read: run `nearkin verify`") from err
-        except Rewritten:
+        except ContainerRewritten:
             raise
         except Corrupt:
-            if not self._moved(container, generation):  # healed, and who did it died before this one went
+            if not self._find_newer_generation(
+                container, generation
+            ):  # healed, and who did it died before this one went
                 raise
         return self._read_record(*self._known(container), block)  # its number is its own, in every generation
 
@@ -395,12 +397,12 @@ class ContainerStore:
         if block >= len(directory.blocks):
             raise NotFound(f"{name}: has no block {block}")
         if not directory.blocks.raw[block]:
-            raise Rewritten(f"{name}: block {block} is gone: read again")
+            raise ContainerRewritten(f"{name}: block {block} is gone: read again")
         place = directory.block_rows[block].place
         try:
             (record,) = self._objects.get_ranges(name, [place.start], [place.stop])
         except Corrupt as err:  # a page that does not open, or a bad sector
-            whole = self._mend(name, err)
+            whole = self._reconstruct(name, err)
             if whole is None:
                 raise
             record = whole[place]
@@ -414,19 +416,19 @@ class ContainerStore:
         """
         beside_bytes = 0
         if beside_bytes_max is not None:
-            beside_bytes = max(0, self.buffers.lent_bytes - self.blocks.used_bytes - beside_bytes_max)
+            beside_bytes = max(0, self.buffers.leased_bytes - self.blocks.used_bytes - beside_bytes_max)
         self.blocks.make_room(sizes_bytes, beside_bytes)
         return self.buffers.take_many(sizes_bytes)
 
-    def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
+    def cache_blocks(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
         """Keep decoded blocks in the cache."""
         self.costs.blocks_decoded += len(names)
         self.blocks.put_many(names, decoded, [content.nbytes for content in decoded])
 
-    def keep_directory(self, directory: Directory) -> None:
+    def cache_directory(self, directory: Directory) -> None:
         """Keep the directory of a container that was just put, as its own bytes say it."""
         self._directories.put(directory.container, (directory, 0), directory.memory_bytes)
 
-    def keep_written(self, container: ContainerId, block: int, decoded: U8) -> None:
+    def cache_written(self, container: ContainerId, block: int, decoded: U8) -> None:
         """Keep what a block that was just encoded decodes to; it cost no decoding."""
         self.blocks.put((container, block), decoded, decoded.nbytes, WRITTEN_USES)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-from nearkin_shared.errors import Corrupt, NotFound, Permanent, Retained, Retryable
+from nearkin_shared.errors import Corrupt, NotFound, PermanentError, RetentionActive, RetryableError
 from nearkin_shared.formats.manifest import CREATED_US_MAX, moment_of
 from nearkin_shared.formats.tombstone import Kind, Mark
-from nearkin_shared.index.protocols import Marked
+from nearkin_shared.index.protocols import MarkedVersion
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.results import Damage, Deletion, VersionInfo
 from nearkin_shared.storage.disk_reserve import SpaceReserve
@@ -36,24 +36,24 @@ REQUEST_BYTES = 16
 WHO_CHARACTERS_MAX = 64
 """256 bytes of UTF-8 at most."""
 
-Note = Callable[[Sequence[Marked]], None]
+Note = Callable[[Sequence[MarkedVersion]], None]
 """Tells the index, before the marks are written."""
 Guard = Callable[[str, str], Callable[[VersionInfo], None] | None]
-"""(tenant, key) -> what raises Retained for a version that may not be deleted yet; None where any may."""
+"""(tenant, key) -> what raises RetentionActive for a version that may not be deleted yet; None where any may."""
 Condition = Callable[[VersionInfo], None]
 """Is given the newest of the versions that would be deleted; what it raises ends the call, and nothing is deleted."""
 
 
-class Notes:
+class DeletionObserver:
     """What becomes of notes whose marks were not written. An index that many write keeps them until it is made anew."""
 
-    def restate_collected(self, tenant: str, key: str, versions: Collection[int]) -> None:
+    def correct_collected_notes(self, tenant: str, key: str, versions: Collection[int]) -> None:
         """Put what is there of these versions in place of notes where they are collected: nobody comes after."""
 
-    def noted_in_vain(self, tenant: str, key: str, versions: Collection[int]) -> None:
+    def rollback_notes(self, tenant: str, key: str, versions: Collection[int]) -> None:
         """Put what is there of these versions in place of notes: the call that made them has failed."""
 
-    def times_restated(self) -> int:
+    def note_corrections(self) -> int:
         """Return how often notes were put back: one whose mark is not written yet may have been among them."""
         return 0
 
@@ -72,13 +72,13 @@ class Deletions:
         *,
         clock: Callable[[], float] = time.time,
         guard: Guard | None = None,
-        notes: Notes | None = None,
+        notes: DeletionObserver | None = None,
         reserve: SpaceReserve | None = None,
     ) -> None:
         """`reserve`: disk space that deleting and undeleting may use once the disk is full."""
         self._reserve = reserve
         self._guard = guard
-        self._notes = notes or Notes()
+        self._notes = notes or DeletionObserver()
         self._manifests = manifests
         self._note = note
         self._clock = clock
@@ -98,7 +98,7 @@ class Deletions:
         """Hide a version, or all versions that the key has at this moment; return how many.
 
         A call with the 16 bytes `request` of an earlier one that has deleted answers what that one did. Raises NotFound
-        (nothing is there to delete), Retained (one of them is too young: none is deleted), BadInput, Corrupt,
+        (nothing is there to delete), RetentionActive (one of them is too young: none is deleted), BadInput, Corrupt,
         StoreUnavailable (perhaps some are deleted: call again).
         """
         _check(key, version, reason)
@@ -140,7 +140,7 @@ class Deletions:
                     if earlier:
                         return len(earlier)
                     raise NotFound(
-                        f"{_named(key, version)}: there is none; `nearkin ls --deleted` lists what is deleted"
+                        f"{_version_name(key, version)}: there is none; `nearkin ls --deleted` lists what is deleted"
                     )
                 if condition is not None:
                     condition(self._manifests.get(tenant, key, wanted[-1].version).info)
@@ -160,7 +160,7 @@ class Deletions:
                 written = self._write(wanted, marks)
                 if written:
                     return written
-            raise Retryable(f"{_named(key, version)}: {RACES_MAX} other changes came first; try again")
+            raise RetryableError(f"{_version_name(key, version)}: {RACES_MAX} other changes came first; try again")
 
     def undelete(
         self,
@@ -210,14 +210,16 @@ class Deletions:
                 if not hidden:
                     if earlier:
                         return len(earlier)
-                    raise NotFound(f"{_named(key, version)}: not deleted, or never there; see `nearkin ls --deleted`")
+                    raise NotFound(
+                        f"{_version_name(key, version)}: not deleted, or never there; see `nearkin ls --deleted`"
+                    )
                 latest = max((mark for _, mark in hidden), key=lambda mark: mark.at_us)
                 same = [(history, mark) for history, mark in hidden if mark.request == latest.request]
                 now_us = int(self._clock() * 1e6)
                 if now_us > latest.until_us:
                     at, until = moment_of(latest.at_us), moment_of(latest.until_us)
                     raise NotFound(
-                        f"{_named(key, version)}: deleted at {at:%Y-%m-%dT%H:%M:%SZ}; it could be brought back until "
+                        f"{_version_name(key, version)}: deleted at {at:%Y-%m-%dT%H:%M:%SZ}; it was restorable until "
                         f"{until:%Y-%m-%dT%H:%M:%SZ} (deletion.undelete_seconds)"
                     )
                 marks = [
@@ -229,9 +231,9 @@ class Deletions:
                 written = self._write([history for history, _ in same], marks)
                 if written:
                     return written
-            raise Retryable(f"{_named(key, version)}: {RACES_MAX} other changes came first; try again")
+            raise RetryableError(f"{_version_name(key, version)}: {RACES_MAX} other changes came first; try again")
 
-    def listed(
+    def list_deleted(
         self, tenant: str, keys: Iterable[str], broken: Callable[[Damage], None] | None = None
     ) -> Iterator[Deletion]:
         """Yield what is deleted of these keys and not collected, by key as given and version.
@@ -245,7 +247,7 @@ class Deletions:
                     continue
                 try:
                     mark = self._manifests.mark(tenant, key, history.version, history.sequence)
-                except Permanent as err:
+                except PermanentError as err:
                     if broken is None:
                         raise
                     name = mark_name(tenant, key, history.version, history.sequence)
@@ -259,7 +261,7 @@ class Deletions:
 
         Up to when a damaged manifest retains its version is not known; it may be deleted where the settings retain
         nothing and it has no retention record. Returns when the newest was created, microseconds since 1970, 0 where
-        none can be read. Raises Retained, Corrupt.
+        none can be read. Raises RetentionActive, Corrupt.
         """
         newest_us = 0
         check = None if self._guard is None else self._guard(tenant, key)
@@ -277,7 +279,7 @@ class Deletions:
             if check is not None:
                 check(info)
             if info.retain_until is not None and self._clock() < info.retain_until.timestamp():
-                raise Retained(
+                raise RetentionActive(
                     f"key {key!r} version {history.version}: is retained until "
                     f"{info.retain_until:%Y-%m-%dT%H:%M:%SZ} (its manifest says so, or `nearkin retain`, whatever the "
                     f"settings are now); nothing was deleted{others}"
@@ -292,13 +294,14 @@ class Deletions:
         A time that holds already changes nothing. Raises NotFound, BadInput (the time is earlier than the one that
         holds: a retention is never shortened), Corrupt, StoreUnavailable.
         """
-        extender = RetentionExtender(self._manifests, self._note, self._notes.noted_in_vain, self._clock)
+        extender = RetentionExtender(self._manifests, self._note, self._notes.rollback_notes, self._clock)
         with self._exclusive(tenant, key):
             return extender.extend(tenant, key, version, retain_until_us, who, reason)
 
     @contextmanager
     def _exclusive(self, tenant: str, key: str) -> Iterator[None]:
-        """Exclude conditional puts of the key: each sees the key before this change, or after it. Raises Retryable.
+        """Exclude conditional puts of the key: each sees the key before this change, or after it. Raises
+        RetryableError.
 
         A GC step ends first: it may delete, too, and would wait for the lock that waits for it.
         """
@@ -363,23 +366,23 @@ class Deletions:
         """Write the marks of a key's versions, by version; return how many were not taken by another call."""
         tenant, key, versions = marks[0].tenant, marks[0].key, [mark.version for mark in marks]
         noted = [
-            Marked(
+            MarkedVersion(
                 tenant, key, mark.version, mark.sequence, history.marks_bytes + len(self._manifests.encode_mark(mark))
             )
             for history, mark in zip(before, marks, strict=True)
         ]
-        times_restated = self._notes.times_restated()
+        note_corrections = self._notes.note_corrections()
         try:
             self._note(noted)  # 1
             written = self._written_all(marks)
         except BaseException:
-            self._notes.noted_in_vain(tenant, key, versions)
+            self._notes.rollback_notes(tenant, key, versions)
             raise
         # By another call, which may have looked before the marks were there.
-        if self._notes.times_restated() != times_restated:
+        if self._notes.note_corrections() != note_corrections:
             self._note(noted)
         if written < len(marks):
-            self._notes.restate_collected(tenant, key, versions)
+            self._notes.correct_collected_notes(tenant, key, versions)
         failpoint("delete.marked")
         return written
 
@@ -427,5 +430,5 @@ def _check(key: str, version: int | None, reason: str) -> None:
         check_version(version)
 
 
-def _named(key: str, version: int | None) -> str:
+def _version_name(key: str, version: int | None) -> str:
     return f"key {key!r}" if version is None else f"key {key!r} version {version}"

@@ -14,7 +14,7 @@ from blake3 import blake3
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew, WrongKey
 from nearkin_shared.formats.key_record import ALGORITHM, ENCRYPTED_VERSION, decode_envelope
 from nearkin_shared.objectstore.base import ObjectStore
-from nearkin_shared.objectstore.parity import ParityObjects, read_decoded
+from nearkin_shared.objectstore.parity import ParityObjectStore, read_decoded
 from nearkin_shared.utils.frozen import frozen
 
 NAME = "nearkin.json"
@@ -52,7 +52,7 @@ def read(objects: ObjectStore, fingerprint_bits: int | None = FINGERPRINT_BITS) 
     `fingerprint_bits`: what a descriptor may say; only a test names fewer, None takes any. Raises NotFound, Corrupt, or
     FormatTooNew naming both versions.
     """
-    found = read_decoded(objects, NAME, _decoded)
+    found = read_decoded(objects, NAME, _decode)
     if fingerprint_bits is not None and found.fingerprint_bits not in (fingerprint_bits, FINGERPRINT_BITS):
         raise Corrupt(
             f"{NAME}: fingerprint_bits {found.fingerprint_bits}: want {FINGERPRINT_BITS}, fewer are for tests alone; "
@@ -63,11 +63,11 @@ def read(objects: ObjectStore, fingerprint_bits: int | None = FINGERPRINT_BITS) 
 
 
 def _authenticate(objects: ObjectStore, found: Descriptor) -> None:
-    if isinstance(objects, ParityObjects):
+    if isinstance(objects, ParityObjectStore):
         objects.authenticate_records(bytes.fromhex(found.secret))
 
 
-def _decoded(data: bytes, _name: str) -> Descriptor:
+def _decode(data: bytes, _name: str) -> Descriptor:
     try:
         if len(data) > BYTES_MAX:
             raise ValueError(f"{len(data)} bytes; at most {BYTES_MAX}")  # noqa: TRY301 - one place adds the remedy

@@ -9,12 +9,12 @@ import json
 import time
 from collections.abc import Callable
 
-from nearkin_shared.errors import Corrupt, Paused
+from nearkin_shared.errors import Corrupt, GcPaused
 from nearkin_shared.formats.manifest import moment_of
 from nearkin_shared.formats.record_authentication import check_json_mac, mac_of_json
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
 from nearkin_shared.storage.disk_reserve import SpaceReserve
-from nearkin_shared.storage.versioned_record import NumberedRecords
+from nearkin_shared.storage.versioned_record import VersionedRecords
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 
@@ -31,7 +31,7 @@ class Pause:
     who: str
 
 
-class Pauses:
+class GcPauseFlag:
     """The pause of one store: it lies beside what it guards, so every janitor, gateway and command sees it."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Pauses:
     ) -> None:
         """`reserve`: disk space that a pause may use once the disk is full."""
         self._reserve = reserve
-        self._records = NumberedRecords(objects, FOLDER, "json", "a pause")
+        self._records = VersionedRecords(objects, FOLDER, "json", "a pause")
         self._clock = clock
 
     def read(self) -> Pause | None:
@@ -48,11 +48,11 @@ class Pauses:
         return None if held is None else held[1]
 
     def check(self) -> None:
-        """Raise Paused where collection is paused; StoreUnavailable."""
+        """Raise GcPaused where collection is paused; StoreUnavailable."""
         found = self.read()
         if found is not None:
             since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(found.at_us / 1e6))
-            raise Paused(
+            raise GcPaused(
                 f"garbage collection is paused since {since} by {found.who or 'an unreadable record'}: what was done "
                 "before stays so; `nearkin gc --resume` lets it go on"
             )
@@ -82,14 +82,14 @@ class Pauses:
 
     def resume(self) -> bool:
         """Let collection go on; return whether it was paused. Raises StoreUnavailable."""
-        there = sorted(self.listed())
+        there = sorted(self.list_records())
         self._records.remove(there)
         failpoint("pause.removed")
         return bool(there)
 
-    def listed(self) -> dict[int, int]:
+    def list_records(self) -> dict[int, int]:
         """Return the bytes of each record that is there. Raises Corrupt for a name that is none's."""
-        return self._records.listed()
+        return self._records.list_records()
 
     def name(self, sequence: int) -> str:
         """Return the object name of a record."""

@@ -17,7 +17,7 @@ from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.formats.head_record import ENTRIES_MAX, decode_heads, encode_heads
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
 from nearkin_shared.storage.manifests import ManifestStore, key_and_version, key_digest, object_name
-from nearkin_shared.storage.versioned_record import NumberedRecords
+from nearkin_shared.storage.versioned_record import VersionedRecords
 
 FOLDER = "heads/versions"
 FRESH_SECONDS = 300.0
@@ -29,7 +29,7 @@ class VersionHeads:
     """The record of one store. Who writes it holds the lock, or lease, of GC runs. Safe between threads."""
 
     def __init__(self, objects: ObjectStore, clock: Callable[[], float] = time.monotonic) -> None:
-        self._records = NumberedRecords(objects, FOLDER, "nkh", "heads of keys")
+        self._records = VersionedRecords(objects, FOLDER, "nkh", "heads of keys")
         self._clock = clock
         self._lock = threading.Lock()
         self._read: tuple[float, dict[bytes, int]] | None = None
@@ -38,9 +38,9 @@ class VersionHeads:
         """Return the object name of a record."""
         return self._records.name(sequence)
 
-    def listed(self) -> dict[int, int]:
+    def list_records(self) -> dict[int, int]:
         """Return the bytes of each record that is there, by sequence. Raises Corrupt for a name that is none's."""
-        return self._records.listed()
+        return self._records.list_records()
 
     def at(self, sequence: int) -> dict[bytes, int]:
         """Return one record. Raises NotFound, Corrupt, FormatTooNew, StoreUnavailable."""
@@ -74,12 +74,12 @@ class VersionHeads:
         """
         before, now = self.read(), listed_heads(manifests)
         self._replace(before, {**before, **{key: max(head, before.get(key, 0)) for key, head in now.items()}})
-        return lowered(before, now)
+        return lowered_heads(before, now)
 
     def accept(self, manifests: ManifestStore) -> None:
         """Make the heads what is listed now: what was removed is given up. Raises StoreUnavailable."""
         before = self.read()
-        if lowered(before, now := listed_heads(manifests)):
+        if lowered_heads(before, now := listed_heads(manifests)):
             self._replace(before, now)
 
     def forget(self, names: Iterable[str]) -> None:
@@ -89,7 +89,7 @@ class VersionHeads:
         self._replace(before, {key: head for key, head in before.items() if key not in gone})
 
     def _replace(self, before: Mapping[bytes, int], heads: dict[bytes, int]) -> None:
-        listed = sorted(self.listed())
+        listed = sorted(self.list_records())
         if heads == before and len(listed) <= 1:
             return
         if len(heads) > ENTRIES_MAX:
@@ -119,7 +119,7 @@ def listed_heads(manifests: ManifestStore) -> dict[bytes, int]:
     return found
 
 
-def lowered(before: Mapping[bytes, int], now: Mapping[bytes, int]) -> dict[bytes, int]:
+def lowered_heads(before: Mapping[bytes, int], now: Mapping[bytes, int]) -> dict[bytes, int]:
     """Return the heads of `before` above those of `now`."""
     return {key: head for key, head in before.items() if head > now.get(key, 0)}
 

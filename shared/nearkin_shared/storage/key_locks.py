@@ -21,12 +21,12 @@ class KeyLocks(Protocol):
     """Exclude conditional puts of a key from its other conditional puts and from its deletions."""
 
     def for_put(self, tenant: str, key: str) -> AbstractContextManager[None]:
-        """Hold the key for a conditional put. Raises Retryable where it stays taken."""
+        """Hold the key for a conditional put. Raises RetryableError where it stays taken."""
 
     def for_deletion(self, tenant: str, key: str) -> AbstractContextManager[None]:
-        """Hold the key for a deletion; several deletions may hold it. Raises Retryable where it stays taken."""
+        """Hold the key for a deletion; several deletions may hold it. Raises RetryableError where it stays taken."""
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Begin without any lock held, in a process that was forked."""
 
 
@@ -37,9 +37,9 @@ class ProcessKeyLocks:
     """
 
     def __init__(self) -> None:
-        self.forked()
+        self.after_fork()
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Begin without any lock held, in a process that was forked."""
         self._changed = threading.Condition()
         self._putting = False
@@ -50,7 +50,7 @@ class ProcessKeyLocks:
         """Hold the lock alone. Raises StoreLocked where it stays taken."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._putting and not self._deletions, WAIT_SECONDS):
-                raise _taken(key)
+                raise _taken_error(key)
             self._putting = True
         try:
             yield
@@ -64,7 +64,7 @@ class ProcessKeyLocks:
         """Hold the lock with other deletions. Raises StoreLocked where it stays taken."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._putting, WAIT_SECONDS):
-                raise _taken(key)
+                raise _taken_error(key)
             self._deletions += 1
         try:
             yield
@@ -74,5 +74,5 @@ class ProcessKeyLocks:
                 self._changed.notify_all()
 
 
-def _taken(key: str) -> StoreLocked:
+def _taken_error(key: str) -> StoreLocked:
     return StoreLocked(f"key {key!r}: another change of it took over {WAIT_SECONDS:.0f} s; try again")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from nearkin_shared.errors import Corrupt, NotFound, Permanent
+from nearkin_shared.errors import Corrupt, NotFound, PermanentError
 from nearkin_shared.formats.manifest import (
     NO_DIGEST,
     NO_PREVIOUS,
@@ -34,7 +34,7 @@ from nearkin_shared.objectstore.delegating import record_key_of, takes_bytes
 from nearkin_shared.objectstore.parity import read_decoded
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.results import VersionInfo
-from nearkin_shared.storage.clock_records import KnownTime
+from nearkin_shared.storage.clock_records import RecordedTime
 from nearkin_shared.storage.key_locks import KeyLocks, ProcessKeyLocks
 from nearkin_shared.storage.retention_records import SUFFIX as RETENTION_SUFFIX
 from nearkin_shared.storage.retention_records import RetentionRecords, record_sequence
@@ -117,7 +117,9 @@ def _digest_of_manifest(data: bytes, what: str) -> bytes:
 
 
 class ManifestStore:
-    """Manifests and marks by (tenant, key, version). Of an erased tenant all that is asked by name raises Erased."""
+    """Manifests and marks by (tenant, key, version). Of an erased tenant all that is asked by name raises
+    TenantErased.
+    """
 
     def __init__(self, objects: ObjectStore, locks: KeyLocks | None = None, record_key: bytes | None = None) -> None:
         """`locks`: shared by all who put conditionally and delete; by default one process's own.
@@ -127,7 +129,7 @@ class ManifestStore:
         self._objects = objects
         self.locks = locks or ProcessKeyLocks()
         self._given_key = record_key
-        self.known_time = KnownTime(objects)
+        self.known_time = RecordedTime(objects)
         self.retentions = RetentionRecords(objects, _folder, lambda: self._record_key)
 
     @property
@@ -220,7 +222,7 @@ class ManifestStore:
                     return Previous(version, self.digest(tenant, key, version))
                 except NotFound:
                     continue
-                except Permanent:
+                except PermanentError:
                     return Previous(version, NO_DIGEST)
         return NO_PREVIOUS
 
@@ -257,7 +259,7 @@ class ManifestStore:
             raise Corrupt(f"{name}: is the manifest of {manifest.key!r} version {manifest.version}")
         return manifest
 
-    def stored(self, name: str) -> bytes:
+    def read_stored(self, name: str) -> bytes:
         """Return the bytes that lie under an object name, whatever they are. Raises NotFound, StoreUnavailable."""
         return self._objects.get(name)
 
@@ -291,7 +293,7 @@ class ManifestStore:
             precondition.check(key, None if newest is None else newest.info)
 
     def exclusive_if(self, precondition: Precondition | None, tenant: str, key: str) -> AbstractContextManager[None]:
-        """Hold the key's lock for a conditional put; do nothing for any other. Raises Retryable."""
+        """Hold the key's lock for a conditional put; do nothing for any other. Raises RetryableError."""
         return nullcontext() if precondition is None else self.locks.for_put(tenant, key)
 
     def _newest_of(self, tenant: str, key: str, histories: Mapping[int, History]) -> Manifest | None:
@@ -300,7 +302,7 @@ class ManifestStore:
                 return self.get(tenant, key, version)
         return None
 
-    def seen(self, tenant: str, key: str, version: int) -> Manifest:
+    def read_visible(self, tenant: str, key: str, version: int) -> Manifest:
         """Return a version that is to be seen. Raises NotFound, Corrupt, StoreUnavailable."""
         if not self.is_seen(tenant, key, version):
             raise NotFound(f"key {key!r} version {version}: deleted")

@@ -17,10 +17,10 @@ from collections.abc import Callable
 import numpy as np
 
 from nearkin_shared.errors import Corrupt, NotFound
-from nearkin_shared.formats.pending_delete_record import Condemned
+from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.storage.containers import ContainerSource, ContainerStore
-from nearkin_shared.storage.pending_deletes import CondemnedStore
-from nearkin_shared.types import ZERO, Bools, ContainerId, Locations, grouped
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
+from nearkin_shared.types import ZERO, Bools, ContainerId, Locations, group_by_container
 
 SOUND_MAX = 10_000
 """Containers whose segments are remembered as sound: 40 GB of data, some 300 KB."""
@@ -28,11 +28,11 @@ REFRESH_SECONDS = 5.0
 """A record may be so old when a base is chosen; a quarter of the grace where that is less."""
 
 
-class RecordWatch:
+class PendingDeleteWatcher:
     """The record of what is condemned, read again now and then; shared by threads and tenants."""
 
     def __init__(
-        self, condemned: CondemnedStore, grace_seconds: float, rounds: Callable[[], object] = lambda: None
+        self, condemned: PendingDeleteStore, grace_seconds: float, rounds: Callable[[], object] = lambda: None
     ) -> None:
         """`rounds` returns what is another once a round has ended: it may have written containers anew, and condemned
         nothing.
@@ -41,14 +41,14 @@ class RecordWatch:
         self._rounds = rounds
         self.grace_seconds = grace_seconds
         self._lock = threading.Lock()
-        self._record: dict[int, Condemned] = {}
+        self._record: dict[int, PendingDelete] = {}
         self._round = object()
         self._read_at = -1e9
         self.changes = 0
         """How often the record was another than before, a round had ended since, or it was not looked at for so long
         that either may have been."""
 
-    def record(self, *, now: bool = False) -> dict[int, Condemned]:
+    def record(self, *, now: bool = False) -> dict[int, PendingDelete]:
         """Return what is condemned, as it is or was a moment ago. Raises StoreUnavailable."""
         with self._lock:
             at = time.monotonic()
@@ -61,17 +61,19 @@ class RecordWatch:
             return self._record
 
 
-def _stamp(record: dict[int, Condemned]) -> list[tuple[int, int, int, int]]:
+def _stamp(record: dict[int, PendingDelete]) -> list[tuple[int, int, int, int]]:
     return [(c, entry.at_us, len(entry.chunks), len(entry.segments)) for c, entry in sorted(record.items())]
 
 
-class Collected:
+class PendingDeleteFilter:
     """One tenant's view: what is condemned or gone.
 
     Lets go of all that was read whenever the record changes, and once a round has ended.
     """
 
-    def __init__(self, watch: RecordWatch, containers: ContainerStore, fresh: Callable[[], ContainerStore]) -> None:
+    def __init__(
+        self, watch: PendingDeleteWatcher, containers: ContainerStore, fresh: Callable[[], ContainerStore]
+    ) -> None:
         """`fresh` returns the same containers with nothing of them read yet."""
         self._watch = watch
         self._fresh = fresh
@@ -90,18 +92,18 @@ class Collected:
         self._watch.record()
         if self._seen != self._watch.changes:
             self._seen = self._watch.changes
-            self._containers.forget_read()
+            self._containers.evict()
             self._sound.clear()
 
-    def condemned(self, chunks: Locations) -> Bools:
+    def is_pending(self, chunks: Locations) -> Bools:
         """Return which chunks are condemned."""
-        return _condemned(self._watch.record(), chunks)
+        return _is_pending(self._watch.record(), chunks)
 
     def lost(self, chunks: Locations, source: ContainerSource) -> Bools:
         """Return which chunks are condemned, or gone from what `source` has read since the record last changed."""
         self.refresh()
-        found = self.condemned(chunks)
-        for container, rows in grouped(chunks.containers):
+        found = self.is_pending(chunks)
+        for container, rows in group_by_container(chunks.containers):
             if container == ZERO:
                 continue
             ordinals = chunks.ordinals[rows]
@@ -124,7 +126,7 @@ class Collected:
         self.refresh()
         record = self._watch.record()
         stale_us = (time.time() - self.grace_seconds / 2) * 1e6
-        for container, rows in grouped(segments.containers):
+        for container, rows in group_by_container(segments.containers):
             ordinals, entry = segments.ordinals[rows], record.get(container)
             try:
                 sound = self._sound_segments(container)
@@ -145,7 +147,7 @@ class Collected:
         counts = np.diff(recipes.bounds)
         sound: Bools = counts > 0
         of_row = np.repeat(np.arange(len(counts)), counts)
-        for other, rows in grouped(recipes.chunks.containers):
+        for other, rows in group_by_container(recipes.chunks.containers):
             if other == ZERO:
                 continue
             try:
@@ -168,7 +170,7 @@ class Collected:
         """
         record, containers = self._watch.record(now=True), self._fresh()
         try:
-            for container, rows in grouped(segments.containers):
+            for container, rows in group_by_container(segments.containers):
                 recipes, ordinals = containers.directory(ContainerId(container)).segments, segments.ordinals[rows]
                 counts = np.diff(recipes.bounds)
                 if int(ordinals.max()) >= len(counts) or not counts[ordinals].all():
@@ -178,22 +180,22 @@ class Collected:
                 if container in record and wanted[record[container].segments].any():
                     return f"a segment of container {container:016x} is condemned"
                 chunks = recipes.chunks.take(np.repeat(wanted, counts))
-                for other, named in grouped(chunks.containers):
+                for other, named in group_by_container(chunks.containers):
                     if other == ZERO:
                         continue
                     there, wanted_there = containers.directory(ContainerId(other)).chunks.there, chunks.ordinals[named]
                     if int(wanted_there.max()) >= len(there) or not there[wanted_there].all():
                         return f"a chunk of container {other:016x} was collected"
-                if _condemned(record, chunks).any():
+                if _is_pending(record, chunks).any():
                     return f"a chunk that a segment of container {container:016x} names is condemned"
         except (Corrupt, NotFound) as err:
             return str(err)
         return None
 
 
-def _condemned(record: dict[int, Condemned], chunks: Locations) -> Bools:
+def _is_pending(record: dict[int, PendingDelete], chunks: Locations) -> Bools:
     found = np.zeros(len(chunks), np.bool_)
-    for container, rows in grouped(chunks.containers) if record else ():
+    for container, rows in group_by_container(chunks.containers) if record else ():
         entry = record.get(container)
         if entry is not None:
             found[rows] = entry.whole | np.isin(chunks.ordinals[rows], entry.chunks)

@@ -14,9 +14,9 @@ import threading
 import time
 
 from nearkin_shared.errors import Corrupt, NotFound
-from nearkin_shared.formats.pending_delete_record import Condemned, Record, decode_record, encode_record
+from nearkin_shared.formats.pending_delete_record import PendingDelete, Record, decode_record, encode_record
 from nearkin_shared.objectstore.base import ObjectStore
-from nearkin_shared.storage.versioned_record import NumberedRecords
+from nearkin_shared.storage.versioned_record import VersionedRecords
 from nearkin_shared.utils.failpoints import failpoint
 
 FOLDER = "gc"
@@ -25,11 +25,11 @@ GENERATION_SECONDS = 5.0
 _log = logging.getLogger("nearkin")
 
 
-class CondemnedStore:
+class PendingDeleteStore:
     """The record of one store. One janitor at a time writes it."""
 
     def __init__(self, objects: ObjectStore) -> None:
-        self._records = NumberedRecords(objects, FOLDER, "nkg", "what is condemned")
+        self._records = VersionedRecords(objects, FOLDER, "nkg", "what is condemned")
 
     @property
     def objects(self) -> ObjectStore:
@@ -40,24 +40,24 @@ class CondemnedStore:
         """Return the object name of a record."""
         return self._records.name(sequence)
 
-    def listed(self) -> dict[int, int]:
+    def list_records(self) -> dict[int, int]:
         """Return the bytes of each record that is there, by sequence. Raises Corrupt for a name that is none's."""
-        return self._records.listed()
+        return self._records.list_records()
 
-    def read(self) -> dict[int, Condemned]:
+    def read(self) -> dict[int, PendingDelete]:
         """Return what is condemned. A record that is broken counts as none: its round begins anew.
 
         Raises FormatTooNew, StoreUnavailable.
         """
-        held = self._records.holding(self.at, _nothing)
+        held = self._records.holding(self.at, _empty_record)
         return {} if held is None else held[1]
 
-    def settled(self) -> bool:
+    def is_consistent(self) -> bool:
         """Return whether one record is there, and whole, or there never was any: no crash, no damage.
 
         Raises FormatTooNew, StoreUnavailable.
         """
-        listed = self.listed()
+        listed = self.list_records()
         if len(listed) != 1:
             return not listed
         try:
@@ -66,7 +66,7 @@ class CondemnedStore:
             return False
         return True
 
-    def at(self, sequence: int) -> dict[int, Condemned]:
+    def at(self, sequence: int) -> dict[int, PendingDelete]:
         """Return one record. Raises NotFound, Corrupt, FormatTooNew, StoreUnavailable."""
         name = self.name(sequence)
         found, record = decode_record(self._records.get(sequence), name, key=self._records.key)
@@ -80,7 +80,7 @@ class CondemnedStore:
         `sequence_min`: the GC generation that the index has begun. Raises AlreadyExists: another janitor was first, and
         its record holds.
         """
-        before = sorted(self.listed())
+        before = sorted(self.list_records())
         if record or before:
             sequence = max(self._records.following(before), sequence_min)
             self._records.add(sequence, encode_record(sequence, record, key=self._records.key))
@@ -97,7 +97,7 @@ class GcGeneration:
     """
 
     def __init__(self, objects: ObjectStore, refresh_seconds: float = GENERATION_SECONDS) -> None:
-        self._condemned = CondemnedStore(objects)
+        self._condemned = PendingDeleteStore(objects)
         self._refresh_seconds = refresh_seconds
         self._lock = threading.Lock()
         self._generation, self._read_at = 0, -math.inf
@@ -107,12 +107,12 @@ class GcGeneration:
         with self._lock:
             now = time.monotonic()
             if now - self._read_at > self._refresh_seconds:
-                self._generation = max(self._condemned.listed(), default=self._generation)
+                self._generation = max(self._condemned.list_records(), default=self._generation)
                 self._read_at = now
             return self._generation
 
 
-def _nothing(err: Corrupt) -> dict[int, Condemned]:
+def _empty_record(err: Corrupt) -> dict[int, PendingDelete]:
     _log.warning("%s: what it condemned is condemned anew", err)
     return {}
 

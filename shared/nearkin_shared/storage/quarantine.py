@@ -13,9 +13,15 @@ from dataclasses import replace
 import numpy as np
 
 from nearkin_shared.errors import Corrupt
-from nearkin_shared.formats.pending_delete_record import QUARANTINED, Condemned, Record, decode_record, encode_record
+from nearkin_shared.formats.pending_delete_record import (
+    QUARANTINED,
+    PendingDelete,
+    Record,
+    decode_record,
+    encode_record,
+)
 from nearkin_shared.objectstore.base import ObjectStore
-from nearkin_shared.storage.versioned_record import NumberedRecords
+from nearkin_shared.storage.versioned_record import VersionedRecords
 from nearkin_shared.types import U32
 from nearkin_shared.utils.failpoints import failpoint
 
@@ -28,25 +34,25 @@ class Quarantine:
     """The record of one store. Who writes it holds the store's lock or lease."""
 
     def __init__(self, objects: ObjectStore, clock: Callable[[], float]) -> None:
-        self._records = NumberedRecords(objects, FOLDER, "nkq", "what is quarantined")
+        self._records = VersionedRecords(objects, FOLDER, "nkq", "what is quarantined")
         self._clock = clock
 
     def name(self, sequence: int) -> str:
         """Return the object name of a record."""
         return self._records.name(sequence)
 
-    def listed(self) -> dict[int, int]:
+    def list_records(self) -> dict[int, int]:
         """Return the bytes of each record that is there, by sequence. Raises Corrupt for a name that is none's."""
-        return self._records.listed()
+        return self._records.list_records()
 
-    def read(self) -> dict[int, Condemned]:
+    def read(self) -> dict[int, PendingDelete]:
         """Return by container what is quarantined. A record that is broken counts as none: `verify` makes it anew.
 
         Raises FormatTooNew, StoreUnavailable, Corrupt for a stray name in its folder.
         """
         return self._held()[1]
 
-    def at(self, sequence: int) -> dict[int, Condemned]:
+    def at(self, sequence: int) -> dict[int, PendingDelete]:
         """Return one record. Raises NotFound, Corrupt, FormatTooNew, StoreUnavailable."""
         name = self.name(sequence)
         found, record = decode_record(self._records.get(sequence), name, QUARANTINED, self._records.key)
@@ -62,20 +68,20 @@ class Quarantine:
         """
         sequence, before = self._held()
         now_us = int(self._clock() * 1e6)
-        record: dict[int, Condemned] = {} if everything else dict(before)
+        record: dict[int, PendingDelete] = {} if everything else dict(before)
         for container in {**chunks, **segments}:
             broken, recipes = chunks.get(container, _NONE), segments.get(container, _NONE)
-            entry = Condemned(now_us, _NONE if broken is None else broken, recipes, broken is None)
+            entry = PendingDelete(now_us, _NONE if broken is None else broken, recipes, broken is None)
             earlier = before.get(container)
             if earlier is not None:
                 entry = replace(entry, at_us=earlier.at_us)
                 if not everything:
                     both = np.union1d(earlier.chunks, entry.chunks), np.union1d(earlier.segments, entry.segments)
-                    entry = Condemned(earlier.at_us, *both, earlier.whole or entry.whole)
+                    entry = PendingDelete(earlier.at_us, *both, earlier.whole or entry.whole)
             record[container] = entry
         self._replace(sequence, before, record)
 
-    def release(self, looked_at: Mapping[int, Condemned | None]) -> None:
+    def release(self, looked_at: Mapping[int, PendingDelete | None]) -> None:
         """Take containers out that are sound again (None), or say what of them is still broken."""
         sequence, before = self._held()
         record = dict(before)
@@ -86,15 +92,15 @@ class Quarantine:
                 record[container] = replace(entry, at_us=before.get(container, entry).at_us)
         self._replace(sequence, before, record)
 
-    def _held(self) -> tuple[int, dict[int, Condemned]]:
-        return self._records.holding(self.at, _nothing) or (0, {})
+    def _held(self) -> tuple[int, dict[int, PendingDelete]]:
+        return self._records.holding(self.at, _empty_record) or (0, {})
 
     def _replace(self, sequence: int, before: Record, record: Record) -> None:
         """Make `record` the next one after `sequence`, which `before` is of: what another writer adds meanwhile stays.
 
         Raises AlreadyExists where one did.
         """
-        listed = [lower for lower in sorted(self.listed()) if lower <= sequence]
+        listed = [lower for lower in sorted(self.list_records()) if lower <= sequence]
         if _same(before, record) and len(listed) == bool(record):
             return
         if record:
@@ -105,7 +111,7 @@ class Quarantine:
         failpoint("quarantine.done")
 
 
-def _nothing(err: Corrupt) -> dict[int, Condemned]:
+def _empty_record(err: Corrupt) -> dict[int, PendingDelete]:
     _log.warning("%s: run `nearkin verify`", err)
     return {}
 
@@ -119,13 +125,13 @@ def _same(one: Record, other: Record) -> bool:
     )
 
 
-def joined(one: Record, other: Record) -> Record:
+def join_records(one: Record, other: Record) -> Record:
     """Return what is in one record or the other, as an index that is made anew leaves it out."""
     found = dict(one)
     for container, entry in other.items():
         mine = found.get(container)
         if mine is not None:
             chunks, segments = np.union1d(mine.chunks, entry.chunks), np.union1d(mine.segments, entry.segments)
-            entry = Condemned(mine.at_us, chunks, segments, mine.whole or entry.whole)  # noqa: PLW2901
+            entry = PendingDelete(mine.at_us, chunks, segments, mine.whole or entry.whole)  # noqa: PLW2901
         found[container] = entry
     return found

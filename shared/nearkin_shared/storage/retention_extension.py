@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nearkin_shared.errors import BadInput, NotFound, Retryable
+from nearkin_shared.errors import BadInput, NotFound, RetryableError
 from nearkin_shared.formats.manifest import CREATED_US_MAX, Manifest, moment_of
 from nearkin_shared.formats.retention_record import RetentionRecord
-from nearkin_shared.index.protocols import Marked
+from nearkin_shared.index.protocols import MarkedVersion
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.results import VersionInfo
 from nearkin_shared.storage.manifests import History, ManifestStore
@@ -31,7 +31,7 @@ class RetentionExtender:
     def __init__(
         self,
         manifests: ManifestStore,
-        note: Callable[[Sequence[Marked]], None],
+        note: Callable[[Sequence[MarkedVersion]], None],
         withdraw_note: Callable[[str, str, list[int]], None],
         clock: Callable[[], float],
     ) -> None:
@@ -65,7 +65,7 @@ class RetentionExtender:
                 if not self._write(history, record):
                     continue
             return self._check_visible(manifest)
-        raise Retryable(f"{_label(manifest)}: {RACES_MAX} other extensions came first; try again")
+        raise RetryableError(f"{_label(manifest)}: {RACES_MAX} other extensions came first; try again")
 
     def _find(self, tenant: str, key: str, version: int | None) -> tuple[History, Manifest]:
         histories = self._manifests.histories(tenant, key)
@@ -79,7 +79,7 @@ class RetentionExtender:
         """Write a record; return whether it was not preceded by another one."""
         records_bytes = history.marks_bytes + len(self._manifests.retentions.encode(record))
         try:
-            self._note([Marked(record.tenant, record.key, record.version, history.sequence, records_bytes)])  # 1
+            self._note([MarkedVersion(record.tenant, record.key, record.version, history.sequence, records_bytes)])  # 1
             failpoint("retention.noted")
             self._manifests.retentions.write(record)  # 2
         except AlreadyExists:

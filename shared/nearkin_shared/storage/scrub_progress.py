@@ -14,7 +14,7 @@ from blake3 import blake3
 from nearkin_shared.errors import Corrupt, FormatTooNew
 from nearkin_shared.formats.record_authentication import check_json_mac, mac_of_json
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
-from nearkin_shared.storage.versioned_record import NumberedRecords
+from nearkin_shared.storage.versioned_record import VersionedRecords
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 
@@ -54,16 +54,16 @@ class ScrubStates:
     """The state of one store. Of several writers the last word counts."""
 
     def __init__(self, objects: ObjectStore) -> None:
-        self._records = NumberedRecords(objects, FOLDER, "json", "a scrub's state")
+        self._records = VersionedRecords(objects, FOLDER, "json", "a scrub's state")
 
     def read(self) -> ScrubState:
         """Return the state; one that is broken counts as none. Raises FormatTooNew, StoreUnavailable."""
-        held = self._records.holding(self.at, _nothing)
+        held = self._records.holding(self.at, _empty_state)
         return ScrubState() if held is None else held[1]
 
     def write(self, state: ScrubState) -> None:
         """Make `state` the one that holds, before the one until now goes."""
-        before = sorted(self.listed())
+        before = sorted(self.list_records())
         try:
             self._records.add(self._records.following(before), encode_state(state, self._records.key))
         except AlreadyExists:
@@ -72,9 +72,9 @@ class ScrubStates:
         self._records.remove(before)
         failpoint("scrub.done")
 
-    def listed(self) -> dict[int, int]:
+    def list_records(self) -> dict[int, int]:
         """Return the bytes of each state that is there, by sequence. Raises Corrupt for a name that is none's."""
-        return self._records.listed()
+        return self._records.list_records()
 
     def name(self, sequence: int) -> str:
         """Return the object name of a record."""
@@ -85,7 +85,7 @@ class ScrubStates:
         return decode_state(self._records.get(sequence), self.name(sequence), self._records.key)
 
 
-def _nothing(err: Corrupt) -> ScrubState:
+def _empty_state(err: Corrupt) -> ScrubState:
     _log.warning("%s: a new pass begins", err)
     return ScrubState()
 

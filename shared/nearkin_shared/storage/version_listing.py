@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 
-from nearkin_shared.errors import Corrupt, NotFound, Permanent
+from nearkin_shared.errors import Corrupt, NotFound, PermanentError
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.results import Damage, VersionInfo
 from nearkin_shared.storage.manifests import History, ManifestStore, object_name
 
-Unit = tuple[str, tuple[int, ...]]
+ListingGroup = tuple[str, tuple[int, ...]]
 """A key and versions of it, ascending: one line of a listing is made of it, or none."""
 
 
-def with_unnamed(
+def include_unindexed(
     manifests: ManifestStore, tenant: str, names: Iterable[tuple[str, int]], retentions: dict[tuple[str, int], int]
 ) -> Iterator[tuple[str, int]]:
     """Yield the (key, version) of an index, and those that lie in the same keys' folders and it does not name.
@@ -29,7 +29,7 @@ def with_unnamed(
     """
     for key, same in groupby(names, key=lambda entry: entry[0]):
         versions = {version for _, version in same}
-        with suppress(Permanent):  # a stray file in the key's folder: told where the folder decides
+        with suppress(PermanentError):  # a stray file in the key's folder: told where the folder decides
             histories = manifests.histories(tenant, key)
             versions |= {number for number, history in histories.items() if history.committed}
             retentions.update(((key, number), history.retention) for number, history in histories.items())
@@ -58,15 +58,15 @@ def check_newest(
         )
 
 
-def units(names: Iterable[tuple[str, int]], *, all_versions: bool) -> Iterator[Unit]:
+def listing_groups(names: Iterable[tuple[str, int]], *, all_versions: bool) -> Iterator[ListingGroup]:
     """Yield the units of a listing from (key, version) by key and version."""
     if all_versions:
         return ((key, (version,)) for key, version in names)
     return ((key, tuple(version for _, version in same)) for key, same in groupby(names, key=lambda entry: entry[0]))
 
 
-def shown(
-    manifests: ManifestStore, tenant: str, unit: Unit, *, all_versions: bool, retention: int | None = None
+def visible_version(
+    manifests: ManifestStore, tenant: str, unit: ListingGroup, *, all_versions: bool, retention: int | None = None
 ) -> VersionInfo | Damage | None:
     """Return the newest version of a unit that is to be seen, None where all are deleted.
 
@@ -81,7 +81,7 @@ def shown(
         return found
     try:
         histories = manifests.histories(tenant, key)
-    except Permanent as err:  # a stray file in the key's folder
+    except PermanentError as err:  # a stray file in the key's folder
         return _damage(tenant, key, newest, str(err))
     for version in sorted(histories, reverse=True):
         history = histories[version]
@@ -105,7 +105,7 @@ def _read(
             return manifests.info(manifests.get(tenant, key, version), retention)
     except NotFound:
         return _damage(tenant, key, version, f"{object_name(tenant, key, version)}: missing")
-    except Permanent as err:
+    except PermanentError as err:
         return _damage(tenant, key, version, str(err))
     return None
 

@@ -23,7 +23,7 @@ READ_TRIES_MAX = 8
 """Each but the first means that a writer put a record, and removed one, since the listing: some 20 ms of S3."""
 
 
-class NumberedRecords:
+class VersionedRecords:
     """The records in one folder of an object store, as bytes."""
 
     def __init__(self, objects: ObjectStore, folder: str, suffix: str, what: str) -> None:
@@ -41,7 +41,7 @@ class NumberedRecords:
         """Return the object name of a record."""
         return f"{self._folder}/{sequence:016x}.{self._suffix}"
 
-    def listed(self) -> dict[int, int]:
+    def list_records(self) -> dict[int, int]:
         """Return the bytes of each record that is there, by sequence. Raises Corrupt for a name that is none's."""
         found = {}
         for name, size_bytes in self.objects.names(self._folder):
@@ -62,7 +62,7 @@ class NumberedRecords:
         never NotFound.
         """
         for _ in range(READ_TRIES_MAX):
-            sequence = max(self.listed(), default=None)
+            sequence = max(self.list_records(), default=None)
             if sequence is None:
                 return None
             try:
@@ -85,7 +85,7 @@ class NumberedRecords:
     def add(self, sequence: int, data: bytes) -> None:
         """Put a record. Raises AlreadyExists where another writer's holds, StoreUnavailable."""
         self.objects.put_new(self.name(sequence), data)
-        highest = max(self.listed(), default=sequence)
+        highest = max(self.list_records(), default=sequence)
         if highest > sequence:
             raise AlreadyExists(f"{self.name(sequence)}: record {highest} of another writer holds")
 

@@ -39,7 +39,7 @@ cache of five dumps held 176 MiB of blocks in 206."""
 SLAB_BYTES = 4 * MIB
 
 
-class _Loan(weakref.ref[U8]):
+class _Lease(weakref.ref[U8]):
     """An array that was lent, and its memory."""
 
     __slots__ = ("memory", "room_bytes")
@@ -51,7 +51,7 @@ _ROOM_BYTES = attrgetter("room_bytes")
 """Asked of a thousand loans and more for each group of blocks: a generator took 2 % of the 12th dump."""
 
 
-class Buffers:
+class BufferPool:
     """Arrays whose memory is used again. Safe between threads.
 
     The end of a loan is noted by a method of C alone. It may come anywhere, and a Ctrl-C that falls into a finalizer
@@ -61,12 +61,12 @@ class Buffers:
     def __init__(self, spare_bytes_max: int = SPARE_BYTES_MAX) -> None:
         self._spare_bytes_max = spare_bytes_max
         self._spares: dict[int, deque[memoryview]] = {}
-        self._loans: dict[int, _Loan] = {}
+        self._loans: dict[int, _Lease] = {}
         self._ended: deque[weakref.ref[Any]] = deque()
         self._lock = threading.Lock()
 
     @property
-    def spare_bytes(self) -> int:
+    def unused_bytes(self) -> int:
         """Return how much unused memory is held."""
         with self._lock:
             self._collect()
@@ -74,14 +74,14 @@ class Buffers:
             return self._counted_bytes()
 
     @property
-    def lent_bytes(self) -> int:
+    def leased_bytes(self) -> int:
         """Return how much memory somebody looks at."""
         with self._lock:
             self._collect()
             loans = list(self._loans.values())  # in one step: who takes memory notes that without the lock
         return sum(map(_ROOM_BYTES, loans))
 
-    def let_go(self) -> None:
+    def release_unused(self) -> None:
         """Hold no unused memory any more: what is lent still is noted, and comes back as ever."""
         with self._lock:
             self._collect()
@@ -96,30 +96,30 @@ class Buffers:
         with self._lock:
             self._collect()
             spares = [
-                self._spare(rounded(size_bytes)) if SMALLEST_BYTES <= size_bytes <= LARGEST_BYTES else None
+                self._find_unused(round_up_size(size_bytes)) if SMALLEST_BYTES <= size_bytes <= LARGEST_BYTES else None
                 for size_bytes in sizes_bytes
             ]
             self._trim()
-        return list(map(self._lent, sizes_bytes, spares))
+        return list(map(self._lease, sizes_bytes, spares))
 
-    def _lent(self, size_bytes: int, memory: memoryview | None) -> U8:
+    def _lease(self, size_bytes: int, memory: memoryview | None) -> U8:
         """Return an array in a spare; None: in new memory."""
         if size_bytes > LARGEST_BYTES:
             return mapped(size_bytes)
         if size_bytes < SMALLEST_BYTES:
             return np.empty(size_bytes, np.uint8)
         if memory is None:
-            room_bytes = rounded(size_bytes)
+            room_bytes = round_up_size(size_bytes)
             small = room_bytes < MAPPED_BYTES
             memory = (np.empty(room_bytes, np.uint8) if small else mapped(room_bytes)).data
         # Views of an array whose base is a memoryview keep that very array alive, so its end is the end of them all.
         array: U8 = np.frombuffer(memory, np.uint8, size_bytes)
-        loan = _Loan(array, self._ended.append)
+        loan = _Lease(array, self._ended.append)
         loan.memory, loan.room_bytes = memory, len(memory)
         self._loans[id(loan)] = loan
         return array
 
-    def _spare(self, room_bytes: int) -> memoryview | None:
+    def _find_unused(self, room_bytes: int) -> memoryview | None:
         """Return the smallest spare that will do."""
         rooms = [room_bytes]
         if room_bytes >= ROOMY_BYTES:
@@ -144,11 +144,11 @@ class Buffers:
 
         What is wanted now makes room for itself: sizes that nobody has given back for longest go first.
         """
-        spare_bytes = self._counted_bytes()
-        while spare_bytes > self._spare_bytes_max:
+        unused_bytes = self._counted_bytes()
+        while unused_bytes > self._spare_bytes_max:
             oldest = next(iter(self._spares))
             if self._spares[oldest]:
-                spare_bytes -= len(self._spares[oldest].popleft())
+                unused_bytes -= len(self._spares[oldest].popleft())
             else:
                 del self._spares[oldest]
 
@@ -157,7 +157,7 @@ class Buffers:
         return sum(room_bytes * len(spares) for room_bytes, spares in self._spares.items())
 
 
-class Slabs:
+class SlabAllocator:
     """Pieces of large memory, cut one behind the other. Not to be shared between threads.
 
     A slab goes back when the last of its pieces is gone: for what comes and goes together, of any sizes.
@@ -168,7 +168,7 @@ class Slabs:
         self._take = take
         self._left: U8 = np.zeros(0, np.uint8)
 
-    def cut(self, size_bytes: int) -> U8:
+    def allocate(self, size_bytes: int) -> U8:
         """Return uint8[size_bytes], its bytes undefined."""
         if size_bytes > SLAB_BYTES // 2:  # with little slack, and without an end of a slab left over
             return self._take(size_bytes)
@@ -178,7 +178,7 @@ class Slabs:
         return piece
 
 
-def rounded(size_bytes: int) -> int:
+def round_up_size(size_bytes: int) -> int:
     """Return the room that is taken for `size_bytes`: the next of STEPS sizes to each power of two."""
     step = max(1, (1 << (size_bytes - 1).bit_length()) // (2 * STEPS))
     return -(-size_bytes // step) * step

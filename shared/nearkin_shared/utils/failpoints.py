@@ -202,7 +202,7 @@ POINTS: Final = MappingProxyType(
 
 
 @frozen
-class Armed:
+class ArmedFailpoint:
     """One point: at its `count`-th passing `action` is done, once."""
 
     name: str
@@ -214,13 +214,13 @@ class Armed:
 class _Watch:
     """Counts passings, and acts. Its caller's threads pass side by side."""
 
-    def __init__(self, armed: Iterable[Armed], watch: Callable[[str], None] | None) -> None:
+    def __init__(self, armed: Iterable[ArmedFailpoint], watch: Callable[[str], None] | None) -> None:
         self._lock = threading.Lock()
         self._armed = tuple(armed)
         self._watch = watch
         self.passings: dict[str, int] = {}
 
-    def passed(self, name: str) -> None:
+    def hit(self, name: str) -> None:
         if name not in POINTS:
             raise BadInput(f"failpoint {name!r}: not in nearkin_shared.utils.failpoints.POINTS; name it there")
         with self._lock:
@@ -238,16 +238,16 @@ _watching: _Watch | None = None
 def failpoint(name: str) -> None:
     """Stand at a step. Raises StoreUnavailable where that is what is armed here."""
     if _watching is not None:
-        _watching.passed(name)
+        _watching.hit(name)
 
 
-def arm(armed: str | Iterable[Armed] = (), watch: Callable[[str], None] | None = None) -> None:
+def arm(armed: str | Iterable[ArmedFailpoint] = (), watch: Callable[[str], None] | None = None) -> None:
     """Arm points of this process, in place of those until now; counting begins anew. Raises BadInput.
 
     `watch` is told the name at every passing, in the thread that passes; what it raises goes through.
     """
     global _watching  # noqa: PLW0603 - the one switch
-    _watching = _Watch(parsed(armed) if isinstance(armed, str) else armed, watch)
+    _watching = _Watch(parse_failpoints(armed) if isinstance(armed, str) else armed, watch)
 
 
 def disarm() -> dict[str, int]:
@@ -257,7 +257,7 @@ def disarm() -> dict[str, int]:
     return {} if before is None else before.passings
 
 
-def parsed(text: str) -> tuple[Armed, ...]:
+def parse_failpoints(text: str) -> tuple[ArmedFailpoint, ...]:
     """Return what NAME:COUNT:ACTION says, or several with commas between. Raises BadInput, naming what is right."""
     found = []
     for part in text.split(","):
@@ -270,7 +270,7 @@ def parsed(text: str) -> tuple[Armed, ...]:
             raise BadInput(f"{VARIABLE} {part!r}: want NAME:COUNT:ACTION, with a COUNT from 1")
         if action not in ("kill", "stop", "error", "sleep") or bool(seconds) != (action == "sleep"):
             raise BadInput(f"{VARIABLE} {part!r}: want kill, stop, error or sleep=SECONDS")
-        found.append(Armed(name, int(count), action, _seconds(part, seconds) if seconds else 0.0))
+        found.append(ArmedFailpoint(name, int(count), action, _seconds(part, seconds) if seconds else 0.0))
     if len(found) > ARMED_MAX:
         raise BadInput(f"{VARIABLE}: {len(found)} points; {ARMED_MAX} at most")
     return tuple(found)
@@ -286,7 +286,7 @@ def _seconds(part: str, text: str) -> float:
     return seconds
 
 
-def _act(armed: Armed) -> None:
+def _act(armed: ArmedFailpoint) -> None:
     match armed.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)

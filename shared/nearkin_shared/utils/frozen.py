@@ -30,11 +30,11 @@ else:
 
     def frozen(cls):
         """Return the class as a frozen dataclass with slots; at run time nobody stops who sets a field."""
-        return _made(cls, __repr__=_printed, __eq__=_equal, __hash__=_hashed)
+        return _made(cls, __repr__=_repr, __eq__=_equal, __hash__=_hash)
 
     def held(cls):
         """Return the class as a frozen dataclass with slots. Setting a field raises FrozenInstanceError."""
-        return _made(cls, __repr__=_printed, __eq__=_equal, __hash__=_hashed, __setattr__=_set, __delattr__=_refused)
+        return _made(cls, __repr__=_repr, __eq__=_equal, __hash__=_hash, __setattr__=_set, __delattr__=_refuse_delete)
 
 
 def _made(cls: type[Any], **shared: Any) -> type[Any]:
@@ -82,7 +82,7 @@ def _sets(count: int) -> CodeType:
     return space["__init__"].__code__
 
 
-def _printed(self: Any) -> str:
+def _repr(self: Any) -> str:
     shown = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if each.repr)
     return f"{type(self).__qualname__}({shown})"
 
@@ -91,7 +91,7 @@ def _equal(self: Any, other: object) -> bool:
     return _compared(self) == _compared(other) if type(other) is type(self) else NotImplemented
 
 
-def _hashed(self: Any) -> int:
+def _hash(self: Any) -> int:
     return hash(_compared(self))
 
 
@@ -101,9 +101,9 @@ def _compared(self: Any) -> tuple[Any, ...]:
 
 def _set(self: Any, name: str, value: object) -> None:
     if hasattr(self, name):
-        _refused(self, name)
+        _refuse_delete(self, name)
     object.__setattr__(self, name, value)  # as the object is made: each field once
 
 
-def _refused(self: Any, name: str) -> None:
+def _refuse_delete(self: Any, name: str) -> None:
     raise FrozenInstanceError(f"{type(self).__qualname__}.{name} cannot be set: dataclasses.replace makes another")

@@ -20,7 +20,7 @@ from nearkin_shared.types import U8
 
 HUGE_BYTES = 2 * MIB
 """From here on memory asks for huge pages."""
-AT_HAND_SECONDS_MAX = 1e-3
+CACHED_SECONDS_MAX = 1e-3
 """A huge page that takes longer to touch is one that the machine's host has to give first: 4 to 5 ms. One that another
 process has let go of takes 0.26."""
 SMALL_BYTES = 64 * MIB
@@ -75,7 +75,7 @@ class Mapper:
             return  # an older kernel has laid it across two
         began = self._clock()
         array[first] = 0
-        if self._clock() - began > AT_HAND_SECONDS_MAX:
+        if self._clock() - began > CACHED_SECONDS_MAX:
             self._small_bytes_left = SMALL_BYTES
             memory.madvise(MADV_NOHUGEPAGE)
 

@@ -26,7 +26,7 @@ class _End(NamedTuple):
     failure: BaseException | None
 
 
-class _Line(Generic[Item]):
+class _PrefetchQueue(Generic[Item]):
     """Between a reader and its thread, which does not hold the reader: else nobody could drop it.
 
     One item lies in it at most, since one is asked for at a time, and the end.
@@ -38,7 +38,7 @@ class _Line(Generic[Item]):
         self.ended = threading.Event()
 
 
-class OneAhead(Generic[Item]):
+class PrefetchIterator(Generic[Item]):
     """Items that a thread makes, each while the one before is out; begun by the first `next`. One reads it; any thread
     may close it.
     """
@@ -47,7 +47,7 @@ class OneAhead(Generic[Item]):
         """`making` gives the items; it is entered and left on a thread called `name`."""
         self._name = name
         self._making = making
-        self._line: _Line[Item] = _Line()
+        self._line: _PrefetchQueue[Item] = _PrefetchQueue()
         self._begun_by = 0
         """The process that its thread is in."""
         self._closed = False
@@ -107,10 +107,10 @@ class OneAhead(Generic[Item]):
         self._line.asked.put(False)
 
 
-def _make(making: Callable[[], AbstractContextManager[Iterator[Item]]], line: _Line[Item]) -> None:
+def _make(making: Callable[[], AbstractContextManager[Iterator[Item]]], line: _PrefetchQueue[Item]) -> None:
     failure: BaseException | None = None
     try:
-        _made(making, line)
+        _run_producer(making, line)
     except BaseException as err:
         failure = err
     line.told.put(_End(failure))
@@ -118,7 +118,7 @@ def _make(making: Callable[[], AbstractContextManager[Iterator[Item]]], line: _L
     line.ended.set()
 
 
-def _made(making: Callable[[], AbstractContextManager[Iterator[Item]]], line: _Line[Item]) -> None:
+def _run_producer(making: Callable[[], AbstractContextManager[Iterator[Item]]], line: _PrefetchQueue[Item]) -> None:
     with making() as items:
         if line.asked.get():
             for item in items:

@@ -35,7 +35,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Helpers:
+class ThreadPool:
     """Threads that take parts beside the caller's, whichever of them are free.
 
     Safe between threads, but for `on_other_cores` and `begin`: those are for the one thread that has the others.
@@ -66,24 +66,24 @@ class Helpers:
             threads.shutdown(cancel_futures=True)
 
     @property
-    def alone(self) -> bool:
+    def is_serial(self) -> bool:
         """Return whether the caller does all."""
         return self._threads is None
 
     def parts(self, lengths: U32 | NDArray[np.int64]) -> list[slice]:
-        """Return slices of rows for `answers`: of PART_BYTES each, or all in one where nobody helps.
+        """Return slices of rows for `map`: of PART_BYTES each, or all in one where nobody helps.
 
         A call checks all that it is given: `shared_bytes` with 100 buffers takes 47 us for 2 rows, 57 for 128 and 130
         for 1,280, a sketch 8, 9 and 14.
         """
         return [slice(0, len(lengths))] if self._threads is None else parts_of(lengths)
 
-    def share(self, work: Callable[[], None]) -> None:
+    def run_on_all(self, work: Callable[[], None]) -> None:
         """Call `work` here and on threads that are free, a call a core: each takes what others have left of one task.
 
         Raises what one of these calls raised.
         """
-        self.answers(lambda _hand: work(), range(self._count))
+        self.map(lambda _hand: work(), range(self._count))
 
     def begin(self, work: Callable[[], Answer]) -> Callable[[], Answer]:
         """Begin a piece of work; return what gives its answer once it is there, or raises what it raised.
@@ -103,7 +103,7 @@ class Helpers:
         answer = work()
         return lambda: answer
 
-    def answers(self, work: Callable[[Part], Answer], parts: Sequence[Part]) -> list[Answer]:
+    def map(self, work: Callable[[Part], Answer], parts: Sequence[Part]) -> list[Answer]:
         """Return work(part) for each part. Raises what one of them raised; no further part is begun then."""
         if self._threads is None or len(parts) < 2:
             return [work(part) for part in parts]
@@ -152,19 +152,19 @@ def _help(task: list[Callable[[], Answer]], told: Future[Answer]) -> None:
         told.set_result(answer)
 
 
-ALONE = Helpers()
+SERIAL = ThreadPool()
 """Nobody helps."""
 
 
 @contextmanager
-def all_cores(name: str) -> Iterator[Helpers]:
+def all_cores(name: str) -> Iterator[ThreadPool]:
     """Have threads for as long as the block runs, named `name`: one a core, up to THREADS_MAX; on one core none."""
     count = min(cores(), THREADS_MAX)
     if count < 2:
-        yield ALONE
+        yield SERIAL
         return
     with ThreadPoolExecutor(count, name) as threads:
-        yield Helpers(threads, count)
+        yield ThreadPool(threads, count)
 
 
 def parts_of(lengths: U32 | NDArray[np.int64], part_bytes: int = PART_BYTES) -> list[slice]:

@@ -10,7 +10,7 @@ import pytest
 import nearkin
 from nearkin.client.sync import RemoteStore
 from nearkin_shared import results_json
-from nearkin_shared.errors import Permanent
+from nearkin_shared.errors import PermanentError
 from tests.support.data.samples import noise
 from tests.support.fakes.pipes import Unseekable
 from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
@@ -88,7 +88,7 @@ def test_a_listing_takes_as_many_pages_as_it_needs(store: RemoteStore) -> None:
 def test_a_client_that_was_closed_says_so(gateway: ScriptedGateway) -> None:
     with nearkin.connect(gateway.url, TOKEN) as store:
         assert store.versions() == []
-    with pytest.raises(Permanent, match="was closed"):
+    with pytest.raises(PermanentError, match="was closed"):
         store.versions()
     assert len(gateway.seen) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nearkin.client.sync import RemoteStore
-from nearkin_shared.errors import BadInput, Denied, NotFound
+from nearkin_shared.errors import AccessDenied, BadInput, NotFound
 from tests.support.fakes.scripted_gateway import ScriptedGateway
 
 
@@ -17,7 +17,7 @@ def test_a_deletion_whose_answer_is_lost_is_asked_for_again_and_done_once(
     store.put("k", b"two")
     gateway.script(fault)
     assert store.delete("k", reason="täglich") == 2
-    assert {entry.reason for entry in store.deleted()} == {"täglich"}
+    assert {entry.reason for entry in store.list_deleted()} == {"täglich"}
     asked = [headers["idempotency-key"] for method, _, headers in gateway.seen if method == "DELETE"]
     assert len(asked) == 2
     assert len(set(asked)) == 1
@@ -31,7 +31,7 @@ def test_a_deletion_whose_answer_is_lost_is_asked_for_again_and_done_once(
 def test_who_may_not_delete_is_told_so(store: RemoteStore, gateway: ScriptedGateway) -> None:
     store.put("k", b"one")
     gateway.script("deny")
-    with pytest.raises(Denied):
+    with pytest.raises(AccessDenied):
         store.delete("k")
     with pytest.raises(BadInput):
         store.delete("k", 0)

@@ -10,7 +10,7 @@ import pytest
 import nearkin
 from nearkin.client import http
 from nearkin.client.sync import RemoteStore
-from nearkin_shared.errors import BadInput, ConfigError, Denied, NotFound, Permanent, Retryable
+from nearkin_shared.errors import AccessDenied, BadInput, ConfigError, NotFound, PermanentError, RetryableError
 from tests.support.data.samples import noise
 from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 from tests.support.servers.certificates import self_signed
@@ -29,13 +29,13 @@ def test_errors_come_as_our_own(store: RemoteStore, gateway: ScriptedGateway) ->
     with pytest.raises(BadInput, match="versions count from 1"):
         store.info("k", 0)
     gateway.script("deny")
-    with pytest.raises(Denied, match="has no scope write"):
+    with pytest.raises(AccessDenied, match="has no scope write"):
         store.put("k", DATA)
 
 
 def test_a_token_that_is_missing_or_wrong_is_denied_and_never_told(gateway: ScriptedGateway) -> None:
     for token in (None, "another-token"):
-        with nearkin.connect(gateway.url, token) as store, pytest.raises(Denied) as raised:
+        with nearkin.connect(gateway.url, token) as store, pytest.raises(AccessDenied) as raised:
             store.put("k", DATA)
         assert "another-token" not in str(raised.value)
     assert len(gateway.seen) == 2
@@ -43,14 +43,14 @@ def test_a_token_that_is_missing_or_wrong_is_denied_and_never_told(gateway: Scri
 
 def test_another_program_s_page_is_told_from_a_gateway_s(store: RemoteStore, gateway: ScriptedGateway) -> None:
     gateway.script("html", "redirect")
-    with pytest.raises(Permanent, match=r"GET http://127.*/v1/stats: not what a Nearkin gateway answers"):
+    with pytest.raises(PermanentError, match=r"GET http://127.*/v1/stats: not what a Nearkin gateway answers"):
         store.stats()
-    with pytest.raises(Permanent, match=r"302.*http://elsewhere.example/"):
+    with pytest.raises(PermanentError, match=r"302.*http://elsewhere.example/"):
         store.stats()
 
 
 def test_nobody_listening_is_retryable_and_names_the_server() -> None:
-    with nearkin.connect("http://127.0.0.1:9", TOKEN) as store, pytest.raises(Retryable, match=r"127\.0\.0\.1:9"):
+    with nearkin.connect("http://127.0.0.1:9", TOKEN) as store, pytest.raises(RetryableError, match=r"127\.0\.0\.1:9"):
         store.stats()
 
 
@@ -70,7 +70,7 @@ def test_a_certificate_of_one_s_own_is_trusted_where_it_is_named(
 ) -> None:
     with (
         nearkin.connect(https, TOKEN) as store,
-        pytest.raises(Permanent, match=r"certificate is not trusted.*self-signed.*SSL_CERT_FILE"),
+        pytest.raises(PermanentError, match=r"certificate is not trusted.*self-signed.*SSL_CERT_FILE"),
     ):
         store.stats()
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "cert.pem"))
@@ -93,7 +93,7 @@ def test_a_file_of_no_certificates_is_refused_by_name(
 
 def test_https_to_a_port_in_clear_is_told_once(gateway: ScriptedGateway) -> None:
     url = gateway.url.replace("http:", "https:")
-    with nearkin.connect(url, TOKEN) as store, pytest.raises(Permanent, match=f"{url}.*speaks no TLS there"):
+    with nearkin.connect(url, TOKEN) as store, pytest.raises(PermanentError, match=f"{url}.*speaks no TLS there"):
         store.stats()
 
 
@@ -106,7 +106,7 @@ def test_gets_that_are_left_open_are_named_when_no_connection_is_left(
     left = [iter(store.get("k")) for _ in range(http.CONNECTIONS_MAX)]
     for pieces in left:
         next(pieces)
-    with pytest.raises(Retryable, match=r"32 calls of this client are at work.*not read to its end"):
+    with pytest.raises(RetryableError, match=r"32 calls of this client are at work.*not read to its end"):
         store.stats()
     for pieces in left:
         pieces.close()  # type: ignore[attr-defined]

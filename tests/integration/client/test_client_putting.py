@@ -12,7 +12,7 @@ import pytest
 import nearkin
 from nearkin.client import http
 from nearkin.client.sync import RemoteStore
-from nearkin_shared.errors import BadInput, Corrupt, Retryable, SourceFailed, StoreUnavailable
+from nearkin_shared.errors import BadInput, Corrupt, RetryableError, SourceFailed, StoreUnavailable
 from tests.support.data.samples import noise
 from tests.support.fakes.pipes import Unseekable
 from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
@@ -60,14 +60,14 @@ def test_retries_end(store: RemoteStore, gateway: ScriptedGateway) -> None:
 
 def test_a_gateway_that_takes_no_puts_for_now_is_not_asked_again(store: RemoteStore, gateway: ScriptedGateway) -> None:
     gateway.script("read-only")
-    with pytest.raises(Retryable, match=r"service\.read_only is set"):
+    with pytest.raises(RetryableError, match=r"service\.read_only is set"):
         store.put("k", DATA)
     assert len(gateway.seen) == 1
 
 
 def test_settings_are_changed_once_or_not_at_all(store: RemoteStore, gateway: ScriptedGateway) -> None:
     gateway.script("reset")
-    with pytest.raises(Retryable):
+    with pytest.raises(RetryableError):
         store.change_config({"features": {"algorithm": "odess"}})
     assert len(gateway.seen) == 1
 
@@ -81,7 +81,7 @@ def test_an_accepted_put_is_followed_to_its_commit(store: RemoteStore, gateway: 
 
 def test_an_accepted_put_that_fails_says_why(store: RemoteStore, gateway: ScriptedGateway) -> None:
     gateway.script("accept-fail")
-    with pytest.raises(Retryable, match=r"key 'k': nothing was stored: the pipeline said no"):
+    with pytest.raises(RetryableError, match=r"key 'k': nothing was stored: the pipeline said no"):
         store.put("k", DATA)
 
 
@@ -89,7 +89,7 @@ def test_a_put_that_is_not_committed_in_time_says_where_to_look(gateway: Scripte
     gateway.script("accept")
     with (
         nearkin.connect(gateway.url, TOKEN, commit_seconds=0.01) as store,
-        pytest.raises(Retryable, match=r"not committed in 0 s; it goes on: see /v1/status/0000"),
+        pytest.raises(RetryableError, match=r"not committed in 0 s; it goes on: see /v1/status/0000"),
     ):
         store.put("k", DATA)
 

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     settings = embedded(tmp_path_factory.mktemp("store"), {"gateway": {"key_bytes_max": 600}})
     with running(settings) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def client(gateway: Running) -> Iterator[httpx.Client]:
+def client(gateway: RunningGateway) -> Iterator[httpx.Client]:
     with gateway.client() as found:
         yield found

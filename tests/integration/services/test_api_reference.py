@@ -13,11 +13,11 @@ from nearkin_gateway.app import openapi_document
 from nearkin_gateway.auth import tokens
 from nearkin_gateway.dashboard.api_reference import describe_schema
 from nearkin_gateway.dashboard.rendering import POLICY
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     folder: Path = tmp_path_factory.mktemp("reference")
     tokens.create(folder / "tokens.json", "default", ["read"])
     with running(embedded(folder / "store", {"auth": {"tokens_file": str(folder / "tokens.json")}})) as found:
@@ -30,7 +30,7 @@ def _section(page: str, name: str) -> str:
     return found[0]
 
 
-def test_docs_page_has_a_section_for_each_operation(gateway: Running) -> None:
+def test_docs_page_has_a_section_for_each_operation(gateway: RunningGateway) -> None:
     """F.20: /docs shows each route's method, path, scopes, parameters, bodies and statuses, without a session."""
     answer = httpx.get(f"{gateway.url}/docs", timeout=60)
     assert answer.status_code == 200
@@ -53,7 +53,7 @@ def test_docs_page_has_a_section_for_each_operation(gateway: Running) -> None:
     assert targets <= set(re.findall(r'id="([^"]+)"', answer.text)), "every link within the page has its target"
 
 
-def test_docs_page_loads_nothing_from_elsewhere(gateway: Running) -> None:
+def test_docs_page_loads_nothing_from_elsewhere(gateway: RunningGateway) -> None:
     """F.20: the page keeps the dashboard's policy: no inline script or style, no other host."""
     answer = httpx.get(f"{gateway.url}/docs", timeout=60)
     assert answer.headers["content-security-policy"] == POLICY
@@ -61,7 +61,7 @@ def test_docs_page_loads_nothing_from_elsewhere(gateway: Running) -> None:
     assert all(url.startswith(("/", "#")) for url in re.findall(r'(?:src|href)="([^"]*)"', answer.text))
 
 
-def test_dashboard_pages_link_to_the_docs_page(gateway: Running) -> None:
+def test_dashboard_pages_link_to_the_docs_page(gateway: RunningGateway) -> None:
     """F.20: every page of the dashboard links to the reference."""
     assert '<a href="/docs">API reference</a>' in httpx.get(f"{gateway.url}/login").text
 

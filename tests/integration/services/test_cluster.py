@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from nearkin_shared.config.loader import load
-from nearkin_shared.errors import Retryable
+from nearkin_shared.errors import RetryableError
 from nearkin_shared.kafka.clients import TOPICS, topic
 from nearkin_shared.objectstore.factory import open_objects
 from tests.support.checks.waiting import until
@@ -123,7 +123,7 @@ def test_status_shows_what_crashed_and_two_at_work_do_not_meet(
     assert "chunker      ENDED BY ITSELF" in said
     assert "what went wrong" in said
     cluster = Cluster(folder)
-    with cluster._locked(), pytest.raises(Retryable, match="another `make up` or `make down` is at work"):
+    with cluster._locked(), pytest.raises(RetryableError, match="another `make up` or `make down` is at work"):
         Cluster(folder).down()
 
 

@@ -15,7 +15,7 @@ from nearkin.store import Item, Store, open_store
 from nearkin_shared.errors import PreconditionFailed
 from nearkin_shared.results import PutResult
 from tests.support.checks.linearizability import ABSENT, Recorder, is_linearizable
-from tests.support.servers.gateways import Running
+from tests.support.servers.gateways import RunningGateway
 
 ONLY_FIRST = {"If-None-Match": "*"}
 
@@ -39,7 +39,7 @@ def together(count: int, work: Callable[[int], None]) -> None:
     assert not failures, failures
 
 
-def test_of_six_concurrent_first_puts_one_is_created(gateway: Running, client: httpx.Client) -> None:
+def test_of_six_concurrent_first_puts_one_is_created(gateway: RunningGateway, client: httpx.Client) -> None:
     """F.16: Six concurrent `If-None-Match: *` were all 201; one is, five are 412 and leave no version."""
     for key in ("six", "six again"):
         statuses: list[int] = []
@@ -63,7 +63,7 @@ def test_refused_put_names_the_version_in_its_way(client: httpx.Client) -> None:
     assert client.put("/v1/blobs/named", content=b"two", headers={"If-Match": many}).status_code == 400
 
 
-def test_client_raises_precondition_failed(gateway: Running) -> None:
+def test_client_raises_precondition_failed(gateway: RunningGateway) -> None:
     """F.16: The Python client takes the same arguments as the local store and raises the same error."""
     with connect(gateway.url) as remote:
         first = remote.put("by client", b"one", if_none_match="*")
@@ -74,7 +74,7 @@ def test_client_raises_precondition_failed(gateway: Running) -> None:
             remote.put("by client", b"three", if_match=first.info.digest)
 
 
-def test_history_of_an_embedded_gateway_is_linearizable(gateway: Running) -> None:
+def test_history_of_an_embedded_gateway_is_linearizable(gateway: RunningGateway) -> None:
     """F.16: Concurrent conditional puts, gets and deletions of a key are explained by some order of them."""
     for seed in range(4):
         recorder, key = Recorder(), f"history {seed}"

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from nearkin.embedded.gateway_backend import StoreListing
-from nearkin.lab.generated_data import mutated, records_like
+from nearkin.lab.generated_data import mutate, records_like
 from nearkin.store import open_store
 from nearkin_gateway.app import openapi_document
 from nearkin_gateway.auth import tokens
@@ -26,7 +26,7 @@ from nearkin_gateway.catalog.version_catalog import STATS_SECONDS
 from nearkin_gateway.dashboard import pages
 from nearkin_gateway.dashboard.rendering import POLICY
 from nearkin_shared.kafka.asyncapi import document
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 PAGES = ("/", "/ui/blobs", "/ui/deleted", "/ui/blob?key=db%2Fdump", "/ui/pipeline", "/ui/upkeep", "/ui/settings")
 EVIL = "evil/\"><script>alert(1)</script>'&amp;"
@@ -51,11 +51,11 @@ def token(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def gateway(folder: Path, token: str) -> Iterator[Running]:
+def gateway(folder: Path, token: str) -> Iterator[RunningGateway]:
     with running(embedded(folder / "store", {"auth": {"tokens_file": str(folder / "tokens.json")}})) as found:
         with found.client(token) as client:
             first = records_like(400_000, 1)
-            blobs = [("db/dump", data) for data in (first, mutated(first, 2), mutated(first, 3))]
+            blobs = [("db/dump", data) for data in (first, mutate(first, 2), mutate(first, 3))]
             for key, data in [*blobs, ("web/page", b"x" * 50_000), (EVIL, b"evil")]:
                 answer = client.put(
                     f"/v1/blobs/{quote(key, safe='')}", content=data, headers={"X-Nearkin-Meta-A": "%3Cb%3E"}
@@ -65,7 +65,7 @@ def gateway(folder: Path, token: str) -> Iterator[Running]:
 
 
 @pytest.fixture
-def login(gateway: Running, token: str) -> Iterator[Login]:
+def login(gateway: RunningGateway, token: str) -> Iterator[Login]:
     made: list[httpx.Client] = []
 
     def make(text: str = token, **more: Any) -> httpx.Client:
@@ -89,7 +89,7 @@ def csrf_of(client: httpx.Client) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_without_a_session_a_page_is_the_login_and_comes_back_to_it(gateway: Running, page: str) -> None:
+def test_without_a_session_a_page_is_the_login_and_comes_back_to_it(gateway: RunningGateway, page: str) -> None:
     with gateway.client() as client:
         answer = client.get(page)
         assert answer.status_code == 303
@@ -100,7 +100,7 @@ def test_without_a_session_a_page_is_the_login_and_comes_back_to_it(gateway: Run
 
 
 def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites_and_holds_no_token(
-    gateway: Running, token: str
+    gateway: RunningGateway, token: str
 ) -> None:
     with gateway.client() as client:
         answer = client.post("/login", data={"token": token}, headers={"Origin": gateway.url})
@@ -112,7 +112,7 @@ def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites_and_holds_no_t
     assert secret not in answer.headers["location"]
 
 
-def test_behind_tls_the_cookie_is_secure_and_of_this_host_alone(gateway: Running, token: str) -> None:
+def test_behind_tls_the_cookie_is_secure_and_of_this_host_alone(gateway: RunningGateway, token: str) -> None:
     host = gateway.url.removeprefix("http://")
     with gateway.client() as client:
         answer = client.post("/login", data={"token": token}, headers={"Origin": f"https://{host}"})
@@ -120,7 +120,7 @@ def test_behind_tls_the_cookie_is_secure_and_of_this_host_alone(gateway: Running
     assert (cookie["secure"], cookie["path"], cookie["domain"]) == (True, "/", "")
 
 
-def test_a_login_counts_no_longer_than_its_token(gateway: Running, folder: Path) -> None:
+def test_a_login_counts_no_longer_than_its_token(gateway: RunningGateway, folder: Path) -> None:
     text = tokens.create(folder / "tokens.json", "default", ["read"], days=1)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda now=time.time: now() + 86_400 - 600)
@@ -130,7 +130,7 @@ def test_a_login_counts_no_longer_than_its_token(gateway: Running, folder: Path)
 
 
 @pytest.mark.parametrize("text", ["", "nk_00000000_" + "A" * 43, "x" * 300])
-def test_a_token_that_is_none_opens_nothing_and_is_not_shown(gateway: Running, text: str) -> None:
+def test_a_token_that_is_none_opens_nothing_and_is_not_shown(gateway: RunningGateway, text: str) -> None:
     with gateway.client() as client:
         answer = client.post("/login", data={"token": text, "next": "/ui/blobs"}, headers={"Origin": gateway.url})
     assert answer.status_code == 401
@@ -139,7 +139,7 @@ def test_a_token_that_is_none_opens_nothing_and_is_not_shown(gateway: Running, t
     assert 'role="alert"' in answer.text
 
 
-def test_a_login_from_another_sites_page_is_refused(gateway: Running, token: str) -> None:
+def test_a_login_from_another_sites_page_is_refused(gateway: RunningGateway, token: str) -> None:
     with gateway.client() as client:
         for headers in (
             {},
@@ -151,7 +151,7 @@ def test_a_login_from_another_sites_page_is_refused(gateway: Running, token: str
 
 
 @pytest.mark.parametrize("following", ["//evil.example/", "https://evil.example/", "/\\evil.example", "x", "/\tx"])
-def test_a_login_never_leads_to_another_host(gateway: Running, token: str, following: str) -> None:
+def test_a_login_never_leads_to_another_host(gateway: RunningGateway, token: str, following: str) -> None:
     with gateway.client() as client:
         answer = client.post("/login", data={"token": token, "next": following}, headers={"Origin": gateway.url})
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
@@ -342,7 +342,7 @@ def test_the_overview_says_what_the_api_says(login: Login) -> None:
 
 
 def test_no_page_asks_the_index_on_the_thread_that_serves_everybody(
-    login: Login, gateway: Running, monkeypatch: pytest.MonkeyPatch
+    login: Login, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
@@ -350,7 +350,7 @@ def test_no_page_asks_the_index_on_the_thread_that_serves_everybody(
         asked.append(threading.current_thread().name)
         return True
 
-    monkeypatch.setattr(StoreListing, "whole", property(whole))
+    monkeypatch.setattr(StoreListing, "is_complete", property(whole))
     client = login()
     for page in PAGES:
         assert client.get(page).status_code == 200
@@ -424,13 +424,13 @@ def test_what_is_broken_is_seen_on_the_upkeep_page(tmp_path: Path) -> None:
         assert '<dd class="problem">1</dd>' in page
 
 
-def test_both_documents_of_the_interfaces_are_served(gateway: Running) -> None:
+def test_both_documents_of_the_interfaces_are_served(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         assert client.get("/openapi.json").json() == json.loads(json.dumps(openapi_document()))
         assert client.get("/asyncapi.json").json() == json.loads(json.dumps(document()))
 
 
-def test_assets_are_a_fixed_few_and_are_asked_for_again_by_their_tag(gateway: Running) -> None:
+def test_assets_are_a_fixed_few_and_are_asked_for_again_by_their_tag(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         for name, media in (
             ("dashboard.js", "text/javascript"),

@@ -16,7 +16,7 @@ from nearkin.cli import main
 from nearkin_ingest.records import UserRecord
 from nearkin_shared.config.loader import load
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import BadInput, NearkinError, NotFound, Permanent, StoreUnavailable
+from nearkin_shared.errors import BadInput, NearkinError, NotFound, PermanentError, StoreUnavailable
 from nearkin_shared.kafka import dead_letter_replay
 from nearkin_shared.kafka.clients import Outbox, consumer, create_topics, group, topic
 from nearkin_shared.kafka.consumer_loop import Record
@@ -187,7 +187,7 @@ def test_a_record_that_did_not_fit_is_taken_from_where_it_came(world: World) -> 
     replay(world.settings, [kept.place])
     assert [len(message.value()) for message in world.sent_back()] == [3_000_000] * 2
     assert dict(world.sent_back()[1].headers())["mine"] == b"a"
-    with pytest.raises(Permanent, match=r"is no longer in users-.*\[1\] at offset 77"):
+    with pytest.raises(PermanentError, match=r"is no longer in users-.*\[1\] at offset 77"):
         replay(world.settings, [gone.place])
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import nearkin
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from nearkin_gateway.auth import tokens
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.crypto.key_wrapping import generate
-from nearkin_shared.errors import Erased
+from nearkin_shared.errors import TenantErased
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.kafka.dead_letter_replay import list_letters
 from nearkin_shared.objectstore.factory import open_keys, open_store_of
@@ -69,7 +69,7 @@ def asked_at_a_gateway(pipeline: Pipeline, folder: Path) -> None:
                 store.versions,
                 store.stats,
             ):
-                with pytest.raises(Erased):
+                with pytest.raises(TenantErased):
                     refused()
         tus = {"Tus-Resumable": "1.0.0", "Upload-Length": "5", "Upload-Metadata": "key a2V5"}
         with gateway.client(text) as client:
@@ -79,7 +79,7 @@ def asked_at_a_gateway(pipeline: Pipeline, folder: Path) -> None:
 
 
 def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipeline, tmp_path: Path) -> None:
-    versions = [FIRST, mutated(FIRST, 2, edits=40, edit_bytes_max=90)]
+    versions = [FIRST, mutate(FIRST, 2, edits=40, edit_bytes_max=90)]
     told_bytes = 0
     for tenant in ("db", "web"):
         for data in versions:
@@ -95,13 +95,13 @@ def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipe
         assert FIRST[:24] not in data
     for tenant in ("db", "web"):
         assert [restored(pipeline, tenant, "a-secret-key", number) for number in (1, 2)] == versions
-    assert {key.tenant for key in open_keys(pipeline.settings).listed()} == {None, "db", "web"}
+    assert {key.tenant for key in open_keys(pipeline.settings).list_keys()} == {None, "db", "web"}
 
     assert open_keys(pipeline.settings).erase("db") == 1
     for service in ("dedup", "resemblance", "delta"):  # or wait a minute
         pipeline.kill(service)
         pipeline.start(service)
-    with pytest.raises(Erased):
+    with pytest.raises(TenantErased):
         restored(pipeline, "db", "a-secret-key", 1)
     asked_at_a_gateway(pipeline, tmp_path)
     event = uploaded(pipeline, "db", "another", FIRST)
@@ -115,7 +115,7 @@ def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipe
 @pytest.mark.soak
 def test_a_tenant_whose_keys_are_lost_fails_visibly_until_they_are_back(pipeline: Pipeline, tmp_path: Path) -> None:
     """A worker that made it a new key would commit what leans on chunks that nobody can read."""
-    versions = [FIRST, mutated(FIRST, 3, edits=40, edit_bytes_max=90)]
+    versions = [FIRST, mutate(FIRST, 3, edits=40, edit_bytes_max=90)]
     for tenant in ("db", "web"):
         assert uploaded(pipeline, tenant, "key", versions[0])["state"] == "committed", pipeline.logs()
     keyring = open_keys(pipeline.settings)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nearkin_gateway.backends.event_consumer import Watch
-from nearkin_gateway.uploads.upload_status import Outcomes
+from nearkin_gateway.backends.event_consumer import EventConsumer
+from nearkin_gateway.uploads.upload_status import UploadStatuses
 from nearkin_shared.config.loader import load
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import BadInput
@@ -21,7 +21,7 @@ from nearkin_shared.kafka.clients import Outbox, create_topics, topic
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.dead_letter_replay import list_letters, replay
 from nearkin_shared.kafka.dead_letters import send_dead_letter
-from nearkin_shared.kafka.live_config import HotSettings, config_message
+from nearkin_shared.kafka.live_config import LiveConfig, config_message
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
 from tests.support.checks.waiting import until
 from tests.support.servers.pipeline import Pipeline, store_authenticator, uploading
@@ -120,7 +120,7 @@ def test_forged_config_changes_no_setting(settings: Settings, forger: EnvelopeAu
 
     send(settings, OURS, "config", b"settings", change("block", "level", 7, "1", ""))
     send(settings, forger, "config", b"settings", change("service", "read_only", True, "2", "1"))
-    hot = HotSettings(settings, None, OURS)
+    hot = LiveConfig(settings, None, OURS)
     hot.start()
     try:
         assert hot.caught_up
@@ -145,8 +145,8 @@ def test_forged_outcomes_are_passed_over(settings: Settings, forger: EnvelopeAut
         send(settings, signer, "committed", blob, outcome(blob))
 
     async def watch() -> None:
-        outcomes = Outcomes(1 << 20)
-        found = Watch(settings, outcomes, "test", OURS)
+        outcomes = UploadStatuses(1 << 20)
+        found = EventConsumer(settings, outcomes, "test", OURS)
         await found.open()
         try:
             assert await outcomes.wait(ours, 30) is not None

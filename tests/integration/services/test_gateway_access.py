@@ -26,7 +26,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import BadInput, ConfigError, NotFound
 from nearkin_shared.observability import metrics
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 Maker = Callable[..., httpx.Client]
 
@@ -44,7 +44,7 @@ def _looks_often() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def gateway(folder: Path) -> Iterator[Running]:
+def gateway(folder: Path) -> Iterator[RunningGateway]:
     file = folder / "tokens.json"
     tokens.create(file, "default", ["read"], note="first")
     with open_store(folder / "store", settings=with_changes(Settings(), {"tenant": "other"}), create=True) as store:
@@ -57,7 +57,7 @@ def gateway(folder: Path) -> Iterator[Running]:
 
 
 @pytest.fixture
-def client(gateway: Running, folder: Path) -> Iterator[Maker]:
+def client(gateway: RunningGateway, folder: Path) -> Iterator[Maker]:
     made: list[httpx.Client] = []
 
     def make(tenant: str = "default", *scopes: str, days: int | None = 1) -> httpx.Client:
@@ -103,7 +103,7 @@ def test_every_route_wants_a_token_with_its_scope(client: Maker, method: str, pa
     assert (nobody.status_code, nobody.headers["www-authenticate"]) == (401, 'Bearer realm="nearkin"')
 
 
-def test_no_route_is_left_out_of_the_list_above(gateway: Running) -> None:
+def test_no_route_is_left_out_of_the_list_above(gateway: RunningGateway) -> None:
     schema = httpx.get(f"{gateway.url}/openapi.json").json()
     everything = {(method.upper(), path) for path, methods in schema["paths"].items() for method in methods}
     secured = {(method, path) for method, path in everything if "security" in schema["paths"][path][method.lower()]}
@@ -118,7 +118,7 @@ def test_no_route_is_left_out_of_the_list_above(gateway: Running) -> None:
     "header",
     ["Bearer", "Bearer x", "Basic dXNlcjpwYXNz", "bearer nk_00000000_" + "A" * 43, "Bearer nk_00000000_\xe9"],
 )  # fmt: skip
-def test_a_token_that_is_none_is_401(gateway: Running, header: str) -> None:
+def test_a_token_that_is_none_is_401(gateway: RunningGateway, header: str) -> None:
     answer = httpx.get(f"{gateway.url}/v1/blobs", headers={"Authorization": header.encode("latin-1")})
     assert (answer.status_code, answer.headers["content-type"]) == (401, "application/problem+json")
 
@@ -147,7 +147,7 @@ def test_another_tenants_status_is_not_there(client: Maker) -> None:
     assert client("other", "read").get(told["status"]).status_code == 404
 
 
-def test_a_revoked_or_expired_token_is_refused_at_once(gateway: Running, client: Maker, folder: Path) -> None:
+def test_a_revoked_or_expired_token_is_refused_at_once(gateway: RunningGateway, client: Maker, folder: Path) -> None:
     mine = client("default", "read")
     number = mine.headers["authorization"].split("_")[1]
     tokens.revoke(folder / "tokens.json", number)
@@ -217,7 +217,7 @@ def test_the_file_holds_no_token_and_only_its_owner_reads_it(tmp_path: Path) -> 
     assert (tmp_path / "t.json").stat().st_mode & 0o077 == 0
     assert tokens.TokenFile(tmp_path / "t.json").find(text) == made
     assert tokens.TokenFile(tmp_path / "t.json").find(text[:-1] + ("A" if text[-1] != "A" else "B")) is None
-    assert [found.id for found in tokens.listed(tmp_path / "t.json")] == [made.id]
+    assert [found.id for found in tokens.read_tokens(tmp_path / "t.json")] == [made.id]
 
 
 def test_bad_tokens_are_refused_when_they_are_made(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_secrets_are_not_shown_by_config(tmp_path: Path) -> None:
 
 
 def test_the_smoke_test_stores_something_and_notices_a_door_that_is_open(
-    gateway: Running, folder: Path, client: Maker, tmp_path: Path
+    gateway: RunningGateway, folder: Path, client: Maker, tmp_path: Path
 ) -> None:
     text = client("default", "read", "write").headers["authorization"].removeprefix("Bearer ")
     assert [line.partition(":")[0] for line in smoke(gateway.url, text)][:2] == ["/readyz", "/v1/blobs without a token"]
@@ -302,7 +302,7 @@ def test_the_smoke_test_stores_something_and_notices_a_door_that_is_open(
         smoke("http://127.0.0.1:1", None)
 
 
-def test_requests_are_counted_by_route_never_by_what_strangers_send(gateway: Running, client: Maker) -> None:
+def test_requests_are_counted_by_route_never_by_what_strangers_send(gateway: RunningGateway, client: Maker) -> None:
     reader = client("default", "read")
 
     def counted() -> dict[tuple[str, str, str], float]:

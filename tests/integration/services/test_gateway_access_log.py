@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import Running
+from tests.support.servers.gateways import RunningGateway
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -36,7 +36,9 @@ def test_access_log_has_a_line_with_the_id_of_the_answer(
     assert re.fullmatch("[0-9a-f]{16}", made)
 
 
-def test_access_log_cannot_be_forged(gateway: Running, client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_access_log_cannot_be_forged(
+    gateway: RunningGateway, client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
     """F.20: quotes, escapes and length of a path stay inside one bounded line, and no token is in it."""
     with caplog.at_level(logging.INFO, "nearkin.access"):
         gateway.raw(

@@ -28,7 +28,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError
 from nearkin_shared.observability import log_setup, metrics
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 CONTENT = b"content-that-must-not-be-logged"
 BAD = "nk_00000000_" + "A" * 43
@@ -80,7 +80,7 @@ def written() -> Iterator[io.StringIO]:
 class World:
     """A gateway with a token of every scope."""
 
-    def __init__(self, gateway: Running, file: Path) -> None:
+    def __init__(self, gateway: RunningGateway, file: Path) -> None:
         self.gateway, self.file = gateway, file
         self.made: list[str] = []
 
@@ -138,7 +138,7 @@ def operate(client: httpx.Client) -> None:
         client.post(f"/v1/dead/{verb}", json={"letters": ["0:1", "0:2"]})
 
 
-def browse(gateway: Running, text: str) -> None:
+def browse(gateway: RunningGateway, text: str) -> None:
     with gateway.client() as browser:
         browser.headers["Origin"] = gateway.url
         assert browser.post("/login", data={"token": text}).status_code == 303

@@ -16,12 +16,12 @@ from blake3 import blake3
 
 from nearkin.store import open_store
 from nearkin_gateway.http.request_limits import Holders
-from nearkin_gateway.http.url_keys import quoted
+from nearkin_gateway.http.url_keys import quote_key
 from nearkin_gateway.state import EXPLANATIONS_MAX
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.storage.manifests import object_name
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 
 def noise(count: int, seed: int = 1) -> bytes:
@@ -57,7 +57,7 @@ def test_what_was_stored_is_a_download_and_never_a_page_of_this_origin(client: h
             assert answer.headers["cross-origin-resource-policy"] == "same-origin"
 
 
-def test_so_many_explanations_at_a_time_and_one_more_is_503(gateway: Running, client: httpx.Client) -> None:
+def test_so_many_explanations_at_a_time_and_one_more_is_503(gateway: RunningGateway, client: httpx.Client) -> None:
     client.put("/v1/blobs/explained", content=noise(100_000))
     with ExitStack() as taken:
         for number in range(EXPLANATIONS_MAX):
@@ -67,7 +67,7 @@ def test_so_many_explanations_at_a_time_and_one_more_is_503(gateway: Running, cl
         page = client.get("/ui/blob?key=explained")
         assert (page.status_code, f"{EXPLANATIONS_MAX} explanations are running" in page.text) == (200, True)
     assert client.get("/v1/explain/explained?segments=true").json()["segments"]
-    assert not gateway.gateway.explanations.taken
+    assert not gateway.gateway.explanations.taken_count
 
 
 @pytest.mark.parametrize("size", [0, 1, FRAME_BYTES_MAX - 1, FRAME_BYTES_MAX, FRAME_BYTES_MAX + 1, 5_000_001])
@@ -95,7 +95,7 @@ def test_a_body_in_chunks_of_any_size_is_one_blob(client: httpx.Client) -> None:
 )  # fmt: skip
 def test_any_key_is_taken_as_it_is(client: httpx.Client, key: str) -> None:
     data = key.encode() * 3
-    encoded = quoted(key)
+    encoded = quote_key(key)
     put = client.put(f"/v1/blobs/{encoded}", content=data)
     assert put.status_code == 201, put.text
     assert put.json()["key"] == key
@@ -293,7 +293,7 @@ def test_metadata_survive_whatever_is_in_them(client: httpx.Client) -> None:
     assert client.get("/v1/info/meta").json()["metadata"] == metadata
 
 
-def test_concurrent_puts_of_one_key_give_ordered_versions(gateway: Running) -> None:
+def test_concurrent_puts_of_one_key_give_ordered_versions(gateway: RunningGateway) -> None:
     versions = []
 
     def put(number: int) -> None:

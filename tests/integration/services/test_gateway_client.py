@@ -18,15 +18,15 @@ from nearkin.cli.exit_codes import ExitCode
 from nearkin.client import http, requests
 from nearkin.embedded.gateway_backend import EmbeddedIngest
 from nearkin_gateway.auth import tokens
-from nearkin_shared.errors import BadInput, ConfigError, Denied, NotFound, StoreUnavailable
+from nearkin_shared.errors import AccessDenied, BadInput, ConfigError, NotFound, StoreUnavailable
 from nearkin_shared.observability import metrics
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 KEYS = ("a/b", "..", ".", "ä ö%2F?#&=+", "versions", "x/versions", "a//b/", "\u202e\n", "k" * 1024)
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     folder = tmp_path_factory.mktemp("client")
     os.environ.pop("NEARKIN_TOKEN", None)
     text = tokens.create(folder / "tokens.json", "default", tokens.SCOPES)[0]
@@ -37,11 +37,11 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def token(gateway: Running) -> str:
+def token(gateway: RunningGateway) -> str:
     return (gateway.store.parent / "token").read_text()
 
 
-def test_the_client_puts_and_gets_whatever_the_key(gateway: Running, token: str) -> None:
+def test_the_client_puts_and_gets_whatever_the_key(gateway: RunningGateway, token: str) -> None:
     data = os.urandom(3_000_000)
     with nearkin.connect(gateway.url, token) as store:
         for key in KEYS:
@@ -89,7 +89,7 @@ def test_a_put_that_takes_longer_to_commit_than_anybody_is_silent_ends_once_it_i
         later.join()
 
 
-def test_the_client_changes_settings_and_is_told_of_bad_ones(gateway: Running, token: str) -> None:
+def test_the_client_changes_settings_and_is_told_of_bad_ones(gateway: RunningGateway, token: str) -> None:
     with nearkin.connect(gateway.url, token) as store:
         assert store.change_config({"features": {"algorithm": "odess"}})["settings"]["features"]["algorithm"] == "odess"
         refused = metrics.CONFIG_REFUSED._value.get()
@@ -106,18 +106,18 @@ def test_the_client_changes_settings_and_is_told_of_bad_ones(gateway: Running, t
             store.put("refused", b"x", sha256=bytes(32))
 
 
-def test_a_token_without_the_scope_is_denied(gateway: Running) -> None:
+def test_a_token_without_the_scope_is_denied(gateway: RunningGateway) -> None:
     reader = (gateway.store.parent / "reader").read_text()
     with nearkin.connect(gateway.url, reader) as store:
-        with pytest.raises(Denied):
+        with pytest.raises(AccessDenied):
             store.put("denied", b"x")
-        with pytest.raises(Denied):
+        with pytest.raises(AccessDenied):
             store.config()
-    with nearkin.connect(gateway.url, "nk_00000000_" + "A" * 43) as store, pytest.raises(Denied):
+    with nearkin.connect(gateway.url, "nk_00000000_" + "A" * 43) as store, pytest.raises(AccessDenied):
         store.versions()
 
 
-def test_the_asyncio_client_says_the_same(gateway: Running, token: str) -> None:
+def test_the_asyncio_client_says_the_same(gateway: RunningGateway, token: str) -> None:
     async def run() -> None:
         async with nearkin.connect_async(gateway.url, token) as store:
             results = [result async for result in store.put_many((f"async/{n}", b"%d" % n) for n in range(20))]
@@ -128,7 +128,11 @@ def test_the_asyncio_client_says_the_same(gateway: Running, token: str) -> None:
 
 
 def test_the_command_line_works_on_a_server(
-    gateway: Running, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    gateway: RunningGateway,
+    token: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("NEARKIN_TOKEN", token)
     source = tmp_path / "source"

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from nearkin_gateway.uploads import resumable_store as stored
-from nearkin_gateway.uploads.resumable_store import Meta, Resumable, Staged
-from nearkin_shared.objectstore.base import LocalObjects
-from tests.support.servers.gateways import Running, embedded, running
+from nearkin_gateway.uploads.resumable_store import Meta, Resumable, StagedUpload
+from nearkin_shared.objectstore.base import LocalObjectStore
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 TUS = {"Tus-Resumable": "1.0.0"}
 OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream"}
@@ -22,14 +22,14 @@ PARTIAL = {"Upload-Concat": "partial"}
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     changes = {"gateway": {"partial_uploads_max": 3, "body_bytes_max": "4MiB"}}
     with running(embedded(tmp_path_factory.mktemp("store"), changes)) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def client(gateway: Running) -> Iterator[httpx.Client]:
+def client(gateway: RunningGateway) -> Iterator[httpx.Client]:
     with gateway.client() as found:
         yield found
 
@@ -51,7 +51,7 @@ def final(client: httpx.Client, key: str, urls: list[str]) -> httpx.Response:
     return client.post("/v1/uploads", headers=headers)
 
 
-def ids_of(gateway: Running) -> list[str]:
+def ids_of(gateway: RunningGateway) -> list[str]:
     folder = gateway.store / "uploads"
     return sorted(path.parent.name for path in folder.glob("*/meta")) if folder.is_dir() else []
 
@@ -70,7 +70,7 @@ def test_partial_upload_alone_stores_no_blob(client: httpx.Client) -> None:
     assert client.get("/v1/blobs/alone").status_code == 404
 
 
-def test_final_upload_stores_the_parts_in_order(gateway: Running, client: httpx.Client) -> None:
+def test_final_upload_stores_the_parts_in_order(gateway: RunningGateway, client: httpx.Client) -> None:
     """F.14: three partial uploads become one blob with the final upload's metadata; their bytes are freed."""
     data = [os.urandom(700_001), b"", os.urandom(300_000)]
     urls = [partial(client, part) for part in data]
@@ -115,7 +115,7 @@ def test_claimed_part_goes_into_one_final_upload(tmp_path: Path, monkeypatch: py
     """F.14: of two final uploads with a common part one is refused, and the part is deleted with the other alone."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         urls = [partial(client, b"a"), partial(client, b"b"), partial(client, b"c")]
-        monkeypatch.setattr("nearkin_gateway.uploads.concatenation.handed_over", _never)
+        monkeypatch.setattr("nearkin_gateway.uploads.concatenation.hand_over", _never)
         first = final(client, "first", urls[:2])
         assert (first.status_code, "upload-offset" in first.headers) == (201, True)
         second = final(client, "second", urls[1:])
@@ -133,7 +133,7 @@ async def _never(*_: object) -> None:
 
 def test_create_final_that_lost_the_race_takes_it_back(tmp_path: Path) -> None:
     """F.14: a final upload that cannot claim all its parts leaves neither itself nor claims behind."""
-    uploads = Resumable(LocalObjects(tmp_path), 10)
+    uploads = Resumable(LocalObjectStore(tmp_path), 10)
     parts = [uploads.create(meta(partial=True, length=0)) for _ in range(3)]
     uploads.create_final("1" * 32, meta(sources=(parts[2],)))
     with pytest.raises(stored.AlreadyExists):
@@ -146,10 +146,10 @@ def test_create_final_that_lost_the_race_takes_it_back(tmp_path: Path) -> None:
 def test_sweep_removes_parts_of_an_ended_final_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.14: partial uploads live as long as the final upload that claims them, and expire alone otherwise."""
     monkeypatch.setattr(stored, "UNSEEN_SECONDS", 0.0)
-    uploads = Resumable(LocalObjects(tmp_path), 10)
+    uploads = Resumable(LocalObjectStore(tmp_path), 10)
     alone, claimed = (uploads.create(meta(partial=True, length=0, lives_us=-1)) for _ in range(2))
     waiting = uploads.create_final("3" * 32, meta(sources=(claimed,), length=0, lives_us=-1))
-    handed: list[Staged] = []
+    handed: list[StagedUpload] = []
     uploads.sweep(handed.append)
     assert [staged.id for staged in handed] == [waiting.id]
     left = sorted(path.parent.name for path in (tmp_path / "uploads").glob("*/meta"))
@@ -208,7 +208,7 @@ def test_cross_origin_page_uploads_where_configured(tmp_path: Path) -> None:
         assert httpx.post(f"{gateway.url}/v1/uploads", headers={**OCTETS, **other}).status_code == 403
 
 
-def test_cross_origin_is_off_by_default(gateway: Running) -> None:
+def test_cross_origin_is_off_by_default(gateway: RunningGateway) -> None:
     """F.14: without `gateway.cors_origins` no answer lets a page of another origin read it."""
     answer = httpx.get(f"{gateway.url}/livez", headers={"Origin": "https://app.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nearkin_gateway.uploads.resumable_store import Done, Resumable, Staged
+from nearkin_gateway.uploads.resumable_store import Resumable, StagedUpload, UploadOutcome
 from nearkin_shared.errors import StoreUnavailable
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 TUS = {"Tus-Resumable": "1.0.0"}
 OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream"}
@@ -63,7 +63,7 @@ def test_upload_overtaken_by_a_put_is_refused_at_the_end(client: httpx.Client) -
 
 
 @pytest.mark.parametrize("kind", ["plain", "with-body", "final"])
-def test_creation_whose_condition_fails_is_412(gateway: Running, client: httpx.Client, kind: str) -> None:
+def test_creation_whose_condition_fails_is_412(gateway: RunningGateway, client: httpx.Client, kind: str) -> None:
     """F.16: what cannot be committed is refused before its bytes are sent; nothing is kept of it."""
     key = f"there {kind}"
     client.put(f"/v1/blobs/{key}", content=b"one")
@@ -96,7 +96,7 @@ def test_upload_whose_condition_holds_is_committed(client: httpx.Client, kind: s
     assert client.head(answer.headers["location"], headers=TUS).headers["upload-offset"] == "3"
 
 
-def test_of_six_concurrent_first_uploads_one_is_stored(gateway: Running, client: httpx.Client) -> None:
+def test_of_six_concurrent_first_uploads_one_is_stored(gateway: RunningGateway, client: httpx.Client) -> None:
     """F.16: six uploads that were all begun before the first version: one is 204, five are 412."""
     urls = [begin(client, "six", 2, ONLY_FIRST).headers["location"] for _ in range(6)]
     barrier, statuses = threading.Barrier(6), list[int]()
@@ -157,7 +157,7 @@ def test_committed_upload_not_noted_is_not_refused(tmp_path: Path, monkeypatch: 
         url = begin(client, "own", 3, ONLY_FIRST).headers["location"]
         plain, rooms = Resumable.finish, iter([False])
 
-        def finish_with_room(resumable: Resumable, staged: Staged, done: Done) -> Done:
+        def finish_with_room(resumable: Resumable, staged: StagedUpload, done: UploadOutcome) -> UploadOutcome:
             if not next(rooms, True):
                 raise StoreUnavailable("no room left on the device")
             return plain(resumable, staged, done)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from nearkin.lab.generated_data import random_bytes
-from tests.support.servers.gateways import Running
+from tests.support.servers.gateways import RunningGateway
 
 
 def test_conditions_of_reads_hold(client: httpx.Client) -> None:
@@ -91,7 +91,7 @@ def test_a_conditional_put_that_is_sent_again_is_answered_as_the_first_was(clien
 
 
 def test_a_conditional_put_that_is_sent_again_before_its_outcome_is_told_is_no_stranger(
-    gateway: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The version is there first, and then whoever waits hears of it."""
     only_first = {"If-None-Match": "*", "Idempotency-Key": "sent again at once"}
@@ -123,7 +123,7 @@ def test_a_repeated_idempotency_key_stores_once_and_other_content_is_refused(cli
     assert client.put("/v1/blobs/idem", content=b"", headers={"Idempotency-Key": "k" * 256}).status_code == 400
 
 
-def test_two_uploads_with_one_idempotency_key_at_once_store_once(gateway: Running) -> None:
+def test_two_uploads_with_one_idempotency_key_at_once_store_once(gateway: RunningGateway) -> None:
     data, statuses = random_bytes(3_000_000, 11), []
     both_began = threading.Barrier(2)
 

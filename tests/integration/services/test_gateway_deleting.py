@@ -21,7 +21,7 @@ from nearkin_shared.errors import NotFound
 from nearkin_shared.results import Damage
 from nearkin_shared.storage.manifests import mark_name, object_name
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gateway(folder: Path) -> Iterator[Running]:
+def gateway(folder: Path) -> Iterator[RunningGateway]:
     tokens.create(folder / "tokens.json", "default", ["read"])
     with open_store(folder / "store", settings=with_changes(Settings(), {"tenant": "other"}), create=True) as store:
         store.put("shared", b"other's")
@@ -39,19 +39,19 @@ def gateway(folder: Path) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def token(gateway: Running, folder: Path) -> str:
+def token(gateway: RunningGateway, folder: Path) -> str:
     text = tokens.create(folder / "tokens.json", "default", ["read", "write", "delete", "admin", "operator"])[0]
     _wait_for(gateway, text)
     return text
 
 
-def _wait_for(gateway: Running, token: str) -> None:
+def _wait_for(gateway: RunningGateway, token: str) -> None:
     with gateway.client(token) as client:
         until(lambda: client.get("/v1/blobs").status_code != 401)  # a new token is taken within a second
 
 
 @pytest.fixture
-def client(gateway: Running, token: str) -> Iterator[httpx.Client]:
+def client(gateway: RunningGateway, token: str) -> Iterator[httpx.Client]:
     with gateway.client(token) as found:
         yield found
 
@@ -145,7 +145,7 @@ def test_an_idempotency_key_repeats_the_answer(client: httpx.Client) -> None:
     assert client.delete("/v1/blobs/repeat", headers={"Idempotency-Key": ""}).status_code in (400, 404)
 
 
-def test_another_tenants_blob_cannot_be_deleted(client: httpx.Client, gateway: Running, folder: Path) -> None:
+def test_another_tenants_blob_cannot_be_deleted(client: httpx.Client, gateway: RunningGateway, folder: Path) -> None:
     text = tokens.create(folder / "tokens.json", "other", ["read", "delete"])[0]
     _wait_for(gateway, text)
     assert client.delete("/v1/blobs/shared").status_code == 404
@@ -263,7 +263,7 @@ def test_puts_and_deletions_side_by_side_leave_numbers_that_only_grow(client: ht
 # --- clients ---------------------------------------------------------------------------------------------------------
 
 
-def test_both_clients_delete_and_bring_back(gateway: Running, token: str) -> None:
+def test_both_clients_delete_and_bring_back(gateway: RunningGateway, token: str) -> None:
     with nearkin.connect(gateway.url, token) as store:
         store.put("client/a", b"one")
         store.put("client/a", b"two")
@@ -274,7 +274,7 @@ def test_both_clients_delete_and_bring_back(gateway: Running, token: str) -> Non
         with pytest.raises(NotFound):
             store.delete("client/a")
         assert [info.key for info in store.versions("client/", all_versions=True)] == ["client/b"]
-        assert [(d.version, d.reason) for d in store.deleted("client/")] == [(1, "sync"), (2, "sync")]
+        assert [(d.version, d.reason) for d in store.list_deleted("client/")] == [(1, "sync"), (2, "sync")]
         assert store.stats().deleted_versions >= 2
         assert store.undelete("client/a") == 2
         assert store.get("client/a", 1).read() == b"one"
@@ -282,7 +282,7 @@ def test_both_clients_delete_and_bring_back(gateway: Running, token: str) -> Non
     async def awaited() -> None:
         async with nearkin.connect_async(gateway.url, token) as store:
             assert await store.delete("client/a", 1, reason="async") == 1
-            assert [(d.version, d.reason) for d in await store.deleted("client/")] == [(1, "async")]
+            assert [(d.version, d.reason) for d in await store.list_deleted("client/")] == [(1, "async")]
             found = await store.versions("client/", all_versions=True)
             assert [(info.key, info.version) for info in found] == [("client/a", 2), ("client/b", 1)]
             assert await store.undelete("client/a", 1) == 1
@@ -292,7 +292,7 @@ def test_both_clients_delete_and_bring_back(gateway: Running, token: str) -> Non
     anyio.run(awaited)
 
 
-def test_both_clients_name_what_cannot_be_read(gateway: Running, token: str) -> None:
+def test_both_clients_name_what_cannot_be_read(gateway: RunningGateway, token: str) -> None:
     names = gateway.store
     with nearkin.connect(gateway.url, token) as store:
         store.put("broken/a", b"one")
@@ -307,13 +307,13 @@ def test_both_clients_name_what_cannot_be_read(gateway: Running, token: str) -> 
         assert broken == []
         with pytest.raises(nearkin.Corrupt, match=object_name("default", "broken/a", 1)):
             store.get("broken/a").read()
-        assert store.deleted("broken/", broken=broken.append) == []
+        assert store.list_deleted("broken/", broken=broken.append) == []
         assert [d.versions for d in broken] == [(("broken/c", 1),)]
 
     async def awaited() -> None:
         broken = []
         async with nearkin.connect_async(gateway.url, token) as store:
-            assert await store.deleted("broken/", broken=broken.append) == []
+            assert await store.list_deleted("broken/", broken=broken.append) == []
         assert [d.versions for d in broken] == [(("broken/c", 1),)]
 
     anyio.run(awaited)

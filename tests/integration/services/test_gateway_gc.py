@@ -16,26 +16,26 @@ import pytest
 
 from nearkin import open_store
 from nearkin.embedded import gateway_backend as looked_after
-from nearkin_shared.storage.gc_pause import Pause, Pauses
+from nearkin_shared.storage.gc_pause import GcPauseFlag, Pause
 from nearkin_shared.utils import failpoints
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 CHANGES = {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0, "interval_seconds": 0}}
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     with running(embedded(tmp_path_factory.mktemp("gc") / "store", CHANGES)) as made:
         yield made
 
 
-def ask(gateway: Running, action: object) -> Any:
+def ask(gateway: RunningGateway, action: object) -> Any:
     with gateway.client() as client:
         return client.post("/v1/gc", json={"action": action})
 
 
-def state(gateway: Running) -> dict[str, Any]:
+def state(gateway: RunningGateway) -> dict[str, Any]:
     with gateway.client() as client:
         answer = client.get("/v1/gc")
     assert answer.status_code == 200
@@ -43,14 +43,14 @@ def state(gateway: Running) -> dict[str, Any]:
     return found
 
 
-def run(gateway: Running) -> dict[str, Any]:
+def run(gateway: RunningGateway) -> dict[str, Any]:
     """Ask for a round and return what it did."""
     before = ask(gateway, "run")
     assert before.status_code == 202
     return ended_since(gateway, before.json()["last"])
 
 
-def ended_since(gateway: Running, before: object) -> dict[str, Any]:
+def ended_since(gateway: RunningGateway, before: object) -> dict[str, Any]:
     """Return what the next round did that ends after the one `before`."""
     last: dict[str, Any] = {}
 
@@ -63,7 +63,7 @@ def ended_since(gateway: Running, before: object) -> dict[str, Any]:
     return last
 
 
-def command(gateway: Running, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+def command(gateway: RunningGateway, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NEARKIN_")}
     return subprocess.run(
         [sys.executable, "-m", "nearkin.cli", "--server", gateway.url, *arguments],
@@ -74,7 +74,7 @@ def command(gateway: Running, *arguments: str) -> subprocess.CompletedProcess[by
     )
 
 
-def test_a_round_that_is_asked_for_is_done_and_told(gateway: Running) -> None:
+def test_a_round_that_is_asked_for_is_done_and_told(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         client.put("/v1/blobs/gone", content=os.urandom(300_000)).raise_for_status()
         client.delete("/v1/blobs/gone").raise_for_status()
@@ -103,7 +103,7 @@ def held() -> Iterator[tuple[threading.Event, threading.Event]]:
 
 
 def test_uploads_deletions_and_downloads_go_on_while_a_round_is_at_work(
-    gateway: Running, held: tuple[threading.Event, threading.Event]
+    gateway: RunningGateway, held: tuple[threading.Event, threading.Event]
 ) -> None:
     there, on = held
     before = ask(gateway, "run").json()["last"]
@@ -136,7 +136,7 @@ def test_a_gateway_that_stops_ends_the_round_that_is_at_work(
 
 
 def test_a_round_that_cannot_even_begin_leaves_the_writer_at_work(
-    gateway: Running, monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, refused = threading.Thread.start, threading.Event()
 
@@ -158,7 +158,7 @@ def test_a_round_that_cannot_even_begin_leaves_the_writer_at_work(
     assert ended_since(gateway, before)["failure"] is None  # what was asked for is not forgotten
 
 
-def test_while_collection_is_paused_a_round_is_refused(gateway: Running) -> None:
+def test_while_collection_is_paused_a_round_is_refused(gateway: RunningGateway) -> None:
     assert ask(gateway, "pause").json()["paused"]["by"]
     refused = ask(gateway, "run")
     assert (refused.status_code, refused.json()["type"]) == (409, "urn:nearkin:problem:paused")
@@ -167,13 +167,13 @@ def test_while_collection_is_paused_a_round_is_refused(gateway: Running) -> None
 
 
 @pytest.mark.parametrize("action", ["stop", None, 7, ["run"]])
-def test_what_is_no_action_is_refused_with_the_list_of_those_that_are(gateway: Running, action: object) -> None:
+def test_what_is_no_action_is_refused_with_the_list_of_those_that_are(gateway: RunningGateway, action: object) -> None:
     refused = ask(gateway, action)
     assert refused.status_code == 400
     assert "run, pause, resume" in refused.json()["detail"]
 
 
-def test_the_command_does_the_same_behind_a_gateway_as_with_a_folder(gateway: Running) -> None:
+def test_the_command_does_the_same_behind_a_gateway_as_with_a_folder(gateway: RunningGateway) -> None:
     done = command(gateway, "gc", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["failure"] is None
@@ -189,9 +189,9 @@ def test_a_round_that_is_due_and_paused_is_looked_for_now_and_then_and_puts_go_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[float] = []
-    read = Pauses.read
+    read = GcPauseFlag.read
 
-    def counted(pauses: Pauses) -> Pause | None:
+    def counted(pauses: GcPauseFlag) -> Pause | None:
         if threading.current_thread().name == "nearkin-gateway-writer":
             looked.append(time.monotonic())
         return read(pauses)
@@ -200,7 +200,7 @@ def test_a_round_that_is_due_and_paused_is_looked_for_now_and_then_and_puts_go_o
     with running(embedded(tmp_path / "store", changes)) as gateway:
         ask(gateway, "pause").raise_for_status()
         last = state(gateway)["last"]
-        monkeypatch.setattr(Pauses, "read", counted)
+        monkeypatch.setattr(GcPauseFlag, "read", counted)
         until(lambda: len(looked) > 3)
         assert looked[3] - looked[0] > 2.0  # once a second, not again and again
         (tmp_path / "store" / "pause" / "notes.txt").write_text("lies where none of it is known")

@@ -17,16 +17,16 @@ import httpx
 import psutil
 import pytest
 
-from nearkin_shared.utils.prefetch import OneAhead
+from nearkin_shared.utils.prefetch import PrefetchIterator
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import Running, drained, embedded, process, running
+from tests.support.servers.gateways import RunningGateway, drain, embedded, process, running
 
 MIB = 1024 * 1024
 SLOW_SECONDS = 1
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     bounds = {
         "body_bytes_max": 4 * MIB,
         "header_bytes_max": 8192,
@@ -42,12 +42,14 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(autouse=True)
-def _lives_on(gateway: Running) -> Iterator[None]:
+def _lives_on(gateway: RunningGateway) -> Iterator[None]:
     yield
     with gateway.client() as client:
         assert client.get("/readyz").status_code == 200
         assert client.put("/v1/blobs/alive", content=b"x").status_code == 201
-    until(lambda: not gateway.gateway.uploads.taken and not gateway.gateway.downloads.taken)  # everything was freed
+    until(
+        lambda: not gateway.gateway.uploads.taken_count and not gateway.gateway.downloads.taken_count
+    )  # everything was freed
 
 
 def head(path: str, *headers: str, method: str = "PUT") -> bytes:
@@ -59,16 +61,16 @@ def status_of(answer: bytes) -> int:
     return int(answer[9:12])
 
 
-def test_a_body_shorter_than_announced_stores_nothing(gateway: Running) -> None:
+def test_a_body_shorter_than_announced_stores_nothing(gateway: RunningGateway) -> None:
     with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
         connection.sendall(head("/v1/blobs/short", "Content-Length: 1000") + b"x" * 999)
         connection.shutdown(socket.SHUT_WR)
-        drained(connection)
+        drain(connection)
     with gateway.client() as client:
         assert client.get("/v1/blobs/short").status_code == 404
 
 
-def test_a_body_that_stops_is_408_and_stores_nothing(gateway: Running) -> None:
+def test_a_body_that_stops_is_408_and_stores_nothing(gateway: RunningGateway) -> None:
     started = time.monotonic()
     answer = gateway.raw(head("/v1/blobs/stops", "Content-Length: 1000000") + b"x" * 500)
     assert status_of(answer) == 408
@@ -76,7 +78,7 @@ def test_a_body_that_stops_is_408_and_stores_nothing(gateway: Running) -> None:
     assert b"too-slow" in answer
 
 
-def test_a_body_that_trickles_is_408(gateway: Running) -> None:
+def test_a_body_that_trickles_is_408(gateway: RunningGateway) -> None:
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
         connection.sendall(head("/v1/blobs/trickle", "Transfer-Encoding: chunked"))
         stop = threading.Event()
@@ -107,12 +109,12 @@ def test_a_slow_body_above_the_least_rate_is_taken(tmp_path: Path) -> None:
         assert client.put("/v1/blobs/steady", content=steadily()).json()["size_bytes"] == 100_000
 
 
-def test_a_request_line_that_never_ends_is_closed(gateway: Running) -> None:
+def test_a_request_line_that_never_ends_is_closed(gateway: RunningGateway) -> None:
     for begun in (b"", b"G", b"\r\n\r\n", b"GET /v1/blobs HTTP/1.1\r\nHost: [::1]\r\n"):
         assert gateway.raw(begun) == b""
 
 
-def test_too_large_a_body_is_413_announced_or_not(gateway: Running) -> None:
+def test_too_large_a_body_is_413_announced_or_not(gateway: RunningGateway) -> None:
     assert status_of(gateway.raw(head("/v1/blobs/big", f"Content-Length: {5 * MIB}"), timeout=1)) == 413
     assert status_of(gateway.raw(head("/v1/blobs/big", "Content-Length: " + "9" * 18), timeout=1)) == 413
 
@@ -125,7 +127,7 @@ def test_too_large_a_body_is_413_announced_or_not(gateway: Running) -> None:
         assert client.get("/v1/blobs/big").status_code == 404
 
 
-def test_an_early_refusal_reads_on_only_so_far(gateway: Running) -> None:
+def test_an_early_refusal_reads_on_only_so_far(gateway: RunningGateway) -> None:
     """A body of 1 GiB to somebody who is refused: discarded up to a bound, then the connection is closed."""
     sent = 0
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
@@ -155,7 +157,7 @@ def test_an_early_refusal_reads_on_only_so_far(gateway: Running) -> None:
         b"CONNECT example.com:443 HTTP/1.1\r\nHost: [::1]\r\n\r\n",
     ],
 )  # fmt: skip
-def test_garbage_is_a_client_error_or_a_closed_door(gateway: Running, sent: bytes) -> None:
+def test_garbage_is_a_client_error_or_a_closed_door(gateway: RunningGateway, sent: bytes) -> None:
     answer = gateway.raw(sent, timeout=3)
     if answer:
         assert 400 <= status_of(answer) < 500
@@ -173,17 +175,17 @@ def test_garbage_is_a_client_error_or_a_closed_door(gateway: Running, sent: byte
         ["Cookie: " + "c" * 300_000],
     ],
 )
-def test_oversized_headers_are_431(gateway: Running, headers: list[str]) -> None:
+def test_oversized_headers_are_431(gateway: RunningGateway, headers: list[str]) -> None:
     answer = gateway.raw(head("/v1/blobs/x", *headers, "Content-Length: 0"), timeout=3)
     assert status_of(answer) == 431
 
 
-def test_an_oversized_url_is_refused(gateway: Running) -> None:
+def test_an_oversized_url_is_refused(gateway: RunningGateway) -> None:
     assert status_of(gateway.raw(head("/v1/blobs/" + "k" * 20_000, method="GET"), timeout=3)) == 431
     assert status_of(gateway.raw(head("/v1/blobs/" + "k" * 2_000, method="GET"), timeout=3)) == 414
 
 
-def test_a_header_without_end_is_refused_while_it_comes(gateway: Running) -> None:
+def test_a_header_without_end_is_refused_while_it_comes(gateway: RunningGateway) -> None:
     """The parser keeps a header until it ends: counted as it comes, or 1 GiB of it would lie in memory."""
     sent = 0
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
@@ -195,13 +197,13 @@ def test_a_header_without_end_is_refused_while_it_comes(gateway: Running) -> Non
     assert sent < 32 * MIB
 
 
-def test_one_upload_too_many_is_503_and_a_freed_place_is_taken(gateway: Running) -> None:
+def test_one_upload_too_many_is_503_and_a_freed_place_is_taken(gateway: RunningGateway) -> None:
     holders = []
     for number in range(4):
         connection = socket.create_connection(("127.0.0.1", gateway.port))
         connection.sendall(head(f"/v1/blobs/held/{number}", "Content-Length: 100000") + b"x" * 3000)
         holders.append(connection)
-    until(lambda: gateway.gateway.uploads.taken == 4)
+    until(lambda: gateway.gateway.uploads.taken_count == 4)
     with gateway.client() as client:
         refused = client.put("/v1/blobs/fifth", content=b"x")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
@@ -216,7 +218,7 @@ def test_one_connection_too_many_is_refused(tmp_path: Path) -> None:
         try:
             for connection in holders:
                 connection.sendall(body)
-            until(lambda: own.gateway.uploads.taken == 4)
+            until(lambda: own.gateway.uploads.taken_count == 4)
             assert status_of(own.raw(head("/livez", method="GET"), timeout=3)) == 503
         finally:
             for connection in holders:
@@ -225,14 +227,14 @@ def test_one_connection_too_many_is_refused(tmp_path: Path) -> None:
         assert status_of(own.raw(head("/livez", "Connection: close", method="GET"))) == 200
 
 
-def test_an_encoded_or_partial_body_is_refused(gateway: Running) -> None:
+def test_an_encoded_or_partial_body_is_refused(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         assert client.put("/v1/blobs/gz", content=b"x", headers={"Content-Encoding": "gzip"}).status_code == 415
         assert client.put("/v1/blobs/gz", content=b"x", headers={"Content-Range": "bytes 0-0/5"}).status_code == 400
         assert client.put("/v1/blobs/gz", content=b"x", headers={"Content-Encoding": "identity"}).status_code == 201
 
 
-def test_metadata_that_cannot_be_kept_are_refused(gateway: Running) -> None:
+def test_metadata_that_cannot_be_kept_are_refused(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         for headers in ({"X-Nearkin-Meta-A": "%FF"}, {"X-Nearkin-Meta-": "x"}, {"X-Nearkin-Meta-%FF": "x"}):
             assert client.put("/v1/blobs/meta", content=b"x", headers=headers).status_code == 400, headers
@@ -248,8 +250,8 @@ def test_a_reader_that_sleeps_is_let_go(tmp_path: Path, least: int) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", gateway.port))
             connection.sendall(head("/v1/blobs/long", method="GET"))
-            until(lambda: gateway.gateway.downloads.taken, poll_seconds=0.01)
-            until(lambda: not gateway.gateway.downloads.taken)
+            until(lambda: gateway.gateway.downloads.taken_count, poll_seconds=0.01)
+            until(lambda: not gateway.gateway.downloads.taken_count)
 
 
 def test_a_slow_reader_above_the_least_rate_is_served_to_the_end(tmp_path: Path) -> None:
@@ -267,11 +269,11 @@ def test_a_slow_reader_above_the_least_rate_is_served_to_the_end(tmp_path: Path)
                 time.sleep(0.1)
                 taken += connection.recv(100_000)
             assert len(taken) < MIB
-            taken += drained(connection)
+            taken += drain(connection)
     assert taken.endswith(content)
 
 
-def test_a_fragment_is_no_part_of_a_key(gateway: Running) -> None:
+def test_a_fragment_is_no_part_of_a_key(gateway: RunningGateway) -> None:
     answer = gateway.raw(head("/v1/blobs/cut#off?x=1", "Content-Length: 4") + b"frag")
     assert status_of(answer) == 400
     assert b"%23" in answer
@@ -281,7 +283,7 @@ def test_a_fragment_is_no_part_of_a_key(gateway: Running) -> None:
         assert client.get("/v1/blobs/cut%23off").content == b"whole"
 
 
-def test_a_reader_that_leaves_frees_its_place(gateway: Running) -> None:
+def test_a_reader_that_leaves_frees_its_place(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         client.put("/v1/blobs/left", content=os.urandom(4 * MIB))
         for _ in range(5):
@@ -295,18 +297,18 @@ def test_a_reader_that_leaves_does_not_make_the_others_wait_for_what_is_being_re
     """What reads ahead is ended by who waits for it: never by the loop, which serves everybody."""
     ended: list[str] = []
 
-    close = OneAhead.close
+    close = PrefetchIterator.close
 
-    def watched(pieces: OneAhead[memoryview]) -> None:
+    def watched(pieces: PrefetchIterator[memoryview]) -> None:
         ended.append(threading.current_thread().name)
         close(pieces)
 
-    monkeypatch.setattr(OneAhead, "close", watched)
+    monkeypatch.setattr(PrefetchIterator, "close", watched)
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         client.put("/v1/blobs/left", content=os.urandom(40 * MIB))
         with client.stream("GET", "/v1/blobs/left") as answer:
             next(answer.iter_raw())
-        until(lambda: not gateway.gateway.downloads.taken)
+        until(lambda: not gateway.gateway.downloads.taken_count)
         gc.collect()
         assert ended
         assert "gateway" not in ended  # the loop's thread
@@ -402,7 +404,9 @@ def test_a_stopping_gateway_finishes_the_upload_that_runs(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("length", ["Content-Length: 6", "Transfer-Encoding: chunked"])
-def test_a_body_under_an_upgrade_is_refused_and_never_taken_for_an_empty_one(gateway: Running, length: str) -> None:
+def test_a_body_under_an_upgrade_is_refused_and_never_taken_for_an_empty_one(
+    gateway: RunningGateway, length: str
+) -> None:
     """`curl --http2` and Java's client ask for h2c with the first request: the parser ends it with its head."""
     begun = head("/v1/blobs/upgrade", "Connection: Upgrade", "Upgrade: h2c", length)
     assert status_of(gateway.raw(begun + (b"abcdef" if "Length" in length else b"6\r\nabcdef\r\n0\r\n\r\n"))) == 400
@@ -412,7 +416,7 @@ def test_a_body_under_an_upgrade_is_refused_and_never_taken_for_an_empty_one(gat
         assert client.get("/v1/blobs", headers=asked).status_code == 200  # without a body it is passed over
 
 
-def test_trailers_are_bounded_and_are_no_headers(gateway: Running) -> None:
+def test_trailers_are_bounded_and_are_no_headers(gateway: RunningGateway) -> None:
     begun = head("/v1/blobs/trailers", "Transfer-Encoding: chunked", "Connection: close") + b"3\r\nabc\r\n0\r\n"
     assert status_of(gateway.raw(begun + b"X-Nearkin-Meta-a: b\r\n\r\n")) == 201
     with gateway.client() as client:
@@ -425,7 +429,7 @@ def test_trailers_are_bounded_and_are_no_headers(gateway: Running) -> None:
     assert sent < 32 * MIB  # what the sockets hold, and no more
 
 
-def test_every_line_of_a_coding_and_of_a_digest_counts(gateway: Running) -> None:
+def test_every_line_of_a_coding_and_of_a_digest_counts(gateway: RunningGateway) -> None:
     for more in (
         ("Content-Encoding: identity", "Content-Encoding: gzip"),
         ("Transfer-Encoding: gzip, chunked",),

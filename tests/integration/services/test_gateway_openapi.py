@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 
 from nearkin_gateway.auth import tokens
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 CHECKS = [
     not_a_server_error,
@@ -37,7 +37,7 @@ def octets(_context: Any, value: Any) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     folder = tmp_path_factory.mktemp("openapi")
     tokens.create(folder / "tokens.json", "default", ["read"])
     changes = {
@@ -49,7 +49,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def token(gateway: Running) -> str:
+def token(gateway: RunningGateway) -> str:
     folder = gateway.store.parent
     text = tokens.create(folder / "tokens.json", "default", ["read", "write", "delete", "admin", "operator"])[0]
     with gateway.client(text) as client:
@@ -59,7 +59,7 @@ def token(gateway: Running) -> str:
 
 
 @pytest.fixture(scope="module")
-def api(gateway: Running, token: str) -> Any:
+def api(gateway: RunningGateway, token: str) -> Any:
     return schemathesis.openapi.from_url(f"{gateway.url}/openapi.json")
 
 
@@ -130,7 +130,7 @@ OUTSIDE = [
 
 @pytest.mark.parametrize(("method", "path", "header", "value"), OUTSIDE)
 def test_header_outside_its_documented_bounds_is_refused(
-    gateway: Running, token: str, method: str, path: str, header: str, value: str
+    gateway: RunningGateway, token: str, method: str, path: str, header: str, value: str
 ) -> None:
     """F.19: what the document rules out, the code refuses: a bound is never documented alone."""
     document = httpx.get(f"{gateway.url}/openapi.json").json()
@@ -148,7 +148,7 @@ def test_header_outside_its_documented_bounds_is_refused(
         assert answer.status_code in (400, 412), answer.text
 
 
-def test_the_document_is_complete(gateway: Running) -> None:
+def test_the_document_is_complete(gateway: RunningGateway) -> None:
     document = httpx.get(f"{gateway.url}/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     assert "HTTPBearer" in document["components"]["securitySchemes"]

@@ -24,7 +24,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.kafka.clients import Outbox, consumer, topic
 from nearkin_shared.kafka.lag import WAITS
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import Running, process, running
+from tests.support.servers.gateways import RunningGateway, process, running
 from tests.support.servers.pipeline import Pipeline, store_authenticator
 from tests.support.servers.servers import Kafka
 
@@ -50,7 +50,7 @@ def pipeline(kafka: Any, redis: Any, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def gateway(pipeline: Pipeline) -> Iterator[Running]:
+def gateway(pipeline: Pipeline) -> Iterator[RunningGateway]:
     with running(load(pipeline.config_file)[0]) as found:
         yield found
 
@@ -61,7 +61,7 @@ def all_scopes(pipeline: Pipeline) -> str:
 
 
 @pytest.fixture(scope="module")
-def client(gateway: Running, all_scopes: str) -> Iterator[httpx.Client]:
+def client(gateway: RunningGateway, all_scopes: str) -> Iterator[httpx.Client]:
     with gateway.client(all_scopes) as found:
         until(lambda: found.get("/v1/status/x").status_code != 401)
         yield found
@@ -142,7 +142,7 @@ def test_repeats_with_one_idempotency_key_store_once_wherever_they_arrive(
     assert len(client.get("/v1/blobs/a/idem/versions").json()["versions"]) == 1
 
 
-def test_tenants_write_apart_and_read_apart(client: httpx.Client, gateway: Running, pipeline: Pipeline) -> None:
+def test_tenants_write_apart_and_read_apart(client: httpx.Client, gateway: RunningGateway, pipeline: Pipeline) -> None:
     token = tokens.create(pipeline.folder / "tokens.json", "other", tokens.SCOPES)[0]
     data = content(MIB, 5)
     with gateway.client(token) as other:
@@ -194,7 +194,7 @@ def test_workers_run_the_revision_that_was_patched(client: httpx.Client) -> None
     client.patch("/v1/config", json={"features": {"algorithm": None}})
 
 
-def test_a_cut_upload_is_told_failed(client: httpx.Client, gateway: Running) -> None:
+def test_a_cut_upload_is_told_failed(client: httpx.Client, gateway: RunningGateway) -> None:
     outcomes = gateway.gateway.outcomes
     before = len(outcomes)
 
@@ -208,7 +208,7 @@ def test_a_cut_upload_is_told_failed(client: httpx.Client, gateway: Running) -> 
     assert client.get("/v1/blobs/a/cut").status_code == 404
 
 
-def test_many_uploads_at_once_all_end_committed(gateway: Running, client: httpx.Client, all_scopes: str) -> None:
+def test_many_uploads_at_once_all_end_committed(gateway: RunningGateway, client: httpx.Client, all_scopes: str) -> None:
     ended: list[dict[str, Any]] = []
 
     def put(start: int) -> None:
@@ -223,7 +223,7 @@ def test_many_uploads_at_once_all_end_committed(gateway: Running, client: httpx.
         thread.join()
     assert len(ended) == 200
     assert {told["state"] for told in ended} == {"committed"}
-    until(lambda: gateway.gateway.uploads.taken == 0)  # its place is given back once its answer was sent
+    until(lambda: gateway.gateway.uploads.taken_count == 0)  # its place is given back once its answer was sent
     until(lambda: gateway.gateway.ingest.budget.used_bytes == 0)  # type: ignore[attr-defined]
 
 
@@ -306,7 +306,7 @@ def test_the_trace_context_travels_with_the_frames(client: httpx.Client, pipelin
 
 
 def test_what_one_gateway_deletes_is_gone_from_another_at_once(
-    gateway: Running, pipeline: Pipeline, client: httpx.Client, all_scopes: str
+    gateway: RunningGateway, pipeline: Pipeline, client: httpx.Client, all_scopes: str
 ) -> None:
     for seed in (50, 51):
         told = settled(client, client.put("/v1/blobs/deleted/k", content=content(50_000, seed), params={"wait": 20}))
@@ -374,7 +374,7 @@ def test_what_is_no_outcome_and_no_workers_word_is_passed_over(client: httpx.Cli
 
 
 def test_a_dead_letter_is_seen_sent_back_once_and_marked(
-    client: httpx.Client, gateway: Running, pipeline: Pipeline, all_scopes: str
+    client: httpx.Client, gateway: RunningGateway, pipeline: Pipeline, all_scopes: str
 ) -> None:
     settings = load(pipeline.config_file)[0]
     outbox = Outbox(settings, "test", store_authenticator(settings))
@@ -405,7 +405,7 @@ def test_a_dead_letter_is_seen_sent_back_once_and_marked(
         assert client.post("/v1/dead/replay", json=wrong).status_code == status
 
 
-def _outsider(gateway: Running, pipeline: Pipeline, scopes: list[str]) -> str:
+def _outsider(gateway: RunningGateway, pipeline: Pipeline, scopes: list[str]) -> str:
     """Return a token with these scopes once the gateway accepts it."""
     token = tokens.create(pipeline.folder / "tokens.json", "default", scopes)[0]
     with gateway.client(token) as client:
@@ -415,7 +415,7 @@ def _outsider(gateway: Running, pipeline: Pipeline, scopes: list[str]) -> str:
 
 def test_dead_letters_are_shown_and_dropped_by_operators(
     client: httpx.Client,
-    gateway: Running,
+    gateway: RunningGateway,
     pipeline: Pipeline,
     all_scopes: str,
     capsys: pytest.CaptureFixture[str],
@@ -482,7 +482,7 @@ def test_a_change_of_settings_is_in_the_audit_once_and_at_every_gateway(
         assert second.get("/v1/audit").json()["changes"][0] == told[0]
 
 
-def test_the_overview_of_the_pipeline_adds_up(client: httpx.Client, gateway: Running, all_scopes: str) -> None:
+def test_the_overview_of_the_pipeline_adds_up(client: httpx.Client, gateway: RunningGateway, all_scopes: str) -> None:
     time.sleep(2.1)  # sums are kept for 2 s
     stats, reduction = client.get("/v1/stats").json(), client.get("/v1/reduction").json()["tenants"][0]
     assert reduction["logical_bytes"] == stats["logical_bytes"]

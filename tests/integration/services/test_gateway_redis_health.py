@@ -15,7 +15,7 @@ from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.kafka.clients import create_topics
 from nearkin_shared.kafka.readiness_checks import redis_memory_check
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import Running, running
+from tests.support.servers.gateways import RunningGateway, running
 from tests.support.servers.servers import Redis
 
 
@@ -40,7 +40,7 @@ def test_redis_memory_check_follows_the_server(redis: Redis) -> None:
 
 
 @pytest.fixture
-def gateway(kafka: Any, redis: Redis, topic_prefix: str, key_prefix: str, tmp_path: Path) -> Iterator[Running]:
+def gateway(kafka: Any, redis: Redis, topic_prefix: str, key_prefix: str, tmp_path: Path) -> Iterator[RunningGateway]:
     """Return a gateway in front of Kafka and Redis; no worker is needed to be ready."""
     changes = {
         "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 1},
@@ -55,7 +55,7 @@ def gateway(kafka: Any, redis: Redis, topic_prefix: str, key_prefix: str, tmp_pa
         yield found
 
 
-def test_readyz_follows_the_memory_of_redis(gateway: Running, redis: Redis) -> None:
+def test_readyz_follows_the_memory_of_redis(gateway: RunningGateway, redis: Redis) -> None:
     """F.19: /readyz is 503 and names Redis while its policy may evict or it is full, and 200 again afterwards."""
     with gateway.client() as asked, client.Redis.from_url(redis.url) as admin:
 

@@ -21,13 +21,13 @@ from nearkin_gateway.http.problems import Problem
 from nearkin_gateway.http.request_limits import Holders
 from nearkin_gateway.uploads import finalize
 from nearkin_gateway.uploads import resumable_store as stored
-from nearkin_gateway.uploads.resumable_store import PART_BYTES, Done, Meta, Resumable, Staged
+from nearkin_gateway.uploads.resumable_store import PART_BYTES, Meta, Resumable, StagedUpload, UploadOutcome
 from nearkin_shared.crypto.key_wrapping import generate
 from nearkin_shared.errors import Corrupt, NotFound, StoreUnavailable
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from tests.support.checks.waiting import until
 from tests.support.data.samples import noise
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 MIB = 1024 * 1024
 TUS = {"Tus-Resumable": "1.0.0"}
@@ -37,14 +37,14 @@ OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream"}
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     changes = {"gateway": {"checked_patch_bytes": "2MiB", "body_bytes_max": "64MiB", "slow_seconds": 2}}
     with running(embedded(tmp_path_factory.mktemp("store"), changes)) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def client(gateway: Running) -> Iterator[httpx.Client]:
+def client(gateway: RunningGateway) -> Iterator[httpx.Client]:
     with gateway.client() as found:
         yield found
 
@@ -65,12 +65,12 @@ def add(client: httpx.Client, url: str, offset: int, data: Any, **headers: str) 
     return client.patch(url, content=data, headers={**OCTETS, "Upload-Offset": str(offset), **headers})
 
 
-def parts_of(gateway: Running, url: str) -> list[str]:
+def parts_of(gateway: RunningGateway, url: str) -> list[str]:
     folder = gateway.store / "uploads" / url.rpartition("/")[2] / "parts"
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def test_tuspy_uploads_in_parts_and_the_blob_is_there(gateway: Running, client: httpx.Client) -> None:
+def test_tuspy_uploads_in_parts_and_the_blob_is_there(gateway: RunningGateway, client: httpx.Client) -> None:
     data = os.urandom(5 * MIB + 17)
     uploader = TusClient(f"{gateway.url}/v1/uploads").uploader(
         file_stream=io.BytesIO(data), chunk_size=MIB, metadata={"key": "tus/ein schlüssel", "host": "db1"}
@@ -84,7 +84,7 @@ def test_tuspy_uploads_in_parts_and_the_blob_is_there(gateway: Running, client: 
     assert parts_of(gateway, uploader.url) == []
 
 
-def test_tuspy_resumes_where_it_stopped(gateway: Running, client: httpx.Client) -> None:
+def test_tuspy_resumes_where_it_stopped(gateway: RunningGateway, client: httpx.Client) -> None:
     data = os.urandom(4 * MIB)
     tus = TusClient(f"{gateway.url}/v1/uploads")
     first = tus.uploader(file_stream=io.BytesIO(data), chunk_size=MIB, metadata={"key": "tus/resumed"})
@@ -96,7 +96,7 @@ def test_tuspy_resumes_where_it_stopped(gateway: Running, client: httpx.Client) 
     assert client.get("/v1/blobs/tus/resumed").content == data
 
 
-def test_tuspy_with_checksums_is_checked(gateway: Running, client: httpx.Client) -> None:
+def test_tuspy_with_checksums_is_checked(gateway: RunningGateway, client: httpx.Client) -> None:
     data = os.urandom(3 * MIB + 1)
     tus = TusClient(f"{gateway.url}/v1/uploads")
     tus.uploader(
@@ -116,7 +116,7 @@ def test_an_upload_goes_on_after_the_gateway_was_started_anew(tmp_path: Path) ->
         assert client.get("/v1/blobs/moved").content == data
 
 
-def test_what_came_before_the_line_broke_is_kept(gateway: Running, client: httpx.Client) -> None:
+def test_what_came_before_the_line_broke_is_kept(gateway: RunningGateway, client: httpx.Client) -> None:
     data = os.urandom(PART_BYTES + 500_000)
     url = begin(client, "broken", len(data))
     head = f"PATCH {url} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\nUpload-Offset: 0\r\n"
@@ -133,7 +133,7 @@ def test_what_came_before_the_line_broke_is_kept(gateway: Running, client: httpx
     assert client.get("/v1/blobs/broken").content == data
 
 
-def test_a_wrong_checksum_is_460_and_nothing_is_kept(gateway: Running, client: httpx.Client) -> None:
+def test_a_wrong_checksum_is_460_and_nothing_is_kept(gateway: RunningGateway, client: httpx.Client) -> None:
     url = begin(client, "sum", 1000)
     wrong = base64.b64encode(hashlib.sha1(b"other").digest()).decode()
     answer = add(client, url, 0, b"x" * 1000, **{"Upload-Checksum": f"sha1 {wrong}"})
@@ -160,7 +160,9 @@ def test_a_wrong_offset_is_409_and_too_many_bytes_are_413(client: httpx.Client) 
     assert client.get("/v1/blobs/offsets").content == b"x" * 100
 
 
-def test_what_is_refused_for_its_length_or_coding_is_not_stored_in_part(gateway: Running, client: httpx.Client) -> None:
+def test_what_is_refused_for_its_length_or_coding_is_not_stored_in_part(
+    gateway: RunningGateway, client: httpx.Client
+) -> None:
     def chunked() -> Iterator[bytes]:
         yield b"x" * 100
         time.sleep(0.3)
@@ -237,7 +239,7 @@ def test_a_creation_that_cannot_be_is_refused(client: httpx.Client, headers: dic
         assert answer.headers["tus-version"] == "1.0.0"
 
 
-def test_termination_removes_all_of_it(gateway: Running, client: httpx.Client) -> None:
+def test_termination_removes_all_of_it(gateway: RunningGateway, client: httpx.Client) -> None:
     url = begin(client, "terminated", 100)
     add(client, url, 0, b"x" * 10)
     assert client.delete(url, headers=TUS).status_code == 204
@@ -255,7 +257,7 @@ def test_an_upload_that_never_was_is_404(client: httpx.Client, number: str) -> N
     assert add(client, f"/v1/uploads/{number}", 0, b"x").status_code == 404
 
 
-def test_a_slow_patch_is_408_and_what_came_is_kept(gateway: Running, client: httpx.Client) -> None:
+def test_a_slow_patch_is_408_and_what_came_is_kept(gateway: RunningGateway, client: httpx.Client) -> None:
     url = begin(client, "slow", 1_000_000)
     head = f"PATCH {url} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\nUpload-Offset: 0\r\n"
     head += "Tus-Resumable: 1.0.0\r\nContent-Type: application/offset+octet-stream\r\n\r\n"
@@ -265,7 +267,7 @@ def test_a_slow_patch_is_408_and_what_came_is_kept(gateway: Running, client: htt
     assert gateway.gateway.resuming == set()
 
 
-def test_tuspy_tells_its_caller_of_a_refusal(gateway: Running) -> None:
+def test_tuspy_tells_its_caller_of_a_refusal(gateway: RunningGateway) -> None:
     with pytest.raises(TusCommunicationError) as refused:
         TusClient(f"{gateway.url}/v1/uploads").uploader(file_stream=io.BytesIO(b"x"), metadata={"nokey": "x"}).upload()
     assert refused.value.status_code == 400
@@ -286,7 +288,7 @@ def test_a_whole_upload_of_a_dead_gateway_is_handed_over_by_the_next_one(
     monkeypatch.setattr(stored, "UNSEEN_SECONDS", 0.5)
     with running(embedded(tmp_path)):
         pass
-    resumable = Resumable(LocalObjects(tmp_path), 10)
+    resumable = Resumable(LocalObjectStore(tmp_path), 10)
     number = resumable.create(meta(6))
     resumable.stage(number, 0, b"abc", tenant="default")
     resumable.stage(number, 3, b"def", tenant="default")
@@ -299,7 +301,7 @@ def test_a_whole_upload_of_a_dead_gateway_is_handed_over_by_the_next_one(
 
 def test_the_next_head_hands_a_whole_upload_over(tmp_path: Path) -> None:
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
-        resumable = Resumable(LocalObjects(tmp_path), 10)
+        resumable = Resumable(LocalObjectStore(tmp_path), 10)
         number = resumable.create(meta(3))
         resumable.stage(number, 0, b"abc", tenant="default")
         assert client.head(f"/v1/uploads/{number}", headers=TUS).headers["upload-offset"] == "3"
@@ -309,7 +311,7 @@ def test_the_next_head_hands_a_whole_upload_over(tmp_path: Path) -> None:
 def test_a_sweep_removes_the_expired_and_the_orphaned_and_counts_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    objects = LocalObjects(tmp_path)
+    objects = LocalObjectStore(tmp_path)
     resumable = Resumable(objects, 2)
     late = resumable.create(meta(5, lives_us=-1))
     resumable.stage(late, 0, b"abc", tenant="default")
@@ -318,7 +320,7 @@ def test_a_sweep_removes_the_expired_and_the_orphaned_and_counts_the_rest(
     resumable.stage(orphan, 0, b"abc", tenant="default")
     with pytest.raises(Problem):
         resumable.check_room(Holders("default", "", ""))
-    handed: list[Staged] = []
+    handed: list[StagedUpload] = []
     resumable.sweep(handed.append)
     assert not list(objects.names(f"uploads/{late}"))
     assert list(objects.names(f"uploads/{orphan}"))  # it may be half made
@@ -343,7 +345,7 @@ def test_a_sweep_removes_the_expired_and_the_orphaned_and_counts_the_rest(
 def test_an_upload_whose_notes_are_damaged_does_not_keep_the_others_from_being_swept(
     tmp_path: Path, name: str, data: bytes
 ) -> None:
-    objects = LocalObjects(tmp_path)
+    objects = LocalObjectStore(tmp_path)
     resumable = Resumable(objects, 10)
     damaged, late = resumable.create(meta(5)), resumable.create(meta(5, lives_us=-1))
     resumable.stage(damaged, 0, b"abc", tenant="default")
@@ -353,7 +355,7 @@ def test_an_upload_whose_notes_are_damaged_does_not_keep_the_others_from_being_s
         objects.put_new(f"uploads/{damaged}/done", data)
     with pytest.raises(Corrupt, match="does not parse"):
         resumable.load("default", damaged)
-    handed: list[Staged] = []
+    handed: list[StagedUpload] = []
     resumable.sweep(handed.append)
     assert not list(objects.names(f"uploads/{late}"))
     assert not handed
@@ -421,13 +423,13 @@ def test_after_a_damaged_part_all_is_sent_again_in_parts_of_other_sizes(tmp_path
 def test_an_upload_that_is_whole_outlives_its_expiry_until_it_is_handed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resumable = Resumable(LocalObjects(tmp_path), 10)
+    resumable = Resumable(LocalObjectStore(tmp_path), 10)
     number = resumable.create(meta(5, lives_us=-1))
     resumable.stage(number, 0, b"abc", tenant="default")
     with pytest.raises(NotFound):
         resumable.load("default", number)
     resumable.stage(number, 3, b"de", tenant="default")
-    handed: list[Staged] = []
+    handed: list[StagedUpload] = []
     monkeypatch.setattr(stored, "UNSEEN_SECONDS", 0.0)
     resumable.sweep(handed.append)
     assert [staged.id for staged in handed] == [number]
@@ -461,7 +463,7 @@ def test_what_was_stored_and_could_not_be_noted_is_stored_once(tmp_path: Path, m
         url = begin(client, "once", 3)
         plain, rooms = Resumable.finish, iter([False])
 
-        def only_with_room(resumable: Resumable, staged: Staged, done: Done) -> Done:
+        def only_with_room(resumable: Resumable, staged: StagedUpload, done: UploadOutcome) -> UploadOutcome:
             if not next(rooms, True):
                 raise StoreUnavailable("no room left on the device")
             return plain(resumable, staged, done)
@@ -478,9 +480,9 @@ def test_what_was_stored_and_could_not_be_noted_is_stored_once(tmp_path: Path, m
 
 def test_an_expired_upload_is_404(tmp_path: Path) -> None:
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
-        number = Resumable(LocalObjects(tmp_path), 10).create(meta(5, lives_us=-1))
+        number = Resumable(LocalObjectStore(tmp_path), 10).create(meta(5, lives_us=-1))
         assert client.head(f"/v1/uploads/{number}", headers=TUS).status_code == 404
-        foreign = Resumable(LocalObjects(tmp_path), 10).create(meta(5, tenant="other"))
+        foreign = Resumable(LocalObjectStore(tmp_path), 10).create(meta(5, tenant="other"))
         assert client.head(f"/v1/uploads/{foreign}", headers=TUS).status_code == 404
 
 

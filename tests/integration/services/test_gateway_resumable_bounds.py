@@ -17,8 +17,8 @@ from nearkin_gateway.http.problems import Problem
 from nearkin_gateway.http.request_limits import Holders
 from nearkin_gateway.state import HAND_OVERS_MAX
 from nearkin_gateway.uploads import upload_bodies
-from nearkin_gateway.uploads.resumable_store import Meta, Resumable, Staged
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_gateway.uploads.resumable_store import Meta, Resumable, StagedUpload
+from nearkin_shared.objectstore.base import LocalObjectStore
 from tests.support.checks.waiting import until
 from tests.support.servers.gateways import embedded, running
 
@@ -53,11 +53,11 @@ def test_dropping_what_is_done_makes_no_room_for_more_than_may_be_open(tmp_path:
 
 
 def test_what_begins_while_uploads_are_counted_is_counted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resumable = Resumable(LocalObjects(tmp_path), 2)
+    resumable = Resumable(LocalObjectStore(tmp_path), 2)
     resumable.create(meta("first", 5))
     plain = resumable._load
 
-    def slow(number: str) -> Staged:
+    def slow(number: str) -> StagedUpload:
         resumable.create(meta("meanwhile", 5))
         return plain(number)
 
@@ -118,13 +118,13 @@ def test_asking_for_a_whole_upload_again_and_again_begins_one_hand_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
-        left = Resumable(LocalObjects(tmp_path), 10)
+        left = Resumable(LocalObjectStore(tmp_path), 10)
         numbers = [left.create(meta(f"left {number}", 3)) for number in range(HAND_OVERS_MAX + 1)]
         for number in numbers:
             left.stage(number, 0, b"abc", tenant="default")
         plain, goes_on = Resumable.read, threading.Event()
 
-        def stuck(resumable: Resumable, staged: Staged) -> Iterator[bytes]:
+        def stuck(resumable: Resumable, staged: StagedUpload) -> Iterator[bytes]:
             goes_on.wait(300)
             yield from plain(resumable, staged)
 

@@ -13,9 +13,9 @@ import pytest
 import nearkin
 from nearkin.cli.retain import parse_end
 from nearkin_gateway.auth import tokens
-from nearkin_shared.errors import BadInput, Denied, NotFound, Retained
+from nearkin_shared.errors import AccessDenied, BadInput, NotFound, RetentionActive
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 LATER = (datetime.now(UTC) + timedelta(days=30)).replace(microsecond=0)
 
@@ -26,13 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gateway(folder: Path) -> Iterator[Running]:
+def gateway(folder: Path) -> Iterator[RunningGateway]:
     tokens.create(folder / "tokens.json", "default", ["read"])
     with running(embedded(folder / "store", {"auth": {"tokens_file": str(folder / "tokens.json")}})) as found:
         yield found
 
 
-def new_token(gateway: Running, folder: Path, *scopes: str) -> str:
+def new_token(gateway: RunningGateway, folder: Path, *scopes: str) -> str:
     text = tokens.create(folder / "tokens.json", "default", list(scopes))[0]
     with gateway.client(text) as client:
         until(lambda: client.get("/v1/blobs").status_code != 401)
@@ -40,12 +40,12 @@ def new_token(gateway: Running, folder: Path, *scopes: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def token(gateway: Running, folder: Path) -> str:
+def token(gateway: RunningGateway, folder: Path) -> str:
     return new_token(gateway, folder, "read", "write", "delete")
 
 
 @pytest.fixture
-def client(gateway: Running, token: str) -> Iterator[httpx.Client]:
+def client(gateway: RunningGateway, token: str) -> Iterator[httpx.Client]:
     with gateway.client(token) as found:
         yield found
 
@@ -82,23 +82,23 @@ def test_gateway_refuses_to_shorten_a_retention(client: httpx.Client) -> None:
     assert client.post("/v1/retention/kept", params={"until": "1960-01-01T00:00:00Z"}).status_code == 400
 
 
-def test_token_without_delete_cannot_retain(gateway: Running, folder: Path) -> None:
+def test_token_without_delete_cannot_retain(gateway: RunningGateway, folder: Path) -> None:
     """F.29: A token that writes and may not delete cannot make versions that nobody can delete."""
     text = new_token(gateway, folder, "read", "write")
     with gateway.client(text) as client:
         client.put("/v1/blobs/junk", content=b"x")
         assert client.post("/v1/retention/junk", params={"until": LATER.isoformat()}).status_code == 403
-    with nearkin.connect(gateway.url, text) as store, pytest.raises(Denied):
+    with nearkin.connect(gateway.url, text) as store, pytest.raises(AccessDenied):
         store.retain("junk", LATER)
 
 
-def test_clients_extend_a_retention(gateway: Running, token: str) -> None:
+def test_clients_extend_a_retention(gateway: RunningGateway, token: str) -> None:
     """F.29: Both clients extend, and raise what the library raises."""
     with nearkin.connect(gateway.url, token) as store:
         store.put("mine", b"x")
         assert store.retain("mine", LATER).retain_until == LATER
         assert store.info("mine").retain_until == LATER
-        with pytest.raises(Retained):
+        with pytest.raises(RetentionActive):
             store.delete("mine")
         with pytest.raises(BadInput):
             store.retain("mine", LATER - timedelta(days=1))

@@ -16,12 +16,12 @@ import pytest
 
 from nearkin_gateway.app import THREADS_MAX
 from nearkin_gateway.auth import tokens
-from nearkin_gateway.catalog.version_catalog import Catalogue
+from nearkin_gateway.catalog.version_catalog import VersionCatalog
 from nearkin_gateway.http.problems import Problem
-from nearkin_gateway.http.request_limits import Holders, Holdings, Shares, Slots
+from nearkin_gateway.http.request_limits import ConcurrencyLimit, Holders, Holdings, Shares
 from nearkin_gateway.uploads.resumable_store import Meta, Resumable
 from nearkin_shared.errors import NotFound
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from tests.support.checks.waiting import until
 from tests.support.servers.gateways import embedded, running
 
@@ -30,11 +30,11 @@ def test_readyz_while_the_object_store_hangs_denies_no_upload(tmp_path: Path, mo
     """F.15: more probes than threads wait for a hanging object store; a put goes on, and they are told."""
     goes_on, checks = threading.Event(), []
 
-    def hang(_: Catalogue) -> None:
+    def hang(_: VersionCatalog) -> None:
         checks.append(1)
         goes_on.wait(60)
 
-    monkeypatch.setattr(Catalogue, "check", hang)
+    monkeypatch.setattr(VersionCatalog, "check", hang)
 
     async def ask(url: str) -> tuple[httpx.Response, list[httpx.Response]]:
         limits = httpx.Limits(max_connections=None)
@@ -102,7 +102,7 @@ def test_busy_connection_is_never_closed_for_another(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as busy,
     ):
         busy.sendall(b"PUT /v1/blobs/k HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nab")
-        until(lambda: gateway.gateway.uploads.taken == 1)
+        until(lambda: gateway.gateway.uploads.taken_count == 1)
         for _ in range(3):
             assert httpx.get(f"{gateway.url}/livez").status_code == 200
         busy.sendall(b"cd")
@@ -122,19 +122,19 @@ def test_slow_readers_of_one_token_deny_no_other_tenant(tmp_path: Path) -> None:
                 reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
                 line = f"GET /v1/blobs/big HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {evil}\r\n\r\n"
                 reader.sendall(line.encode())
-                until(lambda taken=taken: gateway.gateway.downloads.taken == taken)
+                until(lambda taken=taken: gateway.gateway.downloads.taken_count == taken)
             refused = client.get("/v1/blobs/big", headers={"Range": "bytes=0-9"})
             assert (refused.status_code, refused.json()["type"]) == (429, "urn:nearkin:problem:share-exceeded")
             assert "gateway.token_share" in refused.json()["detail"]
         with gateway.client(victim) as client:  # a slot was free for it: only the blob is not
             assert client.get("/v1/blobs/big").status_code == 404
         with gateway.gateway.downloads.one(Holders("victim", "v", "127.0.0.9")):
-            assert gateway.gateway.downloads.taken == 3
+            assert gateway.gateway.downloads.taken_count == 3
 
 
 def test_slots_demand_more_speed_as_they_fill() -> None:
     """F.28: the slowest client that is borne is `slow` up to half of the slots and `busy` when all are taken."""
-    slots, demanded = Slots("downloads", 4, None, (1024, 65_536)), []
+    slots, demanded = ConcurrencyLimit("downloads", 4, None, (1024, 65_536)), []
     with ExitStack() as held:
         for number in range(4):
             demanded.append(slots.least_bytes_per_second)
@@ -182,7 +182,7 @@ def test_empty_uploads_hold_a_share_and_expire_in_minutes(tmp_path: Path) -> Non
 
 def test_empty_upload_expires_and_one_with_bytes_stays(tmp_path: Path) -> None:
     """F.28: what has no byte yet is swept after its minutes; what has one lives as long as before."""
-    uploads, now_us = Resumable(LocalObjects(tmp_path), 10), time.time_ns() // 1000
+    uploads, now_us = Resumable(LocalObjectStore(tmp_path), 10), time.time_ns() // 1000
     meta = Meta("default", "k", 5, now_us, now_us + 3_600_000_000, empty_expires_us=now_us - 1)
     empty, begun = uploads.create(meta), uploads.create(meta)
     uploads.stage(begun, 0, b"a", tenant="default")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.checks.waiting import until
-from tests.support.servers.gateways import drained, process
+from tests.support.servers.gateways import drain, process
 
 
 def test_upload_cut_by_a_stop_is_503_without_traceback(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_upload_cut_by_a_stop_is_503_without_traceback(tmp_path: Path) -> None:
             assert sending.recv(100).startswith(b"HTTP/1.1 100")  # the request is being read
             sending.sendall(b"x" * 1000)
             child.send_signal(signal.SIGTERM)
-            answer = drained(sending).decode()
+            answer = drain(sending).decode()
         assert child.wait(60) == 0
     assert answer.startswith("HTTP/1.1 503"), answer
     assert "retry-after: 5" in answer.lower()

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.index.redis.gc_status import ToldRounds
+from nearkin_shared.index.redis.gc_status import GcStatusStore
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.reading.restore import Blob
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.deletions import Deletions
-from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.manifests import ManifestStore
 from tests.support.checks.waiting import until
 from tests.support.servers.pipeline import Pipeline, Uploader, uploading
@@ -123,7 +123,7 @@ def put_days(uploader: Uploader, deletions: Deletions, live: dict[tuple[str, int
     contents = {"a": text_like(300_000, 1), "b": text_like(200_000, 2)}
     for day in range(1, DAYS + 1):
         for key, before in list(contents.items()):
-            contents[key] = mutated(before, draw.randrange(1 << 30), edits=40)
+            contents[key] = mutate(before, draw.randrange(1 << 30), edits=40)
             content = contents[key] + random_bytes(100_000, draw.randrange(1 << 30))
             event = uploader.wait(uploader.put(key, [content]))
             assert (event["state"], event["version"]) == ("committed", day), event
@@ -149,21 +149,21 @@ def test_the_janitor_forgets_by_policy_and_what_is_deleted_comes_back(pipeline: 
                 uploader.wait(uploader.put(key, [content]))
     deletions.delete("default", "other/a", 4, undelete_seconds=3600)
     until(lambda: shown(reader, "kept/a") == [3, 4], pipeline.logs)
-    rounds = ToldRounds(index)
+    rounds = GcStatusStore(index)
     before, state = rounds.last(), rounds.state()
-    rounds.ask()
-    until(lambda: rounds.last() != before and not rounds.asked, pipeline.logs)
+    rounds.request_run()
+    until(lambda: rounds.last() != before and not rounds.requested_run, pipeline.logs)
     assert rounds.state() != state
     assert shown(reader, "other/a") == [1, 2, 3]
     assert deletions.undelete("default", "other/a", 4) == 1
     assert reader.read("other/a", 4) == contents[3]
-    Pauses(reader.objects).pause("the test")
-    until(lambda: not rounds.asked, pipeline.logs)
+    GcPauseFlag(reader.objects).pause("the test")
+    until(lambda: not rounds.requested_run, pipeline.logs)
     time.sleep(2)  # whoever had not seen the pause has begun by now, and has the lease
     until(lambda: not index.server.one(("EXISTS", f"{index.prefix}:{{m}}:lease")), pipeline.logs)
     assert deletions.undelete("default", "kept/a", 2) == 1  # the next round would forget it again
     assert reader.read("kept/a", 2) == contents[1]
-    Pauses(reader.objects).resume()
+    GcPauseFlag(reader.objects).resume()
     until(lambda: shown(reader, "kept/a") == [3, 4], pipeline.logs)
     index.close()
 

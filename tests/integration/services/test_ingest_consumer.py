@@ -26,7 +26,7 @@ from nearkin_shared.kafka.clients import create_topics, topic
 from nearkin_shared.kafka.consumer_loop import run_forever
 from nearkin_shared.kafka.dead_letters import OMITTED_VALUE_HEADER
 from nearkin_shared.limits import FRAME_BYTES_MAX
-from nearkin_shared.objectstore.base import LocalObjects, ObjectStore
+from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
 from nearkin_shared.observability import metrics
 from tests.support.checks.waiting import until
 from tests.support.data.samples import noise
@@ -225,7 +225,7 @@ def test_what_cannot_be_stored_is_a_dead_letter_and_stalls_nobody(world: World) 
             (b"good", b"good", []),
         ]
     )
-    with world.running(LocalObjects(world.folder)):
+    with world.running(LocalObjectStore(world.folder)):
         until(lambda: world.committed() == 7)
     assert [blob.key for blob in world.whole()] == ["good"]
     dead = {int(dict(message.headers())["__connect.errors.offset"]): message for message in world.read("dead")}
@@ -265,7 +265,7 @@ def test_claim_checks_are_streamed_from_the_object_store(world: World) -> None:
     world.produce(
         [(b"a", None, [("dataref", b"in/dump")]), (b"b", b"placeholder", [("ce_dataref", b"in/none"), ("ce_id", b"7")])]
     )
-    with world.running(LocalObjects(world.folder)):
+    with world.running(LocalObjectStore(world.folder)):
         until(lambda: world.committed() == 2)
     found = {blob.key: blob for blob in world.whole()}
     assert {key: blob.content for key, blob in found.items()} == {"a": content, "b": b""}
@@ -289,7 +289,7 @@ def test_blobs_of_one_key_stay_in_order(world: World) -> None:
     assert contents == {f"k{n}": list(range(n, 60, 3)) for n in range(3)}
 
 
-class Away(LocalObjects):
+class Away(LocalObjectStore):
     """An object store that cannot be reached until told so."""
 
     def __init__(self, root: Path, after_ranges: int = 0) -> None:
@@ -422,7 +422,7 @@ def test_a_long_object_does_not_cost_the_consumer_its_membership(world: World, m
     content = noise(4_000_000, "long").tobytes()
     (world.folder / "in" / "dump").write_bytes(content)
 
-    class Slow(LocalObjects):
+    class Slow(LocalObjectStore):
         def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
             time.sleep(0.3)
             return super().get_ranges(name, starts, ends)

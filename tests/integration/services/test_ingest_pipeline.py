@@ -23,11 +23,11 @@ from nearkin.client.sync import RemoteStore
 from nearkin.store import open_store
 from nearkin_gateway.auth import tokens
 from nearkin_shared.config.loader import load
-from nearkin_shared.errors import BadInput, Denied, NotFound
+from nearkin_shared.errors import AccessDenied, BadInput, NotFound
 from tests.support.checks.commands import new_store
 from tests.support.checks.waiting import until
 from tests.support.data.samples import noise
-from tests.support.servers.gateways import Running, running
+from tests.support.servers.gateways import RunningGateway, running
 from tests.support.servers.kafka_server import users_producer
 from tests.support.servers.pipeline import Pipeline
 
@@ -56,7 +56,7 @@ def pipeline(kafka: Any, redis: Any, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def gateway(pipeline: Pipeline) -> Iterator[Running]:
+def gateway(pipeline: Pipeline) -> Iterator[RunningGateway]:
     with running(load(pipeline.config_file)[0]) as found:
         yield found
 
@@ -67,7 +67,7 @@ def token(pipeline: Pipeline) -> str:
 
 
 @pytest.fixture(scope="module")
-def store(gateway: Running, token: str) -> Iterator[RemoteStore]:
+def store(gateway: RunningGateway, token: str) -> Iterator[RemoteStore]:
     with nearkin.connect(gateway.url, token, commit_seconds=90) as opened:
         until(lambda: allowed(opened))  # the gateway looks at its tokens once a second
         yield opened
@@ -94,7 +94,7 @@ def ingest(pipeline: Pipeline) -> Iterator[Callable[[], subprocess.Popen[bytes]]
 def allowed(store: RemoteStore) -> bool:
     try:
         store.versions("nothing")
-    except Denied:
+    except AccessDenied:
         return False
     return True
 
@@ -220,7 +220,7 @@ def test_hot_settings_are_changed_by_the_client(store: RemoteStore) -> None:
     store.change_config({"features": {"algorithm": "finesse"}})
 
 
-def test_asyncio_talks_to_the_same_gateway(gateway: Running, store: RemoteStore, token: str) -> None:
+def test_asyncio_talks_to_the_same_gateway(gateway: RunningGateway, store: RemoteStore, token: str) -> None:
     async def work(opened: AsyncRemoteStore) -> None:
         results = await asyncio.gather(*(opened.put(f"async/{number}", b"%d" % number * 1000) for number in range(8)))
         assert [result.info.version for result in results] == [1] * 8
@@ -234,7 +234,7 @@ def test_asyncio_talks_to_the_same_gateway(gateway: Running, store: RemoteStore,
 
 
 def test_commands_print_the_same_of_a_server_as_of_a_store(
-    gateway: Running, store: RemoteStore, token: str, tmp_path: Path
+    gateway: RunningGateway, store: RemoteStore, token: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(noise(400_000, "cli").tobytes())
     new_store(tmp_path / "store")

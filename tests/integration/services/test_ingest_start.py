@@ -42,7 +42,7 @@ def test_ingest_waits_until_the_store_is_created(
     stop = threading.Event()
     with ThreadPoolExecutor(1) as executor:
         try:
-            connecting = executor.submit(ingest_main._connected, settings, stop)
+            connecting = executor.submit(ingest_main._connect, settings, stop)
             until(lambda: "waiting: no store" in caplog.text, lambda: caplog.text)
             assert not [path for path in tmp_path.rglob("*") if path.is_file()]
             found = open_store_of(settings)[1]
@@ -55,7 +55,7 @@ def test_ingest_waits_until_the_store_is_created(
 def test_ingest_without_a_store_is_refused(settings: Settings) -> None:
     """F.31: where no service may create a store it does not wait for one."""
     with pytest.raises(NoStore):
-        ingest_main._connected(with_changes(settings, {"storage": {"create": False}}), threading.Event())
+        ingest_main._connect(with_changes(settings, {"storage": {"create": False}}), threading.Event())
 
 
 def test_ingest_without_key_of_encrypted_store_is_refused(settings: Settings) -> None:
@@ -63,6 +63,6 @@ def test_ingest_without_key_of_encrypted_store_is_refused(settings: Settings) ->
     key = base64.b64encode(b"k" * 32).decode()
     sealed = with_changes(settings, {"storage": {"encryption": "aes-256-gcm", "key": key}})
     open_store_of(sealed)
-    assert ingest_main._connected(sealed, threading.Event())
+    assert ingest_main._connect(sealed, threading.Event())
     with pytest.raises(WrongKey, match="encrypted"):
-        ingest_main._connected(settings, threading.Event())
+        ingest_main._connect(settings, threading.Event())

@@ -94,7 +94,7 @@ class Audit:
         self._log = log
 
     def decisions(self) -> Iterator[tuple[str, str, str, str, str]]:
-        """Yield (user, Allowed or Denied, operation, resource, rule)."""
+        """Yield (user, Allowed or AccessDenied, operation, resource, rule)."""
         for line in self._log.read_text().splitlines():
             if (match := AUDIT.search(line)) is not None:
                 yield match[1], match[2], match[3], match[4], match[5]
@@ -109,7 +109,9 @@ class Audit:
 
     def denied(self) -> set[tuple[str, str, str]]:
         """Return (user, operation, resource) of all that was denied."""
-        return {(user, what, where) for user, decision, what, where, _ in self.decisions() if decision == "Denied"}
+        return {
+            (user, what, where) for user, decision, what, where, _ in self.decisions() if decision == "AccessDenied"
+        }
 
 
 @pytest.fixture(scope="module")

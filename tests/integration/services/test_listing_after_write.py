@@ -18,7 +18,7 @@ import pytest
 from nearkin.store import open_store
 from nearkin_shared.config.loader import load
 from tests.support.data.stores import process
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 from tests.support.servers.pipeline import Pipeline
 from tests.support.servers.redis_server import RedisServer
 
@@ -181,7 +181,7 @@ def test_pipeline_listing_shows_acknowledged_puts(pipeline: Pipeline, redis_of_t
     settings, acknowledged = load(pipeline.config_file)[0], Acknowledged()
     with running(settings) as one, running(settings) as other, one.client() as here, other.client() as there:
         put(here, KEYS[0], b"first", acknowledged)
-        gateways: list[Running] = [one, other]
+        gateways: list[RunningGateway] = [one, other]
         checks = [
             lambda draw: check_pages(here, acknowledged, draw),
             lambda draw: check_pages(there, acknowledged, draw),

@@ -19,14 +19,14 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from nearkin_gateway.http.problems import Problem
-from nearkin_gateway.setting_changes import HotChanges
+from nearkin_gateway.setting_changes import ConfigChanges
 from nearkin_shared.config.loader import load
 from nearkin_shared.errors import ConfigError
 from nearkin_shared.kafka import clients
 from nearkin_shared.kafka import live_config as hot_module
 from nearkin_shared.kafka.clients import connection, consumer, group, producer, topic
 from nearkin_shared.kafka.lag import WAITS, LagWatch
-from nearkin_shared.kafka.live_config import HotSettings, config_message, merged
+from nearkin_shared.kafka.live_config import LiveConfig, config_message, merge_changes
 from nearkin_shared.kafka.topics import prepare_topics
 from nearkin_shared.observability import metrics
 from tests.support.checks.waiting import until
@@ -180,7 +180,7 @@ def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, A
     file.symlink_to(Path("..data", "nearkin.toml"))
     settings = load(file)[0]
     prepare_topics(settings)
-    hot = HotSettings(settings, file, None)
+    hot = LiveConfig(settings, file, None)
     hot.start()
     try:
         first = hot.revision
@@ -204,7 +204,7 @@ def test_an_edit_made_while_a_worker_starts_comes_into_force(
     settings = load(file)[0]
     prepare_topics(settings)
     file.write_text(f"[kafka]\n{kafka}\n[service]\npaused = true\n")
-    hot = HotSettings(settings, file, None)
+    hot = LiveConfig(settings, file, None)
     hot.start()
     try:
         until(lambda: hot.settings.service.paused)
@@ -256,7 +256,7 @@ def test_changes_are_heard_after_the_topic_could_not_be_read(
     monkeypatch.setattr(hot_module, "consumer", made)
     tell("ntransform")
     tell("odess")
-    hot = HotSettings(settings, None, None)
+    hot = LiveConfig(settings, None, None)
     hot.start()
     try:
         assert hot.settings.features.algorithm == "odess"
@@ -280,7 +280,7 @@ def test_a_file_whose_folder_is_away_for_a_while_is_heard(sections: dict[str, di
     settings = load(file)[0]
     prepare_topics(settings)
     shutil.rmtree(file.parent)
-    hot = HotSettings(settings, file, None)
+    hot = LiveConfig(settings, file, None)
     hot.start()
     try:
         time.sleep(1.0)
@@ -329,11 +329,11 @@ def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_la
         {"block": {"level": 7}}, {"features": {"algorithm": "odess"}}, {"service": {"paused": True}},
         {"block": {"raw_bytes": "1MiB"}}, {"delta": {"max_depth": 2}}, {"service": {"read_only": True}},
     ]  # fmt: skip
-    both = [HotSettings(settings, None, None) for _ in range(2)]
-    late = HotSettings(settings, None, None)
+    both = [LiveConfig(settings, None, None) for _ in range(2)]
+    late = LiveConfig(settings, None, None)
 
     async def patched() -> None:
-        gateways = [HotChanges(settings, hot, publish) for hot in both]
+        gateways = [ConfigChanges(settings, hot, publish) for hot in both]
         await asyncio.gather(*(gateways[turn % 2].patch(patch, "x") for turn, patch in enumerate(patches)))
         until(lambda: both[0].known == both[1].known)
 
@@ -343,22 +343,24 @@ def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_la
         asyncio.run(patched())
         wanted: dict[str, dict[str, Any]] = {}
         for patch in patches:
-            wanted = merged(wanted, patch)
+            wanted = merge_changes(wanted, patch)
         assert both[0].changes == both[1].changes == wanted
-        assert both[0].settled
-        late.told(newest[0], "what compaction leaves")
+        assert both[0].is_self_contained
+        late.on_message(newest[0], "what compaction leaves")
         assert late.changes == wanted
 
         async def overtaken(message: bytes) -> None:
             if json.loads(message)["patch"]:
-                await HotChanges(settings, both[1], publish).patch({"features": {"count": 9}}, "first")
+                await ConfigChanges(settings, both[1], publish).patch({"features": {"count": 9}}, "first")
             await publish(message)
 
         with pytest.raises(Problem, match=r"another change came first.*GET /v1/config") as refused:
-            asyncio.run(HotChanges(settings, both[0], overtaken).patch({"features": {"super_features": 4}}, "second"))
+            asyncio.run(
+                ConfigChanges(settings, both[0], overtaken).patch({"features": {"super_features": 4}}, "second")
+            )
         assert refused.value.status == 409
         assert both[0].changes["features"] == {"algorithm": "odess", "count": 9}
-        assert both[0].settled
+        assert both[0].is_self_contained
         asyncio.run(publish(b'{"changes": {"block": {"level": 5}}, "by": "by hand", "at": ""}'))
         until(lambda: both[0].changes == both[1].changes == {"block": {"level": 5}})
     finally:

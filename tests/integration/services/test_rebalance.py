@@ -47,7 +47,7 @@ class Watcher:
             if record.partition in self.mine:
                 self._next[record.partition] = record.offset + 1
             else:
-                self.foreign.append(record.named)
+                self.foreign.append(record.label)
 
     def idle(self) -> float:
         return 0.25

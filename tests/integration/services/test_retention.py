@@ -16,12 +16,12 @@ import pytest
 import nearkin
 from nearkin.store import Store, open_store
 from nearkin_shared.config.storage import RetentionPolicy
-from nearkin_shared.errors import BadInput, Retained
+from nearkin_shared.errors import BadInput, RetentionActive
 from nearkin_shared.retention import decisions, forget
 from tests.support.checks.waiting import until
 from tests.support.data.stores import SMALL, manifests, objects, settings
 from tests.support.fakes.clock import DAY, Clock
-from tests.support.servers.gateways import Running, embedded, running
+from tests.support.servers.gateways import RunningGateway, embedded, running
 
 START = datetime(2026, 11, 2, 6, tzinfo=UTC).timestamp()
 
@@ -90,9 +90,9 @@ def test_a_key_with_a_damaged_version_loses_none(tmp_path, clock):
 def test_nobody_deletes_what_is_too_young(tmp_path, clock):
     with opened(tmp_path / "s", clock, policies=[{"prefix": "db/", "min_age_seconds": 3 * DAY}]) as store:
         filled(store, clock)
-        with pytest.raises(Retained, match="is kept until"):
+        with pytest.raises(RetentionActive, match="is kept until"):
             store.delete("db/a", 12)
-        with pytest.raises(Retained):
+        with pytest.raises(RetentionActive):
             store.delete("db/a")  # one of them is too young: none goes
         assert len(listed(store, "db/")) == 12
         assert store.delete("db/a", 1) == 1
@@ -126,13 +126,13 @@ def test_a_round_of_gc_applies_the_policies_of_all_tenants_and_tells_the_bytes(t
 
 
 @pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[Running]:
+def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
     changes = {"retention": {"policies": [{"prefix": "worm/", "min_age_seconds": 1000}]}}
     with running(embedded(tmp_path / "store", changes)) as found:
         yield found
 
 
-def test_a_gateway_refuses_to_delete_what_is_too_young(gateway: Running) -> None:
+def test_a_gateway_refuses_to_delete_what_is_too_young(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         client.put("/v1/blobs/worm/a", content=b"1")
         client.put("/v1/blobs/free", content=b"1")
@@ -155,12 +155,12 @@ def test_an_embedded_gateway_collects_its_garbage_by_itself(tmp_path: Path) -> N
         assert client.put("/v1/blobs/gone", content=b"again").json()["version"] == 2
 
 
-def test_the_client_forgets_what_the_server_lets_it(gateway: Running) -> None:
+def test_the_client_forgets_what_the_server_lets_it(gateway: RunningGateway) -> None:
     with nearkin.connect(gateway.url) as remote:
         for number in range(3):
             remote.put("worm/a", bytes([number]))
             remote.put("free/a", bytes([number]))
-        with pytest.raises(Retained):
+        with pytest.raises(RetentionActive):
             remote.delete("worm/a", 1)
         policy = RetentionPolicy(keep_last=1)
         found = list(decisions(remote, "", lambda _: policy, lambda _: 0, time.time(), lambda _: None))
@@ -193,7 +193,7 @@ def test_the_command_shows_a_table_and_deletes(tmp_path: Path) -> None:
     assert (refused.returncode, "want a time" in refused.stderr) == (2, True)
 
 
-def test_policies_are_the_servers_own(gateway: Running) -> None:
+def test_policies_are_the_servers_own(gateway: RunningGateway) -> None:
     from nearkin.cli.forget import forget_versions
     from nearkin.cli.session import Session
 

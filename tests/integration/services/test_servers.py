@@ -262,9 +262,9 @@ def test_a_fetch_that_fails_leaves_nothing_and_the_next_one_is_whole(fetches: li
             raise OSError("cut off")
 
     with pytest.raises(OSError, match="cut off"):
-        programs.fetched("thing", fetch)
+        programs.fetch_once("thing", fetch)
     assert [path.name for path in programs.cache().iterdir()] == [".thing.lock"]
-    found = programs.fetched("thing", fetch)
+    found = programs.fetch_once("thing", fetch)
     assert [path.name for path in found.iterdir()] == ["half"]
-    assert programs.fetched("thing", fetch) == found
+    assert programs.fetch_once("thing", fetch) == found
     assert len(fetches) == 2

@@ -10,11 +10,11 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from nearkin_gateway.backends.ingest_backend import Intent
+from nearkin_gateway.backends.ingest_backend import UploadRequest
 from nearkin_gateway.backends.kafka_ingest import KafkaIngest
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import Permanent
+from nearkin_shared.errors import PermanentError
 from nearkin_shared.kafka.clients import TOPIC_BYTES_MAX, Outbox, connection, topic
 from nearkin_shared.kafka.consumer_loop import run_forever
 
@@ -39,16 +39,18 @@ def settings(kafka: object, topic_prefix: str) -> Settings:
 def test_a_message_that_a_topic_refuses_as_too_large_is_a_permanent_error(settings: Settings) -> None:
     outbox = Outbox(settings, "test", None)
     outbox.send("frames", b"key", NOISE[:MESSAGE_BYTES], {})
-    with pytest.raises(Permanent, match=REFUSED):
+    with pytest.raises(PermanentError, match=REFUSED):
         outbox.flush()
-    with pytest.raises(Permanent, match=REFUSED):
+    with pytest.raises(PermanentError, match=REFUSED):
         outbox.send("frames", b"key", b"small", {})
     outbox.close()
 
 
 def test_a_message_that_no_topic_takes_is_refused_before_it_is_sent(settings: Settings) -> None:
     outbox = Outbox(settings, "test", None)
-    with pytest.raises(Permanent, match=re.escape(f"a message of {TOPIC_BYTES_MAX} bytes was refused as too large")):
+    with pytest.raises(
+        PermanentError, match=re.escape(f"a message of {TOPIC_BYTES_MAX} bytes was refused as too large")
+    ):
         outbox.send("frames", b"key", bytes(TOPIC_BYTES_MAX), {})
     outbox.send("frames", b"key", b"small", {})
     outbox.flush()
@@ -68,7 +70,7 @@ def test_a_worker_does_not_start_over_for_it_again_and_again(settings: Settings)
             outbox.send("frames", b"key", NOISE[:MESSAGE_BYTES], {})
             outbox.flush()
 
-    with pytest.raises(Permanent, match=REFUSED):
+    with pytest.raises(PermanentError, match=REFUSED):
         run_forever(Sending, stop, lambda: False, "test")
     assert begun == 1
 
@@ -78,10 +80,10 @@ def test_an_upload_through_a_gateway_is_told_so(settings: Settings) -> None:
         ingest = KafkaIngest(settings, "test", None)
         await ingest.open()
         try:
-            one = await ingest.begin(Intent("t", "key", bytes(16), bytes(16), 1))
+            one = await ingest.begin(UploadRequest("t", "key", bytes(16), bytes(16), 1))
             await one.write(NOISE[:MESSAGE_BYTES])
-            with pytest.raises(Permanent, match=REFUSED):
-                await one._tracker.settled()
+            with pytest.raises(PermanentError, match=REFUSED):
+                await one._tracker.wait_for_acks()
             await one.abort("its frames were refused")
         finally:
             await ingest.close()

@@ -70,7 +70,7 @@ def test_services_refuse_unclean_election_at_start(made: Settings, redis: Any, k
     with pytest.raises(ConfigError, match=r"frames: unclean\.leader"):
         connect_fleet(settings)
     with pytest.raises(ConfigError, match=r"frames: unclean\.leader"):
-        ingest_main._connected(settings, threading.Event())
+        ingest_main._connect(settings, threading.Event())
     assert list(tmp_path.iterdir()) == []
 
 

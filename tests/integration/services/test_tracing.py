@@ -257,7 +257,7 @@ def test_the_ratio_is_the_share_of_requests_that_are_traced() -> None:
 def test_what_fails_is_told_by_the_errors_name_alone() -> None:
     def work(made: Tracing) -> None:
         span = made.begin("dedup", None)
-        made.failed(made.opened(span), ValueError("key 'private'"))
+        made.record_failure(made.open(span), ValueError("key 'private'"))
         made.close(span)
         made.close(made.begin("delta", None), OSError("/private"))
 
@@ -273,7 +273,7 @@ def test_what_fails_is_told_by_the_errors_name_alone() -> None:
 def test_a_context_that_is_none_is_nobodys_parent(text: bytes | None) -> None:
     def work(made: Tracing) -> None:
         assert made.context(text) is None
-        assert made.traced(text) is None
+        assert made.context_of(text) is None
 
     finished(work)
 
@@ -313,7 +313,7 @@ def test_a_collector_that_never_answers_is_waited_for_by_no_work_and_keeps_no_pr
 def test_nothing_is_traced_where_no_collector_is_named() -> None:
     tracing.start(Settings(), "test", "one")
     assert tracing.current() is None
-    with tracing.span("x", b"given", begins=True) as context, tracing.linked("y", [b"given"], {}):
+    with tracing.span("x", b"given", begins=True) as context, tracing.linked_span("y", [b"given"], {}):
         assert context == b"given"
     tracing.stop()
 

@@ -49,10 +49,10 @@ def run(
 
 def answer(*arguments: str | bytes | Path, stdin: bytes = b"", env: dict[str, str] | None = None) -> Any:
     """Return the JSON value that the command answers with."""
-    return answered(run("--json", *arguments, stdin=stdin, env=env))
+    return parse_answer(run("--json", *arguments, stdin=stdin, env=env))
 
 
-def answered(done: subprocess.CompletedProcess[bytes]) -> Any:
+def parse_answer(done: subprocess.CompletedProcess[bytes]) -> Any:
     """Return the one JSON value of a command that succeeded."""
     assert (done.returncode, done.stderr) == (0, b"")
     return json.loads(done.stdout)
@@ -79,7 +79,7 @@ class InProcess:
 
     def answer(self, *arguments: str | bytes | Path, stdin: bytes = b"", env: dict[str, str] | None = None) -> Any:
         """Return the JSON value that the command answers with."""
-        return answered(self("--json", *arguments, stdin=stdin, env=env))
+        return parse_answer(self("--json", *arguments, stdin=stdin, env=env))
 
 
 def assert_refused(done: subprocess.CompletedProcess[bytes], code: int, says: str) -> None:

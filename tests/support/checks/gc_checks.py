@@ -18,7 +18,7 @@ COLLECTED = settings(
 """A grace of a day, and a week in which what was deleted comes back."""
 
 
-def collected(store: Store, clock: Clock, rounds: int = 4) -> int:
+def collect_repeatedly(store: Store, clock: Clock, rounds: int = 4) -> int:
     """Collect round after round, each a day later; return the bytes freed. Raises AssertionError."""
     freed = 0
     for _ in range(rounds):
@@ -45,7 +45,7 @@ with open_store(sys.argv[1], settings=settings(COLLECTED, json.loads(sys.argv[3]
 """
 
 
-def killed_in_a_round(root: Path, chosen: Mapping[str, Mapping[str, object]], point: str, times: int) -> None:
+def kill_during_gc(root: Path, chosen: Mapping[str, Mapping[str, object]], point: str, times: int) -> None:
     """Do a round in a process that is killed at a failpoint, passed so many times; `chosen`: changes of COLLECTED.
 
     Raises AssertionError where it never gets there.

@@ -19,7 +19,7 @@ import yaml
 
 from nearkin_shared.config import settings as config_settings
 from nearkin_shared.config import validators
-from nearkin_shared.config.reference import given
+from nearkin_shared.config.reference import field_type
 from nearkin_shared.config.settings import HOT_FIELDS, SECRETS, Settings
 from nearkin_shared.limits import TENANT_BYTES_MAX
 
@@ -62,15 +62,15 @@ def _section(section: type[Any], prefix: str) -> dict[str, Any]:
 
 def _value(kind: Any) -> dict[str, Any]:
     """Return the schema of one field; a rule that has no counterpart here is left to the services."""
-    plain, _ = given(kind)
+    plain, _ = field_type(kind)
     rule: object = None
     if get_origin(plain) is Annotated:
         plain, rule = get_args(plain)
-        plain, _ = given(plain)
-    return _ruled(rule) or {"type": {bool: "boolean", int: "integer"}.get(plain, "string")}
+        plain, _ = field_type(plain)
+    return _rule_of_type(rule) or {"type": {bool: "boolean", int: "integer"}.get(plain, "string")}
 
 
-def _ruled(rule: object) -> dict[str, Any] | None:
+def _rule_of_type(rule: object) -> dict[str, Any] | None:
     found: dict[str, Any] | None = None
     match rule:
         case validators.OneOf():
@@ -115,7 +115,9 @@ def rows(values: str) -> Iterator[tuple[str, object, str]]:
         for key, value in node.value:
             name = f"{prefix}{key.value}"
             line, column = key.start_mark.line, key.start_mark.column
-            told = _told(lines, line) if not lines[line][:column].strip() else ""  # else it shares the line of another
+            told = (
+                _description_above(lines, line) if not lines[line][:column].strip() else ""
+            )  # else it shares the line of another
             if told:
                 yield name, yaml.safe_load(yaml.serialize(value)), told
             if isinstance(value, yaml.MappingNode):
@@ -124,7 +126,7 @@ def rows(values: str) -> Iterator[tuple[str, object, str]]:
     yield from walk(root, "")
 
 
-def _told(lines: list[str], line: int) -> str:
+def _description_above(lines: list[str], line: int) -> str:
     """Return the description that ends just above a line, "" where there is none."""
     comment: list[str] = []
     while line > 0 and lines[line - 1].lstrip().startswith("#"):
@@ -135,7 +137,7 @@ def _told(lines: list[str], line: int) -> str:
     return ""
 
 
-def undocumented(values: str) -> list[str]:
+def undocumented_values(values: str) -> list[str]:
     """Return the values that neither have a description nor lie below one that has."""
     told = {name for name, _, _ in rows(values)}
 
@@ -166,7 +168,7 @@ def with_values(readme: str, values: str) -> str:
 def main(chart: Path = CHART) -> int:
     """Write what follows from values.yaml and the settings."""
     values = (chart / "values.yaml").read_text()
-    if missing := undocumented(values):
+    if missing := undocumented_values(values):
         print(f"{chart / 'values.yaml'}: no `# --` above {', '.join(missing)}", file=sys.stderr)
         return 1
     for path, made in (

@@ -14,26 +14,26 @@ import numpy as np
 
 from nearkin.local.index_lifecycle import entry_names_of
 from nearkin.store import Store
-from nearkin_maintenance.gc.mark import Reach
+from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats.container import decode_container
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
-from nearkin_shared.objectstore.base import LocalObjects
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.objectstore.factory import as_set
 from nearkin_shared.objectstore.parity import FOLDER, SUFFIX
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from tests.support.engines.model import Seen, Violation
 
 _LOCATED = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
 
 
-def seen(store: Store) -> Seen:
+def inspect(store: Store) -> Seen:
     """Return what a store answers to listings, and which manifests lie in it."""
     live = frozenset((info.key, info.version) for info in store.versions(all_versions=True))
-    deleted = frozenset((entry.key, entry.version) for entry in store.deleted())
+    deleted = frozenset((entry.key, entry.version) for entry in store.list_deleted())
     names = [name for name, _ in store._manifests.names()]
     read = [store._manifests.read(name) for name in names]
     for key in {key for key, _ in live}:
@@ -49,11 +49,11 @@ def containers(root: Path) -> frozenset[int]:
     return frozenset(int(path.name[:16], 16) for path in (root / "containers").rglob("*.nkc"))
 
 
-def opened(root: Path, chosen: Settings) -> Callable[[Path], bytes]:
+def copy_opener(root: Path, chosen: Settings) -> Callable[[Path], bytes]:
     """Return what reads an object's file, and opens what is sealed; parity mends nothing of it."""
-    objects = as_set(LocalObjects(root), chosen)
-    if isinstance(objects, EncryptedObjects):
-        return lambda path: objects.opened(str(path.relative_to(root)), path.read_bytes())
+    objects = as_set(LocalObjectStore(root), chosen)
+    if isinstance(objects, EncryptedObjectStore):
+        return lambda path: objects.decrypt(str(path.relative_to(root)), path.read_bytes())
     return Path.read_bytes
 
 
@@ -64,7 +64,7 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
     """
     if not (root / "index" / "data.mdb").is_file():
         return
-    names = entry_names_of(as_set(LocalObjects(root), chosen))()
+    names = entry_names_of(as_set(LocalObjectStore(root), chosen))()
     with tempfile.TemporaryDirectory(prefix="nearkin-index-") as copy:
         # a copy, of a store that nobody has open: opening a file of LMDB's writes to it
         shutil.copyfile(root / "index" / "data.mdb", Path(copy) / "data.mdb")
@@ -79,8 +79,8 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
             ids = index.container_ids().tolist() if entries else []
         finally:
             index.close()
-    condemned = CondemnedStore(as_set(LocalObjects(root), chosen)).read() if (root / "gc").is_dir() else {}
-    directories, read = {}, opened(root, chosen)
+    condemned = PendingDeleteStore(as_set(LocalObjectStore(root), chosen)).read() if (root / "gc").is_dir() else {}
+    directories, read = {}, copy_opener(root, chosen)
     for container, path in sorted(newest(root).items()):
         try:
             directories[container] = decode_container(read(path), path.name)
@@ -115,10 +115,10 @@ def check_no_orphans(store: Store) -> None:
     What a dead block leans on is needed for as long as its container is (docs/adr/0015).
     """
     manifests = [name for name, _ in store._manifests.names()]
-    reach = Reach(store._containers, store._manifests, manifests)
+    reach = LiveSet(store._containers, store._manifests, manifests)
     there, staying = containers(store.root), set(reach.segments) | set(reach.chunks)
     while True:
-        held = reach.closed(reach.chunks, staying)
+        held = reach.transitive_closure(reach.chunks, staying)
         wider = staying | {container for container, mask in held.items() if mask.any()}
         if wider == staying:
             break
@@ -133,7 +133,7 @@ def check_no_orphans(store: Store) -> None:
 
 def check_parity_is_of_what_is_there(store: Store) -> None:
     """Raise Violation where parity is left of an object that is gone."""
-    names = [name for name, _ in LocalObjects(store.root).names(FOLDER)]
+    names = [name for name, _ in LocalObjectStore(store.root).names(FOLDER)]
     orphans = [
         name for name in names if not (store.root / name.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)).is_file()
     ]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nearkin.lab.generated_data import mutated, random_bytes, records_like, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 
 VERSIONS = 3
 
@@ -20,7 +20,7 @@ def tiny_corpus(folder: Path) -> Path:
     data = text_like(150_000, 1) + records_like(100_000, 2) + random_bytes(50_000, 3)
     for number in range(VERSIONS):
         (folder / f"{number}.bin").write_bytes(data)
-        data = mutated(data, number, edits=8)
+        data = mutate(data, number, edits=8)
     return folder
 
 
@@ -42,7 +42,7 @@ def run(*arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(words, capture_output=True, text=True, env=environment(**more), timeout=240, check=False)
 
 
-def recorded(out: Path, room: str, *arguments: str | Path, **more: str) -> dict[str, Any]:
+def run_and_read_record(out: Path, room: str, *arguments: str | Path, **more: str) -> dict[str, Any]:
     """Run a room, and return its record: the one of --json is the one in the file. Raises AssertionError."""
     done = run(room, "--out", out, "--json", *arguments, **more)
     assert (done.returncode, done.stderr) == (0, "")

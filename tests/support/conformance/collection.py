@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nearkin_shared.index.catalog import summarise
-from nearkin_shared.index.protocols import Collected, Index, Marked, SupportsCollection
+from nearkin_shared.index.protocols import CollectedVersion, Index, MarkedVersion, SupportsCollection
 from nearkin_shared.types import U64
 from tests.support.conformance.index_contract import (
     FIRST,
@@ -55,7 +55,7 @@ class CollectionContract:
     def test_what_is_forgotten_is_a_miss_and_the_rest_is_found(self, index: CollectionIndex) -> None:
         """Again changes nothing."""
         for _ in range(2):
-            index.forget({FIRST: np.array([1], np.uint32)}, {FIRST: np.array([0], np.uint32)}, ())
+            index.withdraw({FIRST: np.array([1], np.uint32)}, {FIRST: np.array([0], np.uint32)}, ())
             assert rows(index.locate_chunks(chunk_names("a", "bb", "ccc"))) == [(FIRST, 0), None, (FIRST, 2)]
             assert rows(index.locate_segments(ids("s1", "s2"))) == [None, (FIRST, 1)]
             assert rows(of_rank(index, SKETCH, 0, np.array([70, 80], np.uint64))) == [(FIRST, 0), None]
@@ -63,13 +63,13 @@ class CollectionContract:
 
     def test_a_container_that_is_gone_is_counted_no_more(self, index: CollectionIndex) -> None:
         """All of it, its segments too."""
-        index.forget({FIRST: None}, {}, [FIRST])
+        index.withdraw({FIRST: None}, {}, [FIRST])
         assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [None, (SECOND, 1)]
         assert index.container_ids().tolist() == [SECOND]
 
     def test_published_again_only_what_may_be_found_is(self, index: CollectionIndex) -> None:
         """A rebuild leaves out what is condemned."""
-        index.forget({FIRST: None}, {}, [FIRST])
+        index.withdraw({FIRST: None}, {}, [FIRST])
         index.publish(replace(first_claims(), only=np.array([2], np.uint32), super_features={}))
         assert rows(index.locate_chunks(chunk_names("a", "ccc"))) == [None, (FIRST, 2)]
 
@@ -82,13 +82,15 @@ class CollectionContract:
         """The mark keeps the number taken."""
         one, two = manifest("k", 1, [(FIRST, 0), (FIRST, 1)]), manifest("k", 2, [(FIRST, 1)])
         index.commit_many([(one, 100), (two, 100)])
-        index.mark_many([Marked("default", "k", 2, 1, 90)])
+        index.mark_many([MarkedVersion("default", "k", 2, 1, 90)])
         assert self.spare_marks_bytes(index) == 0
         for _ in range(2):
-            index.collect_many([Collected("default", "k", 2, two, 2, 60), Collected("default", "x", 1, None)])
+            index.collect_many(
+                [CollectedVersion("default", "k", 2, two, 2, 60), CollectedVersion("default", "x", 1, None)]
+            )
             assert index.versions_of("default", "k") == [1]
             assert sorted(value[0] for value in index.entries()["counts"].values()) == [1, 1]
             assert self.spare_marks_bytes(index) == 60
-        index.collect_many([Collected("default", "k", 2, None), Collected("default", "k", 1, one)])
+        index.collect_many([CollectedVersion("default", "k", 2, None), CollectedVersion("default", "k", 1, one)])
         assert (index.versions_of("default", "k"), index.entries()["counts"]) == ([], {})
         assert self.spare_marks_bytes(index) == 0

@@ -18,9 +18,9 @@ from nearkin_shared.formats.container import decode_container, encode_container
 from nearkin_shared.formats.directory import ChunkTable, SegmentTable
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import summarise
-from nearkin_shared.index.container_entries import ContainerClaims
+from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.pending import PendingIndex
-from nearkin_shared.index.protocols import FeatureIndex, Index, Marked
+from nearkin_shared.index.protocols import FeatureIndex, Index, MarkedVersion
 from nearkin_shared.results import Ledger
 from nearkin_shared.types import SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Locations
 from tests.support.data import samples
@@ -42,7 +42,7 @@ def chunk_names(*labels: str) -> U8:
 
 def claims(
     container: ContainerId, chunks: list[str], segments: list[str], super_features: list[list[int]]
-) -> ContainerClaims:
+) -> ContainerEntries:
     """Return the claims of a container of three raw chunks and two segments, with these names and super-features."""
     names = chunk_names(*chunks)
     lengths: U32 = names[:, 28:].copy().view("<u4").ravel().astype(np.uint32)
@@ -59,15 +59,15 @@ def claims(
     data = encode_container(container, samples.DOMAIN, 1, [SKETCH], [block], table, recipes).data
     found: U64 = np.array(super_features, np.uint64)
     ordinals = np.arange(count, dtype=np.uint32)
-    return ContainerClaims(decode_container(data, "claims"), ids(*segments), {SKETCH: (ordinals, found)})
+    return ContainerEntries(decode_container(data, "claims"), ids(*segments), {SKETCH: (ordinals, found)})
 
 
-def first_claims() -> ContainerClaims:
+def first_claims() -> ContainerEntries:
     """Chunks 0 and 1 share the super-feature 71 of rank 1; chunk 2 has none of rank 0."""
     return claims(FIRST, ["a", "bb", "ccc"], ["s1", "s2"], [[70, 71], [80, 71], [0, 90]])
 
 
-def second_claims() -> ContainerClaims:
+def second_claims() -> ContainerEntries:
     """Chunk 0, segment 0 and super-feature 80 are copies of the first container's."""
     return claims(SECOND, ["bb", "dddd", "eeeee"], ["s2", "s3"], [[80, 91], [81, 92], [82, 71]])
 
@@ -361,12 +361,12 @@ class IndexContract:
 
     def test_the_marks_of_versions_are_told_with_them(self, index: Index) -> None:
         """The highest stands, whatever comes later or twice, and whether it was noted before its version or after."""
-        index.mark_many([Marked("default", "k", 2, 1, 90)])
+        index.mark_many([MarkedVersion("default", "k", 2, 1, 90)])
         index.commit_many([(manifest("k", version, []), 100) for version in (1, 2, 3)])
         index.commit(manifest("k", 3, [], "other"), 100)
-        index.mark_many([Marked("default", "k", 3, 2, 180), Marked("default", "k", 2, 3, 270)])
+        index.mark_many([MarkedVersion("default", "k", 3, 2, 180), MarkedVersion("default", "k", 2, 3, 270)])
         for _ in range(2):
-            index.mark_many([Marked("default", "k", 3, 1, 90), Marked("default", "k", 2, 3, 270)])
+            index.mark_many([MarkedVersion("default", "k", 3, 1, 90), MarkedVersion("default", "k", 2, 3, 270)])
         index.mark_many([])
         found = [(e.version, e.sequence, e.marks_bytes, e.deleted) for e in index.catalog("default", "k")]
         assert found == [(1, 0, 0, False), (2, 3, 270, True), (3, 2, 180, False)]
@@ -376,7 +376,7 @@ class IndexContract:
     def test_marks_are_told_on_every_page(self, index: Index) -> None:
         """Some versions of many."""
         index.commit_many([(manifest("k", version, []), 1) for version in range(1, 2501)])
-        index.mark_many([Marked("default", "k", version, 1, 90) for version in range(100, 2501, 100)])
+        index.mark_many([MarkedVersion("default", "k", version, 1, 90) for version in range(100, 2501, 100)])
         assert [e.version for e in index.catalog("default") if e.deleted] == list(range(100, 2501, 100))
 
     def test_segments_are_counted_once_a_version(self, index: Index) -> None:

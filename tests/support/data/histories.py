@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import open_store
 from nearkin_shared.config.settings import Settings
 
@@ -18,14 +18,14 @@ def history() -> dict[tuple[str, int], bytes]:
     content = text_like(400_000, 1) + WORD * 50
     for version in range(1, 4):
         contents["history", version] = content
-        content = mutated(content, version, edits=60, edit_bytes_max=90)
+        content = mutate(content, version, edits=60, edit_bytes_max=90)
     contents["alone", 1] = random_bytes(300_000, 7)
     contents["mixed", 1] = contents["alone", 1][:100_000] + contents["history", 2][200_000:]
     contents["empty", 1] = b""
     return contents
 
 
-def filled(root: Path, chosen: Settings) -> Path:
+def make_store(root: Path, chosen: Settings) -> Path:
     """Make a store that holds `history()`, and a key `deleted` that is; return `root`."""
     with open_store(root, settings=chosen, create=True) as store:
         for (key, _), content in history().items():

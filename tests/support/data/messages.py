@@ -11,43 +11,45 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.message import Envelope
-from nearkin_shared.pipeline.stage import Facts, Found, FoundBases
+from nearkin_shared.pipeline.stage import FoundBases, FoundLocations, LookupResults
 from nearkin_shared.types import FreshBatch, Locations, PairedBatch, SegmentBatch
 
 BLOB = Envelope(bytes(range(16)), "tenant", "a/key ü", 4096, 7)
 NAMER = Fingerprinter(b"s" * 32, "tenant")
 
 
-def segmented(data: bytes) -> SegmentBatch:
+def segment(data: bytes) -> SegmentBatch:
     """Return what the chunker makes of a blob."""
     payload = np.frombuffer(data, np.uint8)
-    chunked = ChunkerStage(Settings(), NAMER).decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), Facts())
+    chunked = ChunkerStage(Settings(), NAMER).decide(
+        FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), LookupResults()
+    )
     return chunked.segments
 
 
-def deduplicated(batch: SegmentBatch, known_every: int = 3) -> FreshBatch:
+def mark_known(batch: SegmentBatch, known_every: int = 3) -> FreshBatch:
     """Return it with every `known_every`-th chunk known."""
     stage = DedupStage()
-    segments = Found(Locations.empty(batch.segments), np.zeros(batch.segments, np.bool_))
-    wanted = stage.reads(batch, Facts(segments=segments))
+    segments = FoundLocations(Locations.empty(batch.segments), np.zeros(batch.segments, np.bool_))
+    wanted = stage.reads(batch, LookupResults(segments=segments))
     assert wanted is not None
     assert wanted.names is not None
     found = np.arange(len(wanted.names)) % known_every == 1
     locations = Locations(np.where(found, 99, 0).astype(np.uint64), np.arange(len(found), dtype=np.uint32))
-    return stage.decide(batch, Facts(segments=segments, chunks=Found(locations, found)))
+    return stage.decide(batch, LookupResults(segments=segments, chunks=FoundLocations(locations, found)))
 
 
-def paired(fresh: FreshBatch) -> PairedBatch:
+def pair(fresh: FreshBatch) -> PairedBatch:
     """Return it with bases for every other fresh chunk."""
     stage = ResemblanceStage(with_changes(Settings(), {"features": {"algorithm": "odess"}}))
-    wanted = stage.reads(fresh, Facts())
+    wanted = stage.reads(fresh, LookupResults())
     assert wanted is not None
     assert wanted.super_features is not None
     count = len(fresh.fresh)
     found = np.arange(count) % 2 == 0
     where = Locations(np.where(found, 5, 0).astype(np.uint64), np.arange(count, dtype=np.uint32))
     bases = FoundBases(wanted.super_features, where, np.zeros(count, np.uint8), found)
-    return stage.decide(fresh, Facts(bases=bases))
+    return stage.decide(fresh, LookupResults(bases=bases))
 
 
 def mixed_content(seed: int = 1) -> bytes:

@@ -18,7 +18,7 @@ from nearkin_shared.formats.container import decode_container, encode_container
 from nearkin_shared.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin_shared.formats.manifest import Manifest, Previous
 from nearkin_shared.formats.parity_object import Scheme, encode_parity
-from nearkin_shared.formats.pending_delete_record import Condemned
+from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.formats.retention_record import RetentionRecord
 from nearkin_shared.formats.tombstone import Kind, Mark
 from nearkin_shared.kernels.zstd_frames import FrameEncoder
@@ -119,10 +119,10 @@ def rest_container() -> bytes:
 
 
 PATCHED_BASES = (b"".join(b"row %04d of the first base; " % i for i in range(40)), bytes(noise(500, "second base")))
-"""Bytes of chunk 0 of `patched_container` and of chunk 77 of OLDER."""
+"""Bytes of chunk 0 of `patch_container` and of chunk 77 of OLDER."""
 
 
-def patched_container() -> bytes:
+def patch_container() -> bytes:
     """Return a container of 4 chunks: a base, and a patch block that leans on it and on another container's chunk."""
     first, second = PATCHED_BASES
     raw = np.frombuffer(first, np.uint8)
@@ -223,7 +223,7 @@ def measured_manifest() -> Manifest:
     return replace(small_manifest(), lengths=lengths)
 
 
-def chained_manifest() -> Manifest:
+def manifest_with_chain() -> Manifest:
     """Return the same with all fields of format 4."""
     return replace(
         measured_manifest(),
@@ -268,10 +268,10 @@ def small_parity() -> tuple[bytes, bytes]:
     return data, encode_parity(PARITY_OF, data, PARITY_SCHEME)
 
 
-def small_quarantine() -> dict[int, Condemned]:
+def small_quarantine() -> dict[int, PendingDelete]:
     """Return what is broken of two containers."""
     none = np.zeros(0, np.uint32)
     return {
-        CONTAINER: Condemned(1_764_000_000_123_456, np.array([1, 2, 3, 9], np.uint32), np.array([0], np.uint32)),
-        OLDER: Condemned(1_764_000_000_000_001, none, none, whole=True),
+        CONTAINER: PendingDelete(1_764_000_000_123_456, np.array([1, 2, 3, 9], np.uint32), np.array([0], np.uint32)),
+        OLDER: PendingDelete(1_764_000_000_000_001, none, none, whole=True),
     }

@@ -87,7 +87,7 @@ def attempt(store: Store, key: str, version: int) -> tuple[bytes, NearkinError |
     return bytes(given), None
 
 
-def broken(store: Store, contents: Mapping[tuple[str, int], bytes]) -> set[tuple[str, int]]:
+def find_broken(store: Store, contents: Mapping[tuple[str, int], bytes]) -> set[tuple[str, int]]:
     """Return the versions of `contents` whose `get` fails. Raises AssertionError where one gives out a wrong byte."""
     failed = set()
     for (key, version), content in contents.items():

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from nearkin_shared.crypto.key_wrapping import LocalKeys
 from nearkin_shared.crypto.keyring import Keyring
 from nearkin_shared.objectstore.base import ObjectStore
-from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects, memory_objects
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from tests.support.fakes.clock import Clock
 
 KEY_ENCRYPTION_KEYS = tuple(bytes([number] * 32) for number in range(1, 4))
 
 
-def encoded(*keys: bytes) -> str:
+def encode_keys(*keys: bytes) -> str:
     """Return keys as a key file has them."""
     return "\n".join(base64.b64encode(key).decode() for key in keys)
 
@@ -24,7 +24,7 @@ def encoded(*keys: bytes) -> str:
 class MemoryKeys:
     """A keyring over memory."""
 
-    below: ObstoreObjects = field(default_factory=memory_objects)
+    below: ObstoreObjectStore = field(default_factory=memory_objects)
     clock: Clock = field(default_factory=Clock)
     keks: tuple[bytes, ...] = KEY_ENCRYPTION_KEYS[:1]
 
@@ -36,9 +36,9 @@ class MemoryKeys:
     def another(self, keks: tuple[bytes, ...] | None = None, objects: ObjectStore | None = None) -> Keyring:
         """Return the keyring of another process."""
         wrapper = LocalKeys(keks or self.keks, "the test's keys")
-        return Keyring(ParityObjects(objects or self.below, None), wrapper, self.clock, self.clock)
+        return Keyring(ParityObjectStore(objects or self.below, None), wrapper, self.clock, self.clock)
 
-    def objects(self) -> ObstoreObjects:
+    def objects(self) -> ObstoreObjectStore:
         """Return an empty object store."""
         return memory_objects()
 

@@ -22,20 +22,20 @@ from typing import NamedTuple
 import click
 
 from nearkin.block_recoder import BlockRecoder
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import open_store
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, FormatTooNew, NearkinError
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.objectstore.factory import as_set
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.storage.quarantine import Quarantine
-from tests.support.data.stores import ENCRYPTED, SMALL, broken, objects, settings
+from tests.support.data.stores import ENCRYPTED, SMALL, find_broken, objects, settings
 
 CACHE_BYTES = 1 << 24
 CHOSEN = {"delta": {"max_depth": 3}, "deletion": {"undelete_seconds": 0}}
@@ -80,17 +80,17 @@ def kind_of(name: str) -> str:
 def contents() -> dict[tuple[str, int], bytes]:
     """Return versions that are deltas of one another, that share nothing, and an empty one."""
     first = text_like(60_000, 1)
-    second = mutated(first, 2, edits=12, edit_bytes_max=60)
+    second = mutate(first, 2, edits=12, edit_bytes_max=60)
     return {
         ("history", 1): first,
         ("history", 2): second,
-        ("history", 3): mutated(second, 3, edits=12, edit_bytes_max=60),
+        ("history", 3): mutate(second, 3, edits=12, edit_bytes_max=60),
         ("alone", 1): random_bytes(30_000, 7),
         ("empty", 1): b"",
     }
 
 
-def filled(root: Path, chosen: Settings) -> None:
+def make_store(root: Path, chosen: Settings) -> None:
     """Make a store with every kind of object: one version is deleted, and some is condemned."""
     with open_store(root, settings=chosen, create=True) as store:
         for (key, _), content in contents().items():
@@ -104,8 +104,8 @@ def filled(root: Path, chosen: Settings) -> None:
 
 
 class _Parts(NamedTuple):
-    raw: LocalObjects
-    covered: ParityObjects
+    raw: LocalObjectStore
+    covered: ParityObjectStore
     fingerprinter: Callable[[str], Fingerprinter]
     containers: ContainerStore
     manifests: ManifestStore
@@ -120,7 +120,7 @@ class _Bench:
         self._contents = contents()
 
     def _parts(self) -> _Parts:
-        raw = LocalObjects(self._root)
+        raw = LocalObjectStore(self._root)
         covered = as_set(raw, self._settings)
         found = descriptor.read(covered)
         secret = bytes.fromhex(found.secret)
@@ -131,7 +131,7 @@ class _Bench:
         containers = ContainerStore(covered, fingerprinter(self._settings.tenant).domain, CACHE_BYTES)
         return _Parts(raw, covered, fingerprinter, containers, ManifestStore(covered))
 
-    def named(self) -> set[str]:
+    def damaged_names(self) -> set[str]:
         """Return the damaged objects that a verification names; of a store that cannot be opened the descriptor."""
         from nearkin_maintenance import Verifier
 
@@ -145,7 +145,7 @@ class _Bench:
             parts.fingerprinter,
             self._settings.tenant,
             {},
-            CondemnedStore(parts.covered),
+            PendingDeleteStore(parts.covered),
             Quarantine(parts.covered, time.time),
             parts.covered,
         )
@@ -155,16 +155,16 @@ class _Bench:
         """Return the versions that cannot be read. Raises AssertionError for a wrong byte."""
         try:
             with open_store(self._root, settings=self._settings, read_only=True) as store:
-                return broken(store, self._contents)
+                return find_broken(store, self._contents)
         except (Corrupt, FormatTooNew):
             return set(self._contents)
 
     def repair(self, name: str) -> None:
         """Put right what is damaged."""
-        from nearkin_maintenance import Healer, Repairer
+        from nearkin_maintenance import ContainerRepairer, Repairer
 
         parts = self._parts()
-        healer = Healer(parts.containers, BlockRecoder(self._settings))
+        healer = ContainerRepairer(parts.containers, BlockRecoder(self._settings))
         Repairer(parts.covered, parts.containers, healer, lambda _: None).repair([name])  # parity: no generation is new
 
 
@@ -179,7 +179,7 @@ def run(flips: int, seed: int, parity: str = "none", root: Path | None = None, *
     started, chosen = time.perf_counter(), settings(SMALL, CHOSEN, {"storage": {"parity": parity}})
     if encrypted:
         chosen = settings(chosen, ENCRYPTED)
-    filled(root, chosen)
+    make_store(root, chosen)
     before = objects(root)
     result, draw, bench = Result(seed, parity), random.Random(seed), _Bench(root, chosen)
     kinds: dict[str, list[str]] = {}
@@ -207,7 +207,7 @@ def _one(root: Path, before: Mapping[str, bytes], name: str, at: int, bit: int, 
     (root / name).write_bytes(data)
     what, heals = f"{name} byte {at} bit {bit}", result.parity != "none" and kind_of(name) != "condemned"
     try:
-        named, wrong = bench.named(), bench.wrong()
+        named, wrong = bench.damaged_names(), bench.wrong()
         if named != {name}:
             result.missed.append(f"{what}: verify names {sorted(named)}")
         elif heals:

@@ -71,7 +71,7 @@ class Chosen:
     """One child: what it does and where it dies."""
 
     calls: tuple[Call, ...]
-    armed: failpoints.Armed | None
+    armed: failpoints.ArmedFailpoint | None
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ class Campaign:
             if call is not None:
                 calls.append(call)
                 shadow.begin(call)
-                shadow.done()
+                shadow.acknowledge()
 
         def put(count: int) -> Put:
             nonlocal number
@@ -213,7 +213,7 @@ class Campaign:
                 add(Rebuild(lost=self._draw.random() < 0.5))
                 add(put(1))
         count = self._draw.randint(1, max(1, self._typical[point]))
-        return Chosen(tuple(calls), failpoints.Armed(point, count, "kill")), number
+        return Chosen(tuple(calls), failpoints.ArmedFailpoint(point, count, "kill")), number
 
     def _point(self) -> str:
         """Choose a point: half of the times among those that were met least, which some are hard to meet."""
@@ -264,12 +264,12 @@ class Campaign:
             if self._plant is not None:
                 self._plant()
             calls, armed = (None, None) if plan is None else (plan.calls, plan.armed)
-            work(root, oracle, calls, armed, self._settings, lambda *said: _say(write, said))
+            work(root, oracle, calls, armed, self._settings, lambda *said: _send(write, said))
             code = 0
         except Violation as err:
-            _say(write, ("violation", str(err)))
+            _send(write, ("violation", str(err)))
         except BaseException as err:
-            _say(write, ("violation", f"{type(err).__name__}: {err}\n{traceback.format_exc()}"))
+            _send(write, ("violation", f"{type(err).__name__}: {err}\n{traceback.format_exc()}"))
         finally:
             os._exit(code)
 
@@ -290,7 +290,7 @@ class Campaign:
                 case "begin":
                     oracle.begin(*more)  # type: ignore[arg-type]
                 case "done":
-                    oracle.done()
+                    oracle.acknowledge()
                     outcome.calls += 1
                 case "passings":
                     assert isinstance(more[0], dict)
@@ -318,7 +318,7 @@ def _shadow(oracle: Oracle) -> Oracle:
     )
     if oracle.in_flight is not None and not isinstance(oracle.in_flight, Undelete | Delete | Forget):
         copy.in_flight = oracle.in_flight
-        copy.done()
+        copy.acknowledge()
     return copy
 
 
@@ -330,7 +330,7 @@ def _is_passed(point: str, chosen: Settings) -> bool:
     return needs.get(group, True)
 
 
-def _say(write: int, said: tuple[object, ...]) -> None:
+def _send(write: int, said: tuple[object, ...]) -> None:
     data = pickle.dumps(said)
     os.write(write, len(data).to_bytes(4, "little") + data)
 

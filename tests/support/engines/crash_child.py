@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store, open_store
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError
@@ -68,14 +68,14 @@ def content(number: int) -> bytes:
     family, edits = number % FAMILIES, number // FAMILIES
     sizes = (180_000, 90_000, 4_000)
     first = (text_like, random_bytes, text_like)[family](sizes[family], family)
-    return mutated(first, number, edits=1 + edits % 40) if edits else first
+    return mutate(first, number, edits=1 + edits % 40) if edits else first
 
 
 def work(
     root: Path,
     oracle: Oracle,
     calls: Sequence[Call] | None,
-    armed: failpoints.Armed | None,
+    armed: failpoints.ArmedFailpoint | None,
     chosen: Settings,
     say: Callable[..., None],
 ) -> None:
@@ -92,8 +92,8 @@ def work(
         if oracle.broken is not None:
             mend(store, oracle.broken)
             oracle.broken = None
-        oracle.settle(inspection.seen(store))
-        check_bytes(_restored(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
+        oracle.settle(inspection.inspect(store))
+        check_bytes(_restore(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
         say("settled", oracle)
         if calls is None:
             _end(store, oracle)
@@ -114,7 +114,7 @@ def work(
             oracle.begin(*begun)
             perform(store, call)
             oracle.check_containers(inspection.containers(root))
-            oracle.done()
+            oracle.acknowledge()
             say("done")
         say("passings", failpoints.disarm())
 
@@ -123,7 +123,7 @@ def possible(oracle: Oracle, call: Call) -> bool:
     """Return whether a call has anything to do: what died before may have ended otherwise than was planned."""
     match call:
         case Delete():
-            return bool(oracle.going(call))
+            return bool(oracle.hidden_versions(call))
         case Undelete():
             return bool(oracle.coming(call))
         case Mend():
@@ -182,7 +182,7 @@ def _break(store: Store, call: Break) -> None:
     data = path.read_bytes()
     at = draw.randrange(len(data))
     if path in inspection.newest(root).values():  # of an older generation any bit: it may be broken already
-        blocks = decode_container(inspection.opened(store.root, store.settings)(path), path.name).blocks
+        blocks = decode_container(inspection.copy_opener(store.root, store.settings)(path), path.name).blocks
         there = np.flatnonzero(blocks.raw).tolist()
         if not there:
             return
@@ -226,7 +226,7 @@ def mend(store: Store, broken: Break) -> None:
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _restored(store: Store, oracle: Oracle) -> dict[tuple[str, int], bytes]:
+def _restore(store: Store, oracle: Oracle) -> dict[tuple[str, int], bytes]:
     found = {}
     for key, version in sorted(oracle.live):
         try:
@@ -242,7 +242,7 @@ def _end(store: Store, oracle: Oracle) -> None:
     if report.damage or report.repaired:
         raise Violation(f"repair names {report.damage[:3]}, repaired {report.repaired[:3]}")
     _collect(store, oracle)
-    check_bytes(_restored(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
+    check_bytes(_restore(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
     inspection.check_no_orphans(store)
     inspection.check_parity_is_of_what_is_there(store)
     inspection.check_index_is_the_one_a_rebuild_makes(store)
@@ -250,9 +250,9 @@ def _end(store: Store, oracle: Oracle) -> None:
         call = Delete(key, None)
         oracle.begin(call)
         perform(store, call)
-        oracle.done()
+        oracle.acknowledge()
     _collect(store, oracle)
-    oracle.settle(inspection.seen(store))
+    oracle.settle(inspection.inspect(store))
     left = inspection.containers(store.root)
     if left:
         raise Violation(f"all was deleted and collected, and {len(left)} containers are left")
@@ -263,7 +263,7 @@ def _collect(store: Store, oracle: Oracle) -> None:
     for _ in range(COLLECTIONS_MAX):
         oracle.begin(Gc(2))
         report = store.gc()
-        oracle.done()
+        oracle.acknowledge()
         if not report.freed_bytes and not report.condemned_containers:
             return
     raise Violation(f"{COLLECTIONS_MAX} rounds, and the last still freed {report.freed_bytes} bytes: {report}")

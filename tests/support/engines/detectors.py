@@ -18,15 +18,15 @@ from pathlib import Path
 from nearkin.block_recoder import BlockRecoder
 from nearkin.lab.generated_data import random_bytes
 from nearkin.store import Store, open_store
-from nearkin_maintenance import Collector, Rewriter, Tenants
+from nearkin_maintenance import DomainOwners, GcRun, Rewriter
 from nearkin_maintenance.gc.gc_run import NoIndex
 from nearkin_shared.errors import NearkinError, StoreUnavailable
-from nearkin_shared.objectstore.base import LocalObjects, Payload
-from nearkin_shared.objectstore.fenced import FencedObjects
+from nearkin_shared.objectstore.base import LocalObjectStore, Payload
+from nearkin_shared.objectstore.fenced import FencedObjectStore
 from nearkin_shared.reading.restore import Blob
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from tests.support.checks import inspection
 from tests.support.data.stores import containers, flip, manifests, settings
 from tests.support.engines import crash, crash_child, power_cut
@@ -52,7 +52,7 @@ def power(name: str) -> Hunt:
     return hunt
 
 
-def killed(*points: str, codec: str = "patch") -> Hunt:
+def hunt_crashes(*points: str, codec: str = "patch") -> Hunt:
     """Return a hunt that kills at these points."""
     chosen = settings(crash_child.CHOSEN, {"delta": {"codec": codec}})
 
@@ -65,7 +65,7 @@ def killed(*points: str, codec: str = "patch") -> Hunt:
     return hunt
 
 
-def raced(race: Callable[[Path], object]) -> Hunt:
+def hunt_races(race: Callable[[Path], object]) -> Hunt:
     """Return a hunt that holds one call while it does another."""
 
     def hunt(folder: Path, plant: Plant) -> None:
@@ -75,7 +75,7 @@ def raced(race: Callable[[Path], object]) -> Hunt:
     return hunt
 
 
-def flipped(folder: Path, plant: Plant) -> None:
+def hunt_bitflips(folder: Path, plant: Plant) -> None:
     """Flip bits of a container, one at a time: `verify` names each."""
     plant()
     with open_store(folder / "s", settings=crash_child.CHOSEN, create=True) as store:
@@ -94,7 +94,7 @@ def flipped(folder: Path, plant: Plant) -> None:
                 raise Violation(f"bit {bit} of byte {at} of {size_bytes} is another, and verify names nothing")
 
 
-def scrubbed(folder: Path, plant: Plant) -> None:
+def hunt_by_scrub(folder: Path, plant: Plant) -> None:
     """Flip a bit of each object, one at a time: a whole pass of scrubbing names it."""
     plant()
     root = folder / "s"
@@ -117,7 +117,7 @@ def scrubbed(folder: Path, plant: Plant) -> None:
             raise Violation(f"byte {at} of {path.name} is another, and a whole pass names {sorted(damaged)} alone")
 
 
-def _beside(root: Path) -> tuple[dict[str, bytes], float]:
+def _make_sparse_store(root: Path) -> tuple[dict[str, bytes], float]:
     """Make a store in which containers that hold what is needed hold mostly what is condemned; return the time too."""
     contents = {f"k{number}": random_bytes(BLOB_BYTES, number) for number in range(BLOBS)}
     now = [crash_child.START]
@@ -132,7 +132,7 @@ def _beside(root: Path) -> tuple[dict[str, bytes], float]:
     return contents, now[0] + 2 * DAY
 
 
-def counted(folder: Path, plant: Plant) -> None:
+def hunt_reference_counts(folder: Path, plant: Plant) -> None:
     """Delete one of two versions: counts nominate it, before marking looks by itself after a week, and it goes."""
     plant()
     chosen, now = settings(crash_child.CHOSEN, {"gc": {"mode": "hybrid"}}), [crash_child.START]
@@ -147,7 +147,7 @@ def counted(folder: Path, plant: Plant) -> None:
         inspection.check_no_orphans(store)
 
 
-def healed(folder: Path, plant: Plant) -> None:
+def hunt_repair(folder: Path, plant: Plant) -> None:
     """Break a block of each of some containers, and give the content: the index says what a rebuilt one does."""
     plant()
     with open_store(folder / "s", settings=crash_child.CHOSEN, create=True) as store:
@@ -160,7 +160,7 @@ def healed(folder: Path, plant: Plant) -> None:
         inspection.check_index_is_the_one_a_rebuild_makes(store)
 
 
-class _Far(LocalObjects):
+class _RemoteObjects(LocalObjectStore):
     far = True
 
 
@@ -168,9 +168,9 @@ def read_on(folder: Path, plant: Plant) -> None:
     """Read, from a store that is far, what containers hold that are written anew after the reader knew them."""
     plant()
     root = folder / "s"
-    contents, later = _beside(root)
+    contents, later = _make_sparse_store(root)
     with open_store(root, settings=crash_child.CHOSEN, read_only=True, clock=lambda: later) as store:
-        known = ContainerStore(_Far(root), store._fingerprinter.domain, 1 << 20)
+        known = ContainerStore(_RemoteObjects(root), store._fingerprinter.domain, 1 << 20)
         blobs = {}
         for key in contents:
             of = store.get(key)
@@ -189,7 +189,7 @@ def read_on(folder: Path, plant: Plant) -> None:
             raise Violation(f"{key}: other bytes were read than were put")
 
 
-class _Leased(LocalObjects):
+class _LeasedObjects(LocalObjectStore):
     """A folder of objects under a lease that is over after so many effects."""
 
     def __init__(self, root: Path, effects: int) -> None:
@@ -217,10 +217,10 @@ class _Leased(LocalObjects):
         super().delete(name)
 
 
-def fenced(folder: Path, plant: Plant) -> None:
+def hunt_fence(folder: Path, plant: Plant) -> None:
     """Let a janitor's lease be over after its first effect, its second, ...: nothing follows, and all restores."""
     plant()
-    contents, later = _beside(folder / "all")
+    contents, later = _make_sparse_store(folder / "all")
     with open_store(folder / "all", settings=crash_child.CHOSEN, clock=lambda: later - DAY, create=True) as store:
         store.delete("k1")
         del contents["k1"]
@@ -229,7 +229,7 @@ def fenced(folder: Path, plant: Plant) -> None:
         root = folder / "one"
         shutil.copytree(folder / "all", root)
         with open_store(root, settings=crash_child.CHOSEN, read_only=True, clock=lambda: later) as store:
-            leased = _Leased(root, effects)
+            leased = _LeasedObjects(root, effects)
             with suppress(StoreUnavailable):
                 _collector(store, leased, later).run(NoIndex())
             over = leased.left <= 0
@@ -242,10 +242,10 @@ def fenced(folder: Path, plant: Plant) -> None:
     raise Violation(f"{EFFECTS_MAX} effects, and the round has not ended")
 
 
-def _collector(store: Store, leased: _Leased, now: float) -> Collector:
+def _collector(store: Store, leased: _LeasedObjects, now: float) -> GcRun:
     """Return a round over an open store's objects, fenced as the janitor's are."""
-    fence = FencedObjects(leased, leased.check)
+    fence = FencedObjectStore(leased, leased.check)
     found = ContainerStore(fence, store._fingerprinter.domain, 1 << 20)
-    tenants = Tenants(store._fingerprinters, [store.settings.tenant], ManifestStore(fence))
+    tenants = DomainOwners(store._fingerprinters, [store.settings.tenant], ManifestStore(fence))
     rewriter = Rewriter(found, tenants, store._fingerprinter, BlockRecoder(store.settings))
-    return Collector(found, ManifestStore(fence), CondemnedStore(fence), store.settings.gc, rewriter, clock=lambda: now)
+    return GcRun(found, ManifestStore(fence), PendingDeleteStore(fence), store.settings.gc, rewriter, clock=lambda: now)

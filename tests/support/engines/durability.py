@@ -211,7 +211,7 @@ class Promises:
                     problems.append(f"{put.key} version {version}: {answer.status_code}, other bytes than were put")
                 if client.get(f"/v1/blobs/{put.key}", params={"version": version + 1}).status_code != 404:
                     problems.append(f"{put.key}: committed twice")
-            listed = _listed(client, "chaos/")
+            listed = _list_versions(client, "chaos/")
             if listed != expected:
                 problems.append(
                     f"listed: lost {sorted(expected - listed)[:5]}, from nowhere {sorted(listed - expected)[:5]}"
@@ -235,7 +235,7 @@ class Promises:
                 problems.append(f"{service} is {lag} messages behind on {name}")
 
 
-def _listed(client: httpx.Client, prefix: str) -> set[tuple[str, int]]:
+def _list_versions(client: httpx.Client, prefix: str) -> set[tuple[str, int]]:
     """Return (key, version) of all that is listed, page by page."""
     found: set[tuple[str, int]] = set()
     after = ""

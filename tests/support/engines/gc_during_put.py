@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_shared.errors import StoreLocked
 from tests.support.engines.model import DAY, Violation
@@ -28,7 +28,7 @@ def _contents() -> tuple[bytes, bytes, bytes]:
     return (
         left + going + right,
         left + random_bytes(GOING_BYTES, 14) + right,
-        left + mutated(going, 15, edits=20) + right,
+        left + mutate(going, 15, edits=20) + right,
     )
 
 
@@ -54,23 +54,23 @@ def _read(_: Scene, store: Store) -> None:
         raise Violation("other bytes before the round")
 
 
-def _collected(_: Scene, store: Store) -> None:
+def _collect(_: Scene, store: Store) -> None:
     store.gc()
 
 
-def _leaning(made: Scene, store: Store) -> None:
+def _put_dependent(made: Scene, store: Store) -> None:
     third = _contents()[2]
     made.wanted["k", store.put("k", third).info.version] = third
 
 
-def put_beside_a_round(folder: Path, every: int = 1) -> int:
+def put_during_gc(folder: Path, every: int = 1) -> int:
     """A put of the same Store, which has the store's lock, that leans on what goes, at each step of the round."""
 
     def first(made: Scene, store: Store) -> None:
         made.wanted["a", store.put("a", b"takes the lock").info.version] = b"takes the lock"
         _read(made, store)
 
-    return at_each_step(folder, _collected, _leaning, every=every, make=neighbours, first=first)
+    return at_each_step(folder, _collect, _put_dependent, every=every, make=neighbours, first=first)
 
 
 def put_from_elsewhere(folder: Path, every: int = 1) -> int:
@@ -78,12 +78,12 @@ def put_from_elsewhere(folder: Path, every: int = 1) -> int:
 
     def other(made: Scene, _: Store) -> None:
         with made.open() as elsewhere:
-            _leaning(made, elsewhere)
+            _put_dependent(made, elsewhere)
 
-    return at_each_step(folder, _collected, other, every=every, make=neighbours, first=_read)
+    return at_each_step(folder, _collect, other, every=every, make=neighbours, first=_read)
 
 
-def second_round(folder: Path, every: int = 1) -> int:
+def second_gc_run(folder: Path, every: int = 1) -> int:
     """A second round, by another Store, at each step of a round: refused."""
 
     def other(made: Scene, _: Store) -> None:
@@ -94,14 +94,14 @@ def second_round(folder: Path, every: int = 1) -> int:
                 return
         raise Violation("two rounds were at work")
 
-    return at_each_step(folder, _collected, other, every=every, make=neighbours, first=_read)
+    return at_each_step(folder, _collect, other, every=every, make=neighbours, first=_read)
 
 
-def rebuild_beside_a_round(folder: Path, every: int = 1) -> int:
+def rebuild_during_gc(folder: Path, every: int = 1) -> int:
     """The index is made anew by another Store, at each step of a round that ends versions."""
 
     def other(made: Scene, _: Store) -> None:
         with made.open() as elsewhere:
             elsewhere.rebuild_index()
 
-    return at_each_step(folder, _collected, other, every=every, make=scene)
+    return at_each_step(folder, _collect, other, every=every, make=scene)

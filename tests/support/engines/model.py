@@ -136,11 +136,11 @@ class Oracle:
         return max((number for name, number in self.contents if name == key), default=0) + 1
 
     @property
-    def over(self) -> set[Version]:
+    def ended_versions(self) -> set[Version]:
         """Return the deleted versions that never come back, collected or not."""
         return {version for version, until in self.until.items() if until < self.now}
 
-    def going(self, call: Delete | Forget) -> list[Version]:
+    def hidden_versions(self, call: Delete | Forget) -> list[Version]:
         """Return what a deletion hides."""
         if isinstance(call, Delete):
             return [found for found in self.versions(call.key) if call.version in (None, found[1])]
@@ -170,21 +170,21 @@ class Oracle:
             self.broken = call
         self.in_flight, self.containers = call, containers
 
-    def done(self) -> None:
+    def acknowledge(self) -> None:
         """Note that it was acknowledged."""
         match self.in_flight:
             case Put(items):
                 for key, content in items:
                     self.contents[key, self.next_version(key)] = content
             case Delete() | Forget() as call:
-                self._hide(call, self.going(call))
+                self._hide(call, self.hidden_versions(call))
             case Undelete() as call:
                 for version in self.coming(call):
                     del self.until[version]
             case Mend():
                 self.broken = None
             case Gc():
-                ended = self.over
+                ended = self.ended_versions
                 self.gone |= ended
                 for version in ended:
                     del self.until[version]
@@ -203,7 +203,7 @@ class Oracle:
             self.check_containers(seen.containers)
             self.in_flight, self.may_go = None, None
         _equal("versions listed", seen.live, self.live)
-        bring_back = self.until.keys() - self.over
+        bring_back = self.until.keys() - self.ended_versions
         _within("deleted versions listed", seen.deleted, bring_back, set(self.until))
         _within("manifests", seen.manifests, self.live | bring_back, self.live | set(self.until))
 
@@ -215,7 +215,7 @@ class Oracle:
                     if version in seen.live:
                         self.contents[version] = content
             case Delete() | Forget():
-                going = self.going(call)
+                going = self.hidden_versions(call)
                 hidden = [version for version in going if version not in seen.live]
                 newest = self.versions(call.key)[-1] if isinstance(call, Delete) else None
                 if newest in hidden and len(hidden) < len(going):
@@ -229,7 +229,7 @@ class Oracle:
                 for version in back:
                     del self.until[version]
             case Gc():
-                collected = {version for version in self.over if version not in seen.deleted | seen.manifests}
+                collected = {version for version in self.ended_versions if version not in seen.deleted | seen.manifests}
                 self.gone |= collected
                 for version in collected:
                     del self.until[version]

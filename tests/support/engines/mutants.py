@@ -28,15 +28,15 @@ import nearkin_maintenance.repair.store_repair
 import nearkin_maintenance.verify.scrubber
 from nearkin.embedded.runner import EmbeddedWriter
 from nearkin.local.index_lifecycle import LocalIndex
-from nearkin.local.index_recovery import Mending
+from nearkin.local.index_recovery import IndexRecovery
 from nearkin.local.process_lock import WriterLock
 from nearkin_delta import FinishedContainer
 from nearkin_shared.formats import columns, container, directory_codec
-from nearkin_shared.formats.pending_delete_record import Condemned
+from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kernels import xdelta3
 from nearkin_shared.objectstore import base as objectstore_base
-from nearkin_shared.objectstore.fenced import FencedObjects
+from nearkin_shared.objectstore.fenced import FencedObjectStore
 from nearkin_shared.storage import deletions
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
@@ -70,18 +70,18 @@ def name_not_synced() -> None:
 def folder_not_synced() -> None:
     """A new folder is not synced into the one above."""
 
-    def make(self: objectstore_base.LocalObjects, folder: Path) -> None:
+    def make(self: objectstore_base.LocalObjectStore, folder: Path) -> None:
         for above in reversed([folder, *folder.parents]):
             if not above.exists():
                 vars(objectstore_base)["os"].mkdir(above)
 
-    _patch(objectstore_base.LocalObjects, "_make_folder", make)
+    _patch(objectstore_base.LocalObjectStore, "_make_folder", make)
 
 
 def create_overwrites() -> None:
     """An object is looked for, then renamed over what is there."""
 
-    def put_new(self: objectstore_base.LocalObjects, name: str, *parts: objectstore_base.Payload) -> None:
+    def put_new(self: objectstore_base.LocalObjectStore, name: str, *parts: objectstore_base.Payload) -> None:
         final = self._root / name
         if final.exists():
             raise objectstore_base.AlreadyExists(name)
@@ -93,7 +93,7 @@ def create_overwrites() -> None:
         os.replace(temporary, final)
         objectstore_base.sync_folder(final.parent)
 
-    _patch(objectstore_base.LocalObjects, "put_new", put_new)
+    _patch(objectstore_base.LocalObjectStore, "put_new", put_new)
 
 
 def published_before_durable() -> None:
@@ -149,12 +149,12 @@ def undelete_unchecked() -> None:
 
 def not_caught_up() -> None:
     """An index that a dead writer left behind is taken as it is."""
-    _patch(Mending, "catch_up", lambda *_: None)
+    _patch(IndexRecovery, "catch_up", lambda *_: None)
 
 
 def container_before_index() -> None:
     """A container goes before the index forgets it."""
-    real = nearkin_maintenance.gc.sweep.Writing.sweep
+    real = nearkin_maintenance.gc.sweep.GcExecutor.sweep
 
     class Late:
         def __init__(self, index: Any, said: list[Any]) -> None:
@@ -171,11 +171,11 @@ def container_before_index() -> None:
         with _other_index(self.since, lambda index: Late(index, said)):
             gone = real(self, plan)
         for forgotten in said:
-            with self.since.turn() as index:
-                index.forget(*forgotten)
+            with self.since.exclusive() as index:
+                index.withdraw(*forgotten)
         return gone
 
-    _patch(nearkin_maintenance.gc.sweep.Writing, "sweep", sweep)
+    _patch(nearkin_maintenance.gc.sweep.GcExecutor, "sweep", sweep)
 
 
 def bases_not_counted() -> None:
@@ -184,26 +184,28 @@ def bases_not_counted() -> None:
     def closed(self: Any, chunks: Mapping[int, Any], whole: Any = (), giving_up: Any = None) -> Any:
         return {container: mask.copy() for container, mask in chunks.items()}
 
-    _patch(nearkin_maintenance.gc.mark.Reach, "closed", closed)
+    _patch(nearkin_maintenance.gc.mark.LiveSet, "transitive_closure", closed)
 
 
 def recheck_skipped() -> None:
     """What is due goes without being looked at again."""
 
-    def sweep(reach: Any, ids: Any, due: Mapping[int, Condemned]) -> Any:
+    def sweep(reach: Any, ids: Any, due: Mapping[int, PendingDelete]) -> Any:
         drops = {
-            container: nearkin_maintenance.gc.gc_plan.Drop(entry.chunks, entry.segments, everything=entry.whole)
+            container: nearkin_maintenance.gc.gc_plan.ContainerRemoval(
+                entry.chunks, entry.segments, whole_container=entry.whole
+            )
             for container, entry in due.items()
             if container in ids
         }
-        return nearkin_maintenance.gc.gc_plan.Plan(drops)
+        return nearkin_maintenance.gc.gc_plan.GcPlan(drops)
 
     vars(nearkin_maintenance.gc.gc_run)["to_sweep"] = sweep
 
 
-def condemned_still_a_hit() -> None:
+def pending_delete_still_found() -> None:
     """The index does not forget what is condemned."""
-    real: Any = nearkin_maintenance.gc.gc_run.Collector._condemn
+    real: Any = nearkin_maintenance.gc.gc_run.GcRun._mark_for_deletion
 
     class Keeps:
         def __init__(self, index: Any) -> None:
@@ -216,10 +218,10 @@ def condemned_still_a_hit() -> None:
         with _other_index(since, Keeps):
             return real(self, plan, ids, record, before, since, sums)
 
-    _patch(nearkin_maintenance.gc.gc_run.Collector, "_condemn", condemn)
+    _patch(nearkin_maintenance.gc.gc_run.GcRun, "_mark_for_deletion", condemn)
 
 
-def same_round() -> None:
+def deletes_in_same_run() -> None:
     """A round frees what it condemned itself."""
     real = nearkin.local.local_gc.LocalGc.run
 
@@ -232,7 +234,7 @@ def same_round() -> None:
 
 def grace_ignored() -> None:
     """The next round frees, however soon it comes."""
-    _patch(nearkin_maintenance.gc.gc_run.Collector, "_is_due", lambda *_: True)
+    _patch(nearkin_maintenance.gc.gc_run.GcRun, "_is_due", lambda *_: True)
 
 
 def older_generation_first() -> None:
@@ -241,16 +243,16 @@ def older_generation_first() -> None:
     def anew(self: Any, container: Any, left: Any, make: Any) -> bool:
         data = make()
         generation = self.containers.generation(container)
-        with self.since.turn() as index:
+        with self.since.exclusive() as index:
             self.containers.delete(container, generation)
             self.containers.put(container, [data], generation + 1)
             self.replacing.renew(index, container)
-            self.since.written(container, generation + 1)
+            self.since.on_container_rewritten(container, generation + 1)
         self.ids[container] = len(data)
         self.sums.rewritten += 1
         return True
 
-    _patch(nearkin_maintenance.gc.sweep.Writing, "_anew", anew)
+    _patch(nearkin_maintenance.gc.sweep.GcExecutor, "_rewrite", anew)
 
 
 def number_given_again() -> None:
@@ -272,36 +274,36 @@ def lock_not_taken() -> None:
     _patch(WriterLock, "acquire", acquire)
 
 
-def came_not_looked_at() -> None:
+def concurrent_writes_ignored() -> None:
     """A round does not look at what was put while it marked and planned."""
-    _patch(nearkin_maintenance.gc.concurrent_writes.Since, "look", lambda *_: None)
+    _patch(nearkin_maintenance.gc.concurrent_writes.ConcurrentWrites, "refresh", lambda *_: None)
 
 
-def spared_leans_on_nothing() -> None:
+def retained_bases_not_kept() -> None:
     """What is spared for a put keeps nothing that its dead blocks lean on, nor does what came."""
-    real = nearkin_maintenance.gc.concurrent_writes.Since.look
+    real = nearkin_maintenance.gc.concurrent_writes.ConcurrentWrites.refresh
 
     def look(self: Any) -> None:
         real(self)
         self._needed.clear()
 
-    _patch(nearkin_maintenance.gc.concurrent_writes.Since, "look", look)
+    _patch(nearkin_maintenance.gc.concurrent_writes.ConcurrentWrites, "refresh", look)
 
 
 def read_is_kept() -> None:
     """Puts of the process that does a round keep what they have read of a container that goes."""
-    _patch(nearkin.local.local_gc.LocalTurns, "written", lambda *_: None)
+    _patch(nearkin.local.local_gc.LocalWriterGate, "on_container_rewritten", lambda *_: None)
     _patch(ContainerStore, "_is_now", lambda self, *noted: self._generations.update([noted]))
 
 
-def turn_without_lock() -> None:
+def exclusive_section_without_lock() -> None:
     """A step of a round takes no lock, and waits for no put."""
 
     @contextmanager
     def turn(self: LocalIndex, wait_seconds: float) -> Iterator[LmdbIndex]:
         yield self._opened()
 
-    _patch(LocalIndex, "turn", turn)
+    _patch(LocalIndex, "exclusive", turn)
 
 
 def delta_not_verified() -> None:
@@ -331,7 +333,7 @@ def directory_unchecked() -> None:
 
 def block_number_given_again() -> None:
     """Compaction gives the number of a block that is gone to another one."""
-    laying = nearkin_maintenance.optimize.block_writer.Laying
+    laying = nearkin_maintenance.optimize.block_writer.BlockWriter
     real = laying.raw
 
     def raw(self: Any, new: Any, directory: Any, rows: Any) -> None:
@@ -358,7 +360,7 @@ def scrub_skips_a_container() -> None:
     _patch(scrubber, "_containers_step", step)
 
 
-def healed_removes_first() -> None:
+def repair_deletes_first() -> None:
     """Healing removes the broken generation before the healed one is durable."""
 
     def new_generation(self: Any, container: Any, generation: int, data: bytes) -> None:
@@ -371,7 +373,7 @@ def healed_removes_first() -> None:
     _patch(nearkin_maintenance.repair.store_repair.Repairer, "_new_generation", new_generation)
 
 
-def healed_untold() -> None:
+def repair_not_published() -> None:
     """The index is not told of a container that was healed."""
 
     def new_generation(self: Any, container: Any, generation: int, data: bytes) -> None:
@@ -382,13 +384,13 @@ def healed_untold() -> None:
     _patch(nearkin_maintenance.repair.store_repair.Repairer, "_new_generation", new_generation)
 
 
-def fence_not_asked() -> None:
+def fence_not_checked() -> None:
     """Who removes an object does not ask whether the lease is held still."""
 
     def delete(self: Any, name: str) -> None:
         self.inner.delete(name)
 
-    _patch(FencedObjects, "delete", delete)
+    _patch(FencedObjectStore, "delete", delete)
 
 
 def counted_twice() -> None:
@@ -406,18 +408,18 @@ def counted_twice() -> None:
 @contextmanager
 def _other_index(since: Any, other: Callable[[Any], Any]) -> Iterator[None]:
     """Let turns give another index than theirs."""
-    real = since.turn
+    real = since.exclusive
 
     @contextmanager
     def turn() -> Iterator[Any]:
         with real() as index:
             yield other(index)
 
-    since.turn = turn
+    since.exclusive = turn
     try:
         yield
     finally:
-        since.turn = real
+        since.exclusive = real
 
 
 def _patch(kind: type, name: str, value: Any) -> None:

@@ -54,7 +54,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "create-overwrites": Bug(
         "an object is looked for, then renamed over what is there", "I2", "races", mutants.create_overwrites,
-        detectors.raced(races.commit_while_committing),
+        detectors.hunt_races(races.commit_while_committing),
     ),
     "published-before-durable": Bug(
         "the index is told of a container before it is put", "I1", "power",
@@ -66,40 +66,40 @@ BUGS: Mapping[str, Bug] = {
     ),
     "newest-deleted-first": Bug(
         "of a key's marks that of the newest version comes first", "deletion", "crash", mutants.newest_deleted_first,
-        detectors.killed("delete.marked", "delete.noted"),
+        detectors.hunt_crashes("delete.marked", "delete.noted"),
     ),
     "undelete-unchecked": Bug(
         "an undeletion does not look whether its version is there still", "deletion", "races",
         mutants.undelete_unchecked,
-        detectors.raced(races.collect_while_undeleting),
+        detectors.hunt_races(races.collect_while_undeleting),
     ),
     "not-caught-up": Bug(
         "an index that a dead writer left behind is taken as it is", "local index", "crash", mutants.not_caught_up,
-        detectors.killed("object.durable"),
+        detectors.hunt_crashes("object.durable"),
     ),
     "container-before-index": Bug(
         "a container goes before the index forgets it", "deletion order", "crash", mutants.container_before_index,
-        detectors.killed("gc.container", "object.removed"),
+        detectors.hunt_crashes("gc.container", "object.removed"),
     ),
     "bases-not-counted": Bug(
         "marking leaves out what deltas and blocks lean on", "I7", "crash", mutants.bases_not_counted,
-        detectors.killed("gc.container"),
+        detectors.hunt_crashes("gc.container"),
     ),
     "recheck-skipped": Bug(
         "what is due goes without being looked at again", "I6", "races", mutants.recheck_skipped,
-        detectors.raced(races.manifest_away),
+        detectors.hunt_races(races.manifest_away),
     ),
     "condemned-still-a-hit": Bug(
-        "the index does not forget what is condemned", "I6", "crash", mutants.condemned_still_a_hit,
-        detectors.killed("gc.done", "gc.recorded"),
+        "the index does not forget what is condemned", "I6", "crash", mutants.pending_delete_still_found,
+        detectors.hunt_crashes("gc.done", "gc.recorded"),
     ),
     "same-round": Bug(
         "a round frees what it condemned itself", "I6", "crash",
-        mutants.same_round, detectors.killed("gc.done", "gc.begun")
+        mutants.deletes_in_same_run, detectors.hunt_crashes("gc.done", "gc.begun")
     ),
     "grace-ignored": Bug(
         "the next round frees, however soon it comes", "I6", "crash",
-        mutants.grace_ignored, detectors.killed("gc.done", "gc.begun")
+        mutants.grace_ignored, detectors.hunt_crashes("gc.done", "gc.begun")
     ),
     "older-generation-first": Bug(
         "compaction removes a container before its next generation is there", "I1", "power",
@@ -108,31 +108,31 @@ BUGS: Mapping[str, Bug] = {
     ),
     "number-given-again": Bug(
         "the last mark of a key's highest version goes too", "versions", "crash", mutants.number_given_again,
-        detectors.killed("gc.marks", "gc.done"),
+        detectors.hunt_crashes("gc.marks", "gc.done"),
     ),
     "lock-not-taken": Bug(
         "the store's lock, its lease, is not taken", "I6", "races", mutants.lock_not_taken,
-        detectors.raced(races.collect_while_putting),
+        detectors.hunt_races(races.collect_while_putting),
     ),
     "came-not-looked-at": Bug(
         "a round does not look at what was put while it marked and planned", "I6", "races",
-        mutants.came_not_looked_at, detectors.raced(gc_during_put.put_beside_a_round),
+        mutants.concurrent_writes_ignored, detectors.hunt_races(gc_during_put.put_during_gc),
     ),
     "spared-leans-on-nothing": Bug(
         "what is spared for a put keeps nothing that it leans on", "I7", "races",
-        mutants.spared_leans_on_nothing, detectors.raced(gc_during_put.put_beside_a_round),
+        mutants.retained_bases_not_kept, detectors.hunt_races(gc_during_put.put_during_gc),
     ),
     "read-is-kept": Bug(
         "puts of a process keep what they have read of a container that its round removes", "I7", "races",
-        mutants.read_is_kept, detectors.raced(gc_during_put.put_beside_a_round),
+        mutants.read_is_kept, detectors.hunt_races(gc_during_put.put_during_gc),
     ),
     "turn-without-lock": Bug(
-        "a step of a round takes no lock", "I6", "races", mutants.turn_without_lock,
-        detectors.raced(races.collect_while_putting),
+        "a step of a round takes no lock", "I6", "races", mutants.exclusive_section_without_lock,
+        detectors.hunt_races(races.collect_while_putting),
     ),
     "delta-not-verified": Bug(
         "an encoding is kept without being decoded, and the encoder errs", "I7", "crash", mutants.delta_not_verified,
-        detectors.killed("put.settled", "index.written", codec="xdelta3"),
+        detectors.hunt_crashes("put.settled", "index.written", codec="xdelta3"),
     ),
     "block-number-given-again": Bug(
         "compaction gives the number of a block that is gone to another one", "I8", "readers",
@@ -140,26 +140,26 @@ BUGS: Mapping[str, Bug] = {
     ),
     "scrub-skips": Bug(
         "a scrub goes on two containers after the one that it has read", "trust", "damage",
-        mutants.scrub_skips_a_container, detectors.scrubbed,
+        mutants.scrub_skips_a_container, detectors.hunt_by_scrub,
     ),
     "healed-removes-first": Bug(
         "healing removes the broken generation before the healed one is durable", "I1", "crash",
-        mutants.healed_removes_first, detectors.killed("heal.put"),
+        mutants.repair_deletes_first, detectors.hunt_crashes("heal.put"),
     ),
     "healed-untold": Bug(
         "the index is not told of a container that was healed", "local index", "repair",
-        mutants.healed_untold, detectors.healed,
+        mutants.repair_not_published, detectors.hunt_repair,
     ),
     "fence-not-asked": Bug(
         "who removes an object does not ask whether the lease is held still", "I6", "fence",
-        mutants.fence_not_asked, detectors.fenced,
+        mutants.fence_not_checked, detectors.hunt_fence,
     ),
     "counted-twice": Bug(
         "the ledger counts a segment twice when a version comes, and once when it goes", "gc.mode", "orphans",
-        mutants.counted_twice, detectors.counted,
+        mutants.counted_twice, detectors.hunt_reference_counts,
     ),
     "directory-unchecked": Bug(
-        "a directory's checksum is not compared", "I8", "damage", mutants.directory_unchecked, detectors.flipped
+        "a directory's checksum is not compared", "I8", "damage", mutants.directory_unchecked, detectors.hunt_bitflips
     ),
 }  # fmt: skip
 
@@ -167,7 +167,7 @@ BUGS: Mapping[str, Bug] = {
 # --- the hunt --------------------------------------------------------------------------------------------------------
 
 
-def hunted(name: str, bug: Bug, folder: Path) -> tuple[str, str]:
+def hunt(name: str, bug: Bug, folder: Path) -> tuple[str, str]:
     """Return (caught or missed, what was said), from a child of this process, which has opened nothing yet."""
     said = folder / f"{name}.json"
     child = os.fork()
@@ -193,7 +193,7 @@ def hunt_all(names: Sequence[str], folder: Path) -> Iterator[tuple[str, str, str
     """Yield (name, caught or missed, what was said, seconds) of each bug named."""
     for name in names:
         started = time.perf_counter()
-        outcome, said = hunted(name, BUGS[name], folder)
+        outcome, said = hunt(name, BUGS[name], folder)
         yield name, outcome, said, time.perf_counter() - started
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from nearkin.local.process_lock import NAMES as LOCKS
 from nearkin.store import Store, open_store
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import NearkinError, Retryable
+from nearkin_shared.errors import NearkinError, RetryableError
 from nearkin_shared.utils import failpoints
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.private_files import FILE_MODE
@@ -109,7 +109,7 @@ WORKLOADS: Mapping[str, Workload] = {
 
 
 @dataclass(slots=True)
-class Explored:
+class ExplorationResult:
     """What was looked at."""
 
     prefixes: int = 0
@@ -130,14 +130,14 @@ def _begin(store: Store, oracle: Oracle, call: Call) -> tuple[Call, frozenset[in
     return call, inspection.containers(store.root), frozenset(due)
 
 
-def _prepared(root: Path, chosen: Settings, calls: Sequence[Call]) -> Oracle:
+def _prepare(root: Path, chosen: Settings, calls: Sequence[Call]) -> Oracle:
     oracle = Oracle(START)
     if calls:
         with open_store(root, settings=chosen, clock=lambda: oracle.now, create=True) as store:
             for call in calls:
                 oracle.begin(*_begin(store, oracle, call))
                 perform(store, call)
-                oracle.done()
+                oracle.acknowledge()
     else:
         root.mkdir(parents=True)
     return oracle
@@ -148,7 +148,7 @@ def _index(root: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def _recorded(
+def _record(
     root: Path, chosen: Settings, oracle: Oracle, calls: Sequence[Call]
 ) -> tuple[list[Step], Mapping[str, int]]:
     """Do the calls; return each step, among them what was begun and acknowledged and each state of the index.
@@ -170,7 +170,7 @@ def _recorded(
                     layer.note(("begin", begun))
                     oracle.begin(*begun)
                     perform(store, call)
-                    oracle.done()
+                    oracle.acknowledge()
                     layer.note(("done", call))
         finally:
             passed = failpoints.disarm()
@@ -190,16 +190,16 @@ def read_tree(root: Path) -> dict[str, bytes | None]:
 # --- power cuts ------------------------------------------------------------------------------------------------------
 
 
-def explore(folder: Path, workload: Workload, *, chosen: Settings = CHOSEN) -> Explored:
+def explore(folder: Path, workload: Workload, *, chosen: Settings = CHOSEN) -> ExplorationResult:
     """Try every world of every prefix. Raises Violation naming the prefix and the world."""
-    root, explored = folder / "recorded", Explored()
+    root, explored = folder / "recorded", ExplorationResult()
     chosen = settings(chosen, workload.changes)
-    oracle = _prepared(root, chosen, workload.setup)
+    oracle = _prepare(root, chosen, workload.setup)
     if copies_of(root).is_dir():  # which the recorded repair removes
         shutil.copytree(copies_of(root), folder / KEPT)
     index, disk = _index(root), Disk(read_tree(root))
     before = copy.deepcopy(oracle)
-    steps, passed = _recorded(root, chosen, oracle, workload.calls)
+    steps, passed = _record(root, chosen, oracle, workload.calls)
     missing = [point for point in workload.passes if point not in passed]
     if missing:
         raise AssertionError(f"the workload passes no {', '.join(missing)}: it tests less than it is for")
@@ -213,7 +213,7 @@ def explore(folder: Path, workload: Workload, *, chosen: Settings = CHOSEN) -> E
                     before.begin(*begun)
                     state += 1
                 case ("done", _):
-                    before.done()
+                    before.acknowledge()
                     state += 1
                 case ("index", found):
                     index = found
@@ -303,7 +303,7 @@ def _check(place: Path, oracle: Oracle, chosen: Settings, workload: Workload) ->
                 if call is not None and possible(oracle, call):
                     oracle.begin(*_begin(store, oracle, call))
                     perform(store, call)
-                    oracle.done()
+                    oracle.acknowledge()
                     _compare(store, oracle)
                     break
             damage = store.verify().damage
@@ -314,7 +314,7 @@ def _check(place: Path, oracle: Oracle, chosen: Settings, workload: Workload) ->
 
 
 def _compare(store: Store, oracle: Oracle) -> None:
-    oracle.settle(inspection.seen(store))
+    oracle.settle(inspection.inspect(store))
     found = {(key, version): store.get(key, version).read() for key, version in oracle.live}
     check_bytes(found, {version: content(oracle.contents[version]) for version in oracle.live})
 
@@ -324,11 +324,11 @@ def _compare(store: Store, oracle: Oracle) -> None:
 
 def fail_each(
     folder: Path, workload: Workload, *, error: int = errno.ENOSPC, every: int = 1, chosen: Settings = CHOSEN
-) -> Explored:
+) -> ExplorationResult:
     """Let the n-th mutating call to the disk fail, for every n (or each `every`-th). Raises Violation naming n."""
-    explored = Explored()
+    explored = ExplorationResult()
     base = folder / "base"
-    oracle = _prepared(base, chosen, workload.setup)
+    oracle = _prepare(base, chosen, workload.setup)
     for number in _counting(every):
         place = folder / f"failed-{number}"
         shutil.copytree(base, place)
@@ -356,8 +356,8 @@ def _failing(place: Path, oracle: Oracle, chosen: Settings, workload: Workload, 
         try:
             with open_store(place, settings=chosen, clock=lambda: oracle.now, create=True) as store:
                 _carried_on(store, oracle, workload, layer)
-        except Retryable:
-            if not layer.failed:
+        except RetryableError:
+            if not layer.has_failed:
                 raise
             oracle.in_flight = None
             with open_store(place, settings=chosen, clock=lambda: oracle.now, create=True) as store:
@@ -368,13 +368,13 @@ def _failing(place: Path, oracle: Oracle, chosen: Settings, workload: Workload, 
         if damage:
             raise Violation(f"verify names {damage[0]}")
         left = [path.name for path in (place / SCRATCH).glob("*")]
-        if left and layer.failed:  # its removal may be what failed: the next writer sweeps
+        if left and layer.has_failed:  # its removal may be what failed: the next writer sweeps
             store.close()
             store.put("sweeps", b"")
             left = [path.name for path in (place / SCRATCH).glob("*")]
         if left:
             raise Violation(f"half-written: {left}")
-    return layer.failed
+    return layer.has_failed
 
 
 def _carried_on(store: Store, oracle: Oracle, workload: Workload, layer: RecordingOs) -> None:
@@ -382,18 +382,18 @@ def _carried_on(store: Store, oracle: Oracle, workload: Workload, layer: Recordi
         if not possible(oracle, call):
             continue
         oracle.begin(*_begin(store, oracle, call))
-        failed_before = layer.failed
+        failed_before = layer.has_failed
         try:
             perform(store, call)
-        except Retryable as err:
-            if failed_before or not layer.failed:
+        except RetryableError as err:
+            if failed_before or not layer.has_failed:
                 raise Violation(f"{call}: {err}, and nothing had failed since") from err
             _compare(store, oracle)  # through the same handle, as it is
             if possible(oracle, call):
                 begun = _begin(store, oracle, call)
                 oracle.begin(*((Gc(0), *begun[1:]) if isinstance(call, Gc) else begun))
                 perform(store, call)
-                oracle.done()
+                oracle.acknowledge()
         else:
-            oracle.done()
+            oracle.acknowledge()
         _compare(store, oracle)

@@ -14,7 +14,7 @@ from pathlib import Path
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.utils.frozen import frozen
 from tests.support.engines.model import Violation
-from tests.support.engines.power_cut import Explored, describe_tree, lay_tree, read_tree, world_key
+from tests.support.engines.power_cut import ExplorationResult, describe_tree, lay_tree, read_tree, world_key
 from tests.support.fakes.power_loss_disk import Disk, Step, recording
 
 Results = Mapping[str, object]
@@ -33,9 +33,9 @@ class RecordWorkload:
     prepare: Callable[[Path], None] = lambda _: None
 
 
-def explore_records(folder: Path, workload: RecordWorkload) -> Explored:
+def explore_records(folder: Path, workload: RecordWorkload) -> ExplorationResult:
     """Try every world of every prefix. Raises Violation naming the prefix and the world."""
-    root, explored = folder / "recorded", Explored()
+    root, explored = folder / "recorded", ExplorationResult()
     root.mkdir(parents=True)
     workload.prepare(root)
     disk = Disk(read_tree(root))

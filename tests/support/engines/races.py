@@ -23,7 +23,7 @@ from pathlib import Path
 
 from nearkin.store import Store, open_store
 from nearkin_shared.errors import NearkinError, NotFound, StoreLocked
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.utils import failpoints
 from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
@@ -141,7 +141,7 @@ def _held_at(
                 return
             threads.append(thread := threading.Thread(target=run, args=(store,)))
         thread.start()
-        thread.join(IN_TURN_SECONDS if store._index.crossing.mine else HELD_SECONDS_MAX)
+        thread.join(IN_TURN_SECONDS if store._index.crossing.is_exclusive_here else HELD_SECONDS_MAX)
 
     with made.open() as store:
         first(made, store)
@@ -244,7 +244,7 @@ def delete_while_putting(folder: Path, every: int = 1) -> int:
     def other(made: Scene, store: Store) -> None:
         store.delete("a")
         made.wanted.pop(("a", 2))
-        if all((entry.key, entry.version) != ("a", 3) for entry in store.deleted()):
+        if all((entry.key, entry.version) != ("a", 3) for entry in store.list_deleted()):
             made.wanted["a", 3] = data
 
     return at_each_step(folder, held, other, every=every)
@@ -269,20 +269,20 @@ def commit_while_committing(folder: Path) -> int:
             if not threads:
                 names.append(name)
                 if len(names) == at:
-                    threads.append(thread := threading.Thread(target=_committed, args=(root, 2)))
+                    threads.append(thread := threading.Thread(target=_commit, args=(root, 2)))
                     thread.start()
                     thread.join(HELD_SECONDS_MAX)
 
         failpoints.arm((), watch)
         try:
-            _committed(root, 1)
+            _commit(root, 1)
         finally:
             failpoints.disarm()
             for thread in threads:
                 thread.join()
         if not threads:
             return step - 1
-        manifests = ManifestStore(LocalObjects(root))
+        manifests = ManifestStore(LocalObjectStore(root))
         found = {made.version: made.size_bytes for made in (manifests.read(name) for name, _ in manifests.names())}
         if found.keys() != {1, 2} or set(found.values()) != {1, 2}:
             raise Violation(f"held at step {step}, {names[-1]}: two commits, and left are versions and sizes {found}")
@@ -290,9 +290,9 @@ def commit_while_committing(folder: Path) -> int:
     raise AssertionError(f"more than {STEPS_MAX} steps")
 
 
-def _committed(root: Path, size_bytes: int) -> None:
+def _commit(root: Path, size_bytes: int) -> None:
     """Commit a version of one key under the next free number."""
-    manifests = ManifestStore(LocalObjects(root))  # its own, as another process has
+    manifests = ManifestStore(LocalObjectStore(root))  # its own, as another process has
     for version in range(1, 10):
         try:
             manifests.put(replace(small_manifest(), version=version, size_bytes=size_bytes))

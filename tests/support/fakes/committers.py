@@ -10,7 +10,7 @@ from nearkin_shared.kafka.clients import Headers
 from nearkin_shared.kafka.lag import Backlog
 
 
-class Nothing(Backlog):
+class EmptyBacklog(Backlog):
     """Says that nothing waits before."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Nothing(Backlog):
         return 0.0
 
 
-class Kept:
+class RecordingOutbox:
     """An outbox whose events and dead letters are looked at instead of sent."""
 
     authenticator = None

@@ -1,6 +1,6 @@
 """Faults by script. Invariant: the n-th mutating call meets the n-th letter, and nothing else differs from `inner`.
 
-FaultyObjects(inner, "..L.E")    the third write is done but its reply lost, the fifth fails before it writes
+FaultyObjectStore(inner, "..L.E")    the third write is done but its reply lost, the fifth fails before it writes
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import threading
 
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.objectstore.base import ObjectStore, Payload
-from nearkin_shared.objectstore.delegating import PassingObjects
+from nearkin_shared.objectstore.delegating import DelegatingObjectStore
 
 LETTERS = ".LE"
 
 
-class FaultyObjects(PassingObjects):
+class FaultyObjectStore(DelegatingObjectStore):
     """An ObjectStore whose `put_new` and `delete` each consume one letter; when none are left, all is well.
 
     `.` does it; `L` does it and raises StoreUnavailable: the reply is lost; `E` raises before doing it.

@@ -65,7 +65,7 @@ class RecordingOs:
         return getattr(os, name)
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Return whether the call that was to fail has come."""
         return 0 < self._fail_at <= self.calls
 
@@ -168,7 +168,7 @@ class RecordingOs:
 
 @contextmanager
 def recording(root: Path, fail_at: int = 0, error: int = errno.ENOSPC) -> Iterator[RecordingOs]:
-    """Put a RecordingOs under every LocalObjects, and under key and token files, for as long as the block runs."""
+    """Put a RecordingOs under every LocalObjectStore, and under key and token files, for as long as the block runs."""
     layer = RecordingOs(root, fail_at, error)
     before = [(vars(module), vars(module)["os"]) for module in (product_module, durable_files)]
     for names, _ in before:

@@ -88,7 +88,7 @@ class ScriptedGateway:
         self._script.extend(faults)
 
     @property
-    def scripted(self) -> int:
+    def faults_left(self) -> int:
         """Return how many faults are still to come."""
         return len(self._script)
 
@@ -220,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
         version = int(query["version"]) if "version" in query else None
         match [self.command, *parts]:
             case ["GET", "v1", "deleted"]:
-                self._page("deleted", store.deleted(query.get("prefix", "")), query)
+                self._page("deleted", store.list_deleted(query.get("prefix", "")), query)
             case ["DELETE", "v1", "blobs", key]:
                 more = {"undelete_seconds": 60, "reason": query.get("reason", "")}
                 self._change(store.deletions.delete, key, version, headers, fault, **more)

@@ -70,7 +70,7 @@ class Fault(AssertionError):
         self.data = data
 
 
-def tried(name: str, target: Target, data: bytes) -> bool:
+def try_input(name: str, target: Target, data: bytes) -> bool:
     """Give a target one input; return whether it was taken, not refused. Raises Fault."""
     try:
         target.parse(data)
@@ -81,21 +81,21 @@ def tried(name: str, target: Target, data: bytes) -> bool:
     return True
 
 
-def tried_in_time(name: str, target: Target, data: bytes) -> bool:
+def try_input_in_time(name: str, target: Target, data: bytes) -> bool:
     """Give a target one input, as `tried` does; one that takes more CPU than SECONDS_MAX is at fault too.
 
     `_hangs` handles SIGPROF meanwhile.
     """
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS_MAX)
-        was_taken = tried(name, target, data)
+        was_taken = try_input(name, target, data)
         signal.setitimer(signal.ITIMER_PROF, 0)
     except _Hangs as err:
         raise Fault(name, data, f"took more than {SECONDS_MAX} s of CPU") from err
     return was_taken
 
 
-def changed(draw: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+def mutate_input(draw: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """Return `data` after some changes: bits, bytes, numbers of 1 to 8 bytes, stretches copied, cut, joined."""
     made = bytearray(data)
     for _ in range(draw.randint(1, CHANGES_MAX)):
@@ -135,15 +135,15 @@ def run(name: str, inputs: int, seed: int, regressions: Path | None = None) -> t
     """
     target, draw = TARGETS[name], random.Random(f"{seed} {name}")
     pool, taken, given = target.seeds(), 0, 0
-    fixed = [*pool, *kept(name, regressions)]
+    fixed = [*pool, *kept_inputs(name, regressions)]
     before = signal.signal(signal.SIGPROF, _hangs)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY_BYTES_MAX, limits[1]))
     try:
         for number in range(len(fixed) + inputs):
-            data = fixed[number] if number < len(fixed) else changed(draw, draw.choice(pool), pool)
+            data = fixed[number] if number < len(fixed) else mutate_input(draw, draw.choice(pool), pool)
             started = time.process_time()
-            was_taken = tried_in_time(name, target, data)
+            was_taken = try_input_in_time(name, target, data)
             given, taken = given + 1, taken + was_taken
             # What is allowed and takes long, a manifest of 2^23 segments in 352 bytes say, is not made more of.
             if was_taken and number >= len(fixed) and time.process_time() - started < CHANGED_SECONDS_MAX:
@@ -158,7 +158,7 @@ def run(name: str, inputs: int, seed: int, regressions: Path | None = None) -> t
     return given, taken
 
 
-def kept(name: str, regressions: Path | None) -> Iterator[bytes]:
+def kept_inputs(name: str, regressions: Path | None) -> Iterator[bytes]:
     """Yield the inputs that are kept of a target."""
     for path in sorted((regressions / name).iterdir()) if regressions and (regressions / name).is_dir() else ():
         yield path.read_bytes()
@@ -177,19 +177,19 @@ def _address_space() -> int:
     return pages * resource.getpagesize()
 
 
-def guided(name: str, inputs: int, seed: int, regressions: Path | None, seconds: int) -> None:
+def run_guided(name: str, inputs: int, seed: int, regressions: Path | None, seconds: int) -> None:
     """Let atheris choose the inputs, by what they cover, `seconds` long (0: until they are done). Does not return."""
     atheris = import_module("atheris")  # no requirement: a wheel of 35 MB that few want
 
     target = TARGETS[name]
 
     def one(data: bytes) -> None:
-        tried_in_time(name, target, data)
+        try_input_in_time(name, target, data)
 
     signal.signal(signal.SIGPROF, _hangs)
     corpus = Path(f"corpus-{name}")
     corpus.mkdir(exist_ok=True)
-    for data in (*target.seeds(), *kept(name, regressions)):
+    for data in (*target.seeds(), *kept_inputs(name, regressions)):
         (corpus / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
     options: list[Any] = [sys.argv[0], f"-runs={inputs}", f"-seed={seed % (1 << 31)}", f"-max_len={INPUT_BYTES_MAX}"]
     options += [f"-max_total_time={seconds}"] if seconds else []
@@ -230,7 +230,7 @@ def main(
     if by_coverage:
         if len(names) != 1:
             raise click.UsageError("--atheris takes one target")
-        guided(names[0], inputs, seed, regressions, seconds)
+        run_guided(names[0], inputs, seed, regressions, seconds)
     for name in names or TARGETS:
         started = time.perf_counter()
         try:

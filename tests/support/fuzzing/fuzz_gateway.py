@@ -25,7 +25,7 @@ from urllib.parse import quote_from_bytes, unquote
 from starlette.types import Message
 
 from nearkin.embedded.gateway_backend import embedded_gateway
-from nearkin_gateway.app import THREADS_MAX, create_app, openapi_document, served
+from nearkin_gateway.app import THREADS_MAX, create_app, openapi_document, with_middleware
 from nearkin_gateway.server import make_gateway
 from tests.support.data.stores import SMALL
 from tests.support.servers.gateways import embedded
@@ -41,12 +41,12 @@ _FRAMING = (b"transfer-encoding", b"connection", b"upgrade", b"expect")
 """What the server itself attends to."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The request was answered with a status of 400 to 499, or that it can be tried again (503)."""
 
 
 @cache
-def _documented() -> Mapping[tuple[str, str], frozenset[int]]:
+def _documented_statuses() -> Mapping[tuple[str, str], frozenset[int]]:
     """Return the statuses by (method, route)."""
     return {
         (method.upper(), path): frozenset(map(int, operation["responses"])) - {500}
@@ -64,7 +64,7 @@ class _Running:
         chosen = embedded(Path(self._folder.name) / "store", {**SMALL, "gateway": bounds})
         self.loop = asyncio.new_event_loop()
         app = create_app(make_gateway(chosen, embedded=embedded_gateway))
-        self.app = served(app)
+        self.app = with_middleware(app)
         self.upload, self.requests = "1", 0
         self._life: AbstractAsyncContextManager[Any] = app.router.lifespan_context(app)
         self.loop.run_until_complete(self._life.__aenter__())
@@ -113,23 +113,23 @@ class Gateway:
         running.requests += 1
         scope, pieces = _request(data, running.upload)
         status, headers = running.loop.run_until_complete(
-            asyncio.wait_for(_called(running.app, scope, pieces), ANSWER_SECONDS_MAX)
+            asyncio.wait_for(_call(running.app, scope, pieces), ANSWER_SECONDS_MAX)
         )
         location = headers.get(b"location", b"").decode("latin-1")
         if location.startswith("/v1/uploads/"):
             running.upload = location.removeprefix("/v1/uploads/")
         route = getattr(scope.get("route"), "path", "").replace(":path}", "}")
-        allowed = _documented().get((scope["method"], route))
+        allowed = _documented_statuses().get((scope["method"], route))
         if allowed is None:
             assert status < 500, f"{scope['method']} {route!r}, which is not in the document: {status}"
         else:
             assert status in allowed, f"{scope['method']} {route}: {status}, which is not documented"
         if status >= 400:
-            raise Refused(status)
+            raise RequestRefused(status)
         return status
 
 
-async def _called(app: Any, scope: dict[str, Any], pieces: list[Message]) -> tuple[int, dict[bytes, bytes]]:
+async def _call(app: Any, scope: dict[str, Any], pieces: list[Message]) -> tuple[int, dict[bytes, bytes]]:
     waiting = iter(pieces)
     answered = asyncio.Event()
     told: dict[str, Any] = {}
@@ -199,7 +199,7 @@ def _request(data: bytes, upload: str) -> tuple[dict[str, Any], list[Message]]:
     return scope, pieces
 
 
-def _asked(line: str, *headers: str, body: bytes = b"") -> bytes:
+def _parse_request(line: str, *headers: str, body: bytes = b"") -> bytes:
     return "\n".join([line, *headers, "", ""]).encode() + body
 
 
@@ -208,39 +208,43 @@ def requests() -> list[bytes]:
     tus = "tus-resumable: 1.0.0"
     octets = "content-type: application/offset+octet-stream"
     found = [
-        _asked("PUT /v1/blobs/a", "x-nearkin-meta-host: db%201", body=b"some content " * 40),
-        _asked("PUT /v1/blobs/a%2Fb?wait=0", "content-length: 5", "want-repr-digest: sha-256=5", body=b"12345"),
-        _asked("PUT /v1/blobs/once", "if-none-match: *", "idempotency-key: k1", body=b"x"),
-        _asked("POST /v1/blobs/a/b", 'if-match: "1"', body=bytes(3000)),
-        _asked(
+        _parse_request("PUT /v1/blobs/a", "x-nearkin-meta-host: db%201", body=b"some content " * 40),
+        _parse_request("PUT /v1/blobs/a%2Fb?wait=0", "content-length: 5", "want-repr-digest: sha-256=5", body=b"12345"),
+        _parse_request("PUT /v1/blobs/once", "if-none-match: *", "idempotency-key: k1", body=b"x"),
+        _parse_request("POST /v1/blobs/a/b", 'if-match: "1"', body=bytes(3000)),
+        _parse_request(
             "PUT /v1/blobs/d",
             "content-digest: sha-256=:n4bQgYhMfWWaL+qgxVrQFaO/TxsrC4Is0V1sFbDwCgg=:",
             body=b"test",
         ),
-        _asked("GET /v1/blobs/a", "range: bytes=0-9"),
-        _asked("GET /v1/blobs/a?version=1", 'if-none-match: "1-abc"', "range: bytes=-5", 'if-range: "x"'),
-        _asked("HEAD /v1/blobs/a%2Fb"),
-        _asked("GET /v1/blobs/a/versions?after=0&limit=5"),
-        _asked("GET /v1/blobs?prefix=a&after=a&limit=2&versions=true"),
-        _asked("DELETE /v1/blobs/a?version=1&reason=old", "idempotency-key: k2"),
-        _asked("POST /v1/undelete/a?version=1&reason=not%20old"),
-        _asked("GET /v1/deleted?prefix=a&limit=3"),
-        _asked("GET /v1/status/abc?wait=0"),
-        _asked("GET /v1/info/a?version=2"),
-        _asked("GET /v1/explain/a?segments=10"),
-        _asked("PATCH /v1/config", "content-type: application/merge-patch+json", body=b'{"delta":{"max_depth":3}}'),
-        _asked("PATCH /v1/config", "content-type: application/json", body=b'{"features":{"algorithm":"odess"}}'),
-        _asked("POST /v1/dead/replay", body=b'{"letters":["0:1","1:99"]}'),
-        _asked("POST /v1/gc", body=b'{"action":"run"}'),
-        _asked("POST /v1/gc", body=b'{"action":"pause"}'),
-        _asked("POST /v1/gc", body=b'{"action":"resume"}'),
-        _asked("OPTIONS /v1/uploads"),
-        _asked("POST /v1/uploads", tus, "upload-length: 11", "upload-metadata: key YS9i,a ZGItMQ=="),
-        _asked("POST /v1/uploads", tus, octets, "upload-length: 3", "upload-metadata: key YQ==", body=b"abc"),
-        _asked("HEAD /v1/uploads/{id}", tus),
-        _asked("GET /v1/uploads/{id}"),
-        _asked("PATCH /v1/uploads/{id}", tus, octets, "upload-offset: 0", body=b"hello"),
-        _asked(
+        _parse_request("GET /v1/blobs/a", "range: bytes=0-9"),
+        _parse_request("GET /v1/blobs/a?version=1", 'if-none-match: "1-abc"', "range: bytes=-5", 'if-range: "x"'),
+        _parse_request("HEAD /v1/blobs/a%2Fb"),
+        _parse_request("GET /v1/blobs/a/versions?after=0&limit=5"),
+        _parse_request("GET /v1/blobs?prefix=a&after=a&limit=2&versions=true"),
+        _parse_request("DELETE /v1/blobs/a?version=1&reason=old", "idempotency-key: k2"),
+        _parse_request("POST /v1/undelete/a?version=1&reason=not%20old"),
+        _parse_request("GET /v1/deleted?prefix=a&limit=3"),
+        _parse_request("GET /v1/status/abc?wait=0"),
+        _parse_request("GET /v1/info/a?version=2"),
+        _parse_request("GET /v1/explain/a?segments=10"),
+        _parse_request(
+            "PATCH /v1/config", "content-type: application/merge-patch+json", body=b'{"delta":{"max_depth":3}}'
+        ),
+        _parse_request(
+            "PATCH /v1/config", "content-type: application/json", body=b'{"features":{"algorithm":"odess"}}'
+        ),
+        _parse_request("POST /v1/dead/replay", body=b'{"letters":["0:1","1:99"]}'),
+        _parse_request("POST /v1/gc", body=b'{"action":"run"}'),
+        _parse_request("POST /v1/gc", body=b'{"action":"pause"}'),
+        _parse_request("POST /v1/gc", body=b'{"action":"resume"}'),
+        _parse_request("OPTIONS /v1/uploads"),
+        _parse_request("POST /v1/uploads", tus, "upload-length: 11", "upload-metadata: key YS9i,a ZGItMQ=="),
+        _parse_request("POST /v1/uploads", tus, octets, "upload-length: 3", "upload-metadata: key YQ==", body=b"abc"),
+        _parse_request("HEAD /v1/uploads/{id}", tus),
+        _parse_request("GET /v1/uploads/{id}"),
+        _parse_request("PATCH /v1/uploads/{id}", tus, octets, "upload-offset: 0", body=b"hello"),
+        _parse_request(
             "PATCH /v1/uploads/{id}",
             tus,
             octets,
@@ -248,12 +252,18 @@ def requests() -> list[bytes]:
             "upload-checksum: sha1 LCfRzUBuRyEbTnCVUTLRuUhlO6M=",
             body=b" world",
         ),
-        _asked("POST /v1/uploads/{id}", "x-http-method-override: PATCH", tus, octets, "upload-offset: 0", body=b"he"),
-        _asked("DELETE /v1/uploads/{id}", tus),
-        _asked("POST /login", "content-type: application/x-www-form-urlencoded", body=b"token=nk_1_x&next=%2Fgc"),
-        _asked("POST /logout", "cookie: nearkin=abc", body=b"csrf=1"),
-        _asked("GET /ui/static/style.css", 'if-none-match: "x"'),
+        _parse_request(
+            "POST /v1/uploads/{id}", "x-http-method-override: PATCH", tus, octets, "upload-offset: 0", body=b"he"
+        ),
+        _parse_request("DELETE /v1/uploads/{id}", tus),
+        _parse_request(
+            "POST /login", "content-type: application/x-www-form-urlencoded", body=b"token=nk_1_x&next=%2Fgc"
+        ),
+        _parse_request("POST /logout", "cookie: nearkin=abc", body=b"csrf=1"),
+        _parse_request("GET /ui/static/style.css", 'if-none-match: "x"'),
     ]
     plain = ("stats", "workers", "scrub", "config", "reduction", "tenants", "growth", "pipeline", "dead", "audit", "gc")
-    found += [_asked(f"GET /v1/{name}") for name in plain]
-    return found + [_asked(f"GET {path}") for path in ("/livez", "/readyz", "/openapi.json", "/asyncapi.json", "/")]
+    found += [_parse_request(f"GET /v1/{name}") for name in plain]
+    return found + [
+        _parse_request(f"GET {path}") for path in ("/livez", "/readyz", "/openapi.json", "/asyncapi.json", "/")
+    ]

@@ -29,12 +29,12 @@ from nearkin_shared.formats import message as message_format
 from nearkin_shared.formats.block import decode_block
 from nearkin_shared.formats.container import decode_container
 from nearkin_shared.formats.manifest import decode_manifest, encode_manifest
-from nearkin_shared.formats.pending_delete_record import Condemned, decode_record, encode_record
+from nearkin_shared.formats.pending_delete_record import PendingDelete, decode_record, encode_record
 from nearkin_shared.formats.tombstone import decode_mark, encode_mark
 from nearkin_shared.kernels import xdelta3
 from nearkin_shared.kernels.xdelta3 import PAIR_BYTES_MAX
 from nearkin_shared.kernels.zstd_frames import decode_frame
-from nearkin_shared.pipeline.stage import Facts, Found, FoundBases
+from nearkin_shared.pipeline.stage import FoundBases, FoundLocations, LookupResults
 from nearkin_shared.results import Ledger
 from nearkin_shared.storage import descriptor
 from nearkin_shared.types import Locations
@@ -91,7 +91,7 @@ def _both(*make: Callable[[], bytes]) -> list[bytes]:
 
 
 def _containers() -> list[bytes]:
-    kinds = (samples.small_container, samples.rest_container, samples.patched_container, samples.empty_container)
+    kinds = (samples.small_container, samples.rest_container, samples.patch_container, samples.empty_container)
     return _both(*kinds)
 
 
@@ -102,7 +102,10 @@ def _small_container() -> bytes:
 
 def _record() -> bytes:
     some = np.array([1, 2, 3, 9], np.uint32)
-    condemned = {5: Condemned(1_764_000_000_000_000, some, some[:2], True), 9: Condemned(7, some[:1], some, False)}
+    condemned = {
+        5: PendingDelete(1_764_000_000_000_000, some, some[:2], True),
+        9: PendingDelete(7, some[:1], some, False),
+    }
     return encode_record(3, condemned)
 
 
@@ -112,14 +115,14 @@ def _messages() -> list[bytes]:
     namer, envelope = Fingerprinter(b"s" * 32, "tenant"), message_format.Envelope(bytes(range(16)), "tenant", "k", 0, 0)
     payload = np.concatenate([samples.noise(20_000, "payload"), np.zeros(20_000, np.uint8)])
     runs = FrameRuns(payload, (BlobRun(0, 0, len(payload), True),))
-    segments = ChunkerStage(Settings(), namer).decide(runs, Facts()).segments
-    unknown = Found(Locations.empty(segments.segments), np.zeros(segments.segments, np.bool_))
-    asked = DedupStage().reads(segments, Facts(segments=unknown))
+    segments = ChunkerStage(Settings(), namer).decide(runs, LookupResults()).segments
+    unknown = FoundLocations(Locations.empty(segments.segments), np.zeros(segments.segments, np.bool_))
+    asked = DedupStage().reads(segments, LookupResults(segments=unknown))
     names = 0 if asked is None or asked.names is None else len(asked.names)
-    none = Found(Locations.empty(names), np.zeros(names, np.bool_))
-    fresh = DedupStage().decide(segments, Facts(segments=unknown, chunks=none))
+    none = FoundLocations(Locations.empty(names), np.zeros(names, np.bool_))
+    fresh = DedupStage().decide(segments, LookupResults(segments=unknown, chunks=none))
     resemblance = ResemblanceStage(Settings())
-    sketched = resemblance.reads(fresh, Facts())
+    sketched = resemblance.reads(fresh, LookupResults())
     found: list[message_format.Message] = [
         message_format.Frame(envelope, np.arange(50, dtype=np.uint8)),
         message_format.Placed(envelope, Locations.empty(3), np.zeros(3, np.bool_), np.zeros(3, np.uint32), Ledger()),
@@ -131,14 +134,14 @@ def _messages() -> list[bytes]:
         count = len(fresh.fresh)
         where = Locations(np.full(count, 5, np.uint64), np.arange(count, dtype=np.uint32))
         bases = FoundBases(sketched.super_features, where, np.zeros(count, np.uint8), np.ones(count, np.bool_))
-        found.append(message_format.Paired(envelope, resemblance.decide(fresh, Facts(bases=bases))))
+        found.append(message_format.Paired(envelope, resemblance.decide(fresh, LookupResults(bases=bases))))
     return [message_format.encode(one) for one in found]
 
 
 def _blocks() -> list[bytes]:
     """Every block of the sample containers, header and payload."""
     found = []
-    for data in (samples.small_container(), samples.patched_container()):
+    for data in (samples.small_container(), samples.patch_container()):
         blocks = decode_container(data, "sample").blocks
         for offset, stored in zip(blocks.offsets.tolist(), blocks.stored.tolist(), strict=True):
             found.append(data[offset - container_layout.BLOCK.size : offset + stored])
@@ -148,7 +151,7 @@ def _blocks() -> list[bytes]:
 # --- parsers ---------------------------------------------------------------------------------------------------------
 
 
-def _sealed(parse: Callable[[bytes], object]) -> Callable[[bytes], object]:
+def _with_checksum(parse: Callable[[bytes], object]) -> Callable[[bytes], object]:
     """Return a parser of bytes whose last 8 are their checksum, once they have been given the right one."""
 
     def sealed(data: bytes) -> object:
@@ -182,7 +185,7 @@ def _room(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 def _message(data: bytes) -> object:
     found = message_format.decode(data, "fuzz")
-    opened = message_format.opened(data, "fuzz")
+    opened = message_format.read_header(data, "fuzz")
     for read in (message_batches.read_segments, message_batches.read_fresh, message_batches.read_paired):
         try:
             read([opened, opened])
@@ -297,7 +300,7 @@ def _patches() -> list[bytes]:
 
 def _patch(data: bytes) -> object:
     """What the gateway does with the body of PATCH /v1/admin/config."""
-    from nearkin_shared.kafka.live_config import checked_changes
+    from nearkin_shared.kafka.live_config import check_changes
 
     try:
         patch = json.loads(data)
@@ -305,7 +308,7 @@ def _patch(data: bytes) -> object:
         raise BadInput(f"not JSON: {err}") from err
     if not isinstance(patch, dict):
         raise BadInput("not an object")
-    return with_changes(Settings(), {section: fields for section, fields in checked_changes(patch).items() if fields})
+    return with_changes(Settings(), {section: fields for section, fields in check_changes(patch).items() if fields})
 
 
 def _headers(data: bytes) -> object:
@@ -314,14 +317,14 @@ def _headers(data: bytes) -> object:
 
     from nearkin_gateway.http.digests import announced_sha256, metadata_of, wants_sha256
     from nearkin_gateway.http.ranges import not_modified, precondition_of_put, wanted_range
-    from nearkin_gateway.http.url_keys import decoded_key
+    from nearkin_gateway.http.url_keys import decode_key
     from nearkin_gateway.uploads.tus_headers import parse_concat, parse_metadata
 
     lines = data.split(b"\n")
     pairs = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(b":") for line in lines[1:])]
     headers, info = Headers(raw=pairs), samples.small_manifest().info
     steps: list[Callable[[], object]] = [
-        lambda: decoded_key(lines[0].decode("latin-1"), 1024),
+        lambda: decode_key(lines[0].decode("latin-1"), 1024),
         lambda: announced_sha256(headers),
         lambda: wants_sha256(headers),
         lambda: metadata_of(headers),
@@ -372,7 +375,7 @@ def _ingest_settings() -> Settings:
 def _manifests() -> list[bytes]:
     small = samples.small_manifest()
     measured = replace(samples.measured_manifest(), metadata={}, sha256=None)
-    chained = replace(samples.chained_manifest(), metadata={})
+    chained = replace(samples.manifest_with_chain(), metadata={})
     return [encode_manifest(chained), *_both(partial(encode_manifest, small), partial(encode_manifest, measured))]
 
 
@@ -389,7 +392,7 @@ def _parity(data: bytes) -> object:
     """Mend a damaged object by a parity object whose first head has been given its check."""
     head = data[: parity_object.HEAD.size - columns.CHECK_BYTES]
     data = head + columns.check_bytes(head) + data[parity_object.HEAD.size :]
-    return parity_object.mended("an object", _small_container()[:-1] + b"x", data)
+    return parity_object.reconstruct("an object", _small_container()[:-1] + b"x", data)
 
 
 _gateway = fuzz_gateway.Gateway()
@@ -400,11 +403,11 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         "directory-sealed": Target(_directory, lambda: [samples.directory_of(data) for data in _containers()]),
         "block-sealed": Target(_block, _blocks),
         "manifest": Target(lambda data: decode_manifest(data, "fuzz"), _manifests),
-        "manifest-sealed": Target(_sealed(lambda data: decode_manifest(data, "fuzz")), _manifests),
+        "manifest-sealed": Target(_with_checksum(lambda data: decode_manifest(data, "fuzz")), _manifests),
         "mark-sealed": Target(
-            _sealed(lambda data: decode_mark(data, "fuzz")), lambda: [encode_mark(samples.small_mark())]
+            _with_checksum(lambda data: decode_mark(data, "fuzz")), lambda: [encode_mark(samples.small_mark())]
         ),
-        "condemned-sealed": Target(_sealed(lambda data: decode_record(data, "fuzz")), lambda: _both(_record)),
+        "condemned-sealed": Target(_with_checksum(lambda data: decode_record(data, "fuzz")), lambda: _both(_record)),
         "columns": Target(_columns, lambda: _both(_some_columns)),
         "parity-sealed": Target(_parity, _parities, refusals=(Corrupt, FormatTooNew, ConfigError)),
         "descriptor": Target(lambda data: descriptor.read(_Memory(data)), _descriptors),  # type: ignore[arg-type]
@@ -415,7 +418,9 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             refusals=(BadInput,),
         ),
         "headers": Target(_headers, _requests, refusals=()),
-        "requests": Target(_gateway.answer, _gateway.ready, refusals=(fuzz_gateway.Refused,), close=_gateway.close),
+        "requests": Target(
+            _gateway.answer, _gateway.ready, refusals=(fuzz_gateway.RequestRefused,), close=_gateway.close
+        ),
         "user-record": Target(
             _user_record,
             lambda: [

@@ -27,7 +27,7 @@ from pathlib import Path
 import click
 
 from nearkin_shared.config.loader import load
-from nearkin_shared.errors import NearkinError, Retryable
+from nearkin_shared.errors import NearkinError, RetryableError
 from nearkin_shared.utils.frozen import frozen
 from tests.support.servers import processes
 from tests.support.servers.processes import Member
@@ -65,7 +65,7 @@ SERVICES = (
 """Started in this order, ended in the other."""
 
 
-class NotUp(Retryable):
+class NotUp(RetryableError):
     """A part did not start, or ended by itself; the text carries the end of its log."""
 
 
@@ -155,7 +155,9 @@ class Cluster:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as err:
-                raise Retryable(f"{self.folder}: another `make up` or `make down` is at work; wait for it") from err
+                raise RetryableError(
+                    f"{self.folder}: another `make up` or `make down` is at work; wait for it"
+                ) from err
             yield
 
     def _note(self, name: str, pid: int) -> None:

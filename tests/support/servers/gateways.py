@@ -27,7 +27,7 @@ ANSWER_SECONDS_MAX = 60.0
 
 
 @dataclass
-class Running:
+class RunningGateway:
     """A gateway in a thread of this process."""
 
     port: int
@@ -62,10 +62,10 @@ class Running:
             except ConnectionResetError:
                 return b""
             connection.settimeout(timeout)
-            return first + drained(connection) if first else b""
+            return first + drain(connection) if first else b""
 
 
-def drained(connection: socket.socket) -> bytes:
+def drain(connection: socket.socket) -> bytes:
     """Return what comes until the other side closes, or until the socket's timeout."""
     parts = []
     try:
@@ -83,7 +83,7 @@ def embedded(store: Path, changes: Mapping[str, Any] | None = None) -> Settings:
 
 
 @contextmanager
-def running(settings: Settings) -> Iterator[Running]:
+def running(settings: Settings) -> Iterator[RunningGateway]:
     """Run a gateway in a thread."""
     gateway = make_gateway(settings, embedded=embedded_gateway)
     server = make_server(settings, gateway)
@@ -97,7 +97,7 @@ def running(settings: Settings) -> Iterator[Running]:
     until(started, poll_seconds=0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Running(port, gateway, Path(settings.store or "."), server)
+        yield RunningGateway(port, gateway, Path(settings.store or "."), server)
     finally:
         server.should_exit = True
         thread.join(60)

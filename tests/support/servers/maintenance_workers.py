@@ -12,8 +12,8 @@ from pathlib import Path
 
 from nearkin.block_recoder import BlockRecoder
 from nearkin.local.index_recovery import super_features_of
-from nearkin_maintenance import Rewriter, Tenants, rebuild_index
-from nearkin_maintenance.gc.gc_worker import Rounds
+from nearkin_maintenance import DomainOwners, Rewriter, rebuild_index
+from nearkin_maintenance.gc.gc_worker import GcWorker
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import GcSettings
@@ -22,7 +22,7 @@ from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.connection import Server
 from nearkin_shared.index.redis.lease import LEASE_SECONDS, Lease
-from nearkin_shared.objectstore.base import LocalObjects, ObjectStore
+from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
 from nearkin_shared.reading.restore import Blob
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.containers import ContainerStore
@@ -69,7 +69,7 @@ class Fleet:
 
     def read(self, key: str, version: int) -> bytes:
         """Return a version, by caches that nothing was read into before."""
-        manifest = self.manifests.seen("default", key, version)
+        manifest = self.manifests.read_visible("default", key, version)
         containers = self.containers(self.objects)
         return Blob(manifest.info, manifest, containers, self.fingerprinter("default"), 0, manifest.size_bytes).read()
 
@@ -83,9 +83,9 @@ class Fleet:
                 assert there[ContainerId(container)][ordinal], table
         assert {summary.container for summary in self.index.containers()} == there.keys()
 
-    def tenants(self) -> Tenants:
+    def tenants(self) -> DomainOwners:
         """Return the tenants that there are."""
-        return Tenants(self.fingerprinter, ["default"], self.manifests)
+        return DomainOwners(self.fingerprinter, ["default"], self.manifests)
 
     def fingerprinter(self, tenant: str) -> Fingerprinter:
         """Return what names a tenant's chunks."""
@@ -95,15 +95,15 @@ class Fleet:
         """Return containers with caches of their own."""
         return ContainerStore(over, domain_of("default"), 8 << 20)
 
-    def rounds(
+    def make_gc_worker(
         self, over: ObjectStore | None = None, gc: GcSettings = GC, lease_seconds: float = LEASE_SECONDS
-    ) -> Rounds:
+    ) -> GcWorker:
         """Return a janitor's rounds, by the fleet's clock."""
 
         def rewriter(containers: ContainerStore) -> Rewriter:
             return Rewriter(containers, self.tenants(), self.fingerprinter("default"), BlockRecoder(self.chosen))
 
-        return Rounds(
+        return GcWorker(
             self.index,
             over or self.objects,
             lambda: replace(gc, trust_clock=True),  # the fleet's clock is set by the test
@@ -116,8 +116,8 @@ class Fleet:
 
 def main(root: str, url: str, prefix: str, now: str, lease_seconds: str, armed: str) -> None:
     """Do one round; print the name of the error that it ended with, or `done`."""
-    fleet = Fleet(LocalObjects(Path(root)), url, prefix, float(now))
-    rounds = fleet.rounds(lease_seconds=float(lease_seconds))
+    fleet = Fleet(LocalObjectStore(Path(root)), url, prefix, float(now))
+    rounds = fleet.make_gc_worker(lease_seconds=float(lease_seconds))
     failpoints.arm(armed)
     try:
         print("done" if rounds.run_once() is not None else "none")

@@ -108,7 +108,7 @@ class Pipeline:
             try:
                 codes[service] = process.wait(STOP_SECONDS_MAX)
             except subprocess.TimeoutExpired:
-                codes[service] = _aborted(process)
+                codes[service] = _abort(process)
         return codes
 
     def logs(self) -> str:
@@ -116,7 +116,7 @@ class Pipeline:
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
 
 
-def _aborted(process: subprocess.Popen[bytes]) -> int:
+def _abort(process: subprocess.Popen[bytes]) -> int:
     """End a process, once Python's fault handler has written the stacks of its threads; return its exit code."""
     process.send_signal(signal.SIGABRT)
     try:

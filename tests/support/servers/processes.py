@@ -33,7 +33,7 @@ class Member:
     @classmethod
     def of(cls, name: str, pid: int) -> Member:
         """Return the note of a process that runs. Raises ProcessLookupError."""
-        started = _started(pid)
+        started = _start_time(pid)
         if started is None:
             raise ProcessLookupError(pid)
         return cls(name, pid, started)
@@ -41,7 +41,7 @@ class Member:
     @property
     def alive(self) -> bool:
         """Whether it is this very process that runs."""
-        return _started(self.pid) == self.started
+        return _start_time(self.pid) == self.started
 
     def write(self, folder: Path) -> None:
         """Keep the note, whole or not at all."""
@@ -64,11 +64,11 @@ class Member:
                 return True
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGTERM)
-            if _ended(handle, TERM_SECONDS):
+            if _wait_for_end(handle, TERM_SECONDS):
                 return True
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-            _ended(handle, KILL_SECONDS)
+            _wait_for_end(handle, KILL_SECONDS)
             return False
         finally:
             os.close(handle)
@@ -94,7 +94,7 @@ def launch(name: str, command: Sequence[str], log: Path, folder: Path) -> Member
     return member
 
 
-def _started(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """Return when a process was started, None where it does not run; one that waits to be reaped does not."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -104,7 +104,7 @@ def _started(pid: int) -> str | None:
     return None if fields[0] in "ZX" else f"{fields[19]} {boot}"
 
 
-def _ended(handle: int, seconds: float) -> bool:
+def _wait_for_end(handle: int, seconds: float) -> bool:
     waiting = select.poll()
     waiting.register(handle, select.POLLIN)
     return bool(waiting.poll(seconds * 1000))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nearkin.lab.corpus_cache import MissingTool
-from nearkin_shared.errors import NearkinError, Retryable
+from nearkin_shared.errors import NearkinError, RetryableError
 
 KAFKA = "4.3.1"
 KAFKA_SCALA = "2.13"
@@ -74,7 +74,7 @@ def java() -> str:
 
 
 def kafka_jars() -> Path:
-    """Return the folder of Kafka's jars, fetched if need be (44 MB, 13 s). Raises MissingTool, Retryable."""
+    """Return the folder of Kafka's jars, fetched if need be (44 MB, 13 s). Raises MissingTool, RetryableError."""
 
     def fetch(folder: Path) -> None:
         (folder / "pom.xml").write_text(_POM)
@@ -84,16 +84,16 @@ def kafka_jars() -> Path:
         command = [maven, "-B", "-q", "--strict-checksums", f"{plugin}:copy-dependencies"]
         _run([*command, f"-DoutputDirectory={folder}", "-DincludeScope=runtime"], folder)
 
-    return fetched(f"kafka-{KAFKA}", fetch)
+    return fetch_once(f"kafka-{KAFKA}", fetch)
 
 
 def versitygw() -> Path | None:
-    """Return the program `versitygw`, built if need be; None where there is no Go. Raises Retryable."""
+    """Return the program `versitygw`, built if need be; None where there is no Go. Raises RetryableError."""
     return _go_program("versitygw", f"github.com/versity/versitygw/cmd/versitygw@{VERSITYGW}", VERSITYGW)
 
 
 def helm() -> Path:
-    """Return the program `helm`, built if need be. Raises MissingTool where there is no Go, Retryable.
+    """Return the program `helm`, built if need be. Raises MissingTool where there is no Go, RetryableError.
 
     Not optimised: that saves a fifth of 338 CPU seconds of building, and costs 0.12 s for each chart it renders.
     """
@@ -104,7 +104,7 @@ def helm() -> Path:
 
 
 def promtool() -> Path:
-    """Return the program `promtool`, built if need be. Raises MissingTool where there is no Go, Retryable.
+    """Return the program `promtool`, built if need be. Raises MissingTool where there is no Go, RetryableError.
 
     As the main module of a build of its own: its go.mod replaces a module, which `go install` refuses. Without service
     discovery, of which rules need none.
@@ -146,7 +146,7 @@ def _go_program(name: str, target: str, version: str, *flags: str, go_mod: str |
             Path(scratch, "go.mod").write_text(go_mod)
             _run([go, "build", *flags, "-ldflags=-s -w", "-o", str(folder / name), target], Path(scratch), environment)
 
-    return fetched(f"{name}-{version}", fetch) / name
+    return fetch_once(f"{name}-{version}", fetch) / name
 
 
 def redis_server() -> str:
@@ -185,7 +185,7 @@ def cache() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache" / "nearkin"
 
 
-def fetched(name: str, fetch: Callable[[Path], None]) -> Path:
+def fetch_once(name: str, fetch: Callable[[Path], None]) -> Path:
     """Return `cache()/name`; where it is not there, `fetch` fills a folder that then gets the name, in one rename."""
     final = cache() / name
     if final.is_dir():
@@ -215,10 +215,10 @@ def _run(command: list[str], folder: Path, environment: Mapping[str, str] | None
             timeout=FETCH_SECONDS_MAX,
         )
     except subprocess.TimeoutExpired as err:
-        raise Retryable(f"{' '.join(command[:2])}: not done after {FETCH_SECONDS_MAX} s") from err
+        raise RetryableError(f"{' '.join(command[:2])}: not done after {FETCH_SECONDS_MAX} s") from err
     if done.returncode != 0:
         said = (done.stdout + done.stderr).strip().splitlines()
-        raise Retryable(f"{' '.join(command[:2])}: {said[-1] if said else f'status {done.returncode}'}")
+        raise RetryableError(f"{' '.join(command[:2])}: {said[-1] if said else f'status {done.returncode}'}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,10 @@ class S3(Server):
         detached: bool = False,
         program: str | None = None,
     ) -> None:
-        """`program`: versitygw or moto; by default versitygw where it can be had. Raises MissingTool, Retryable."""
+        """`program`: versitygw or moto; by default versitygw where it can be had.
+
+        Raises MissingTool, RetryableError.
+        """
         super().__init__(folder, port=port, owner_pid=owner_pid, detached=detached)
         if program not in (None, *PROGRAMS):
             raise choose("program", program, PROGRAMS)

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from nearkin_shared.errors import Retryable
+from nearkin_shared.errors import RetryableError
 from tests.support.servers import supervisor
 
 LOOPBACK = "127.0.0.1"
@@ -36,7 +36,7 @@ GONE_SECONDS = 20.0
 PORT_TRIES = 100
 
 
-class ServerFailed(Retryable):
+class ServerFailed(RetryableError):
     """A server did not start, or ended by itself; the text carries the end of its log."""
 
 
@@ -120,7 +120,7 @@ class Server(ABC):
     @property
     def running(self) -> bool:
         """Whether the server's process is alive."""
-        return self._handle >= 0 and not _ended(self._handle, 0)
+        return self._handle >= 0 and not _wait_for_end(self._handle, 0)
 
     def start(self) -> Self:
         """Start and wait until it serves. Raises ServerFailed with the end of its log, and leaves nothing running."""
@@ -143,16 +143,16 @@ class Server(ABC):
         """End it in good order, by force where that takes more than `stop_seconds`."""
         if self._handle >= 0:
             self._signal(signal.SIGTERM)
-            if not _ended(self._handle, self.stop_seconds):
+            if not _wait_for_end(self._handle, self.stop_seconds):
                 self._signal(signal.SIGKILL)
-                _ended(self._handle, GONE_SECONDS)
+                _wait_for_end(self._handle, GONE_SECONDS)
         self._forget()
 
     def kill(self) -> None:
         """End it by SIGKILL, as a crash would; its data stay as they are."""
         if self._handle >= 0:
             self._signal(signal.SIGKILL)
-            _ended(self._handle, GONE_SECONDS)
+            _wait_for_end(self._handle, GONE_SECONDS)
         self._forget()
 
     def restart(self) -> Self:
@@ -259,7 +259,7 @@ def log_end(log: Path) -> str:
     return "\n".join(f"  {line}" for line in lines) or "  (it said nothing)"
 
 
-def _ended(handle: int, seconds: float) -> bool:
+def _wait_for_end(handle: int, seconds: float) -> bool:
     """Return whether the process behind a pidfd ends within `seconds`."""
     waiting = select.poll()
     waiting.register(handle, select.POLLIN)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearkin.lab import corpus_cache, generated_data
-from nearkin_shared.errors import BadInput, Corrupt, Retryable
+from nearkin_shared.errors import BadInput, Corrupt, RetryableError
 
 BLOCK = generated_data.BLOCK_BYTES
 MAKERS = (generated_data.random_bytes, generated_data.text_like, generated_data.records_like)
@@ -66,7 +66,7 @@ def test_generated_bytes_never_change():
     digest = hashlib.sha256()
     for maker in MAKERS:
         digest.update(maker(100_000, 42))
-    digest.update(generated_data.mutated(bytes(range(256)) * 64, 7, edits=20))
+    digest.update(generated_data.mutate(bytes(range(256)) * 64, 7, edits=20))
     digest.update(image(4, 1, 2))
     # else golden digests elsewhere, and figures of earlier benchmarks, mean other bytes
     assert digest.hexdigest() == "5af6f39ad69602bf84ebd4301590c7a28a7132e04c2e8cb9334941462180a711"
@@ -78,18 +78,18 @@ def test_generated_bytes_never_change():
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 1 << 40), st.integers(0, 6), st.integers(1, 20))
 def test_a_mutation_changes_the_length_by_no_more_than_its_edits(data, seed, edits, edit_bytes_max):
-    changed = generated_data.mutated(data, seed, edits, edit_bytes_max)
+    changed = generated_data.mutate(data, seed, edits, edit_bytes_max)
     assert abs(len(changed) - len(data)) <= edits * edit_bytes_max
-    assert changed == generated_data.mutated(data, seed, edits, edit_bytes_max)
+    assert changed == generated_data.mutate(data, seed, edits, edit_bytes_max)
 
 
 def test_no_edits_change_nothing():
-    assert generated_data.mutated(b"abc" * 100, 1, edits=0) == b"abc" * 100
+    assert generated_data.mutate(b"abc" * 100, 1, edits=0) == b"abc" * 100
 
 
 def test_a_few_edits_leave_most_blocks_where_they_can_be_found():
     data = generated_data.random_bytes(1 << 18)
-    changed = generated_data.mutated(data, 9, edits=4)
+    changed = generated_data.mutate(data, 9, edits=4)
     assert changed != data
     found = sum(data[at : at + 64] in changed for at in range(0, len(data), 64))
     assert found >= len(data) // 64 - 4 * 3  # an edit of at most 64 bytes touches at most three pieces of 64
@@ -97,9 +97,9 @@ def test_a_few_edits_leave_most_blocks_where_they_can_be_found():
 
 def test_edits_without_bytes_are_refused():
     with pytest.raises(BadInput, match="edit_bytes_max 0"):
-        generated_data.mutated(b"abc", edit_bytes_max=0)
+        generated_data.mutate(b"abc", edit_bytes_max=0)
     with pytest.raises(BadInput, match="edits -1"):
-        generated_data.mutated(b"abc", edits=-1)
+        generated_data.mutate(b"abc", edits=-1)
 
 
 # ------------------------------------------------------------------ images
@@ -212,7 +212,7 @@ def test_a_release_with_another_digest_is_corrupt_and_not_kept(pip, monkeypatch,
 def test_a_failed_download_says_what_pip_said_and_what_to_do(pip, monkeypatch, tmp_path):
     one_release(monkeypatch, tmp_path, b"as recorded")
     pip('echo "ERROR: no route to host" >&2; exit 1')
-    with pytest.raises(Retryable, match=r"no route to host.*check the network"):
+    with pytest.raises(RetryableError, match=r"no route to host.*check the network"):
         corpus_cache.botocore(1, tmp_path / "cache")
 
 

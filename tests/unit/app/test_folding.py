@@ -47,7 +47,7 @@ def test_known_segments_are_counted_and_followed_as_the_long_way_does(
     assert stored(tmp_path / "again", versions) == short
     assert folded
     monkeypatch.setattr(DeltaStage, "fold", None)
-    monkeypatch.setattr("nearkin.embedded.runner.all_known", lambda fresh: False)
+    monkeypatch.setattr("nearkin.embedded.runner.is_all_duplicate", lambda fresh: False)
     long = stored(tmp_path / "long", versions)
     assert long == short
 

@@ -14,7 +14,7 @@ import pytest
 
 from nearkin.lab import corpora, disk_images, similar_chunks
 from nearkin.lab.corpus_cache import MissingTool
-from nearkin.lab.measure import SAID_BYTES_MAX, CommandFailed, asked, choose_core, first_line, pinned, run
+from nearkin.lab.measure import OUTPUT_BYTES_MAX, CommandFailed, choose_core, first_line, pin_to_core, run, run_short
 from nearkin.lab.measurement_record import Corpus, LeftOut, Record, Row, Spread, cell, spread
 from nearkin.lab.mutated_files import mutated_files
 from nearkin.lab.suites import kernel_cases, store_suite
@@ -22,7 +22,7 @@ from nearkin.lab.suites.pairs_suite import sample_pairs
 from nearkin.lab.tools import nearkin_tool, peer_tools, rust_fastcdc
 from nearkin.lab.tools.base_tool import MissingPeer
 from nearkin.lab.tools.solid_zstd import ZstdLong
-from nearkin_shared.errors import BadInput, ConfigError, Retryable
+from nearkin_shared.errors import BadInput, ConfigError, RetryableError
 from tests.support.checks.waiting import until
 
 # ------------------------------------------------------------------ figures
@@ -45,7 +45,7 @@ def test_a_figure_that_a_tool_cannot_have_is_none_and_not_zero() -> None:
 
 def test_a_pinned_block_runs_on_one_core_and_gives_the_others_back() -> None:
     before = os.sched_getaffinity(0)
-    with pinned(choose_core(None)):
+    with pin_to_core(choose_core(None)):
         assert os.sched_getaffinity(0) == {max(before)}
     assert os.sched_getaffinity(0) == before
 
@@ -65,7 +65,7 @@ def test_a_command_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None
             run(["sh", "-c", "echo start; echo no room >&2; exit 3"], os.environ, sync=sync)
     with pytest.raises(CommandFailed, match=r"exit 3: x+$") as found:
         run(["sh", "-c", "head -c 100000 /dev/zero | tr '\\0' x >&2; exit 3"], os.environ)
-    assert len(str(found.value)) < 2 * SAID_BYTES_MAX
+    assert len(str(found.value)) < 2 * OUTPUT_BYTES_MAX
 
 
 def test_a_command_that_does_not_end_is_killed(tmp_path: Path, monkeypatch) -> None:
@@ -80,7 +80,7 @@ def test_a_command_that_does_not_answer_is_killed_with_all_it_started(tmp_path: 
     for seconds in (1.0, 5.0, 25.0):  # the shell has started by then, if the machine is not busy
         monkeypatch.setattr("nearkin.lab.measure.ANSWER_SECONDS_MAX", seconds)
         with pytest.raises(CommandFailed, match="did not end within"):
-            asked(["sh", "-c", "sleep 300 & echo $! > pid; wait"], tmp_path)
+            run_short(["sh", "-c", "sleep 300 & echo $! > pid; wait"], tmp_path)
         if pid.read_text():
             break
     child = int(pid.read_text())
@@ -92,8 +92,8 @@ def test_a_command_that_cannot_be_run_or_says_no_text_ends_nothing(tmp_path: Pat
     program.write_bytes(b"no program")
     program.chmod(0o755)
     with pytest.raises(CommandFailed, match="Exec format error"):
-        asked([str(program)])
-    assert first_line(asked(["printf", r"\n1.2 \377\033[1m\nmore\n"])) == "1.2 \N{REPLACEMENT CHARACTER}\\x1b[1m"
+        run_short([str(program)])
+    assert first_line(run_short(["printf", r"\n1.2 \377\033[1m\nmore\n"])) == "1.2 \N{REPLACEMENT CHARACTER}\\x1b[1m"
 
 
 # ------------------------------------------------------------------ peers
@@ -200,9 +200,9 @@ def test_a_corpus_is_made_by_another_process(tmp_path: Path, monkeypatch) -> Non
 def test_a_corpus_that_cannot_be_made_says_why_and_what_else_there_is(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(Retryable, match=r"mutated: .*vm-synthetic and mutated"):
+    with pytest.raises(RetryableError, match=r"mutated: .*vm-synthetic and mutated"):
         corpora.find_corpora(["mutated"], 1)
-    with pytest.raises(Retryable, match=r"mutated: [A-Z][a-z ]+: .*file.*; NEARKIN_CACHE names the folder"):
+    with pytest.raises(RetryableError, match=r"mutated: [A-Z][a-z ]+: .*file.*; NEARKIN_CACHE names the folder"):
         corpora.find_corpora(["mutated"], 1)
 
 
@@ -255,8 +255,8 @@ def test_a_row_is_one_function(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "version").write_bytes(bytes(100_000))
 
     @kernel_cases.kernel("crc32", group="hashes", settings="zlib")
-    def _crc32(material: kernel_cases.Material) -> kernel_cases.Prepared:
-        return kernel_cases.timed(lambda: zlib.crc32(material.data), len(material.data))
+    def _crc32(material: kernel_cases.Material) -> kernel_cases.PreparedRow:
+        return kernel_cases.timed_row(lambda: zlib.crc32(material.data), len(material.data))
 
     row = kernel_cases.KERNELS["crc32"]
     prepared = row.prepare(kernel_cases.Material(Corpus("zeros", [tmp_path / "version"])))

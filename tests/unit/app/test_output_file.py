@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nearkin.cli.output_file import Restored
+from nearkin.cli.output_file import OutputFile
 
 
 @pytest.mark.parametrize("step", ["open", "chmod"])
@@ -26,7 +26,7 @@ def test_an_interrupt_while_the_file_is_made_leaves_none(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, step, interrupted)
-    with pytest.raises(KeyboardInterrupt), Restored(str(target)):
+    with pytest.raises(KeyboardInterrupt), OutputFile(str(target)):
         pass
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == [target]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nearkin.local.process_lock import WriterLock
-from nearkin_shared.errors import Retryable, StoreLocked, StoreUnavailable
+from nearkin_shared.errors import RetryableError, StoreLocked, StoreUnavailable
 
 HOLDING = """
 import sys, time
@@ -29,7 +29,7 @@ def test_a_second_writer_is_told_who_holds_the_lock(tmp_path: Path) -> None:
     first.acquire()
     with pytest.raises(StoreLocked, match=f"process {os.getpid()} on .* since 2") as raised:
         second.acquire()
-    assert isinstance(raised.value, Retryable)
+    assert isinstance(raised.value, RetryableError)
     first.release()
     second.acquire()
     second.release()

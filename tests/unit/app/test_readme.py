@@ -84,7 +84,7 @@ def test_contributing_names_files_that_exist() -> None:
         ("shared/nearkin_shared/results.py", ["class GcReport"]),
         ("shared/nearkin_shared/results_json.py", ["def gc_json"]),
         ("services/maintenance/nearkin_maintenance/gc/gc_run.py", ["def _report"]),
-        ("services/maintenance/nearkin_maintenance/gc/sweep.py", ["class Sums"]),
+        ("services/maintenance/nearkin_maintenance/gc/sweep.py", ["class GcTotals"]),
         ("app/nearkin/cli/gc.py", ["def gc_lines"]),
         ("shared/nearkin_shared/objectstore/base.py", ["class ObjectStore(Protocol)", "class AlreadyExists"]),
         ("shared/nearkin_shared/objectstore/factory.py", ["def open_objects"]),

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
-from nearkin_chunker.handler import STATES_MAX, ChunkHandler, check_messages_fit, split_segments
+from nearkin_chunker.handler import STATES_MAX, ChunkerHandler, check_messages_fit, split_segments
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError
@@ -21,7 +21,7 @@ from nearkin_shared.kafka.clients import Headers, Outbox
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.lag import Backlog
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
-from nearkin_shared.pipeline.stage import Facts
+from nearkin_shared.pipeline.stage import LookupResults
 
 SETTINGS = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 1}})
 NAMER = Fingerprinter(b"s" * 32, "t")
@@ -48,7 +48,7 @@ class Kept(Outbox):
     def flush(self) -> None:
         pass
 
-    def settle(self) -> None:
+    def poll_acks(self) -> None:
         pass
 
     def close(self) -> None:
@@ -69,11 +69,11 @@ class Waiting(Backlog):
         pass
 
 
-def handler(outbox: Kept, chosen: Settings = SETTINGS, backlog: Backlog | None = None) -> ChunkHandler:
+def handler(outbox: Kept, chosen: Settings = SETTINGS, backlog: Backlog | None = None) -> ChunkerHandler:
     def stage_of(tenant: str) -> ChunkerStage:
         return ChunkerStage(chosen, Fingerprinter(b"s" * 32, tenant))
 
-    return ChunkHandler(chosen, stage_of, outbox, backlog or Waiting())
+    return ChunkerHandler(chosen, stage_of, outbox, backlog or Waiting())
 
 
 def record(offset: int, value: bytes) -> Record:
@@ -97,7 +97,7 @@ def frames(blob: bytes, data: bytes, sizes: Sequence[int], end: bool = True) -> 
 def in_one_piece(data: bytes) -> list[bytes]:
     payload = np.frombuffer(data, np.uint8)
     stage = ChunkerStage(SETTINGS, NAMER)
-    batch = stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), Facts()).segments
+    batch = stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), LookupResults()).segments
     return [row.tobytes() for row in batch.segment_ids]
 
 
@@ -143,7 +143,7 @@ def test_a_blob_is_cut_as_in_one_piece_whatever_dies_in_between(data: st.DataObj
     outbox = Kept()
     committed, metadata = 0, ""
     worker = handler(outbox)
-    worker.assigned(0, metadata)
+    worker.on_assigned(0, metadata)
     position = 0
     deaths = data.draw(st.integers(0, 4))
     while position < len(log):
@@ -156,7 +156,7 @@ def test_a_blob_is_cut_as_in_one_piece_whatever_dies_in_between(data: st.DataObj
         if deaths and data.draw(st.booleans()):
             deaths -= 1
             worker = handler(outbox)
-            worker.assigned(0, metadata)
+            worker.on_assigned(0, metadata)
             position = committed
     segments, ends = told(outbox)
     assert set(ends) == set(blobs)
@@ -171,7 +171,7 @@ def test_a_blob_is_cut_as_in_one_piece_whatever_dies_in_between(data: st.DataObj
 def test_an_upload_that_stops_is_ended_as_failed_and_holds_nothing_back() -> None:
     outbox = Kept()
     worker = handler(outbox)
-    worker.assigned(0, "")
+    worker.on_assigned(0, "")
     (first,) = frames(b"x" * 16, RANDOM[:500_000], [500_000], end=False)
     worker.handle([record(7, first)])
     assert [offset for _, offset, _ in worker.committable()] == [7]
@@ -188,7 +188,7 @@ def test_an_upload_whose_frames_nobody_has_read_has_not_stopped() -> None:
     """The service was paused for longer than an upload may rest; its frames were acknowledged meanwhile."""
     outbox, backlog = Kept(), Waiting(end=3)
     worker = handler(outbox, backlog=backlog)
-    worker.assigned(0, "")
+    worker.on_assigned(0, "")
     log = frames(b"x" * 16, RANDOM[:500_000], [250_000, 250_000])
     worker.handle([record(0, log[0])])
     worker._partitions[0].open[b"x" * 16].last_seen -= 2
@@ -201,7 +201,7 @@ def test_an_upload_whose_frames_nobody_has_read_has_not_stopped() -> None:
 def test_a_gap_and_a_short_blob_end_as_failed() -> None:
     outbox = Kept()
     worker = handler(outbox)
-    worker.assigned(0, "")
+    worker.on_assigned(0, "")
     gap = frames(b"g" * 16, RANDOM[:3000], [1000] * 3)
     short = frames(b"s" * 16, RANDOM[:3000], [1000] * 3)
     log = [gap[0], gap[2], gap[3], short[0], short[1], short[3]]
@@ -214,7 +214,7 @@ def test_a_gap_and_a_short_blob_end_as_failed() -> None:
 def test_garbage_becomes_a_dead_letter_and_the_rest_goes_on() -> None:
     outbox = Kept()
     worker = handler(outbox)
-    worker.assigned(0, "")
+    worker.on_assigned(0, "")
     log = [b"", b"{}", b"NKS1" + bytes(60), *frames(b"x" * 16, RANDOM[:100], [100])]
     worker.handle([record(offset, value) for offset, value in enumerate(log)])
     assert len(outbox.dead) == 3
@@ -227,7 +227,7 @@ def test_garbage_becomes_a_dead_letter_and_the_rest_goes_on() -> None:
 def test_more_open_blobs_than_a_commit_describes_are_read_again_from_their_start() -> None:
     outbox = Kept()
     worker = handler(outbox)
-    worker.assigned(0, "")
+    worker.on_assigned(0, "")
     blobs = [number.to_bytes(16, "big") for number in range(300)]
     log = [value for blob in blobs for value in frames(blob, RANDOM[:200_000], [200_000], end=False)]
     worker.handle([record(offset, value) for offset, value in enumerate(log)])
@@ -235,7 +235,7 @@ def test_more_open_blobs_than_a_commit_describes_are_read_again_from_their_start
     assert len(metadata) <= 4096
     again = Kept()
     resumed = handler(again)
-    resumed.assigned(0, metadata)
+    resumed.on_assigned(0, metadata)
     ends = [frames(blob, RANDOM[:200_000], [200_000])[-1] for blob in blobs]
     whole = log + ends
     resumed.handle([record(number, whole[number]) for number in range(offset, len(whole))])
@@ -251,19 +251,19 @@ def test_a_blob_whose_next_frame_is_still_to_come_keeps_its_state_among_many_tha
     last = halves[0]
     log = [one[0] for one in halves] + [last[1]]
     first = handler(Kept())
-    first.assigned(0, "")
+    first.on_assigned(0, "")
     first.handle([record(offset, value) for offset, value in enumerate(log)])
     ((_, offset, metadata),) = first.committable()
     assert offset > 0  # the start of the blob is out of reach
 
     second = handler(Kept())
-    second.assigned(0, metadata)
+    second.on_assigned(0, metadata)
     second.handle([record(number, log[number]) for number in range(offset, len(blobs))])
     ((_, offset, metadata),) = second.committable()
 
     outbox = Kept()
     third = handler(outbox)
-    third.assigned(0, metadata)
+    third.on_assigned(0, metadata)
     log.append(last[2])
     third.handle([record(number, log[number]) for number in range(offset, len(log))])
     _, ends = told(outbox)
@@ -272,7 +272,9 @@ def test_a_blob_whose_next_frame_is_still_to_come_keeps_its_state_among_many_tha
 
 def test_segments_are_split_so_that_each_message_fits() -> None:
     payload = np.frombuffer(RANDOM[:2_500_000] + bytes(2_000_000), np.uint8)
-    batch = ChunkerStage(SETTINGS, NAMER).decide(FrameRuns(payload, (BlobRun(0, 0, len(payload), True),)), Facts())
+    batch = ChunkerStage(SETTINGS, NAMER).decide(
+        FrameRuns(payload, (BlobRun(0, 0, len(payload), True),)), LookupResults()
+    )
     parts = list(split_segments(batch.segments, 3))
     assert len(parts) > 2
     assert sum(part.segments for part in parts) == batch.segments.segments
@@ -289,14 +291,14 @@ def test_offsets_move_past_what_is_done_and_no_further() -> None:
     offsets = PartitionOffsets()
     assert offsets.committable is None
     for offset in (5, 6, 8):
-        offsets.taken(offset)
-    offsets.done(6)
+        offsets.start(offset)
+    offsets.finish(6)
     assert offsets.committable == 5
-    offsets.done(5)
+    offsets.finish(5)
     assert offsets.committable == 8
-    offsets.done(8)
+    offsets.finish(8)
     assert offsets.committable == 9
-    offsets.taken(7)  # read again after a rebalance
+    offsets.start(7)  # read again after a rebalance
     assert offsets.committable == 7
 
 
@@ -308,7 +310,7 @@ def test_what_another_tenant_says_of_an_open_blob_is_put_aside() -> None:
     aside = [encode(replace(one, envelope=replace(one.envelope, tenant="other"))) for one in foreign]  # type: ignore[type-var]
     outbox = Kept()
     worker = handler(outbox)
-    worker.assigned(0, "")
+    worker.on_assigned(0, "")
     worker.handle([record(offset, value) for offset, value in enumerate([messages[0], *aside, *messages[1:]])])
     segments, ends = told(outbox)
     assert [row for _, row in sorted(segments[b"a" * 16].items())] == in_one_piece(data)

@@ -7,9 +7,9 @@ import pytest
 
 from nearkin.lab.corpus_cache import random_bytes, text_like
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
-from nearkin_chunker.splitter import CARRY_BYTES_MAX, Arenas, Cutter, Filled
+from nearkin_chunker.splitter import CARRY_BYTES_MAX, Arenas, Cutter, FilledArena
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.pipeline.stage import Facts
+from nearkin_shared.pipeline.stage import LookupResults
 from nearkin_shared.types import U8, SegmentBatch
 from tests.support.data.stores import settings
 
@@ -25,7 +25,7 @@ def fed(cutter: Cutter, arenas: Arenas, blobs: list[bytes], piece_bytes: int = B
         runs.append(BlobRun(number, used, used, False))
         while len(rest):
             if used == len(arena):
-                cutter.cut(Filled(arena, tuple(runs)))
+                cutter.cut(FilledArena(arena, tuple(runs)))
                 arena, used = arenas.take(), CARRY_BYTES_MAX
                 runs = [BlobRun(number, used, used, False)]
             count = min(len(rest), len(arena) - used, piece_bytes)
@@ -33,9 +33,9 @@ def fed(cutter: Cutter, arenas: Arenas, blobs: list[bytes], piece_bytes: int = B
             used += count
             runs[-1] = BlobRun(number, runs[-1].start, used, False)
             if piece_bytes < BATCH_BYTES:
-                cutter.cut(Filled(arena, tuple(runs), full=False))
+                cutter.cut(FilledArena(arena, tuple(runs), full=False))
         runs[-1] = BlobRun(number, runs[-1].start, used, True)
-    cutter.cut(Filled(arena, tuple(runs)))
+    cutter.cut(FilledArena(arena, tuple(runs)))
 
 
 def listed(batch: SegmentBatch) -> list[tuple[int, bytes, bytes]]:
@@ -59,7 +59,7 @@ def test_batches_give_the_segments_of_the_whole_blob(algorithm: str, piece_bytes
     expected = []
     for number, blob in enumerate(blobs):
         runs = FrameRuns(np.frombuffer(blob, np.uint8), (BlobRun(number, 0, len(blob), True),))
-        expected += listed(ChunkerStage(chosen, FINGERPRINTER).decide(runs, Facts()).segments)
+        expected += listed(ChunkerStage(chosen, FINGERPRINTER).decide(runs, LookupResults()).segments)
     assert found == expected
     assert {number: sum(len(c) for n, _, c in found if n == number) for number in range(6)} == {
         number: len(blob) for number, blob in enumerate(blobs)
@@ -91,8 +91,8 @@ def test_an_arena_without_a_certain_segment_comes_back_at_once() -> None:
     arena = arenas.take()
     start = CARRY_BYTES_MAX
     arena[start : start + 100] = 7
-    cutter.cut(Filled(arena, (BlobRun(0, start, start + 100, False),)))
+    cutter.cut(FilledArena(arena, (BlobRun(0, start, start + 100, False),)))
     assert not batches
     assert arenas.take() is arena
-    cutter.cut(Filled(arena, (BlobRun(0, start, start, True),)))
+    cutter.cut(FilledArena(arena, (BlobRun(0, start, start, True),)))
     assert [listed(batch)[0][2] for batch in batches] == [bytes([7]) * 100]

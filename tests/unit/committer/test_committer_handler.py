@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from nearkin_committer import handler as committer_handler
-from nearkin_committer.handler import CommitHandler
+from nearkin_committer.handler import CommitterHandler
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.formats.message import End, Envelope, encode
@@ -106,12 +106,12 @@ class Stages(Backlog):
 
 def waiting_for_a_segment(
     monkeypatch: pytest.MonkeyPatch, backlog: Backlog, clock: Clock, blobs: tuple[bytes, ...] = (BLOB,)
-) -> CommitHandler:
+) -> CommitterHandler:
     monkeypatch.setattr(committer_handler, "Outbox", Kept)
     monkeypatch.setattr(committer_handler, "time", clock)
     unused: Any = None
-    handler = CommitHandler(SETTINGS, ManifestStore(memory_objects()), unused, "w", backlog, None)
-    handler.assigned(0, "")
+    handler = CommitterHandler(SETTINGS, ManifestStore(memory_objects()), unused, "w", backlog, None)
+    handler.on_assigned(0, "")
     for number, blob in enumerate(blobs):
         end = encode(End(Envelope(blob, "t", "key", 5), 1, blob, 5, b"b" * 32, segments=1))
         handler.handle([Record("placed", 0, number, blob, end, {}, ())])
@@ -119,7 +119,7 @@ def waiting_for_a_segment(
     return handler
 
 
-def seconds_until_given_up(handler: CommitHandler, clock: Clock, seconds_max: int) -> int | None:
+def seconds_until_given_up(handler: CommitterHandler, clock: Clock, seconds_max: int) -> int | None:
     told: Any = handler._outbox
     for seconds in range(seconds_max):
         handler.idle()

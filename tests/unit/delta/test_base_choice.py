@@ -8,17 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from nearkin.lab.generated_data import mutated, text_like
-from nearkin_delta.base_choice import Chosen, Part, Targets, joined, try_bases, try_shallower
+from nearkin.lab.generated_data import mutate, text_like
+from nearkin_delta.base_choice import BaseChoice, Part, Targets, join_choices, try_bases, try_shallower
 from nearkin_shared.pipeline.stage import Contents
 from nearkin_shared.types import Locations, Pieces
-from nearkin_shared.utils.thread_pool import Helpers
+from nearkin_shared.utils.thread_pool import ThreadPool
 
 
 def test_each_chunk_finds_the_bases_that_are_less_deep_than_its_own_bound() -> None:
     content = text_like(8192, 1)
-    bases = [mutated(content, seed, edits=3) for seed in (1, 2)]
-    targets = [mutated(content, seed, edits=4) for seed in (3, 4, 5)]
+    bases = [mutate(content, seed, edits=3) for seed in (1, 2)]
+    targets = [mutate(content, seed, edits=4) for seed in (3, 4, 5)]
     chosen = try_shallower(_targets(targets), _contents(bases, depths=[0, 2]), np.array([3, 1, 0], np.uint8))
     assert chosen.found.tolist() == [True, True, False]
     assert chosen.rows[chosen.bounds[1] : chosen.bounds[2]].tolist() == [0]
@@ -27,7 +27,7 @@ def test_each_chunk_finds_the_bases_that_are_less_deep_than_its_own_bound() -> N
 
 def test_a_base_that_is_too_deep_takes_no_bytes_from_one_that_is_not() -> None:
     content = text_like(8192, 1)
-    target = mutated(content, 3, edits=4)
+    target = mutate(content, 3, edits=4)
     # The nearer one, which shares more, comes first: compared with both, it is the one that all is counted for.
     chosen = try_shallower(_targets([target]), _contents([target, content], depths=[2, 1]), np.array([2], np.uint8))
     assert chosen.found.tolist() == [True]
@@ -38,15 +38,15 @@ def test_a_base_that_is_too_deep_takes_no_bytes_from_one_that_is_not() -> None:
 def test_helpers_find_the_bases_that_one_thread_alone_finds(per_group: int) -> None:
     count = 400  # of 8 KiB: three parts, and a group of 200 does not end where a part would
     contents = [text_like(8192, seed) for seed in range(40)]
-    targets = _targets([mutated(contents[i % 40], i, edits=1 + i % 9) for i in range(count)])
+    targets = _targets([mutate(contents[i % 40], i, edits=1 + i % 9) for i in range(count)])
     bases = _contents(
-        [mutated(contents[i % 40], 1000 + i, edits=3) for i in range(count)], depths=[i % 4 for i in range(count)]
+        [mutate(contents[i % 40], 1000 + i, edits=3) for i in range(count)], depths=[i % 4 for i in range(count)]
     )
     bounds = np.append(np.arange(0, count, per_group), count).astype(np.uint32)
     alone = try_bases(targets, bounds, bases, bounds)
     assert alone.found.sum() > count // 2
     with ThreadPoolExecutor(2) as threads:
-        helped = try_bases(targets, bounds, bases, bounds, Helpers(threads, 2))
+        helped = try_bases(targets, bounds, bases, bounds, ThreadPool(threads, 2))
     for name in ("found", "bounds", "rows", "depths", "rest", "alone"):
         assert np.array_equal(getattr(helped, name), getattr(alone, name)), name
 
@@ -61,7 +61,7 @@ def test_bases_of_two_policies_come_together() -> None:
         Part(np.arange(4), _chosen([[1, 2], [], [], [2]]), one, ranks),
         Part(np.array([2]), _chosen([[1]]), two, np.array([3], np.uint8)),
     ]
-    chosen, bases = joined(4, parts)
+    chosen, bases = join_choices(4, parts)
     assert chosen.found.tolist() == [True, False, True, True]
     assert chosen.ranks.tolist() == [9, 0, 3, 9]
     rows = [chosen.rows[first:last] for first, last in itertools.pairwise(chosen.bounds)]
@@ -77,20 +77,20 @@ def test_one_policys_bases_stay_where_they_are_and_none_is_fine() -> None:
     bases = _contents([b"a" * 10], [0])
     nothing = Part(np.arange(2), _chosen([[], []]), bases, np.zeros(2, np.uint8))
     part = Part(np.arange(2), _chosen([[], [0]]), bases, np.zeros(2, np.uint8))
-    chosen, found = joined(2, [nothing, part])
+    chosen, found = join_choices(2, [nothing, part])
     assert found is bases
     assert chosen.bounds.tolist() == [0, 0, 1]
     for parts in ([], [nothing], [nothing, nothing]):
-        chosen, _ = joined(2, parts)
+        chosen, _ = join_choices(2, parts)
         assert not chosen.found.any()
         assert chosen.bounds.tolist() == [0, 0, 0]
 
 
-def _chosen(rows: list[list[int]]) -> Chosen:
+def _chosen(rows: list[list[int]]) -> BaseChoice:
     bounds = np.cumsum([0, *map(len, rows)]).astype(np.uint32)
     found = np.diff(bounds) > 0
     depths, rest = np.zeros(len(rows), np.uint8), np.ones(len(rows), np.uint32)
-    return Chosen(found, bounds, np.array([r for some in rows for r in some], np.intp), depths, rest)
+    return BaseChoice(found, bounds, np.array([r for some in rows for r in some], np.intp), depths, rest)
 
 
 def _targets(chunks: list[bytes]) -> Targets:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_delta import block_encoder as module
 from nearkin_delta.block_encoder import (
     SLACK_SHARE,
@@ -58,12 +58,12 @@ def filled(
     block = OpenBlock(0, container_layout.PATCH, 2, limit_bytes)
     lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
     leaning = prefixes(bases)
-    part = block.lean_on(leaning.checked(), np.arange(len(chunks)), lengths)
+    part = block.add_bases(leaning.validate(), np.arange(len(chunks)), lengths)
     offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
     payload = np.frombuffer(b"".join(chunks), np.uint8)
     none = np.zeros(0, np.uint8)
     block.append((payload, none), np.zeros(len(part), np.int32), offsets[part], lengths[part])
-    block.took(leaning.bases.take(leaning.bounds[part].astype(np.intp)))
+    block.record_bases(leaning.bases.take(leaning.bounds[part].astype(np.intp)))
     return block, len(part)
 
 
@@ -74,7 +74,7 @@ def read(closed: ClosedBlock, prefix: bytes) -> np.ndarray:
 
 def test_a_base_is_in_the_prefix_once_in_the_order_of_its_first_mention() -> None:
     one, two = text_like(4000, 1), text_like(4000, 2)
-    chunks = [mutated(one, 1), mutated(two, 2), mutated(one, 3)]
+    chunks = [mutate(one, 1), mutate(two, 2), mutate(one, 3)]
     block, taken = filled(chunks, [[(7, one)], [(3, two), (7, one)], [(7, one), (3, two)]])
     assert taken == 3
     assert bytes(block.prefix) == one + two
@@ -146,7 +146,7 @@ def test_deltas_are_tried_of_bad_patches_whose_chunks_share_their_bases(
 ) -> None:
     """`shared`: so many chunks lean on one base. A good patch, and one that leans on many bases, is kept unasked."""
     bases = [random_bytes(8000, n) for n in range(6 // shared)]
-    chunks = [mutated(bases[n // shared], n, edits=edits) for n in range(6)]
+    chunks = [mutate(bases[n // shared], n, edits=edits) for n in range(6)]
     block, _ = filled(chunks, [[(n // shared, bases[n // shared])] for n in range(6)])
     calls = list[int]()
     encoder = BlockEncoder(BlockSettings(), DeltaSettings())
@@ -164,7 +164,7 @@ def test_deltas_are_tried_of_bad_patches_whose_chunks_share_their_bases(
 
 def test_deltas_are_kept_where_they_are_smaller_than_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     base = random_bytes(8000, 1)
-    chunks = [mutated(base, n, edits=2) for n in range(3)]
+    chunks = [mutate(base, n, edits=2) for n in range(3)]
     block, _ = filled(chunks, [[(4, base)]] * 3)
     patch = ENCODER.close(block)
     assert patch.block.kind == container_layout.PATCH
@@ -198,7 +198,7 @@ class BrokenEncoder(FrameEncoder):
 def test_a_block_that_does_not_decode_again_is_told_before_it_is_kept(bases: list[tuple[int, bytes]]) -> None:
     encoder = BlockEncoder(BlockSettings(), DeltaSettings())
     encoder._encoder = BrokenEncoder({})
-    block, _ = filled([mutated(text_like(8000, 1), 1)], [bases])
+    block, _ = filled([mutate(text_like(8000, 1), 1)], [bases])
     with pytest.raises(Corrupt, match="check this machine's memory"):
         encoder.close(block)
 
@@ -262,7 +262,7 @@ def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -
     grown = spares_prefix(400_000)
     assert grown.room_bytes >= 400_000 > room_bytes * 5 // 2
     grown.clear()
-    rows = prefixes([[(1, bytes(10))]]).checked()
+    rows = prefixes([[(1, bytes(10))]]).validate()
     assert grown.add(np.zeros(1, np.intp), rows) == 1
     spares.give_back(grown)
     assert spares.take() is not grown, "it counts as what it takes, however little it held last"
@@ -271,20 +271,20 @@ def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("threads", [0, 1])
 def test_the_prefix_of_a_block_serves_the_next_one_once_it_is_encoded(threads: int) -> None:
     base, spares = random_bytes(9000, 1), SparePrefixes()
-    leaning = prefixes([[(1, base)]]).checked()
-    payload, nothing = np.frombuffer(mutated(base, 2), np.uint8), np.zeros(0, np.uint8)
+    leaning = prefixes([[(1, base)]]).validate()
+    payload, nothing = np.frombuffer(mutate(base, 2), np.uint8), np.zeros(0, np.uint8)
     lengths = np.array([len(payload)], np.uint32)
     with ThreadPoolExecutor(1) if threads else nullcontext() as thread:
         closer = BlockCloser(BlockSettings(), DeltaSettings(), thread, prefixes=spares)
-        assert closer.at_once == (not threads)
+        assert closer.is_synchronous == (not threads)
         seen, results = set[int](), list[ClosedBlock]()
         for number in range(3):
             block = closer.begin(number, container_layout.PATCH, 1, 1 << 16)
             seen.add(id(block.bases_so_far))
             assert not len(block.bases_so_far)
-            block.lean_on(leaning, np.arange(1), lengths)
+            block.add_bases(leaning, np.arange(1), lengths)
             block.append((payload, nothing), np.zeros(1, np.int32), np.zeros(1, np.uint64), lengths)
-            block.took(Locations(np.full(1, 5, np.uint64), np.ones(1, np.uint32)))
+            block.record_bases(Locations(np.full(1, 5, np.uint64), np.ones(1, np.uint32)))
             (encoding,) = closer.close([block])
             results.append(encoding.result())
             with pytest.raises(AttributeError):
@@ -295,12 +295,12 @@ def test_the_prefix_of_a_block_serves_the_next_one_once_it_is_encoded(threads: i
 
 def spares_prefix(size_bytes: int) -> BasePrefix:
     prefix = BasePrefix(1 << 20, 10)
-    prefix.add(np.arange(1), prefixes([[(1, bytes(size_bytes))]]).checked())
+    prefix.add(np.arange(1), prefixes([[(1, bytes(size_bytes))]]).validate())
     return prefix
 
 
 def test_blocks_that_are_encoded_side_by_side_come_out_as_alone_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    contents = [mutated(text_like(1 << 18, 5), seed, edits=50) for seed in range(24)]
+    contents = [mutate(text_like(1 << 18, 5), seed, edits=50) for seed in range(24)]
     in_use: list[BlockEncoder] = []
     most = 0
     close = BlockEncoder.close

@@ -7,33 +7,33 @@ from pathlib import Path
 import numpy as np
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
-from nearkin_delta.candidate_budget import CHUNKS_MIN, EVERY, RANK_CHUNKS_MIN, RankTrials, Trials
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
+from nearkin_delta.candidate_budget import CHUNKS_MIN, EVERY, RANK_CHUNKS_MIN, CandidateBudget, RankBudget
 from tests.support.data.stores import settings
 
 
-def fed(trials: Trials, blob: object, batches: int, found: int, tried: int = 512) -> list[bool]:
+def fed(trials: CandidateBudget, blob: object, batches: int, found: int, tried: int = 512) -> list[bool]:
     answers = []
     for _ in range(batches):
-        answers.append(trials.wanted(blob))
+        answers.append(trials.should_try(blob))
         if answers[-1]:
-            trials.heard(tried, found)
+            trials.record_result(tried, found)
     return answers
 
 
 def test_one_batch_in_eight_is_tried_where_few_are_found() -> None:
-    trials = Trials()
+    trials = CandidateBudget()
     before = CHUNKS_MIN // 512
     assert fed(trials, "a", before, found=20) == [True] * before
     assert fed(trials, "a", 3 * EVERY, found=20) == ([False] * (EVERY - 1) + [True]) * 3
 
 
 def test_where_many_are_found_all_are_tried() -> None:
-    assert all(fed(Trials(), "a", 50, found=70))
+    assert all(fed(CandidateBudget(), "a", 50, found=70))
 
 
 def test_it_begins_again_when_more_are_found() -> None:
-    trials = Trials()
+    trials = CandidateBudget()
     fed(trials, "a", 20, found=20)
     answers = fed(trials, "a", 60, found=400)
     assert not all(answers[: 2 * EVERY])
@@ -41,7 +41,7 @@ def test_it_begins_again_when_more_are_found() -> None:
 
 
 def test_each_blob_is_judged_by_itself_and_several_at_once_always_tried() -> None:
-    trials = Trials()
+    trials = CandidateBudget()
     fed(trials, "a", 20, found=0)
     assert fed(trials, "b", 2, found=0) == [True, False]
     fed(trials, "b", 20, found=0)
@@ -50,45 +50,45 @@ def test_each_blob_is_judged_by_itself_and_several_at_once_always_tried() -> Non
 
 
 def test_a_small_blob_is_always_tried() -> None:
-    assert all(fed(Trials(), "a", 100, found=0, tried=CHUNKS_MIN // 100 - 1))
+    assert all(fed(CandidateBudget(), "a", 100, found=0, tried=CHUNKS_MIN // 100 - 1))
 
 
 def test_with_a_share_of_nothing_all_are_tried() -> None:
-    assert all(fed(Trials(0), "a", 50, found=0))
+    assert all(fed(CandidateBudget(0), "a", 50, found=0))
 
 
 def test_each_rank_is_judged_by_its_own_candidates() -> None:
-    trials, tried = RankTrials(), list[tuple[int, int]]()
+    trials, tried = RankBudget(), list[tuple[int, int]]()
     ranks = np.repeat(np.array([0, 2], np.uint8), RANK_CHUNKS_MIN)
     for _ in range(1 + EVERY):
-        wanted = trials.wanted("a", ranks)
+        wanted = trials.should_try("a", ranks)
         assert all(len(set(wanted[ranks == rank])) == 1 for rank in (0, 2)), "a rank is tried as a whole"
         tried.append((int(wanted[0]), int(wanted[-1])))
-        trials.heard(ranks[wanted], ranks[wanted] == 0)  # all of the first rank are bases, of the third none
+        trials.record_result(ranks[wanted], ranks[wanted] == 0)  # all of the first rank are bases, of the third none
     assert tried == [(1, 1)] + [(1, 0)] * (EVERY - 1) + [(1, 1)]
 
 
 def test_a_rank_that_is_not_worth_it_is_not_asked_about_but_in_one_batch_of_so_many() -> None:
-    trials, asked = RankTrials(), list[list[bool]]()
+    trials, asked = RankBudget(), list[list[bool]]()
     for _ in range(1 + EVERY):
-        ranks = np.flatnonzero(trials.asked("a", 3)).astype(np.uint8)
+        ranks = np.flatnonzero(trials.should_request("a", 3)).astype(np.uint8)
         asked.append([rank in ranks for rank in range(3)])
         named = np.repeat(ranks, RANK_CHUNKS_MIN)
-        trials.heard(named, named == 0)
+        trials.record_result(named, named == 0)
     assert asked == [[True] * 3] + [[True, False, False]] * (EVERY - 1) + [[True] * 3]
-    assert trials.asked("another", 3).all()
+    assert trials.should_request("another", 3).all()
 
 
 def test_ranks_of_which_nothing_is_known_are_tried_and_none_is_fine() -> None:
-    trials = RankTrials()
-    assert trials.wanted("a", np.array([7, 1, 7], np.uint8)).all()
-    assert trials.wanted("a", np.zeros(0, np.uint8)).tolist() == []
-    trials.heard(np.zeros(0, np.uint8), np.zeros(0, np.bool_))
+    trials = RankBudget()
+    assert trials.should_try("a", np.array([7, 1, 7], np.uint8)).all()
+    assert trials.should_try("a", np.zeros(0, np.uint8)).tolist() == []
+    trials.record_result(np.zeros(0, np.uint8), np.zeros(0, np.bool_))
 
 
 def test_chunks_without_old_neighbours_say_nothing_of_those_that_have_some(tmp_path: Path) -> None:
     first = text_like(12_000_000, 1)
-    second = random_bytes(24_000_000, 2) + mutated(first, 3, edits=2000, edit_bytes_max=30)
+    second = random_bytes(24_000_000, 2) + mutate(first, 3, edits=2000, edit_bytes_max=30)
     deltas = []
     for tries in (False, True):
         with open_store(tmp_path / str(tries), settings=settings({"base": {"try_all": tries}}), create=True) as store:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from backports.zstd import CompressionParameter
 
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_delta import compression_params as module
-from nearkin_delta.compression_params import Searches, of_rounds
+from nearkin_delta.compression_params import AdaptiveSearch, gc_options
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import EncodedBlock, decode_block, encode_block
 from nearkin_shared.kernels.zstd_frames import FrameEncoder
@@ -47,14 +47,14 @@ def decoded(block: EncodedBlock) -> bytes:
 
 def test_short_repeats_far_apart_are_found_and_cost_a_reader_nothing() -> None:
     raw = scattered(1)
-    usual = Searches(OPTIONS, far=False).encode(raw, FrameEncoder(OPTIONS))
-    far = Searches(OPTIONS, far=True).encode(raw, FrameEncoder(OPTIONS))
+    usual = AdaptiveSearch(OPTIONS, far=False).encode(raw, FrameEncoder(OPTIONS))
+    far = AdaptiveSearch(OPTIONS, far=True).encode(raw, FrameEncoder(OPTIONS))
     assert far.stored_bytes < 0.75 * usual.stored_bytes
     assert decoded(far) == raw.tobytes()  # with what reads any block: no option of the writer is needed
 
 
 def test_the_smaller_of_both_is_kept_and_goes_on_alone_until_both_are_tried_again() -> None:
-    encoder, searches = CountingEncoder(OPTIONS), Searches(OPTIONS, far=True)
+    encoder, searches = CountingEncoder(OPTIONS), AdaptiveSearch(OPTIONS, far=True)
     raw = scattered(2)
     sizes = [searches.encode(raw, encoder).stored_bytes for _ in range(module.TRIED_AGAIN_BLOCKS)]
     assert encoder.frames == module.TRIED_AGAIN_BLOCKS + 1
@@ -65,7 +65,7 @@ def test_the_smaller_of_both_is_kept_and_goes_on_alone_until_both_are_tried_agai
 
 def test_what_suited_one_stream_is_given_up_when_another_follows() -> None:
     text = as_array(text_like(2_000_000, 1))
-    encoder, searches = FrameEncoder(OPTIONS), Searches(OPTIONS, far=True)
+    encoder, searches = FrameEncoder(OPTIONS), AdaptiveSearch(OPTIONS, far=True)
     alone = [len(encoder.encode(text, None, {**OPTIONS, **way})) for way in (module.LONG, module.DENSE)]
     assert alone[0] != alone[1]
     searches.encode(scattered(3), encoder)
@@ -78,12 +78,12 @@ def test_what_suited_one_stream_is_given_up_when_another_follows() -> None:
 def test_small_blocks_and_those_nobody_asked_for_are_written_as_ever(size_bytes: int, far: bool) -> None:
     raw = as_array(text_like(size_bytes // 8, 4) * 8)
     plain = encode_block(raw, container_layout.RAW, 0, FrameEncoder(OPTIONS))
-    assert Searches(OPTIONS, far).encode(raw, FrameEncoder(OPTIONS)).payload == plain.payload
+    assert AdaptiveSearch(OPTIONS, far).encode(raw, FrameEncoder(OPTIONS)).payload == plain.payload
 
 
 def test_the_archives_level_searches_deeper_and_others_as_zstd_does() -> None:
-    assert module.deeper(9) == {CompressionParameter.search_log: 6}
-    assert module.deeper(3) == module.deeper(12) == {}
+    assert module.deepen(9) == {CompressionParameter.search_log: 6}
+    assert module.deepen(3) == module.deepen(12) == {}
 
 
 def words_in_any_order(size_bytes: int) -> U8:
@@ -98,9 +98,9 @@ def words_in_any_order(size_bytes: int) -> U8:
 def test_where_a_deep_search_takes_more_than_the_default_level_that_is_taken() -> None:
     """The archive stored 2.5 % more of such text than the default profile did."""
     raw = words_in_any_order(2 * module.FAR_BYTES_MIN)
-    default = Searches(OPTIONS, far=False).encode(raw, FrameEncoder(OPTIONS))
+    default = AdaptiveSearch(OPTIONS, far=False).encode(raw, FrameEncoder(OPTIONS))
     options = {**OPTIONS, CompressionParameter.compression_level: 9}
-    searches, encoder = Searches(options, far=True), CountingEncoder(options)
+    searches, encoder = AdaptiveSearch(options, far=True), CountingEncoder(options)
     sizes = [searches.encode(raw, encoder).stored_bytes for _ in range(module.TRIED_AGAIN_BLOCKS)]
     assert max(sizes) <= default.stored_bytes
     assert encoder.frames == module.TRIED_AGAIN_BLOCKS + 2
@@ -109,7 +109,7 @@ def test_where_a_deep_search_takes_more_than_the_default_level_that_is_taken() -
 def test_where_a_deep_search_takes_less_the_default_level_costs_samples_alone() -> None:
     options = {**OPTIONS, CompressionParameter.compression_level: 9}
     encoder = CountingEncoder(options)
-    Searches(options, far=True).encode(as_array(text_like(2_000_000, 1)), encoder)
+    AdaptiveSearch(options, far=True).encode(as_array(text_like(2_000_000, 1)), encoder)
     assert encoder.frames == 2
 
 
@@ -119,9 +119,9 @@ def noise(size_bytes: int, bits: int = 3) -> U8:
 
 
 def test_at_level_3_what_compresses_badly_is_written_at_2_whatever_came_before() -> None:
-    encoder, searches = FrameEncoder(OPTIONS), Searches(OPTIONS, far=False)
+    encoder, searches = FrameEncoder(OPTIONS), AdaptiveSearch(OPTIONS, far=False)
     hard = noise(module.SAMPLED_BYTES_MIN)
-    easy = as_array(b"".join(mutated(text_like(4096, 6), number, edits=3) for number in range(300)))
+    easy = as_array(b"".join(mutate(text_like(4096, 6), number, edits=3) for number in range(300)))
 
     def at(level: int, raw: U8) -> bytes:
         window = {CompressionParameter.window_log: (len(raw) - 1).bit_length()}
@@ -142,11 +142,11 @@ def test_what_compresses_badly_and_is_not_packed_gets_a_wider_table(bits: int, t
     options = {**OPTIONS, CompressionParameter.compression_level: 2, CompressionParameter.window_log: 22}
     by_log = {log: bytes(encoder.encode(raw, None, {**options, CompressionParameter.hash_log: log})) for log in (0, 17)}
     assert by_log[0] != by_log[17]
-    assert bytes(Searches(OPTIONS, far=False).encode(raw, encoder).payload) == by_log[table_log]
+    assert bytes(AdaptiveSearch(OPTIONS, far=False).encode(raw, encoder).payload) == by_log[table_log]
 
 
 def test_a_block_is_judged_by_all_its_quarters() -> None:
-    encoder, searches = FrameEncoder(OPTIONS), Searches(OPTIONS, far=False)
+    encoder, searches = FrameEncoder(OPTIONS), AdaptiveSearch(OPTIONS, far=False)
     size_bytes = 4 * module.SAMPLED_BYTES_MIN
     for quarter in range(module.SAMPLES):
         raw = np.zeros(size_bytes, np.uint8)
@@ -156,7 +156,7 @@ def test_a_block_is_judged_by_all_its_quarters() -> None:
 
 
 def test_a_small_block_is_written_at_the_level_that_was_asked_for() -> None:
-    encoder, searches = CountingEncoder(OPTIONS), Searches(OPTIONS, far=False)
+    encoder, searches = CountingEncoder(OPTIONS), AdaptiveSearch(OPTIONS, far=False)
     raw = noise(module.SAMPLED_BYTES_MIN - 1)
     plain = len(FrameEncoder(OPTIONS).encode(raw))
     assert searches.encode(raw, encoder).stored_bytes == plain
@@ -165,7 +165,7 @@ def test_a_small_block_is_written_at_the_level_that_was_asked_for() -> None:
 
 def test_at_other_levels_every_block_is_written_at_the_level_that_was_asked_for() -> None:
     options = {**OPTIONS, CompressionParameter.compression_level: 4}
-    encoder, searches = FrameEncoder(options), Searches(options, far=False)
+    encoder, searches = FrameEncoder(options), AdaptiveSearch(options, far=False)
     raw = noise(module.SAMPLED_BYTES_MIN)
     assert {len(searches.encode(raw, encoder).payload) for _ in range(3)} == {len(encoder.encode(raw))}
 
@@ -179,8 +179,8 @@ def test_large_blocks_at_lazy_levels_pass_over_matches_of_5_bytes(level: int, si
     encoder = FrameEncoder(options)
     wanted = bytes(encoder.encode(raw, None, seen))
     assert wanted != bytes(encoder.encode(raw, None, {**seen, CompressionParameter.min_match: 6 - least}))
-    assert bytes(Searches(options, far=False).encode(raw, encoder).payload) == wanted
-    assert bytes(encoder.encode(raw, None, of_rounds(level, len(raw)))) == wanted
+    assert bytes(AdaptiveSearch(options, far=False).encode(raw, encoder).payload) == wanted
+    assert bytes(encoder.encode(raw, None, gc_options(level, len(raw)))) == wanted
 
 
 def test_the_archive_tries_longer_matches_beside_its_own() -> None:
@@ -193,5 +193,5 @@ def test_the_archive_tries_longer_matches_beside_its_own() -> None:
     alone = [len(encoder.encode(raw, None, way)) for way in ways]
     assert alone[0] != alone[1]
     encoder.frames = 0
-    assert Searches(options, far=True).encode(raw, encoder).stored_bytes == min(alone)
+    assert AdaptiveSearch(options, far=True).encode(raw, encoder).stored_bytes == min(alone)
     assert encoder.frames == 2

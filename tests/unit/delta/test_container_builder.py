@@ -15,7 +15,7 @@ from nearkin_delta.container_builder import ContainerBuilder, Encodings, Prefixe
 from nearkin_shared.config.reduction import BlockSettings, DeltaSettings
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import decode_block
-from nearkin_shared.index.container_entries import SealedContainer
+from nearkin_shared.index.container_entries import PublishableContainer
 from nearkin_shared.limits import MIB
 from nearkin_shared.types import SEGMENT_ID_BYTES, ZERO, ContainerId, Locations, Pieces
 from tests.support.data import samples
@@ -51,7 +51,7 @@ def builder(settings: BlockSettings = SMALL, depth_max: int = 3) -> ContainerBui
     )
 
 
-def encodings_of(made: SealedContainer) -> list[bytes]:
+def encodings_of(made: PublishableContainer) -> list[bytes]:
     """Return each chunk's encoding, read from the file."""
     directory, blocks = samples.read_all(made.data)
     places = zip(directory.chunks.blocks, directory.chunks.positions, directory.chunks.encoded, strict=True)
@@ -192,8 +192,8 @@ def test_the_estimate_follows_what_closed_blocks_came_to() -> None:
     sealed_bytes = len(made.finish().seal().data)
     again = builder()
     again.add(fresh([70_000, 60_000]))
-    again.next_turn()
-    again.next_turn()
+    again.next_batch()
+    again.next_batch()
     assert 0.9 * sealed_bytes < again.stored_bytes_estimate < 1.1 * sealed_bytes
 
 
@@ -253,9 +253,9 @@ def test_a_block_that_is_being_encoded_counts_as_open_until_the_batch_after_the_
     thread.work()
     assert made.stored_bytes_estimate == before, "when a thread is done is not to change what is stored"
     assert made.open_block(0) is not None
-    made.next_turn()
+    made.next_batch()
     assert made.open_block(0) is not None, "the next batch is placed meanwhile"
-    made.next_turn()
+    made.next_batch()
     assert made.open_block(0) is None
     assert np.array_equal(decode_block(made.record(0), "closed"), chunks.sources[0][:70_000])
 
@@ -285,10 +285,10 @@ def test_without_a_thread_blocks_are_encoded_as_they_fill_and_count_as_open_as_l
     made.add(chunks)
     assert begun == [[], [0], [0, 1]], "one is encoded before the next is begun"
     estimate = made.stored_bytes_estimate
-    made.next_turn()
+    made.next_batch()
     assert made.open_block(0) is not None
     assert made.stored_bytes_estimate == estimate
-    made.next_turn()
+    made.next_batch()
     assert made.open_block(0) is None
     assert encodings_of(made.finish().seal()) == wanted(chunks)
     assert encoded == [0, 1, 2]
@@ -304,7 +304,7 @@ def test_who_closes_more_than_may_be_encoded_at_once_waits(monkeypatch: pytest.M
         still_open = []
         for row in range(5):
             made.add(chunks[row])
-            made.passed(70_000)
+            made.advance_stream(70_000)
             still_open.append([made.open_block(number) is not None for number in range(row + 1)])
         assert still_open[1] == [True, True], "140 kB at once are fine"
         assert still_open[2] == [False, False, True]
@@ -323,7 +323,7 @@ class Kept:
         self.rooms.append(np.empty(size_bytes, np.uint8))
         return self.rooms[-1]
 
-    def keep_written(self, container: ContainerId, block: int, decoded: np.ndarray) -> None:
+    def cache_written(self, container: ContainerId, block: int, decoded: np.ndarray) -> None:
         self.blocks[block] = decoded
 
 

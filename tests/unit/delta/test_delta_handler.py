@@ -15,19 +15,19 @@ from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 from nearkin_chunker.handler import split_segments
 from nearkin_dedup.handler import dedup_work
 from nearkin_delta import handler as delta_handler
-from nearkin_delta.handler import PlaceHandler
+from nearkin_delta.handler import DeltaHandler
 from nearkin_resemblance.handler import resemblance_work
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import NotFound, Retryable, StoreUnavailable
+from nearkin_shared.errors import NotFound, RetryableError, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.message import Envelope, Paired, Placed, Segments, decode, encode
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.consumer_loop import Record
-from nearkin_shared.kafka.relay_handler import RelayHandler
-from nearkin_shared.kafka.tenant_context import Lanes, lanes
+from nearkin_shared.kafka.relay_handler import StatelessStageHandler
+from nearkin_shared.kafka.tenant_context import TenantContexts, tenant_contexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from nearkin_shared.pipeline.stage import Facts
+from nearkin_shared.pipeline.stage import LookupResults
 
 SETTINGS = Settings()
 CONTENT = random_bytes(1 << 20, 7)
@@ -47,7 +47,7 @@ class Memory(Outbox):
     def acknowledged_messages(self) -> int:
         return self.sent_messages
 
-    def settle(self) -> None: ...
+    def poll_acks(self) -> None: ...
 
     def send(self, name: str, key: bytes, value: bytes, headers: Mapping[str, bytes]) -> None:
         self.steps.append(name)
@@ -66,13 +66,13 @@ class Memory(Outbox):
 class World:
     """A delta worker over objects in memory and a real index."""
 
-    def __init__(self, found: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, found: TenantContexts, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[str] = []
         self.outboxes: list[Memory] = []
         self.lanes = found
         monkeypatch.setattr(delta_handler, "Outbox", self._outbox)
-        self.handler = PlaceHandler(SETTINGS, lambda: SETTINGS, found, "w", None)
-        self.handler.assigned(0, "")
+        self.handler = DeltaHandler(SETTINGS, lambda: SETTINGS, found, "w", None)
+        self.handler.on_assigned(0, "")
 
     def _outbox(self, *_: object) -> Memory:
         self.outboxes.append(Memory(self.steps))
@@ -90,15 +90,15 @@ class World:
         """Return what the stages before make of CONTENT."""
         stage = ChunkerStage(SETTINGS, Fingerprinter(b"s" * 32, "t"))
         payload = np.frombuffer(CONTENT, np.uint8)
-        batch = stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(payload), True),)), Facts()).segments
+        batch = stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(payload), True),)), LookupResults()).segments
         values, position, sequence = [], 0, 0
         for part in split_segments(batch, 3):
             values.append(encode(Segments(Envelope(b"b" * 16, "t", "key", position, sequence), part)))
             position, sequence = position + part.logical_bytes, sequence + part.segments
         for work in (dedup_work(SETTINGS, self.lanes), resemblance_work(self.lanes, lambda: SETTINGS)):
             outbox = Memory([])
-            relay = RelayHandler(SETTINGS, "dedup", "fresh", work, outbox)
-            relay.assigned(0, "")
+            relay = StatelessStageHandler(SETTINGS, "dedup", "fresh", work, outbox)
+            relay.on_assigned(0, "")
             relay.handle(records(values))
             values = outbox.values
         return values
@@ -116,7 +116,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         indexes.append(LmdbIndex(tmp_path / domain.hex(), domain, 1 << 26))
         return indexes[-1]
 
-    made = World(lanes(SETTINGS, memory_objects(), b"s" * 32, 160, index_of), monkeypatch)
+    made = World(tenant_contexts(SETTINGS, memory_objects(), b"s" * 32, 160, index_of), monkeypatch)
     yield made
     made.handler.close()
     for index in indexes:
@@ -178,7 +178,7 @@ def test_container_id_of_other_bytes_starts_over(world: World) -> None:
     delta_handler._put(lane, container)
     delta_handler._put(lane, container)  # an earlier try's
     container.parts, container.data = [b"other"], b"other"
-    with pytest.raises(Retryable, match="another writer has this id"):
+    with pytest.raises(RetryableError, match="another writer has this id"):
         delta_handler._put(lane, container)
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin_delta import base_search, depth_limit, locality_candidates
-from nearkin_delta.base_choice import Part, Targets, joined, try_bases
-from nearkin_delta.depth_limit import FULL_REST, GROWTH, crowded, relieved
-from nearkin_shared.pipeline.stage import ROUNDS_MAX, Contents, Facts, Reads
+from nearkin_delta.base_choice import Part, Targets, join_choices, try_bases
+from nearkin_delta.depth_limit import FULL_REST, GROWTH, find_overdeep, reduce_depth
+from nearkin_shared.pipeline.stage import LOOKUP_PASSES_MAX, Contents, LookupRequest, LookupResults
 from nearkin_shared.types import Locations, Pieces
 from tests.support.data.stores import settings
 
@@ -53,20 +53,20 @@ def test_only_chunks_of_a_full_chain_that_leave_too_much_over_ask() -> None:
     targets = Targets(*laid([TARGET] * 4))
     part = tried(targets, contents([NEAR, FAR, FAR, OLDEST], [3, 3, 2, 3]))
     assert part.chosen.found.tolist() == [True, True, True, False]
-    asked = crowded([part], MAX_DEPTH)
+    asked = find_overdeep([part], MAX_DEPTH)
     assert asked is not None
     assert asked.chunks.tolist() == [1]
     assert (asked.asked.ordinals.tolist(), asked.depth_below, asked.ranks.tolist()) == ([1], 3, [9])
-    assert crowded([part], MAX_DEPTH + 1) is None, "where there is room for one more nobody asks"
-    assert crowded([tried(targets, contents([FAR] * 4, [0] * 4))], 1) is None, "above depth 0 there is nothing"
-    assert crowded([], MAX_DEPTH) is None
+    assert find_overdeep([part], MAX_DEPTH + 1) is None, "where there is room for one more nobody asks"
+    assert find_overdeep([tried(targets, contents([FAR] * 4, [0] * 4))], 1) is None, "above depth 0 there is nothing"
+    assert find_overdeep([], MAX_DEPTH) is None
 
 
 def test_each_goes_up_until_it_leaves_little_enough_over_and_else_stays() -> None:
     count = 3
     targets = Targets(*laid([TARGET] * count))
     parts: list[Part] = [tried(targets, contents([FAR] * count, [3] * count))]
-    asked = crowded(parts, MAX_DEPTH)
+    asked = find_overdeep(parts, MAX_DEPTH)
     assert asked is not None
     # what lies a level up: enough for the first; two up: for the second; the third finds nothing anywhere
     above = [[FAR, OLD, OLDEST], [OLD, OLDEST], [OLDEST]]
@@ -76,9 +76,9 @@ def test_each_goes_up_until_it_leaves_little_enough_over_and_else_stays() -> Non
         assert asked.depth_below == MAX_DEPTH - level
         assert len(asked.asked) == len(bases)
         found = contents(bases, [MAX_DEPTH - 1 - level] * len(bases), first=10 * level)
-        parts, asked = relieved(parts, asked, targets, found)
+        parts, asked = reduce_depth(parts, asked, targets, found)
     assert asked is None, "there is no level above the last"
-    chosen, bases_of = joined(count, parts)
+    chosen, bases_of = join_choices(count, parts)
     assert chosen.found.all()
     assert chosen.bounds.tolist() == [0, 1, 2, 3]
     assert chosen.depths.tolist() == [2, 1, 3]
@@ -89,9 +89,9 @@ def test_each_goes_up_until_it_leaves_little_enough_over_and_else_stays() -> Non
 def test_what_fits_at_once_leaves_nobody_to_ask() -> None:
     targets = Targets(*laid([TARGET]))
     part = tried(targets, contents([FAR], [3]))
-    asked = crowded([part], MAX_DEPTH)
+    asked = find_overdeep([part], MAX_DEPTH)
     assert asked is not None
-    parts, above = relieved([part], asked, targets, contents([FAR], [0], first=5))
+    parts, above = reduce_depth([part], asked, targets, contents([FAR], [0], first=5))
     assert above is None
     assert [one.chosen.found.tolist() for one in parts] == [[False], [True]]
     assert part.chosen.found.all(), "what was chosen first is not changed in place"
@@ -137,20 +137,20 @@ def test_a_batch_of_many_spans_has_questions_enough(
     codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    reads = locality_candidates.Near.reads
+    reads = locality_candidates.LocalityCandidates.reads
 
-    def counted(of: locality_candidates.Near, facts: Facts) -> Reads | None:
+    def counted(of: locality_candidates.LocalityCandidates, facts: LookupResults) -> LookupRequest | None:
         found = reads(of, facts)
         asked[-1] += found is not None
         return found
 
-    def begun(*given: Any, **more: Any) -> locality_candidates.Near:
+    def begun(*given: Any, **more: Any) -> locality_candidates.LocalityCandidates:
         asked.append(0)
-        return locality_candidates.Near(*given, **more)
+        return locality_candidates.LocalityCandidates(*given, **more)
 
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 1)
-    monkeypatch.setattr(locality_candidates.Near, "reads", counted)
-    monkeypatch.setattr(base_search, "Near", begun)
+    monkeypatch.setattr(locality_candidates.LocalityCandidates, "reads", counted)
+    monkeypatch.setattr(base_search, "LocalityCandidates", begun)
     monkeypatch.setattr(depth_limit, "FULL_REST", 0.0)  # so that all go up all levels
     versions = history(10)
     with open_store(
@@ -163,13 +163,13 @@ def test_a_batch_of_many_spans_has_questions_enough(
     most = locality_candidates.SPANS_MAX * (1 + depth_limit.LEVELS_MAX)
     assert 3 * locality_candidates.SPANS_MAX <= max(asked) <= most, "most spans go up all levels, and none further"
     others = 3 + depth_limit.LEVELS_MAX  # names and gaps, super-features, what these name, and shallower ones
-    assert most + others <= ROUNDS_MAX
+    assert most + others <= LOOKUP_PASSES_MAX
 
 
 def test_versions_that_change_everywhere_come_back(tmp_path: Path) -> None:
     content = random_bytes(400_000, 5)
     with open_store(tmp_path / "s", create=True) as store:
         for number in range(12):
-            content = mutated(content, number, edits=120, edit_bytes_max=400)
+            content = mutate(content, number, edits=120, edit_bytes_max=400)
             store.put("k", content)
         assert store.get("k").read() == content

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nearkin_delta.gap_alignment import GAP_CHUNKS_MAX, MARK_BYTES, OWN_BYTES, OWN_SHARE, STREAMS_MAX, Alignment, Mark
+from nearkin_delta.gap_alignment import (
+    GAP_CHUNKS_MAX,
+    MARK_BYTES,
+    OWN_BYTES,
+    OWN_SHARE,
+    STREAMS_MAX,
+    Alignment,
+    StreamMark,
+)
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin_shared.pipeline.stage import Anchor, Gaps
@@ -101,19 +109,19 @@ def test_a_stream_goes_on_where_its_last_batch_ended() -> None:
 
 def test_what_a_blob_stored_itself_is_no_anchor() -> None:
     alignment = Alignment()
-    assert told(alignment.gaps(batch("f"), "s", Mark(OLD, 15, 25))) == [(Anchor.NONE, 0, Anchor.NONE, 0, 1)]
+    assert told(alignment.gaps(batch("f"), "s", StreamMark(OLD, 15, 25))) == [(Anchor.NONE, 0, Anchor.NONE, 0, 1)]
     # Chunk 10 was there before the blob began; segments 30 and 70 and chunk 50 are its own.
-    found = told(alignment.gaps(batch("fkfsfkfs"), "s", Mark(OLD, 45, 45)))
+    found = told(alignment.gaps(batch("fkfsfkfs"), "s", StreamMark(OLD, 45, 45)))
     assert [gap[:1] + gap[2:3] for gap in found] == [
         (Anchor.NONE, Anchor.CHUNK),
         (Anchor.CHUNK, Anchor.NONE),
     ]
-    assert told(alignment.gaps(batch("kf"), "next", Mark(OLD - 1)))[0][0] == Anchor.NONE
-    assert told(alignment.gaps(batch("kf"), "later", Mark(OLD + 1)))[0][0] == Anchor.CHUNK
+    assert told(alignment.gaps(batch("kf"), "next", StreamMark(OLD - 1)))[0][0] == Anchor.NONE
+    assert told(alignment.gaps(batch("kf"), "later", StreamMark(OLD + 1)))[0][0] == Anchor.CHUNK
 
 
 def test_what_a_blob_stored_long_ago_is_an_anchor_as_any_other() -> None:
-    def pass_by(alignment: Alignment, here: Mark, size_bytes: int, text: str = "s") -> None:
+    def pass_by(alignment: Alignment, here: StreamMark, size_bytes: int, text: str = "s") -> None:
         passing = batch(text)
         passing.fresh.batch.lengths[:] = size_bytes // len(text)
         if text == "s":
@@ -124,15 +132,15 @@ def test_what_a_blob_stored_long_ago_is_an_anchor_as_any_other() -> None:
 
     for text in ("s", "kf"):
         alignment = Alignment()
-        pass_by(alignment, Mark(OLD), MARK_BYTES, text)
-        pass_by(alignment, Mark(OLD, 20, 30), OWN_BYTES - MARK_BYTES, text)
-        own = told(alignment.gaps(batch("fkf"), "s", Mark(OLD, 100, 100)))
+        pass_by(alignment, StreamMark(OLD), MARK_BYTES, text)
+        pass_by(alignment, StreamMark(OLD, 20, 30), OWN_BYTES - MARK_BYTES, text)
+        own = told(alignment.gaps(batch("fkf"), "s", StreamMark(OLD, 100, 100)))
         assert own[0][2] == Anchor.NONE  # chunk 10 was stored since it began, and that is not long enough ago
-        pass_by(alignment, Mark(OLD, 100, 100), MARK_BYTES, text)
-        older = told(alignment.gaps(batch("fkfkf"), "s", Mark(OLD, 100, 100)))
+        pass_by(alignment, StreamMark(OLD, 100, 100), MARK_BYTES, text)
+        older = told(alignment.gaps(batch("fkfkf"), "s", StreamMark(OLD, 100, 100)))
         assert [gap[2:4] for gap in older] == [(Anchor.CHUNK, 10), (Anchor.NONE, 0)]  # chunk 30 is its own still
         for fresh, found in (OWN_SHARE - 1, Anchor.CHUNK), (OWN_SHARE, Anchor.NONE):
-            few = told(alignment.gaps(batch("rk" + "z" * 99 + "f" * (fresh - 1)), "s", Mark(OLD, 100, 100)))
+            few = told(alignment.gaps(batch("rk" + "z" * 99 + "f" * (fresh - 1)), "s", StreamMark(OLD, 100, 100)))
             assert few[0][0] == found  # of a batch of which little was there before the rest follows from nothing
 
 

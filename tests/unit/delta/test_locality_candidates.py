@@ -8,8 +8,8 @@ import pytest
 from nearkin.lab.generated_data import random_bytes
 from nearkin_delta import locality_candidates
 from nearkin_delta.base_choice import Targets
-from nearkin_delta.locality_candidates import SPANS_MAX, Near
-from nearkin_shared.pipeline.stage import Contents, Facts, Neighbours, Reads
+from nearkin_delta.locality_candidates import SPANS_MAX, LocalityCandidates
+from nearkin_shared.pipeline.stage import Contents, LookupRequest, LookupResults, Neighbours
 from nearkin_shared.types import Locations, Pieces, bounds_of, offsets_of
 
 CHUNK_BYTES = 8192
@@ -45,22 +45,26 @@ class History:
         pieces = Pieces.of(np.frombuffer(b"".join(found), np.uint8), offsets_of(lengths), lengths)
         return Contents(asked, pieces, np.full(len(found), depth, np.uint8), np.ones(len(found), np.bool_))
 
-    def run(self) -> tuple[Near, list[tuple[str, list[int]]]]:
+    def run(self) -> tuple[LocalityCandidates, list[tuple[str, list[int]]]]:
         """Answer what is asked until nothing is; return that, too: each question's kind and chunks."""
-        found, facts, asked = Near(self.targets, self.neighbours, MAX_DEPTH, no_deltas=True), Facts(), []
+        found, facts, asked = (
+            LocalityCandidates(self.targets, self.neighbours, MAX_DEPTH, no_deltas=True),
+            LookupResults(),
+            [],
+        )
         while (reads := found.reads(facts)) is not None:
             asked.append(self._question(reads))
             if reads.contents is not None:
-                facts = Facts(contents=self._contents(reads.contents, MAX_DEPTH - 1), lower=facts.lower)
+                facts = LookupResults(contents=self._contents(reads.contents, MAX_DEPTH - 1), lower=facts.lower)
             else:
                 assert reads.lower is not None
                 assert reads.depth_below is not None
                 above = Locations(np.full(len(reads.lower), OLDER, np.uint64), reads.lower.ordinals)
-                facts = Facts(contents=facts.contents, lower=self._contents(above, reads.depth_below - 1))
+                facts = LookupResults(contents=facts.contents, lower=self._contents(above, reads.depth_below - 1))
         return found, asked
 
     @staticmethod
-    def _question(reads: Reads) -> tuple[str, list[int]]:
+    def _question(reads: LookupRequest) -> tuple[str, list[int]]:
         assert reads.no_deltas
         kind, asked = ("contents", reads.contents) if reads.contents is not None else ("lower", reads.lower)
         assert asked is not None
@@ -112,7 +116,7 @@ def test_many_spans_choose_what_one_does(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bases(parts) == bases(whole)
 
 
-def bases(found: Near) -> dict[int, list[tuple[int, int]]]:
+def bases(found: LocalityCandidates) -> dict[int, list[tuple[int, int]]]:
     """Return by chunk where its bases lie."""
     lie = {}
     for part in found.parts:

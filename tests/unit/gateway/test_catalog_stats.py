@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nearkin_gateway.catalog.version_catalog import STATS_SECONDS, STATS_SHARE, _KeptStats
+from nearkin_gateway.catalog.version_catalog import STATS_SECONDS, STATS_SHARE, _CachedStats
 from nearkin_shared.results import Stats
 
 CHEAP, COSTLY = 0.01, 1.0
@@ -22,5 +22,5 @@ CHEAP, COSTLY = 0.01, 1.0
 )
 def test_costly_sums_are_kept_for_a_share_of_time(took: float, changed: bool, age: float, fresh: bool) -> None:
     """F.28: A caller that asks for statistics all the time takes a bounded share of a core."""
-    kept = _KeptStats(Stats.__new__(Stats), 100.0, 100.0 + took, changed)
+    kept = _CachedStats(Stats.__new__(Stats), 100.0, 100.0 + took, changed)
     assert kept.is_fresh(100.0 + took + age) is fresh

@@ -16,7 +16,7 @@ from nearkin_gateway.auth.sessions import check_loopback_host, check_same_origin
 from nearkin_gateway.dashboard import charts, display_names, number_text, setting_forms
 from nearkin_gateway.http.problems import Problem
 from nearkin_gateway.monitoring import usage
-from nearkin_gateway.monitoring.rolling_stats import FAILURES_MAX, MINUTES_MAX, Minutes
+from nearkin_gateway.monitoring.rolling_stats import FAILURES_MAX, MINUTES_MAX, RollingStats
 from nearkin_gateway.monitoring.usage import POINTS_MAX, count_versions, points_of
 from nearkin_shared.config.settings import HOT_FIELDS, Settings
 from nearkin_shared.index.catalog import CatalogEntry
@@ -102,12 +102,12 @@ def event(when: datetime, state: str = "committed", **more: Any) -> dict[str, An
 
 
 def test_the_last_hour_holds_no_more_than_it_says_whatever_comes() -> None:
-    minutes, now = Minutes(), datetime.now(UTC)
+    minutes, now = RollingStats(), datetime.now(UTC)
     for ago in range(200):
         minutes.add(event(now - timedelta(minutes=ago)))
     for number in range(300):
         minutes.add(event(now, "failed", tenant="t", key=str(number), failure="x" * 10_000))
-    told = minutes.told()
+    told = minutes.last_hour()
     assert len(told) == MINUTES_MAX
     assert MINUTES_MAX - 1 <= sum(int(str(minute["committed"])) for minute in told) <= MINUTES_MAX
     assert sum(int(str(minute["logical_bytes"])) for minute in told) <= 100 * MINUTES_MAX
@@ -120,9 +120,9 @@ def test_the_last_hour_holds_no_more_than_it_says_whatever_comes() -> None:
     "broken", [{}, {"state": "failed"}, {"state": "committed", "created": "x", "ledger": {"logical_bytes": -1}}]
 )
 def test_an_event_that_lacks_something_breaks_nothing(broken: dict[str, Any]) -> None:
-    minutes = Minutes()
+    minutes = RollingStats()
     minutes.add(broken)
-    assert len(minutes.told()) == MINUTES_MAX
+    assert len(minutes.last_hour()) == MINUTES_MAX
 
 
 # --- shares ----------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_a_list_of_many_tenants_reads_the_index_of_each_once_a_minute(monkeypatc
     now = 1000.0
 
     class Catalogue:
-        whole = True
+        is_complete = True
 
         def stats(self, _tenant: str) -> Stats:
             return stored(10_000)
@@ -182,7 +182,7 @@ def test_a_list_of_many_tenants_reads_the_index_of_each_once_a_minute(monkeypatc
             return entries([(100, 1, 1)])
 
     monkeypatch.setattr(usage, "time", SimpleNamespace(monotonic=lambda: now))
-    found = usage.Insight(Catalogue())  # type: ignore[arg-type]
+    found = usage.UsageStats(Catalogue())  # type: ignore[arg-type]
     names = [f"t{number}" for number in range(50)]
     for _ in range(3):
         assert [found.total(name).total.versions for name in names] == [1] * 50

@@ -23,19 +23,19 @@ from nearkin_gateway.auth.sessions import SKEW_SECONDS, Sessions
 from nearkin_gateway.blocking_threads import WorkerPools
 from nearkin_gateway.catalog import version_catalog
 from nearkin_gateway.catalog.pipeline_listing import PipelineListing
-from nearkin_gateway.catalog.version_catalog import VERSION_MAX, Catalogue, _after
+from nearkin_gateway.catalog.version_catalog import VERSION_MAX, VersionCatalog, _after
 from nearkin_gateway.http import request_bodies, request_limits
 from nearkin_gateway.http.digests import metadata_headers, metadata_of
 from nearkin_gateway.http.problems import Problem, from_error
 from nearkin_gateway.http.ranges import etag, last_modified, wanted_range
-from nearkin_gateway.http.request_limits import Budget, Holders, Rates, Slots
-from nearkin_gateway.http.url_keys import decoded_key, quoted
-from nearkin_gateway.uploads.upload_status import ENTRY_BYTES, Outcomes, Tickets, new_id
+from nearkin_gateway.http.request_limits import Budget, ConcurrencyLimit, Holders, Rates
+from nearkin_gateway.http.url_keys import decode_key, quote_key
+from nearkin_gateway.uploads.upload_status import ENTRY_BYTES, UploadIds, UploadStatuses, new_id
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.redis.catalog_encoding import member_start
 from nearkin_shared.limits import FRAME_BYTES_MAX
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.results import Ledger, VersionInfo
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.manifests import object_name
@@ -57,24 +57,24 @@ def event(blob: bytes, origin: bytes | None = None, *, state: str = "committed",
 
 
 def test_an_id_is_read_by_its_tenant_and_nobody_else() -> None:
-    tickets, blob = Tickets(SECRET), new_id()
+    tickets, blob = UploadIds(SECRET), new_id()
     ticket = tickets.of("shop", blob)
     assert tickets.read("shop", ticket) == blob
     assert tickets.read("other", ticket) is None
-    assert Tickets(bytes(32)).read("shop", ticket) is None
+    assert UploadIds(bytes(32)).read("shop", ticket) is None
     for wrong in (ticket[:-1], ticket + "0", ticket.upper(), "", "x" * 49, f"{ticket}\n"):
         assert tickets.read("shop", wrong) is None
 
 
 def test_origins_of_different_keys_tenants_or_idempotency_keys_differ() -> None:
-    tickets = Tickets(SECRET)
+    tickets = UploadIds(SECRET)
     found = {tickets.origin(*parts) for parts in (("a", "b", "c"), ("ab", "", "c"), ("a", "bc", ""), ("a", "b", "d"))}
     assert len(found) == 4
     assert tickets.origin("a", "b", "c") in found
 
 
 def test_an_outcome_is_found_until_there_is_no_room_and_then_known_to_be_forgotten() -> None:
-    outcomes = Outcomes(20_000)
+    outcomes = UploadStatuses(20_000)
     first = new_id()
     outcomes.add(event(first, padding=1000))
     assert outcomes.get(first) is not None
@@ -92,7 +92,7 @@ def test_an_outcome_is_found_until_there_is_no_room_and_then_known_to_be_forgott
 
 
 def test_a_repeated_event_changes_nothing_and_the_first_of_an_origin_stands() -> None:
-    outcomes, first, second, origin = Outcomes(10_000), new_id(), new_id(), new_id()
+    outcomes, first, second, origin = UploadStatuses(10_000), new_id(), new_id(), new_id()
     outcomes.add(event(first, origin))
     outcomes.add(event(first, origin, state="failed"))
     outcomes.add(event(second, origin))
@@ -102,7 +102,7 @@ def test_a_repeated_event_changes_nothing_and_the_first_of_an_origin_stands() ->
 
 
 def test_an_upload_told_failed_and_committed_later_is_committed() -> None:
-    outcomes, blob = Outcomes(10_000), new_id()
+    outcomes, blob = UploadStatuses(10_000), new_id()
     outcomes.add(event(blob, blob, state="failed"))
     outcomes.add(event(blob, blob))
     assert (outcomes.get(blob) or {})["state"] == "committed"
@@ -111,14 +111,14 @@ def test_an_upload_told_failed_and_committed_later_is_committed() -> None:
 
 
 def test_a_failed_attempt_is_no_outcome_of_its_origin() -> None:
-    outcomes, blob, origin = Outcomes(10_000), new_id(), new_id()
+    outcomes, blob, origin = UploadStatuses(10_000), new_id(), new_id()
     outcomes.add(event(blob, origin, state="failed"))
     assert outcomes.of_origin(origin) is None
 
 
 def test_who_waits_is_told_and_nothing_is_left_of_the_waiting() -> None:
     async def run() -> None:
-        outcomes, blob = Outcomes(10_000), new_id()
+        outcomes, blob = UploadStatuses(10_000), new_id()
         waiters = [asyncio.create_task(outcomes.wait(blob, 5)) for _ in range(3)]
         await asyncio.sleep(0)
         assert await outcomes.wait(new_id(), 0.01) is None
@@ -203,12 +203,12 @@ def test_a_rate_lets_a_burst_through_and_then_so_many_a_second(monkeypatch: pyte
 
 
 def test_a_slot_is_given_back_whatever_happens() -> None:
-    slots, somebody = Slots("things", 1), Holders("t", "", "")
+    slots, somebody = ConcurrencyLimit("things", 1), Holders("t", "", "")
     with pytest.raises(RuntimeError), slots.one(somebody):
         raise RuntimeError
     with slots.one(somebody), pytest.raises(Problem), slots.one(somebody):
         pass
-    assert slots.taken == 0
+    assert slots.taken_count == 0
 
 
 # --- bodies, ranges, headers, keys -----------------------------------------------------------------------------------
@@ -298,9 +298,9 @@ def test_metadata_come_back_from_headers_as_they_went(metadata: dict[str, str]) 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=60))
 def test_a_key_comes_back_from_its_url(key: str) -> None:
-    assert decoded_key(quoted(key), 1024) == key
-    assert "/" not in quoted(key)
-    assert quoted(key) not in (".", "..")
+    assert decode_key(quote_key(key), 1024) == key
+    assert "/" not in quote_key(key)
+    assert quote_key(key) not in (".", "..")
 
 
 # --- problems --------------------------------------------------------------------------------------------------------
@@ -351,8 +351,8 @@ def test_a_page_ends_before_its_names_and_metadata_are_too_many(
         for number in range(5):
             store.put("k", b"", metadata={"a": "x" * 60_000})
             store.put(f"l{number}", b"", metadata={"a": "x" * 60_000})
-        objects = LocalObjects(tmp_path / "s")
-        found = Catalogue(objects, descriptor.read(objects), store.settings, StoreListing(store))
+        objects = LocalObjectStore(tmp_path / "s")
+        found = VersionCatalog(objects, descriptor.read(objects), store.settings, StoreListing(store))
         pages, after, asked = [], 0, True
         while asked:
             page, following = found.versions("default", "k", after, 100)
@@ -361,7 +361,7 @@ def test_a_page_ends_before_its_names_and_metadata_are_too_many(
         assert pages == [[1, 2], [3, 4], [5]]
         keys, start = [], ""
         while start is not None:
-            page, start = found.listed("default", "l", start, 100, all_versions=False)
+            page, start = found.list_versions("default", "l", start, 100, all_versions=False)
             keys.append([info.key for info in page.found])
         assert keys == [["l0", "l1"], ["l2", "l3"], ["l4"]]
 
@@ -378,7 +378,7 @@ def test_one_manifest_that_cannot_be_read_keeps_no_tenant_from_its_listing_while
             store.put(key, key.encode())
         store.delete("c")
         store.delete("d")
-    objects = LocalObjects(tmp_path / "s")
+    objects = LocalObjectStore(tmp_path / "s")
     names = {name: objects.get(name) for name, _ in objects.names("manifests")}
     manifest = object_name("default", "b", 1)
     objects.replace(manifest, names[manifest][:-1] + bytes([names[manifest][-1] ^ 1]))
@@ -400,7 +400,7 @@ def test_a_listing_without_the_index_goes_on_as_the_index_becomes_whole(tmp_path
     """Whoever lists meanwhile has no more use for what was remembered; who began without the index still has."""
     with open_store(tmp_path / "s", create=True) as store:
         store.put("a", b"a")
-        objects = LocalObjects(tmp_path / "s")
+        objects = LocalObjectStore(tmp_path / "s")
 
         class Made:
             has_catalog = False

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from nearkin_gateway.backends.ingest_backend import Ending, Intent
+from nearkin_gateway.backends.ingest_backend import UploadRequest, UploadResult
 from nearkin_gateway.backends.kafka_ingest import KafkaIngest
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.kafka import clients
@@ -32,10 +32,10 @@ def test_finish_returns_after_every_acknowledgement(ingest: KafkaIngest) -> None
 
     async def put() -> int:
         await ingest.open()
-        upload = await ingest.begin(Intent("t", "key", BLOB, BLOB, 0))
+        upload = await ingest.begin(UploadRequest("t", "key", BLOB, BLOB, 0))
         for _ in range(3):
             await upload.write(b"frame")
-        await upload.finish(Ending(15, blake3(b"frame" * 3).digest()))
+        await upload.finish(UploadResult(15, blake3(b"frame" * 3).digest()))
         unacknowledged = len(ingest._producer)
         await ingest.close()
         return unacknowledged

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from nearkin_ingest.frames import Away, object_frames
+from nearkin_ingest.frames import DependencyUnavailable, object_frames
 from nearkin_shared.limits import FRAME_BYTES_MAX
-from nearkin_shared.objectstore.base import LocalObjects
-from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects, memory_objects
+from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 def test_an_object_that_is_replaced_by_another_of_the_same_size_is_read_again(tmp_path: Path, kind: str) -> None:
-    objects: ObstoreObjects = LocalObjects(tmp_path) if kind == "folder" else memory_objects()
+    objects: ObstoreObjectStore = LocalObjectStore(tmp_path) if kind == "folder" else memory_objects()
     objects.replace("in-dump", b"a" * (3 * FRAME_BYTES_MAX))
     frames = object_frames(objects, "in-dump", 1 << 40)
     assert next(frames)[:1] == b"a"
     objects.replace("in-dump", b"b" * (3 * FRAME_BYTES_MAX))
-    with pytest.raises(Away, match="is being changed"):
+    with pytest.raises(DependencyUnavailable, match="is being changed"):
         b"".join(frames)
     assert set(b"".join(object_frames(objects, "in-dump", 1 << 40))) == {ord("b")}

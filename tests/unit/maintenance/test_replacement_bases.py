@@ -8,9 +8,9 @@ from typing import cast
 import numpy as np
 import pytest
 
-from nearkin_maintenance.gc.mark import Reach
-from nearkin_maintenance.optimize.base_trees import Families
-from nearkin_maintenance.optimize.replacement_bases import Heirs
+from nearkin_maintenance.gc.mark import LiveSet
+from nearkin_maintenance.optimize.base_trees import BaseTrees
+from nearkin_maintenance.optimize.replacement_bases import ReplacementBases
 
 OLDER, NEWER = 10, 20
 """Ids. With several writers the older container may have been sealed last, and lean on the newer one."""
@@ -28,10 +28,10 @@ def test_a_chunk_is_offered_what_is_written_before_it_alone(
         directory=lambda container: SimpleNamespace(chunks=SimpleNamespace(depths=depths[container])),
     )
     families = SimpleNamespace(
-        of=one_family, count=1, chosen=lambda container, ordinals: one_family[container][ordinals]
+        by_container=one_family, count=1, trees_of=lambda container, ordinals: one_family[container][ordinals]
     )
-    heirs = Heirs(cast("Reach", reach), cast("Families", families), [OLDER, NEWER], order)
+    heirs = ReplacementBases(cast("LiveSet", reach), cast("BaseTrees", families), [OLDER, NEWER], order)
     ordinals = np.zeros(1, np.uint32)
-    found = heirs.offered(NEWER, ordinals, np.array([2], np.uint8))
+    found = heirs.candidates(NEWER, ordinals, np.array([2], np.uint8))
     assert list(zip(found.containers.tolist(), found.ordinals.tolist(), strict=True)) == offered
-    assert not len(heirs.offered(OLDER, ordinals, np.array([2], np.uint8))), "nothing came before it"
+    assert not len(heirs.candidates(OLDER, ordinals, np.array([2], np.uint8))), "nothing came before it"

@@ -26,18 +26,18 @@ from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.record_guard import headers_of
 from nearkin_shared.results import Ledger, PutResult
 from nearkin_shared.types import Locations
-from tests.support.data.messages import BLOB, deduplicated, mixed_content, paired, segmented
+from tests.support.data.messages import BLOB, mark_known, mixed_content, pair, segment
 
 DOCUMENT = asyncapi.document()
 MESSAGES: dict[str, Any] = DOCUMENT["components"]["messages"]
 WIDTHS = {"u8": 1, "u16": 2, "u32": 4, "u64": 8}
-SEGMENTED = segmented(mixed_content())
-FRESH = deduplicated(SEGMENTED)
+SEGMENTED = segment(mixed_content())
+FRESH = mark_known(SEGMENTED)
 SAMPLES: dict[Kind, Message] = {
     Kind.FRAME: Frame(BLOB, np.frombuffer(b"some bytes", np.uint8)),
     Kind.SEGMENTS: Segments(BLOB, SEGMENTED),
     Kind.FRESH: Fresh(BLOB, FRESH),
-    Kind.PAIRED: Paired(BLOB, paired(FRESH)),
+    Kind.PAIRED: Paired(BLOB, pair(FRESH)),
     Kind.PLACED: Placed(
         BLOB, Locations(np.array([5, 6], np.uint64), np.array([1, 2], np.uint32)), np.array([True, False]),
         np.array([10, 20], np.uint32), Ledger(*range(12)),
@@ -151,11 +151,11 @@ def test_headers_of_messages_are_those_that_are_sent() -> None:
 
 
 def test_events_are_those_that_are_sent() -> None:
-    from nearkin_gateway.backends.ingest_backend import Intent, committed_event
+    from nearkin_gateway.backends.ingest_backend import UploadRequest, committed_event
     from tests.support.data.samples import small_manifest
 
     info = small_manifest().info
-    intent = Intent("tenant", info.key, bytes(16), bytes(16), 1)
+    intent = UploadRequest("tenant", info.key, bytes(16), bytes(16), 1)
     event = committed_event(intent, "2026-11-21T23:00:00.000Z", PutResult(info, Ledger(*range(12)), 1.5))
     valid(json.loads(json.dumps(event)), MESSAGES["committed"]["payload"])
     assert set(event) == set(MESSAGES["committed"]["payload"]["properties"])

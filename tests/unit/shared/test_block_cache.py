@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutated, text_like
-from nearkin.local.writer import BESIDE_ROUND_BYTES
+from nearkin.lab.generated_data import mutate, text_like
+from nearkin.local.writer import GC_MEMORY_BYTES
 from nearkin_shared.errors import Corrupt, NotFound, StoreUnavailable
 from nearkin_shared.limits import MIB
 from nearkin_shared.reading.block_cache import ByteBoundedCache
@@ -190,7 +190,7 @@ def test_a_put_and_a_restore_keep_each_to_its_own_bound(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         blocks = store._containers.blocks
         store.put("k", data)
-        store.put("k", mutated(data, 4, edits=300, edit_bytes_max=4000))
+        store.put("k", mutate(data, 4, edits=300, edit_bytes_max=4000))
         assert blocks.used_bytes <= 2 * MIB
         assert store.get("k", 1).read() == data
         assert blocks.used_bytes > 8 * MIB
@@ -243,7 +243,7 @@ def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(
         assert first == begun == marked == after == at_last > 50_000_000
         assert len(given_back) == 2, "after each round, whatever it came to"
         assert during
-        assert max(during) <= BESIDE_ROUND_BYTES < 52_000_000
+        assert max(during) <= GC_MEMORY_BYTES < 52_000_000
 
 
 def test_a_round_lets_go_of_what_has_gone_and_of_what_it_wrote_anew_alone(tmp_path: Path) -> None:
@@ -252,12 +252,12 @@ def test_a_round_lets_go_of_what_has_gone_and_of_what_it_wrote_anew_alone(tmp_pa
     data, other = text_like(6_000_000, 3), text_like(3_000_000, 4)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         source = store._containers
-        for version in (data, other, mutated(data, 1, edits=40)):
+        for version in (data, other, mutate(data, 1, edits=40)):
             store.put("k", version)
 
         def read(*versions: int) -> dict[tuple[int, int], object]:
             for version in versions:
-                assert store.get("k", version).read() == [data, other, mutated(data, 1, edits=40)][version - 1]
+                assert store.get("k", version).read() == [data, other, mutate(data, 1, edits=40)][version - 1]
             return dict(source.blocks.items())
 
         before = read(1, 2, 3)
@@ -297,12 +297,12 @@ def test_what_has_gone_and_what_has_a_later_generation_is_forgotten_whoever_did_
             store.put(str(number), text_like(500_000, number))
             assert store.get(str(number)).read() == text_like(500_000, number)
         source = store._containers
-        other = source.apart(source._objects)
+        other = source.with_own_caches(source._objects)
         gone, anew, same = sorted(container for container, _ in source.ids())
         assert {container for container, _ in dict(source.blocks.items())} == {gone, anew, same}
         other.put(anew, [other.raw(anew)], generation=1)
         other.delete(gone, 0)
-        source.forget_gone()
+        source.evict_deleted()
         assert {container for container, _ in dict(source.blocks.items())} == {same}
         assert {container for container, _ in source._directories.items()} == {same}
 
@@ -319,7 +319,7 @@ def test_a_round_that_cannot_list_the_store_at_its_end_lets_go_of_all(
         def unlistable() -> None:
             raise error
 
-        monkeypatch.setattr(store._containers, "forget_gone", unlistable)
+        monkeypatch.setattr(store._containers, "evict_deleted", unlistable)
         assert store.gc().versions == 0
         assert not store._containers.blocks.entries
         assert store.get("k").read() == data

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from nearkin_shared.limits import KIB, MIB
-from nearkin_shared.utils.buffers import LARGEST_BYTES, SLAB_BYTES, SMALLEST_BYTES, Buffers, Slabs, rounded
+from nearkin_shared.utils.buffers import (
+    LARGEST_BYTES,
+    SLAB_BYTES,
+    SMALLEST_BYTES,
+    BufferPool,
+    SlabAllocator,
+    round_up_size,
+)
 
 
 def address(array: np.ndarray) -> int:
@@ -19,7 +26,7 @@ def address(array: np.ndarray) -> int:
 
 
 def test_memory_comes_back_when_the_array_is_gone() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     first = buffers.take(MIB)
     at = address(first)
     del first
@@ -28,7 +35,7 @@ def test_memory_comes_back_when_the_array_is_gone() -> None:
 
 @pytest.mark.parametrize("look", [lambda a: a[10:20], lambda a: memoryview(a)[5:], lambda a: a.reshape(2, -1)[1][::3]])
 def test_memory_stays_while_a_view_of_it_lives(look) -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     first = buffers.take(MIB)
     at, view = address(first), look(first)
     del first
@@ -39,10 +46,10 @@ def test_memory_stays_while_a_view_of_it_lives(look) -> None:
 
 
 def test_sizes_that_round_to_one_share_memory() -> None:
-    assert rounded(4 * MIB) == 4 * MIB
-    assert rounded(4 * MIB + 1) == 4 * MIB + 256 * KIB
-    assert rounded(65 * KIB) == 68 * KIB
-    buffers = Buffers()
+    assert round_up_size(4 * MIB) == 4 * MIB
+    assert round_up_size(4 * MIB + 1) == 4 * MIB + 256 * KIB
+    assert round_up_size(65 * KIB) == 68 * KIB
+    buffers = BufferPool()
     first = buffers.take(512 * KIB + 17)
     at = address(first)
     del first
@@ -51,7 +58,7 @@ def test_sizes_that_round_to_one_share_memory() -> None:
 
 
 def test_a_loan_that_an_interrupt_kept_from_being_noted_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
 
     class Forgetting(dict):
         def __setitem__(self, key: object, value: object) -> None:
@@ -62,22 +69,22 @@ def test_a_loan_that_an_interrupt_kept_from_being_noted_is_none(monkeypatch: pyt
         with pytest.raises(KeyboardInterrupt):
             buffers.take(MIB)
     assert buffers.take(MIB).nbytes == MIB
-    assert buffers.spare_bytes == MIB, "the second one's alone"
+    assert buffers.unused_bytes == MIB, "the second one's alone"
 
 
 def test_what_is_lent_is_what_somebody_looks_at() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     held = [buffers.take(size) for size in (MIB, 64 * KIB, SMALLEST_BYTES - 1, LARGEST_BYTES + 1)]
-    assert buffers.lent_bytes == MIB + 64 * KIB, "the others are malloc's, and the system's"
+    assert buffers.leased_bytes == MIB + 64 * KIB, "the others are malloc's, and the system's"
     part = held[0][10:20]
     del held
-    assert (buffers.lent_bytes, buffers.spare_bytes) == (MIB, 64 * KIB)
+    assert (buffers.leased_bytes, buffers.unused_bytes) == (MIB, 64 * KIB)
     del part
-    assert (buffers.lent_bytes, buffers.spare_bytes) == (0, MIB + 64 * KIB)
+    assert (buffers.leased_bytes, buffers.unused_bytes) == (0, MIB + 64 * KIB)
 
 
 def test_what_is_large_takes_the_smallest_spare_of_up_to_twice_its_room() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     sizes = [2 * MIB, 3 * MIB, 4 * MIB, 5 * MIB]
     held = [buffers.take(size) for size in sizes]
     at = {size: address(array) for size, array in zip(sizes, held, strict=True)}
@@ -87,11 +94,11 @@ def test_what_is_large_takes_the_smallest_spare_of_up_to_twice_its_room() -> Non
     assert address(taken[3]) != at[5 * MIB]
     assert all(len(array) == 2 * MIB for array in taken)
     del taken
-    assert buffers.spare_bytes == 16 * MIB  # as large as they were
+    assert buffers.unused_bytes == 16 * MIB  # as large as they were
 
 
 def test_what_is_small_takes_a_spare_of_its_own_size_alone() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     first = buffers.take(320 * KIB)
     at = address(first)
     del first
@@ -101,7 +108,7 @@ def test_what_is_small_takes_a_spare_of_its_own_size_alone() -> None:
 
 
 def test_no_python_runs_where_a_loan_ends() -> None:
-    buffers, seen = Buffers(), []
+    buffers, seen = BufferPool(), []
     array = buffers.take(MIB)
 
     def look(frame, event, arg):
@@ -112,11 +119,11 @@ def test_no_python_runs_where_a_loan_ends() -> None:
     del array
     sys.setprofile(None)
     assert not seen, "a Ctrl-C in it would be lost"
-    assert buffers.spare_bytes == MIB
+    assert buffers.unused_bytes == MIB
 
 
 def test_memory_that_outlives_its_buffers_is_let_go_of() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     array = buffers.take(MIB)
     array[:] = 7
     del buffers
@@ -124,7 +131,7 @@ def test_memory_that_outlives_its_buffers_is_let_go_of() -> None:
 
 
 def test_what_is_wanted_is_taken_before_what_is_too_much_goes() -> None:
-    buffers = Buffers(spare_bytes_max=MIB)
+    buffers = BufferPool(spare_bytes_max=MIB)
     sizes = [300 * KIB, MIB, 300 * KIB, 900 * KIB]
     first = buffers.take_many(sizes)
     assert [len(array) for array in first] == sizes
@@ -133,25 +140,25 @@ def test_what_is_wanted_is_taken_before_what_is_too_much_goes() -> None:
     second = buffers.take_many(sizes)
     assert {address(array) for array in second} == at
     del second
-    assert buffers.spare_bytes <= MIB
+    assert buffers.unused_bytes <= MIB
 
 
 def test_unused_memory_is_bounded() -> None:
-    buffers = Buffers(spare_bytes_max=3 * MIB)
+    buffers = BufferPool(spare_bytes_max=3 * MIB)
     held = [buffers.take(MIB) for _ in range(8)]
     del held
-    assert buffers.spare_bytes == 3 * MIB
+    assert buffers.unused_bytes == 3 * MIB
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, SMALLEST_BYTES - 1, LARGEST_BYTES + 1])
 def test_other_sizes_are_left_to_malloc(size_bytes: int) -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     assert len(buffers.take(size_bytes)) == size_bytes
     assert not buffers._spares
 
 
 def test_threads_never_share_memory() -> None:
-    buffers, wrong = Buffers(), []
+    buffers, wrong = BufferPool(), []
 
     def fill(number: int) -> None:
         for _ in range(300):
@@ -166,8 +173,10 @@ def test_threads_never_share_memory() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert buffers.spare_bytes == sum(len(memory) for spares in buffers._spares.values() for memory in spares)
-    assert 0 < buffers.spare_bytes <= 2 * 5 * rounded(100 * KIB), "the last one and the next of five threads, no more"
+    assert buffers.unused_bytes == sum(len(memory) for spares in buffers._spares.values() for memory in spares)
+    assert 0 < buffers.unused_bytes <= 2 * 5 * round_up_size(100 * KIB), (
+        "the last one and the next of five threads, no more"
+    )
 
 
 def test_memory_above_the_largest_goes_back_to_the_system_when_the_last_view_is_gone() -> None:
@@ -179,7 +188,7 @@ def test_memory_above_the_largest_goes_back_to_the_system_when_the_last_view_is_
         return int(resident.read_text().split()[1])
 
     size_bytes = 8 * LARGEST_BYTES
-    buffers, page_bytes = Buffers(), os.sysconf("SC_PAGE_SIZE")
+    buffers, page_bytes = BufferPool(), os.sysconf("SC_PAGE_SIZE")
     before = pages()
     taken = buffers.take(size_bytes)
     assert (len(taken), taken.flags.writeable) == (size_bytes, True)
@@ -193,7 +202,7 @@ def test_memory_above_the_largest_goes_back_to_the_system_when_the_last_view_is_
 
 
 def test_sizes_that_are_given_back_push_out_sizes_that_are_not() -> None:
-    buffers = Buffers(spare_bytes_max=4 * MIB)
+    buffers = BufferPool(spare_bytes_max=4 * MIB)
     old = [buffers.take(MIB) for _ in range(4)]
     del old
     for _ in range(3):
@@ -203,14 +212,14 @@ def test_sizes_that_are_given_back_push_out_sizes_that_are_not() -> None:
         again = buffers.take(2 * MIB)
         assert address(again) == at
         del again
-    assert buffers.spare_bytes <= 4 * MIB
+    assert buffers.unused_bytes <= 4 * MIB
 
 
 def test_pieces_of_a_slab_lie_behind_one_another_and_never_overlap() -> None:
-    buffers = Buffers()
-    slabs = Slabs(buffers.take)
+    buffers = BufferPool()
+    slabs = SlabAllocator(buffers.take)
     sizes = [1, 70 * KIB, SLAB_BYTES // 2, 5, SLAB_BYTES // 2 + 1, SLAB_BYTES - 4, 0]
-    pieces = [slabs.cut(size) for size in sizes]
+    pieces = [slabs.allocate(size) for size in sizes]
     assert [len(piece) for piece in pieces] == sizes
     for number, piece in enumerate(pieces):
         piece[:] = number
@@ -219,14 +228,14 @@ def test_pieces_of_a_slab_lie_behind_one_another_and_never_overlap() -> None:
 
 
 def test_a_slab_comes_back_with_its_last_piece() -> None:
-    buffers = Buffers()
-    slabs = Slabs(buffers.take)
-    first, second = slabs.cut(10), slabs.cut(SLAB_BYTES // 2)
+    buffers = BufferPool()
+    slabs = SlabAllocator(buffers.take)
+    first, second = slabs.allocate(10), slabs.allocate(SLAB_BYTES // 2)
     at = address(first)
     del first
-    held = slabs.cut(SLAB_BYTES // 2)  # begins another slab
-    assert buffers.spare_bytes == 0
+    held = slabs.allocate(SLAB_BYTES // 2)  # begins another slab
+    assert buffers.unused_bytes == 0
     del second
-    assert buffers.spare_bytes == SLAB_BYTES
+    assert buffers.unused_bytes == SLAB_BYTES
     assert address(buffers.take(SLAB_BYTES)) == at
     del held

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
-from nearkin_shared.config.plain import nested, settings_of
+from nearkin_shared.config.plain import nest_values, settings_of
 from nearkin_shared.config.settings import PROFILES, Settings
 
 FIELDS = [
@@ -135,14 +135,14 @@ def test_variables_are_read_as_pydantic_settings_reads_them(
         storage: dict[str, Any] | None = None
 
     found = EnvSettingsSource(Environment, env_prefix="NEARKIN_", env_nested_delimiter="__")()
-    assert nested(variables) == found
+    assert nest_values(variables) == found
 
 
 @pytest.mark.parametrize(
     "name", ["features", "features__algorithm__x", "features__nothing", "ingest__topics", "nothing"]
 )
 def test_variables_of_more_than_a_single_value_are_left_to_pydantic(name: str) -> None:
-    assert nested({"store": "s", name: "1"}) is None
+    assert nest_values({"store": "s", name: "1"}) is None
 
 
 def test_commands_with_plain_settings_do_not_wait_for_pydantic(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nearkin_shared.storage.container_graph import leaning_last
+from nearkin_shared.storage.container_graph import topological_order
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,13 @@ from nearkin_shared.storage.container_graph import leaning_last
     ],
 )
 def test_each_comes_once_and_after_what_it_leans_on(leans: dict[int, list[int]], expected: list[int]) -> None:
-    assert list(leaning_last(leans, leans.__getitem__)) == expected
+    assert list(topological_order(leans, leans.__getitem__)) == expected
 
 
 def test_a_circle_and_a_chain_of_100000_end() -> None:
-    assert sorted(leaning_last([1, 2, 3], {1: [2], 2: [3], 3: [1]}.__getitem__)) == [1, 2, 3]
+    assert sorted(topological_order([1, 2, 3], {1: [2], 2: [3], 3: [1]}.__getitem__)) == [1, 2, 3]
     count = 100_000
-    assert list(leaning_last(range(count), lambda c: [c + 1])) == list(range(count))[::-1]
+    assert list(topological_order(range(count), lambda c: [c + 1])) == list(range(count))[::-1]
 
 
 def test_any_leaning_without_circles_is_kept() -> None:
@@ -35,6 +35,6 @@ def test_any_leaning_without_circles_is_kept() -> None:
         ids = list(range(30))
         rank = draw.sample(ids, 30)  # who was sealed first
         leans = {c: [o for o in ids if rank[o] < rank[c] and draw.random() < 0.1] for c in ids}
-        order = list(leaning_last(ids, leans.__getitem__))
+        order = list(topological_order(ids, leans.__getitem__))
         assert sorted(order) == ids
         assert all(order.index(base) < order.index(c) for c in ids for base in leans[c])

@@ -9,11 +9,11 @@ import pytest
 
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew, NotFound
 from nearkin_shared.objectstore.base import AlreadyExists
-from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects, memory_objects
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
 from nearkin_shared.storage import descriptor
 
 
-def written(data: bytes) -> ObstoreObjects:
+def written(data: bytes) -> ObstoreObjectStore:
     objects = memory_objects()
     objects.put_new(descriptor.NAME, data)
     return objects

@@ -11,7 +11,7 @@ import pytest
 
 from nearkin_shared.errors import BadInput, StoreUnavailable
 from nearkin_shared.utils import failpoints
-from nearkin_shared.utils.failpoints import POINTS, Armed, arm, disarm, failpoint, parsed
+from nearkin_shared.utils.failpoints import POINTS, ArmedFailpoint, arm, disarm, failpoint, parse_failpoints
 from tests.support.data.stores import process
 
 ROOT = Path(__file__).parents[3]
@@ -63,9 +63,9 @@ def test_armed_a_name_that_is_not_listed_is_refused() -> None:
 
 
 def test_what_is_said_is_read() -> None:
-    assert parsed("put.begun:1:kill, gc.done:12:sleep=0.5") == (
-        Armed("put.begun", 1, "kill"),
-        Armed("gc.done", 12, "sleep", 0.5),
+    assert parse_failpoints("put.begun:1:kill, gc.done:12:sleep=0.5") == (
+        ArmedFailpoint("put.begun", 1, "kill"),
+        ArmedFailpoint("gc.done", 12, "sleep", 0.5),
     )
 
 
@@ -86,7 +86,7 @@ def test_what_is_said_is_read() -> None:
 )
 def test_what_makes_no_sense_is_refused_with_what_would(said: str, complaint: str) -> None:
     with pytest.raises(BadInput, match=complaint):
-        parsed(said)
+        parse_failpoints(said)
 
 
 def test_the_environment_arms_a_process_which_dies_where_it_says(tmp_path: Path) -> None:

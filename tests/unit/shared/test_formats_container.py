@@ -102,7 +102,7 @@ def _written(chunks: ChunkTable, changes: dict[str, Any]) -> bytes:
 
 @pytest.mark.parametrize(
     "make",
-    [samples.small_container, samples.patched_container, samples.rest_container, samples.empty_container],
+    [samples.small_container, samples.patch_container, samples.rest_container, samples.empty_container],
 )
 def test_every_flipped_bit_is_told(make: Callable[[], bytes]) -> None:
     data = bytearray(make())

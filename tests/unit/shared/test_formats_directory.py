@@ -78,7 +78,7 @@ def read_with(changed: Parts, make: Callable[[], bytes] = samples.small_containe
     return samples.read_all(samples.with_directory(make(), changed.joined()))[0]
 
 
-@pytest.mark.parametrize("make", [samples.small_container, samples.patched_container, samples.empty_container])
+@pytest.mark.parametrize("make", [samples.small_container, samples.patch_container, samples.empty_container])
 def test_the_parts_joined_again_are_the_same_container(make: Callable[[], bytes]) -> None:
     assert samples.with_directory(make(), parts(make).joined()) == make()
 
@@ -211,14 +211,14 @@ WRONG_PATCHED = {
 def test_a_patch_block_that_does_not_add_up_is_corrupt_whatever_its_checksum_says(
     change: Callable[[Parts], None],
 ) -> None:
-    wrong = parts(samples.patched_container)
+    wrong = parts(samples.patch_container)
     change(wrong)
     with pytest.raises(Corrupt):
-        read_with(wrong, samples.patched_container)
+        read_with(wrong, samples.patch_container)
 
 
 def test_a_patched_container_says_what_was_put_into_it() -> None:
-    directory, _ = samples.read_all(samples.patched_container())
+    directory, _ = samples.read_all(samples.patch_container())
     assert directory.blocks.kinds.tolist() == [container_layout.RAW, container_layout.PATCH]
     assert directory.chunks.depths.tolist() == [0, 2, 2, 2]
     assert directory.chunks.bases.containers.tolist() == [0, samples.CONTAINER, samples.OLDER, samples.OLDER]
@@ -226,11 +226,11 @@ def test_a_patched_container_says_what_was_put_into_it() -> None:
     bases = directory.prefixes.of(1)
     assert (bases.containers.tolist(), bases.ordinals.tolist()) == ([samples.CONTAINER, samples.OLDER], [0, 77])
     assert len(directory.prefixes.of(0)) == 0
-    assert directory.leans_on() == [samples.OLDER]
+    assert directory.base_containers() == [samples.OLDER]
 
 
 def test_a_patch_block_needs_exactly_its_prefix() -> None:
-    data = samples.patched_container()
+    data = samples.patch_container()
     directory, _ = samples.read_all(data)
     start = int(directory.blocks.offsets[1]) - container_layout.BLOCK.size
     record = data[start : start + container_layout.BLOCK.size + int(directory.blocks.stored[1])]

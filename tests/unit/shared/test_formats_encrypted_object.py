@@ -16,13 +16,13 @@ from nearkin_shared.formats.encrypted_object import (
     STRIDE_BYTES,
     Head,
     PageCipher,
+    encrypt,
+    encrypted_bytes,
     head_of,
     page_runs,
     pages_of,
     plain_bytes,
     room,
-    seal,
-    sealed_bytes,
     stored_range,
 )
 
@@ -32,11 +32,11 @@ SALT = bytes(range(100, 120))
 
 
 def opened(stored: bytes, name: str = "a/b", key: bytes = KEY) -> bytes:
-    return PageCipher(head_of(stored, name), name, key).opened_whole(stored)
+    return PageCipher(head_of(stored, name), name, key).decrypt_object(stored)
 
 
 def sealed(data: bytes, name: str = "a/b", key: bytes = KEY) -> bytes:
-    return bytes(seal(name, data, OWNER, 3, key))
+    return bytes(encrypt(name, data, OWNER, 3, key))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_was_sealed_is_what_opens_and_its_size_follows_from_what_is_stored(
     data = random_bytes(size_bytes, 1)
     stored = sealed(data)
     assert opened(stored) == data
-    assert len(stored) == sealed_bytes(size_bytes)
+    assert len(stored) == encrypted_bytes(size_bytes)
     assert plain_bytes(len(stored)) == size_bytes
     assert head_of(stored, "a/b") == Head(size_bytes, OWNER, 3, stored[20:40])
     if size_bytes > 64:
@@ -54,7 +54,7 @@ def test_what_was_sealed_is_what_opens_and_its_size_follows_from_what_is_stored(
 
 
 def test_sizes_that_no_sealed_object_has_are_known() -> None:
-    sizes = {sealed_bytes(size_bytes): size_bytes for size_bytes in range(2 * PAGE_BYTES + 40)}
+    sizes = {encrypted_bytes(size_bytes): size_bytes for size_bytes in range(2 * PAGE_BYTES + 40)}
     for stored_bytes in range(HEAD.size + 2 * STRIDE_BYTES + 20):
         assert plain_bytes(stored_bytes) == sizes.get(stored_bytes, -1)
 
@@ -87,7 +87,7 @@ def test_a_flipped_bit_of_any_page_is_told_and_no_other_page_suffers() -> None:
                 plain = room(PAGE_BYTES)
                 size_bytes = cipher.open_into(damaged[start:end], page, page + 1, plain)
                 assert plain[:size_bytes] == data[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
-        salvaged = cipher.salvaged(damaged)
+        salvaged = cipher.salvage(damaged)
         around = data[: hit * PAGE_BYTES], data[(hit + 1) * PAGE_BYTES :]
         lost = bytes(len(data) - len(around[0]) - len(around[1]))
         assert salvaged == around[0] + lost + around[1]
@@ -124,7 +124,7 @@ def test_an_object_cut_short_at_any_page_or_filled_up_is_refused() -> None:
         with pytest.raises(Corrupt, match="filled up"):
             opened(stored + more)
     # A head that says less, with a check that agrees: the pages were sealed together with another head.
-    shorter = Head(PAGE_BYTES, OWNER, 3, stored[20:40]).packed()
+    shorter = Head(PAGE_BYTES, OWNER, 3, stored[20:40]).pack()
     with pytest.raises(Corrupt, match="page 0"):
         opened(shorter + stored[HEAD.size : HEAD.size + STRIDE_BYTES])
 
@@ -156,6 +156,6 @@ def test_runs_of_pages_are_apart_and_hold_what_is_wanted() -> None:
 
 def test_the_bytes_of_the_first_release_are_these_for_ever() -> None:
     data = random_bytes(PAGE_BYTES + 1000, 7)
-    stored = bytes(PageCipher(Head(len(data), OWNER, 3, SALT), "containers/1/2.nkc", KEY).sealed(data))
+    stored = bytes(PageCipher(Head(len(data), OWNER, 3, SALT), "containers/1/2.nkc", KEY).encrypt(data))
     assert opened(stored, "containers/1/2.nkc") == data
     assert blake3(stored).hexdigest(length=16) == "afe0132866922fa0e10720217d423b02"

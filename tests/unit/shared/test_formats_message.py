@@ -25,12 +25,12 @@ from nearkin_shared.formats.message import (
     decode,
     encode,
     encode_paired,
-    opened,
+    read_header,
 )
 from nearkin_shared.formats.message_batches import read_fresh, read_paired, read_segments
 from nearkin_shared.results import Ledger
 from nearkin_shared.types import FreshBatch, Locations, PairedBatch, SegmentBatch
-from tests.support.data.messages import BLOB, deduplicated, mixed_content, paired, segmented
+from tests.support.data.messages import BLOB, mark_known, mixed_content, pair, segment
 
 
 def assert_same_batch(found: SegmentBatch, sent: SegmentBatch, carried: np.ndarray) -> None:
@@ -50,7 +50,7 @@ def test_a_frame_arrives_as_sent() -> None:
 
 
 def test_segments_arrive_as_sent_without_the_bytes_of_zero_chunks() -> None:
-    sent = segmented(mixed_content())
+    sent = segment(mixed_content())
     data = encode(Segments(BLOB, sent))
     assert len(data) < 560_000
     found = decode(data, "test")
@@ -59,7 +59,7 @@ def test_segments_arrive_as_sent_without_the_bytes_of_zero_chunks() -> None:
 
 
 def test_fresh_chunks_alone_carry_their_bytes() -> None:
-    sent = deduplicated(segmented(mixed_content()))
+    sent = mark_known(segment(mixed_content()))
     found = decode(encode(Fresh(BLOB, sent)), "test")
     assert isinstance(found, Fresh)
     np.testing.assert_array_equal(found.batch.fresh, sent.fresh)
@@ -72,7 +72,7 @@ def test_fresh_chunks_alone_carry_their_bytes() -> None:
 
 
 def test_pairs_arrive_as_sent() -> None:
-    sent = paired(deduplicated(segmented(mixed_content())))
+    sent = pair(mark_known(segment(mixed_content())))
     found = decode(encode(Paired(BLOB, sent)), "test")
     assert isinstance(found, Paired)
     assert found.batch.sketch == sent.sketch
@@ -107,7 +107,7 @@ def test_an_end_arrives_as_sent(failure: str | None) -> None:
 def end_that_says(**said: object) -> bytes:
     """Return an end as a stranger may write it: our JSON with other values."""
     ours = encode(End(BLOB, 123, b"o" * 16, 10, b"b" * 32, None, 17, None, {"a": "b"}))
-    text = ours[opened(ours, "ours").starts[-1] :]
+    text = ours[read_header(ours, "ours").starts[-1] :]
     other = json.dumps(json.loads(text) | said).encode()
     header = bytearray(ours[: -len(text)])
     header[40:44] = len(other).to_bytes(4, "little")
@@ -141,7 +141,7 @@ def test_why_a_blob_failed_can_always_be_told(failure: object) -> None:
 @pytest.mark.parametrize(("container", "ordinal"), [(0, 0), (1, 8192), (1, 0xFFFFFFFF), (5, ROWS_MAX)])
 def test_a_base_that_no_container_has_is_refused(container: int, ordinal: int) -> None:
     """The zero chunk was taken as one: the container that it came into was refused whole, with all else in it."""
-    pairs = paired(deduplicated(segmented(mixed_content()[:60_000])))
+    pairs = pair(mark_known(segment(mixed_content()[:60_000])))
     where = Locations(pairs.bases.containers.copy(), pairs.bases.ordinals.copy())
     row = int(np.flatnonzero(pairs.base_found)[0])
     where.containers[row], where.ordinals[row] = container, ordinal
@@ -154,7 +154,7 @@ def test_a_base_that_no_container_has_is_refused(container: int, ordinal: int) -
 
 @pytest.mark.parametrize(("container", "ordinal"), [(1, 8192), (99, ROWS_MAX)])
 def test_a_known_chunk_that_no_container_has_is_refused(container: int, ordinal: int) -> None:
-    fresh = deduplicated(segmented(mixed_content()[:60_000]))
+    fresh = mark_known(segment(mixed_content()[:60_000]))
     where = Locations(fresh.chunk_locations.containers.copy(), fresh.chunk_locations.ordinals.copy())
     row = int(np.flatnonzero(fresh.chunk_known)[0])
     where.containers[row], where.ordinals[row] = container, ordinal
@@ -182,9 +182,9 @@ WHOLE = [
     encode(message)
     for message in (
         Frame(BLOB, np.arange(50, dtype=np.uint8)),
-        Segments(BLOB, segmented(mixed_content()[:60_000])),
-        Fresh(BLOB, deduplicated(segmented(mixed_content()[:60_000]))),
-        Paired(BLOB, paired(deduplicated(segmented(mixed_content()[:60_000])))),
+        Segments(BLOB, segment(mixed_content()[:60_000])),
+        Fresh(BLOB, mark_known(segment(mixed_content()[:60_000]))),
+        Paired(BLOB, pair(mark_known(segment(mixed_content()[:60_000])))),
         Placed(BLOB, Locations.empty(3), np.zeros(3, np.bool_), np.zeros(3, np.uint32), Ledger()),
         End(BLOB, 123, b"o" * 16, 10, b"b" * 32, None, 17, None, {}),
     )
@@ -226,7 +226,7 @@ def test_damage_is_refused_or_stays_inside_every_bound(
 
 def joint(values: list[bytes]) -> list[SegmentBatch | FreshBatch | PairedBatch]:
     """Read messages of one kind together."""
-    messages = [fmt.opened(value, f"message {number}") for number, value in enumerate(values)]
+    messages = [fmt.read_header(value, f"message {number}") for number, value in enumerate(values)]
     if messages[0].kind is Kind.SEGMENTS:
         joined = read_segments(messages)
         return [joined.part(number) for number in range(len(messages))]
@@ -242,11 +242,11 @@ def assert_equal(found: object, expected: object) -> None:
         assert_equal(getattr(found, one.name), getattr(expected, one.name))
 
 
-SEVERAL = [segmented(mixed_content(seed)[: 50_000 * seed]) for seed in (1, 2, 5)]
+SEVERAL = [segment(mixed_content(seed)[: 50_000 * seed]) for seed in (1, 2, 5)]
 BY_KIND = [
     [encode(Segments(BLOB, batch)) for batch in SEVERAL],
-    [encode(Fresh(BLOB, deduplicated(batch))) for batch in SEVERAL],
-    [encode(Paired(BLOB, paired(deduplicated(batch)))) for batch in SEVERAL],
+    [encode(Fresh(BLOB, mark_known(batch))) for batch in SEVERAL],
+    [encode(Paired(BLOB, pair(mark_known(batch)))) for batch in SEVERAL],
 ]
 
 
@@ -283,16 +283,16 @@ def test_a_damaged_message_is_refused_among_others_exactly_when_it_is_refused_al
 
 
 def test_kinds_are_not_read_together() -> None:
-    messages = [fmt.opened(values[0], "mixed") for values in BY_KIND[:2]]
+    messages = [fmt.read_header(values[0], "mixed") for values in BY_KIND[:2]]
     with pytest.raises(TypeError, match="does not belong"):
         read_segments(messages)
 
 
 def test_pairs_made_of_a_fresh_message_are_the_bytes_of_pairs_made_anew() -> None:
     for batch in SEVERAL:
-        fresh = deduplicated(batch)
-        pairs = paired(fresh)
-        made = encode_paired(fmt.opened(encode(Fresh(BLOB, fresh)), "fresh"), pairs)
+        fresh = mark_known(batch)
+        pairs = pair(fresh)
+        made = encode_paired(fmt.read_header(encode(Fresh(BLOB, fresh)), "fresh"), pairs)
         assert made == encode(Paired(BLOB, pairs))
     with pytest.raises(BadInput, match="fresh chunks"):
-        encode_paired(fmt.opened(BY_KIND[1][0], "fresh"), pairs)
+        encode_paired(fmt.read_header(BY_KIND[1][0], "fresh"), pairs)

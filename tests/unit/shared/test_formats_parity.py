@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
-from nearkin_shared.formats.parity_object import HEAD, Scheme, encode_parity, head_of, mended, scheme_of
+from nearkin_shared.formats.parity_object import HEAD, Scheme, encode_parity, head_of, reconstruct, scheme_of
 
 NAME = "containers/1a200/1a20082bad40bb55.nkc"
 SCHEME = Scheme(8, 3)
@@ -26,14 +26,14 @@ def test_any_flipped_bit_is_mended_and_so_is_parity_that_is_damaged_too(size_byt
     data, draw = random_bytes(size_bytes, 3), random.Random(size_bytes)
     parity = encode_parity(NAME, data, SCHEME)
     assert len(parity) == head_of(parity, NAME).parity_bytes
-    assert mended(NAME, data, parity) == data
+    assert reconstruct(NAME, data, parity) == data
     for _ in range(30):
         broken = parity
         for _ in range(2):
             broken = flipped(broken, draw.randrange(8 * len(parity)))
         found = flipped(data, draw.randrange(8 * size_bytes)) if size_bytes else b"?"
         try:
-            assert mended(NAME, found, broken) == data
+            assert reconstruct(NAME, found, broken) == data
         except Corrupt:  # both flips fell into heads
             assert broken[: HEAD.size] != parity[: HEAD.size]
             assert broken[-HEAD.size :] != parity[-HEAD.size :]
@@ -55,36 +55,36 @@ def test_damage_up_to_the_schemes_bound_is_mended(harm):
             found += b"more"
         case "zeros":
             found[:37_500] = bytes(37_500)
-    assert mended(NAME, bytes(found), parity) == data
+    assert reconstruct(NAME, bytes(found), parity) == data
 
 
 def test_too_much_damage_is_told_and_never_a_wrong_object():
     data = random_bytes(300_000, 5)
     parity = encode_parity(NAME, data, SCHEME)
-    assert mended(NAME, b"", parity) is None
-    assert mended(NAME, bytes(300_000), parity) is None
-    assert mended(NAME, data[:150_000], parity) is None
+    assert reconstruct(NAME, b"", parity) is None
+    assert reconstruct(NAME, bytes(300_000), parity) is None
+    assert reconstruct(NAME, data[:150_000], parity) is None
 
 
 def test_a_small_object_comes_back_from_parity_alone():
     data = random_bytes(150, 2)
-    assert mended(NAME, b"", encode_parity(NAME, data, SCHEME)) == data
+    assert reconstruct(NAME, b"", encode_parity(NAME, data, SCHEME)) == data
 
 
 def test_parity_of_another_object_a_cut_one_and_a_newer_one_are_refused():
     data = random_bytes(9000, 2)
     parity = encode_parity(NAME, data, SCHEME)
     with pytest.raises(Corrupt, match="belongs to another object"):
-        mended(NAME.replace("55", "56"), data, parity)
+        reconstruct(NAME.replace("55", "56"), data, parity)
     for cut in (b"", parity[:40], parity[200:-200]):
         with pytest.raises(Corrupt, match="both of its heads"):
-            mended(NAME, data, cut)
-    assert mended(NAME, flipped(data, 99), parity[: -len(parity) // 5]) == data
+            reconstruct(NAME, data, cut)
+    assert reconstruct(NAME, flipped(data, 99), parity[: -len(parity) // 5]) == data
     newer = bytearray(parity[: HEAD.size - 8])
     newer[4] = 2
     newer += blake3(newer).digest(length=8)
     with pytest.raises(FormatTooNew, match="format 2"):
-        mended(NAME, data, bytes(newer) + parity[HEAD.size :])
+        reconstruct(NAME, data, bytes(newer) + parity[HEAD.size :])
 
 
 def test_what_it_costs_is_the_schemes_share_and_little_more():

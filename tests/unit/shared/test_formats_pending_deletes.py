@@ -13,14 +13,21 @@ from hypothesis import strategies as st
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
 from nearkin_shared.formats import columns, pending_delete_record
 from nearkin_shared.formats.columns import check_bytes
-from nearkin_shared.formats.pending_delete_record import FIXED, MAGIC, Condemned, decode_record, encode_record, fitting
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjects
+from nearkin_shared.formats.pending_delete_record import (
+    FIXED,
+    MAGIC,
+    PendingDelete,
+    decode_record,
+    encode_record,
+    fitting,
+)
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from nearkin_shared.storage.pending_deletes import CondemnedStore, record_bytes
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore, record_bytes
 from nearkin_shared.utils import failpoints
 
 ordinals = st.sets(st.integers(0, 300), max_size=40).map(lambda rows: np.array(sorted(rows), np.uint32))
-entries = st.builds(Condemned, st.integers(0, 1 << 50), ordinals, ordinals, st.booleans())
+entries = st.builds(PendingDelete, st.integers(0, 1 << 50), ordinals, ordinals, st.booleans())
 records = st.dictionaries(st.integers(2, (1 << 64) - 1), entries, max_size=8)
 
 
@@ -28,9 +35,9 @@ def plain(record):
     return {c: (e.at_us, e.chunks.tolist(), e.segments.tolist(), e.whole) for c, e in record.items()}
 
 
-def example() -> dict[int, Condemned]:
+def example() -> dict[int, PendingDelete]:
     rows = np.array([0, 1, 2, 7, 9, 10], np.uint32)
-    return {1 << 40: Condemned(5, rows, rows[:2], False), (1 << 40) + 1: Condemned(6, rows, rows, True)}
+    return {1 << 40: PendingDelete(5, rows, rows[:2], False), (1 << 40) + 1: PendingDelete(6, rows, rows, True)}
 
 
 @given(record=records, sequence=st.integers(0, (1 << 64) - 1))
@@ -43,7 +50,7 @@ def test_what_is_read_is_what_was_written(record, sequence):
 @given(record=records, later=st.integers(1, 1 << 40))
 @runs(deadline=None, max_examples=50)
 def test_its_size_does_not_depend_on_the_clock(record, later):
-    moved = {c: Condemned(e.at_us + later, e.chunks, e.segments, e.whole) for c, e in record.items()}
+    moved = {c: PendingDelete(e.at_us + later, e.chunks, e.segments, e.whole) for c, e in record.items()}
     assert record_bytes(moved) == record_bytes(record)
 
 
@@ -102,37 +109,37 @@ def test_what_does_not_fit_into_one_record_waits(monkeypatch):
 
 def test_the_highest_record_holds_and_lower_ones_go():
     objects = memory_objects()
-    store = CondemnedStore(objects)
+    store = PendingDeleteStore(objects)
     assert store.read() == {}
     store.replace(example())
-    assert list(store.listed()) == [1]
-    newer = {9: Condemned(7, np.zeros(0, np.uint32), np.zeros(0, np.uint32), True)}
+    assert list(store.list_records()) == [1]
+    newer = {9: PendingDelete(7, np.zeros(0, np.uint32), np.zeros(0, np.uint32), True)}
     objects.put_new(f"gc/{5:016x}.nkg", encode_record(5, newer))  # whoever wrote it died before it removed the other
     assert plain(store.read()) == plain(newer)
     store.replace(example())
-    assert store.listed() == {6: record_bytes(example())}
+    assert store.list_records() == {6: record_bytes(example())}
     store.replace({})
-    assert store.listed() == {7: record_bytes({})}
+    assert store.list_records() == {7: record_bytes({})}
     assert store.read() == {}
 
 
 def test_a_store_in_which_nothing_ever_was_condemned_has_no_record():
-    store = CondemnedStore(memory_objects())
+    store = PendingDeleteStore(memory_objects())
     store.replace({})
-    assert store.listed() == {}
-    assert store.settled()
+    assert store.list_records() == {}
+    assert store.is_consistent()
 
 
 def test_a_record_whose_writer_slept_until_all_was_collected_never_holds(tmp_path):
     """Held on its way to write record 1, while others condemn, free and are left with nothing condemned."""
-    late, meanwhile = CondemnedStore(LocalObjects(tmp_path)), CondemnedStore(LocalObjects(tmp_path))
+    late, meanwhile = PendingDeleteStore(LocalObjectStore(tmp_path)), PendingDeleteStore(LocalObjectStore(tmp_path))
     names: list[str] = []
 
     def collected_meanwhile(name: str) -> None:
         names.append(name)
         if len(names) == 1:
             assert name == "object.begun"
-            meanwhile.replace({1 << 30: Condemned(9, np.zeros(0, np.uint32), np.zeros(0, np.uint32), True)})
+            meanwhile.replace({1 << 30: PendingDelete(9, np.zeros(0, np.uint32), np.zeros(0, np.uint32), True)})
             meanwhile.replace({})
 
     failpoints.arm((), collected_meanwhile)
@@ -142,31 +149,31 @@ def test_a_record_whose_writer_slept_until_all_was_collected_never_holds(tmp_pat
     finally:
         failpoints.disarm()
     assert meanwhile.read() == {}
-    assert not meanwhile.settled()  # what it left is removed by the next round
+    assert not meanwhile.is_consistent()  # what it left is removed by the next round
     meanwhile.replace({})
-    assert meanwhile.settled()
+    assert meanwhile.is_consistent()
 
 
 def test_a_broken_record_or_two_are_not_settled():
     objects = memory_objects()
-    store = CondemnedStore(objects)
+    store = PendingDeleteStore(objects)
     store.replace(example())
-    assert store.settled()
+    assert store.is_consistent()
     objects.put_new(f"gc/{9:016x}.nkg", encode_record(9, example()))
-    assert not store.settled()
+    assert not store.is_consistent()
     objects.delete(f"gc/{9:016x}.nkg")
     objects.delete(f"gc/{1:016x}.nkg")
     objects.put_new(f"gc/{1:016x}.nkg", encode_record(1, example())[:-1])
-    assert not store.settled()
+    assert not store.is_consistent()
 
 
 def test_a_broken_record_condemns_nothing_and_an_unknown_name_is_told():
     objects = memory_objects()
-    store = CondemnedStore(objects)
+    store = PendingDeleteStore(objects)
     objects.put_new(f"gc/{2:016x}.nkg", encode_record(3, example()))  # under another's name
     assert store.read() == {}
     with pytest.raises(Corrupt, match="is record 3"):
         store.at(2)
     objects.put_new("gc/notes.txt", b"mine")
     with pytest.raises(Corrupt, match="move it out"):
-        store.listed()
+        store.list_records()

@@ -39,7 +39,7 @@ def test_a_loop_that_does_no_step_for_long_is_not_live(monitor: Monitor, monkeyp
     monitor.pulse("committer")
     assert (asked(monitor, "/livez").status_code, asked(monitor, "/livez").json()) == (200, {"status": "ok"})
     now += 11.25
-    assert set(monitor.stalled()) == {"delta", "committer"}
+    assert set(monitor.stalled_loops()) == {"delta", "committer"}
     pulse.beat()
     answer = asked(monitor, "/livez")
     assert (answer.status_code, answer.json()) == (503, {"status": "stalled", "committer": "no step for 11 s"})
@@ -59,7 +59,7 @@ def test_it_is_ready_once_connected_while_all_answers_and_until_it_stops(
             raise StoreUnavailable("redis 127.0.0.1:6379: refused")
 
     assert asked(monitor, "/readyz").json() == {"status": "not ready", "servers": "still connecting"}
-    monitor.connected({"redis": redis, "kafka": lambda: None})
+    monitor.on_connect({"redis": redis, "kafka": lambda: None})
     answer = asked(monitor, "/readyz")
     assert (answer.status_code, answer.json()["redis"]) == (503, "redis 127.0.0.1:6379: refused")
     assert asked(monitor, "/livez").status_code == 200  # to start it again would bring back no Redis

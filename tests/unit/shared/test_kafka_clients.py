@@ -12,7 +12,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError, NearkinError, Permanent, StoreUnavailable
+from nearkin_shared.errors import ConfigError, NearkinError, PermanentError, StoreUnavailable
 from nearkin_shared.kafka import clients
 from tests.support.servers.certificates import self_signed
 
@@ -42,10 +42,10 @@ def test_the_same_is_said_once_in_a_while(said: pytest.LogCaptureFixture, monkey
 
 
 def test_what_was_said_is_remembered_within_bounds(said: pytest.LogCaptureFixture) -> None:
-    for number in range(3 * clients.SAID_MAX):
+    for number in range(3 * clients.REPORTED_MAX):
         clients._on_error(KafkaError(KafkaError._TRANSPORT, f"after {number} ms"))
-    assert len(said.records) == 3 * clients.SAID_MAX
-    assert len(clients._said) <= clients.SAID_MAX
+    assert len(said.records) == 3 * clients.REPORTED_MAX
+    assert len(clients._said) <= clients.REPORTED_MAX
 
 
 def kafka(**values: object) -> Settings:
@@ -82,7 +82,7 @@ def test_a_user_without_a_password_is_told_as_the_setting(protocol: str) -> None
         (KafkaError.INVALID_REPLICATION_FACTOR, StoreUnavailable),
         (KafkaError.NOT_CONTROLLER, StoreUnavailable),
         (KafkaError._TIMED_OUT, StoreUnavailable),
-        (KafkaError.TOPIC_AUTHORIZATION_FAILED, Permanent),
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, PermanentError),
         (KafkaError.TOPIC_ALREADY_EXISTS, None),
     ],
 )

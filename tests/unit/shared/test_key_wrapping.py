@@ -13,7 +13,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import StorageSettings
 from nearkin_shared.crypto.key_wrapping import LocalKeys, generate, key_id_of, keys_in, wrapper_of
 from nearkin_shared.errors import ConfigError, Corrupt
-from tests.support.data.test_keys import KEY_ENCRYPTION_KEYS, encoded
+from tests.support.data.test_keys import KEY_ENCRYPTION_KEYS, encode_keys
 
 ONE, TWO, THREE = KEY_ENCRYPTION_KEYS
 
@@ -46,7 +46,7 @@ def test_a_key_that_is_not_at_hand_is_named_and_those_at_hand_too() -> None:
 
 
 def test_a_file_may_have_comments_commas_and_empty_lines(tmp_path: Path) -> None:
-    text = f"# the newest\n\n{encoded(TWO)}  # 2026\n{encoded(ONE)},{encoded(THREE)}\n"
+    text = f"# the newest\n\n{encode_keys(TWO)}  # 2026\n{encode_keys(ONE)},{encode_keys(THREE)}\n"
     assert keys_in(text, "here") == [TWO, ONE, THREE]
 
 
@@ -60,7 +60,7 @@ def test_text_that_is_no_key_is_refused_without_being_told(text: str) -> None:
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o602])
 def test_a_key_file_that_everybody_may_read_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "key"
-    path.write_text(encoded(ONE))
+    path.write_text(encode_keys(ONE))
     path.chmod(mode)
     with pytest.raises(ConfigError, match=f"mode {mode:o}.*chmod 600"):
         wrapper_of(StorageSettings(encryption="aes-256-gcm", key_file=str(path)))
@@ -104,6 +104,6 @@ def test_a_key_file_with_something_else_in_it_is_not_added_to(tmp_path: Path) ->
 
 
 def test_no_key_is_in_what_settings_or_keys_look_like() -> None:
-    chosen = with_changes(Settings(), {"storage": {"encryption": "aes-256-gcm", "key": encoded(ONE)}})
+    chosen = with_changes(Settings(), {"storage": {"encryption": "aes-256-gcm", "key": encode_keys(ONE)}})
     for text in (repr(chosen), repr(chosen.storage), repr(wrapper_of(chosen.storage)), str(chosen)):
-        assert encoded(ONE) not in text
+        assert encode_keys(ONE) not in text

@@ -10,18 +10,18 @@ import pytest
 
 from nearkin_shared.crypto.key_wrapping import LocalKeys, key_id_of
 from nearkin_shared.crypto.keyring import FRESH_SECONDS, NUMBERS_SKIPPED_MAX, Keyring, open_keyring
-from nearkin_shared.errors import ConfigError, Corrupt, Erased, FormatTooNew, KeysLost, StoreUnavailable
+from nearkin_shared.errors import ConfigError, Corrupt, FormatTooNew, KeysLost, StoreUnavailable, TenantErased
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats import key_record as fmt
 from nearkin_shared.formats.encrypted_object import STORE_OWNER
 from nearkin_shared.formats.key_record import DataKey
 from nearkin_shared.formats.parity_object import Scheme
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage import descriptor
 from tests.support.data.test_keys import KEY_ENCRYPTION_KEYS, MemoryKeys
-from tests.support.fakes.faulty_objects import FaultyObjects
+from tests.support.fakes.faulty_objects import FaultyObjectStore
 
 ONE, TWO, THREE = KEY_ENCRYPTION_KEYS
 DB, WEB = domain_of("db"), domain_of("web")
@@ -128,7 +128,7 @@ def test_data_keys_are_wrapped_anew_without_changing() -> None:
     assert both.rewrap() == 0
     new = keys.another((TWO,))
     assert [new.newest(domain).secret for domain in (None, DB, WEB)] == before
-    assert {key.wrapped_by for key in new.listed()} == {key_id_of(TWO)}
+    assert {key.wrapped_by for key in new.list_keys()} == {key_id_of(TWO)}
     assert all(name.endswith(".0001.nkk") for name in records(keys))
     with pytest.raises(ConfigError, match=key_id_of(TWO)):
         keys.another((ONE,)).newest(None)
@@ -138,7 +138,7 @@ def test_data_keys_are_wrapped_anew_without_changing() -> None:
 def test_rewrapping_that_was_cut_short_is_ended_by_the_next_and_loses_nothing(script: str) -> None:
     keys = MemoryKeys()
     before = [keys.keyring.newest(domain).secret for domain in (None, DB)]
-    faulty = FaultyObjects(keys.below, script)
+    faulty = FaultyObjectStore(keys.below, script)
     with pytest.raises(StoreUnavailable):
         keys.another((TWO, ONE), faulty).rewrap()
     assert faulty.spent
@@ -162,12 +162,12 @@ def test_an_erased_tenants_keys_are_gone_everywhere_within_a_minute_and_others_a
         lambda ring: ring.check_tenant("db"),
     ):
         for ring in (keys.keyring, keys.another()):
-            with pytest.raises(Erased):
+            with pytest.raises(TenantErased):
                 ask(ring)
-    with pytest.raises(Erased, match="tenant 'db': its keys were erased at 2025-11-24T16:00:00Z"):
+    with pytest.raises(TenantErased, match="tenant 'db': its keys were erased at 2025-11-24T16:00:00Z"):
         keys.keyring.check_tenant("db")
     keys.clock.now += FRESH_SECONDS + 1
-    with pytest.raises(Erased):
+    with pytest.raises(TenantErased):
         other.key(db.owner, db.number, "an object")
     assert other.newest(WEB).secret == web.secret
     assert db.owner.hex() not in " ".join(name for name in records(keys) if name.endswith(".nkk"))
@@ -178,14 +178,14 @@ def test_an_erased_tenants_keys_are_gone_everywhere_within_a_minute_and_others_a
 def test_erasing_that_was_cut_short_either_changed_nothing_or_reads_no_more(script: str) -> None:
     keys = MemoryKeys()
     keys.keyring.newest(DB)
-    faulty = FaultyObjects(keys.below, script)
+    faulty = FaultyObjectStore(keys.below, script)
     with pytest.raises(StoreUnavailable):
         keys.another(objects=faulty).erase("db")
     fresh = keys.another()
     if script == "E":
         fresh.check_tenant("db")
     else:
-        with pytest.raises(Erased):
+        with pytest.raises(TenantErased):
             fresh.newest(DB)
     fresh.erase("db")
     assert [name for name in records(keys) if keys.keyring.owner_of(DB).hex() in name] == [
@@ -209,14 +209,14 @@ def test_a_key_that_is_made_while_its_tenant_is_erased_does_not_stay() -> None:
     keys = MemoryKeys()
     eraser = keys.another()
 
-    class Slow(FaultyObjects):
+    class Slow(FaultyObjectStore):
         def put_new(self, name: str, *parts: bytes | memoryview) -> None:
             if name.endswith(".nkk"):
                 eraser.erase("db")
             super().put_new(name, *parts)
 
     late = keys.another(objects=Slow(keys.below, ""))
-    with pytest.raises(Erased):
+    with pytest.raises(TenantErased):
         late.newest(DB)
     assert not [name for name in records(keys) if name.startswith(f"keys/{keys.keyring.owner_of(DB).hex()}")]
 
@@ -224,11 +224,11 @@ def test_a_key_that_is_made_while_its_tenant_is_erased_does_not_stay() -> None:
 def test_parity_does_not_bring_an_erased_key_back() -> None:
     below = memory_objects()
     wrapper = LocalKeys([ONE], "here")
-    covered = ParityObjects(below, Scheme(4, 2))
+    covered = ParityObjectStore(below, Scheme(4, 2))
     keyring = open_keyring(covered, wrapper)
     owner = keyring.newest(DB).owner
     assert list(below.names(f"parity/keys/{owner.hex()}"))
-    open_keyring(ParityObjects(below, None), wrapper).erase("db")  # by a process that makes no parity
+    open_keyring(ParityObjectStore(below, None), wrapper).erase("db")  # by a process that makes no parity
     assert not list(below.names(f"parity/keys/{owner.hex()}"))
     assert not list(below.names(f"keys/{owner.hex()}"))
 
@@ -236,12 +236,12 @@ def test_parity_does_not_bring_an_erased_key_back() -> None:
 def test_a_damaged_key_is_read_by_its_parity() -> None:
     below = memory_objects()
     wrapper = LocalKeys([ONE], "here")
-    secret = open_keyring(ParityObjects(below, Scheme(4, 2)), wrapper).newest(DB).secret
+    secret = open_keyring(ParityObjectStore(below, Scheme(4, 2)), wrapper).newest(DB).secret
     for name in [name for name, _ in below.names("keys")]:
         data = bytearray(below.get(name))
         data[len(data) // 2] ^= 4
         below.replace(name, bytes(data))
-    fresh = open_keyring(ParityObjects(below, None), wrapper)
+    fresh = open_keyring(ParityObjectStore(below, None), wrapper)
     assert fresh.newest(DB).secret == secret
     assert len(fresh.problems()) == 2
 
@@ -265,11 +265,11 @@ def test_each_flipped_bit_of_a_record_is_told() -> None:
 
 def test_a_store_is_opened_with_the_keys_that_it_has() -> None:
     wrapper = LocalKeys([ONE], "here")
-    clear, below = ParityObjects(memory_objects(), None), ParityObjects(memory_objects(), None)
+    clear, below = ParityObjectStore(memory_objects(), None), ParityObjectStore(memory_objects(), None)
     descriptor.create(clear)
     with pytest.raises(ConfigError, match="was made without"):
         open_keyring(clear, wrapper)
-    descriptor.create(EncryptedObjects(below.inner, None, open_keyring(below, wrapper)))
+    descriptor.create(EncryptedObjectStore(below.inner, None, open_keyring(below, wrapper)))
     with pytest.raises(ConfigError, match="this store is encrypted: set storage"):
         descriptor.read(below)
     with pytest.raises(ConfigError, match=f"{key_id_of(ONE)}.*{key_id_of(TWO)}"):
@@ -283,6 +283,6 @@ def test_a_store_is_opened_with_the_keys_that_it_has() -> None:
 def test_no_secret_is_in_what_keys_look_like() -> None:
     keys = MemoryKeys()
     key = keys.keyring.newest(DB)
-    for text in (repr(key), repr(keys.keyring), repr(keys.keyring.listed())):
+    for text in (repr(key), repr(keys.keyring), repr(keys.keyring.list_keys())):
         assert key.secret.hex() not in text
         assert repr(key.secret) not in text

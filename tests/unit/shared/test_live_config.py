@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from nearkin_shared.config.loader import load
-from nearkin_shared.kafka.live_config import HotSettings
+from nearkin_shared.kafka.live_config import LiveConfig
 
 
 class Meanwhile:
@@ -36,18 +36,18 @@ def message(read_only: bool) -> bytes:
     return json.dumps({"changes": {"service": {"read_only": read_only}}, "id": str(read_only)}).encode()
 
 
-def started(tmp_path: Path) -> tuple[HotSettings, Path, Any]:
+def started(tmp_path: Path) -> tuple[LiveConfig, Path, Any]:
     file = tmp_path / "nearkin.toml"
     file.write_text('[delta]\ncodec = "none"\n')
-    hot = HotSettings(load(file)[0], file, None)
+    hot = LiveConfig(load(file)[0], file, None)
     return hot, file, hot
 
 
 def test_what_the_topic_says_while_the_file_is_read_stays(tmp_path: Path) -> None:
     """A gateway that began went back to an older message, and its next change put that in force everywhere."""
     hot, _, inside = started(tmp_path)
-    hot.told(message(True), "first")
-    inside._lock = Meanwhile(lambda: hot.told(message(False), "second"))
+    hot.on_message(message(True), "first")
+    inside._lock = Meanwhile(lambda: hot.on_message(message(False), "second"))
     hot.reread()
     assert not hot.settings.service.read_only
     assert hot.changes == {"service": {"read_only": False}}
@@ -58,6 +58,6 @@ def test_what_the_file_says_while_the_topic_is_read_stays(tmp_path: Path) -> Non
     hot.reread()
     file.write_text('[delta]\ncodec = "xdelta3"\n')
     inside._lock = Meanwhile(hot.reread)
-    hot.told(message(True), "first")
+    hot.on_message(message(True), "first")
     assert hot.settings.service.read_only
     assert hot.settings.delta.codec == "xdelta3"

@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nearkin.lab.generated_data import mutated, random_bytes
+from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin_delta import handler as delta_handler
 from nearkin_delta.container_builder import ContainerBuilder, Encodings, Prefixes
 from nearkin_delta.finished_container import FinishedContainer
 from nearkin_shared.config.reduction import BlockSettings, DeltaSettings
-from nearkin_shared.errors import Corrupt, NotFound, Retryable
+from nearkin_shared.errors import Corrupt, NotFound, RetryableError
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.container import EncodedContainer
 from nearkin_shared.limits import MIB
-from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects, memory_objects
-from nearkin_shared.pipeline.lookups import BESIDE_BYTES_MAX, InFlight
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
+from nearkin_shared.pipeline.lookups import NEIGHBOUR_BYTES_MAX, InFlight
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import ContainerId, Locations, Pieces
@@ -27,8 +27,8 @@ CONTAINER = ContainerId(99 << 20)
 CHUNK_BYTES = 30_000
 CHUNKS = 8
 ORIGINALS = [random_bytes(CHUNK_BYTES, number) for number in range(CHUNKS)]
-SECONDS = [mutated(content, 50, number) for number, content in enumerate(ORIGINALS)]
-THIRDS = [mutated(content, 50, 100 + number) for number, content in enumerate(SECONDS)]
+SECONDS = [mutate(content, 50, number) for number, content in enumerate(ORIGINALS)]
+THIRDS = [mutate(content, 50, 100 + number) for number, content in enumerate(SECONDS)]
 
 
 def chunks(contents: list[bytes], depth: int, first_base: int = 0) -> Encodings:
@@ -67,12 +67,12 @@ class World:
     """A container with blocks of depth 0, 1 and 2 that lean on one another; nothing is kept decoded."""
 
     def __init__(self) -> None:
-        self.objects: ObstoreObjects = memory_objects()
+        self.objects: ObstoreObjectStore = memory_objects()
         self.store = ContainerStore(self.objects, samples.DOMAIN, 1)
         self.in_flight = InFlight(self.store)
         small = BlockSettings(raw_bytes=64 * 1024, delta_bytes=64 * 1024, level=3)
         self.builder = ContainerBuilder(CONTAINER, samples.DOMAIN, small, DeltaSettings(), container_layout.PATCH)
-        self.in_flight.opened(self.builder)
+        self.in_flight.open_only(self.builder)
         for depth, contents in enumerate((ORIGINALS, SECONDS, THIRDS)):
             self.builder.add(chunks(contents, depth, (depth - 1) * CHUNKS if depth else 0))
 
@@ -83,8 +83,8 @@ class World:
 
     def finish(self) -> FinishedContainer:
         finished = self.builder.finish()
-        self.in_flight.finished(finished)
-        self.in_flight.opened()
+        self.in_flight.on_finished(finished)
+        self.in_flight.open_only()
         return finished
 
 
@@ -103,12 +103,12 @@ def test_the_cache_makes_room_for_what_is_looked_at_beside_it() -> None:
 
     def decode(first: int, count: int) -> list[np.ndarray]:
         blocks = in_flight.room_for([MIB] * count)
-        in_flight.keep([(CONTAINER, first + number) for number in range(count)], blocks)
+        in_flight.cache_blocks([(CONTAINER, first + number) for number in range(count)], blocks)
         return blocks
 
     decode(0, 20)
     assert store.blocks.used_bytes == 20 * MIB
-    beside = [in_flight.room(MIB) for _ in range(BESIDE_BYTES_MAX // MIB)]
+    beside = [in_flight.room(MIB) for _ in range(NEIGHBOUR_BYTES_MAX // MIB)]
     decode(20, 1)
     assert store.blocks.used_bytes == 20 * MIB
     beside += [in_flight.room(MIB) for _ in range(5)]
@@ -118,15 +118,15 @@ def test_the_cache_makes_room_for_what_is_looked_at_beside_it() -> None:
     decode(22, 5)
     assert store.blocks.used_bytes == 20 * MIB
     held = [block for first in range(100, 200, 10) for block in decode(first, 10)]
-    assert len(held) * MIB > BESIDE_BYTES_MAX + 20 * MIB
+    assert len(held) * MIB > NEIGHBOUR_BYTES_MAX + 20 * MIB
     assert store.blocks.used_bytes == 10 * MIB, "what was decoded last"
     assert store.room_for([MIB])[0].nbytes == MIB, "a restore holds nothing beside: it is not asked"
 
 
 def test_closed_patch_blocks_of_an_open_container_are_decoded_where_they_are_not_kept(world: World) -> None:
     world.builder.close()
-    world.builder.next_turn()
-    world.builder.next_turn()
+    world.builder.next_batch()
+    world.builder.next_batch()
     kinds = world.builder.directory(CONTAINER).blocks.kinds.tolist()
     assert kinds.count(container_layout.PATCH) >= 2
     assert world.builder.open_block(world.builder.blocks - 1) is None
@@ -157,7 +157,7 @@ def test_the_directory_of_what_was_just_put_is_not_read_again(world: World) -> N
     world.in_flight.durable(sealed.claims.directory)
     world.objects.delete(object_name(CONTAINER))
     assert world.store.directory(CONTAINER) is sealed.claims.directory
-    world.store.forget_read(CONTAINER)
+    world.store.evict(CONTAINER)
     with pytest.raises(NotFound):
         world.objects.get(object_name(CONTAINER))
     with pytest.raises(Exception, match="missing"):
@@ -182,5 +182,5 @@ def test_a_container_that_cannot_be_written_down_is_no_messages_fault(
         raise Corrupt("a container just built: directory's checksum does not agree")
 
     monkeypatch.setattr(EncodedContainer, "read_back", broken)
-    with pytest.raises(Retryable, match="starting over"):
-        delta_handler._sealed(finished)
+    with pytest.raises(RetryableError, match="starting over"):
+        delta_handler._encode_container(finished)

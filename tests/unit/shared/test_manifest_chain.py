@@ -13,12 +13,12 @@ import nearkin
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
 from nearkin_shared.formats import columns
 from nearkin_shared.formats.manifest import NO_PREVIOUS, Previous, decode_manifest, encode_manifest, tenant_of_manifest
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.results_json import info_from, info_json
 from nearkin_shared.storage.manifests import ManifestStore, object_name
 from tests.support.data import samples
 
-CHAINED = samples.chained_manifest()
+CHAINED = samples.manifest_with_chain()
 
 
 def with_changed(start: int, value: bytes) -> bytes:
@@ -100,7 +100,7 @@ def test_put_links_to_digest_of_previous_manifest(tmp_path: Path) -> None:
             store.put("a", b"%d" % number)
             if number == 1:
                 store.delete("a", 2)
-    objects = LocalObjects(tmp_path)
+    objects = LocalObjectStore(tmp_path)
     manifests = ManifestStore(objects)
     assert manifests.get("default", "a", 1).previous == NO_PREVIOUS
     for version in (2, 3):
@@ -116,4 +116,4 @@ def test_put_after_damaged_manifest_links_without_digest(tmp_path: Path) -> None
         path.chmod(0o600)
         path.write_bytes(path.read_bytes()[:-1] + b"x")
         store.put("a", b"two")
-    assert ManifestStore(LocalObjects(tmp_path)).get("default", "a", 2).previous == Previous(1)
+    assert ManifestStore(LocalObjectStore(tmp_path)).get("default", "a", 2).previous == Previous(1)

@@ -14,7 +14,7 @@ import pytest
 
 from nearkin_shared.limits import MIB
 from nearkin_shared.types import U8
-from nearkin_shared.utils.memory import AT_HAND_SECONDS_MAX, HUGE_BYTES, SMALL_BYTES, Mapper
+from nearkin_shared.utils.memory import CACHED_SECONDS_MAX, HUGE_BYTES, SMALL_BYTES, Mapper
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 linux_only = pytest.mark.skipif(sys.platform != "linux" or not THP.exists(), reason="huge pages are Linux's")
@@ -46,7 +46,7 @@ class Ticking:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 4096, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 1, 18 * MIB + 5])
-@pytest.mark.parametrize("seconds", [0.0, 2 * AT_HAND_SECONDS_MAX])
+@pytest.mark.parametrize("seconds", [0.0, 2 * CACHED_SECONDS_MAX])
 def test_memory_is_zeros_and_may_be_written_to_its_end(size_bytes: int, seconds: float) -> None:
     array = Mapper(Ticking(seconds)).map(size_bytes)
     assert array.shape == (size_bytes,)
@@ -57,14 +57,14 @@ def test_memory_is_zeros_and_may_be_written_to_its_end(size_bytes: int, seconds:
 
 @linux_only
 def test_huge_pages_are_asked_for_while_they_are_at_hand() -> None:
-    mapper = Mapper(Ticking(AT_HAND_SECONDS_MAX / 2))
+    mapper = Mapper(Ticking(CACHED_SECONDS_MAX / 2))
     arrays = [mapper.map(4 * MIB) for _ in range(40)]
     assert all("hg" in flags_of(array) for array in arrays)
 
 
 @linux_only
 def test_where_a_huge_page_comes_late_the_next_ones_are_small_until_it_is_tried_again() -> None:
-    clock = Ticking(2 * AT_HAND_SECONDS_MAX)
+    clock = Ticking(2 * CACHED_SECONDS_MAX)
     mapper = Mapper(clock)
     arrays = [mapper.map(SMALL_BYTES // 4) for _ in range(10)]
     assert all("nh" in flags_of(array) for array in arrays)

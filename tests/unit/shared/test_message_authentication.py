@@ -10,26 +10,26 @@ import pytest
 from prometheus_client import REGISTRY
 
 from nearkin_committer import handler as committer_handler
-from nearkin_committer.handler import CommitHandler
+from nearkin_committer.handler import CommitterHandler
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NotAuthentic
 from nearkin_shared.formats.message import End, Envelope, encode
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.clients import signed_headers
 from nearkin_shared.kafka.consumer_loop import Record
-from nearkin_shared.kafka.live_config import HotSettings
+from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
-from nearkin_shared.kafka.tenant_context import lanes
+from nearkin_shared.kafka.tenant_context import tenant_contexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.storage.manifests import ManifestStore
-from tests.support.fakes.committers import Kept, Nothing
+from tests.support.fakes.committers import EmptyBacklog, RecordingOutbox
 
 SECRET, OTHER_SECRET = b"s" * 32, b"o" * 32
 BLOB = b"0123456789abcdef"
 SETTINGS = Settings()
 
 
-class Signing(Kept):
+class Signing(RecordingOutbox):
     """An outbox as a worker has it: with the authenticator of its store."""
 
     def __init__(self, _settings: Settings, _client_id: str, authenticator: EnvelopeAuthenticator | None) -> None:
@@ -44,12 +44,14 @@ def manifests() -> ManifestStore:
 
 def committer(
     tmp_path: Path, manifests: ManifestStore, monkeypatch: pytest.MonkeyPatch, *, required: bool = True
-) -> CommitHandler:
+) -> CommitterHandler:
     monkeypatch.setattr(committer_handler, "Outbox", Signing)
-    of_all = lanes(SETTINGS, memory_objects(), SECRET, 160, lambda domain: LmdbIndex(tmp_path / "i", domain, 1 << 24))
+    of_all = tenant_contexts(
+        SETTINGS, memory_objects(), SECRET, 160, lambda domain: LmdbIndex(tmp_path / "i", domain, 1 << 24)
+    )
     authenticator = EnvelopeAuthenticator(SECRET, required=required)
-    handler = CommitHandler(SETTINGS, manifests, of_all, "w", Nothing(), authenticator)
-    handler.assigned(0, "")
+    handler = CommitterHandler(SETTINGS, manifests, of_all, "w", EmptyBacklog(), authenticator)
+    handler.on_assigned(0, "")
     return handler
 
 
@@ -148,7 +150,7 @@ class Message:
 def test_forged_config_changes_are_refused() -> None:
     """F.31: who can write to the topic `config` changes no setting."""
     ours = EnvelopeAuthenticator(SECRET)
-    hot, value = HotSettings(SETTINGS, None, ours), b'{"changes": {"service": {"read_only": true}}}'
+    hot, value = LiveConfig(SETTINGS, None, ours), b'{"changes": {"service": {"read_only": true}}}'
     made: Any = Message
     assert not hot._is_authentic(made(value, []), "forged")
     assert not hot._is_authentic(made(value, [(MAC_HEADER, b"x" * 16)]), "forged")

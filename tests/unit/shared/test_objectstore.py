@@ -15,13 +15,13 @@ import obstore
 import pytest
 
 from nearkin.lab.generated_data import random_bytes
-from nearkin_shared.errors import Corrupt, NotFound, Retryable, StoreUnavailable
+from nearkin_shared.errors import Corrupt, NotFound, RetryableError, StoreUnavailable
 from nearkin_shared.limits import MANIFEST_BYTES_MAX, OBJECT_BYTES_MAX
 from nearkin_shared.objectstore import base as module
 from nearkin_shared.objectstore import obstore_adapter
-from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX, LocalObjects
+from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX, LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from tests.support.fakes.faulty_objects import FaultyObjects
+from tests.support.fakes.faulty_objects import FaultyObjectStore
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 def test_bytes_are_synced_before_the_name_appears_and_the_folder_after(
     tmp_path: Path, calls: list[tuple[str, int]]
 ) -> None:
-    store = LocalObjects(tmp_path)
+    store = LocalObjectStore(tmp_path)
     store.put_new("a/first", b"1")
     calls.clear()
     store.put_new("a/second", b"2")
@@ -61,14 +61,14 @@ def test_bytes_are_synced_before_the_name_appears_and_the_folder_after(
 def test_new_folders_are_synced_into_their_parents_from_the_root_down(
     tmp_path: Path, calls: list[tuple[str, int]]
 ) -> None:
-    LocalObjects(tmp_path).put_new("a/b/x", b"1")
+    LocalObjectStore(tmp_path).put_new("a/b/x", b"1")
     inodes = {folder: (tmp_path / folder).stat().st_ino for folder in (".", "a", "a/b")}
     assert [inode for kind, inode in calls if kind == "sync folder"] == [inodes["."], inodes["a"], inodes["a/b"]]
 
 
 def test_folders_of_a_writer_that_died_are_synced_by_the_next_one(tmp_path: Path, calls: list[tuple[str, int]]) -> None:
     (tmp_path / "a/b").mkdir(parents=True)  # made, but nobody knows whether they were synced
-    LocalObjects(tmp_path).put_new("a/b/x", b"1")
+    LocalObjectStore(tmp_path).put_new("a/b/x", b"1")
     synced = {inode for kind, inode in calls if kind == "sync folder"}
     assert {(tmp_path / folder).stat().st_ino for folder in (".", "a", "a/b")} <= synced
 
@@ -88,7 +88,7 @@ def dying(real):
     return call
 for name in ("open", "writev", "fsync", "link", "close"):
     setattr(objectstore_base.os, name, dying(getattr(os, name)))
-objectstore_base.LocalObjects(Path(sys.argv[1])).put_new("a/x", b"content")
+objectstore_base.LocalObjectStore(Path(sys.argv[1])).put_new("a/x", b"content")
 print("done", steps, flush=True)
 os._exit(0)
 """
@@ -102,7 +102,7 @@ def test_dying_at_any_step_leaves_the_whole_object_or_none(tmp_path: Path) -> No
         found = subprocess.run(
             [sys.executable, "-c", DYING, str(root), str(step)], capture_output=True, timeout=60, check=False
         )
-        store = LocalObjects(root)
+        store = LocalObjectStore(root)
         names = list(store.names("a"))
         if found.returncode == 0:
             assert names == [("a/x", 7)]
@@ -123,7 +123,7 @@ def test_dying_at_any_step_leaves_the_whole_object_or_none(tmp_path: Path) -> No
 
 
 def test_a_failed_write_leaves_nothing_and_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = LocalObjects(tmp_path)
+    store = LocalObjectStore(tmp_path)
 
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -132,7 +132,7 @@ def test_a_failed_write_leaves_nothing_and_can_be_tried_again(tmp_path: Path, mo
         patched.setattr(module.os, "writev", full)
         with pytest.raises(StoreUnavailable, match="make room") as raised:
             store.put_new("a/x", b"content")
-    assert isinstance(raised.value, Retryable)
+    assert isinstance(raised.value, RetryableError)
     assert isinstance(raised.value.__cause__, OSError)
     assert list(store.names("")) == []
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -148,13 +148,13 @@ def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(module.os, "writev", short)
     monkeypatch.setattr(module, "PARTS_WRITTEN_MAX", 2)
-    LocalObjects(tmp_path).put_new("a/x", b"01", b"", b"2345", memoryview(b"6"), b"789")
+    LocalObjectStore(tmp_path).put_new("a/x", b"01", b"", b"2345", memoryview(b"6"), b"789")
     assert (tmp_path / "a/x").read_bytes() == b"0123456789"
     assert calls == [2, 2, 2, 1]
 
 
 def test_large_ranges_keep_their_bytes_while_others_are_read(tmp_path: Path) -> None:
-    store, data = LocalObjects(tmp_path), random_bytes(3 << 20, 1)
+    store, data = LocalObjectStore(tmp_path), random_bytes(3 << 20, 1)
     store.put_new("a/large", data)
     ends = [1 << 20, 2 << 20, (3 << 20) + 100]  # the last one beyond the end
     found = store.get_ranges("a/large", [0, 1 << 20, 2 << 20], ends)
@@ -164,16 +164,16 @@ def test_large_ranges_keep_their_bytes_while_others_are_read(tmp_path: Path) -> 
 
 
 def test_ranges_that_join_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    objects, data = LocalObjects(tmp_path), random_bytes(2 * TOGETHER_BYTES_MAX, 1)
+    objects, data = LocalObjectStore(tmp_path), random_bytes(2 * TOGETHER_BYTES_MAX, 1)
     objects.put_new("a/b", data)
     half, reads = TOGETHER_BYTES_MAX // 2, list[tuple[int, int]]()
-    plain = LocalObjects._read_range
+    plain = LocalObjectStore._read_range
 
-    def read(self: LocalObjects, descriptor: int, start: int, end: int) -> object:
+    def read(self: LocalObjectStore, descriptor: int, start: int, end: int) -> object:
         reads.append((start, end))
         return plain(self, descriptor, start, end)
 
-    monkeypatch.setattr(LocalObjects, "_read_range", read)
+    monkeypatch.setattr(LocalObjectStore, "_read_range", read)
     ends = [10, 500, half, half + 1, 3 * half]
     starts = [0, 10, 500, half, half + 1]
     found = objects.get_ranges("a/b", [*starts, 7], [*ends, 9])
@@ -182,7 +182,7 @@ def test_ranges_that_join_are_read_together(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_objects_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
-    LocalObjects(tmp_path).put_new("a/x", b"1")
+    LocalObjectStore(tmp_path).put_new("a/x", b"1")
     assert stat.S_IMODE((tmp_path / "a/x").stat().st_mode) == 0o600
 
 
@@ -201,7 +201,7 @@ def test_an_error_while_listing_is_raised_not_taken_for_the_end(
 def test_a_folder_that_fails_while_it_is_listed_is_not_taken_for_one_that_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    objects = LocalObjects(tmp_path)
+    objects = LocalObjectStore(tmp_path)
     objects.put_new("a/x", b"1")
     objects.put_new("a/below/y", b"1")
     real = os.scandir
@@ -218,7 +218,7 @@ def test_a_folder_that_fails_while_it_is_listed_is_not_taken_for_one_that_ends(
 
 def test_files_alone_are_listed_wherever_links_lead(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
-    objects = LocalObjects(tmp_path / "s")
+    objects = LocalObjectStore(tmp_path / "s")
     objects.put_new("a/x", b"123")
     (tmp_path / "other disk").mkdir()
     (tmp_path / "other disk/y").write_bytes(b"12345")
@@ -235,7 +235,7 @@ def test_files_alone_are_listed_wherever_links_lead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("instead", ["file", "link", "link below"])
 def test_what_is_not_mounted_is_not_taken_for_empty(tmp_path: Path, instead: str) -> None:
-    objects = LocalObjects(tmp_path)
+    objects = LocalObjectStore(tmp_path)
     objects.put_new("a/b/x", b"123")
     if instead == "link below":
         (tmp_path / "a/c").symlink_to(tmp_path / "nowhere")
@@ -247,7 +247,7 @@ def test_what_is_not_mounted_is_not_taken_for_empty(tmp_path: Path, instead: str
 
 
 def test_what_is_larger_than_any_object_is_not_read(tmp_path: Path) -> None:
-    objects = LocalObjects(tmp_path)
+    objects = LocalObjectStore(tmp_path)
     for name, most in (("manifests/x", MANIFEST_BYTES_MAX), ("containers/x", OBJECT_BYTES_MAX)):
         (tmp_path / name).parent.mkdir()
         with (tmp_path / name).open("wb") as file:
@@ -257,7 +257,7 @@ def test_what_is_larger_than_any_object_is_not_read(tmp_path: Path) -> None:
 
 
 def test_names_of_other_programs_are_listed_as_they_can_be_told_and_read(tmp_path: Path) -> None:
-    objects = LocalObjects(tmp_path)
+    objects = LocalObjectStore(tmp_path)
     (tmp_path / "in").mkdir()
     for name in ("two words", "für", "100%", "a#b"):
         (tmp_path / "in" / name).write_bytes(name.encode())
@@ -286,7 +286,7 @@ def test_puts_and_gets_do_not_wait_for_obstore(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable):
-        list(LocalObjects(tmp_path).names("x" * 300))  # longer than a file name may be: not a missing folder
+        list(LocalObjectStore(tmp_path).names("x" * 300))  # longer than a file name may be: not a missing folder
 
 
 # --- faults by script ------------------------------------------------------------------------------------------------
@@ -294,14 +294,14 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
 
 def test_a_bad_sector_is_damage_of_the_object_and_no_outage(tmp_path: Path) -> None:
     with pytest.raises(Corrupt, match=r"mem: the device cannot read it \(Input/output error\)"):
-        LocalObjects(Path("/proc/self")).get_ranges("mem", [0], [10])  # EIO, as a bad sector is
-    store = LocalObjects(tmp_path)
+        LocalObjectStore(Path("/proc/self")).get_ranges("mem", [0], [10])  # EIO, as a bad sector is
+    store = LocalObjectStore(tmp_path)
     store.put_new("a/good", b"1")
     assert store.get("a/good") == b"1"
 
 
 def test_a_folder_in_the_place_of_an_object_is_no_object(tmp_path: Path) -> None:
-    store = LocalObjects(tmp_path)
+    store = LocalObjectStore(tmp_path)
     store.put_new("a/b/x", b"1")
     for ask in (store.get, store.size_bytes, lambda name: store.get_ranges(name, [0], [1])):
         with pytest.raises(NotFound, match="a/b: no such object"):
@@ -318,7 +318,7 @@ def outcome(call: Callable[[], None]) -> str:
 
 def test_each_letter_of_a_script_meets_one_write() -> None:
     inner = memory_objects()
-    faulty = FaultyObjects(inner, ".LE.")
+    faulty = FaultyObjectStore(inner, ".LE.")
     assert not faulty.spent
     assert [outcome(lambda n=n: faulty.put_new(f"a/{n}", b"x")) for n in range(5)] == [  # type: ignore[misc]
         *("done", "failed", "failed", "done", "done")
@@ -331,7 +331,7 @@ def test_each_letter_of_a_script_meets_one_write() -> None:
 def test_deletes_count_and_reads_do_not() -> None:
     inner = memory_objects()
     inner.put_new("a/x", b"x")
-    faulty = FaultyObjects(inner, "EL")
+    faulty = FaultyObjectStore(inner, "EL")
     assert outcome(lambda: faulty.delete("a/x")) == "failed"
     assert faulty.get("a/x") == b"x"
     assert outcome(lambda: faulty.delete("a/x")) == "failed"
@@ -340,4 +340,4 @@ def test_deletes_count_and_reads_do_not() -> None:
 
 def test_a_script_of_other_letters_is_refused() -> None:
     with pytest.raises(ValueError, match="'x' unknown"):
-        FaultyObjects(memory_objects(), "..x")
+        FaultyObjectStore(memory_objects(), "..x")

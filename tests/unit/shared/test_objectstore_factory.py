@@ -13,7 +13,7 @@ from nearkin_shared.config.loader import load, with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, Corrupt, NotFound, StoreUnavailable
 from nearkin_shared.limits import MIB
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.objectstore.factory import open_objects, open_store_of
 from nearkin_shared.objectstore.s3 import Where
 
@@ -27,7 +27,7 @@ def test_a_folder_is_made_and_opened(tmp_path: Path, form: str) -> None:
     folder = tmp_path / "with space" / "deep"
     url = form.format(folder if form == "{}" else str(folder).replace(" ", "%20"))
     objects = opened(url=url)
-    assert isinstance(objects, LocalObjects)
+    assert isinstance(objects, LocalObjectStore)
     objects.put_new("a", b"x")
     assert (folder / "a").read_bytes() == b"x"
 

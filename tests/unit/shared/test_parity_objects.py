@@ -1,4 +1,6 @@
-"""ParityObjects: the parity of an object is made of the bytes that are stored, and format numbers are repaired too."""
+"""ParityObjectStore: the parity of an object is made of the bytes that are stored, and format numbers are repaired
+too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from nearkin_shared.errors import FormatTooNew
 from nearkin_shared.formats.parity_object import Scheme
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from nearkin_shared.objectstore.parity import ParityObjects, parity_name, read_decoded
+from nearkin_shared.objectstore.parity import ParityObjectStore, parity_name, read_decoded
 
 NAME = "containers/00/object.nkc"
 STORED = bytes(range(256)) * 40
@@ -16,7 +18,7 @@ STORED = bytes(range(256)) * 40
 
 def test_parity_of_existing_object_is_not_replaced() -> None:
     """F.32: A put that finds the name taken by other bytes leaves the parity of the stored bytes."""
-    objects = ParityObjects(memory_objects(), Scheme(4, 2))
+    objects = ParityObjectStore(memory_objects(), Scheme(4, 2))
     objects.put_new(NAME, STORED)
     parity = objects.inner.get(parity_name(NAME))
     with pytest.raises(AlreadyExists):
@@ -28,7 +30,7 @@ def test_parity_of_existing_object_is_not_replaced() -> None:
 def test_flipped_format_number_is_read_by_parity() -> None:
     """F.32: A flipped bit that makes a format number too new is repaired in memory, as other damage is."""
     below = memory_objects()
-    ParityObjects(below, Scheme(4, 2)).put_new(NAME, STORED)
+    ParityObjectStore(below, Scheme(4, 2)).put_new(NAME, STORED)
     damaged = bytes([STORED[0] ^ 0x80]) + STORED[1:]
     below.delete(NAME)
     below.put_new(NAME, damaged)
@@ -38,4 +40,4 @@ def test_flipped_format_number_is_read_by_parity() -> None:
             raise FormatTooNew(f"{name}: format {data[0]}")
         return data
 
-    assert read_decoded(ParityObjects(below, None), NAME, decode) == STORED
+    assert read_decoded(ParityObjectStore(below, None), NAME, decode) == STORED

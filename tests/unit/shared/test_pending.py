@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nearkin_shared.index.container_entries import ContainerClaims
+from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.pending import PendingIndex
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, ContainerId, Locations
@@ -28,7 +28,7 @@ def index(tmp_path: Path) -> Iterator[PendingIndex]:
     below = LmdbIndex(tmp_path, samples.DOMAIN, 1 << 26)
     ids = np.zeros((len(DURABLE.segments), SEGMENT_ID_BYTES), np.uint8)
     of_chunk = np.zeros(1, np.uint32), features([10, 20, 30])
-    below.publish(ContainerClaims(DURABLE, ids, {"finesse": of_chunk}))
+    below.publish(ContainerEntries(DURABLE, ids, {"finesse": of_chunk}))
     found = PendingIndex(below, samples.DOMAIN)
     where = Locations(np.full(2, WAITING, np.uint64), np.array([5, 6], np.uint32))
     found.place(
@@ -84,7 +84,7 @@ def test_chunks_and_segments_on_their_way_are_found_beside_durable_ones(index: P
 
 
 def test_what_is_durable_is_the_index_belows_to_find(index: PendingIndex) -> None:
-    index.published([WAITING])
+    index.on_published([WAITING])
     here = [row if row is None or row[0] == DURABLE.container else None for row in ASKED.values()]
     here[1] = (DURABLE.container, 0, 1)
     assert located(index) == here

@@ -20,7 +20,7 @@ import pytest
 from nearkin import open_store
 from nearkin.lab.generated_data import text_like
 from nearkin_shared.utils import prefetch
-from nearkin_shared.utils.prefetch import OneAhead
+from nearkin_shared.utils.prefetch import PrefetchIterator
 from tests.support.checks.waiting import until
 
 
@@ -47,14 +47,14 @@ class Making:
             self.left.set()
 
 
-def read(items: OneAhead[np.ndarray]) -> list[int]:
+def read(items: PrefetchIterator[np.ndarray]) -> list[int]:
     return [int(item[0]) for item in items]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 50])
 def test_all_come_in_order_and_what_was_entered_is_left(count: int) -> None:
     making = Making(count)
-    items = OneAhead("test", making)
+    items = PrefetchIterator("test", making)
     assert read(items) == list(range(count))
     assert making.left.is_set()
     assert read(items) == []
@@ -63,7 +63,7 @@ def test_all_come_in_order_and_what_was_entered_is_left(count: int) -> None:
 
 def test_one_is_made_while_one_is_out_and_no_more() -> None:
     making = Making(50)
-    items = OneAhead("test", making)
+    items = PrefetchIterator("test", making)
     assert making.made == []
     assert next(items)[0] == 0
     until(lambda: len(making.made) == 2)
@@ -78,7 +78,7 @@ def test_one_is_made_while_one_is_out_and_no_more() -> None:
 
 def test_what_fails_is_raised_once_all_before_it_were_given_out() -> None:
     making = Making(5, fails_at=3)
-    items = OneAhead("test", making)
+    items = PrefetchIterator("test", making)
     found = [int(next(items)[0]) for _ in range(3)]
     with pytest.raises(ValueError, match="3"):
         next(items)
@@ -90,14 +90,14 @@ def test_what_fails_is_raised_once_all_before_it_were_given_out() -> None:
 def test_what_was_never_begun_starts_no_thread() -> None:
     before = threading.active_count()
     making = Making(5)
-    OneAhead("test", making).close()
+    PrefetchIterator("test", making).close()
     del making
     assert threading.active_count() == before
 
 
 def test_who_drops_it_ends_it_and_an_item_goes_with_its_reader() -> None:
     making = Making(50)
-    items = OneAhead("test", making)
+    items = PrefetchIterator("test", making)
     first = weakref.ref(next(items))
     until(lambda: len(making.made) == 2)
     assert first() is None
@@ -110,7 +110,7 @@ def test_ctrl_c_wherever_it_falls_as_the_end_is_taken_leaves_nobody_waiting() ->
     """Before each step of the last `next`, one after another: what was taken once is not waited for again."""
     step, interrupted = 0, True
     while interrupted:
-        items, interrupted, steps = OneAhead("test", Making(1)), False, 0
+        items, interrupted, steps = PrefetchIterator("test", Making(1)), False, 0
         assert next(items)[0] == 0
         until(lambda: items._line.ended.is_set())  # noqa: B023 - called at once
 
@@ -126,7 +126,7 @@ def test_ctrl_c_wherever_it_falls_as_the_end_is_taken_leaves_nobody_waiting() ->
                     raise KeyboardInterrupt
             return trace
 
-        def last(items: OneAhead[np.ndarray] = items) -> None:
+        def last(items: PrefetchIterator[np.ndarray] = items) -> None:
             sys.settrace(trace)  # type: ignore[arg-type]
             try:
                 with suppress(KeyboardInterrupt):
@@ -147,10 +147,10 @@ def test_ctrl_c_wherever_it_falls_as_the_end_is_taken_leaves_nobody_waiting() ->
 def test_whoever_closes_what_another_thread_reads_ends_and_so_does_who_reads() -> None:
     for attempt in range(60):
         making = Making(10_000)
-        items = OneAhead("test", making)
+        items = PrefetchIterator("test", making)
         found, failed = list[int](), list[RuntimeError]()
 
-        def reading(items: OneAhead[np.ndarray] = items, found: list[int] = found, failed=failed) -> None:
+        def reading(items: PrefetchIterator[np.ndarray] = items, found: list[int] = found, failed=failed) -> None:
             try:
                 found += [int(item[0]) for item in items]
             except RuntimeError as err:
@@ -172,7 +172,7 @@ def test_whoever_closes_what_another_thread_reads_ends_and_so_does_who_reads() -
 
 
 def test_what_was_begun_before_a_fork_is_closed_in_the_child_and_read_on_by_its_parent() -> None:
-    items = OneAhead("test", Making(5))
+    items = PrefetchIterator("test", Making(5))
     assert next(items)[0] == 0
     child = os.fork()
     if not child:
@@ -198,7 +198,7 @@ def test_who_collects_a_restore_that_was_dropped_waits_for_nothing(tmp_path: Pat
     try:
         with open_store(tmp_path / "s", create=True) as store:
             store.put("k", text_like(20_000_000, 3))
-            store._containers.forget_read()
+            store._containers.evict()
 
             def begin() -> object:
                 pieces = iter(store.get("k"))

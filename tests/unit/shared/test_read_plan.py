@@ -13,7 +13,7 @@ from nearkin_shared.formats.container import encode_container
 from nearkin_shared.formats.directory import CHUNK_ROW, ChunkTable, SegmentTable
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.limits import MIB, SEGMENT_BYTES_MAX
-from nearkin_shared.objectstore.base import LocalObjects
+from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.reading.read_plan import Plan
 from nearkin_shared.reading.restore import planned_batches
 from nearkin_shared.results import Ledger
@@ -34,7 +34,7 @@ def a_segment_of_single_bytes() -> bytes:
 
 
 def test_a_small_file_of_sixty_million_chunks_is_planned_some_at_a_time(tmp_path: Path) -> None:
-    store = ContainerStore(LocalObjects(tmp_path), bytes(16), MIB)
+    store = ContainerStore(LocalObjectStore(tmp_path), bytes(16), MIB)
     data = a_segment_of_single_bytes()
     assert len(data) < 400
     store.put(samples.CONTAINER, [data])

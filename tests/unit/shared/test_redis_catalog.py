@@ -12,7 +12,7 @@ from nearkin_shared.index.redis.catalog_encoding import NAME_BYTES_MAX, pack_sum
 from tests.support.data import samples
 
 
-@pytest.mark.parametrize("make", [samples.small_container, samples.patched_container, samples.empty_container])
+@pytest.mark.parametrize("make", [samples.small_container, samples.patch_container, samples.empty_container])
 def test_a_summary_comes_back(make: object) -> None:
     assert callable(make)
     summary = summarise_directory(decode_container(make(), "sample"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nearkin_shared.errors import BadInput
-from nearkin_shared.formats.reed_solomon import SHARDS_MAX, parity_of, rebuilt
+from nearkin_shared.formats.reed_solomon import SHARDS_MAX, parity_of, rebuild_shards
 
 FIELD = 0x11D
 
@@ -49,9 +49,9 @@ def test_any_shards_that_are_lost_come_back_up_to_as_many_as_there_is_parity(sha
         lost = draw.sample(range(shards + parity), draw.randrange(parity + 1))
         damaged = whole.copy()
         damaged[lost] = 0x5A
-        assert np.array_equal(rebuilt(damaged, shards, lost), whole)
+        assert np.array_equal(rebuild_shards(damaged, shards, lost), whole)
     with pytest.raises(BadInput):
-        rebuilt(whole, shards, list(range(parity + 1)))
+        rebuild_shards(whole, shards, list(range(parity + 1)))
 
 
 @pytest.mark.parametrize(("shards", "parity"), [(0, 1), (1, 0), (31, 2), (SHARDS_MAX, 1)])

@@ -18,28 +18,38 @@ from nearkin_chunker.handler import split_segments
 from nearkin_dedup import DedupStage
 from nearkin_dedup.handler import dedup_work
 from nearkin_delta import handler as delta_handler
-from nearkin_delta.handler import PlaceHandler
+from nearkin_delta.handler import DeltaHandler
 from nearkin_resemblance import ResemblanceStage
 from nearkin_resemblance.handler import resemblance_work
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError, Corrupt, Retryable, StoreUnavailable
+from nearkin_shared.errors import ConfigError, Corrupt, RetryableError, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats import message as fmt
-from nearkin_shared.formats.message import End, Envelope, Fresh, Message, Opened, Paired, Segments, decode, encode
+from nearkin_shared.formats.message import (
+    End,
+    Envelope,
+    Fresh,
+    Message,
+    Paired,
+    Segments,
+    UndecodedMessage,
+    decode,
+    encode,
+)
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka import consumer_loop
-from nearkin_shared.kafka.ack_tracker import Awaiting
+from nearkin_shared.kafka.ack_tracker import AckTracker
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.coalesce import merged_fresh, merged_pairs
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
 from nearkin_shared.kafka.record_guard import RecordGuard
-from nearkin_shared.kafka.relay_handler import RelayHandler, Told, Work
-from nearkin_shared.kafka.tenant_context import Lanes, lanes
+from nearkin_shared.kafka.relay_handler import OutgoingMessage, StatelessStageHandler, Work
+from nearkin_shared.kafka.tenant_context import TenantContexts, tenant_contexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from nearkin_shared.pipeline.batched import run_stage_many
-from nearkin_shared.pipeline.stage import Facts, run_stage
+from nearkin_shared.pipeline.batched import run_stage_batched
+from nearkin_shared.pipeline.stage import LookupResults, run_stage
 from nearkin_shared.types import ContainerId, Locations, SegmentBatch
 
 SETTINGS = Settings()
@@ -60,7 +70,7 @@ class Scripted(Outbox):
     def send(self, name: str, key: bytes, value: bytes, headers: Mapping[str, bytes]) -> None:
         assert headers["ce_specversion"] == b"1.0"
         self.values.append(value)
-        self._unanswered.taken(self.sent_messages)
+        self._unanswered.start(self.sent_messages)
         self.sent_messages += 1
 
     def send_to(
@@ -70,14 +80,14 @@ class Scripted(Outbox):
 
     def acknowledge(self, *numbers: int) -> None:
         for number in numbers:
-            self._unanswered.done(number)
+            self._unanswered.finish(number)
 
-    def settle(self) -> None:
+    def poll_acks(self) -> None:
         if self.failing:
             raise StoreUnavailable("kafka: a message was not delivered")
 
     def flush(self) -> None:
-        self.settle()
+        self.poll_acks()
         self.acknowledge(*range(self.acknowledged_messages, self.sent_messages))
 
     def close(self) -> None:
@@ -89,14 +99,14 @@ class Scripted(Outbox):
 
 
 @pytest.fixture
-def tenants(tmp_path: Path) -> Iterator[Lanes]:
+def tenants(tmp_path: Path) -> Iterator[TenantContexts]:
     indexes: list[LmdbIndex] = []
 
     def index_of(domain: bytes) -> LmdbIndex:
         indexes.append(LmdbIndex(tmp_path / domain.hex(), domain, 1 << 26))
         return indexes[-1]
 
-    yield lanes(SETTINGS, memory_objects(), b"s" * 32, 160, index_of)
+    yield tenant_contexts(SETTINGS, memory_objects(), b"s" * 32, 160, index_of)
     for index in indexes:
         index.close()
 
@@ -104,7 +114,7 @@ def tenants(tmp_path: Path) -> Iterator[Lanes]:
 def chunked(data: bytes, tenant: str = "t") -> SegmentBatch:
     stage = ChunkerStage(SETTINGS, Fingerprinter(b"s" * 32, tenant))
     payload = np.frombuffer(data, np.uint8)
-    return stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), Facts()).segments
+    return stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), LookupResults()).segments
 
 
 def messages(data: bytes, tenant: str = "t", blob: bytes = BLOB) -> list[Segments]:
@@ -119,9 +129,9 @@ def records(values: Sequence[bytes]) -> list[Record]:
     return [Record("segments", 0, at, value[8:24], value, {}, ()) for at, value in enumerate(values)]
 
 
-def relay(work: Work, outbox: Scripted) -> RelayHandler:
-    handler = RelayHandler(SETTINGS, "dedup", "fresh", work, outbox)
-    handler.assigned(0, "")
+def relay(work: Work, outbox: Scripted) -> StatelessStageHandler:
+    handler = StatelessStageHandler(SETTINGS, "dedup", "fresh", work, outbox)
+    handler.on_assigned(0, "")
     return handler
 
 
@@ -135,21 +145,21 @@ def end(blob: bytes = BLOB, tenant: str = "t") -> bytes:
     return encode(End(Envelope(blob, tenant, "key", 5), 1, blob, 5, b"b" * 32, segments=1))
 
 
-def test_questions_asked_together_are_answered_as_if_each_were_asked_alone(tenants: Lanes) -> None:
+def test_questions_asked_together_are_answered_as_if_each_were_asked_alone(tenants: TenantContexts) -> None:
     facts, batches = tenants["t"].facts, [m.batch for m in messages(random_bytes(3 * MIB, 1))]
     assert len(batches) > 2
-    fresh = run_stage_many(DedupStage(), batches, facts)
+    fresh = run_stage_batched(DedupStage(), batches, facts)
     for one, batch in zip(fresh, batches, strict=True):
         alone = run_stage(DedupStage(), batch, facts)
         assert np.array_equal(one.fresh, alone.fresh)
         assert np.array_equal(one.first, alone.first)
-    paired = run_stage_many(ResemblanceStage(SETTINGS), fresh, facts)
+    paired = run_stage_batched(ResemblanceStage(SETTINGS), fresh, facts)
     for pair, known in zip(paired, fresh, strict=True):
         assert np.array_equal(pair.super_features, run_stage(ResemblanceStage(SETTINGS), known, facts).super_features)
-    assert run_stage_many(DedupStage(), [], facts) == []
+    assert run_stage_batched(DedupStage(), [], facts) == []
 
 
-def test_what_is_left_of_many_messages_leaves_as_few(tenants: Lanes) -> None:
+def test_what_is_left_of_many_messages_leaves_as_few(tenants: TenantContexts) -> None:
     known = chunked(random_bytes(MIB, 2))
     places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
     nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
@@ -170,7 +180,7 @@ def test_what_is_left_of_many_messages_leaves_as_few(tenants: Lanes) -> None:
     assert len(np.unique(named, axis=0)) == len(rows) < 60  # the 50,000 bytes, and where they meet what is known
 
 
-def test_messages_of_fresh_bytes_alone_are_not_merged_beyond_a_messages_bound(tenants: Lanes) -> None:
+def test_messages_of_fresh_bytes_alone_are_not_merged_beyond_a_messages_bound(tenants: TenantContexts) -> None:
     sent = messages(random_bytes(4 * MIB, 3))
     outbox = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in sent])
     found = [message for message in outbox.told if isinstance(message, Fresh)]
@@ -180,7 +190,7 @@ def test_messages_of_fresh_bytes_alone_are_not_merged_beyond_a_messages_bound(te
     assert all(isinstance(message, Paired) for message in paired.told)
 
 
-def test_blobs_and_tenants_in_one_batch_keep_apart_and_in_order(tenants: Lanes) -> None:
+def test_blobs_and_tenants_in_one_batch_keep_apart_and_in_order(tenants: TenantContexts) -> None:
     other = b"fedcba9876543210"
     data = random_bytes(2 * MIB, 4)
     ours, theirs = messages(data), messages(data, "u", other)
@@ -194,7 +204,7 @@ def test_blobs_and_tenants_in_one_batch_keep_apart_and_in_order(tenants: Lanes) 
         assert sum(len(m.batch.batch.payload) for m in fresh) > 0  # another tenant's chunks are not ours
 
 
-def test_a_repeated_message_is_not_merged_with_what_it_repeats(tenants: Lanes) -> None:
+def test_a_repeated_message_is_not_merged_with_what_it_repeats(tenants: TenantContexts) -> None:
     sent = [encode(m) for m in messages(random_bytes(2 * MIB, 5))]
     told = handled(dedup_work(SETTINGS, tenants), [*sent, *sent]).told
     fresh = [m for m in told if isinstance(m, Fresh)]
@@ -203,7 +213,7 @@ def test_a_repeated_message_is_not_merged_with_what_it_repeats(tenants: Lanes) -
     assert not any(m.envelope.sequence == 0 and m.batch.batch.segments > len(sent) * 64 for m in fresh)
 
 
-def test_messages_that_leave_as_one_say_what_each_alone_would_have_said(tenants: Lanes) -> None:
+def test_messages_that_leave_as_one_say_what_each_alone_would_have_said(tenants: TenantContexts) -> None:
     known = chunked(random_bytes(MIB, 11))
     places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
     nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
@@ -229,7 +239,7 @@ def test_messages_that_leave_as_one_say_what_each_alone_would_have_said(tenants:
     assert seen == len(mixed) > len(told) > 2
 
 
-def test_what_is_sent_again_behind_an_end_stays_behind_it(tenants: Lanes) -> None:
+def test_what_is_sent_again_behind_an_end_stays_behind_it(tenants: TenantContexts) -> None:
     sent = [encode(m) for m in messages(random_bytes(MIB, 14))]
     told = handled(dedup_work(SETTINGS, tenants), [*sent, end(), *sent, end()]).told
     kinds = [type(message).__name__ for message in told]
@@ -237,11 +247,11 @@ def test_what_is_sent_again_behind_an_end_stays_behind_it(tenants: Lanes) -> Non
     assert kinds[len(kinds) // 2 - 1] == kinds[-1] == "End"
 
 
-def test_pairs_that_are_encoded_together_keep_their_sketches_and_bring_a_chunk_once(tenants: Lanes) -> None:
+def test_pairs_that_are_encoded_together_keep_their_sketches_and_bring_a_chunk_once(tenants: TenantContexts) -> None:
     again = random_bytes(MIB, 10)
-    fresh = run_stage_many(DedupStage(), [m.batch for m in messages(again + again)], tenants["t"].facts)
+    fresh = run_stage_batched(DedupStage(), [m.batch for m in messages(again + again)], tenants["t"].facts)
     stage, facts = ResemblanceStage(SETTINGS), tenants["t"].facts
-    whole = merged_pairs(run_stage_many(stage, fresh, facts))
+    whole = merged_pairs(run_stage_batched(stage, fresh, facts))
     alone = run_stage(stage, merged_fresh(fresh), facts)
     assert len(fresh) > 1
     assert len(whole.fresh.fresh) < sum(len(part.fresh) for part in fresh)
@@ -250,13 +260,13 @@ def test_pairs_that_are_encoded_together_keep_their_sketches_and_bring_a_chunk_o
     assert len(whole.base_found) == len(whole.bases) == len(whole.base_rank) == len(whole.fresh.fresh)
 
 
-def test_one_poisonous_message_of_a_batch_is_put_aside_alone(tenants: Lanes) -> None:
+def test_one_poisonous_message_of_a_batch_is_put_aside_alone(tenants: TenantContexts) -> None:
     poison = b"poison-poison-po"
     good = [encode(m) for m in messages(random_bytes(2 * MIB, 6))]
     bad = encode(Segments(Envelope(poison, "t", "key"), chunked(random_bytes(9000, 7))))
     plain = dedup_work(SETTINGS, tenants)
 
-    def work(tenant: str, some: Sequence[Opened]) -> Sequence[Told | None]:
+    def work(tenant: str, some: Sequence[UndecodedMessage]) -> Sequence[OutgoingMessage | None]:
         if any(m.envelope.blob == poison for m in some):
             raise ValueError("it cannot be worked on")
         return plain(tenant, some)
@@ -273,33 +283,35 @@ def test_one_poisonous_message_of_a_batch_is_put_aside_alone(tenants: Lanes) -> 
     assert isinstance(told[-1], End)
 
 
-def test_a_kind_that_does_not_belong_is_put_aside(tenants: Lanes) -> None:
+def test_a_kind_that_does_not_belong_is_put_aside(tenants: TenantContexts) -> None:
     outbox = handled(resemblance_work(tenants, lambda: SETTINGS), [encode(messages(b"x" * 9000)[0])])
     assert len(outbox.dead) == 1
 
 
-def test_one_damaged_message_among_pairs_is_put_aside_alone(tenants: Lanes) -> None:
+def test_one_damaged_message_among_pairs_is_put_aside_alone(tenants: TenantContexts) -> None:
     fresh = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in messages(random_bytes(3 * MIB, 15))]).values
     pairs = handled(resemblance_work(tenants, lambda: SETTINGS), fresh).values
     assert len(pairs) > 2
-    opened = fmt.opened(pairs[1], "a pair")
+    opened = fmt.read_header(pairs[1], "a pair")
     damaged = bytearray(pairs[1])
     damaged[len(pairs[1]) - opened.payload_bytes - 2 * opened.counts.fresh] = 7  # base_found of the first
     outbox = Scripted()
     guard = RecordGuard(SETTINGS, "delta", outbox, None)
-    found = guard.decoded_many(records([pairs[0], bytes(damaged), b"garbage", *pairs[2:], end()]))
+    found = guard.decode_many(records([pairs[0], bytes(damaged), b"garbage", *pairs[2:], end()]))
     assert [type(message).__name__ for message in found[:3]] == ["Paired", "NoneType", "NoneType"]
     assert all(isinstance(message, Paired) for message in found[3:-1])
     assert isinstance(found[-1], End)
     assert len(outbox.dead) == 2
-    together = RecordGuard(SETTINGS, "delta", outbox, None).decoded_many(records(pairs))
+    together = RecordGuard(SETTINGS, "delta", outbox, None).decode_many(records(pairs))
     assert [encode(message) for message in together if message is not None] == pairs
 
 
-def test_a_dependency_that_is_away_is_not_taken_for_poison(tenants: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dependency_that_is_away_is_not_taken_for_poison(
+    tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(consumer_loop, "RETRY_SECONDS_MAX", 0.2)
 
-    def away(tenant: str, some: Sequence[Opened]) -> Sequence[Told | None]:
+    def away(tenant: str, some: Sequence[UndecodedMessage]) -> Sequence[OutgoingMessage | None]:
         raise StoreUnavailable("redis: away")
 
     outbox = Scripted()
@@ -310,7 +322,7 @@ def test_a_dependency_that_is_away_is_not_taken_for_poison(tenants: Lanes, monke
     assert not list(handler.committable())
 
 
-def test_offsets_wait_for_the_acknowledgement_of_what_was_sent_for_them(tenants: Lanes) -> None:
+def test_offsets_wait_for_the_acknowledgement_of_what_was_sent_for_them(tenants: TenantContexts) -> None:
     outbox = Scripted()
     handler = relay(dedup_work(SETTINGS, tenants), outbox)
     first, second = (records([encode(m)])[0] for m in messages(random_bytes(2 * MIB, 8))[:2])
@@ -326,27 +338,27 @@ def test_offsets_wait_for_the_acknowledgement_of_what_was_sent_for_them(tenants:
     assert list(handler.committable()) == [(0, 3, "")]
 
 
-def test_what_kafka_refuses_is_never_committed(tenants: Lanes) -> None:
+def test_what_kafka_refuses_is_never_committed(tenants: TenantContexts) -> None:
     outbox = Scripted()
-    awaiting = Awaiting(outbox)
+    awaiting = AckTracker(outbox)
     outbox.send("fresh", b"k", b"v", {"ce_specversion": b"1.0"})
     awaiting.batch({0: (1, "")})
     outbox.failing = True
-    steps: list[Callable[[], object]] = [awaiting.settle, awaiting.drain, awaiting.committable]
+    steps: list[Callable[[], object]] = [awaiting.poll_acks, awaiting.drain, awaiting.committable]
     for step in steps:
         with pytest.raises(StoreUnavailable):
             step()
 
 
 def test_what_is_held_for_an_open_container_lets_go_of_the_messages_bytes(
-    tenants: Lanes, monkeypatch: pytest.MonkeyPatch
+    tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_handler, "Outbox", lambda *_: Scripted())
     fresh = handled(dedup_work(SETTINGS, tenants), [encode(message) for message in messages(random_bytes(MIB, 7))])
     values = handled(resemblance_work(tenants, lambda: SETTINGS), fresh.values).values
     before = [sys.getrefcount(value) for value in values]
-    worker = PlaceHandler(SETTINGS, lambda: SETTINGS, tenants, "w", None)
-    worker.assigned(0, "")
+    worker = DeltaHandler(SETTINGS, lambda: SETTINGS, tenants, "w", None)
+    worker.on_assigned(0, "")
     worker.handle(records(values))
     held = worker._open["t"].held
     assert [one.record.offset for one in held] == list(range(len(values)))
@@ -354,19 +366,19 @@ def test_what_is_held_for_an_open_container_lets_go_of_the_messages_bytes(
     worker.close()
 
 
-def test_caches_of_all_tenants_together_keep_to_one_bound(tenants: Lanes) -> None:
+def test_caches_of_all_tenants_together_keep_to_one_bound(tenants: TenantContexts) -> None:
     bound = int(SETTINGS.base.cache_bytes)
     block = np.zeros(bound // 8, np.uint8)
     stores = [tenants[f"tenant {number}"].containers for number in range(3)]
     for number, store in enumerate(stores):
         for row in range(8):
-            store.keep([(ContainerId(number + 1), row)], [block])
+            store.cache_blocks([(ContainerId(number + 1), row)], [block])
     assert sum({id(store.blocks): store.blocks.used_bytes for store in stores}.values()) <= bound
 
 
 def test_a_partition_given_away_takes_its_offsets_along() -> None:
     outbox = Scripted()
-    awaiting = Awaiting(outbox)
+    awaiting = AckTracker(outbox)
     outbox.send("fresh", b"k", b"v", {"ce_specversion": b"1.0"})
     awaiting.batch({0: (7, ""), 1: (9, "")})
     awaiting.forget(0)
@@ -388,7 +400,7 @@ def test_a_container_is_too_old_by_whichever_clock_says_so(
     if in_time:
         delta_handler._in_time(lane, container, 500.0)
     else:
-        with pytest.raises(Retryable, match="60 s old"):
+        with pytest.raises(RetryableError, match="60 s old"):
             delta_handler._in_time(lane, container, 500.0)
 
 
@@ -396,19 +408,19 @@ def test_a_container_is_too_old_by_whichever_clock_says_so(
     ("grace_seconds", "linger_ms", "refused"), [(0, 1000, True), (2, 1000, True), (3, 1000, False)]
 )
 def test_a_grace_by_which_no_container_is_young_enough_is_refused_at_the_start(
-    tenants: Lanes, monkeypatch: pytest.MonkeyPatch, grace_seconds: int, linger_ms: int, refused: bool
+    tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch, grace_seconds: int, linger_ms: int, refused: bool
 ) -> None:
     monkeypatch.setattr(delta_handler, "Outbox", lambda *_: Scripted())
     chosen = with_changes(Settings(), {"gc": {"grace_seconds": grace_seconds}, "kafka": {"linger_ms": linger_ms}})
     if refused:
         with pytest.raises(ConfigError, match=r'gc\.grace_seconds "\d".*want >= 3'):
-            PlaceHandler(chosen, lambda: chosen, tenants, "w", None)
+            DeltaHandler(chosen, lambda: chosen, tenants, "w", None)
     else:
-        PlaceHandler(chosen, lambda: chosen, tenants, "w", None).close()
+        DeltaHandler(chosen, lambda: chosen, tenants, "w", None).close()
 
 
 def test_what_the_commit_thread_fails_with_is_no_fault_of_the_record_that_comes_next(
-    tenants: Lanes, monkeypatch: pytest.MonkeyPatch
+    tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outboxes: list[Scripted] = []
 
@@ -428,14 +440,14 @@ def test_what_the_commit_thread_fails_with_is_no_fault_of_the_record_that_comes_
         return handled(resemblance_work(tenants, lambda: chosen), fresh).values
 
     first, second = paired(7, b"a" * 16), paired(8, b"b" * 16)
-    worker = PlaceHandler(chosen, lambda: chosen, tenants, "w", None)
-    worker.assigned(0, "")
+    worker = DeltaHandler(chosen, lambda: chosen, tenants, "w", None)
+    worker.on_assigned(0, "")
     monkeypatch.setattr(LmdbIndex, "publish", refuse)
     worker.handle(records(first))
-    with pytest.raises(Retryable, match="something else than was written: starting over"):
+    with pytest.raises(RetryableError, match="something else than was written: starting over"):
         worker._committer.drain()
     for step in (lambda: worker.handle(records(second)[:1]), worker.idle):
-        with pytest.raises(Retryable, match="starting over"):
+        with pytest.raises(RetryableError, match="starting over"):
             step()
     worker.close()
     assert [one for outbox in outboxes for one in outbox.dead + outbox.values] == []

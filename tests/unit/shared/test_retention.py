@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nearkin.cli.forget import parse_duration
 from nearkin_shared.config.storage import RetentionPolicy, RetentionSettings
-from nearkin_shared.errors import BadInput, ConfigError, NotFound, Retained
+from nearkin_shared.errors import BadInput, ConfigError, NotFound, RetentionActive
 from nearkin_shared.results import VersionInfo
 from nearkin_shared.retention import Decision, check_age, decide, forget, min_age_seconds, policy_of
 
@@ -136,9 +136,9 @@ def test_the_longest_prefix_says_what_stays_and_the_longest_age_holds():
 def test_a_version_too_young_is_refused_with_its_time():
     young = info(3, START, "db/legal/x")
     check_age(POLICIES, "t", young, START.timestamp() + 1000)
-    with pytest.raises(Retained, match=r"'db/legal/x' version 3: is kept until 2026-11-21T12:16:40Z"):
+    with pytest.raises(RetentionActive, match=r"'db/legal/x' version 3: is kept until 2026-11-21T12:16:40Z"):
         check_age(POLICIES, "t", young, START.timestamp() + 999)
-    with pytest.raises(Retained, match="is kept until after the year 9999"):
+    with pytest.raises(RetentionActive, match="is kept until after the year 9999"):
         check_age(POLICIES, "t", info(3, datetime.max.replace(tzinfo=UTC), "db/legal/x"), START.timestamp())
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from nearkin import open_store
 from nearkin.embedded import runner as embedded_runner
-from nearkin.lab.generated_data import mutated, text_like
+from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.pipeline.worker_thread import Worker
 from nearkin_shared.reading.block_cache import ByteBoundedCache
-from nearkin_shared.reading.read_stats import Restores
+from nearkin_shared.reading.read_stats import ActiveRestores
 from nearkin_shared.utils import thread_pool
 from nearkin_shared.utils.signals import interrupts_wait
 from tests.support.checks.waiting import until
@@ -155,13 +155,13 @@ def test_ctrl_c_as_a_restore_begins_does_not_count_it_for_ever(monkeypatch):
         add(*_given)
         raise KeyboardInterrupt
 
-    restores, add = Restores(), WeakSet.add
+    restores, add = ActiveRestores(), WeakSet.add
     monkeypatch.setattr(WeakSet, "add", interrupted)
-    with pytest.raises(KeyboardInterrupt), restores.one_more():
+    with pytest.raises(KeyboardInterrupt), restores.register():
         raise AssertionError
     monkeypatch.undo()
     assert restores.count == 0
-    with restores.one_more():
+    with restores.register():
         assert restores.count == 1
     assert restores.count == 0
 
@@ -171,8 +171,8 @@ def test_ctrl_c_while_a_restore_waits_for_its_reader_leaves_no_decoder(tmp_path,
     monkeypatch.setattr(thread_pool, "cores", lambda: 3)
     with open_store(tmp_path / "store", create=True) as store:
         store.put("k", content)
-        store.put("k", mutated(content, 1))
-        store._containers.forget_read()
+        store.put("k", mutate(content, 1))
+        store._containers.evict()
         pieces = iter(store.get("k"))
         next(pieces)
         decoders = {one for one in threading.enumerate() if one.name.startswith("nearkin-decode")}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nearkin.embedded.runner import EmbeddedWriter
-from nearkin.lab.generated_data import mutated, random_bytes, text_like
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 from nearkin_dedup import DedupStage
 from nearkin_delta import DeltaStage
@@ -18,13 +18,21 @@ from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.pending import PendingIndex
-from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects, memory_objects
-from nearkin_shared.pipeline.lookups import EmbeddedFacts
-from nearkin_shared.pipeline.stage import Contents, Facts, Found, FoundBases, Neighbours, Reads, run_stage
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
+from nearkin_shared.pipeline.lookups import EmbeddedLookups
+from nearkin_shared.pipeline.stage import (
+    Contents,
+    FoundBases,
+    FoundLocations,
+    LookupRequest,
+    LookupResults,
+    Neighbours,
+    run_stage,
+)
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.types import Locations, Pieces, SegmentBatch
-from nearkin_shared.utils.thread_pool import Helpers
+from nearkin_shared.utils.thread_pool import ThreadPool
 from tests.support.data.stores import SMALL, settings
 
 CHOSEN = settings(SMALL, {"chunker": {"algorithm": "fixed"}, "segment": {"target_chunks": 4}})
@@ -35,7 +43,7 @@ CHUNK = 8192
 def segments(data: bytes) -> SegmentBatch:
     payload = np.frombuffer(data, np.uint8)
     runs = FrameRuns(payload, (BlobRun(0, 0, len(data), True),))
-    return ChunkerStage(CHOSEN, FINGERPRINTER).decide(runs, Facts()).segments
+    return ChunkerStage(CHOSEN, FINGERPRINTER).decide(runs, LookupResults()).segments
 
 
 class Scripted:
@@ -48,9 +56,9 @@ class Scripted:
         base: tuple[bytes, int] | None = None,
     ) -> None:
         self.chunks, self.segments, self.base = chunks or {}, known_segments or {}, base
-        self.asked: list[Reads] = []
+        self.asked: list[LookupRequest] = []
 
-    def answer(self, reads: Reads, facts: Facts) -> Facts:
+    def answer(self, reads: LookupRequest, facts: LookupResults) -> LookupResults:
         from dataclasses import replace
 
         self.asked.append(reads)
@@ -76,9 +84,9 @@ class Scripted:
         return facts
 
     @staticmethod
-    def _found(known: dict[bytes, tuple[int, int]], keys: np.ndarray) -> Found:
+    def _found(known: dict[bytes, tuple[int, int]], keys: np.ndarray) -> FoundLocations:
         rows = [known.get(key.tobytes(), (0, 0)) for key in keys]
-        return Found(
+        return FoundLocations(
             Locations(np.array([c for c, _ in rows], np.uint64), np.array([o for _, o in rows], np.uint32)),
             np.array([container != 0 for container, _ in rows], np.bool_),
         )
@@ -140,7 +148,7 @@ def test_helpers_sketch_what_one_thread_alone_does(algorithm):
     batch = run_stage(DedupStage(), segments(random_bytes(5 * 1024 * 1024 + 77, 3)), Scripted())
     alone = run_stage(ResemblanceStage(chosen, looks_up=False), batch, Scripted())
     with ThreadPoolExecutor(2) as threads:
-        helped = run_stage(ResemblanceStage(chosen, looks_up=False, helpers=Helpers(threads, 2)), batch, Scripted())
+        helped = run_stage(ResemblanceStage(chosen, looks_up=False, helpers=ThreadPool(threads, 2)), batch, Scripted())
     assert len(alone.super_features) == len(batch.fresh) > 100
     assert np.array_equal(helped.super_features, alone.super_features)
 
@@ -192,7 +200,7 @@ def test_every_copy_in_a_recipe_points_to_the_one_that_was_stored():
 def test_a_base_at_the_cap_is_not_used(depth, kept):
     base = text_like(CHUNK, 5)
     facts = Scripted(base=(base, depth))
-    stage, _, _ = through_delta(mutated(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x"), facts, facts, FIRST_FIT)
+    stage, _, _ = through_delta(mutate(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x"), facts, facts, FIRST_FIT)
     (sealed,) = [finished.seal() for finished in stage.flush()]
     assert sealed.claims.directory.chunks.depths.tolist() == [depth + 1 if kept else 0]
 
@@ -209,7 +217,7 @@ def test_a_base_that_is_lost_or_unlike_is_not_used(changes):
 class Near(Scripted):
     """The base is also what lay in the place of each gap."""
 
-    def answer(self, reads: Reads, facts: Facts) -> Facts:
+    def answer(self, reads: LookupRequest, facts: LookupResults) -> LookupResults:
         from dataclasses import replace
 
         facts = super().answer(reads, facts)
@@ -223,7 +231,7 @@ class Near(Scripted):
 
 def test_super_features_are_asked_late_for_the_chunks_alone_that_are_unknown_and_have_no_base():
     base = text_like(CHUNK, 5)
-    data = mutated(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x") + pieces(1, 2)
+    data = mutate(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x") + pieces(1, 2)
     batch = segments(data)
     facts = Near({batch.names[1].tobytes(): (500, 9)}, base=(base, 0))
     paired = run_stage(ResemblanceStage(CHOSEN, looks_up=False), run_stage(DedupStage(), batch, Scripted()), Scripted())
@@ -251,7 +259,7 @@ def test_ranks_whose_candidates_are_no_bases_are_not_asked_about_late():
 @pytest.mark.parametrize("changes", [FIRST_FIT, {}, {"base": {"policy": "first-fit"}}])
 def test_a_base_that_is_asked_for_late_is_the_one_that_is_found_early(changes):
     base = text_like(CHUNK, 5)
-    data = mutated(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x")
+    data = mutate(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x")
     facts = Scripted(base=(base, 0))
     early, fresh, told = through_delta(data, facts, facts, changes)
     late = DeltaStage(settings(CHOSEN, changes), FINGERPRINTER.domain, 0, asks_bases="late")
@@ -298,7 +306,7 @@ def test_a_redelivered_batch_stores_nothing_twice(tmp_path):
     index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
     pending = PendingIndex(index, FINGERPRINTER.domain)
     store = ContainerStore(memory_objects(), FINGERPRINTER.domain, 1 << 20)
-    facts = EmbeddedFacts(pending, store)
+    facts = EmbeddedLookups(pending, store)
     batch = segments(pieces(1, 2, 3, 0, 1))
     stage = DeltaStage(CHOSEN, FINGERPRINTER.domain, 0)
     outcomes = []
@@ -343,7 +351,7 @@ def test_a_batch_in_the_same_container_is_answered_before_that_container_is_dura
 # ------------------------------------------------------------------ order of effects
 
 
-class Recording(ObstoreObjects):
+class Recording(ObstoreObjectStore):
     """Objects in memory that write down each put in order, and fail the ones that a script says, before or after."""
 
     def __init__(self, log: list[str], script: dict[str, str] | None = None) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearkin_shared.utils import thread_pool
-from nearkin_shared.utils.thread_pool import ALONE, PART_BYTES, THREADS_MAX, Helpers, all_cores, cores, parts_of
+from nearkin_shared.utils.thread_pool import PART_BYTES, SERIAL, THREADS_MAX, ThreadPool, all_cores, cores, parts_of
 from tests.support.checks.waiting import until
 
 WAIT_SECONDS = 60
@@ -31,15 +31,15 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def test_answers_come_in_the_order_of_the_parts(threads: ThreadPoolExecutor) -> None:
     parts = list(range(200))
-    for helpers in (ALONE, Helpers(threads)):
-        assert helpers.answers(lambda part: part * part, parts) == [part * part for part in parts]
-        assert helpers.answers(str, []) == []
+    for helpers in (SERIAL, ThreadPool(threads)):
+        assert helpers.map(lambda part: part * part, parts) == [part * part for part in parts]
+        assert helpers.map(str, []) == []
 
 
 def test_a_free_thread_takes_part(threads: ThreadPoolExecutor) -> None:
     """Each of two parts waits for the other: one thread alone would never get past the first."""
     both = threading.Barrier(2)
-    names = Helpers(threads).answers(lambda _: both.wait(WAIT_SECONDS), [0, 1])
+    names = ThreadPool(threads).map(lambda _: both.wait(WAIT_SECONDS), [0, 1])
     assert sorted(names) == [0, 1]
 
 
@@ -49,11 +49,11 @@ def test_a_task_is_shared_by_as_many_threads_as_there_are_cores(threads: ThreadP
     def work() -> None:
         calls.append(both.wait(WAIT_SECONDS))
 
-    Helpers(threads, 2).share(work)
+    ThreadPool(threads, 2).run_on_all(work)
     assert sorted(calls) == [0, 1], "here, and on the one that is free"
-    for alone in (ALONE, Helpers(None, 4), Helpers(threads, 1)):
+    for alone in (SERIAL, ThreadPool(None, 4), ThreadPool(threads, 1)):
         called = list[int]()
-        alone.share(lambda called=called: called.append(threading.get_ident()))  # type: ignore[misc]
+        alone.run_on_all(lambda called=called: called.append(threading.get_ident()))  # type: ignore[misc]
         assert set(called) == {threading.get_ident()}, "each call finds nothing left but the first"
 
 
@@ -61,7 +61,7 @@ def test_nobody_waits_for_a_thread_that_is_busy(threads: ThreadPoolExecutor) -> 
     done = threading.Event()
     busy = threads.submit(done.wait, WAIT_SECONDS)
     me = threading.get_ident()
-    assert Helpers(threads, 3).answers(lambda _: threading.get_ident(), [1, 2, 3]) == [me] * 3
+    assert ThreadPool(threads, 3).map(lambda _: threading.get_ident(), [1, 2, 3]) == [me] * 3
     done.set()
     assert busy.result()
 
@@ -78,7 +78,7 @@ class Crowded(ThreadPoolExecutor):
 def test_where_no_thread_is_to_be_had_those_that_are_there_do_it_all() -> None:
     with Crowded(4) as threads:
         for _ in range(3):
-            assert Helpers(threads, 4).answers(str, list(range(50))) == [str(part) for part in range(50)]
+            assert ThreadPool(threads, 4).map(str, list(range(50))) == [str(part) for part in range(50)]
 
 
 class Unstartable(ThreadPoolExecutor):
@@ -117,7 +117,7 @@ def test_what_was_refused_for_want_of_a_thread_and_begun_nevertheless_is_waited_
         ended.append(part)
         return mine
 
-    assert sorted(Helpers(threads, 2).answers(work, [0, 1])) == [0, 1]
+    assert sorted(ThreadPool(threads, 2).map(work, [0, 1])) == [0, 1]
     assert sorted(ended) == [0, 1]
 
 
@@ -130,7 +130,7 @@ def test_what_no_thread_ever_begins_is_not_kept_for_it() -> None:
     none = ThreadPoolExecutor(2)  # which no thread of its own will serve
     task = Task()
     gone = weakref.ref(task)
-    Helpers(none, 2).share(task)
+    ThreadPool(none, 2).run_on_all(task)
     del task
     assert gone() is None, "a batch's buffers, 96 MiB of them"
     assert none._work_queue.qsize() == 1
@@ -143,11 +143,11 @@ def test_what_is_begun_goes_on_while_the_caller_does(threads: ThreadPoolExecutor
         both.wait(WAIT_SECONDS)
         return threading.get_ident()
 
-    answer = Helpers(threads, 2).begin(work)
+    answer = ThreadPool(threads, 2).begin(work)
     both.wait(WAIT_SECONDS)
     assert answer() != me
     assert answer() == answer(), "it is there for good"
-    assert ALONE.begin(threading.get_ident)() == me
+    assert SERIAL.begin(threading.get_ident)() == me
 
 
 def test_one_piece_a_thread_and_one_that_waits_and_no_more_are_held(threads: ThreadPoolExecutor) -> None:
@@ -157,7 +157,7 @@ def test_one_piece_a_thread_and_one_that_waits_and_no_more_are_held(threads: Thr
         gate.wait(WAIT_SECONDS)
         return threading.get_ident()
 
-    helpers = Helpers(threads, 2)
+    helpers = ThreadPool(threads, 2)
     answers = [helpers.begin(work), helpers.begin(work)]
     third = helpers.begin(threading.get_ident)
     assert third() == me, "done here, and at once"
@@ -170,13 +170,13 @@ def test_what_was_begun_and_failed_says_so_when_it_is_asked_for(threads: ThreadP
     def fails() -> None:
         raise ValueError("damaged")
 
-    helpers = Helpers(threads, 2)
+    helpers = ThreadPool(threads, 2)
     answer = helpers.begin(fails)
     assert helpers.begin(lambda: 7)() == 7, "others are as good as before"
     with pytest.raises(ValueError, match="damaged"):
         answer()
     with pytest.raises(ValueError, match="damaged"):
-        ALONE.begin(fails)()
+        SERIAL.begin(fails)()
 
 
 def test_what_no_thread_can_be_started_for_is_done_by_the_caller_and_not_kept() -> None:
@@ -186,7 +186,7 @@ def test_what_no_thread_can_be_started_for_is_done_by_the_caller_and_not_kept() 
 
     none, piece = Unstartable(2), Piece()
     gone = weakref.ref(piece)
-    assert Helpers(none, 2).begin(piece)() == threading.get_ident()
+    assert ThreadPool(none, 2).begin(piece)() == threading.get_ident()
     del piece
     assert gone() is None, "a block and its bases, 12 MiB"
     assert none._work_queue.qsize() == 1
@@ -210,9 +210,9 @@ def test_what_a_part_raises_is_raised_and_no_further_part_is_begun(
     failed = threading.Event()
     threading.Timer(0.5, failed.set).start()  # the other one goes on when the failure has long been seen
     with pytest.raises(ValueError, match=r"part [01]"):
-        Helpers(threads).answers(work, list(range(100)))
+        ThreadPool(threads).map(work, list(range(100)))
     assert sorted(begun) == [0, 1]
-    assert Helpers(threads).answers(str, [1, 2]) == ["1", "2"], "the threads are as good as before"
+    assert ThreadPool(threads).map(str, [1, 2]) == ["1", "2"], "the threads are as good as before"
 
 
 @given(st.lists(st.integers(0, 300), max_size=50), st.integers(1, 400))
@@ -229,9 +229,9 @@ def test_parts_cover_all_rows_once_and_have_about_what_they_should(lengths: list
 
 def test_rows_are_parted_only_where_somebody_helps(threads: ThreadPoolExecutor) -> None:
     lengths = np.full(40, PART_BYTES // 4, np.uint32)
-    assert ALONE.parts(lengths) == [slice(0, 40)]
-    assert ALONE.parts(lengths[:0]) == [slice(0, 0)]
-    assert Helpers(threads).parts(lengths) == parts_of(lengths)
+    assert SERIAL.parts(lengths) == [slice(0, 40)]
+    assert SERIAL.parts(lengths[:0]) == [slice(0, 0)]
+    assert ThreadPool(threads).parts(lengths) == parts_of(lengths)
     assert len(parts_of(lengths)) == 10
 
 
@@ -258,7 +258,7 @@ def test_a_task_has_a_thread_a_core_for_as_long_as_it_runs(
         names.add(threading.current_thread().name)
 
     with all_cores("nearkin-test") as helpers:
-        helpers.share(work)
+        helpers.run_on_all(work)
     assert len(names) == hands
     assert sum(name.startswith("nearkin-test") for name in names) == hands - 1, "the caller's is one of them"
     assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-test")]
@@ -275,16 +275,16 @@ def test_other_cores_are_all_but_the_callers_and_at_most_so_many(
         begun.append(threading.current_thread().name)
         gate.wait(WAIT_SECONDS)
 
-    helpers = Helpers()
+    helpers = ThreadPool()
     with helpers.on_other_cores("nearkin-test", 2):
-        assert helpers.alone == (not hands)
+        assert helpers.is_serial == (not hands)
         together, shared = threading.Barrier(hands + 1), list[str]()
 
         def part() -> None:
             together.wait(WAIT_SECONDS)
             shared.append(threading.current_thread().name)
 
-        helpers.share(part)
+        helpers.run_on_all(part)
         assert len(set(shared)) == hands + 1, "the caller's is one of them"
         if not hands:
             gate.set()
@@ -294,5 +294,5 @@ def test_other_cores_are_all_but_the_callers_and_at_most_so_many(
         if hands:
             threading.Timer(0.2, gate.set).start()  # while the block ends: what waits is then let go of
     assert sorted(begun) == ([f"nearkin-test_{number}" for number in range(hands)] or ["MainThread"])
-    assert helpers.alone
+    assert helpers.is_serial
     assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-test")]

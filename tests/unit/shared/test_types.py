@@ -26,7 +26,7 @@ def test_each_location_once_in_order(pairs: list[tuple[int, int]]) -> None:
 
 @given(PAIRS, PAIRS)
 def test_those_that_are_among_others(pairs: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
-    assert located(pairs).among(located(others)).tolist() == [pair in others for pair in pairs]
+    assert located(pairs).is_in(located(others)).tolist() == [pair in others for pair in pairs]
 
 
 @given(PAIRS)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearkin_shared.config.loader import load, shown, with_changes
+from nearkin_shared.config.loader import displayed_value, load, with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError
 from nearkin_shared.utils.url_masking import mask_urls, url_secrets
@@ -56,7 +56,7 @@ def test_url_without_a_secret_stays() -> None:
 @pytest.mark.parametrize("name", ["redis.url", "object_store.url", "object_store.endpoint", "server"])
 def test_setting_with_a_url_is_shown_masked(name: str) -> None:
     """F.30: Every setting that may hold a URL is masked, not the one that was thought of."""
-    assert SECRET not in str(shown(name, f"s3://id:{SECRET}@bucket?password={SECRET}"))
+    assert SECRET not in str(displayed_value(name, f"s3://id:{SECRET}@bucket?password={SECRET}"))
 
 
 def test_error_about_a_url_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.formats.pending_delete_record import Condemned
+from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.objectstore.base import AlreadyExists
-from nearkin_shared.objectstore.obstore_adapter import ObstoreObjects, memory_objects
-from nearkin_shared.storage.pending_delete_watch import RecordWatch
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
+from nearkin_shared.storage.pending_delete_watch import PendingDeleteWatcher
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
 from nearkin_shared.storage.versioned_record import READ_TRIES_MAX
@@ -22,10 +22,10 @@ A, B, C, D = ((1 << 40) + number for number in range(4))
 """Containers."""
 
 
-class Meanwhile(ObstoreObjects):
+class Meanwhile(ObstoreObjectStore):
     """An object store in which something happens between a listing and the reading that follows it."""
 
-    def __init__(self, inner: ObstoreObjects, happens: Callable[[], None], times: int = 1) -> None:
+    def __init__(self, inner: ObstoreObjectStore, happens: Callable[[], None], times: int = 1) -> None:
         super().__init__(inner._client)
         self._happens, self.times = happens, times
 
@@ -36,34 +36,34 @@ class Meanwhile(ObstoreObjects):
         return super().get(name)
 
 
-def entry(at_us: int, *chunks: int) -> Condemned:
-    return Condemned(at_us, np.array(chunks, np.uint32), NONE, False)
+def entry(at_us: int, *chunks: int) -> PendingDelete:
+    return PendingDelete(at_us, np.array(chunks, np.uint32), NONE, False)
 
 
 def test_a_writer_that_reads_while_a_round_replaces_the_record_sees_the_new_one() -> None:
     objects = memory_objects()
-    janitor = CondemnedStore(objects)
+    janitor = PendingDeleteStore(objects)
     janitor.replace({A: entry(5, 0)})
     beside = Meanwhile(objects, lambda: janitor.replace({A: entry(5, 0), B: entry(6, 3)}))
-    watch = RecordWatch(CondemnedStore(beside), 3600.0)
+    watch = PendingDeleteWatcher(PendingDeleteStore(beside), 3600.0)
     assert sorted(watch.record()) == [A, B]
     assert not beside.times
 
 
 def test_a_record_that_went_with_nothing_in_its_place_is_none() -> None:
     objects = memory_objects()
-    janitor = CondemnedStore(objects)
+    janitor = PendingDeleteStore(objects)
     janitor.replace({A: entry(5, 0)})
-    assert CondemnedStore(Meanwhile(objects, lambda: janitor.replace({}))).read() == {}
+    assert PendingDeleteStore(Meanwhile(objects, lambda: janitor.replace({}))).read() == {}
 
 
 def test_records_that_go_again_and_again_are_an_error_that_passes_never_none() -> None:
     objects = memory_objects()
-    janitor = CondemnedStore(objects)
+    janitor = PendingDeleteStore(objects)
     janitor.replace({A: entry(5, 0)})
     beside = Meanwhile(objects, lambda: janitor.replace({A: entry(5, 0)}), READ_TRIES_MAX)
     with pytest.raises(StoreUnavailable, match="try again"):
-        CondemnedStore(beside).read()
+        PendingDeleteStore(beside).read()
 
 
 def test_what_is_quarantined_is_not_lost_to_who_reads_while_it_is_replaced() -> None:
@@ -82,7 +82,7 @@ def test_of_two_that_quarantine_at_once_one_is_told_and_nothing_is_lost() -> Non
     other = Quarantine(objects, lambda: 1.0)
     other.note({A: np.array([4], np.uint32)}, {}, everything=False)
 
-    class Late(ObstoreObjects):
+    class Late(ObstoreObjectStore):
         def put_new(self, name, *parts) -> None:
             other.note({B: np.array([7], np.uint32)}, {}, everything=False)
             other.note({D: np.array([7], np.uint32)}, {}, everything=False)
@@ -94,7 +94,7 @@ def test_of_two_that_quarantine_at_once_one_is_told_and_nothing_is_lost() -> Non
     mine = Quarantine(objects, lambda: 2.0)
     mine.note({C: None}, {}, everything=False)
     assert sorted(mine.read()) == [A, B, C, D]
-    assert len(mine.listed()) == 1
+    assert len(mine.list_records()) == 1
 
 
 def test_the_state_of_a_scrub_is_read_while_it_is_replaced() -> None:

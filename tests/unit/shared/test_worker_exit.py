@@ -10,7 +10,7 @@ import pytest
 
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError, NearkinError, Permanent
+from nearkin_shared.errors import ConfigError, NearkinError, PermanentError
 from nearkin_shared.kafka import worker
 from nearkin_shared.kafka.worker import exit_code
 
@@ -41,7 +41,7 @@ def _own_signals() -> Iterator[None]:
 @pytest.mark.usefixtures("_own_signals")
 @pytest.mark.parametrize(
     ("failure", "code"),
-    [(ConfigError("object_store.url: not set"), 2), (Permanent("topic nearkin.frames: refused"), 1)],
+    [(ConfigError("object_store.url: not set"), 2), (PermanentError("topic nearkin.frames: refused"), 1)],
 )
 def test_a_setting_that_is_refused_before_the_first_message_is_told_as_one(
     failure: NearkinError, code: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -51,7 +51,7 @@ def test_a_setting_that_is_refused_before_the_first_message_is_told_as_one(
     def refuse(*_: object) -> None:
         raise failure
 
-    monkeypatch.setattr(worker, "_connected", refuse)
+    monkeypatch.setattr(worker, "_connect", refuse)
     assert worker.run_worker("chunker", [], Settings(), None, "w", None) == code
     (told,) = caplog.records
     assert told.getMessage() == f"chunker: {failure}"

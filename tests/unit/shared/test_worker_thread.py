@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.pipeline.worker_thread import QUEUED, Direct, Worker
+from nearkin_shared.pipeline.worker_thread import QUEUED, InlineWorker, Worker
 
 PATIENCE = 60
 
@@ -313,7 +313,7 @@ def test_in_turn_an_item_is_done_when_put_returns_and_its_failure_is_raised_ther
 
 def test_what_is_carried_out_directly_is_done_when_put_returns() -> None:
     done: list[int] = []
-    direct = Direct(done.append)
+    direct = InlineWorker(done.append)
     direct.put(1)
     assert done == [1]
     direct.put(2)
@@ -323,7 +323,7 @@ def test_what_is_carried_out_directly_is_done_when_put_returns() -> None:
 
 def test_directly_too_nothing_is_done_after_a_failure_and_everyone_is_told() -> None:
     done: list[int] = []
-    direct = Direct(failing(1, done))
+    direct = InlineWorker(failing(1, done))
     direct.put(0)
     for told in (lambda: direct.put(1), lambda: direct.put(2), direct.drain):
         with pytest.raises(OSError, match="item 1"):
@@ -340,7 +340,7 @@ def test_an_interrupt_of_what_is_carried_out_directly_is_a_failure_too() -> None
         done.append(number)
         raise KeyboardInterrupt
 
-    direct = Direct(interrupted)
+    direct = InlineWorker(interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             direct.put(1)
@@ -348,7 +348,7 @@ def test_an_interrupt_of_what_is_carried_out_directly_is_a_failure_too() -> None
 
 
 def test_what_was_ended_before_it_was_done_says_so() -> None:
-    direct = Direct(lambda _: None)
+    direct = InlineWorker(lambda _: None)
     direct.cancel()
     with pytest.raises(StoreUnavailable, match="put it again"):
         direct.put(1)

@@ -6,7 +6,7 @@ Data come as they do in a store: segments of up to 900 KiB, a call each. A new r
     def _crc32(material: Material) -> Prepared:
         return timed(lambda: zlib.crc32(material.data), len(material.data))
 
-It runs once, outside the clock. `Prepared.once` is one pass and returns its seconds of processor time, so that a
+It runs once, outside the clock. `PreparedRow.once` is one pass and returns its seconds of processor time, so that a
 program that brings a clock of its own can be a row as well. A peer that is not installed raises MissingPeer.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from backports.zstd import ZstdDict, compress
 
-from nearkin.lab.measure import CommandFailed, asked, first_line
+from nearkin.lab.measure import CommandFailed, first_line, run_short
 from nearkin.lab.measurement_record import Corpus
 from nearkin.lab.similar_chunks import (
     CHUNK_BYTES_MAX,
@@ -95,7 +95,7 @@ class Material:
     def mean_chunk_bytes(self, cut: Cut) -> float:
         """Return the mean chunk as `cut` cuts the corpus."""
         total_bytes = count = 0
-        for data in _mapped(self.corpus.paths):
+        for data in _map_files(self.corpus.paths):
             total_bytes += len(data)
             count += len(cut(data, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True))
         return total_bytes / count
@@ -104,7 +104,7 @@ class Material:
         """Return logical bytes by bytes of different chunks, and the mean chunk, bytes, as `cut` cuts the corpus."""
         seen: set[bytes] = set()
         fresh_bytes = total_bytes = count = 0
-        for data in _mapped(self.corpus.paths):
+        for data in _map_files(self.corpus.paths):
             lengths = cut(data, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True)
             names = fingerprint.sha1_many(data, starts_of(lengths), lengths).tobytes()
             total_bytes += len(data)
@@ -117,7 +117,7 @@ class Material:
         return total_bytes / fresh_bytes, total_bytes / count
 
 
-def _mapped(paths: Sequence[Path]) -> Iterator[Bytes]:
+def _map_files(paths: Sequence[Path]) -> Iterator[Bytes]:
     """Yield the files, one after another, up to `REDUCTION_BYTES_MAX`."""
     left_bytes = REDUCTION_BYTES_MAX
     for path in paths:
@@ -137,7 +137,7 @@ def _sample(paths: Sequence[Path]) -> Bytes:
 
 
 @frozen
-class Prepared:
+class PreparedRow:
     """A row that is ready: `once()` is one pass over `bytes_handled` bytes, in seconds of processor time."""
 
     once: Callable[[], float]
@@ -150,7 +150,7 @@ class Prepared:
     """Whether a turn has as many passes as fill it; else one, which is long enough."""
 
 
-def timed(call: Callable[[], object], bytes_handled: int) -> Prepared:
+def timed_row(call: Callable[[], object], bytes_handled: int) -> PreparedRow:
     """Return a row whose pass is `call()`, all of it in this thread."""
 
     def once() -> float:
@@ -158,10 +158,10 @@ def timed(call: Callable[[], object], bytes_handled: int) -> Prepared:
         call()
         return time.thread_time() - started
 
-    return Prepared(once, bytes_handled)
+    return PreparedRow(once, bytes_handled)
 
 
-def over_segments(material: Material, call: Callable[[Bytes, Offsets, Lengths], object]) -> Prepared:
+def over_segments(material: Material, call: Callable[[Bytes, Offsets, Lengths], object]) -> PreparedRow:
     """Return a row whose pass is a call for every segment: payload, offsets and lengths of its chunks."""
     segments = material.segments
 
@@ -169,7 +169,7 @@ def over_segments(material: Material, call: Callable[[Bytes, Offsets, Lengths], 
         for segment in segments:
             call(segment.payload, segment.offsets, segment.lengths)
 
-    return timed(all_of_them, sum(segment.total_bytes for segment in segments))
+    return timed_row(all_of_them, sum(segment.total_bytes for segment in segments))
 
 
 @frozen
@@ -179,7 +179,7 @@ class Kernel:
     name: str
     group: str
     settings: str
-    prepare: Callable[[Material], Prepared]
+    prepare: Callable[[Material], PreparedRow]
     ours: bool
     install: str
     aim: float | None
@@ -192,10 +192,10 @@ KERNELS: dict[str, Kernel] = {}
 
 def kernel(
     name: str, *, group: str, settings: str = "", ours: bool = True, install: str = "", aim: float | None = None
-) -> Callable[[Callable[[Material], Prepared]], Callable[[Material], Prepared]]:
+) -> Callable[[Callable[[Material], PreparedRow]], Callable[[Material], PreparedRow]]:
     """Register a row. A peer (`ours` False) runs when it is named, and says in `install` how to get it."""
 
-    def register(prepare: Callable[[Material], Prepared]) -> Callable[[Material], Prepared]:
+    def register(prepare: Callable[[Material], PreparedRow]) -> Callable[[Material], PreparedRow]:
         assert name not in KERNELS, name
         KERNELS[name] = Kernel(name, group, settings, prepare, ours, install, aim)
         return prepare
@@ -206,18 +206,18 @@ def kernel(
 # ------------------------------------------------------------------ chunking
 
 
-def chunked(material: Material, cut: Cut, note: str = IN_THIS_PROCESS) -> Prepared:
+def chunker_row(material: Material, cut: Cut, note: str = IN_THIS_PROCESS) -> PreparedRow:
     """Return a chunker's row: its speed over the sample in one call, and what dedup makes of the corpus it cuts."""
     ratio, mean_bytes = material.dedup(cut)
 
     def call() -> None:
         cut(material.data, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, CHUNK_BYTES_MAX, True)
 
-    return replace(timed(call, len(material.data)), reduction=ratio, mean_chunk_bytes=mean_bytes, version=note)
+    return replace(timed_row(call, len(material.data)), reduction=ratio, mean_chunk_bytes=mean_bytes, version=note)
 
 
 def _add_chunker(name: str, cut: Cut, settings: str = "2, 8, 64 KiB; the whole sample in one call") -> None:
-    kernel(name, group=CHUNKING, settings=settings)(partial(chunked, cut=cut))
+    kernel(name, group=CHUNKING, settings=settings)(partial(chunker_row, cut=cut))
 
 
 _add_chunker("fastcdc", chunking.fastcdc_cut)
@@ -233,7 +233,7 @@ _add_chunker("inck", chunking.inck_cut)
 
 
 @kernel("leastcdc, fastcdc's mean", group=CHUNKING, settings="with the target that gives the mean chunk of fastcdc")
-def _leastcdc_same_mean(material: Material) -> Prepared:
+def _leastcdc_same_mean(material: Material) -> PreparedRow:
     wanted_bytes = material.mean_chunk_bytes(chunking.fastcdc_cut)
     low, high = CHUNK_BYTES_TARGET // 2, CHUNK_BYTES_TARGET * 2
     while True:  # halving 12,288 targets: 14 steps at most
@@ -241,7 +241,7 @@ def _leastcdc_same_mean(material: Material) -> Prepared:
         cut = _with_target(target_bytes)
         mean_bytes = material.mean_chunk_bytes(cut)
         if abs(mean_bytes / wanted_bytes - 1) < _MEAN_TOLERANCE or high - low <= 1:
-            return chunked(material, cut, f"target {target_bytes} bytes")
+            return chunker_row(material, cut, f"target {target_bytes} bytes")
         low, high = (low, target_bytes) if mean_bytes > wanted_bytes else (target_bytes, high)
 
 
@@ -256,12 +256,12 @@ def _with_target(target_bytes: int) -> Cut:
 
 
 @kernel("sha1", group=HASHES, settings="all chunks of a segment in one call", aim=2.5)
-def _sha1(material: Material) -> Prepared:
+def _sha1(material: Material) -> PreparedRow:
     return over_segments(material, fingerprint.sha1_many)
 
 
 def _add_engine(name: str) -> None:
-    def prepare(material: Material) -> Prepared:
+    def prepare(material: Material) -> PreparedRow:
         return over_segments(material, partial(_fingerprint.sha1_many, engine=name))
 
     kernel(f"sha1, {name} alone", group=HASHES, settings="this engine for all chunks")(prepare)
@@ -275,13 +275,13 @@ if USE_CYTHON:
 
 
 @kernel("check tags", group=HASHES)
-def _check_tags(material: Material) -> Prepared:
+def _check_tags(material: Material) -> PreparedRow:
     key = fingerprint.TagKey(bytes(range(fingerprint.SECRET_BYTES)), b"bench")
     return over_segments(material, partial(fingerprint.check_tags, key=key))
 
 
 @kernel("sha1 + tags", group=HASHES, settings="fingerprints, check tags and names: all that dedup needs")
-def _sha1_tags(material: Material) -> Prepared:
+def _sha1_tags(material: Material) -> PreparedRow:
     key = fingerprint.TagKey(bytes(range(fingerprint.SECRET_BYTES)), b"bench")
 
     def call(payload: Bytes, offsets: Offsets, lengths: Lengths) -> None:
@@ -292,7 +292,7 @@ def _sha1_tags(material: Material) -> Prepared:
 
 
 @kernel("hashlib", group=HASHES, settings="OpenSSL's SHA-1, a call a chunk", ours=False, install="it comes with Python")
-def _sha1_hashlib(material: Material) -> Prepared:
+def _sha1_hashlib(material: Material) -> PreparedRow:
     places = [
         memoryview(segment.payload)[start : start + length]
         for segment in material.segments
@@ -303,7 +303,7 @@ def _sha1_hashlib(material: Material) -> Prepared:
         for place in places:
             hashlib.sha1(place, usedforsecurity=False).digest()
 
-    return timed(call, sum(map(len, places)))
+    return timed_row(call, sum(map(len, places)))
 
 
 _OPENSSL_SECONDS = 1
@@ -316,7 +316,7 @@ _OPENSSL_SECONDS = 1
     ours=False,
     install="Debian and Ubuntu: apt install openssl; macOS: brew install openssl",
 )
-def _openssl(material: Material) -> Prepared:
+def _openssl(material: Material) -> PreparedRow:
     program = shutil.which("openssl")
     if program is None:
         raise MissingPeer("openssl is not installed")
@@ -324,21 +324,21 @@ def _openssl(material: Material) -> Prepared:
     handled = len(material.data)
 
     def once() -> float:
-        done = asked([program, *words])
+        done = run_short([program, *words])
         match = re.search(r"^sha1\s+([0-9.]+)k", done.stdout, re.MULTILINE | re.IGNORECASE)
         if done.returncode != 0 or match is None:
             raise CommandFailed(f"openssl {' '.join(words)}: exit {done.returncode}, no speed in its answer")
         return handled / (float(match[1]) * 1000)  # it prints thousands of bytes a second
 
-    version = first_line(asked([program, "version"]))
-    return Prepared(once, handled, version=version, repeats=False)
+    version = first_line(run_short([program, "version"]))
+    return PreparedRow(once, handled, version=version, repeats=False)
 
 
 # ------------------------------------------------------------------ features
 
 
 def _add_features(name: str, sketch: Sketch, aim: float | None = None) -> None:
-    def prepare(material: Material) -> Prepared:
+    def prepare(material: Material) -> PreparedRow:
         return over_segments(material, sketch)
 
     kernel(name, group=FEATURES, settings="12 features, 3 super-features", aim=aim)(prepare)
@@ -352,7 +352,7 @@ _add_features("ntransform, scalar", features.ntransform_scalar)
 
 
 @kernel("size estimate", group=FEATURES, settings="how far a chunk will compress, guessed")
-def _estimate(material: Material) -> Prepared:
+def _estimate(material: Material) -> PreparedRow:
     return over_segments(material, size_estimate.compressed_bytes_estimate)
 
 
@@ -360,21 +360,21 @@ def _estimate(material: Material) -> Prepared:
 
 
 @kernel("xdelta3 encode", group=DELTAS, settings="level 1, all pairs in one call")
-def _xdelta3_encode(material: Material) -> Prepared:
+def _xdelta3_encode(material: Material) -> PreparedRow:
     targets, bases = material.pairs.targets, material.pairs.bases
     places = (targets.payload, targets.offsets, targets.lengths, bases.payload, bases.offsets, bases.lengths)
-    return timed(lambda: xdelta3.encode_many(*places, level=1), targets.total_bytes)
+    return timed_row(lambda: xdelta3.encode_many(*places, level=1), targets.total_bytes)
 
 
 @kernel("xdelta3 decode", group=DELTAS, settings="all pairs in one call")
-def _xdelta3_decode(material: Material) -> Prepared:
+def _xdelta3_decode(material: Material) -> PreparedRow:
     targets, bases = material.pairs.targets, material.pairs.bases
     places = (targets.payload, targets.offsets, targets.lengths, bases.payload, bases.offsets, bases.lengths)
     deltas, lengths = xdelta3.encode_many(*places, level=1)
     kept = np.flatnonzero(lengths)
     some, theirs, sizes = targets.take(kept), bases.take(kept), lengths[kept]
     offsets = starts_of(sizes)
-    return timed(
+    return timed_row(
         lambda: xdelta3.decode_many(
             deltas, offsets, sizes, theirs.payload, theirs.offsets, theirs.lengths, some.lengths
         ),
@@ -383,7 +383,7 @@ def _xdelta3_decode(material: Material) -> Prepared:
 
 
 @kernel("overlap", group=DELTAS, settings="how much of each target its base holds, a group a pair")
-def _overlap(material: Material) -> Prepared:
+def _overlap(material: Material) -> PreparedRow:
     targets, bases = material.pairs.targets, material.pairs.bases
     bounds = np.arange(len(targets) + 1, dtype=np.uint32)
     which = np.zeros(len(bases), np.int32)
@@ -401,15 +401,15 @@ def _overlap(material: Material) -> Prepared:
             bounds,
         )
 
-    return timed(call, targets.total_bytes)
+    return timed_row(call, targets.total_bytes)
 
 
 @kernel("zstd-prefix", group=DELTAS, settings="level 3, the base as prefix, a call a pair", ours=False)
-def _zstd_prefix(material: Material) -> Prepared:
+def _zstd_prefix(material: Material) -> PreparedRow:
     places = list(zip(material.pairs.targets.slices(), material.pairs.bases.slices(), strict=True))
 
     def call() -> None:
         for target, base in places:
             compress(target, level=3, zstd_dict=ZstdDict(base, is_raw=True).as_prefix)
 
-    return timed(call, material.pairs.targets.total_bytes)
+    return timed_row(call, material.pairs.targets.total_bytes)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nearkin.lab.compare_builds import kernels_against
-from nearkin.lab.measure import CommandFailed, Steps, pinned, sha1_mbps
+from nearkin.lab.measure import CommandFailed, Steps, pin_to_core, sha1_mbps
 from nearkin.lab.measurement_record import Corpus, LeftOut, Record, Row, Spread, cell, speed, spread
-from nearkin.lab.suites.kernel_cases import CHUNKING, IN_THIS_PROCESS, KERNELS, Kernel, Material, Prepared
+from nearkin.lab.suites.kernel_cases import CHUNKING, IN_THIS_PROCESS, KERNELS, Kernel, Material, PreparedRow
 from nearkin.lab.tools import rust_fastcdc
 from nearkin.lab.tools.base_tool import MissingPeer
-from nearkin_shared.errors import BadInput, Permanent
+from nearkin_shared.errors import BadInput, PermanentError
 from nearkin_shared.kernels import features, fingerprint
 
 _TURN_SECONDS = 0.04
@@ -53,7 +53,7 @@ def run(
 ) -> Record:
     """Measure every kernel over every corpus: `warmups` passes, then `runs` that count.
 
-    Raises Permanent when nothing could be measured.
+    Raises PermanentError when nothing could be measured.
     """
     record = Record("kernels", command, core, runs, warmups, corpora)
     record.details = {
@@ -62,11 +62,11 @@ def run(
         "sample_bytes": {},
     }
     each = len(kernels) + warmups + runs
-    with pinned(core):
+    with pin_to_core(core):
         for number, corpus in enumerate(corpora):
             _measure_corpus(record, corpus, kernels, steps, number * each, len(corpora) * each)
     if not record.rows:
-        raise Permanent(f"nothing was measured: {'; '.join(one.text() for one in record.left_out_once())}")
+        raise PermanentError(f"nothing was measured: {'; '.join(one.text() for one in record.left_out_once())}")
     return record
 
 
@@ -77,7 +77,7 @@ def _measure_corpus(
     sample = record.details["sample_bytes"]
     assert isinstance(sample, dict)
     sample[corpus.name] = len(material.data)
-    ready: dict[str, Prepared] = {}
+    ready: dict[str, PreparedRow] = {}
     chosen = {row.name: row for row in kernels}
     for row in kernels:
         if steps:
@@ -122,7 +122,7 @@ def _measure_corpus(
             "bytes_handled": spread([prepared.bytes_handled]),
             "reduction": spread([prepared.reduction]),
             "mean_chunk_bytes": spread([prepared.mean_chunk_bytes]),
-            "by_crate": _by_round(speeds[name], speeds[rust_fastcdc.NAME])
+            "by_crate": _by_pass(speeds[name], speeds[rust_fastcdc.NAME])
             if crate_ran and row.group == CHUNKING
             else None,
             "aim_by_sha1": spread([row.aim if features.cpu_path() == "avx512" else None]),
@@ -130,11 +130,11 @@ def _measure_corpus(
         record.rows.append(Row(corpus.name, row.group, name, row.settings, prepared.version, row.ours, figures))
 
 
-def _by_round(own: Sequence[float], other: Sequence[float]) -> Spread | None:
+def _by_pass(own: Sequence[float], other: Sequence[float]) -> Spread | None:
     return spread(mine / theirs for mine, theirs in zip(own, other, strict=True))
 
 
-def _passes(prepared: Prepared) -> int:
+def _passes(prepared: PreparedRow) -> int:
     """Return how many passes a turn has; the first, which tells, does not count."""
     seconds = prepared.once()
     return max(1, min(_PASSES_MAX, round(_TURN_SECONDS / max(1e-9, seconds)))) if prepared.repeats else 1

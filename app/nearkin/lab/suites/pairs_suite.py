@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from nearkin.lab.delta_codecs import OWN, PEERS, Codec, Xdelta3, ZstdPrefix
-from nearkin.lab.measure import CommandFailed, Steps, pinned, sha1_mbps
-from nearkin.lab.measurement_record import Corpus, LeftOut, Record, Row, cell, named, speed, spread
+from nearkin.lab.measure import CommandFailed, Steps, pin_to_core, sha1_mbps
+from nearkin.lab.measurement_record import Corpus, LeftOut, Record, Row, cell, speed, spread, table_cell_name
 from nearkin.lab.similar_chunks import APPROACHES, SPEEDS, Chunks, Pairs, find_pairs, fresh_chunks
 from nearkin.lab.tools.base_tool import MissingPeer
-from nearkin_shared.errors import BadInput, Permanent
+from nearkin_shared.errors import BadInput, PermanentError
 from nearkin_shared.kernels import features
 
 SPEED_BYTES_MAX = 64 << 20  # of fresh chunks; far beyond any cache, and a run of all five takes seconds
@@ -53,12 +53,12 @@ def run(
     """Measure the feature algorithms and every codec that is installed over every corpus.
 
     pairs_max: how many pairs the codecs are compared over, taken evenly from all that were found.
-    Raises Permanent when a corpus has too few versions to hold a fresh chunk.
+    Raises PermanentError when a corpus has too few versions to hold a fresh chunk.
     """
     record = Record("pairs", command, core, runs, warmups, corpora)
     record.details = {"features_cpu_path": features.cpu_path(), "pairs_max": pairs_max, "chunks": {}}
     steps_each = len(APPROACHES) * len(_TABLE_3_CODECS) + len(SPEEDS) + len(codecs)
-    with pinned(core):
+    with pin_to_core(core):
         for number, corpus in enumerate(corpora):
             meter = _Meter(steps, number * steps_each, len(corpora) * steps_each, corpus.name)
             _measure_corpus(record, corpus, codecs, pairs_max, work, meter)
@@ -82,7 +82,7 @@ def _measure_corpus(
 ) -> None:
     fresh = fresh_chunks(corpus.paths)
     if not len(fresh):
-        raise Permanent(f"{corpus.name}: no chunk in it")
+        raise PermanentError(f"{corpus.name}: no chunk in it")
     chunks = record.details["chunks"]
     assert isinstance(chunks, dict)
     chunks[corpus.name] = {"fresh_chunks": len(fresh), "fresh_bytes": fresh.total_bytes}
@@ -248,7 +248,7 @@ def _table_3(record: Record) -> list[str]:
             dcr += f" ({_median(row, 'dcr') / _median(yard, 'dcr') - 1:+.2%})"
             dce += f" ({_median(row, 'dce') / _median(yard, 'dce') - 1:+.2%})"
         counts = f"{cell(row.figures['paired_chunks'])} | {cell(row.figures['refused_chunks'])}"
-        lines.append(f"| {named(row.corpus)} | {row.settings} | {row.tool} | {dcr} | {dce} | {counts} |")
+        lines.append(f"| {table_cell_name(row.corpus)} | {row.settings} | {row.tool} | {dcr} | {dce} | {counts} |")
     return lines
 
 
@@ -260,7 +260,7 @@ def _figure_4(record: Record) -> list[str]:
         "## Speed of super-features, MB/s of fresh chunks (Figure 4), and by OpenSSL's SHA-1 at 8 KiB; processor time;"
         f" vector code is {record.details['features_cpu_path']}",
         "",
-        f"| approach | {' | '.join(f'{named(corpus)} | by SHA-1' for corpus in corpora)} |",
+        f"| approach | {' | '.join(f'{table_cell_name(corpus)} | by SHA-1' for corpus in corpora)} |",
         f"|---|{'---|---|' * len(corpora)}",
     ]
     for name in SPEEDS:
@@ -295,6 +295,6 @@ def _codec_table(record: Record) -> list[str]:
         speeds = f"{speed(row.figures['encode_mbps'])} | {speed(row.figures['decode_mbps'])}"
         start = cell(row.figures["start_ms"], 1) if _median(row, "start_ms") else "-"
         name = f"**{row.tool}**" if row.ours else row.tool
-        lines.append(f"| {named(row.corpus)} | {name} | {counts} | {ratios} | {speeds} | {start} |")
+        lines.append(f"| {table_cell_name(row.corpus)} | {name} | {counts} | {ratios} | {speeds} | {start} |")
     told = dict.fromkeys(f"- {row.tool}: {row.version}; {row.settings}" for row in rows)
     return [*lines, "", *told]

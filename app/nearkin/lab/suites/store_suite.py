@@ -15,10 +15,19 @@ from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
-from nearkin.lab.measure import CommandFailed, Cost, Steps, pinned, read_through, same_bytes, sha1_mbps, stored_bytes
+from nearkin.lab.measure import (
+    CommandFailed,
+    Cost,
+    Steps,
+    pin_to_core,
+    read_through,
+    same_bytes,
+    sha1_mbps,
+    stored_bytes,
+)
 from nearkin.lab.measurement_record import Corpus, LeftOut, Record, Row, Spread, cell, speed, spread
 from nearkin.lab.tools.base_tool import MissingPeer, Peer
-from nearkin_shared.errors import NearkinError, Permanent
+from nearkin_shared.errors import NearkinError, PermanentError
 
 MEASURED = (
     "put_mbps", "first_put_mbps", "later_put_mbps", "put_again_mbps", "get_newest_mbps", "get_oldest_mbps",
@@ -49,13 +58,13 @@ def run(
     is started once and every file is read once; `warmups` whole rounds are not counted. `upkeep_every`: after so many
     versions each store does its upkeep, which no put counts. `save` is told the record after
     each round: a whole run takes long, and what ended it early must not take all of it along.
-    Raises Permanent when nothing at all could be measured.
+    Raises PermanentError when nothing at all could be measured.
     """
     record = Record("store", command, core, runs, warmups, corpora)
     floor_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     record.details = {"peak_bytes_never_below": floor_bytes}
-    with pinned(core):
-        versions = _installed(peers, record)
+    with pin_to_core(core):
+        versions = _installed_peers(peers, record)
         rounds = range(-warmups, runs)
         total, done = len(corpora) * len(versions) * len(rounds), 0
         for corpus in corpora:
@@ -84,11 +93,11 @@ def run(
                 if rows:
                     save(record)
     if not record.rows:
-        raise Permanent(f"nothing was measured: {'; '.join(one.text() for one in record.left_out_once())}")
+        raise PermanentError(f"nothing was measured: {'; '.join(one.text() for one in record.left_out_once())}")
     return record
 
 
-def _installed(peers: Sequence[type[Peer]], record: Record) -> dict[type[Peer], str]:
+def _installed_peers(peers: Sequence[type[Peer]], record: Record) -> dict[type[Peer], str]:
     versions: dict[type[Peer], str] = {}
     for peer in peers:
         try:

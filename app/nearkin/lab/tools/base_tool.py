@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from nearkin.lab.measure import Cost, asked, first_line, run
-from nearkin_shared.errors import Permanent
+from nearkin.lab.measure import Cost, first_line, run, run_short
+from nearkin_shared.errors import PermanentError
 
 
-class MissingPeer(Permanent):
+class MissingPeer(PermanentError):
     """A store's command is not installed; names it."""
 
 
@@ -55,7 +55,7 @@ class Peer(ABC):
 
         Raises MissingPeer, CommandFailed where it cannot be run or hangs.
         """
-        said = first_line(asked([*cls.find(), *cls.version_words])).partition(", by")[0].strip("* ")
+        said = first_line(run_short([*cls.find(), *cls.version_words])).partition(", by")[0].strip("* ")
         return said.partition(" build: ")[0]  # kopia's; empty where Go built it from a module
 
     def close(self) -> None:  # noqa: B027 - most leave nothing running

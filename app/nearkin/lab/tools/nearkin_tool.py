@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from nearkin.lab.measure import CommandFailed, Cost, bounded, write_out
+from nearkin.lab.measure import CommandFailed, Cost, kill_on_timeout, write_out
 from nearkin.lab.tools.base_tool import Peer
 from nearkin_shared.errors import choose
 from nearkin_shared.utils.terminal import printable
@@ -118,7 +118,7 @@ class NearkinEmbedded(Nearkin):
         started = time.perf_counter()
         self._process.stdin.write(json.dumps(words) + "\n")
         self._process.stdin.flush()
-        with bounded(self._process):
+        with kill_on_timeout(self._process):
             answer = self._process.stdout.readline()
         ended = time.perf_counter()
         if not answer:

@@ -15,7 +15,7 @@ from pathlib import Path
 from nearkin.lab.corpus_cache import cache_dir
 from nearkin.lab.measure import CommandFailed
 from nearkin.lab.similar_chunks import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, CHUNK_BYTES_TARGET, Bytes
-from nearkin.lab.suites.kernel_cases import CHUNKING, Material, Prepared, kernel
+from nearkin.lab.suites.kernel_cases import CHUNKING, Material, PreparedRow, kernel
 from nearkin.lab.tools.base_tool import MissingPeer
 
 NAME = "fastcdc-crate"
@@ -35,7 +35,7 @@ class Crate:
             self._process = subprocess.Popen(
                 [command, file.name, *bounds], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-            weakref.finalize(self, _ended, self._process)
+            weakref.finalize(self, _wait, self._process)
             self.mean_chunk_bytes = 0.0
             self.once()  # when it answers it has read the file
 
@@ -53,7 +53,7 @@ class Crate:
         return int(nanoseconds) / 1e9
 
 
-def _ended(process: subprocess.Popen[str]) -> None:
+def _wait(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
@@ -88,6 +88,6 @@ def built() -> Path:
     ours=False,
     install="cargo builds it: rustup.rs, or apt install cargo",
 )
-def _crate(material: Material) -> Prepared:
+def _crate(material: Material) -> PreparedRow:
     crate = Crate(built(), material.data)
-    return Prepared(crate.once, len(material.data), mean_chunk_bytes=crate.mean_chunk_bytes, version=VERSION)
+    return PreparedRow(crate.once, len(material.data), mean_chunk_bytes=crate.mean_chunk_bytes, version=VERSION)

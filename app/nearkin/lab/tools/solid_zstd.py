@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from nearkin.lab.measure import COPY_BYTES, CommandFailed, Cost, bounded, ending, reaped
+from nearkin.lab.measure import COPY_BYTES, CommandFailed, Cost, ending, kill_on_timeout, reap
 from nearkin.lab.tools.base_tool import Peer
 
 
@@ -60,12 +60,12 @@ class ZstdLong(Peer):
         ):
             assert process.stdout is not None
             place, block = 0, memoryview(bytearray(COPY_BYTES))
-            with bounded(process):
+            with kill_on_timeout(process):
                 while count := process.stdout.readinto(block):  # type: ignore[attr-defined]  # unbuffered: a raw file
                     if place < stop and place + count > start:
                         file.write(block[max(0, start - place) : min(count, stop - place)])
                     place += count
-            usage = reaped(process)
+            usage = reap(process)
             if process.returncode != 0:
                 raise CommandFailed(ending(command, process.returncode, errors))
         return Cost(time.perf_counter() - started, 0.0, *usage)

@@ -164,7 +164,7 @@ def shown_token(request: Request, gateway: Gateway, text: str, via: str) -> Toke
 
 
 async def check_open_to(request: Request, gateway: Gateway, caller: Caller) -> None:
-    """Refuse an upload where none is taken of the caller. Raises Problem, Erased, StoreUnavailable."""
+    """Refuse an upload where none is taken of the caller. Raises Problem, TenantErased, StoreUnavailable."""
     try:
         await check_open(gateway, caller.tenant)
     except Problem as err:

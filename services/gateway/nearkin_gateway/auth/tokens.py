@@ -81,7 +81,7 @@ def create(
     if len(note) > NOTE_CHARACTERS_MAX:
         raise BadInput(f"note of {len(note)} characters: want at most {NOTE_CHARACTERS_MAX}")
     now = datetime.now(UTC)
-    with _locked(path):
+    with _lock(path):
         found = _read(path) if path.exists() else {}
         if len(found) >= TOKENS_MAX:
             raise BadInput(f"{path}: holds {TOKENS_MAX} tokens already; revoke some")
@@ -104,7 +104,7 @@ def create(
 
 def revoke(path: Path, number: str) -> Token:
     """Take a token, named by its id, out of the file. Raises NotFound."""
-    with _locked(path):
+    with _lock(path):
         found = _read(path)
         if number not in found:
             raise NotFound(f"token {number!r}: {path} has none; `nearkin token list` lists them")
@@ -113,7 +113,7 @@ def revoke(path: Path, number: str) -> Token:
     return gone
 
 
-def listed(path: Path) -> list[Token]:
+def read_tokens(path: Path) -> list[Token]:
     """Return all tokens, oldest first. Raises ConfigError."""
     return sorted(_read(path).values(), key=lambda token: (token.created, token.id))
 
@@ -226,7 +226,7 @@ def _write(path: Path, tokens: dict[str, Token]) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[None]:
     """Let one change the file at a time."""
     try:
         make_folders(path.parent)

@@ -19,7 +19,7 @@ from typing import Any
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka import Message as KafkaMessage
 
-from nearkin_gateway.uploads.upload_status import Outcomes
+from nearkin_gateway.uploads.upload_status import UploadStatuses
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NotAuthentic, StoreUnavailable
 from nearkin_shared.kafka.clients import as_bytes, consumer, group, topic, unavailable
@@ -38,11 +38,11 @@ CLOSE_SECONDS = 10.0
 _log = logging.getLogger("nearkin.gateway")
 
 
-class Watch:
+class EventConsumer:
     """Reads both topics on a thread of its own and tells the loop."""
 
     def __init__(
-        self, settings: Settings, outcomes: Outcomes, client_id: str, authenticator: EnvelopeAuthenticator
+        self, settings: Settings, outcomes: UploadStatuses, client_id: str, authenticator: EnvelopeAuthenticator
     ) -> None:
         self._settings = settings
         self._authenticator = authenticator
@@ -60,7 +60,7 @@ class Watch:
         """Start; returns when what was told before is read. Raises StoreUnavailable where that takes too long."""
         loop = asyncio.get_running_loop()
         since_ms = time.time_ns() // 1_000_000 - self._settings.gateway.outcomes_minutes * 60_000
-        self._outcomes.known_since(since_ms)
+        self._outcomes.set_known_from(since_ms)
         self._thread = threading.Thread(target=self._run, args=(loop, since_ms), name="nearkin-watch", daemon=True)
         self._thread.start()
         if not await asyncio.to_thread(self._caught_up.wait, CAUGHT_UP_SECONDS):
@@ -143,7 +143,7 @@ class Watch:
             return
         if message.topic() == self._workers_topic:
             key = message.key()
-            self._heard(key.decode(errors="replace") if isinstance(key, bytes) else "", value)
+            self._on_event(key.decode(errors="replace") if isinstance(key, bytes) else "", value)
             return
         try:
             event = json.loads(value or b"")
@@ -168,7 +168,7 @@ class Watch:
             return False
         return True
 
-    def _heard(self, name: str, value: bytes | None) -> None:
+    def _on_event(self, name: str, value: bytes | None) -> None:
         if value is None:
             self._words.pop(name, None)
             return
@@ -180,7 +180,7 @@ class Watch:
             self._words = {**self._words, name: word}  # replaced whole: the loop reads it meanwhile
 
 
-def _add_all(outcomes: Outcomes, events: Sequence[tuple[dict[str, Any], bytes]]) -> None:
+def _add_all(outcomes: UploadStatuses, events: Sequence[tuple[dict[str, Any], bytes]]) -> None:
     for event, text in events:
         outcomes.add(event, text)
 

@@ -21,7 +21,7 @@ FAILED = "failed"
 
 
 @frozen
-class Intent:
+class UploadRequest:
     """What an upload is to become. `blob` and `origin` 16 bytes each: this attempt, and what is stored once."""
 
     tenant: str
@@ -37,7 +37,7 @@ class Intent:
 
 
 @frozen
-class Ending:
+class UploadResult:
     """What the bytes of an upload turned out to be. `blake3` 32 bytes; `sha256` 32 bytes where it was asked for."""
 
     size_bytes: int
@@ -49,10 +49,10 @@ class Upload(Protocol):
     """One upload on its way."""
 
     async def write(self, frame: bytes | bytearray) -> None:
-        """Take a frame of at most FRAME_BYTES_MAX; waits while too much is unacknowledged. Raises Retryable."""
+        """Take a frame of at most FRAME_BYTES_MAX; waits while too much is unacknowledged. Raises RetryableError."""
 
-    async def finish(self, ending: Ending) -> None:
-        """Return once all is durable. Raises Retryable: what became of it is then not known.
+    async def finish(self, ending: UploadResult) -> None:
+        """Return once all is durable. Raises RetryableError: what became of it is then not known.
 
         An ingest that commits raises PreconditionFailed; from any other the outcome tells it.
         """
@@ -76,14 +76,14 @@ class Ingest(Protocol):
     async def close(self) -> None:
         """Bring what is on its way to its end, within a bound, and release all."""
 
-    async def begin(self, intent: Intent) -> Upload:
-        """Start an upload. Raises Retryable."""
+    async def begin(self, intent: UploadRequest) -> Upload:
+        """Start an upload. Raises RetryableError."""
 
     def check(self) -> None:
-        """Raise Retryable where an upload could not be taken now; may block for some seconds."""
+        """Raise RetryableError where an upload could not be taken now; may block for some seconds."""
 
 
-def committed_event(intent: Intent, began: str, result: PutResult) -> dict[str, Any]:
+def committed_event(intent: UploadRequest, began: str, result: PutResult) -> dict[str, Any]:
     """Return the event of a commit, as the topic `committed` has it."""
     ledger = ledger_json(result.ledger, result.seconds)
     del ledger["seconds"]

@@ -19,12 +19,12 @@ import numpy as np
 from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka import Message as KafkaMessage
 
-from nearkin_gateway.backends.ingest_backend import Ending, Intent
+from nearkin_gateway.backends.ingest_backend import UploadRequest, UploadResult
 from nearkin_gateway.http.request_limits import Budget
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError, StoreUnavailable
 from nearkin_shared.formats.message import FAILURE_CHARACTERS_MAX, End, Envelope, Frame, encode
-from nearkin_shared.kafka.clients import is_final, producer, signed_headers, topic, unavailable, undelivered
+from nearkin_shared.kafka.clients import delivery_error, is_final, producer, signed_headers, topic, unavailable
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.record_guard import headers_of
 from nearkin_shared.validation import check_key, check_metadata
@@ -79,7 +79,7 @@ class KafkaIngest:
         if self._poller.is_alive():
             await asyncio.to_thread(self._poller.join)
 
-    async def begin(self, intent: Intent) -> KafkaUpload:
+    async def begin(self, intent: UploadRequest) -> KafkaUpload:
         """Start an upload; nothing is sent before its first frame."""
         check_key(intent.key)
         check_metadata(intent.metadata)
@@ -96,7 +96,7 @@ class KafkaIngest:
         """Send a message to one of TOPICS and wait until it is acknowledged. Raises StoreUnavailable."""
         tracker = Tracker()
         await self.send(topic(self._settings, name), key, value, {}, tracker, 0)
-        await tracker.settled()
+        await tracker.wait_for_acks()
 
     async def send(
         self, full: str, key: bytes, value: bytes, headers: Mapping[str, bytes], tracker: Tracker, room_bytes: int
@@ -106,9 +106,9 @@ class KafkaIngest:
         assert loop is not None
 
         def delivered(err: KafkaError | None, _message: KafkaMessage) -> None:
-            failure = None if err is None else undelivered(err, full, len(value))
+            failure = None if err is None else delivery_error(err, full, len(value))
             if not loop.is_closed():
-                loop.call_soon_threadsafe(tracker.delivered, room_bytes, failure)
+                loop.call_soon_threadsafe(tracker.on_delivery, room_bytes, failure)
 
         deadline = time.monotonic() + ROOM_SECONDS_MAX
         signed: list[tuple[str, str | bytes | None]] = [*signed_headers(self._authenticator, full, key, value, headers)]
@@ -122,7 +122,7 @@ class KafkaIngest:
             except KafkaException as err:
                 if is_final(err.args[0]):
                     self._renew()
-                raise undelivered(err.args[0], full, len(value)) from err
+                raise delivery_error(err.args[0], full, len(value)) from err
             else:
                 tracker.sent()
                 return
@@ -156,7 +156,7 @@ class Tracker:
         self._waiting += 1
         self._idle.clear()
 
-    def delivered(self, room_bytes: int, err: NearkinError | None) -> None:
+    def on_delivery(self, room_bytes: int, err: NearkinError | None) -> None:
         """Count one that is acknowledged, or lost."""
         self._waiting -= 1
         for budget in self._budgets:
@@ -167,11 +167,11 @@ class Tracker:
             self._idle.set()
 
     def check(self) -> None:
-        """Raise StoreUnavailable once a message is lost, Permanent once one is too large for its topic."""
+        """Raise StoreUnavailable once a message is lost, PermanentError once one is too large for its topic."""
         if self._failure is not None:
             raise self._failure
 
-    async def settled(self) -> None:
+    async def wait_for_acks(self) -> None:
         """Wait until all are acknowledged: at most the producer's delivery timeout. Raises as `check` does."""
         await self._idle.wait()
         self.check()
@@ -180,7 +180,7 @@ class Tracker:
 class KafkaUpload:
     """Frames of one blob on their way."""
 
-    def __init__(self, ingest: KafkaIngest, intent: Intent) -> None:
+    def __init__(self, ingest: KafkaIngest, intent: UploadRequest) -> None:
         self._ingest = ingest
         self._intent = intent
         self._own = Budget(ingest.upload_bytes_max)
@@ -194,7 +194,7 @@ class KafkaUpload:
         await self._send(encode(message), len(frame), "frame")
         self._position += len(frame)
 
-    async def finish(self, ending: Ending) -> None:
+    async def finish(self, ending: UploadResult) -> None:
         """Send the end and wait for every acknowledgement."""
         self._tracker.check()
         end = End(
@@ -208,7 +208,7 @@ class KafkaUpload:
             precondition=self._intent.precondition,
         )
         await self._send(encode(end), MESSAGE_ROOM_BYTES, "end")
-        await self._tracker.settled()
+        await self._tracker.wait_for_acks()
 
     async def abort(self, why: str) -> None:
         """Say that the upload ended without success; where nothing was sent nobody needs to know."""

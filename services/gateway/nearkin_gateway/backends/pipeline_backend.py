@@ -13,29 +13,29 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from nearkin_gateway.auth.tokens import token_file
-from nearkin_gateway.backends.event_consumer import Watch
+from nearkin_gateway.backends.event_consumer import EventConsumer
 from nearkin_gateway.backends.kafka_ingest import KafkaIngest
 from nearkin_gateway.catalog.pipeline_listing import PipelineListing
-from nearkin_gateway.catalog.version_catalog import Catalogue
+from nearkin_gateway.catalog.version_catalog import VersionCatalog
 from nearkin_gateway.monitoring.pipeline_state import PipelineState
-from nearkin_gateway.setting_changes import HotChanges
+from nearkin_gateway.setting_changes import ConfigChanges
 from nearkin_gateway.state import Gateway, shares_of
 from nearkin_gateway.uploads.resumable_store import Resumable
-from nearkin_gateway.uploads.upload_status import Outcomes, Tickets
+from nearkin_gateway.uploads.upload_status import UploadIds, UploadStatuses
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import Retryable
+from nearkin_shared.errors import RetryableError
 from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.index.redis.gc_status import ToldRounds
+from nearkin_shared.index.redis.gc_status import GcStatusStore
 from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
 from nearkin_shared.kafka.fleet_store import connect_fleet
-from nearkin_shared.kafka.live_config import HotSettings
+from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin_shared.kafka.readiness_checks import redis_memory_check
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.retention import guard_of
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.deletions import Deletions
-from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.manifests import ManifestStore
 
 CONNECT_SECONDS_MAX = 120.0
@@ -53,8 +53,8 @@ class PipelineIngest(KafkaIngest):
         settings: Settings,
         client_id: str,
         authenticator: EnvelopeAuthenticator,
-        watch: Watch,
-        hot: HotSettings,
+        watch: EventConsumer,
+        hot: LiveConfig,
         index: RedisIndex,
     ) -> None:
         super().__init__(settings, client_id, authenticator)
@@ -78,43 +78,43 @@ class PipelineIngest(KafkaIngest):
 
 def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
     """Return the parts of a gateway, waiting for servers that are not up yet. Raises NearkinError."""
-    objects, found, index = _connected(settings)
+    objects, found, index = _connect(settings)
     client_id = f"gateway-{socket.gethostname()}"
-    outcomes = Outcomes(int(settings.gateway.outcomes_bytes))
+    outcomes = UploadStatuses(int(settings.gateway.outcomes_bytes))
     authenticator = authenticator_of(settings, found)
-    watch = Watch(settings, outcomes, client_id, authenticator)
-    hot = HotSettings(settings, config_file, authenticator)
+    watch = EventConsumer(settings, outcomes, client_id, authenticator)
+    hot = LiveConfig(settings, config_file, authenticator)
     ingest = PipelineIngest(settings, client_id, authenticator, watch, hot, index)
 
     async def publish(message: bytes) -> None:
         await ingest.publish("config", CONFIG_KEY, message)
 
     return Gateway(
-        hot=HotChanges(settings, hot, publish),
+        hot=ConfigChanges(settings, hot, publish),
         tokens=token_file(settings.auth.tokens_file),
         ingest=ingest,
         outcomes=outcomes,
-        tickets=Tickets(bytes.fromhex(found.secret)),
-        catalogue=Catalogue(objects, found, settings, PipelineListing(index, found, objects)),
+        tickets=UploadIds(bytes.fromhex(found.secret)),
+        catalogue=VersionCatalog(objects, found, settings, PipelineListing(index, found, objects)),
         deletions=Deletions(
             ManifestStore(objects, RedisKeyLocks(index)), index.mark_many, guard=guard_of(settings.retention, time.time)
         ),
         resumable=Resumable(objects, settings.gateway.resumable_max, shares_of(settings.gateway)),
-        collecting=JanitorRounds(index),
-        pauses=Pauses(objects),
+        collecting=FleetGcControl(index),
+        pauses=GcPauseFlag(objects),
         workers=watch,
         pipeline=ingest.state,
         checks={"redis": redis_memory_check(settings)},
     )
 
 
-class JanitorRounds:
+class FleetGcControl:
     """Rounds that the janitors of the fleet do, as Redis knows of them."""
 
     def __init__(self, index: RedisIndex) -> None:
-        self._told = ToldRounds(index)
+        self._told = GcStatusStore(index)
 
-    def collected(self) -> dict[str, object] | None:
+    def last_run(self) -> dict[str, object] | None:
         """Return what the last round did, and why a later one did not end; None before the first one."""
         last = self._told.last()
         if last is None:
@@ -124,17 +124,17 @@ class JanitorRounds:
         moment = datetime.fromtimestamp(float(at or 0), UTC).isoformat(timespec="milliseconds")
         return {"failure": None, **last, "ended": moment.replace("+00:00", "Z")}
 
-    def ask(self) -> None:
+    def request_run(self) -> None:
         """Ask the janitors for a round."""
-        self._told.ask()
+        self._told.request_run()
 
 
-def _connected(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor, RedisIndex]:
+def _connect(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor, RedisIndex]:
     deadline = time.monotonic() + CONNECT_SECONDS_MAX
     while True:
         try:
             return connect_fleet(settings)
-        except Retryable as err:
+        except RetryableError as err:
             if time.monotonic() > deadline:
                 raise
             _log.warning("waiting: %s", err)

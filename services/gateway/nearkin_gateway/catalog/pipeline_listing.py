@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
-from nearkin_shared.errors import NotFound, Permanent, StoreUnavailable
+from nearkin_shared.errors import NotFound, PermanentError, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.redis import RedisIndex
@@ -42,7 +42,7 @@ class PipelineListing:
         self._lock = threading.Lock()
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether the index holds all that the store does."""
         return not self._index.check()
 
@@ -72,11 +72,11 @@ class PipelineListing:
         return (key for key in self._unindexed_marked(tenant, prefix) if key >= from_key)
 
     def entries(self, tenant: str) -> Iterator[CatalogEntry]:
-        """Yield what is kept of every version, by key and version; less than all while it is not `whole`."""
+        """Yield what is kept of every version, by key and version; less than all while it is not `is_complete`."""
         return self._index.catalog(tenant)
 
     def stats(self, tenant: str) -> Stats:
-        """Return a tenant's sums as the index has them; less than all while it is not `whole`."""
+        """Return a tenant's sums as the index has them; less than all while it is not `is_complete`."""
         index = self._index.for_domain(Fingerprinter(self._secret, tenant, self._bits).domain)
         containers = list(index.containers())
         return sum_up(
@@ -108,7 +108,7 @@ class PipelineListing:
             manifest = self._manifests.read(name)
         except NotFound:  # collected meanwhile
             return None
-        except Permanent as err:
+        except PermanentError as err:
             _log.error("not listed while the index is made anew: %s", err)
             return None
         return manifest.tenant, manifest.key, manifest.version
@@ -128,7 +128,7 @@ class PipelineListing:
             mark = self._manifests.read_mark(name)
         except NotFound:
             return None
-        except Permanent as err:
+        except PermanentError as err:
             _log.error("not listed while the index is made anew: %s", err)
             return None
         return mark.tenant, mark.key

@@ -22,7 +22,7 @@ from nearkin_shared.errors import BadInput, Corrupt, NotFound, StoreUnavailable
 from nearkin_shared.explain import explain
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.manifest import Manifest
-from nearkin_shared.formats.pending_delete_record import Condemned
+from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.objectstore.base import ObjectStore, check_tenant
 from nearkin_shared.reading.restore import Blob
@@ -34,7 +34,7 @@ from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
-from nearkin_shared.storage.version_listing import check_newest, infos_of, shown
+from nearkin_shared.storage.version_listing import check_newest, infos_of, visible_version
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.validation import check_key
 
@@ -64,7 +64,7 @@ class Listing(Protocol):
     """What is asked of an index; by tenant."""
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether its sums are those of the whole store."""
 
     def catalog_after(
@@ -87,7 +87,7 @@ class Listing(Protocol):
 
 
 @dataclass(slots=True)
-class Listed:
+class ListedVersions:
     """Versions, and those that should be among them but cannot be read."""
 
     found: list[VersionInfo] = field(default_factory=list)
@@ -119,7 +119,7 @@ class _Tenant:
     containers: ContainerStore
 
 
-class Catalogue:
+class VersionCatalog:
     """Reads blobs of any tenant. Safe between threads."""
 
     def __init__(
@@ -132,7 +132,7 @@ class Catalogue:
         self._manifests = ManifestStore(objects)
         self._heads = VersionHeads(objects)
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
-        self._stats: OrderedDict[str, _KeptStats] = OrderedDict()
+        self._stats: OrderedDict[str, _CachedStats] = OrderedDict()
         self._lock = threading.Lock()
         self._summing = threading.Lock()
         """Held while sums are made: they list every container, and many may ask at once."""
@@ -155,7 +155,7 @@ class Catalogue:
                 raise NotFound(f"key {key!r}: there is none")
             return newest
         try:
-            return self._manifests.seen(tenant, key, version)
+            return self._manifests.read_visible(tenant, key, version)
         except NotFound as err:
             raise NotFound(f"key {key!r} version {version}: there is none") from err
 
@@ -165,7 +165,7 @@ class Catalogue:
 
     def _later_versions(self, tenant: str, key: str, version: int) -> list[int]:
         """Return the versions of a key above `version` that the index lists; none while it is not whole."""
-        if not self._listing.whole:
+        if not self._listing.is_complete:
             return []
         listed = self._listing.catalog_after(tenant, key, key, version, 1)
         return [entry.version for entry in takewhile(lambda entry: entry.key == key, listed)]
@@ -175,7 +175,7 @@ class Catalogue:
         mine = self._tenant(tenant)
         return Blob(manifest.info, manifest, mine.containers.counting(), mine.fingerprinter, start, stop)
 
-    def versions(self, tenant: str, key: str, after: int, limit: int) -> tuple[Listed, int | None]:
+    def versions(self, tenant: str, key: str, after: int, limit: int) -> tuple[ListedVersions, int | None]:
         """Return versions of a key above `after`, oldest first, and the `after` for more. Raises NotFound."""
         check_key(key)
         histories = self._manifests.histories(tenant, key)
@@ -183,7 +183,7 @@ class Catalogue:
         if not numbers:
             raise NotFound(f"key {key!r}: there is none")
         wanted = [number for number in numbers if number > after]
-        found = Listed()
+        found = ListedVersions()
         for taken, version in enumerate(wanted[:limit], 1):
             for entry in infos_of(self._manifests, tenant, key, [histories[version]]):
                 found.add(entry)
@@ -191,9 +191,9 @@ class Catalogue:
                 return found, version
         return found, None
 
-    def listed(
+    def list_versions(
         self, tenant: str, prefix: str, after: str, limit: int, *, all_versions: bool
-    ) -> tuple[Listed, str | None]:
+    ) -> tuple[ListedVersions, str | None]:
         """Return up to `limit` versions by key, the newest of each key or all, and what to say for more.
 
         A page ends early after EXAMINED_MAX keys or versions, most of them deleted.
@@ -204,7 +204,7 @@ class Catalogue:
         # One entry more says that there is a next page, and another one that the key before it has no further version.
         entries = self._listing.catalog_after(tenant, prefix, after_key, after_version, limit + 2)
         wanted = _units(entries, all_versions=all_versions)
-        found, last, examined = Listed(), after, 0
+        found, last, examined = ListedVersions(), after, 0
         while some := list(islice(wanted, min(limit + 1 - len(found), READ_AHEAD))):
             for unit, entry in zip(some, self._shown(tenant, some, all_versions=all_versions), strict=True):
                 if entry is not None:
@@ -226,7 +226,7 @@ class Catalogue:
         knows all.
         Manifests are read of the others, and of those of which the index keeps too little.
         """
-        read = partial(shown, self._manifests, tenant, all_versions=all_versions)
+        read = partial(visible_version, self._manifests, tenant, all_versions=all_versions)
         waiting: list[VersionInfo | Future[VersionInfo | Damage | None]] = []
         for unit in some:
             info = None if unit[-1].has_records else unit[-1].info
@@ -238,7 +238,7 @@ class Catalogue:
         for entry in waiting:
             yield entry.result() if isinstance(entry, Future) else entry
 
-    def deleted(
+    def list_deleted(
         self, deletions: Deletions, tenant: str, prefix: str, after: str, limit: int
     ) -> tuple[list[Deletion], list[Damage], str | None]:
         """Return up to `limit` deleted versions by key, those that cannot be read, and what to say for more.
@@ -253,7 +253,7 @@ class Catalogue:
         for key in self._listing.marked_keys(tenant, prefix, after_key):
             if key == after_key and after_version is None:
                 continue
-            for entry in deletions.listed(tenant, [key], damaged.append):
+            for entry in deletions.list_deleted(tenant, [key], damaged.append):
                 if key == after_key and after_version is not None and entry.version <= after_version:
                     continue
                 if len(found) == limit:
@@ -293,7 +293,7 @@ class Catalogue:
             began = time.monotonic()
             fresh = self._listing.stats(tenant)
             with self._lock:
-                self._stats[tenant] = _KeptStats(fresh, began, time.monotonic())
+                self._stats[tenant] = _CachedStats(fresh, began, time.monotonic())
                 self._stats.move_to_end(tenant)
                 if len(self._stats) > TENANTS_OPEN_MAX:
                     self._stats.popitem(last=False)
@@ -325,16 +325,16 @@ class Catalogue:
         return bytes.fromhex(self._descriptor.secret)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether the sums are those of the whole store."""
-        return self._listing.whole
+        return self._listing.is_complete
 
-    def scrub(self) -> tuple[ScrubState, dict[int, Condemned]]:
+    def scrub(self) -> tuple[ScrubState, dict[int, PendingDelete]]:
         """Return how far scrubbing has come, and what is quarantined by container."""
         return ScrubStates(self._objects).read(), Quarantine(self._objects, time.time).read()
 
     def check_tenant(self, tenant: str) -> None:
-        """Raise Erased where a tenant was. Raises StoreUnavailable."""
+        """Raise TenantErased where a tenant was. Raises StoreUnavailable."""
         check_tenant(self._objects, tenant)
 
     def check(self) -> None:
@@ -360,7 +360,7 @@ class Catalogue:
 
 
 @dataclass(frozen=True, slots=True)
-class _KeptStats:
+class _CachedStats:
     """Sums of one tenant and when they were made, in seconds of the monotonic clock."""
 
     stats: Stats

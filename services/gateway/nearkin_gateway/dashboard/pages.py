@@ -24,7 +24,7 @@ from nearkin_gateway.dashboard.api_reference import read_document
 from nearkin_gateway.dashboard.number_text import page_url
 from nearkin_gateway.dashboard.rendering import Visitor, asset, page
 from nearkin_gateway.http.problems import Problem, from_error
-from nearkin_gateway.http.request_bodies import whole
+from nearkin_gateway.http.request_bodies import read_body
 from nearkin_gateway.http.request_limits import Holders
 from nearkin_gateway.http.url_keys import blob_url
 from nearkin_gateway.middleware.audit_requests import annotate, identify
@@ -188,7 +188,7 @@ def _check_csrf(given: str, wanted: str) -> None:
 
 async def _form(request: Request, gateway: Gateway) -> dict[str, str]:
     """Return the fields of a form. Raises Problem, BadInput."""
-    data = await whole(request, gateway.bounds, FORM_BYTES_MAX)
+    data = await read_body(request, gateway.bounds, FORM_BYTES_MAX)
     try:
         return dict(parse_qsl(data.decode(), strict_parsing=bool(data), max_num_fields=8, errors="strict"))
     except ValueError as err:
@@ -223,7 +223,7 @@ async def overview(request: Request, gateway: Gateway, visitor: Visitor) -> Resp
         visitor,
         title="Overview",
         stats=stats,
-        whole=await asyncio.to_thread(lambda: gateway.catalogue.whole),
+        whole=await asyncio.to_thread(lambda: gateway.catalogue.is_complete),
         steps=charts.waterfall(stats.ledger),
         growth=growth,
         curve=charts.curve(points),
@@ -235,9 +235,9 @@ async def overview(request: Request, gateway: Gateway, visitor: Visitor) -> Resp
 @_page("/ui/blobs", "read")
 async def blobs(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
     """Show keys, a page at a time, and take uploads."""
-    prefix, after = _asked(request, "prefix"), _asked(request, "after")
+    prefix, after = _requested_page(request, "prefix"), _requested_page(request, "after")
     listed, following = await asyncio.to_thread(
-        gateway.catalogue.listed, visitor.tenant, prefix, after, PAGE_ROWS, all_versions=False
+        gateway.catalogue.list_versions, visitor.tenant, prefix, after, PAGE_ROWS, all_versions=False
     )
     return page(
         "blobs.html",
@@ -252,11 +252,11 @@ async def blobs(request: Request, gateway: Gateway, visitor: Visitor) -> Respons
 
 
 @_page("/ui/deleted", "read")
-async def deleted(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
+async def show_deleted(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
     """Show what is deleted and can come back."""
-    prefix, after = _asked(request, "prefix"), _asked(request, "after")
+    prefix, after = _requested_page(request, "prefix"), _requested_page(request, "after")
     found, damaged, following = await asyncio.to_thread(
-        gateway.catalogue.deleted, gateway.deletions, visitor.tenant, prefix, after, PAGE_ROWS
+        gateway.catalogue.list_deleted, gateway.deletions, visitor.tenant, prefix, after, PAGE_ROWS
     )
     return page(
         "deleted.html", visitor, title="Deleted", prefix=prefix, after=after, found=found, damaged=damaged,
@@ -267,7 +267,7 @@ async def deleted(request: Request, gateway: Gateway, visitor: Visitor) -> Respo
 @_page("/ui/blob", "read")
 async def blob(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
     """Show a key: its versions, what became of deleted ones, and how one version is kept."""
-    key = _asked(request, "key")
+    key = _requested_page(request, "key")
     annotate(request, key=key)
     if not 1 <= len(key.encode(errors="replace")) <= KEY_BYTES_MAX:
         raise NotFound("no key is named; start from the list of blobs")
@@ -276,7 +276,7 @@ async def blob(request: Request, gateway: Gateway, visitor: Visitor) -> Response
     gone = [
         entry
         for entry in (
-            await asyncio.to_thread(gateway.catalogue.deleted, gateway.deletions, tenant, key, "", PAGE_ROWS)
+            await asyncio.to_thread(gateway.catalogue.list_deleted, gateway.deletions, tenant, key, "", PAGE_ROWS)
         )[0]
         if entry.key == key
     ]
@@ -380,7 +380,7 @@ async def static(request: Request, name: str) -> Response:
     return Response(found.content, headers=headers, media_type=found.media_type)
 
 
-def _asked(request: Request, name: str) -> str:
+def _requested_page(request: Request, name: str) -> str:
     text = request.query_params.get(name, "")
     if len(text) > KEY_BYTES_MAX + 32:
         raise BadInput(f"{name} of {len(text)} characters: want at most {KEY_BYTES_MAX}")

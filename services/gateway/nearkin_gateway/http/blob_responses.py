@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nearkin_gateway.http.request_limits import Slots
+from nearkin_gateway.http.request_limits import ConcurrencyLimit
 from nearkin_shared.config.services import GatewaySettings
 from nearkin_shared.errors import Corrupt, NearkinError
 from nearkin_shared.observability import metrics
@@ -39,7 +39,7 @@ class BlobResponse(Response):
         headers: Mapping[str, str],
         bounds: GatewaySettings,
         slot: AbstractContextManager[None],
-        slots: Slots,
+        slots: ConcurrencyLimit,
     ) -> None:
         super().__init__(status_code=status, headers=dict(headers))
         self._pieces, self._first, self._slot = pieces, first, slot
@@ -54,7 +54,7 @@ class BlobResponse(Response):
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        gone = asyncio.create_task(_disconnected(receive))
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
         piece, coming = self._first, None
         watch = _Watch(
             self._slow_seconds, self._slots, **scope.get("extensions", {}).get("nearkin.connection", _UNKNOWN)
@@ -89,7 +89,7 @@ class _Watch:
     """Lets a reader go that takes less than `slots` demand over `slow_seconds` of what waits for it."""
 
     def __init__(
-        self, slow_seconds: int, slots: Slots, unsent_bytes: Callable[[], int], abort: Callable[[], None]
+        self, slow_seconds: int, slots: ConcurrencyLimit, unsent_bytes: Callable[[], int], abort: Callable[[], None]
     ) -> None:
         """`unsent_bytes`: of what was handed over; `abort` ends the connection, since closing waits for who sleeps."""
         self._seconds, self._slots = slow_seconds, slots
@@ -127,6 +127,6 @@ class _Watch:
         self._timer.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -28,7 +28,7 @@ DISCARD_SECONDS = 5.0
 UPGRADE = "only HTTP/1.1 is spoken: send bodies without Upgrade (curl --http1.1, Java HttpClient.Version.HTTP_1_1)"
 
 
-class _Refused(Exception):
+class _HeadRefused(Exception):
     pass
 
 
@@ -109,14 +109,14 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
             size_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size_bytes > head_bytes_max:
                 self._refuse(431, "header-too-large", head_too_large)
-                raise _Refused
+                raise _HeadRefused
             if b"#" in self.url:  # the parser would cut it off, and what lies behind it: another key
                 self._refuse(400, "bad-request", "a request's target has no fragment: write # as %23")
-                raise _Refused
+                raise _HeadRefused
             if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
                 # httptools ends such a request with its head: an empty blob, and its bytes the next request.
                 self._refuse(400, "upgrade-with-body", UPGRADE)
-                raise _Refused
+                raise _HeadRefused
             super().on_headers_complete()
 
         def on_header(self, name: bytes, value: bytes) -> None:

@@ -39,7 +39,7 @@ def announced_sha256(headers: Headers) -> bytes | None:
         for member in ",".join(headers.getlist(name)).split(","):
             match = _SHA256_MEMBER.fullmatch(member.strip())
             if match is not None:
-                found.add(_decoded(match[1], name))
+                found.add(_decode(match[1], name))
             elif member.strip().startswith("sha-256"):
                 raise Problem(400, "bad-digest", f"{name} {member.strip():.80}: want sha-256=:BASE64:")
     if len(found) > 1:
@@ -151,7 +151,7 @@ def _header_name(name: str) -> str:
     return "".join(parts)
 
 
-def _decoded(text: str, name: str) -> bytes:
+def _decode(text: str, name: str) -> bytes:
     try:
         data = base64.b64decode(text, validate=True)
     except binascii.Error as err:

@@ -24,13 +24,13 @@ from nearkin_shared.errors import (
     BadInput,
     ConfigError,
     Corrupt,
-    Erased,
     FormatTooNew,
+    GcPaused,
     NotFound,
-    Paused,
     PreconditionFailed,
-    Retained,
-    Retryable,
+    RetentionActive,
+    RetryableError,
+    TenantErased,
 )
 from nearkin_shared.observability import metrics
 from nearkin_shared.preconditions import PRECONDITION
@@ -101,13 +101,13 @@ def from_error(err: Exception) -> Problem:  # noqa: PLR0911 - one for each kind
             return err
         case NotFound():
             return Problem(404, "not-found", str(err))
-        case Erased():
+        case TenantErased():
             return Problem(410, "erased", str(err))
-        case Paused():
+        case GcPaused():
             return Problem(409, "paused", str(err))
         case PreconditionFailed():
             return Problem(412, PRECONDITION, str(err))
-        case Retained():
+        case RetentionActive():
             return Problem(409, "retained", str(err))
         case ConfigError():
             return Problem(422, "bad-setting", str(err))
@@ -116,7 +116,7 @@ def from_error(err: Exception) -> Problem:  # noqa: PLR0911 - one for each kind
         case Corrupt() | FormatTooNew():
             metrics.CORRUPT.labels("restore").inc()
             return Problem(500, "corrupt", str(err))
-        case Retryable():
+        case RetryableError():
             return Problem(503, "unavailable", without_addresses(str(err)), headers={"Retry-After": str(RETRY_SECONDS)})
         case _:
             return Problem(500, "internal", "an error in the gateway; its log says more")
@@ -136,7 +136,7 @@ def answer(request: Request, problem: Problem) -> Response:
     return Response(problem_body(problem, path), problem.status, headers, media_type=MEDIA_TYPE)
 
 
-def _allowed(request: Request, routes: Sequence[BaseRoute]) -> str:
+def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> str:
     """Return the methods of a resource: each is a route of its own, and the framework tells those of the first one."""
     found: dict[str, set[str]] = {}
     for route in routes:
@@ -153,7 +153,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         problem = from_error(err)
         if problem.status >= 500 and problem.status != 501:
             _log.log(
-                logging.WARNING if isinstance(err, Retryable | Problem) else logging.ERROR,
+                logging.WARNING if isinstance(err, RetryableError | Problem) else logging.ERROR,
                 "%s %s: %s",
                 request.method,
                 getattr(request.scope.get("route"), "path", "(no route)"),  # a path holds the caller's key
@@ -170,7 +170,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
             detail = "no such resource; GET /openapi.json lists all"
         if err.status_code == 405:
             detail = f"{request.method} is not for this resource"
-            headers["Allow"] = _allowed(request, routes) or headers.get("Allow", "")
+            headers["Allow"] = _allowed_methods(request, routes) or headers.get("Allow", "")
         return answer(request, Problem(err.status_code, name, detail, headers=headers))
 
     def invalid(request: Request, err: Exception) -> Response:
@@ -188,8 +188,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ClientDisconnect, gone)
-    refusals = NotFound, Erased, Paused, PreconditionFailed, Retained, ConfigError, BadInput
-    for kind in (Problem, *refusals, Corrupt, FormatTooNew, Retryable, Exception):
+    refusals = NotFound, TenantErased, GcPaused, PreconditionFailed, RetentionActive, ConfigError, BadInput
+    for kind in (Problem, *refusals, Corrupt, FormatTooNew, RetryableError, Exception):
         app.add_exception_handler(kind, ours)
 
 

@@ -26,7 +26,7 @@ def last_modified(info: VersionInfo) -> str:
     return format_datetime(info.created.astimezone(UTC).replace(microsecond=0), usegmt=True)
 
 
-def listed(headers: Headers, name: str) -> str | None:
+def list_header(headers: Headers, name: str) -> str | None:
     """Return a header that is a list: on several lines it says the same as on one (RFC 9110, 5.3)."""
     lines = headers.getlist(name)
     return ", ".join(lines) if lines else None
@@ -34,7 +34,7 @@ def listed(headers: Headers, name: str) -> str | None:
 
 def precondition_of_put(headers: Headers) -> Precondition | None:
     """Return what `If-Match` and `If-None-Match` ask of the key's newest version. Raises BadInput."""
-    match, none_match = listed(headers, "if-match"), listed(headers, "if-none-match")
+    match, none_match = list_header(headers, "if-match"), list_header(headers, "if-none-match")
     if match is None and none_match is None:
         return None
     return Precondition(_tags("If-Match", match, weak=False), _tags("If-None-Match", none_match, weak=True))
@@ -42,7 +42,7 @@ def precondition_of_put(headers: Headers) -> Precondition | None:
 
 def check_match(match: str, info: VersionInfo) -> None:
     """Refuse a deletion whose `If-Match` is another than the newest version that would go. Raises Problem 412."""
-    if not _listed(match, etag(info), weak=False):
+    if not _is_tag_listed(match, etag(info), weak=False):
         raise Problem(412, PRECONDITION, f"If-Match {match:.100}: version {info.version} is {info.digest}")
 
 
@@ -52,16 +52,16 @@ def not_modified(headers: Headers, info: VersionInfo, *, named: bool) -> bool:
     A date counts in full for a `named` version alone, which never changes. Of a key's newest one it tells too little:
     two of one second share it, and after a deletion the newest is older than what the caller has (RFC 9110, 8.8.2.2).
     """
-    match, none_match = listed(headers, "if-match"), listed(headers, "if-none-match")
+    match, none_match = list_header(headers, "if-match"), list_header(headers, "if-none-match")
     if match is not None:
-        if not _listed(match, etag(info), weak=False):
+        if not _is_tag_listed(match, etag(info), weak=False):
             raise Problem(412, PRECONDITION, f"If-Match {match:.100}: this version is {info.digest}")
     else:
         unmodified = _date(headers.get("if-unmodified-since"))
         if unmodified is not None and (_seconds(info) if named else info.created) > unmodified:
             raise Problem(412, PRECONDITION, f"If-Unmodified-Since: made at {last_modified(info)}; use If-Match")
     if none_match is not None:
-        return _listed(none_match, etag(info), weak=True)
+        return _is_tag_listed(none_match, etag(info), weak=True)
     since = _date(headers.get("if-modified-since"))
     return named and since is not None and _seconds(info) <= since
 
@@ -71,7 +71,7 @@ def wanted_range(headers: Headers, info: VersionInfo) -> tuple[int, int] | None:
 
     Several ranges, other units and what does not parse are passed over, as the RFC allows: the whole is sent.
     """
-    text = listed(headers, "range")
+    text = list_header(headers, "range")
     match = _RANGE.fullmatch(text.strip()) if text is not None else None
     if match is None or not (match[1] or match[2]) or not _if_range(headers.get("if-range"), info):
         return None
@@ -104,7 +104,7 @@ def _if_range(condition: str | None, info: VersionInfo) -> bool:
     return condition.strip() == etag(info)
 
 
-def _listed(text: str, tag: str, *, weak: bool) -> bool:
+def _is_tag_listed(text: str, tag: str, *, weak: bool) -> bool:
     if text.strip() == "*":
         return True
     return any(f'"{found[2]}"' == tag and (weak or not found[1]) for found in _TAG.finditer(text))

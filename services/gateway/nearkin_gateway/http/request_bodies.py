@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from nearkin_gateway.http.problems import Problem
-from nearkin_gateway.http.request_limits import Slots
+from nearkin_gateway.http.request_limits import ConcurrencyLimit
 from nearkin_shared.config.services import GatewaySettings
 from nearkin_shared.limits import FRAME_BYTES_MAX
 
@@ -41,7 +41,7 @@ def check_declared(request: Request, bytes_max: int) -> None:
 
 
 async def chunks(
-    request: Request, bounds: GatewaySettings, bytes_max: int, slots: Slots | None = None
+    request: Request, bounds: GatewaySettings, bytes_max: int, slots: ConcurrencyLimit | None = None
 ) -> AsyncIterator[bytes]:
     """Yield the body as it comes, some 64 KiB at a time. Raises Problem 408 or 413, ClientDisconnect.
 
@@ -81,7 +81,7 @@ async def chunks(
             waited_seconds, window_got = 0.0, 0
 
 
-async def whole(request: Request, bounds: GatewaySettings, bytes_max: int) -> bytes:
+async def read_body(request: Request, bounds: GatewaySettings, bytes_max: int) -> bytes:
     """Return a small body at once. Raises as `chunks` does."""
     return b"".join([piece async for piece in chunks(request, bounds, bytes_max)])
 
@@ -89,7 +89,7 @@ async def whole(request: Request, bounds: GatewaySettings, bytes_max: int) -> by
 async def json_member(request: Request, bounds: GatewaySettings, bytes_max: int, name: str, want: str) -> Any:
     """Return one member of the object that the body is; `want` shows what is. Raises Problem 400 too."""
     try:
-        return json.loads(await whole(request, bounds, bytes_max))[name]
+        return json.loads(await read_body(request, bounds, bytes_max))[name]
     except (ValueError, RecursionError, KeyError, TypeError) as err:
         raise Problem(400, "bad-json", f"want {want}") from err
 

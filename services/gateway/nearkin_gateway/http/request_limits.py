@@ -85,7 +85,7 @@ class Holdings:
             self.add(place, holders)
 
 
-class Slots:
+class ConcurrencyLimit:
     """So many at a time; one more is refused, and the slowest client that is borne rises as they fill.
 
     `rates`: bytes a second that a client must move at least while half of the slots are free, and when none is.
@@ -98,7 +98,7 @@ class Slots:
         self._least, self._busy = rates[0], max(rates)
 
     @property
-    def taken(self) -> int:
+    def taken_count(self) -> int:
         """Return how many are taken."""
         return len(self._held)
 

@@ -52,7 +52,7 @@ class Outcome(BaseModel):
     ledger: dict[str, Any] | None = Field(default=None, description="What was saved, and by which step.")
 
 
-class Damaged(BaseModel):
+class DamagedVersion(BaseModel):
     """A version whose manifest is lost or broken."""
 
     key: str
@@ -66,7 +66,7 @@ class Page(BaseModel):
 
     blobs: list[Version]
     next: str | None = Field(description="`after` for the next page; null: there is none.")
-    damaged: list[Damaged] = Field(description="Versions that belong here and cannot be read.")
+    damaged: list[DamagedVersion] = Field(description="Versions that belong here and cannot be read.")
 
 
 class VersionPage(BaseModel):
@@ -74,10 +74,10 @@ class VersionPage(BaseModel):
 
     versions: list[Version]
     next: int | None = Field(description="`after` for the next page; null: there is none.")
-    damaged: list[Damaged] = Field(description="Versions that belong here and cannot be read.")
+    damaged: list[DamagedVersion] = Field(description="Versions that belong here and cannot be read.")
 
 
-class Deleted(BaseModel):
+class DeletedVersion(BaseModel):
     """A deleted version whose bytes are still there."""
 
     key: str
@@ -91,9 +91,9 @@ class Deleted(BaseModel):
 class DeletedPage(BaseModel):
     """Some deleted versions, by key."""
 
-    deleted: list[Deleted]
+    deleted: list[DeletedVersion]
     next: str | None = Field(description="`after` for the next page; null: there is none.")
-    damaged: list[Damaged] = Field(description="Versions whose deletion cannot be read; they stay deleted.")
+    damaged: list[DamagedVersion] = Field(description="Versions whose deletion cannot be read; they stay deleted.")
 
 
 class Stats(BaseModel):
@@ -252,7 +252,7 @@ class Pipeline(BaseModel):
     failures: list[Failure] = Field(description="The last ones of the last hour, newest first.")
 
 
-class Letter(BaseModel):
+class DeadLetter(BaseModel):
     """A record that could not be processed."""
 
     letter: str = Field(description="PARTITION:OFFSET in the topic of dead letters.")
@@ -284,7 +284,7 @@ class LetterHeader(BaseModel):
     value: LetterBytes | None
 
 
-class LetterContent(Letter):
+class LetterContent(DeadLetter):
     """A dead letter with the beginning of what it holds."""
 
     key: LetterBytes | None
@@ -296,16 +296,16 @@ class Letters(BaseModel):
     """The newest dead letters that are not dropped, newest first; none where all runs in one process."""
 
     embedded: bool
-    letters: list[Letter]
+    letters: list[DeadLetter]
 
 
-class Replayed(BaseModel):
+class ReplayedLetters(BaseModel):
     """What was sent back."""
 
     replayed: list[str]
 
 
-class Dropped(BaseModel):
+class DroppedLetters(BaseModel):
     """The letters that were dropped."""
 
     dropped: list[str]
@@ -326,7 +326,7 @@ class Audit(BaseModel):
     changes: list[AuditEntry]
 
 
-class Collection(BaseModel):
+class GcStatus(BaseModel):
     """Garbage collection: by the gateway itself where it is embedded, else by the janitors."""
 
     model_config = ConfigDict(extra="allow")

@@ -40,7 +40,7 @@ class PathAsSent:
         await self._app(scope, receive, send)
 
 
-def decoded_key(text: str, bytes_max: int) -> str:
+def decode_key(text: str, bytes_max: int) -> str:
     """Return the key that a URL names. Raises Problem, BadInput."""
     data = unquote_to_bytes(text)
     if len(data) > bytes_max:
@@ -53,19 +53,19 @@ def decoded_key(text: str, bytes_max: int) -> str:
     return key
 
 
-def quoted(key: str) -> str:
+def quote_key(key: str) -> str:
     """Return a key as one part of a path. `.` and `..` are escaped too: clients would take them for steps."""
     return key.replace(".", "%2E") if key in (".", "..") else quote(key, safe="")
 
 
 def blob_url(key: str, version: int | None = None) -> str:
     """Return where a blob is found."""
-    url = f"/v1/blobs/{quoted(key)}"
+    url = f"/v1/blobs/{quote_key(key)}"
     return url if version is None else f"{url}?version={version}"
 
 
 def _plain(request: Request, key: Annotated[str, Path(description=_DESCRIPTION)]) -> str:
-    return decoded_key(key, gateway_of(request).bounds.key_bytes_max)
+    return decode_key(key, gateway_of(request).bounds.key_bytes_max)
 
 
 def _blob(request: Request, key: Annotated[str, Path(description=_DESCRIPTION)]) -> str:

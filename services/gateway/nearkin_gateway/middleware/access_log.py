@@ -17,7 +17,7 @@ import time
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nearkin_gateway.middleware.byte_counts import Exchange
+from nearkin_gateway.middleware.byte_counts import ByteCountingExchange
 
 HEADER = b"x-request-id"
 PATH_CHARACTERS_MAX = 256
@@ -38,7 +38,7 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        began, exchange = time.perf_counter(), Exchange(receive, send)
+        began, exchange = time.perf_counter(), ByteCountingExchange(receive, send)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -52,7 +52,7 @@ class AccessLog:
             if self._enabled and not (scope["path"] in PROBES and exchange.status < 400):
                 _log.info(
                     "method=%s path=%s status=%d seconds=%.3f received=%d sent=%d peer=%s request=%s",
-                    _quoted(scope["method"]), _quoted(scope["path"]), exchange.status, time.perf_counter() - began,
+                    _quote(scope["method"]), _quote(scope["path"]), exchange.status, time.perf_counter() - began,
                     exchange.received_bytes, exchange.sent_bytes, (scope.get("client") or ("unknown",))[0], request_id,
                 )  # fmt: skip
 
@@ -64,6 +64,6 @@ def _request_id(scope: Scope) -> str:
     return secrets.token_hex(8)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return text of the caller's as JSON, which escapes control characters and what is not ASCII."""
     return json.dumps(text if len(text) <= PATH_CHARACTERS_MAX else text[:PATH_CHARACTERS_MAX] + "...")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nearkin_gateway.middleware.byte_counts import Exchange
+from nearkin_gateway.middleware.byte_counts import ByteCountingExchange
 from nearkin_gateway.monitoring.audit_events import EVENTS, OPERATIONS
 from nearkin_gateway.monitoring.audit_log import Actor, AuditLog
 
@@ -54,13 +54,13 @@ class AuditRequests:
             await self._app(scope, receive, send)
             return
         note = scope[NOTE] = RequestNote()
-        exchange = Exchange(receive, send)
+        exchange = ByteCountingExchange(receive, send)
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
             self._record(scope, note, exchange)
 
-    def _record(self, scope: Scope, note: RequestNote, exchange: Exchange) -> None:
+    def _record(self, scope: Scope, note: RequestNote, exchange: ByteCountingExchange) -> None:
         operation = getattr(scope.get("route"), "operation_id", None) or ""
         name = note.event or OPERATIONS.get(operation)
         if name is None or note.actor is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import Message, Receive, Send
 
 
-class Exchange:
+class ByteCountingExchange:
     """One request and its answer: status, bytes of both bodies, and whether the answer was sent whole."""
 
     def __init__(self, receive: Receive, send: Send) -> None:

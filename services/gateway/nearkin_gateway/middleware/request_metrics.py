@@ -12,7 +12,7 @@ METHODS = frozenset({"GET", "HEAD", "PUT", "POST", "PATCH", "DELETE", "OPTIONS"}
 OTHER = "other"
 
 
-class Counted:
+class RequestMetrics:
     """Wraps the application inside of what rewrites paths: the route is read off the scope afterwards."""
 
     def __init__(self, app: ASGIApp) -> None:

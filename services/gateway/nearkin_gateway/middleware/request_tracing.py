@@ -14,7 +14,7 @@ UNTRACED = frozenset({"/livez", "/readyz", "/metrics"})
 """Probes, one in some seconds each."""
 
 
-class Traced:
+class RequestTracing:
     """Wraps the application, in processes that are traced."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
@@ -36,7 +36,7 @@ class Traced:
             attributes={"http.request.method": method},
         )
         others = [(name, value) for name, value in scope["headers"] if name != b"traceparent"]
-        scope = {**scope, "headers": [*others, (b"traceparent", tracing.opened(span))]}
+        scope = {**scope, "headers": [*others, (b"traceparent", tracing.open(span))]}
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -142,21 +142,21 @@ class AuditLog:
         if request_id is None:
             request_id = structlog.contextvars.get_contextvars().get("request_id", "")
         whole = {"tenant": actor.tenant, "token": actor.token, "peer": actor.peer, **fields, "request_id": request_id}
-        shown = {name: _bounded(value) for name, value in whole.items() if value not in (None, "")}
+        shown = {name: _bound_value(value) for name, value in whole.items() if value not in (None, "")}
         log_setup.log_event(_log, event.level, event.name, shown)
 
 
-def _bounded(value: object) -> object:
+def _bound_value(value: object) -> object:
     """Return a value as a record may hold it: numbers as they are, text bounded and escaped."""
     if isinstance(value, int):
         return value
     text = str(value)
     if len(text) > VALUE_CHARACTERS_MAX:
         text = text[:VALUE_CHARACTERS_MAX] + "..."
-    return text if text.isprintable() and "\\" not in text else "".join(map(_escaped, text))
+    return text if text.isprintable() and "\\" not in text else "".join(map(_escape, text))
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     if character == "\\":
         return "\\\\"
     return character if character.isprintable() else character.encode("unicode_escape", "replace").decode()

@@ -78,18 +78,18 @@ class PipelineState:
         return read_letter(self._settings, parse_place(name))
 
     def replay(self, names: list[str]) -> list[DeadLetter]:
-        """Send letters back, each once. Raises BadInput, NotFound, Permanent, StoreUnavailable."""
+        """Send letters back, each once. Raises BadInput, NotFound, PermanentError, StoreUnavailable."""
         sent = replay(self._settings, [parse_place(name) for name in names])
-        self._forget_letters()
+        self._invalidate_letters()
         return sent
 
     def drop(self, names: list[str], dropped_by: str) -> list[DeadLetter]:
         """Mark letters as dropped. Raises BadInput, NotFound, StoreUnavailable."""
         dropped = drop(self._settings, [parse_place(name) for name in names], dropped_by)
-        self._forget_letters()
+        self._invalidate_letters()
         return dropped
 
-    def _forget_letters(self) -> None:
+    def _invalidate_letters(self) -> None:
         """Let the next listing read the topic."""
         with self._lock:
             self._letters = (-READ_SECONDS, [])

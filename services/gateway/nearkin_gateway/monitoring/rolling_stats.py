@@ -26,7 +26,7 @@ class Minute:
     stored_bytes: int = 0
 
 
-class Minutes:
+class RollingStats:
     """Sums of the last MINUTES_MAX minutes, and the last FAILURES_MAX failures."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Minutes:
         for old in [number for number in self._minutes if number <= now - MINUTES_MAX]:
             del self._minutes[old]
 
-    def told(self) -> list[dict[str, object]]:
+    def last_hour(self) -> list[dict[str, object]]:
         """Return every minute of the last hour, oldest first."""
         now = int(time.time() // 60)
         return [

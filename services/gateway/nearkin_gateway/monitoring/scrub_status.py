@@ -6,15 +6,17 @@ from collections.abc import Mapping
 
 from nearkin_shared.config.storage import ScrubSettings
 from nearkin_shared.formats.manifest import moment_of
-from nearkin_shared.formats.pending_delete_record import Condemned
+from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.storage.containers import object_name
 from nearkin_shared.storage.scrub_progress import ScrubState
 from nearkin_shared.types import ContainerId
 
-QUARANTINED_TOLD_MAX = 100
+QUARANTINED_SHOWN_MAX = 100
 
 
-def scrub_json(state: ScrubState, quarantined: Mapping[int, Condemned], settings: ScrubSettings) -> dict[str, object]:
+def scrub_json(
+    state: ScrubState, quarantined: Mapping[int, PendingDelete], settings: ScrubSettings
+) -> dict[str, object]:
     """Return the state as JSON has it."""
     running = {
         "begun": _time(state.begun_us),
@@ -41,7 +43,7 @@ def scrub_json(state: ScrubState, quarantined: Mapping[int, Condemned], settings
                 "since": _time(entry.at_us),
                 "chunks": None if entry.whole else len(entry.chunks),
             }
-            for container, entry in sorted(quarantined.items())[:QUARANTINED_TOLD_MAX]
+            for container, entry in sorted(quarantined.items())[:QUARANTINED_SHOWN_MAX]
         ],
         "quarantined_containers": len(quarantined),
     }

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from nearkin_gateway.catalog.version_catalog import TENANTS_OPEN_MAX, Catalogue
+from nearkin_gateway.catalog.version_catalog import TENANTS_OPEN_MAX, VersionCatalog
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.results import Stats
 from nearkin_shared.utils.frozen import frozen
@@ -62,7 +62,7 @@ class Share:
         self.versions += not entry.deleted
         self.deleted_versions += entry.deleted
         self.logical_bytes += entry.ledger.logical_bytes
-        self.own_bytes += _own(entry)
+        self.own_bytes += _own_bytes(entry)
         self.left_bytes += _left(entry)
 
     def add(self, other: Share) -> None:
@@ -103,7 +103,7 @@ class Growth:
 
 
 @dataclass(slots=True)
-class _Counted:
+class _UsagePass:
     """One pass over a tenant's versions. `rows` (key, version, logical, own, left), None where there are too many."""
 
     of: Stats
@@ -125,14 +125,14 @@ class _Counted:
         return own_bytes + rest * left_bytes / self.total.left_bytes
 
 
-class Insight:
+class UsageStats:
     """Shares and growth of tenants. Safe between threads; all calls block: they belong on a thread."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: VersionCatalog) -> None:
         self._catalogue = catalogue
         self._lock = threading.Lock()
         self._counting = threading.Lock()
-        self._counted: OrderedDict[str, _Counted] = OrderedDict()
+        self._counted: OrderedDict[str, _UsagePass] = OrderedDict()
         self._totals: OrderedDict[str, tuple[float, Reduction]] = OrderedDict()
         self._times: OrderedDict[str, dict[tuple[str, int], int | None]] = OrderedDict()
 
@@ -173,7 +173,7 @@ class Insight:
         dated.sort()
         return Growth(points_of(dated), counted.versions, len(dated), too_many=False)
 
-    def _count(self, tenant: str) -> _Counted:
+    def _count(self, tenant: str) -> _UsagePass:
         """Return one pass over a tenant's versions, made anew when its sums are: every STATS_SECONDS at most."""
         stats = self._catalogue.stats(tenant)
         with self._counting:  # once for all who ask at the same time
@@ -182,7 +182,7 @@ class Insight:
                 if counted is not None and counted.of is stats:
                     return counted
             counted = count_versions(stats, self._catalogue.entries(tenant))
-            counted.whole = counted.whole and self._catalogue.whole
+            counted.whole = counted.whole and self._catalogue.is_complete
             with self._lock:
                 self._counted[tenant] = counted
                 self._counted.move_to_end(tenant)
@@ -205,9 +205,9 @@ class Insight:
         return times
 
 
-def count_versions(stats: Stats, entries: Iterable[CatalogEntry]) -> _Counted:
+def count_versions(stats: Stats, entries: Iterable[CatalogEntry]) -> _UsagePass:
     """Return versions summed up by prefix; the shares add up to the stored bytes of `stats`."""
-    counted, by_prefix, others = _Counted(stats, Share(None)), dict[str, Share](), Share(None)
+    counted, by_prefix, others = _UsagePass(stats, Share(None)), dict[str, Share](), Share(None)
     remaining = iter(entries)
     for entry in islice(remaining, ENTRIES_MAX):
         folder, slash, _ = entry.key.partition("/")
@@ -221,7 +221,7 @@ def count_versions(stats: Stats, entries: Iterable[CatalogEntry]) -> _Counted:
         counted.total.count(entry)
         if counted.rows is not None:
             logical_bytes = entry.ledger.logical_bytes
-            counted.rows.append((entry.key, entry.version, logical_bytes, _own(entry), _left(entry)))
+            counted.rows.append((entry.key, entry.version, logical_bytes, _own_bytes(entry), _left(entry)))
             if len(counted.rows) > GROWTH_VERSIONS_MAX:
                 counted.rows = None
     counted.whole = next(remaining, None) is None
@@ -253,7 +253,7 @@ def points_of(dated: list[tuple[int, int, float]]) -> list[Point]:
     return list(points.values())
 
 
-def _own(entry: CatalogEntry) -> int:
+def _own_bytes(entry: CatalogEntry) -> int:
     return entry.manifest_bytes + entry.marks_bytes
 
 

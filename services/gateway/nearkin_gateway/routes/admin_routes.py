@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 from nearkin_gateway.auth.access import Operator, Reader
 from nearkin_gateway.http import response_models
 from nearkin_gateway.http.problems import RETRY_SECONDS, Problem, responses, without_addresses
-from nearkin_gateway.http.request_bodies import whole
+from nearkin_gateway.http.request_bodies import read_body
 from nearkin_gateway.http.url_keys import Key
 from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.monitoring.scrub_status import scrub_json
 from nearkin_gateway.routes.blob_routes import VersionQuery, Wait, outcome_json
 from nearkin_gateway.state import Gateway, gateway_of
-from nearkin_shared.config.loader import shown
+from nearkin_shared.config.loader import displayed_value
 from nearkin_shared.config.runtime import changes_schema
 from nearkin_shared.config.settings import HOT_FIELDS, SECRET_URLS, SECRETS
 from nearkin_shared.results_json import explain_json, info_json, stats_json
@@ -115,7 +115,7 @@ async def stats(request: Request, caller: Reader) -> Response:
 
     def summed() -> dict[str, object]:
         catalogue.check_tenant(caller.tenant)
-        whole = catalogue.whole
+        whole = catalogue.is_complete
         return {**stats_json(catalogue.stats(caller.tenant)), "whole": whole}
 
     return JSONResponse(await asyncio.to_thread(summed))
@@ -166,7 +166,7 @@ async def patch_config(request: Request, caller: Operator) -> Response:
     media = request.headers.get("content-type", MERGE_PATCH).partition(";")[0].strip().lower()
     if media not in (MERGE_PATCH, "application/json"):
         raise Problem(415, "bad-media-type", f"Content-Type {media:.60}: want {MERGE_PATCH}")
-    data = await whole(request, gateway.bounds, PATCH_BYTES_MAX)
+    data = await read_body(request, gateway.bounds, PATCH_BYTES_MAX)
     try:
         patch = json.loads(data)
     except (ValueError, RecursionError) as err:
@@ -219,7 +219,7 @@ def _config_json(gateway: Gateway) -> dict[str, Any]:
     for name in SECRETS | SECRET_URLS:
         *sections, field = name.split(".")
         below = settings[sections[0]] if sections else settings
-        below[field] = shown(name, below[field])
+        below[field] = displayed_value(name, below[field])
     return {
         "revision": gateway.hot.revision,
         "changes": gateway.hot.changes,

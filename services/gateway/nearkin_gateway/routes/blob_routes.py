@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from nearkin_gateway.auth.access import Caller, Reader, Writer, check_open_to
 from nearkin_gateway.catalog.pipeline_listing import damaged_json
-from nearkin_gateway.catalog.version_catalog import LISTED_MAX, VERSION_MAX, Listed
+from nearkin_gateway.catalog.version_catalog import LISTED_MAX, VERSION_MAX, ListedVersions
 from nearkin_gateway.http import header_bounds, response_models
 from nearkin_gateway.http.blob_responses import BlobResponse
 from nearkin_gateway.http.digests import (
@@ -38,9 +38,9 @@ from nearkin_gateway.uploads.upload_preconditions import check_newest
 from nearkin_gateway.uploads.upload_service import (
     check_failed,
     check_idempotency_key,
+    check_replay,
     check_same,
     one_at_a_time,
-    replayed,
     take,
 )
 from nearkin_shared.errors import PreconditionFailed
@@ -49,7 +49,7 @@ from nearkin_shared.validation import CONTENT_TYPE, check_metadata, content_type
 
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 router = APIRouter(tags=["blobs"])
-TOLD_SECONDS = 1.0
+EVENT_SECONDS = 1.0
 """So long a repeat whose condition does not hold waits to hear that the version in its way is its own."""
 
 VersionQuery = Annotated[int | None, Query(ge=1, le=VERSION_MAX, description="This version instead of the newest.")]
@@ -176,13 +176,13 @@ async def put_blob(
             try:
                 await check_newest(gateway, caller.tenant, key, precondition)
             except PreconditionFailed:  # what is in its way may be its own version
-                earlier = None if origin is None else await _told_soon(gateway, origin)
+                earlier = None if origin is None else await _await_committed_event(gateway, origin)
                 if earlier is None:
                     raise
         if earlier is not None:
-            await replayed(gateway, earlier, pieces, sha256)
+            await check_replay(gateway, earlier, pieces, sha256)
             annotate(request, blob=earlier["id"], version=earlier["version"], replay=True)
-            return created(gateway, caller.tenant, earlier, replay=True)
+            return created_response(gateway, caller.tenant, earlier, replay=True)
         blob, ending = await take(
             gateway,
             pieces,
@@ -198,11 +198,11 @@ async def put_blob(
     annotate(request, blob=blob.hex())
     outcome = await gateway.outcomes.wait(blob, wait)
     if outcome is None:
-        return accepted(gateway, caller.tenant, blob, key)
+        return accepted_response(gateway, caller.tenant, blob, key)
     check_failed(outcome)
     check_same(outcome, ending)
     annotate(request, version=outcome["version"])
-    return created(gateway, caller.tenant, outcome)
+    return created_response(gateway, caller.tenant, outcome)
 
 
 def _trace(request: Request) -> str | None:
@@ -256,7 +256,7 @@ async def list_blobs(
     catalogue = gateway_of(request).catalogue
     annotate(request, prefix=prefix)
     listed, following = await asyncio.to_thread(
-        catalogue.listed, caller.tenant, prefix, after, limit, all_versions=versions == "all"
+        catalogue.list_versions, caller.tenant, prefix, after, limit, all_versions=versions == "all"
     )
     annotate(request, entries=len(listed))
     headers = {}
@@ -267,7 +267,7 @@ async def list_blobs(
     return JSONResponse(shown, headers=headers)
 
 
-def _damaged(listed: Listed) -> dict[str, object]:
+def _damaged(listed: ListedVersions) -> dict[str, object]:
     return {"damaged": damaged_json(listed.damaged)}
 
 
@@ -355,11 +355,11 @@ async def _read(request: Request, key: str, caller: Caller, version: int | None)
     )
 
 
-async def _told_soon(gateway: Gateway, origin: bytes) -> dict[str, Any] | None:
+async def _await_committed_event(gateway: Gateway, origin: bytes) -> dict[str, Any] | None:
     """Return the event that committed an origin, None where none comes: a version is there before that is told."""
-    until = time.monotonic() + TOLD_SECONDS
+    until = time.monotonic() + EVENT_SECONDS
     while (found := gateway.outcomes.of_origin(origin)) is None and time.monotonic() < until:
-        await asyncio.sleep(TOLD_SECONDS / 20)
+        await asyncio.sleep(EVENT_SECONDS / 20)
     return found
 
 
@@ -374,13 +374,13 @@ def outcome_json(gateway: Gateway, tenant: str, blob: bytes, outcome: Mapping[st
     return shown
 
 
-def accepted(gateway: Gateway, tenant: str, blob: bytes, key: str) -> Response:
+def accepted_response(gateway: Gateway, tenant: str, blob: bytes, key: str) -> Response:
     """Return 202."""
     shown = {**outcome_json(gateway, tenant, blob, None), "state": "pending", "key": key}
     return JSONResponse(shown, 202, {"Location": shown["status"], "Retry-After": "1"})
 
 
-def created(gateway: Gateway, tenant: str, outcome: Mapping[str, Any], *, replay: bool = False) -> Response:
+def created_response(gateway: Gateway, tenant: str, outcome: Mapping[str, Any], *, replay: bool = False) -> Response:
     """Return 201."""
     shown = outcome_json(gateway, tenant, bytes.fromhex(outcome["id"]), outcome)
     headers = {

@@ -90,7 +90,7 @@ async def show_dead(
 @router.post(
     "/v1/dead/replay",
     responses={**_PLAIN, **responses(404, 408, 413)},
-    response_model=response_models.Replayed,
+    response_model=response_models.ReplayedLetters,
     openapi_extra=_LETTERS,
     operation_id="replayDead",
     tags=["admin"],
@@ -105,7 +105,7 @@ async def replay_dead(request: Request, _caller: Operator) -> Response:
 @router.post(
     "/v1/dead/drop",
     responses={**_PLAIN, **responses(404, 408, 413)},
-    response_model=response_models.Dropped,
+    response_model=response_models.DroppedLetters,
     openapi_extra=_LETTERS,
     operation_id="dropDead",
     tags=["admin"],

@@ -17,7 +17,7 @@ from nearkin_gateway.catalog.pipeline_listing import damaged_json
 from nearkin_gateway.catalog.version_catalog import LISTED_MAX, VERSION_MAX
 from nearkin_gateway.http import header_bounds, response_models
 from nearkin_gateway.http.problems import responses
-from nearkin_gateway.http.ranges import check_match, listed
+from nearkin_gateway.http.ranges import check_match, list_header
 from nearkin_gateway.http.url_keys import BlobKey, Key, KeysInQuery
 from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.state import Gateway, gateway_of
@@ -69,7 +69,7 @@ async def delete_blob(
     annotate(request, key=key, version=version, reason=reason)
     check_writable(gateway)
     origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
-    tags = None if if_match is None else listed(request.headers, "if-match")
+    tags = None if if_match is None else list_header(request.headers, "if-match")
     count = await asyncio.to_thread(
         gateway.deletions.delete,
         caller.tenant,
@@ -81,7 +81,7 @@ async def delete_blob(
         request=origin,
         condition=None if tags is None else lambda info: check_match(tags, info),
     )
-    return _done(request, gateway, caller, count)
+    return _record_and_respond(request, gateway, caller, count)
 
 
 @router.post(
@@ -107,7 +107,7 @@ async def undelete_blob(
     count = await asyncio.to_thread(
         gateway.deletions.undelete, caller.tenant, key, version, who=caller.name, reason=reason, request=origin
     )
-    return _done(request, gateway, caller, count)
+    return _record_and_respond(request, gateway, caller, count)
 
 
 @router.post(
@@ -162,7 +162,7 @@ async def list_deleted(
     gateway = gateway_of(request)
     annotate(request, prefix=prefix)
     found, damaged, following = await asyncio.to_thread(
-        gateway.catalogue.deleted, gateway.deletions, caller.tenant, prefix, after, limit
+        gateway.catalogue.list_deleted, gateway.deletions, caller.tenant, prefix, after, limit
     )
     annotate(request, entries=len(found))
     return JSONResponse(
@@ -170,7 +170,7 @@ async def list_deleted(
     )
 
 
-def _done(request: Request, gateway: Gateway, caller: Caller, count: int) -> Response:
+def _record_and_respond(request: Request, gateway: Gateway, caller: Caller, count: int) -> Response:
     annotate(request, versions=count)
     gateway.catalogue.forget_stats(caller.tenant)
     return Response(status_code=204, headers={"X-Nearkin-Versions": str(count)})

@@ -107,7 +107,7 @@ async def audit(request: Request, _caller: Operator) -> Response:
     return JSONResponse({"changes": list(reversed(gateway_of(request).hot.audit))})
 
 
-@router.get("/v1/gc", responses=_PLAIN, response_model=response_models.Collection, operation_id="getGc", tags=["admin"])
+@router.get("/v1/gc", responses=_PLAIN, response_model=response_models.GcStatus, operation_id="getGc", tags=["admin"])
 async def gc(request: Request, _caller: Operator) -> Response:
     """Return what the last round of garbage collection did, and whether collection is paused."""
     return JSONResponse(await asyncio.to_thread(collection_json, gateway_of(request)))
@@ -117,7 +117,7 @@ async def gc(request: Request, _caller: Operator) -> Response:
     "/v1/gc",
     status_code=202,
     responses={**_PLAIN, **responses(408, 409, 413)},
-    response_model=response_models.Collection,
+    response_model=response_models.GcStatus,
     openapi_extra=_GC,
     operation_id="changeGc",
     tags=["admin"],
@@ -144,7 +144,7 @@ def _gc_changed(gateway: Gateway, action: str, who: str) -> dict[str, Any]:
         pauses.resume()
     else:
         pauses.check()
-        gateway.collecting.ask()
+        gateway.collecting.request_run()
         return told  # as it was: whoever asked waits until `last.ended` is another
     return collection_json(gateway)
 
@@ -218,7 +218,7 @@ async def pipeline_json(gateway: Gateway) -> dict[str, Any]:
     return {
         "embedded": gateway.pipeline is None,
         "stages": [asdict(stage) for stage in stages],
-        "minutes": gateway.outcomes.minutes.told(),
+        "minutes": gateway.outcomes.minutes.last_hour(),
         "failures": gateway.outcomes.minutes.failures(),
     }
 
@@ -231,7 +231,7 @@ def collection_json(gateway: Gateway) -> dict[str, Any]:
         "interval_seconds": gateway.settings.gc.interval_seconds,
         "grace_seconds": gateway.settings.gc.grace_seconds,
         "paused": None if pause is None else {"since": _moment(pause.at_us / 1e6), "by": pause.who},
-        "last": gateway.collecting.collected(),
+        "last": gateway.collecting.last_run(),
     }
 
 

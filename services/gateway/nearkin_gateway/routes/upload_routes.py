@@ -25,8 +25,8 @@ from nearkin_gateway.http.ranges import precondition_of_put
 from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.state import Gateway, gateway_of
 from nearkin_gateway.uploads.concatenation import create_final
-from nearkin_gateway.uploads.finalize import handed_over
-from nearkin_gateway.uploads.resumable_store import Meta, Staged
+from nearkin_gateway.uploads.finalize import hand_over
+from nearkin_gateway.uploads.resumable_store import Meta, StagedUpload
 from nearkin_gateway.uploads.tus_headers import (
     EXTENSIONS,
     check_extensions,
@@ -34,7 +34,7 @@ from nearkin_gateway.uploads.tus_headers import (
     parse_concat,
     parse_metadata,
 )
-from nearkin_gateway.uploads.upload_bodies import CHECKSUMS, alone, receive
+from nearkin_gateway.uploads.upload_bodies import CHECKSUMS, UploadMutex, receive
 from nearkin_gateway.uploads.upload_preconditions import check_newest, check_refused
 from nearkin_shared.errors import NearkinError
 
@@ -166,13 +166,13 @@ async def create(
     with_body = request.headers.get("content-type", "").partition(";")[0].strip().lower() == OFFSET_MEDIA
     number = await asyncio.to_thread(gateway.resumable.create, meta)
     annotate(request, upload=number)
-    offset = await _receive_first(request, gateway, caller, Staged(number, meta, (), None)) if with_body else 0
+    offset = await _receive_first(request, gateway, caller, StagedUpload(number, meta, (), None)) if with_body else 0
     if offset == meta.length_bytes and not meta.partial:
-        await handed_over(gateway, meta, number)
+        await hand_over(gateway, meta, number)
     return _answer(201, Location=f"/v1/uploads/{number}", **_progress(meta, offset))
 
 
-async def _receive_first(request: Request, gateway: Gateway, caller: Caller, staged: Staged) -> int:
+async def _receive_first(request: Request, gateway: Gateway, caller: Caller, staged: StagedUpload) -> int:
     """Stage the body of a creation; return the offset after it. Where that fails the upload is removed."""
     try:
         return await receive(request, gateway, staged, caller.holders)
@@ -227,14 +227,14 @@ async def head(request: Request, id: UploadId, caller: Writer, tus_resumable: Tu
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     if staged.pending:
         with suppress(Problem):  # a part of it is damaged, and is to be sent again: say from where
-            await handed_over(gateway, staged.meta, id)
+            await hand_over(gateway, staged.meta, id)
         staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     await check_refused(gateway, staged)
     length = {"Upload-Length": str(staged.meta.length_bytes), "Cache-Control": "no-store"}
-    return _answer(200, **length, **_described(staged), **_progress(staged.meta, staged.offset))
+    return _answer(200, **length, **_describe(staged), **_progress(staged.meta, staged.offset))
 
 
-def _described(staged: Staged) -> dict[str, str]:
+def _describe(staged: StagedUpload) -> dict[str, str]:
     meta, found = staged.meta, {}
     if meta.upload_metadata:
         found["Upload-Metadata"] = meta.upload_metadata
@@ -321,7 +321,7 @@ async def patch(
         raise Problem(403, "final-upload", "a final upload takes no bytes: send them to its partial uploads")
     offset = await receive(request, gateway, staged, caller.holders)
     if offset == staged.meta.length_bytes and not staged.meta.partial:
-        await handed_over(gateway, staged.meta, id)
+        await hand_over(gateway, staged.meta, id)
     return _answer(204, **_progress(staged.meta, offset))
 
 
@@ -340,7 +340,7 @@ async def terminate(request: Request, id: UploadId, caller: Writer, tus_resumabl
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     if staged.claim is not None:
         raise Problem(409, "claimed", f"this partial upload belongs to /v1/uploads/{staged.claim}; delete that one")
-    with alone(gateway, staged.id):
+    with UploadMutex(gateway, staged.id):
         await asyncio.to_thread(gateway.resumable.remove, staged.id)
     return _answer(204)
 

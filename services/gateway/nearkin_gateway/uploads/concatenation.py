@@ -16,14 +16,14 @@ from blake3 import blake3
 
 from nearkin_gateway.http.problems import Problem
 from nearkin_gateway.state import Gateway
-from nearkin_gateway.uploads.finalize import handed_over
-from nearkin_gateway.uploads.resumable_store import ID_BYTES, Meta, Staged
+from nearkin_gateway.uploads.finalize import hand_over
+from nearkin_gateway.uploads.resumable_store import ID_BYTES, Meta, StagedUpload
 from nearkin_gateway.uploads.upload_preconditions import check_newest, check_refused
 from nearkin_shared.errors import NotFound
 from nearkin_shared.objectstore.base import AlreadyExists
 
 
-async def create_final(gateway: Gateway, meta: Meta, sources: Sequence[str]) -> Staged:
+async def create_final(gateway: Gateway, meta: Meta, sources: Sequence[str]) -> StagedUpload:
     """Begin the final upload that `sources` make up and hand it over. Raises Problem, NotFound, NearkinError."""
     resumable, number = gateway.resumable, final_id(meta, sources)
     try:
@@ -35,9 +35,9 @@ async def create_final(gateway: Gateway, meta: Meta, sources: Sequence[str]) -> 
         try:
             staged = await asyncio.to_thread(resumable.create_final, number, final)
         except AlreadyExists as err:
-            raise _claimed("one of the partial uploads") from err
+            raise _claimed_problem("one of the partial uploads") from err
     if staged.pending:
-        await handed_over(gateway, staged.meta, number)
+        await hand_over(gateway, staged.meta, number)
         staged = await asyncio.to_thread(resumable.load, meta.tenant, number)
     await check_refused(gateway, staged)
     return staged
@@ -63,12 +63,12 @@ def _check_sources(gateway: Gateway, tenant: str, sources: Sequence[str], number
             why = f"upload {source}: has {staged.offset} of {staged.meta.length_bytes} bytes; send the rest first"
             raise Problem(409, "unfinished-part", why)
         if staged.claim not in (None, number):
-            raise _claimed(f"upload {source}")
+            raise _claimed_problem(f"upload {source}")
         length_bytes += staged.meta.length_bytes
     if length_bytes > bytes_max:
         raise Problem(413, "too-large", f"the partial uploads have {length_bytes} bytes: want at most {bytes_max}")
     return length_bytes
 
 
-def _claimed(what: str) -> Problem:
+def _claimed_problem(what: str) -> Problem:
     return Problem(409, "claimed", f"{what}: is a part of another final upload; begin new partial uploads")

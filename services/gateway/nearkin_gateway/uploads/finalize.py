@@ -15,7 +15,7 @@ from nearkin_gateway.http.problems import Problem
 from nearkin_gateway.http.request_bodies import frames
 from nearkin_gateway.monitoring.audit_log import Actor
 from nearkin_gateway.state import Gateway
-from nearkin_gateway.uploads.resumable_store import DamagedPart, Done, Meta, Staged
+from nearkin_gateway.uploads.resumable_store import DamagedPart, Meta, StagedUpload, UploadOutcome
 from nearkin_gateway.uploads.upload_preconditions import OUTCOME_SECONDS, check_refused
 from nearkin_gateway.uploads.upload_service import one_at_a_time, take
 from nearkin_shared.errors import NearkinError, NotFound, PreconditionFailed
@@ -28,13 +28,13 @@ SWEEP_SECONDS = 60.0
 _log = logging.getLogger("nearkin.gateway")
 
 
-async def handed_over(gateway: Gateway, meta: Meta, number: str) -> None:
+async def hand_over(gateway: Gateway, meta: Meta, number: str) -> None:
     """Hand a whole upload over, and wait for that as long as an answer may wait.
 
     Raises NotFound where it is gone, Problem 409 where a part of it is damaged: that one is to be sent again, Problem
     412 where its precondition refused it at the commit.
     """
-    task = _begun(gateway, meta.tenant, number)
+    task = _start_task(gateway, meta.tenant, number)
     with suppress(TimeoutError):
         ended = await asyncio.wait_for(asyncio.shield(task), HAND_OVER_SECONDS)
         if isinstance(ended, Problem):
@@ -47,16 +47,16 @@ async def handed_over(gateway: Gateway, meta: Meta, number: str) -> None:
             await check_refused(gateway, staged, OUTCOME_SECONDS)
 
 
-def _begun(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool | Problem]:
+def _start_task(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool | Problem]:
     """Return the task that hands an upload over: one for each, however often a HEAD or a sweep asks for it."""
     task = gateway.background.get(number)
     if task is None:
-        task = gateway.background[number] = asyncio.create_task(_hand_over(gateway, tenant, number))
+        task = gateway.background[number] = asyncio.create_task(_store_upload(gateway, tenant, number))
         task.add_done_callback(lambda _: gateway.background.pop(number, None))
     return task
 
 
-async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | Problem:
+async def _store_upload(gateway: Gateway, tenant: str, number: str) -> bool | Problem:
     """1 stream the parts on, until all is durable  2 note that  3 remove the parts: repeating it stores once.
 
     Returns whether the upload was there to the end, or what the client is to do: something of it is missing.
@@ -87,13 +87,13 @@ async def _hand_over(gateway: Gateway, tenant: str, number: str) -> bool | Probl
     return True
 
 
-async def _store(gateway: Gateway, staged: Staged) -> Done:
+async def _store(gateway: Gateway, staged: StagedUpload) -> UploadOutcome:
     """Stream the parts on; return how the upload ended. Raises DamagedPart, NotFound, Problem, NearkinError."""
     meta, origin = staged.meta, bytes.fromhex(staged.id)
     with tracing.span("resumable upload", None, begins=True) as trace:
         earlier = gateway.outcomes.of_origin(origin)  # it was stored, and could not be noted
         if earlier is not None:
-            return Done(str(earlier["id"]))
+            return UploadOutcome(str(earlier["id"]))
         try:
             blob, _ = await take(
                 gateway,
@@ -107,23 +107,23 @@ async def _store(gateway: Gateway, staged: Staged) -> Done:
                 precondition=meta.precondition,
             )
         except PreconditionFailed as err:
-            return Done(None, str(err), PRECONDITION)
+            return UploadOutcome(None, str(err), PRECONDITION)
         except Problem as err:
             if err.status != 400:
                 raise
-            return Done(None, err.detail)
-        done = Done(blob.hex())
+            return UploadOutcome(None, err.detail)
+        done = UploadOutcome(blob.hex())
         _record_stored(gateway, staged, done)
         return done
 
 
-def _record_stored(gateway: Gateway, staged: Staged, done: Done) -> None:
+def _record_stored(gateway: Gateway, staged: StagedUpload, done: UploadOutcome) -> None:
     meta = staged.meta
     fields = {"key": meta.key, "blob": done.blob, "upload": staged.id, "bytes": meta.length_bytes}
     gateway.audit.record("blob.stored", Actor(meta.tenant, meta.token, meta.address), fields)
 
 
-async def _parts(gateway: Gateway, staged: Staged) -> AsyncIterator[memoryview]:
+async def _parts(gateway: Gateway, staged: StagedUpload) -> AsyncIterator[memoryview]:
     parts = gateway.resumable.read(staged)
     while (part := await asyncio.to_thread(next, parts, None)) is not None:
         yield part
@@ -133,8 +133,8 @@ async def sweep_for_ever(gateway: Gateway) -> None:
     """Now and then remove what has expired, and hand over what a gateway left whole when it died."""
     loop = asyncio.get_running_loop()
 
-    def hand_over(staged: Staged) -> None:
-        loop.call_soon_threadsafe(_begun, gateway, staged.meta.tenant, staged.id)
+    def hand_over(staged: StagedUpload) -> None:
+        loop.call_soon_threadsafe(_start_task, gateway, staged.meta.tenant, staged.id)
 
     while True:
         try:

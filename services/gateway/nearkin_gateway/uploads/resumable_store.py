@@ -29,7 +29,7 @@ from nearkin_gateway.http.request_limits import Holders, Holdings, Shares
 from nearkin_shared.errors import Corrupt, NearkinError, NotFound
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
-from nearkin_shared.objectstore.encrypted_store import put_of_tenant
+from nearkin_shared.objectstore.encrypted_store import put_new_of_tenant
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.utils.frozen import frozen
 
@@ -93,7 +93,7 @@ class Meta:
 
 
 @frozen
-class Done:
+class UploadOutcome:
     """How an upload ended: `blob` the attempt's id in hex, or `failure`."""
 
     blob: str | None
@@ -103,16 +103,16 @@ class Done:
 
 
 @frozen
-class Staged:
+class StagedUpload:
     """An upload as it lies in the store. `parts` are (offset, bytes), in order, without a gap."""
 
     id: str
     meta: Meta
     parts: tuple[tuple[int, int], ...]
-    done: Done | None
+    done: UploadOutcome | None
     claim: str | None = None
     """The final upload that a partial upload belongs to."""
-    sources: tuple[Staged, ...] = ()
+    sources: tuple[StagedUpload, ...] = ()
     """The partial uploads of a final upload that is not handed over; ends at the first one that is missing."""
 
     @property
@@ -171,7 +171,7 @@ class Resumable:
         self._begun.pop(number, None)
         self._open.discard(number)
 
-    def create_final(self, number: str, meta: Meta) -> Staged:
+    def create_final(self, number: str, meta: Meta) -> StagedUpload:
         """Begin a final upload under an id derived from its request; a repeat returns the one there is.
 
         1 meta  2 claims: a partial upload is removed with the final upload that claims it, and only then.
@@ -217,7 +217,7 @@ class Resumable:
         """Refuse one more upload, as last counted. Raises Problem: 503 where all are open, 429 beyond a share."""
         self._open.check_room(holders, ROOM_RETRY_SECONDS)
 
-    def load(self, tenant: str, number: str) -> Staged:
+    def load(self, tenant: str, number: str) -> StagedUpload:
         """Return an upload of a tenant. Raises NotFound: never there, another's, expired or terminated."""
         missing = NotFound(f"upload {number!r:.60}: there is none; it may have expired")
         if _ID.fullmatch(number) is None:
@@ -232,7 +232,7 @@ class Resumable:
 
     def _put(self, tenant: str, name: str, data: bytes) -> None:
         """Write an object of an upload: under the tenant's keys, so that an erasure of the tenant reaches it."""
-        put_of_tenant(self._objects, tenant, name, data)
+        put_new_of_tenant(self._objects, tenant, name, data)
 
     def stage(self, number: str, offset: int, data: bytes | bytearray, *, tenant: str) -> None:
         """Add a part of a tenant's upload at the end. Raises AlreadyExists where another request put one there."""
@@ -245,7 +245,7 @@ class Resumable:
             self._objects.delete(name)  # it was cut short: nothing of it is told of, and nobody else would remove it
             self._put(tenant, name, whole)
 
-    def read(self, staged: Staged) -> Iterator[memoryview]:
+    def read(self, staged: StagedUpload) -> Iterator[memoryview]:
         """Yield the parts' bytes. Raises DamagedPart, or NotFound: another gateway has handed it over."""
         for source in staged.sources:
             yield from self.read(source)
@@ -263,7 +263,7 @@ class Resumable:
         """Remove a part that cannot be read: the chain ends before it, and goes on once it is sent again."""
         self._objects.delete(_part(damaged.number, damaged.offset))
 
-    def finish(self, staged: Staged, done: Done) -> Done:
+    def finish(self, staged: StagedUpload, done: UploadOutcome) -> UploadOutcome:
         """Note how it ended, then remove its parts; return the note that stands, ours or an earlier one."""
         try:
             self._put(staged.meta.tenant, f"{ROOT}/{staged.id}/done", json.dumps(asdict(done)).encode())
@@ -284,13 +284,13 @@ class Resumable:
     def remove(self, number: str) -> None:
         """Remove all of an upload, its meta last: until then whoever sweeps comes back to it."""
         with suppress(NotFound, Corrupt):  # before its own meta: until then a sweep comes back to it
-            self._remove_sources(number, _parsed(_META, self._objects.get(f"{ROOT}/{number}/meta"), number))
+            self._remove_sources(number, _parse(_META, self._objects.get(f"{ROOT}/{number}/meta"), number))
         names = [name for name, _ in self._objects.names(f"{ROOT}/{number}")]
         for name in sorted(names, key=lambda name: name.endswith("/meta")):
             self._objects.delete(name)
         self._drop(number)
 
-    def sweep(self, hand_over: Callable[[Staged], None]) -> None:
+    def sweep(self, hand_over: Callable[[StagedUpload], None]) -> None:
         """Remove what has expired; hand over what is whole and was left by a gateway that died.
 
         Costs a listing of `uploads/`, and one read for each upload. An error leaves an upload for the next time.
@@ -325,7 +325,9 @@ class Resumable:
             elif self._suspect(number, now):  # a final upload may be newer than the listing
                 self.remove(number)
 
-    def _swept(self, number: str, kinds: set[str], now: float, hand_over: Callable[[Staged], None]) -> Holders | None:
+    def _swept(
+        self, number: str, kinds: set[str], now: float, hand_over: Callable[[StagedUpload], None]
+    ) -> Holders | None:
         """Return whose shares the upload counts against, None where it is not open."""
         if "meta" not in kinds:
             if self._suspect(number, now):
@@ -347,9 +349,9 @@ class Resumable:
     def _suspect(self, number: str, now: float) -> bool:
         return now - self._suspects.setdefault(number, now) >= UNSEEN_SECONDS
 
-    def _load(self, number: str) -> Staged:
+    def _load(self, number: str) -> StagedUpload:
         what = f"{ROOT}/{number}/meta"
-        meta = _parsed(_META, self._objects.get(what), what)
+        meta = _parse(_META, self._objects.get(what), what)
         parts, is_done, claim = [], False, None
         for name, size_bytes in self._objects.names(f"{ROOT}/{number}"):
             _, _, rest = name.split("/", 2)
@@ -369,25 +371,25 @@ class Resumable:
             chain.append((offset, part_bytes))
             end += part_bytes
         if is_done:
-            return Staged(number, meta, tuple(parts), self._done(number), claim)
-        return Staged(number, meta, tuple(chain), None, claim, self._sources(meta))
+            return StagedUpload(number, meta, tuple(parts), self._done(number), claim)
+        return StagedUpload(number, meta, tuple(chain), None, claim, self._sources(meta))
 
-    def _sources(self, meta: Meta) -> tuple[Staged, ...]:
-        found: list[Staged] = []
+    def _sources(self, meta: Meta) -> tuple[StagedUpload, ...]:
+        found: list[StagedUpload] = []
         with suppress(NotFound):
             for source in meta.sources:
                 found.append(self._load(source))
         return tuple(found)
 
-    def _done(self, number: str) -> Done:
+    def _done(self, number: str) -> UploadOutcome:
         what = f"{ROOT}/{number}/done"
-        return _parsed(_DONE, self._objects.get(what), what)
+        return _parse(_DONE, self._objects.get(what), what)
 
 
-_META, _DONE = TypeAdapter(Meta), TypeAdapter(Done)
+_META, _DONE = TypeAdapter(Meta), TypeAdapter(UploadOutcome)
 
 
-def _parsed(kind: TypeAdapter[Parsed], data: bytes, what: str) -> Parsed:
+def _parse(kind: TypeAdapter[Parsed], data: bytes, what: str) -> Parsed:
     try:
         return kind.validate_json(data, strict=True)
     except ValidationError as err:

@@ -16,7 +16,7 @@ from nearkin_gateway.http.problems import RETRY_SECONDS, Problem
 from nearkin_gateway.http.request_bodies import check_declared, chunks
 from nearkin_gateway.http.request_limits import Holders
 from nearkin_gateway.state import Gateway
-from nearkin_gateway.uploads.resumable_store import PART_BYTES, Staged
+from nearkin_gateway.uploads.resumable_store import PART_BYTES, StagedUpload
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.objectstore.base import AlreadyExists
 
@@ -29,7 +29,7 @@ PARTS_MAX = 400_000
 SPOOL_MEMORY_BYTES = 1024 * 1024
 
 
-class alone:  # noqa: N801 - used as a function
+class UploadMutex:
     """One request at a time for an upload in this process; in another one the parts' names keep them apart."""
 
     def __init__(self, gateway: Gateway, number: str) -> None:
@@ -49,16 +49,16 @@ class alone:  # noqa: N801 - used as a function
         self._busy.discard(self._number)
 
 
-async def receive(request: Request, gateway: Gateway, staged: Staged, holders: Holders) -> int:
+async def receive(request: Request, gateway: Gateway, staged: StagedUpload, holders: Holders) -> int:
     """Stage the body; return how many bytes there are then. What came of a body that breaks off is staged too."""
     room_bytes = staged.meta.length_bytes - staged.offset
     check_declared(request, room_bytes)
     if len(staged.parts) >= PARTS_MAX:
         raise Problem(413, "too-many-parts", f"{PARTS_MAX} parts are staged, which is the most; send larger ones")
-    with gateway.uploads.one(holders), alone(gateway, staged.id):
+    with gateway.uploads.one(holders), UploadMutex(gateway, staged.id):
         checksum = request.headers.get("upload-checksum")
         if checksum is not None:
-            return await _checked(request, gateway, staged, room_bytes, checksum)
+            return await _check_and_stage(request, gateway, staged, room_bytes, checksum)
         part, offset = bytearray(), staged.offset
         try:
             async for piece in chunks(request, gateway.bounds, room_bytes, gateway.uploads):
@@ -73,7 +73,9 @@ async def receive(request: Request, gateway: Gateway, staged: Staged, holders: H
         return await _stage(gateway, staged, offset, part) if part else offset
 
 
-async def _checked(request: Request, gateway: Gateway, staged: Staged, room_bytes: int, checksum: str) -> int:
+async def _check_and_stage(
+    request: Request, gateway: Gateway, staged: StagedUpload, room_bytes: int, checksum: str
+) -> int:
     """The same, staged only once its checksum agrees: until then it lies on local disk."""
     name, _, text = checksum.partition(" ")
     if name not in CHECKSUMS:
@@ -100,7 +102,7 @@ async def _checked(request: Request, gateway: Gateway, staged: Staged, room_byte
     return offset
 
 
-async def _stage(gateway: Gateway, staged: Staged, offset: int, part: bytes | bytearray) -> int:
+async def _stage(gateway: Gateway, staged: StagedUpload, offset: int, part: bytes | bytearray) -> int:
     try:
         # Shielded: a part that is being written is finished, or the client's next offset could be wrong.
         writing = asyncio.to_thread(gateway.resumable.stage, staged.id, offset, part, tenant=staged.meta.tenant)

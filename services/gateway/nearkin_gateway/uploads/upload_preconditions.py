@@ -9,7 +9,7 @@ import asyncio
 
 from nearkin_gateway.http.problems import Problem
 from nearkin_gateway.state import Gateway
-from nearkin_gateway.uploads.resumable_store import Staged
+from nearkin_gateway.uploads.resumable_store import StagedUpload
 from nearkin_gateway.uploads.upload_service import is_refused
 from nearkin_shared.errors import NotFound
 from nearkin_shared.preconditions import PRECONDITION, Precondition
@@ -32,7 +32,7 @@ async def _find_newest(gateway: Gateway, tenant: str, key: str) -> VersionInfo |
         return None
 
 
-async def check_refused(gateway: Gateway, staged: Staged, wait_seconds: float = 0.0) -> None:
+async def check_refused(gateway: Gateway, staged: StagedUpload, wait_seconds: float = 0.0) -> None:
     """Report that the precondition of a resumable upload refused it at the commit. Raises Problem 412.
 
     Waits up to `wait_seconds` for the outcome of an upload that the pipeline commits.

@@ -18,7 +18,7 @@ from typing import Any
 from blake3 import blake3
 from starlette.requests import ClientDisconnect
 
-from nearkin_gateway.backends.ingest_backend import FAILED, Ending, Intent, Upload
+from nearkin_gateway.backends.ingest_backend import FAILED, Upload, UploadRequest, UploadResult
 from nearkin_gateway.blocking_threads import WorkerPool
 from nearkin_gateway.http.problems import RETRY_SECONDS, Problem, from_error
 from nearkin_gateway.state import Gateway
@@ -48,7 +48,7 @@ def check_writable(gateway: Gateway) -> None:
 
 
 async def check_open(gateway: Gateway, tenant: str) -> None:
-    """Refuse uploads where none are taken. Raises Problem, Erased, StoreUnavailable."""
+    """Refuse uploads where none are taken. Raises Problem, TenantErased, StoreUnavailable."""
     check_writable(gateway)
     if not gateway.ingest.accepts(tenant):
         raise Problem(
@@ -100,13 +100,13 @@ async def take(
     with_sha256: bool = False,
     trace: str | None = None,
     precondition: Precondition | None = None,
-) -> tuple[bytes, Ending]:
+) -> tuple[bytes, UploadResult]:
     """Store what `pieces` yield; return the attempt's id and what the bytes were. Raises Problem, NearkinError.
 
     `sha256` is what the caller announced; `pieces` yield frames of at most FRAME_BYTES_MAX.
     """
     blob = new_id()
-    intent = Intent(tenant, key, blob, origin or blob, time.time_ns() // 1000, metadata, trace, precondition)
+    intent = UploadRequest(tenant, key, blob, origin or blob, time.time_ns() // 1000, metadata, trace, precondition)
     log_setup.bind(blob, tenant, trace)
     tracing.describe(trace, tracing.about(blob, tenant))
     upload = await gateway.ingest.begin(intent)
@@ -124,7 +124,7 @@ async def take(
     return blob, ending
 
 
-def check_sha256(ending: Ending, announced: bytes | None) -> None:
+def check_sha256(ending: UploadResult, announced: bytes | None) -> None:
     """Refuse bytes that are not those announced. Raises Problem."""
     if announced is not None and ending.sha256 != announced:
         found = ending.sha256.hex() if ending.sha256 is not None else "unknown"
@@ -135,7 +135,7 @@ def check_sha256(ending: Ending, announced: bytes | None) -> None:
         )
 
 
-async def replayed(
+async def check_replay(
     gateway: Gateway, earlier: Mapping[str, Any], pieces: AsyncIterator[bytearray], sha256: bytes | None
 ) -> None:
     """Check that a repeated upload has the content of the first one. Raises Problem 422."""
@@ -144,7 +144,7 @@ async def replayed(
     check_same(earlier, ending)
 
 
-def check_same(outcome: Mapping[str, Any], ending: Ending) -> None:
+def check_same(outcome: Mapping[str, Any], ending: UploadResult) -> None:
     """Refuse an idempotency key that was used for another content. Raises Problem 422."""
     if outcome["digest"] != f"blake3:{ending.blake3.hex()}":
         raise Problem(
@@ -170,7 +170,7 @@ def is_refused(outcome: Mapping[str, Any]) -> bool:
 
 async def _stream(
     pieces: AsyncIterator[bytearray], upload: Upload | None, hashing: WorkerPool, *, with_sha256: bool
-) -> Ending:
+) -> UploadResult:
     """Hash the frames and pass them to `upload`, where there is one; return what the bytes are."""
     whole, sha256, size_bytes = blake3(), hashlib.sha256() if with_sha256 else None, 0
 
@@ -188,7 +188,7 @@ async def _stream(
             hash_all(frame)
         if upload is not None:
             await upload.write(frame)
-    return Ending(size_bytes, whole.digest(), sha256.digest() if sha256 is not None else None)
+    return UploadResult(size_bytes, whole.digest(), sha256.digest() if sha256 is not None else None)
 
 
 async def _abort(upload: Upload, err: BaseException) -> None:

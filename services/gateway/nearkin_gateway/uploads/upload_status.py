@@ -17,7 +17,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from nearkin_gateway.monitoring.rolling_stats import Minutes
+from nearkin_gateway.monitoring.rolling_stats import RollingStats
 
 ID_BYTES = 16
 MAC_BYTES = 8
@@ -36,7 +36,7 @@ def began_ms(blob: bytes) -> int:
     return int.from_bytes(blob[:6], "big")
 
 
-class Tickets:
+class UploadIds:
     """Ids as callers see them: with a MAC, so that one that was never given out is told from one still on its way."""
 
     def __init__(self, secret: bytes) -> None:
@@ -66,7 +66,7 @@ class Tickets:
         return blake3(blob + tenant.encode(), key=self._key).hexdigest(length=MAC_BYTES)
 
 
-class Outcomes:
+class UploadStatuses:
     """The table. For one event loop; `add` must be called in it."""
 
     def __init__(self, bytes_max: int) -> None:
@@ -77,13 +77,13 @@ class Outcomes:
         """Origin -> id of the first outcome that had it."""
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._forgotten_ms = 0
-        self.minutes = Minutes()
+        self.minutes = RollingStats()
         """The last hour of them, summed up."""
 
     def __len__(self) -> int:
         return len(self._events)
 
-    def known_since(self, since_ms: int) -> None:
+    def set_known_from(self, since_ms: int) -> None:
         """Say that outcomes from before are not in the table."""
         self._forgotten_ms = max(self._forgotten_ms, since_ms)
 

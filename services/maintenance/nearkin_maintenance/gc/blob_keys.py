@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nearkin_shared.errors import Permanent
+from nearkin_shared.errors import PermanentError
 from nearkin_shared.storage.manifests import ManifestStore
 
 REMEMBERED_MAX = 1 << 16
 """Folders whose keys are remembered, 20 MB of them: of the others a manifest is read each time."""
 
 
-class Keys:
+class BlobKeys:
     """Tells (tenant, key) of every folder that holds a version; remembers what it has read."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ def _read(manifests: ManifestStore, names: list[str]) -> tuple[str, str] | None:
     for name in names:
         try:
             manifest = manifests.read(name)
-        except Permanent:  # broken, or collected meanwhile
+        except PermanentError:  # broken, or collected meanwhile
             continue
         return manifest.tenant, manifest.key
     return None

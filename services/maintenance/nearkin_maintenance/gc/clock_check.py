@@ -5,8 +5,8 @@
 
 A grace, a retention and the window of an undeletion all end early by a clock that is ahead. By one that is behind they
 end late, which is reported. What begins by a clock that is behind would end early by a right one: deletions count the
-window, and puts `min_age_seconds`, from the last recorded time at least (KnownTime). Not covered: a grace that a GC run
-begins by a clock that is behind, and a clock that is behind less than a day, or before the first record.
+window, and puts `min_age_seconds`, from the last recorded time at least (RecordedTime). Not covered: a grace that a GC
+run begins by a clock that is behind, and a clock that is behind less than a day, or before the first record.
 """
 
 from __future__ import annotations

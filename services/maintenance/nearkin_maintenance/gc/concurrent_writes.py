@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from nearkin_maintenance.gc.gc_plan import Drop
-from nearkin_maintenance.gc.mark import Masks, Reach
-from nearkin_maintenance.gc.writer_gate import Turns
+from nearkin_maintenance.gc.gc_plan import ContainerRemoval
+from nearkin_maintenance.gc.mark import LiveSet, Masks
+from nearkin_maintenance.gc.writer_gate import WriterGate
 from nearkin_shared.index.protocols import SupportsCollection
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
@@ -23,18 +23,18 @@ from nearkin_shared.types import U32, Bools, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
 
 
-class Since:
+class ConcurrentWrites:
     """Turns of one round, and what others have stored since it listed the store."""
 
     def __init__(
         self,
-        turns: Turns,
+        turns: WriterGate,
         state: object,
         containers: ContainerStore,
         manifests: ManifestStore,
         generations: Mapping[ContainerId, Mapping[int, int]],
         names: Collection[str],
-        reach: Reach,
+        reach: LiveSet,
     ) -> None:
         """`state` was asked for before `generations` and `names`, the manifests, were listed; what comes is added to
         `reach`, what marking found.
@@ -53,25 +53,25 @@ class Since:
         self._reach = reach
 
     @contextmanager
-    def turn(self) -> Iterator[SupportsCollection]:
+    def exclusive(self) -> Iterator[SupportsCollection]:
         """Keep others out, look what came, and give the index. Raises StoreLocked, Corrupt, StoreUnavailable."""
-        self.look()  # most of it outside: the turn then is as short as it can be
-        with self._turns.take() as index:
-            self.look()
+        self.refresh()  # most of it outside: the turn then is as short as it can be
+        with self._turns.exclusive() as index:
+            self.refresh()
             failpoint("gc.turn")
             yield index
-            self._state = self._turns.state()  # nobody else wrote meanwhile
+            self._state = self._turns.change_token()  # nobody else wrote meanwhile
         failpoint("gc.turned")
 
-    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
+    def prefetch_removals(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
         """Look up, outside of a turn, what the index is to forget in one: its `looked_up`."""
-        looked_up = self._turns.look_up(chunks, segments)
+        looked_up = self._turns.prefetch_removals(chunks, segments)
         failpoint("gc.looked-up")
         return looked_up
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Add what was stored since to what is reached. Raises Corrupt: what it needs is not known."""
-        state = self._turns.state()
+        state = self._turns.change_token()
         if state == self._state:
             return
         listed = self._containers.generations()  # before the manifests: what they name is there
@@ -80,22 +80,22 @@ class Since:
         committed = [name for name, _ in names if name not in self._names]
         changed = {c for c, found in listed.items() if max(found) != self._newest.get(c, max(found))}
         if changed:
-            self._containers.forget_read()
+            self._containers.evict()
         if came or committed:
-            more = Reach(self._containers, self._manifests, committed, came, listed=listed)
+            more = LiveSet(self._containers, self._manifests, committed, came, listed=listed)
             self._came.update(came)
             for segments in (self._reach.segments, self._segments):
                 _join(segments, more.segments)
             for chunks in (self._reach.chunks, self._needed):
                 _join(chunks, more.chunks)
-            self._needed = self._reach.closed(self._needed, self._came)
+            self._needed = self._reach.transitive_closure(self._needed, self._came)
         self._changed |= changed
         self._newest.update((int(container), max(found)) for container, found in listed.items())
         self._names.update(committed)
         self._state = state
         failpoint("gc.looked")
 
-    def kept(self, drops: Mapping[int, Drop]) -> set[int]:
+    def retained(self, drops: Mapping[int, ContainerRemoval]) -> set[int]:
         """Return the containers of which nothing may go yet, of those in `drops`: others need it, or what leans on it.
 
         Asked in a turn, with all that is still to go.
@@ -104,34 +104,36 @@ class Since:
         kept, needed = drops.keys() & spared, self._needed
         while True:
             if whole := spared | kept:  # what is dead in them decodes too
-                needed = self._reach.closed(needed, whole)
-            more = {c for c, drop in drops.items() if c not in kept and self._names_some(needed, c, drop)}
+                needed = self._reach.transitive_closure(needed, whole)
+            more = {c for c, drop in drops.items() if c not in kept and self._references_any(needed, c, drop)}
             if not more:
                 return kept
             kept |= more
 
-    def stays_as_it_is(self, container: int) -> bool:
+    def is_rewritten_or_retained(self, container: int) -> bool:
         """Return, in a turn, whether somebody else wrote a container anew, or it was spared."""
         return container in self._staying or container in self._changed
 
-    def stays(self, container: int) -> None:
+    def retain(self, container: int) -> None:
         """Hear that a container was spared: what it leans on stays too."""
         self._staying.add(container)
 
-    def goes_later(self, containers: Collection[int]) -> None:
+    def record_deferred(self, containers: Collection[int]) -> None:
         """Hear that containers stayed for want of room alone: they may be condemned still."""
         self._staying.difference_update(containers)
 
-    def written(self, container: ContainerId, generation: int | None) -> None:
+    def on_container_rewritten(self, container: ContainerId, generation: int | None) -> None:
         """Hear, in a turn, that a container was written anew, or None: removed."""
         if generation is not None:
             self._newest[container] = generation
         else:
             del self._newest[container]
-        self._turns.written(container)
+        self._turns.on_container_rewritten(container)
 
-    def _names_some(self, needed: Masks, container: int, drop: Drop) -> bool:
-        if drop.everything:  # what that is, is not known where its directory could not be read; it may be mended since
+    def _references_any(self, needed: Masks, container: int, drop: ContainerRemoval) -> bool:
+        if (
+            drop.whole_container
+        ):  # what that is, is not known where its directory could not be read; it may be mended since
             return any(
                 mask is not None and mask.any() for mask in (needed.get(container), self._segments.get(container))
             )

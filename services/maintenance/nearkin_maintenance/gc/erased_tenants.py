@@ -21,7 +21,7 @@ from nearkin_shared.formats.manifest import moment_of
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.protocols import SupportsCollection
 from nearkin_shared.objectstore.base import ObjectStore
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.observability import metrics
 from nearkin_shared.results import RemainingCopy
 from nearkin_shared.storage.containers import id_of
@@ -30,14 +30,14 @@ from nearkin_shared.utils.frozen import frozen
 
 _log = logging.getLogger("nearkin")
 
-FORGOTTEN_AT_ONCE = 1024
+WITHDRAWN_PER_STEP = 1024
 """Containers leave the index so many at a time."""
 
 
 @runtime_checkable
 class _Listing(Protocol):
     def catalogs(self) -> Iterator[tuple[str, CatalogEntry]]: ...
-    def forget_tenants(self, tenants: Collection[str]) -> None: ...
+    def withdraw_tenants(self, tenants: Collection[str]) -> None: ...
 
 
 @frozen
@@ -52,10 +52,10 @@ class Swept:
 def sweep_erased(objects: ObjectStore, index: SupportsCollection, check: Callable[[], None] = lambda: None) -> Swept:
     """Remove what erased tenants have left. `check` raises where nothing may be removed any more.
 
-    `EncryptedObjects.confirm_swept` comes once the index has nothing of them either. Raises StoreUnavailable: a later
-    call does the rest.
+    `EncryptedObjectStore.confirm_swept` comes once the index has nothing of them either. Raises StoreUnavailable: a
+    later call does the rest.
     """
-    if not isinstance(objects, EncryptedObjects):
+    if not isinstance(objects, EncryptedObjectStore):
         return Swept()
     for erasure in objects.keyring.erasures():
         if erasure.problem is not None:
@@ -65,9 +65,9 @@ def sweep_erased(objects: ObjectStore, index: SupportsCollection, check: Callabl
     if not due:
         return Swept()
     with_keys = {erasure.owner for erasure in due if objects.keyring.has_keys(erasure.owner)}
-    forget_erased(objects, index)
+    withdraw_erased(objects, index)
     check()
-    VersionHeads(objects).forget(name for name, _ in objects.erased(due=True))
+    VersionHeads(objects).forget(name for name, _ in objects.erased_objects(due=True))
     removed = objects.sweep_erased(check)
     finished = [erasure for erasure in due if erasure.owner in with_keys]
     if removed and not finished:  # a run that was cut short has removed the keys
@@ -83,27 +83,29 @@ def remaining_after(settings: Settings, finished: Sequence[Erasure]) -> tuple[Re
     return tuple(remaining_copies(settings, moment_of(closed_us), datetime.now(UTC)))
 
 
-def forget_erased(objects: EncryptedObjects, index: SupportsCollection, tenant: str | None = None) -> None:
+def withdraw_erased(objects: EncryptedObjectStore, index: SupportsCollection, tenant: str | None = None) -> None:
     """Let the index name nothing of erased tenants any more; a later put would lean on what cannot be read.
 
     `tenant`: one of them, known by name; of others what the index lists tells.
     """
-    containers = [int(found) for found in (id_of(name) for name, _ in objects.erased(due=True)) if found is not None]
-    for start in range(0, len(containers), FORGOTTEN_AT_ONCE):
-        some = containers[start : start + FORGOTTEN_AT_ONCE]
-        index.forget(dict.fromkeys(some), {}, some)
+    containers = [
+        int(found) for found in (id_of(name) for name, _ in objects.erased_objects(due=True)) if found is not None
+    ]
+    for start in range(0, len(containers), WITHDRAWN_PER_STEP):
+        some = containers[start : start + WITHDRAWN_PER_STEP]
+        index.withdraw(dict.fromkeys(some), {}, some)
     if isinstance(index, _Listing):
         known = {listed for listed, _ in index.catalogs()} | ({tenant} if tenant is not None else set())
-        index.forget_tenants([named for named in sorted(known) if _is_erased(objects, named)])
+        index.withdraw_tenants([named for named in sorted(known) if _is_erased(objects, named)])
 
 
-def _is_erased(objects: EncryptedObjects, tenant: str) -> bool:
+def _is_erased(objects: EncryptedObjectStore, tenant: str) -> bool:
     return objects.keyring.owner_of(domain_of(tenant)) in objects.keyring.due_erasures()
 
 
 def count_erasures(objects: ObjectStore) -> tuple[int, int]:
     """Return (erasures in their grace, erasure records that do not verify)."""
-    if not isinstance(objects, EncryptedObjects):
+    if not isinstance(objects, EncryptedObjectStore):
         return 0, 0
     refused = [erasure for erasure in objects.keyring.erasures() if erasure.problem is not None]
     waiting = len(objects.keyring.unswept() - objects.keyring.due_erasures()) - len(refused)

@@ -24,49 +24,49 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from nearkin_maintenance.gc.concurrent_writes import Since
-from nearkin_maintenance.gc.gc_plan import Plan, record_of, spared, to_condemn, to_rebase, to_sweep
-from nearkin_maintenance.gc.mark import Reach
-from nearkin_maintenance.gc.pending_delete_merge import carried, note_gone, same_record
-from nearkin_maintenance.gc.reference_counts import Ledger
-from nearkin_maintenance.gc.retained_bytes import bytes_of_chunks, held_by
+from nearkin_maintenance.gc.concurrent_writes import ConcurrentWrites
+from nearkin_maintenance.gc.gc_plan import GcPlan, plan_pending, plan_rebase, plan_sweep, protect_recent, record_of
+from nearkin_maintenance.gc.mark import LiveSet
+from nearkin_maintenance.gc.pending_delete_merge import carry_over, record_deletion, same_record
+from nearkin_maintenance.gc.reference_counts import ReferenceCounts
+from nearkin_maintenance.gc.retained_bytes import bytes_of_chunks, retained_bytes_by_reason
 from nearkin_maintenance.gc.roots import Roots, Version, find_roots
-from nearkin_maintenance.gc.sweep import Item, Sums, Writing
-from nearkin_maintenance.gc.version_expiry import Endings
-from nearkin_maintenance.gc.writer_gate import OneTurn, Turns
+from nearkin_maintenance.gc.sweep import GcExecutor, GcTotals, Item
+from nearkin_maintenance.gc.version_expiry import VersionExpiry
+from nearkin_maintenance.gc.writer_gate import NoWriters, WriterGate
 from nearkin_maintenance.optimize.compact import Rewriter
-from nearkin_maintenance.optimize.container_swap import Replacing
-from nearkin_maintenance.verify.manifest_validation import Naming
+from nearkin_maintenance.optimize.container_swap import ContainerSwap
+from nearkin_maintenance.verify.manifest_validation import ValidatingManifestReader
 from nearkin_shared.config.storage import MARK_SWEEP, GcSettings
 from nearkin_shared.errors import (
     BadInput,
     ConfigError,
     Corrupt,
-    Erased,
     NotFound,
-    Permanent,
-    Retryable,
+    PermanentError,
+    RetryableError,
     StoreUnavailable,
+    TenantErased,
 )
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.manifest import CREATED_US_MAX
-from nearkin_shared.formats.pending_delete_record import Condemned, fitting
-from nearkin_shared.index.protocols import Collected, ContainerSummary, SupportsCollection, SupportsGenerations
+from nearkin_shared.formats.pending_delete_record import PendingDelete, fitting
+from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary, SupportsCollection, SupportsGenerations
 from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.base import ObjectStore
-from nearkin_shared.objectstore.delegating import over_lowest, takes_bytes
+from nearkin_shared.objectstore.delegating import rewrap_lowest, takes_bytes
 from nearkin_shared.objectstore.encrypted_store import overlaid
-from nearkin_shared.objectstore.metered import CountedObjects
+from nearkin_shared.objectstore.metered import MeteredObjectStore
 from nearkin_shared.observability import metrics
 from nearkin_shared.results import GcReport
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.storage.pending_deletes import EMPTY_BYTES, CondemnedStore, record_bytes
+from nearkin_shared.storage.pending_deletes import EMPTY_BYTES, PendingDeleteStore, record_bytes
 from nearkin_shared.types import U32, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
 
 
-class Refused(Permanent):
+class GcRefused(PermanentError):
     """A round would not be sound here."""
 
 
@@ -75,7 +75,7 @@ _log = logging.getLogger("nearkin")
 Steps = Callable[[int, int, str], None]
 """Told how many are done, of how many, and what is being done."""
 
-LATER_ROUNDS_MAX = 8
+LATER_RUNS_MAX = 8
 """A preview looks so many rounds ahead: what is condemned goes in the next, what held it in the one after."""
 REFUSED_NAMED_MAX = 20
 """Marks that were refused are named in the log, so many a run."""
@@ -83,24 +83,24 @@ _UNBOUNDED = 1 << 62
 BLOCKS_BYTES = 96 * MIB
 """Of decoded blocks that a round keeps at hand. To gather 16 dumps took 19, 13 and 12 s with 64, 128 and 256 MiB; a
 round over the last 12 of 44 gathered ones peaks at 441 MB with 96, at 504 with 128, and takes 5.5 and 5.2 s."""
-YOUNG_GRACES = 2
+RECENT_GRACES = 2
 """Beside services, a container is no garbage for so many graces."""
 
 
-class Collector:
+class GcRun:
     """One round over a store, all tenants of it. One at a time: its caller holds the lock of rounds, or a lease."""
 
     def __init__(
         self,
         containers: ContainerStore,
         manifests: ManifestStore,
-        condemned: CondemnedStore,
+        condemned: PendingDeleteStore,
         settings: GcSettings,
         rewriter: Rewriter,
         *,
         clock: Callable[[], float] = time.time,
         online: bool = False,
-        ledger: Ledger | None = None,
+        ledger: ReferenceCounts | None = None,
         go_on: Callable[[], None] = lambda: None,
         steps: Steps | None = None,
     ) -> None:
@@ -119,7 +119,7 @@ class Collector:
         self._rewriter = rewriter
         self._compact_below = settings.compact_below
         self._services_ended = settings.services_ended
-        self._replacing = Replacing(self._containers, int(settings.bytes_per_second))
+        self._replacing = ContainerSwap(self._containers, int(settings.bytes_per_second))
         self._gather_bytes, self._gather_versions = int(settings.gather_bytes), settings.gather_versions
         self._manifests = manifests
         self._condemned = condemned
@@ -130,17 +130,17 @@ class Collector:
     def run(self, index: SupportsCollection) -> GcReport:
         """Do a round that keeps nobody out: nobody else writes, or leases and young containers guard what comes.
 
-        Raises Corrupt (what a version needs cannot be read: nothing is condemned), StoreUnavailable, Retryable (a
+        Raises Corrupt (what a version needs cannot be read: nothing is condemned), StoreUnavailable, RetryableError (a
         tenant was erased meanwhile).
         """
-        return self.run_in_turns(OneTurn(index))
+        return self.run_online(NoWriters(index))
 
-    def run_in_turns(self, turns: Turns) -> GcReport:
+    def run_online(self, turns: WriterGate) -> GcReport:
         """Do a round that keeps others out for each effect alone. Raises as `run` does, and StoreLocked."""
         self._go_on()
         with _erased_meanwhile():
-            counted, objects = counted_in(self._condemned.objects)
-            return self._over(objects, self._containers.over(objects))._round(turns, counted)
+            counted, objects = meter_writes(self._condemned.objects)
+            return self._with_objects(objects, self._containers.with_objects(objects))._run(turns, counted)
 
     def preview(self, *, deleted_too: bool = False) -> GcReport:
         """Return what `run` would report, and what holds the rest; nothing is changed.
@@ -150,86 +150,86 @@ class Collector:
         be brought back any more.
         """
         with _erased_meanwhile(), overlaid(self._condemned.objects) as overlay:
-            counted, objects = counted_in(overlay)
-            containers = self._containers.apart(objects, BLOCKS_BYTES)
-            imagined = self._over(objects, containers)
-            imagined._replacing, imagined._ledger = Replacing(containers, _UNBOUNDED), None
+            counted, objects = meter_writes(overlay)
+            containers = self._containers.with_own_caches(objects, BLOCKS_BYTES)
+            imagined = self._with_objects(objects, containers)
+            imagined._replacing, imagined._ledger = ContainerSwap(containers, _UNBOUNDED), None
             imagined._go_on = lambda: None
-            told = imagined._round(OneTurn(NoIndex()), counted, deleted_too=deleted_too, dry_run=True)
+            told = imagined._run(NoWriters(NoIndex()), counted, deleted_too=deleted_too, dry_run=True)
             imagined._grace_us = later_bytes = 0
-            for _ in range(LATER_ROUNDS_MAX):
-                later = imagined._round(OneTurn(NoIndex()), counted, deleted_too=deleted_too)
+            for _ in range(LATER_RUNS_MAX):
+                later = imagined._run(NoWriters(NoIndex()), counted, deleted_too=deleted_too)
                 later_bytes += later.freed_bytes
                 if not later.condemned_containers and not later.freed_bytes:
                     break
         return replace(told, freed_later_bytes=later_bytes)
 
-    def _over(self, objects: ObjectStore, containers: ContainerStore) -> Collector:
+    def _with_objects(self, objects: ObjectStore, containers: ContainerStore) -> GcRun:
         """Return what does the same through another object store."""
         other = copy.copy(self)
-        other._containers, other._rewriter = containers, self._rewriter.over(containers)
-        other._manifests, other._condemned = ManifestStore(objects), CondemnedStore(objects)
-        other._replacing = self._replacing.over(containers)
+        other._containers, other._rewriter = containers, self._rewriter.with_containers(containers)
+        other._manifests, other._condemned = ManifestStore(objects), PendingDeleteStore(objects)
+        other._replacing = self._replacing.with_containers(containers)
         return other
 
-    def _round(
-        self, turns: Turns, counted: CountedObjects, *, deleted_too: bool = False, dry_run: bool = False
+    def _run(
+        self, turns: WriterGate, counted: MeteredObjectStore, *, deleted_too: bool = False, dry_run: bool = False
     ) -> GcReport:
-        started, sums, state = time.perf_counter(), Sums(counted), turns.state()
+        started, sums, state = time.perf_counter(), GcTotals(counted), turns.change_token()
         self._check_clock()
         generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
         roots = self._roots(generations, sums, deleted_too=deleted_too)
         if not self._to_mark(generations, roots):
             return self._report(sums, self._unmarked(generations, roots, turns, sums), started)
-        young = self._young(generations)
+        young = self._recent_containers(generations)
         summaries = None if self._ledger is None else self._ledger.summaries(self._now_us())
         named = [version.manifest for version in roots.kept]
-        names_read = self._counted(named, "what versions need")
-        reach = Reach(self._containers, self._manifests, names_read, young, summaries, generations)
+        names_read = self._with_progress(named, "what versions need")
+        reach = LiveSet(self._containers, self._manifests, names_read, young, summaries, generations)
         if reach.by_services is not None and not (self._services_ended or self._online):
-            raise Refused(
+            raise GcRefused(
                 f"{reach.by_services} came through services: nothing was changed. Their janitor collects beside them; "
                 "if none will ever write this store again, set gc.services_ended"
             )
-        ids = self._replaced(generations, turns, sums)  # 1
-        kept = self._end_versions(roots, turns, sums)  # 2
+        ids = self._remove_replaced(generations, turns, sums)  # 1
+        kept = self._expire_versions(roots, turns, sums)  # 2
         if len(kept) > len(roots.kept):  # some were brought back meanwhile
             named = [version.manifest for version in kept]
-            reach = Reach(self._containers, self._manifests, named, young, summaries, generations)  # 3
+            reach = LiveSet(self._containers, self._manifests, named, young, summaries, generations)  # 3
         failpoint("gc.marked")
         self._go_on()
         names = [version.manifest for version in (*roots.kept, *roots.ended)]
-        since = Since(turns, state, self._containers, self._manifests, generations, names, reach)
+        since = ConcurrentWrites(turns, state, self._containers, self._manifests, generations, names, reach)
         before = self._condemned.read()
         record = {container: entry for container, entry in before.items() if container in ids}
         due = {container: entry for container, entry in record.items() if self._is_due(entry)}
-        needed = spared(reach, ids, due) if due else reach
-        rebased = to_rebase(needed, ids, due, self._compact_below)
+        needed = protect_recent(reach, ids, due) if due else reach
+        rebased = plan_rebase(needed, ids, due, self._compact_below)
         writing = self._writing(since, ids, sums, turns)
-        with self._rewriter.on_two_cores():
+        with self._rewriter.with_helper_thread():
             if rebased is not None:
                 writing.rebase(needed, rebased, due, reach.chunks)  # 4
-            since.look()
-            swept = to_sweep(reach, ids, due) if due else Plan({})
+            since.refresh()
+            swept = plan_sweep(reach, ids, due) if due else GcPlan({})
             failpoint("gc.swept-planned")
             for container, drop in writing.sweep(swept).items():  # 5
-                note_gone(record, container, drop)
+                record_deletion(record, container, drop)
             if sums.no_room is not None and not sums.deleted:
                 raise sums.no_room
             if self._gather_bytes and sums.no_room is None:
-                writing.gather(reach, young, self._gather_bytes, self._gather_versions)  # 6
+                writing.merge(reach, young, self._gather_bytes, self._gather_versions)  # 6
             if sums.no_room is None:
                 writing.recompress(reach, young)  # 7
-        since.look()
-        plan = to_condemn(reach, ids, self._compact_below)
+        since.refresh()
+        plan = plan_pending(reach, ids, self._compact_below)
         failpoint("gc.condemned-planned")
-        record = self._condemn(plan, ids, record, before, since, sums)  # 8
+        record = self._mark_for_deletion(plan, ids, record, before, since, sums)  # 8
         if dry_run:
             undeletable = [version.manifest for version in kept if version.manifest not in roots.undeletable]
-            others = Reach(self._containers, self._manifests, undeletable, young, listed=generations)
-            sums.held = held_by(reach, others, ids, record)
+            others = LiveSet(self._containers, self._manifests, undeletable, young, listed=generations)
+            sums.held = retained_bytes_by_reason(reach, others, ids, record)
         if self._ledger is not None:
-            self._ledger.confirmed(self._now_us())
+            self._ledger.record_marking(self._now_us())
         return self._report(sums, record, started, dry_run=dry_run)
 
     def _to_mark(self, generations: Collection[ContainerId], roots: Roots) -> bool:
@@ -237,18 +237,18 @@ class Collector:
         if self._ledger is None:
             return True
         names = [version.manifest for version in roots.kept]
-        naming = Naming(self._manifests, self._containers, generations)
-        told = self._ledger.bring_up(names, generations, naming.read, self._readable, self._now_us())
+        naming = ValidatingManifestReader(self._manifests, self._containers, generations)
+        told = self._ledger.update(names, generations, naming.read, self._readable, self._now_us())
         record = self._condemned.read()
-        as_marked = self._condemned.settled() and record.keys() <= set(generations)  # else a crash, or damage
+        as_marked = self._condemned.is_consistent() and record.keys() <= set(generations)  # else a crash, or damage
         return told.marking or not as_marked or any(map(self._is_due, record.values()))
 
     def _unmarked(
-        self, generations: Mapping[ContainerId, dict[int, int]], roots: Roots, turns: Turns, sums: Sums
-    ) -> dict[int, Condemned]:
+        self, generations: Mapping[ContainerId, dict[int, int]], roots: Roots, turns: WriterGate, sums: GcTotals
+    ) -> dict[int, PendingDelete]:
         """End versions, and what was replaced; return the record, which stays."""
-        ids = self._replaced(generations, turns, sums)  # 1
-        self._end_versions(roots, turns, sums)  # 2
+        ids = self._remove_replaced(generations, turns, sums)  # 1
+        self._expire_versions(roots, turns, sums)  # 2
         record = self._condemned.read()
         sums.later_bytes = self._later_bytes(record, ids)
         return record
@@ -260,7 +260,7 @@ class Collector:
             return None
 
     def _report(
-        self, sums: Sums, record: Mapping[int, Condemned], started: float, *, dry_run: bool = False
+        self, sums: GcTotals, record: Mapping[int, PendingDelete], started: float, *, dry_run: bool = False
     ) -> GcReport:
         all_due_us = [entry.at_us + self._grace_us for entry in record.values()]
         later_us = [moment_us for moment_us in all_due_us if moment_us > self._now_us()]  # the rest is held by others
@@ -279,7 +279,7 @@ class Collector:
             seconds=time.perf_counter() - started,
         )
 
-    def _roots(self, generations: Collection[int], sums: Sums, *, deleted_too: bool) -> Roots:
+    def _roots(self, generations: Collection[int], sums: GcTotals, *, deleted_too: bool) -> Roots:
         """Return all versions. Raises StoreUnavailable where manifests cannot be where they were, Corrupt.
 
         Of each key a manifest or its last mark stays, whatever is freed: none of either means a disk that is not there,
@@ -303,20 +303,20 @@ class Collector:
             )
         return roots
 
-    def _young(self, containers: Collection[int]) -> list[int]:
+    def _recent_containers(self, containers: Collection[int]) -> list[int]:
         """Return those whose versions may still be on their way: all of them is needed. Ids begin with their time."""
-        since_ms = (self._now_us() - YOUNG_GRACES * self._grace_us) // 1000
+        since_ms = (self._now_us() - RECENT_GRACES * self._grace_us) // 1000
         return [container for container in containers if container >> 20 >= since_ms] if self._online else []
 
-    def _writing(self, since: Since, ids: dict[int, int], sums: Sums, turns: Turns) -> Writing:
+    def _writing(self, since: ConcurrentWrites, ids: dict[int, int], sums: GcTotals, turns: WriterGate) -> GcExecutor:
         def go_on() -> None:
-            turns.writing()
+            turns.on_rewrite_start()
             self._go_on()
 
         containers, rewriter, replacing = self._containers, self._rewriter, self._replacing
-        return Writing(containers, rewriter, replacing, since, ids, sums, self._counted, go_on)
+        return GcExecutor(containers, rewriter, replacing, since, ids, sums, self._with_progress, go_on)
 
-    def _counted(self, items: Sequence[Item], text: str) -> Iterator[Item]:
+    def _with_progress(self, items: Sequence[Item], text: str) -> Iterator[Item]:
         """Yield the items, and tell before each how many are done."""
         for done, item in enumerate(items):
             if self._steps is not None:
@@ -335,12 +335,14 @@ class Collector:
     def _now_us(self) -> int:
         return int(self._clock() * 1e6)
 
-    def _is_due(self, entry: Condemned) -> bool:
+    def _is_due(self, entry: PendingDelete) -> bool:
         return entry.at_us + self._grace_us <= self._now_us()
 
     # --- 1: what was cut short --------------------------------------------------------------------------------------
 
-    def _replaced(self, listed: Mapping[ContainerId, dict[int, int]], turns: Turns, sums: Sums) -> dict[int, int]:
+    def _remove_replaced(
+        self, listed: Mapping[ContainerId, dict[int, int]], turns: WriterGate, sums: GcTotals
+    ) -> dict[int, int]:
         """Remove generations that have been replaced; return the bytes of each container."""
         ids: dict[int, int] = {}
         for container, generations in listed.items():
@@ -348,56 +350,58 @@ class Collector:
             ids[container] = generations[newest]
             if len(generations) == 1:
                 continue
-            with turns.take() as index:  # a put that has read the older one is not in flight then
+            with turns.exclusive() as index:  # a put that has read the older one is not in flight then
                 self._replacing.renew(index, container)
                 failpoint("gc.renewed")
                 for older in sorted(generations.keys() - {newest}):
                     self._containers.delete(container, older)
                     failpoint("gc.replaced")
-                turns.written(container)
+                turns.on_container_rewritten(container)
         return ids
 
-    def _end_versions(self, roots: Roots, turns: Turns, sums: Sums) -> tuple[Version, ...]:
+    def _expire_versions(self, roots: Roots, turns: WriterGate, sums: GcTotals) -> tuple[Version, ...]:
         """Free what is left of versions that are gone for good; return all others, the roots."""
-        ended = Endings(self._manifests, self._now_us).end(roots, turns)
+        ended = VersionExpiry(self._manifests, self._now_us).expire(roots, turns)
         sums.versions += ended.versions
         return ended.kept
 
     # --- 7: what is unreached from now on ----------------------------------------------------------------------------
 
-    def _condemn(
+    def _mark_for_deletion(
         self,
-        plan: Plan,
+        plan: GcPlan,
         ids: Mapping[int, int],
-        record: dict[int, Condemned],
-        before: dict[int, Condemned],
-        since: Since,
-        sums: Sums,
-    ) -> dict[int, Condemned]:
+        record: dict[int, PendingDelete],
+        before: dict[int, PendingDelete],
+        since: ConcurrentWrites,
+        sums: GcTotals,
+    ) -> dict[int, PendingDelete]:
         """Return the record of this round: what was condemned before and is unreached still, and what is now."""
-        looked_up = since.look_up(plan.chunks, plan.segments)
-        with since.turn() as index:
-            kept = since.kept(plan.drops)
-            plan = Plan({c: drop for c, drop in plan.drops.items() if c not in kept}, plan.naming)
-            if plan.drops:
-                index.forget(plan.chunks, plan.segments, (), looked_up)
+        looked_up = since.prefetch_removals(plan.chunks, plan.segments)
+        with since.exclusive() as index:
+            kept = since.retained(plan.removals)
+            plan = GcPlan({c: drop for c, drop in plan.removals.items() if c not in kept}, plan.stale_references)
+            if plan.removals:
+                index.withdraw(plan.chunks, plan.segments, (), looked_up)
                 failpoint("gc.forgot")
             now_us = self._now_us()  # after the index has forgotten: the grace begins when nobody is told any more
             found = record_of(plan, now_us)
             for container in found.keys() & record.keys():
                 if record[container].at_us <= now_us:  # else condemned by a clock that was ahead
-                    found[container] = carried(record[container], found[container])
+                    found[container] = carry_over(record[container], found[container])
             found = fitting(found)
-            if not same_record(found, before) or not self._condemned.settled():  # the latter after a crash, or damage
+            if (
+                not same_record(found, before) or not self._condemned.is_consistent()
+            ):  # the latter after a crash, or damage
                 generation = 1
                 if isinstance(index, SupportsGenerations):  # before the record: see GcGeneration
-                    generation = index.advance_generation(max(self._condemned.listed(), default=0) + 1)
+                    generation = index.advance_generation(max(self._condemned.list_records(), default=0) + 1)
                     failpoint("gc.generation")
                 self._condemned.replace(found, generation)
         sums.later_bytes = self._later_bytes(found, ids)
         return found
 
-    def _later_bytes(self, record: dict[int, Condemned], ids: Mapping[int, int]) -> int:
+    def _later_bytes(self, record: dict[int, PendingDelete], ids: Mapping[int, int]) -> int:
         """Return what a record and what it names take, beyond an empty record."""
         later_bytes = record_bytes(record) - EMPTY_BYTES
         for container, entry in record.items():
@@ -409,15 +413,15 @@ class Collector:
         return later_bytes
 
 
-def counted_in(objects: ObjectStore) -> tuple[CountedObjects, ObjectStore]:
+def meter_writes(objects: ObjectStore) -> tuple[MeteredObjectStore, ObjectStore]:
     """Return the same store, and what counts in it all that is written and removed."""
-    counted: list[CountedObjects] = []
+    counted: list[MeteredObjectStore] = []
 
     def wrap(lowest: ObjectStore) -> ObjectStore:
-        counted.append(CountedObjects(lowest))
+        counted.append(MeteredObjectStore(lowest))
         return counted[0]
 
-    through = over_lowest(objects, wrap)
+    through = rewrap_lowest(objects, wrap)
     return counted[0], through
 
 
@@ -426,8 +430,8 @@ def _erased_meanwhile() -> Iterator[None]:
     """Say of a tenant whose keys go while a round reads what they sealed that the next round finds none of it."""
     try:
         yield
-    except Erased as err:
-        raise Retryable(f"{err}; that came while a round was at work, and ended it: run it again") from err
+    except TenantErased as err:
+        raise RetryableError(f"{err}; that came while a round was at work, and ended it: run it again") from err
 
 
 def require_marking(settings: GcSettings) -> None:
@@ -442,7 +446,7 @@ def require_marking(settings: GcSettings) -> None:
 class NoIndex:
     """An index that a preview tells nothing."""
 
-    def forget(
+    def withdraw(
         self,
         chunks: Mapping[int, U32 | None],
         segments: Mapping[int, U32],
@@ -454,5 +458,5 @@ class NoIndex:
     def renew(self, summary: ContainerSummary) -> None:
         """Do nothing."""
 
-    def collect_many(self, versions: Sequence[Collected]) -> None:
+    def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
         """Do nothing."""

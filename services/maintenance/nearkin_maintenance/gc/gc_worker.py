@@ -18,29 +18,29 @@ from typing import Any
 
 from nearkin_maintenance.gc.clock_check import check_clock
 from nearkin_maintenance.gc.erased_tenants import count_erasures, sweep_erased
-from nearkin_maintenance.gc.gc_run import Collector
+from nearkin_maintenance.gc.gc_run import GcRun
 from nearkin_maintenance.gc.rolled_back_keys import record_heads
-from nearkin_maintenance.gc.schedule import Schedule
+from nearkin_maintenance.gc.schedule import GcSchedule
 from nearkin_maintenance.gc.tombstone_signing import sign_old_marks
 from nearkin_maintenance.optimize.compact import Rewriter
 from nearkin_shared.config.storage import GcSettings
 from nearkin_shared.crypto.erasure_records import Erasure
-from nearkin_shared.errors import NearkinError, Paused, Retryable
-from nearkin_shared.index.protocols import Collected, ContainerSummary
+from nearkin_shared.errors import GcPaused, NearkinError, RetryableError
+from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary
 from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.index.redis.gc_status import ToldRounds
+from nearkin_shared.index.redis.gc_status import GcStatusStore
 from nearkin_shared.index.redis.lease import LEASE_SECONDS, Lease
 from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin_shared.objectstore.base import ObjectStore
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
-from nearkin_shared.objectstore.fenced import FencedObjects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
+from nearkin_shared.objectstore.fenced import FencedObjectStore
 from nearkin_shared.observability import metrics
 from nearkin_shared.results import GcReport, RemainingCopy
 from nearkin_shared.results_json import gc_json
 from nearkin_shared.storage.containers import ContainerStore
-from nearkin_shared.storage.gc_pause import Pauses
+from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.types import U32
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.memory import give_back_free
@@ -59,41 +59,41 @@ class FencedIndex:
         self._index = index
         self._check = check
 
-    def forget(
+    def withdraw(
         self,
         chunks: Mapping[int, U32 | None],
         segments: Mapping[int, U32],
         containers: Collection[int],
         looked_up: object = None,
     ) -> None:
-        """Let go of entries. Raises LeaseOver."""
+        """Let go of entries. Raises LeaseLost."""
         self._check()
-        self._index.forget(chunks, segments, containers, looked_up)
+        self._index.withdraw(chunks, segments, containers, looked_up)
 
     def renew(self, summary: ContainerSummary) -> None:
-        """Tell of a container that was written anew. Raises LeaseOver."""
+        """Tell of a container that was written anew. Raises LeaseLost."""
         self._check()
         self._index.renew(summary)
 
     def advance_generation(self, at_least: int) -> int:
-        """Begin a GC generation. Raises LeaseOver."""
+        """Begin a GC generation. Raises LeaseLost."""
         self._check()
         return self._index.advance_generation(at_least)
 
-    def collect_many(self, versions: Sequence[Collected]) -> None:
-        """Take versions out of the catalog. Raises LeaseOver."""
+    def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
+        """Take versions out of the catalog. Raises LeaseLost."""
         self._check()
         self._index.collect_many(versions)
 
 
-def _schedule(last: Mapping[str, Any] | None) -> Schedule | None:
+def _schedule(last: Mapping[str, Any] | None) -> GcSchedule | None:
     if last is None:
         return None
     regular = last.get("regular_at", last.get("at", 0))  # one that failed first has told neither
-    return Schedule(float(regular), None if last.get("freeing_at") is None else float(last["freeing_at"]))
+    return GcSchedule(float(regular), None if last.get("freeing_at") is None else float(last["freeing_at"]))
 
 
-class Rounds:
+class GcWorker:
     """A thread that does a round every `gc.interval_seconds`, and one more once what that condemned is due.
 
     Counted over all janitors and their restarts.
@@ -127,12 +127,12 @@ class Rounds:
         self._rewriter = rewriter
         self._lease = Lease(index, lease_seconds)
         self._clock = clock
-        self._told = ToldRounds(index)
-        self._pauses = Pauses(objects, clock)
+        self._told = GcStatusStore(index)
+        self._pauses = GcPauseFlag(objects, clock)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nearkin-gc", daemon=True)
 
-    def start(self) -> Rounds:
+    def start(self) -> GcWorker:
         """Begin."""
         self._thread.start()
         return self
@@ -163,20 +163,20 @@ class Rounds:
             if not self._is_due(settings):  # another did it meanwhile
                 return None
             self._check_clock()
-            asked = self._told.asked
+            asked = self._told.requested_run
             try:
-                report = self._round(settings)
-            except Paused:
+                report = self._run_gc(settings)
+            except GcPaused:
                 _log.warning("gc: paused in the middle of a round")
                 return None
             except Exception as err:
                 metrics.count_collected(None)
                 with suppress(NearkinError):
-                    self._told.tell_failure(self._clock(), str(err))
+                    self._told.record_failure(self._clock(), str(err))
                 raise
             metrics.count_collected(report)
             self._lease.check()
-            self._told.tell({**self._told_of(settings, report), **gc_json(report)}, asked)
+            self._told.record_run({**self._run_record(settings, report), **gc_json(report)}, asked)
             failpoint("round.told")
         _log.warning(
             "gc: %d bytes freed, %d containers removed, %d written anew, %d condemned, %.1f s",
@@ -188,13 +188,13 @@ class Rounds:
         )
         return report
 
-    def _round(self, settings: GcSettings) -> GcReport:
-        objects = FencedObjects(self._objects, self._lease.check)
+    def _run_gc(self, settings: GcSettings) -> GcReport:
+        objects = FencedObjectStore(self._objects, self._lease.check)
         containers = self._containers(objects)
-        collector = Collector(
+        collector = GcRun(
             containers,
             ManifestStore(objects),
-            CondemnedStore(objects),
+            PendingDeleteStore(objects),
             settings,
             self._rewriter(containers),
             clock=self._clock,
@@ -206,7 +206,7 @@ class Rounds:
         if settings.sign_old_records:
             sign_old_marks(self._objects, self._index, self._lease.check)
         swept = sweep_erased(self._objects, index, self._lease.check)
-        if isinstance(self._objects, EncryptedObjects):
+        if isinstance(self._objects, EncryptedObjectStore):
             self._objects.confirm_swept()
         freed_bytes = swept.freed_bytes
         report = collector.run(index)
@@ -234,24 +234,24 @@ class Rounds:
         """
         skew_seconds = abs(self._lease.skew_seconds())
         if skew_seconds > CLOCK_SKEW_SECONDS_MAX:
-            raise Retryable(
+            raise RetryableError(
                 f"this machine's clock and Redis' are {skew_seconds:.0f} s apart (at most {CLOCK_SKEW_SECONDS_MAX}): "
                 "set the wrong one; no garbage is collected meanwhile"
             )
 
     def _is_due(self, settings: GcSettings) -> bool:
-        if self._told.asked is not None:
+        if self._told.requested_run is not None:
             return True
         schedule = _schedule(self.last())
         if schedule is None:
             return bool(settings.interval_seconds)
         return schedule.is_due(self._clock(), settings.interval_seconds)
 
-    def _told_of(self, settings: GcSettings, report: GcReport) -> dict[str, float | None]:
+    def _run_record(self, settings: GcSettings, report: GcReport) -> dict[str, float | None]:
         """Return when a round ended, and what whoever looks for the next one has to know."""
         now, before = self._clock(), _schedule(self.last())
         due_seconds = None if report.due is None else report.due.timestamp() - now
-        after = (before or Schedule(-math.inf)).after(now, settings.interval_seconds, due_seconds)
+        after = (before or GcSchedule(-math.inf)).after(now, settings.interval_seconds, due_seconds)
         return {"at": now, "regular_at": after.regular, "freeing_at": after.freeing}
 
     def _run(self) -> None:

@@ -19,9 +19,9 @@ from typing import Protocol
 import numpy as np
 from blake3 import blake3
 
-from nearkin_shared.errors import NotFound, Permanent
+from nearkin_shared.errors import NotFound, PermanentError
 from nearkin_shared.formats.manifest import NO_ORIGIN, Manifest
-from nearkin_shared.types import Bools, grouped
+from nearkin_shared.types import Bools, group_by_container
 from nearkin_shared.utils.frozen import frozen
 
 ORDINAL_MAX = 1 << 20
@@ -39,14 +39,14 @@ Bits = dict[int, int]
 
 
 @frozen
-class Summary:
+class ManifestRefs:
     """What one manifest names."""
 
     by_services: bool
     segments: Bits
 
 
-class SummaryRows(Protocol):
+class ManifestRefsTable(Protocol):
     """Where rows are kept, by manifests' names. All calls raise StoreUnavailable."""
 
     def get_many(self, names: Sequence[str]) -> dict[str, bytes]:
@@ -59,10 +59,10 @@ class SummaryRows(Protocol):
         """Remove all others."""
 
 
-class Summaries:
+class ManifestRefsCache:
     """What manifests name, by their names; made where it is missing or of other bytes."""
 
-    def __init__(self, rows: SummaryRows, *, anew: bool) -> None:
+    def __init__(self, rows: ManifestRefsTable, *, anew: bool) -> None:
         """`anew`: no row is believed, all are made again."""
         self._rows, self.anew = rows, anew
         self.made = 0
@@ -70,7 +70,7 @@ class Summaries:
 
     def of(
         self, names: Iterable[str], stored: Callable[[str], bytes], read: Callable[[str], Manifest]
-    ) -> Iterator[tuple[str, Summary | Manifest]]:
+    ) -> Iterator[tuple[str, ManifestRefs | Manifest]]:
         """Yield of each manifest its name and what it names; the manifest itself where that is not summarised.
 
         `stored` returns an object's bytes, `read` the manifest. Raises what `read` does.
@@ -80,7 +80,7 @@ class Summaries:
             known, new = self._rows.get_many(batch), {}
             for name in batch:
                 digest = _digest(stored, name)
-                kept = None if digest is None else _decoded(name, known.get(name), digest)
+                kept = None if digest is None else _decode(name, known.get(name), digest)
                 if kept is not None and not self.anew:
                     yield name, kept
                     continue
@@ -91,10 +91,10 @@ class Summaries:
                     _log.error("%s: its summary in index/gc was another; it is made anew, as all are once a week", name)
                 yield name, manifest if made is None else made
                 if made is not None and digest is not None:
-                    new[name] = _encoded(name, made, digest)
+                    new[name] = _encode(name, made, digest)
             self._rows.put_many(new)
 
-    def ended(self, names: Collection[str]) -> None:
+    def keep_only(self, names: Collection[str]) -> None:
         """Forget all but `names`. Raises StoreUnavailable."""
         self._rows.keep_only(names)
 
@@ -108,26 +108,26 @@ def masks_of(bits: Bits) -> dict[int, Bools]:
     return found
 
 
-def _summary(manifest: Manifest) -> Summary | None:
+def _summary(manifest: Manifest) -> ManifestRefs | None:
     segments: Bits = {}
-    for container, rows in grouped(manifest.segments.containers):
+    for container, rows in group_by_container(manifest.segments.containers):
         ordinals = manifest.segments.ordinals[rows]
         if int(ordinals.max()) > ORDINAL_MAX:
             return None
         mask = np.zeros(int(ordinals.max()) + 1, np.bool_)
         mask[ordinals] = True
         segments[int(container)] = int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
-    return Summary(manifest.origin != NO_ORIGIN, segments)
+    return ManifestRefs(manifest.origin != NO_ORIGIN, segments)
 
 
 def _digest(stored: Callable[[str], bytes], name: str) -> bytes | None:
     try:
         return blake3(stored(name)).digest(_DIGEST_BYTES)
-    except (Permanent, NotFound):
+    except (PermanentError, NotFound):
         return None  # reading it says why, or mends it
 
 
-def _encoded(name: str, summary: Summary, digest: bytes) -> bytes:
+def _encode(name: str, summary: ManifestRefs, digest: bytes) -> bytes:
     pieces = [_HEAD.pack(digest, summary.by_services)]
     for container, number in summary.segments.items():
         bits = number.to_bytes((number.bit_length() + 7) // 8, "little")
@@ -136,7 +136,7 @@ def _encoded(name: str, summary: Summary, digest: bytes) -> bytes:
     return row + _check(name, row)
 
 
-def _decoded(name: str, row: bytes | None, digest: bytes) -> Summary | None:
+def _decode(name: str, row: bytes | None, digest: bytes) -> ManifestRefs | None:
     """Return what a row says; None where there is none, or it is broken, or of other bytes."""
     if row is None or len(row) < _HEAD.size + _CHECK_BYTES or row[:_DIGEST_BYTES] != digest:
         return None
@@ -148,7 +148,7 @@ def _decoded(name: str, row: bytes | None, digest: bytes) -> Summary | None:
         container, length = _ENTRY.unpack_from(row, at)
         at += _ENTRY.size + length
         segments[container] = int.from_bytes(row[at - length : at], "little")
-    return Summary(bool(row[_DIGEST_BYTES]), segments)
+    return ManifestRefs(bool(row[_DIGEST_BYTES]), segments)
 
 
 def _check(name: str, row: bytes) -> bytes:

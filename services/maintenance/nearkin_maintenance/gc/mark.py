@@ -13,16 +13,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from nearkin_maintenance.gc.manifest_refs_cache import Bits, Summaries, Summary, masks_of
-from nearkin_maintenance.verify.manifest_validation import Naming
-from nearkin_shared.errors import Corrupt, NotFound, Permanent
+from nearkin_maintenance.gc.manifest_refs_cache import Bits, ManifestRefs, ManifestRefsCache, masks_of
+from nearkin_maintenance.verify.manifest_validation import ValidatingManifestReader
+from nearkin_shared.errors import Corrupt, NotFound, PermanentError
 from nearkin_shared.formats import container_layout
-from nearkin_shared.formats.block_kinds import referring
+from nearkin_shared.formats.block_kinds import reference_blocks
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.manifest import NO_ORIGIN, Manifest
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.types import U32, ZERO, Bools, ContainerId, Locations, grouped
+from nearkin_shared.types import U32, ZERO, Bools, ContainerId, Locations, group_by_container
 from nearkin_shared.utils.frozen import frozen
 
 Masks = dict[int, Bools]
@@ -30,14 +30,14 @@ Masks = dict[int, Bools]
 
 
 @frozen
-class GivingUp:
+class DroppedBases:
     """Dead chunks on which nothing of `containers` is to lean: their blocks that do are encoded again without."""
 
     chunks: Masks
     containers: Collection[int]
 
 
-class Reach:
+class LiveSet:
     """What the roots name, and what that refers to, before any base: chunks and segments of each container."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Reach:
         manifests: ManifestStore,
         names: Iterable[str],
         young: Iterable[int] = (),
-        summaries: Summaries | None = None,
+        summaries: ManifestRefsCache | None = None,
         listed: Collection[int] | None = None,
     ) -> None:
         """Read the manifests named, and the recipes of their segments. Of the containers `young` all is named.
@@ -63,9 +63,9 @@ class Reach:
         bits = Bits()
         if listed is None:
             listed = [container for container, _ in self._containers.ids()]
-        naming = Naming(manifests, self._containers, listed)
-        for name, manifest in _read(naming.read, manifests.stored, names, summaries):
-            if isinstance(manifest, Summary):
+        naming = ValidatingManifestReader(manifests, self._containers, listed)
+        for name, manifest in _read(naming.read, manifests.read_stored, names, summaries):
+            if isinstance(manifest, ManifestRefs):
                 if manifest.by_services:
                     self.by_services = name
                 for container, number in manifest.segments.items():
@@ -74,28 +74,30 @@ class Reach:
             segments = manifest.segments
             if manifest.origin != NO_ORIGIN:
                 self.by_services = name
-            for container, rows in grouped(segments.containers):
-                reached(self.segments, container, segments.ordinals[rows])
+            for container, rows in group_by_container(segments.containers):
+                mark_ordinals(self.segments, container, segments.ordinals[rows])
         for container, mask in masks_of(bits).items():
-            reached(self.segments, container, np.flatnonzero(mask).astype(np.uint32))
+            mark_ordinals(self.segments, container, np.flatnonzero(mask).astype(np.uint32))
         for container in young:
             whole = self.readable(container)
             if whole is not None:
-                reached(self.segments, container, np.flatnonzero(np.diff(whole.segments.bounds)).astype(np.uint32))
-                reached(self.chunks, container, np.flatnonzero(whole.chunks.there).astype(np.uint32))
+                mark_ordinals(
+                    self.segments, container, np.flatnonzero(np.diff(whole.segments.bounds)).astype(np.uint32)
+                )
+                mark_ordinals(self.chunks, container, np.flatnonzero(whole.chunks.there).astype(np.uint32))
         for container, wanted in self.segments.items():
             directory = self.directory(container)
             if len(wanted) > len(directory.segments):
                 raise _unknown(
                     Corrupt(f"container {container:016x}: {len(directory.segments)} recipes, {len(wanted)} are wanted")
                 )
-            rows = np.repeat(filled(wanted, len(directory.segments)), np.diff(directory.segments.bounds))
+            rows = np.repeat(mask_of(wanted, len(directory.segments)), np.diff(directory.segments.bounds))
             _reach(self.chunks, directory.segments.chunks.take(rows))
         self.referred = False
         """Whether anything that is named refers to what was gathered."""
-        self.follow_references()
+        self.mark_references()
 
-    def follow_references(self) -> None:
+    def mark_references(self) -> None:
         """Let what is referred to be named as what refers to it is, and with it all that was gathered in its block.
 
         A part of that takes little besides. Raises Corrupt.
@@ -103,19 +105,19 @@ class Reach:
         referred: Masks = {}
         for container, wanted in self.chunks.items():
             directory = self.directory(container)
-            chunks, refers = directory.chunks, referring(directory)
+            chunks, refers = directory.chunks, reference_blocks(directory)
             if refers.any():
-                rows = filled(wanted, len(chunks)) & chunks.there & refers[chunks.blocks]
+                rows = mask_of(wanted, len(chunks)) & chunks.there & refers[chunks.blocks]
                 _reach(referred, chunks.bases.take(rows))
         self.referred = bool(referred)
         for container, mask in referred.items():
             directory = self.directory(container)
             chunks, used = directory.chunks, np.zeros(len(directory.blocks), np.bool_)
-            used[chunks.blocks[filled(mask, len(chunks)) & chunks.there]] = True
+            used[chunks.blocks[mask_of(mask, len(chunks)) & chunks.there]] = True
             ordinals = np.flatnonzero(chunks.there & used[chunks.blocks])
-            reached(self.chunks, container, ordinals.astype(np.uint32))
+            mark_ordinals(self.chunks, container, ordinals.astype(np.uint32))
 
-    def naming(self) -> Reach:
+    def references(self) -> LiveSet:
         """Return a copy of its own, to name more in."""
         other = copy.copy(self)
         other.chunks = {container: mask.copy() for container, mask in self.chunks.items()}
@@ -132,11 +134,11 @@ class Reach:
         """Return the directory of a container that perhaps nobody needs, None where it cannot be read."""
         try:
             return self._containers.directory(ContainerId(container))
-        except Permanent:
+        except PermanentError:
             return None
 
-    def closed(
-        self, chunks: Mapping[int, Bools], whole: Collection[int] = (), giving_up: GivingUp | None = None
+    def transitive_closure(
+        self, chunks: Mapping[int, Bools], whole: Collection[int] = (), giving_up: DroppedBases | None = None
     ) -> Masks:
         """Return `chunks` with all that their blocks lean on; of the containers `whole` every block leans.
 
@@ -150,23 +152,25 @@ class Reach:
             newest = heapq.heappop(heap)
             waiting.discard(newest)
             given = giving_up if giving_up is not None and -newest in giving_up.containers else None
-            for other in self._lean(-newest, found, every_block=-newest in all_of, giving_up=given):
+            for other in self._add_bases(-newest, found, every_block=-newest in all_of, giving_up=given):
                 if -other not in waiting:
                     waiting.add(-other)
                     heapq.heappush(heap, -other)
         return found
 
-    def kept_within(self, container: int, kept: Bools, giving_up: GivingUp) -> Bools:
+    def closure_within(self, container: int, kept: Bools, giving_up: DroppedBases) -> Bools:
         """Return `kept` with all chunks of the same container that their blocks lean on."""
         found: Masks = {container: kept.copy()}
-        self._lean(container, found, every_block=False, giving_up=giving_up)
+        self._add_bases(container, found, every_block=False, giving_up=giving_up)
         return found[container]
 
-    def _lean(self, container: int, found: Masks, *, every_block: bool, giving_up: GivingUp | None) -> set[int]:
+    def _add_bases(
+        self, container: int, found: Masks, *, every_block: bool, giving_up: DroppedBases | None
+    ) -> set[int]:
         """Add the bases of a container's blocks to `found`; return the other containers in which some are new."""
         directory = self.directory(container)
         chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
-        mine = found[container] = filled(found.get(container, _NONE), len(chunks))
+        mine = found[container] = mask_of(found.get(container, _NONE), len(chunks))
         of_prefix = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
         changed: set[int] = set()
         for depth in range(int(blocks.depths.max(initial=0)), 0, -1):
@@ -181,8 +185,8 @@ class Reach:
             bases = Locations.join([chunks.bases.take(deltas), prefixes.bases.take(used[of_prefix])])
             if giving_up is not None:  # what is encoded again leans on none of these any more
                 bases = bases.take(~is_in(giving_up.chunks, bases))
-            for other, rows in grouped(bases.containers):
-                if reached(found, other, bases.ordinals[rows]) and other != container:
+            for other, rows in group_by_container(bases.containers):
+                if mark_ordinals(found, other, bases.ordinals[rows]) and other != container:
                     changed.add(other)
             mine = found[container]
         return changed
@@ -192,8 +196,8 @@ def _read(
     reading: Callable[[str], Manifest],
     stored: Callable[[str], bytes],
     names: Iterable[str],
-    summaries: Summaries | None,
-) -> Iterator[tuple[str, Summary | Manifest]]:
+    summaries: ManifestRefsCache | None,
+) -> Iterator[tuple[str, ManifestRefs | Manifest]]:
     """Yield each manifest, or what is known of it, by its name. Raises Corrupt where it cannot be read."""
 
     def read(name: str) -> Manifest:
@@ -207,13 +211,13 @@ def _read(
         return
     named = list(names)
     yield from summaries.of(named, stored, read)
-    summaries.ended(named)
+    summaries.keep_only(named)
 
 
 _NONE: Bools = np.zeros(0, np.bool_)
 
 
-def filled(mask: Bools, count: int) -> Bools:
+def mask_of(mask: Bools, count: int) -> Bools:
     """Return a mask of `count` rows. Raises Corrupt where it names some beyond."""
     if len(mask) > count:
         raise _unknown(Corrupt(f"number {len(mask) - 1} of {count} is wanted"))
@@ -223,7 +227,7 @@ def filled(mask: Bools, count: int) -> Bools:
 def is_in(masks: Masks, locations: Locations) -> Bools:
     """Return which of some chunks a mask names."""
     found = np.zeros(len(locations), np.bool_)
-    for container, rows in grouped(locations.containers):
+    for container, rows in group_by_container(locations.containers):
         mask = masks.get(container)
         if mask is not None and len(mask):
             ordinals = locations.ordinals[rows]
@@ -231,7 +235,7 @@ def is_in(masks: Masks, locations: Locations) -> Bools:
     return found
 
 
-def blocks_leaning(directory: Directory, on: Masks) -> Bools:
+def dependent_blocks(directory: Directory, on: Masks) -> Bools:
     """Return which blocks of a container lean on any of the chunks `on`."""
     chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
     found = np.zeros(len(blocks), np.bool_)
@@ -242,7 +246,7 @@ def blocks_leaning(directory: Directory, on: Masks) -> Bools:
     return found
 
 
-def reached(masks: Masks, container: int, ordinals: U32) -> bool:
+def mark_ordinals(masks: Masks, container: int, ordinals: U32) -> bool:
     """Set what `ordinals` name of a container; return whether any was new."""
     needed = int(ordinals.max()) + 1 if len(ordinals) else 0
     mask = masks.get(container, _NONE)
@@ -255,9 +259,9 @@ def reached(masks: Masks, container: int, ordinals: U32) -> bool:
 
 
 def _reach(masks: Masks, chunks: Locations) -> None:
-    for container, rows in grouped(chunks.containers):
+    for container, rows in group_by_container(chunks.containers):
         if container != ZERO:
-            reached(masks, container, chunks.ordinals[rows])
+            mark_ordinals(masks, container, chunks.ordinals[rows])
 
 
 def _unknown(err: Exception) -> Corrupt:

@@ -17,10 +17,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_maintenance.domain_owners import Tenants
-from nearkin_maintenance.gc.mark import Masks, Reach, blocks_leaning, filled, is_in, reached
+from nearkin_maintenance.domain_owners import DomainOwners
+from nearkin_maintenance.gc.mark import LiveSet, Masks, dependent_blocks, is_in, mark_ordinals, mask_of
 from nearkin_maintenance.optimize.container_rewriter import NewGeneration, VerifiedReader
-from nearkin_maintenance.optimize.encoder_port import Part, Recoder
+from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort, BlockSlice
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats import container_layout
@@ -28,7 +28,7 @@ from nearkin_shared.formats.directory import Directory
 from nearkin_shared.index.catalog import summarise_directory
 from nearkin_shared.index.protocols import SupportsCollection
 from nearkin_shared.limits import MIB
-from nearkin_shared.storage.container_graph import leaning_last
+from nearkin_shared.storage.container_graph import topological_order
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.types import U32, Bools, ContainerId, Locations
 from nearkin_shared.utils.failpoints import failpoint
@@ -44,9 +44,9 @@ class Purge:
     def __init__(
         self,
         containers: ContainerStore,
-        tenants: Tenants,
+        tenants: DomainOwners,
         any_fingerprinter: Fingerprinter,
-        recode: Recoder,
+        recode: BlockEncoderPort,
         step: Callable[[int, int, str], None] | None = None,
     ) -> None:
         """`step` is called with how many containers are done, of how many, and what is done."""
@@ -57,18 +57,18 @@ class Purge:
         self.deleted = 0
         self.rewritten = 0
 
-    def run(self, reach: Reach, index: SupportsCollection) -> None:
+    def run(self, reach: LiveSet, index: SupportsCollection) -> None:
         """Remove all but what `reach` names. Raises Corrupt (a needed chunk is damaged), NoRoom, StoreUnavailable."""
         live, unneeded = _needed_chunks(reach), Masks()
         directories = {container: reach.readable(container) for container, _ in self._containers.ids()}
         for container, directory in directories.items():
             if directory is not None:
-                unneeded[container] = directory.chunks.there & ~filled(
+                unneeded[container] = directory.chunks.there & ~mask_of(
                     live.get(container, _NONE), len(directory.chunks)
                 )
         whole = [c for c in directories if not live.get(c, _NONE).any() and not reach.segments.get(c, _NONE).any()]
         self._withdraw(index, reach, directories, unneeded, whole)
-        bases = reach.closed(live)
+        bases = reach.transitive_closure(live)
         self._delete([c for c in self._dependents_first(whole) if not bases.get(c, _NONE).any()])  # 1
         self._store_raw(index, directories, live, unneeded)  # 2
         self._delete([c for c in self._dependents_first(whole) if c in dict(self._containers.ids())])
@@ -77,7 +77,7 @@ class Purge:
     def _withdraw(
         self,
         index: SupportsCollection,
-        reach: Reach,
+        reach: LiveSet,
         directories: dict[ContainerId, Directory | None],
         unneeded: Masks,
         whole: list[ContainerId],
@@ -89,23 +89,23 @@ class Purge:
         for container, directory in directories.items():
             if directory is not None and len(rows := _unneeded_recipes(reach, directory)):
                 segments[int(container)] = rows
-        index.forget({**chunks, **dict.fromkeys(whole)}, segments, whole)
+        index.withdraw({**chunks, **dict.fromkeys(whole)}, segments, whole)
         failpoint("purge.withdrawn")
 
     def _dependents_first(self, containers: list[ContainerId]) -> list[ContainerId]:
         def bases(container: int) -> list[int]:
             try:
-                return self._containers.directory(ContainerId(container)).leans_on()
+                return self._containers.directory(ContainerId(container)).base_containers()
             except Corrupt:
                 return []
 
-        return [ContainerId(c) for c in reversed(list(leaning_last(sorted(containers), bases)))]
+        return [ContainerId(c) for c in reversed(list(topological_order(sorted(containers), bases)))]
 
     def _delete(self, containers: list[ContainerId]) -> None:
         for done, container in enumerate(containers):
             self._step(done, len(containers), "containers removed")
             self._containers.delete(container, self._containers.generation(container))
-            self._containers.forget_read(container)
+            self._containers.evict(container)
             self.deleted += 1
             failpoint("purge.container")
 
@@ -120,7 +120,7 @@ class Purge:
         wanted = {}
         for container, directory in directories.items():
             if directory is not None:
-                again = blocks_leaning(directory, unneeded) & _blocks_with(directory, live)
+                again = dependent_blocks(directory, unneeded) & _blocks_with(directory, live)
                 wanted.update({container: again} if again.any() else {})
         for done, (container, again) in enumerate(wanted.items()):
             self._step(done, len(wanted), "containers without unneeded bases")
@@ -129,7 +129,7 @@ class Purge:
                 index, container, self._encode(directory, directory.chunks.there, again, np.zeros(0, np.uint32))
             )
 
-    def _rewrite(self, index: SupportsCollection, reach: Reach, unneeded: Masks, whole: set[ContainerId]) -> None:
+    def _rewrite(self, index: SupportsCollection, reach: LiveSet, unneeded: Masks, whole: set[ContainerId]) -> None:
         """Write containers again without unneeded chunks and recipes."""
         wanted = {}
         for container, _ in self._containers.ids():
@@ -142,7 +142,7 @@ class Purge:
         for done, container in enumerate(order):
             self._step(done, len(order), "containers written again")
             directory = self._containers.directory(container)
-            kept = directory.chunks.there & ~filled(unneeded[container], len(directory.chunks))
+            kept = directory.chunks.there & ~mask_of(unneeded[container], len(directory.chunks))
             mixed = np.zeros(len(directory.blocks), np.bool_)
             mixed[directory.chunks.blocks[directory.chunks.there & ~kept]] = True
             self._replace(index, container, self._encode(directory, kept, mixed, wanted[container]))
@@ -163,15 +163,15 @@ class Purge:
                 own = np.full(len(part), directory.container, np.uint64)
                 payload = self._reader.read(directory.domain, Locations(own, part.astype(np.uint32)))
                 none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
-                whole = Part(container_layout.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
-                new.lay(part, self._recode(whole), lengths)
-                new.lean_on_nothing(part)
-        return new.encoded(dropped_recipes)
+                whole = BlockSlice(container_layout.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
+                new.write(part, self._recode(whole), lengths)
+                new.clear_bases(part)
+        return new.encode(dropped_recipes)
 
     def _replace(self, index: SupportsCollection, container: ContainerId, data: bytes) -> None:
         generation = self._containers.generation(container)
         self._containers.put(container, [data], generation + 1)
-        self._containers.forget_read(container)
+        self._containers.evict(container)
         failpoint("purge.put")
         index.renew(summarise_directory(self._containers.directory(container)))
         failpoint("purge.renewed")
@@ -180,15 +180,15 @@ class Purge:
         failpoint("purge.replaced")
 
 
-def _needed_chunks(reach: Reach) -> Masks:
+def _needed_chunks(reach: LiveSet) -> Masks:
     """Return the chunks that recipes of live versions name."""
     found: Masks = {}
     for container, wanted in reach.segments.items():
         directory = reach.directory(container)
-        named = _chunks_of(directory, np.flatnonzero(filled(wanted, len(directory.segments))).astype(np.uint32))
+        named = _chunks_of(directory, np.flatnonzero(mask_of(wanted, len(directory.segments))).astype(np.uint32))
         for other in np.unique(named.containers).tolist():
             if other:
-                reached(found, other, named.ordinals[named.containers == np.uint64(other)])
+                mark_ordinals(found, other, named.ordinals[named.containers == np.uint64(other)])
     return found
 
 
@@ -198,16 +198,16 @@ def _chunks_of(directory: Directory, recipes: U32) -> Locations:
     return directory.segments.chunks.take(np.repeat(some, np.diff(directory.segments.bounds)))
 
 
-def _unneeded_recipes(reach: Reach, directory: Directory) -> U32:
+def _unneeded_recipes(reach: LiveSet, directory: Directory) -> U32:
     there = np.diff(directory.segments.bounds) > 0
-    needed = filled(reach.segments.get(directory.container, _NONE), len(there))
+    needed = mask_of(reach.segments.get(directory.container, _NONE), len(there))
     return np.flatnonzero(there & ~needed).astype(np.uint32)
 
 
 def _blocks_with(directory: Directory, live: Masks) -> Bools:
     """Return which blocks hold needed chunks."""
     found = np.zeros(len(directory.blocks), np.bool_)
-    mask = filled(live.get(directory.container, _NONE), len(directory.chunks)) & directory.chunks.there
+    mask = mask_of(live.get(directory.container, _NONE), len(directory.chunks)) & directory.chunks.there
     found[directory.chunks.blocks[mask]] = True
     return found
 

@@ -27,15 +27,15 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from nearkin_maintenance.gc.manifest_refs_cache import Summaries
-from nearkin_maintenance.gc.mark import Masks, filled, reached
+from nearkin_maintenance.gc.manifest_refs_cache import ManifestRefsCache
+from nearkin_maintenance.gc.mark import Masks, mark_ordinals, mask_of
 from nearkin_shared.config.storage import EXPIRY, HYBRID, REFCOUNT
-from nearkin_shared.errors import IndexUnsafe, Permanent, StoreUnavailable
+from nearkin_shared.errors import IndexUnsafe, PermanentError, StoreUnavailable
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.manifest import NO_ORIGIN, Manifest
 from nearkin_shared.index.lmdb.environments import acquire, release
 from nearkin_shared.storage.manifests import key_and_version
-from nearkin_shared.types import ZERO, Bools, grouped
+from nearkin_shared.types import ZERO, Bools, group_by_container
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.private_files import remove_tree
@@ -53,7 +53,7 @@ _SEGMENT = np.dtype([("container", ">u8"), ("ordinal", ">u4")])
 
 
 @frozen
-class Told:
+class GcCandidates:
     """What a round learns from the ledger."""
 
     marking: bool
@@ -64,7 +64,7 @@ class Told:
     """Rows written or removed to bring the ledger up to the manifests."""
 
 
-class Ledger:
+class ReferenceCounts:
     """Segments and what holds them, in a folder of its own. One process writes it, under the store's lock."""
 
     def __init__(self, folder: Path, map_bytes: int, mode: str) -> None:
@@ -76,9 +76,9 @@ class Ledger:
             self._shared = acquire(folder, map_bytes, TABLES, writable=True)
         self._env, self._tables = self._shared.env, self._shared.databases
         self._folder, self._mode = folder, mode
-        self.told = Told(True, 0, 0)
+        self.told = GcCandidates(True, 0, 0)
         """What was told last."""
-        self._summaries: Summaries | None = None
+        self._summaries: ManifestRefsCache | None = None
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -94,14 +94,14 @@ class Ledger:
                 f"{self._folder}: {err}; raise index.map_bytes if it is full, else delete that folder: it is made again"
             ) from err
 
-    def bring_up(
+    def update(
         self,
         names: Iterable[str],
         containers: Collection[int],
         read: Callable[[str], Manifest],
         directory: Callable[[int], Directory | None],
         now_us: int,
-    ) -> Told:
+    ) -> GcCandidates:
         """Count what was committed since, and no more what is gone for good; tell what that leaves unneeded.
 
         `names` are the manifests of all versions that can be read now or later. Where one cannot be read nothing is
@@ -127,31 +127,31 @@ class Ledger:
                 marked_us = int(rows.txn.get(b"marked", b"0", db=rows.tables["meta"]))
                 by_services = rows.txn.get(b"services", db=rows.tables["meta"]) is not None
                 late = not marked_us <= now_us < marked_us + MARK_AT_LEAST_US
-                self.told = Told(bool(nominated) or late or by_services, nominated, rows.touched)
+                self.told = GcCandidates(bool(nominated) or late or by_services, nominated, rows.touched)
             failpoint("ledger.written")
-        except Permanent:
-            self.told = Told(True, 0, 0)
+        except PermanentError:
+            self.told = GcCandidates(True, 0, 0)
         return self.told
 
-    def needed(self) -> set[tuple[int, int]]:
+    def held_segments(self) -> set[tuple[int, int]]:
         """Return (container, ordinal) of all segments that are held, by the ledger: for tests."""
         with self._writing() as rows:
             found = [bytes(segment) for segment, _ in rows.txn.cursor(rows.tables["counts"])]
         return {(int.from_bytes(segment[:8]), int.from_bytes(segment[8:])) for segment in found}
 
-    def summaries(self, now_us: int) -> Summaries:
+    def summaries(self, now_us: int) -> ManifestRefsCache:
         """Return what is known of manifests; once a week nothing is believed, and all is made again."""
         with self._writing() as rows:
             whole_us = int(rows.txn.get(b"whole", b"0", db=rows.tables["meta"]))
         anew = not whole_us <= now_us < whole_us + SUMMARISE_AT_LEAST_US
-        self._summaries = Summaries(_SummaryRows(self._writing), anew=anew)
+        self._summaries = ManifestRefsCache(_SummaryRows(self._writing), anew=anew)
         return self._summaries
 
     @property
     def _name(self) -> bytes:
         return f"{self._mode} {FORMAT}".encode()
 
-    def confirmed(self, now_us: int) -> None:
+    def record_marking(self, now_us: int) -> None:
         """Note that marking has looked, and has condemned what is to be."""
         with self._writing() as rows:
             rows.txn.drop(rows.tables["nominated"], delete=False)
@@ -167,13 +167,13 @@ class Ledger:
         first_new = min(wanted.keys() - known.keys(), default=0)
         if first_new and known and (first_new < max(known) or rows.has_from("past", key, _number(first_new))):
             for table in ("open", "past"):  # one came late, or again: the key is counted anew
-                for row, _ in rows.under(table, key):
+                for row, _ in rows.rows_with_prefix(table, key):
                     rows.delete(table, row)
-                    rows.let_go(row[-_SEGMENT.itemsize :])
+                    rows.release(row[-_SEGMENT.itemsize :])
             rows.forget_versions(key, known)
             known = {}
         new, gone = sorted(wanted.keys() - known.keys()), known.keys() - wanted.keys()
-        held = {row[_KEY_BYTES:]: first for row, first in rows.under("open", key)} if new and known else {}
+        held = {row[_KEY_BYTES:]: first for row, first in rows.rows_with_prefix("open", key)} if new and known else {}
         last = max(known, default=0)
         for version in new:
             now_held = set(_segments(rows, of.read(wanted[version])))
@@ -190,15 +190,15 @@ class Ledger:
             return
         rows.forget_versions(key, gone)
         living = sorted(wanted)
-        for row, first in rows.under("past", key):
+        for row, first in rows.rows_with_prefix("past", key):
             if not _any_within(living, int.from_bytes(first), int.from_bytes(row[_KEY_BYTES:][:8])):
                 rows.delete("past", row)
-                rows.let_go(row[-_SEGMENT.itemsize :])
+                rows.release(row[-_SEGMENT.itemsize :])
         if max(gone) > max(living, default=0):
-            for row, first in rows.under("open", key):
+            for row, first in rows.rows_with_prefix("open", key):
                 if int.from_bytes(first) > max(living, default=0):
                     rows.delete("open", row)
-                    rows.let_go(row[_KEY_BYTES:])
+                    rows.release(row[_KEY_BYTES:])
 
     # --- refcount: every version counts ------------------------------------------------------------------------------
 
@@ -211,9 +211,9 @@ class Ledger:
             rows.put("versions", key + _number(version), _number(0))
         gone = known.keys() - wanted.keys()
         for version in gone:
-            for row, _ in rows.under("held", key + _number(version)):
+            for row, _ in rows.rows_with_prefix("held", key + _number(version)):
                 rows.delete("held", row)
-                rows.let_go(row[-_SEGMENT.itemsize :])
+                rows.release(row[-_SEGMENT.itemsize :])
         rows.forget_versions(key, gone)
 
     # --- expiry: a version that is there says so again before its time is over, one that is gone does nothing ---------
@@ -283,7 +283,7 @@ class _Rows:
         self.txn.delete(key, db=self.tables[table])
         self.touched += 1
 
-    def under(self, table: str, head: bytes) -> list[tuple[bytes, bytes]]:
+    def rows_with_prefix(self, table: str, head: bytes) -> list[tuple[bytes, bytes]]:
         """Return the rows whose key starts with `head`: of one key of the store, 36 bytes each segment or less."""
         found = []
         cursor = self.txn.cursor(self.tables[table])
@@ -315,7 +315,7 @@ class _Rows:
     def hold(self, segment: bytes) -> None:
         self.put("counts", segment, _number(int.from_bytes(self.txn.get(segment, b"", db=self.tables["counts"])) + 1))
 
-    def let_go(self, segment: bytes) -> None:
+    def release(self, segment: bytes) -> None:
         count = int.from_bytes(self.txn.get(segment, b"", db=self.tables["counts"]))
         if count > 1:
             self.put("counts", segment, _number(count - 1))
@@ -356,12 +356,12 @@ def _look_at(rows: _Rows, containers: Collection[int], directory: Callable[[int]
             segment = _number(container) + ordinal.to_bytes(4)
             if rows.txn.get(segment, db=rows.tables["counts"]) is None:
                 rows.nominate(segment)
-        for holder, at in grouped(found.segments.chunks.containers):
+        for holder, at in group_by_container(found.segments.chunks.containers):
             if holder != ZERO:
-                reached(named, holder, found.segments.chunks.ordinals[at])
+                mark_ordinals(named, holder, found.segments.chunks.ordinals[at])
     for container, chunks in there.items():
         mask = named.get(container, np.zeros(0, np.bool_))
-        if len(mask) > len(chunks) or (chunks & ~filled(mask, len(chunks))).any():
+        if len(mask) > len(chunks) or (chunks & ~mask_of(mask, len(chunks))).any():
             rows.nominate(_number(container))
 
 

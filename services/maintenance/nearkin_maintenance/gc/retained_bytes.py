@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from nearkin_maintenance.gc.mark import Masks, Reach, filled
+from nearkin_maintenance.gc.mark import LiveSet, Masks, mask_of
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.pending_delete_record import Record
@@ -22,11 +22,13 @@ NAME_AND_ROW_BYTES = 31
 """A chunk's share of a directory: its name, 28 bytes, and 3.4 of all tables (docs/adr/0001)."""
 
 
-def held_by(reach: Reach, without_undeletable: Reach, ids: Iterable[int], record: Record) -> dict[str, int]:
+def retained_bytes_by_reason(
+    reach: LiveSet, without_undeletable: LiveSet, ids: Iterable[int], record: Record
+) -> dict[str, int]:
     """Return the bytes of chunks that no readable version names, by what holds them; shares of blocks are estimates."""
     read = without_undeletable.chunks
-    needed = without_undeletable.closed(read)
-    kept = reach.closed(reach.chunks)
+    needed = without_undeletable.transitive_closure(read)
+    kept = reach.transitive_closure(reach.chunks)
     sums = dict.fromkeys(("undelete", "bases", "condemned", "beside"), 0)
     for container in ids:
         directory = reach.readable(container)
@@ -54,4 +56,4 @@ def bytes_of_chunks(directory: Directory) -> np.ndarray[tuple[int], np.dtype[np.
 
 
 def _mask(masks: Masks, container: int, directory: Directory) -> Bools:
-    return filled(masks.get(container, np.zeros(0, np.bool_)), len(directory.chunks))
+    return mask_of(masks.get(container, np.zeros(0, np.bool_)), len(directory.chunks))

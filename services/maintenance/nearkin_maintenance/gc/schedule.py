@@ -16,13 +16,13 @@ FREEING_SHARE_MAX = 0.75
 
 
 @frozen
-class Schedule:
+class GcSchedule:
     """The last regular round, and when another one is to free what it condemned; seconds, of whatever clock."""
 
     regular: float
     freeing: float | None = None
 
-    def next_round(self, interval_seconds: float) -> float | None:
+    def next_run(self, interval_seconds: float) -> float | None:
         """Return when the next round is due; None: never, of itself."""
         if not interval_seconds:
             return None
@@ -31,14 +31,14 @@ class Schedule:
 
     def is_due(self, now: float, interval_seconds: float) -> bool:
         """Return whether one is due. One of the future was one by a clock that was wrong: it is not waited for."""
-        next_round = self.next_round(interval_seconds)
+        next_round = self.next_run(interval_seconds)
         return next_round is not None and (now >= next_round or now < self.regular)
 
-    def after(self, now: float, interval_seconds: float, due_seconds: float | None) -> Schedule:
+    def after(self, now: float, interval_seconds: float, due_seconds: float | None) -> GcSchedule:
         """Return the schedule once a round has ended; in `due_seconds` the first of what is condemned may go."""
         was_freeing = self.freeing is not None and self.freeing <= now < self.regular + interval_seconds
         if was_freeing:
-            return Schedule(self.regular)
+            return GcSchedule(self.regular)
         if due_seconds is None or not 0 < due_seconds <= interval_seconds * FREEING_SHARE_MAX:
-            return Schedule(now)
-        return Schedule(now, now + due_seconds)
+            return GcSchedule(now)
+        return GcSchedule(now, now + due_seconds)

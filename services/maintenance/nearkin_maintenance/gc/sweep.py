@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
-from nearkin_maintenance.gc.concurrent_writes import Since
-from nearkin_maintenance.gc.gc_plan import Drop, Plan, dropped_beside
-from nearkin_maintenance.gc.mark import GivingUp, Masks, Reach
-from nearkin_maintenance.optimize.base_trees import families_of
+from nearkin_maintenance.gc.concurrent_writes import ConcurrentWrites
+from nearkin_maintenance.gc.gc_plan import ContainerRemoval, GcPlan, plan_rebase_removals
+from nearkin_maintenance.gc.mark import DroppedBases, LiveSet, Masks
+from nearkin_maintenance.optimize.base_trees import build_base_trees
 from nearkin_maintenance.optimize.compact import Rewriter
-from nearkin_maintenance.optimize.container_rebase import Rebasing
-from nearkin_maintenance.optimize.container_swap import Replaced, Replacing
-from nearkin_maintenance.optimize.recompress import Recompressing
-from nearkin_maintenance.optimize.replacement_bases import Heirs
-from nearkin_maintenance.optimize.stream_positions import places_of
-from nearkin_shared.errors import Corrupt, NoRoom, NotFound, Permanent
-from nearkin_shared.formats.pending_delete_record import Condemned
-from nearkin_shared.objectstore.metered import CountedObjects
-from nearkin_shared.storage.container_graph import leaning_last
+from nearkin_maintenance.optimize.container_rebase import RebasePlan
+from nearkin_maintenance.optimize.container_swap import ContainerSwap, SwapResult
+from nearkin_maintenance.optimize.recompress import ContainerRecompression
+from nearkin_maintenance.optimize.replacement_bases import ReplacementBases
+from nearkin_maintenance.optimize.stream_positions import estimate_positions
+from nearkin_shared.errors import Corrupt, NoRoom, NotFound, PermanentError
+from nearkin_shared.formats.pending_delete_record import PendingDelete
+from nearkin_shared.objectstore.metered import MeteredObjectStore
+from nearkin_shared.storage.container_graph import topological_order
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.types import U32, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
@@ -41,10 +41,10 @@ Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
-class Sums:
+class GcTotals:
     """What a round did so far."""
 
-    counted: CountedObjects
+    counted: MeteredObjectStore
     versions: int = 0
     deleted: int = 0
     rewritten: int = 0
@@ -65,7 +65,7 @@ class Sums:
         return self.counted.freed_bytes - self.freed_before_bytes
 
 
-class Counted(Protocol):
+class GcProgress(Protocol):
     """Tells how far a round is."""
 
     def __call__(self, items: Sequence[Item], text: str, /) -> Iterator[Item]:
@@ -73,45 +73,45 @@ class Counted(Protocol):
 
 
 @frozen
-class Writing:
+class GcExecutor:
     """What one round writes. `ids`, the bytes of each container, and `sums` say at any time what was done."""
 
     containers: ContainerStore
     rewriter: Rewriter
-    replacing: Replacing
-    since: Since
+    replacing: ContainerSwap
+    since: ConcurrentWrites
     ids: dict[int, int]
-    sums: Sums
-    counted: Counted
+    sums: GcTotals
+    counted: GcProgress
     go_on: Callable[[], None]
     """Asked before each container; ends the round by raising."""
 
     # --- 4: what leans on what an earlier round condemned ------------------------------------------------------------
 
-    def rebase(self, reach: Reach, rebased: GivingUp, due: Mapping[int, Condemned], living: Masks) -> None:
+    def rebase(self, reach: LiveSet, rebased: DroppedBases, due: Mapping[int, PendingDelete], living: Masks) -> None:
         """Write containers anew that lean on what may go, the oldest first: the others then lean on what is in it.
 
         What of them is due, and no other container leans on, goes with it. Where one has to stay as it is, so do those
         after it: they would lean on what it was to become, and be no shallower than what leans on them. So does one
         that is broken, if it holds nothing of `living`: it is condemned as any that nobody reaches.
         """
-        beside = dropped_beside(reach, self.ids, due, rebased)
-        needed = reach.closed(reach.chunks)
-        order = list(leaning_last(sorted({*needed, *rebased.containers}), self._leans_on))
-        heirs = Heirs(reach, families_of(reach, needed), rebased.containers, order)
-        rebasing = Rebasing(rebased.chunks, heirs, places_of(reach, needed))
+        beside = plan_rebase_removals(reach, self.ids, due, rebased)
+        needed = reach.transitive_closure(reach.chunks)
+        order = list(topological_order(sorted({*needed, *rebased.containers}), self._base_containers))
+        heirs = ReplacementBases(reach, build_base_trees(reach, needed), rebased.containers, order)
+        rebasing = RebasePlan(rebased.chunks, heirs, estimate_positions(reach, needed))
         chunks: dict[int, U32 | None] = {container: drop.chunks for container, drop in beside.items()}
         segments = {container: drop.segments for container, drop in beside.items()}
-        looked_up = self.since.look_up(chunks, segments)
-        with self.since.turn() as index:
-            index.forget(chunks, segments, (), looked_up)
+        looked_up = self.since.prefetch_removals(chunks, segments)
+        with self.since.exclusive() as index:
+            index.withdraw(chunks, segments, (), looked_up)
             failpoint("rebase.forgot")
         left = dict(beside)
         containers = [ContainerId(c) for c in order if c in rebased.containers]
-        made = self.rewriter.side_by_side(beside, rebasing).made(containers, self._told)
+        made = self.rewriter.batch_rebase(beside, rebasing).generations(containers, self._report_tasks)
         for container in self.counted(containers, "containers written anew"):
             try:
-                if not self._anew(container, left, partial(next, made)):
+                if not self._rewrite(container, left, partial(next, made)):
                     return
             except NoRoom as err:
                 self.sums.no_room = err
@@ -125,7 +125,7 @@ class Writing:
             failpoint("rebase.container")
         failpoint("rebase.done")
 
-    def _told(self, tasks: Sequence[Item]) -> Iterator[Item]:
+    def _report_tasks(self, tasks: Sequence[Item]) -> Iterator[Item]:
         """Yield the parts of containers that are encoded again; before each the round may be ended."""
         for task in self.counted(tasks, "parts of containers encoded again"):
             self.go_on()
@@ -133,31 +133,31 @@ class Writing:
 
     # --- 5: what an earlier round condemned --------------------------------------------------------------------------
 
-    def sweep(self, plan: Plan) -> dict[int, Drop]:
+    def sweep(self, plan: GcPlan) -> dict[int, ContainerRemoval]:
         """Let go of what nothing needs; return what has gone.
 
         What a put has come to need meanwhile stays, and what there is no room to write anew.
         """
-        if not plan.drops:
+        if not plan.removals:
             return {}
-        whole = [container for container, drop in plan.drops.items() if drop.everything]
-        looked_up = self.since.look_up(plan.chunks, plan.segments)
-        with self.since.turn() as index:
-            index.forget(plan.chunks, plan.segments, whole, looked_up)
+        whole = [container for container, drop in plan.removals.items() if drop.whole_container]
+        looked_up = self.since.prefetch_removals(plan.chunks, plan.segments)
+        with self.since.exclusive() as index:
+            index.withdraw(plan.chunks, plan.segments, whole, looked_up)
             failpoint("gc.forgot-due")
-        left = dict(plan.drops)
+        left = dict(plan.removals)
         gone, later = {}, []
         # What leans goes before what it leans on: whatever is there after a crash can be decoded.
-        containers = reversed(list(leaning_last(sorted(plan.drops), self._leans_on)))
+        containers = reversed(list(topological_order(sorted(plan.removals), self._base_containers)))
         for container in self.counted(list(containers), "containers that go, or parts of them"):
             self.go_on()
             drop = left[container]
             try:
-                if drop.everything:
+                if drop.whole_container:
                     done = self._remove(ContainerId(container), left)
                 else:
                     make = partial(self.rewriter.rewritten, ContainerId(container), drop)
-                    done = self._anew(ContainerId(container), left, make)
+                    done = self._rewrite(ContainerId(container), left, make)
             except NoRoom as err:  # others may go as a whole, which makes room
                 self.sums.no_room, done = err, False
                 later.append(container)
@@ -165,24 +165,24 @@ class Writing:
             if done:
                 gone[container] = drop
             else:
-                self.since.stays(container)
-        self.since.goes_later(later)
+                self.since.retain(container)
+        self.since.record_deferred(later)
         return gone
 
-    def _remove(self, container: ContainerId, left: Mapping[int, Drop]) -> bool:
+    def _remove(self, container: ContainerId, left: Mapping[int, ContainerRemoval]) -> bool:
         """Remove a container; return False where it has to stay."""
-        with self.since.turn() as index:
-            if container in self.since.kept(left):
+        with self.since.exclusive() as index:
+            if container in self.since.retained(left):
                 self.replacing.renew(index, container)  # it was no longer counted
                 return False
             self.sums.deleted += 1
             del self.ids[container]
             self.containers.delete(container, self.containers.generation(container))
-            self.since.written(container, None)
+            self.since.on_container_rewritten(container, None)
             failpoint("gc.container")
         return True
 
-    def _anew(self, container: ContainerId, left: Mapping[int, Drop], make: Callable[[], bytes]) -> bool:
+    def _rewrite(self, container: ContainerId, left: Mapping[int, ContainerRemoval], make: Callable[[], bytes]) -> bool:
         """Put the next generation that is made, then remove the one until now. At a bounded speed.
 
         Returns False where it has to stay as it is.
@@ -191,53 +191,53 @@ class Writing:
             container,
             self.ids[container],
             make,
-            lambda: container in self.since.kept(left),
+            lambda: container in self.since.retained(left),
             self.since,
         )
-        return self._noted(container, replaced)
+        return self._record_replacement(container, replaced)
 
-    def _noted(self, container: ContainerId, replaced: Replaced | None) -> bool:
+    def _record_replacement(self, container: ContainerId, replaced: SwapResult | None) -> bool:
         if replaced is None:
             return False
         self.ids[container] = replaced.now_bytes
         self.sums.rewritten += 1
         return True
 
-    def _leans_on(self, container: int) -> list[int]:
+    def _base_containers(self, container: int) -> list[int]:
         try:
-            return self.containers.directory(ContainerId(container)).leans_on()
-        except (Permanent, NotFound):
+            return self.containers.directory(ContainerId(container)).base_containers()
+        except (PermanentError, NotFound):
             return []
 
     # --- 6: what chains tell again and again ------------------------------------------------------------------------
 
-    def gather(self, reach: Reach, young: Collection[int], block_bytes: int, versions_min: int) -> None:
+    def merge(self, reach: LiveSet, young: Collection[int], block_bytes: int, versions_min: int) -> None:
         """Write containers anew that take in what leans on them, and those that refer to it then, the oldest first.
 
-        As `Gatherer.plan` says. Where one has to stay as it is, so does what would refer to it.
+        As `MergePlanner.plan` says. Where one has to stay as it is, so does what would refer to it.
         """
         gatherer = self.rewriter.gatherer
         gathering = gatherer.plan(reach, self.ids, young, block_bytes, versions_min)
         if gathering is None:
             return
-        anew = gatherer.carrying_out(gathering)
+        anew = gatherer.executor(gathering)
         known = [container for container in gathering.containers if container in self.ids]  # others came since
-        for container in self._each_anew(known, anew.data, "gathered"):
-            anew.written(container)
+        for container in self._rewrite_each(known, anew.data, "gathered"):
+            anew.on_container_rewritten(container)
             failpoint("gather.container")
-        reach.follow_references()
+        reach.mark_references()
 
     # --- 7: what puts compressed in a hurry --------------------------------------------------------------------------
 
-    def recompress(self, reach: Reach, young: Collection[int]) -> None:
+    def recompress(self, reach: LiveSet, young: Collection[int]) -> None:
         """Write containers anew whose blocks come smaller by a deeper search, the oldest first; once each."""
         recompressor = self.rewriter.recompressor
         chosen = recompressor.chosen(self.ids, young, reach)
-        anew = Recompressing(recompressor, chosen)
-        for _ in self._each_anew(chosen, anew.data, "compressed further"):
+        anew = ContainerRecompression(recompressor, chosen)
+        for _ in self._rewrite_each(chosen, anew.data, "compressed further"):
             failpoint("recompress.container")
 
-    def _each_anew(
+    def _rewrite_each(
         self, containers: Sequence[ContainerId], make: Callable[[ContainerId], bytes | None], done: str
     ) -> Iterator[ContainerId]:
         """Put the next generation that `make` makes of each, and yield those for which one was put.
@@ -251,7 +251,7 @@ class Writing:
                     container,
                     self.ids[container],
                     partial(make, container),
-                    partial(self.since.stays_as_it_is, container),
+                    partial(self.since.is_rewritten_or_retained, container),
                     self.since,
                 )
             except NoRoom as err:
@@ -260,5 +260,5 @@ class Writing:
             except Corrupt as err:
                 _log.warning("%s: it is not %s", err, done)
                 continue
-            if self._noted(container, replaced):
+            if self._record_replacement(container, replaced):
                 yield container

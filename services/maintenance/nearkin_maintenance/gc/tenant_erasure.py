@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import NotFound, Permanent, Retained
+from nearkin_shared.errors import NotFound, PermanentError, RetentionActive
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats.manifest import CREATED_US_MAX, moment_of
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.results import RemainingCopy
 from nearkin_shared.retention import min_age_seconds
 from nearkin_shared.storage.manifests import ManifestStore
@@ -36,7 +36,7 @@ class RetainedVersions:
     """Object names of manifests and records that cannot be read: up to when they retain is not known."""
 
     def check_none(self, tenant: str) -> None:
-        """Raise Retained if there are any."""
+        """Raise RetentionActive if there are any."""
         if not self.count and not self.unreadable:
             return
         problems = []
@@ -50,13 +50,13 @@ class RetainedVersions:
             problems.append(
                 f"versions with an unreadable retention: {len(self.unreadable)} (first: {self.unreadable[0]})"
             )
-        raise Retained(
+        raise RetentionActive(
             f"tenant {tenant!r}: {'; '.join(problems)}; nothing was erased: wait until then, or erase them all the "
             "same with --despite-retention"
         )
 
 
-def find_retained(objects: EncryptedObjects, tenant: str, settings: Settings, now: float) -> RetainedVersions:
+def find_retained(objects: EncryptedObjectStore, tenant: str, settings: Settings, now: float) -> RetainedVersions:
     """Return the versions of a tenant that their manifests, retention records or the settings retain.
 
     Reads the head of every manifest, and the tenant's manifests. A tenant that an authentic erasure has closed already
@@ -73,7 +73,7 @@ def find_retained(objects: EncryptedObjects, tenant: str, settings: Settings, no
         if name.endswith(SUFFIX):
             try:
                 of, sequence = record_sequence(name)
-            except Permanent:
+            except PermanentError:
                 unreadable.append(name)
             else:
                 sequences[of] = max(sequences.get(of, 0), sequence)
@@ -85,7 +85,7 @@ def find_retained(objects: EncryptedObjects, tenant: str, settings: Settings, no
             until_us = manifests.retentions.current_retain_until_us(manifest, sequences.get(name, 0))
         except NotFound:  # GC ended the version meanwhile
             continue
-        except Permanent:
+        except PermanentError:
             unreadable.append(name)
             continue
         seconds = min_age_seconds(settings.retention, tenant, manifest.key)

@@ -11,17 +11,17 @@ from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
 from nearkin_shared.errors import Corrupt, NotFound
-from nearkin_shared.index.protocols import Marked
+from nearkin_shared.index.protocols import MarkedVersion
 from nearkin_shared.objectstore.base import ObjectStore
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage.manifests import ManifestStore, marked_version
 
 _log = logging.getLogger("nearkin")
 
 
 @runtime_checkable
-class _Marking(Protocol):
-    def mark_many(self, marks: Sequence[Marked]) -> None: ...
+class _SupportsMarking(Protocol):
+    def mark_many(self, marks: Sequence[MarkedVersion]) -> None: ...
 
 
 def sign_old_marks(objects: ObjectStore, index: object, check: Callable[[], None] = lambda: None) -> int:
@@ -31,9 +31,9 @@ def sign_old_marks(objects: ObjectStore, index: object, check: Callable[[], None
     StoreUnavailable.
     """
     manifests = ManifestStore(objects)
-    if not isinstance(objects, ParityObjects) or not manifests.authenticates_marks:
+    if not isinstance(objects, ParityObjectStore) or not manifests.authenticates_marks:
         return 0
-    signed: dict[str, Marked] = {}
+    signed: dict[str, MarkedVersion] = {}
     sizes = dict(manifests.names_and_marks()[1])
     for name in sorted(sizes):
         with suppress(Corrupt, NotFound):
@@ -48,8 +48,8 @@ def sign_old_marks(objects: ObjectStore, index: object, check: Callable[[], None
             of, _ = marked_version(name)
             sizes[name] = len(data)
             total = sum(size for other, size in sizes.items() if other.startswith(f"{of[:-4]}."))
-            signed[of] = Marked(mark.tenant, mark.key, mark.version, mark.sequence, total)
-    if signed and isinstance(index, _Marking):
+            signed[of] = MarkedVersion(mark.tenant, mark.key, mark.version, mark.sequence, total)
+    if signed and isinstance(index, _SupportsMarking):
         index.mark_many(list(signed.values()))
     if signed:
         _log.info("gc: marks of %d versions were signed; unset gc.sign_old_records", len(signed))

@@ -13,11 +13,11 @@ import logging
 from collections.abc import Callable
 
 from nearkin_maintenance.gc.roots import Roots, Version
-from nearkin_maintenance.gc.writer_gate import Turns
-from nearkin_shared.errors import Corrupt, Permanent
+from nearkin_maintenance.gc.writer_gate import WriterGate
+from nearkin_shared.errors import Corrupt, PermanentError
 from nearkin_shared.formats.manifest import Manifest, moment_of
 from nearkin_shared.formats.tombstone import Kind, Mark
-from nearkin_shared.index.protocols import Collected
+from nearkin_shared.index.protocols import CollectedVersion
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.storage.manifests import ManifestStore, mark_name
 from nearkin_shared.storage.retention_records import record_sequence
@@ -31,41 +31,41 @@ _log = logging.getLogger("nearkin")
 
 
 @frozen
-class Ended:
+class ExpiredVersions:
     """`kept` are the roots: those that were kept, and those that were brought back meanwhile."""
 
     kept: tuple[Version, ...]
     versions: int
 
 
-class Endings:
+class VersionExpiry:
     """Step 2 of a round."""
 
     def __init__(self, manifests: ManifestStore, now_us: Callable[[], int]) -> None:
         self._manifests = manifests
         self._now_us = now_us
 
-    def end(self, roots: Roots, turns: Turns) -> Ended:
+    def expire(self, roots: Roots, turns: WriterGate) -> ExpiredVersions:
         """Free manifests and marks of the versions that are gone for good. Raises Corrupt, StoreUnavailable."""
         kept, versions = list(roots.kept), 0
         for start in range(0, len(roots.ended), COLLECTED_AT_ONCE):
             some = roots.ended[start : start + COLLECTED_AT_ONCE]
             manifests = [self._manifest(version) for version in some]
             going = []
-            with turns.take() as index:
+            with turns.exclusive() as index:
                 for version, manifest in zip(some, manifests, strict=True):
                     if self._is_retained(version, manifest):
                         kept.append(version)
-                    elif self._sentenced(version):
-                        going.append((version, manifest, self._staying(version, roots)))
+                    elif self._finalize(version):
+                        going.append((version, manifest, self._remaining_mark_bytes(version, roots)))
                     else:
                         kept.append(version)  # brought back meanwhile
-                index.collect_many([_told(*one) for one in going])
+                index.collect_many([_collected_version(*one) for one in going])
                 failpoint("gc.uncatalogued")
                 for version, _, _ in going:
                     versions += bool(version.committed)
                     self._remove(version, roots)
-        return Ended(tuple(kept), versions)
+        return ExpiredVersions(tuple(kept), versions)
 
     def _is_retained(self, version: Version, manifest: Manifest | None) -> bool:
         """Return whether a deleted version must stay: a process that ignores its retention may have deleted it.
@@ -89,30 +89,30 @@ class Endings:
         )
         return True
 
-    def _sentenced(self, version: Version) -> bool:
+    def _finalize(self, version: Version) -> bool:
         """Make the mark by which a version never comes back; return False where an undeletion has come first."""
         assert version.ended is not None
         if version.ended.kind is Kind.COLLECTED:
             return True
         try:
-            self._manifests.put_mark(self._sentence(version.ended))
+            self._manifests.put_mark(self._final_tombstone(version.ended))
         except AlreadyExists:
             return False
         failpoint("gc.sentenced")
         return True
 
-    def _sentence(self, mark: Mark) -> Mark:
+    def _final_tombstone(self, mark: Mark) -> Mark:
         number, now_us = mark.sequence + 1, self._now_us()
         return Mark(mark.tenant, mark.key, mark.version, number, Kind.COLLECTED, now_us, 0, who=WHO)
 
-    def _staying(self, version: Version, roots: Roots) -> int:
+    def _remaining_mark_bytes(self, version: Version, roots: Roots) -> int:
         """Return the bytes of the mark that stays: the last one of the key's highest version."""
         assert version.ended is not None
         if version.manifest not in roots.highest:
             return 0
         if version.ended.kind is Kind.COLLECTED:
             return version.marks[-1][2]
-        return len(self._manifests.encode_mark(self._sentence(version.ended)))
+        return len(self._manifests.encode_mark(self._final_tombstone(version.ended)))
 
     def _manifest(self, version: Version) -> Manifest | None:
         """Return the manifest of a version that goes, None where it cannot be read."""
@@ -120,7 +120,7 @@ class Endings:
         assert mark is not None
         try:
             return self._manifests.get(mark.tenant, mark.key, mark.version) if version.committed else None
-        except Permanent:
+        except PermanentError:
             return None
 
     def _remove(self, version: Version, roots: Roots) -> None:
@@ -140,8 +140,8 @@ class Endings:
         failpoint("gc.marks")
 
 
-def _told(version: Version, manifest: Manifest | None, marks_bytes: int) -> Collected:
+def _collected_version(version: Version, manifest: Manifest | None, marks_bytes: int) -> CollectedVersion:
     mark = version.ended
     assert mark is not None
     sequence = mark.sequence + (mark.kind is Kind.DELETED)
-    return Collected(mark.tenant, mark.key, mark.version, manifest, sequence, marks_bytes)
+    return CollectedVersion(mark.tenant, mark.key, mark.version, manifest, sequence, marks_bytes)

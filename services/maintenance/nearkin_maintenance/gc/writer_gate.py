@@ -15,44 +15,44 @@ from nearkin_shared.index.protocols import SupportsCollection
 from nearkin_shared.types import U32, ContainerId
 
 
-class Turns(Protocol):
+class WriterGate(Protocol):
     """How a round comes to write: with everybody else kept out for a moment, or beside them."""
 
-    def take(self) -> AbstractContextManager[SupportsCollection]:
+    def exclusive(self) -> AbstractContextManager[SupportsCollection]:
         """Keep out whoever else writes, and give the index. Raises StoreLocked, StoreUnavailable."""
 
-    def state(self) -> object:
+    def change_token(self) -> object:
         """Return what is another as soon as anybody may have stored anything since; None where that never matters."""
 
-    def writing(self) -> None:
+    def on_rewrite_start(self) -> None:
         """Hear, before each, that containers are written anew or removed: what a round takes its memory for."""
 
-    def written(self, container: ContainerId) -> None:
+    def on_container_rewritten(self, container: ContainerId) -> None:
         """Hear, in a turn, that a container was written anew or removed."""
 
-    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
+    def prefetch_removals(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
         """Look up, outside of a turn, what the index is to forget in one: these, or fewer. None: it looks by itself."""
 
 
-class OneTurn:
+class NoWriters:
     """A round that keeps nobody out: nobody else writes, or leases and young containers guard what comes."""
 
     def __init__(self, index: SupportsCollection) -> None:
         self._index = index
 
     @contextmanager
-    def take(self) -> Iterator[SupportsCollection]:
+    def exclusive(self) -> Iterator[SupportsCollection]:
         """Give the index."""
         yield self._index
 
-    def state(self) -> object:
+    def change_token(self) -> object:
         """Return None."""
 
-    def writing(self) -> None:
+    def on_rewrite_start(self) -> None:
         """Do nothing."""
 
-    def written(self, container: ContainerId) -> None:
+    def on_container_rewritten(self, container: ContainerId) -> None:
         """Do nothing."""
 
-    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
+    def prefetch_removals(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
         """Return None: nobody waits for the index meanwhile."""

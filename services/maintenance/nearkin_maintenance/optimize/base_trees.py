@@ -16,13 +16,13 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_maintenance.gc.mark import Masks, Reach, blocks_leaning, filled, is_in
+from nearkin_maintenance.gc.mark import LiveSet, Masks, dependent_blocks, is_in, mask_of
 from nearkin_maintenance.gc.retained_bytes import NAME_AND_ROW_BYTES, bytes_of_chunks
 from nearkin_maintenance.optimize.unreferenced_merged_blocks import dead_chains
-from nearkin_shared.formats.block_kinds import gathered, referring
+from nearkin_shared.formats.block_kinds import merged_blocks, reference_blocks
 from nearkin_shared.formats.directory import Directory
-from nearkin_shared.storage.container_graph import leaning_last
-from nearkin_shared.types import U32, Bools, Locations, grouped
+from nearkin_shared.storage.container_graph import topological_order
+from nearkin_shared.types import U32, Bools, Locations, group_by_container
 from nearkin_shared.utils.frozen import frozen
 
 NONE = -1
@@ -34,28 +34,30 @@ _NO_ROWS: Bools = np.zeros(0, np.bool_)
 
 
 @frozen
-class Families:
-    """Which family each chunk that is needed is of: `of` int32 by container and ordinal, NONE where it is not."""
+class BaseTrees:
+    """Which family each chunk that is needed is of: `by_container` int32 by container and ordinal, NONE where it is
+    not.
+    """
 
-    of: dict[int, NDArray[np.int32]]
+    by_container: dict[int, NDArray[np.int32]]
     count: int
 
-    def chosen(self, container: int, ordinals: U32) -> NDArray[np.int32]:
+    def trees_of(self, container: int, ordinals: U32) -> NDArray[np.int32]:
         """Return the families of some chunks."""
-        known = self.of.get(container)
+        known = self.by_container.get(container)
         if known is None:
             return np.full(len(ordinals), NONE, np.int32)
         return np.where(ordinals < len(known), known[np.minimum(ordinals, len(known) - 1)], NONE).astype(np.int32)
 
 
-def families_of(reach: Reach, needed: Masks) -> Families:
+def build_base_trees(reach: LiveSet, needed: Masks) -> BaseTrees:
     """Return the families of the chunks `needed`, which is closed under bases. Raises Corrupt."""
-    found, many = Families({}, 0), _Many(reach, needed)
+    found, many = BaseTrees({}, 0), _MergedBases(reach, needed)
     count = 0
-    for container in leaning_last(sorted(needed), lambda c: reach.directory(c).leans_on()):
+    for container in topological_order(sorted(needed), lambda c: reach.directory(c).base_containers()):
         directory = reach.directory(container)
-        chunks, mine = directory.chunks, filled(needed[container], len(directory.chunks))
-        family = found.of[container] = np.full(len(chunks), NONE, np.int32)
+        chunks, mine = directory.chunks, mask_of(needed[container], len(directory.chunks))
+        family = found.by_container[container] = np.full(len(chunks), NONE, np.int32)
         refers = many.bases_of(directory)
         for depth in range(int(chunks.depths[mine].max(initial=0)) + 1):
             rows = np.flatnonzero(mine & (chunks.depths == depth))
@@ -66,51 +68,51 @@ def families_of(reach: Reach, needed: Masks) -> Families:
             first = rows[family[rows] == NONE]
             family[first] = np.arange(count, count + len(first))
             count += len(first)
-    return Families(found.of, count)
+    return BaseTrees(found.by_container, count)
 
 
-class _Many:
+class _MergedBases:
     """Which chunks have a best base that holds many: one that was joined, as what is gathered is."""
 
-    def __init__(self, reach: Reach, needed: Masks) -> None:
+    def __init__(self, reach: LiveSet, needed: Masks) -> None:
         self._reach, self._needed = reach, needed
         self._gathered: dict[int, Bools] = {}
 
     def bases_of(self, directory: Directory) -> Bools:
         """Return bool[n]; of what is not needed nothing is known."""
         chunks = directory.chunks
-        found = referring(directory)[chunks.blocks]
-        for other, rows in grouped(chunks.bases.containers):
+        found = reference_blocks(directory)[chunks.blocks]
+        for other, rows in group_by_container(chunks.bases.containers):
             if other not in self._needed:
                 continue
             bases, ordinals = self._reach.directory(other).chunks, chunks.bases.ordinals[rows]
             if other not in self._gathered:
-                self._gathered[other] = gathered(self._reach.directory(other))
+                self._gathered[other] = merged_blocks(self._reach.directory(other))
             long = bases.lengths[ordinals] > MANY * chunks.lengths[rows].astype(np.int64)
             found[rows] |= long & self._gathered[other][bases.blocks[ordinals]]
         return found
 
 
-def _each(families: Families, bases: Locations) -> NDArray[np.int32]:
+def _each(families: BaseTrees, bases: Locations) -> NDArray[np.int32]:
     found = np.full(len(bases), NONE, np.int32)
-    for container, rows in grouped(bases.containers):
-        found[rows] = families.chosen(container, bases.ordinals[rows])
+    for container, rows in group_by_container(bases.containers):
+        found[rows] = families.trees_of(container, bases.ordinals[rows])
     return found
 
 
-class _Sums:
+class _TreeBytes:
     """What each family takes, in bytes: estimates, since a chunk's share of its block is one."""
 
-    def __init__(self, reach: Reach, families: Families, needed: Masks) -> None:
-        count, many = families.count, _Many(reach, needed)
+    def __init__(self, reach: LiveSet, families: BaseTrees, needed: Masks) -> None:
+        count, many = families.count, _MergedBases(reach, needed)
         self.all_of, self.dead, self.leaning, self.roots = (np.zeros(count) for _ in range(4))
         self.least = np.full(count, np.inf)
         self.leaners = np.zeros(count, np.int64)
-        for container, family in families.of.items():
+        for container, family in families.by_container.items():
             directory = reach.directory(container)
-            rows = np.flatnonzero(filled(needed[container], len(directory.chunks)))
+            rows = np.flatnonzero(mask_of(needed[container], len(directory.chunks)))
             of, share = family[rows], bytes_of_chunks(directory)[rows]
-            live = filled(reach.chunks.get(container, _NO_ROWS), len(directory.chunks))[rows]
+            live = mask_of(reach.chunks.get(container, _NO_ROWS), len(directory.chunks))[rows]
             delta = directory.chunks.depths[rows] > 0
             leans = live & delta
             leans[leans] = ~is_in(reach.chunks, directory.chunks.bases.take(rows[leans]))
@@ -125,13 +127,13 @@ class _Sums:
             np.minimum.at(self.least, of[delta], encoded[delta])
 
 
-def worth_giving_up(reach: Reach, families: Families, needed: Masks, share: float) -> Masks:
+def bases_worth_dropping(reach: LiveSet, families: BaseTrees, needed: Masks, share: float) -> Masks:
     """Return the dead chunks of the families that would take clearly less without them, once that is `share` of all.
 
     What leans on them is then encoded again: the oldest as the root was, raw, or against one that lives further down;
     the others against one that lies near, for about what the smallest delta of the family takes.
     """
-    sums = _Sums(reach, families, needed)
+    sums = _TreeBytes(reach, families, needed)
     least = np.where(np.isfinite(sums.least), sums.least, 0)
     mean = sums.leaning / np.maximum(sums.leaners, 1)
     heir = np.where(sums.roots > 0, sums.roots, sums.dead + mean)
@@ -142,17 +144,17 @@ def worth_giving_up(reach: Reach, families: Families, needed: Masks, share: floa
     if gain[some_dead & (gain > 0)].sum() <= share * sums.all_of.sum():
         return given_up
     chosen = some_dead & (gain > share / 2 * sums.all_of)
-    for container, family in families.of.items():
-        live = filled(reach.chunks.get(container, _NO_ROWS), len(family))
+    for container, family in families.by_container.items():
+        live = mask_of(reach.chunks.get(container, _NO_ROWS), len(family))
         directory = reach.directory(container)
-        settled = reach.referred & (gathered(directory) | referring(directory))[directory.chunks.blocks]
+        settled = reach.referred & (merged_blocks(directory) | reference_blocks(directory))[directory.chunks.blocks]
         dead = ~live & (family != NONE) & chosen[family] & ~settled
         if dead.any():
             given_up[container] = dead | given_up.get(container, np.zeros(len(dead), np.bool_))
     return given_up
 
 
-def leaning(reach: Reach, ids: Collection[int], live: Masks, on: Masks) -> set[int]:
+def containers_depending_on(reach: LiveSet, ids: Collection[int], live: Masks, on: Masks) -> set[int]:
     """Return the containers with blocks that lean on any of the chunks `on`, and hold some of the chunks `live`."""
     found = set()
     for container in ids if on else ():
@@ -160,7 +162,7 @@ def leaning(reach: Reach, ids: Collection[int], live: Masks, on: Masks) -> set[i
             continue
         directory = reach.directory(container)
         used = np.zeros(len(directory.blocks), np.bool_)
-        used[directory.chunks.blocks[filled(mask, len(directory.chunks))]] = True
-        if np.any(used & blocks_leaning(directory, on)):
+        used[directory.chunks.blocks[mask_of(mask, len(directory.chunks))]] = True
+        if np.any(used & dependent_blocks(directory, on)):
             found.add(container)
     return found

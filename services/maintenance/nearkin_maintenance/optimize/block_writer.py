@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from nearkin_maintenance.gc.mark import Masks, is_in
 from nearkin_maintenance.optimize.container_rewriter import NewGeneration, VerifiedReader
-from nearkin_maintenance.optimize.encoder_port import Anew, Part, Recoded, Recoder
+from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort, BlockSlice, EncodedResult, RebasedChunks
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import decode_block
-from nearkin_shared.formats.block_kinds import gathered
+from nearkin_shared.formats.block_kinds import merged_blocks
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.kernels.shared_bytes import shared_bytes
 from nearkin_shared.limits import PREFIX_BYTES_MIN
@@ -31,32 +31,32 @@ SHARED_BYTES_MIN = 64
 """A base that gives fewer bytes than this to what is kept of a block is not worth its place in the prefix."""
 
 
-class Laying:
+class BlockWriter:
     """Lays blocks into new generations."""
 
-    def __init__(self, containers: ContainerStore, verified: VerifiedReader, recode: Recoder) -> None:
+    def __init__(self, containers: ContainerStore, verified: VerifiedReader, recode: BlockEncoderPort) -> None:
         self._containers = containers
         self._reader = ChunkReader(containers, recode.helpers)
         self._verified = verified
         self._recode = recode
 
-    def verified(self, directory: Directory, rows: NDArray[np.intp]) -> U8:
+    def read_verified(self, directory: Directory, rows: NDArray[np.intp]) -> U8:
         """Return the bytes of chunks of a container, one behind the other. Raises Corrupt."""
         here = Locations(np.full(len(rows), directory.container, np.uint64), rows.astype(np.uint32))
         return self._verified.read(directory.domain, here)
 
-    def joined(self, directory: Directory, kept: Bools) -> Bools:
+    def blocks_to_merge(self, directory: Directory, kept: Bools) -> Bools:
         """Return which raw blocks become one: those of which little is kept, if there are several; gathered ones stay.
 
         Apart they took 50 % of their bytes, together 43 (30 days of small edits, benchmarks/gc_days.py).
         """
         blocks = directory.blocks
         left = np.bincount(directory.chunks.blocks, directory.chunks.lengths * kept, len(blocks))
-        small: Bools = (blocks.raw > 0) & (blocks.kinds == container_layout.RAW) & ~gathered(directory)
+        small: Bools = (blocks.raw > 0) & (blocks.kinds == container_layout.RAW) & ~merged_blocks(directory)
         small &= (left > 0) & (left * 2 < self._recode.raw_bytes)
         return small if np.count_nonzero(small) > 1 else np.zeros(len(blocks), np.bool_)
 
-    def rest(self, new: NewGeneration, directory: Directory, kept: Bools, others: Bools) -> None:
+    def copy_remaining(self, new: NewGeneration, directory: Directory, kept: Bools, others: Bools) -> None:
         """Lay what is kept of all blocks but `others`: as it is where it is all of one. Raises Corrupt."""
         old = directory.chunks
         for number in np.flatnonzero((directory.blocks.raw > 0) & ~others).tolist():
@@ -69,15 +69,15 @@ class Laying:
 
     def some_of(self, new: NewGeneration, directory: Directory, number: int, rows: NDArray[np.intp]) -> None:
         """Encode some chunks of a block again. Raises Corrupt."""
-        part = self._part(directory, number, rows, self.verified(directory, rows))
+        part = self._part(directory, number, rows, self.read_verified(directory, rows))
         recoded = self._recode(part)
-        new.lay(rows, recoded, part.lengths if recoded.encoded is None else recoded.encoded)
+        new.write(rows, recoded, part.lengths if recoded.encoded is None else recoded.encoded)
         if recoded.block.kind == container_layout.RAW:
-            new.lean_on_nothing(rows)
+            new.clear_bases(rows)
         else:
             new.keep_bases(rows)
 
-    def less_deep(
+    def rewrite_shallower(
         self,
         new: NewGeneration,
         directory: Directory,
@@ -97,47 +97,47 @@ class Laying:
             plan = self._reader.plan(Locations.empty())
         bases = plan.locations
         depth = int(depths_of(plan).max(initial=0)) + 1 if len(bases) else 0
-        base_payload, payload = self._reader.fetch(plan), self.verified(directory, rows)
+        base_payload, payload = self._reader.fetch(plan), self.read_verified(directory, rows)
         best, lengths = directory.chunks.bases.take(rows), directory.chunks.lengths[rows]
         kind = container_layout.PATCH if len(bases) else container_layout.RAW
-        part = Part(kind, depth, payload, lengths, best, bases, base_payload, plan.lengths)
-        recoded = self._gathered(part) if gathered(directory)[number] else self._recode(part)
-        new.lay(rows, recoded, lengths if recoded.encoded is None else recoded.encoded)
+        part = BlockSlice(kind, depth, payload, lengths, best, bases, base_payload, plan.lengths)
+        recoded = self._write_merged(part) if merged_blocks(directory)[number] else self._recode(part)
+        new.write(rows, recoded, lengths if recoded.encoded is None else recoded.encoded)
         if recoded.block.kind == container_layout.RAW:
-            new.lean_on_nothing(rows)
+            new.clear_bases(rows)
             return
         gone = is_in(without, best)
         best.containers[gone], best.ordinals[gone] = bases.containers[-1], bases.ordinals[-1]
-        new.lean(rows, best, container_layout.LOCALITY_RANK)
+        new.set_bases(rows, best, container_layout.LOCALITY_RANK)
         new.keep_ranks(rows)
 
-    def _gathered(self, part: Part) -> Recoded:
-        block = self._recode.gathered(part.payload, part.bases, part.base_payload, part.depth)()
-        return Recoded(block, part.bases if block.kind == container_layout.PATCH else Locations.empty(), None)
+    def _write_merged(self, part: BlockSlice) -> EncodedResult:
+        block = self._recode.encode_merged(part.payload, part.bases, part.base_payload, part.depth)()
+        return EncodedResult(block, part.bases if block.kind == container_layout.PATCH else Locations.empty(), None)
 
     def raw(self, new: NewGeneration, directory: Directory, rows: NDArray[np.intp]) -> None:
         """Put chunks into blocks that lean on nothing. Raises Corrupt."""
-        blocks, lengths = self._recode.fresh(), directory.chunks.lengths
+        blocks, lengths = self._recode.new_regrouper(), directory.chunks.lengths
         portion = np.cumsum(lengths[rows], dtype=np.int64) // READ_BYTES
         for some in np.split(rows, np.flatnonzero(np.diff(portion)) + 1) if len(rows) else []:
-            blocks.add_raw(some, self.verified(directory, some), lengths[some])
-        self.made(new, directory, blocks.end())
+            blocks.add_raw(some, self.read_verified(directory, some), lengths[some])
+        self.copy_encoded(new, directory, blocks.end())
 
-    def made(self, new: NewGeneration, directory: Directory, blocks: list[Anew]) -> None:
+    def copy_encoded(self, new: NewGeneration, directory: Directory, blocks: list[RebasedChunks]) -> None:
         """Lay blocks that are encoded."""
         for one in blocks:
             rows, recoded = one.rows, one.recoded
-            new.lay(rows, recoded, directory.chunks.lengths[rows] if recoded.encoded is None else recoded.encoded)
+            new.write(rows, recoded, directory.chunks.lengths[rows] if recoded.encoded is None else recoded.encoded)
             if recoded.block.kind != container_layout.RAW:
-                new.lean(rows, one.best, container_layout.LOCALITY_RANK)
+                new.set_bases(rows, one.best, container_layout.LOCALITY_RANK)
 
-    def _part(self, directory: Directory, number: int, rows: NDArray[np.intp], payload: U8) -> Part:
+    def _part(self, directory: Directory, number: int, rows: NDArray[np.intp], payload: U8) -> BlockSlice:
         old, kind = directory.chunks, int(directory.blocks.kinds[number])
         lengths, best = old.lengths[rows], old.bases.take(rows)
         none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
         depth = int(directory.blocks.depths[number])
         if kind == container_layout.RAW:
-            return Part(kind, depth, payload, lengths, none, none, no_bytes, no_lengths)
+            return BlockSlice(kind, depth, payload, lengths, none, none, no_bytes, no_lengths)
         if kind == container_layout.XDELTA3:
             record = self._containers.record(directory.container, number)
             deltas = decode_block(record, f"{object_name(directory.container)} block {number}")
@@ -145,14 +145,14 @@ class Laying:
                 deltas[start : start + length]
                 for start, length in zip(old.positions[rows].tolist(), old.encoded[rows].tolist(), strict=True)
             ]
-            return Part(kind, depth, np.concatenate(pieces), old.encoded[rows], best, none, no_bytes, no_lengths)
+            return BlockSlice(kind, depth, np.concatenate(pieces), old.encoded[rows], best, none, no_bytes, no_lengths)
         plan = self._reader.plan(directory.prefixes.of(number))
         base_payload = self._reader.fetch(plan)
-        used = _used(payload, lengths, base_payload, plan.lengths) | plan.locations.among(best)
+        used = _used_bases(payload, lengths, base_payload, plan.lengths) | plan.locations.is_in(best)
         offsets = offsets_of(plan.lengths)
         wanted = np.flatnonzero(used)
         pieces = [base_payload[int(offsets[i]) : int(offsets[i]) + int(plan.lengths[i])] for i in wanted.tolist()]
-        return Part(
+        return BlockSlice(
             kind,
             depth,
             payload,
@@ -164,7 +164,7 @@ class Laying:
         )
 
 
-def _used(payload: U8, lengths: U32, base_payload: U8, base_lengths: U32) -> NDArray[np.bool_]:
+def _used_bases(payload: U8, lengths: U32, base_payload: U8, base_lengths: U32) -> NDArray[np.bool_]:
     """Return which bases give what is kept enough bytes."""
     one = np.array([0, len(lengths)], np.uint32)
     all_bases = np.array([0, len(base_lengths)], np.uint32)

@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_maintenance.domain_owners import Tenants
-from nearkin_maintenance.optimize.encoder_port import Later, Recoded, Recoder
+from nearkin_maintenance.domain_owners import DomainOwners
+from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort, EncodedResult, PendingBlock
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats import container_layout
@@ -23,7 +23,7 @@ from nearkin_shared.formats.directory import ChunkTable, Directory, PrefixTable,
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import U8, U32, U64, Bools, ContainerId, Locations, offsets_of
-from nearkin_shared.utils.thread_pool import ALONE, Helpers
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 INCOMPRESSIBLE = 0.95
 """A block that a quick search brings to no less than this share is packed already: a deep one finds no more."""
@@ -32,7 +32,7 @@ INCOMPRESSIBLE = 0.95
 class NewGeneration:
     """The rows of the new generation while they are filled in."""
 
-    def __init__(self, containers: ContainerStore, directory: Directory, kept: Bools, recode: Recoder) -> None:
+    def __init__(self, containers: ContainerStore, directory: Directory, kept: Bools, recode: BlockEncoderPort) -> None:
         """`kept` bool[n]: the chunks that stay; the others' rows will be of zeros.
 
         `recode` compresses again, once, what a put compressed.
@@ -41,10 +41,10 @@ class NewGeneration:
         self._containers = containers
         self._directory = directory
         first = containers.generation(directory.container) == 0
-        self._recompressed = recode.recompressed
-        self._smaller = may_come_smaller(directory) & (first and recode.recompresses)
+        self._recompressed = recode.recompress
+        self._smaller = may_compress_further(directory) & (first and recode.can_recompress)
         """Blocks that are compressed again when they are copied."""
-        self._blocks: list[Later | None] = []
+        self._blocks: list[PendingBlock | None] = []
         self._prefixes: list[Locations] = []
         self._names = np.where(kept[:, None], directory.chunks.names, np.uint8(0))
         self.lengths: U32 = np.where(kept, directory.chunks.lengths, 0).astype(np.uint32)
@@ -95,25 +95,27 @@ class NewGeneration:
         """Let rows say that their bases were found as ever."""
         self._ranks[rows] = self._directory.chunks.ranks[rows]
 
-    def lean(self, rows: NDArray[np.intp], best: Locations, ranks: U8 | int) -> None:
+    def set_bases(self, rows: NDArray[np.intp], best: Locations, ranks: U8 | int) -> None:
         """Let rows have other best bases, found by what `ranks` says."""
         self._bases.containers[rows], self._bases.ordinals[rows] = best.containers, best.ordinals
         self._ranks[rows] = ranks
 
-    def lean_on_nothing(self, rows: NDArray[np.intp]) -> None:
+    def clear_bases(self, rows: NDArray[np.intp]) -> None:
         """Let rows have no bases."""
-        self.lean(rows, Locations.empty(len(rows)), 0)
+        self.set_bases(rows, Locations.empty(len(rows)), 0)
 
-    def lay(self, rows: NDArray[np.intp], recoded: Recoded, encoded: U32) -> None:
+    def write(self, rows: NDArray[np.intp], recoded: EncodedResult, encoded: U32) -> None:
         """Take a block of `rows` under the next number; `encoded` the lengths of their encodings, bytes.
 
         In the block they lie in the order in which they are given.
         """
-        self.lay_later(rows, _now(recoded.block), recoded.block.depth, recoded.prefix, encoded)
+        self.write_pending(rows, _now(recoded.block), recoded.block.depth, recoded.prefix, encoded)
         self.held_bytes += len(recoded.block.payload)
 
-    def lay_later(self, rows: NDArray[np.intp], block: Later, depth: int, prefix: Locations, encoded: U32) -> None:
-        """Take a block that is being encoded, as `lay` does: all is known of it but its bytes."""
+    def write_pending(
+        self, rows: NDArray[np.intp], block: PendingBlock, depth: int, prefix: Locations, encoded: U32
+    ) -> None:
+        """Take a block that is being encoded, as `write` does: all is known of it but its bytes."""
         self._laid.append((rows, encoded))
         number = self._next
         self._next += 1
@@ -132,7 +134,7 @@ class NewGeneration:
         self._bases = Locations.join([self._bases, Locations.empty(more)])
         return np.arange(first, first + more)
 
-    def _put(self, number: int, block: Later, prefix: Locations) -> None:
+    def _put(self, number: int, block: PendingBlock, prefix: Locations) -> None:
         self._end(number + 1)
         self._blocks[number], self._prefixes[number] = block, prefix
 
@@ -142,7 +144,7 @@ class NewGeneration:
             self._blocks.append(None)
             self._prefixes.append(Locations.empty())
 
-    def encoded(self, dropped_segments: U32) -> bytes:
+    def encode(self, dropped_segments: U32) -> bytes:
         """Return the container, without some of its recipes, once all its blocks are there.
 
         Raises Corrupt where one of them does not decode again, or the container does not read as one.
@@ -173,16 +175,16 @@ class NewGeneration:
         return encode_generation(directory, blocks, self._prefixes, chunks, segments, "written anew")
 
 
-def _now(block: EncodedBlock) -> Later:
+def _now(block: EncodedBlock) -> PendingBlock:
     return lambda: block
 
 
-def _smallest(again: Later, block: EncodedBlock) -> EncodedBlock:
+def _smallest(again: PendingBlock, block: EncodedBlock) -> EncodedBlock:
     found = again()
     return found if found.stored_bytes < block.stored_bytes else block
 
 
-def may_come_smaller(directory: Directory) -> Bools:
+def may_compress_further(directory: Directory) -> Bools:
     """Return which blocks a deeper search may make smaller: they lean on nothing, and compress."""
     blocks = directory.blocks
     raw: Bools = (blocks.raw > 0) & (blocks.kinds == container_layout.RAW) & (blocks.codecs == container_layout.ZSTD)
@@ -221,9 +223,9 @@ class VerifiedReader:
     def __init__(
         self,
         containers: ContainerStore,
-        tenants: Tenants,
+        tenants: DomainOwners,
         any_fingerprinter: Fingerprinter,
-        helpers: Helpers = ALONE,
+        helpers: ThreadPool = SERIAL,
     ) -> None:
         """`helpers` decode beside the caller."""
         self._reader = ChunkReader(containers, helpers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from nearkin_maintenance.gc.concurrent_writes import Since
+from nearkin_maintenance.gc.concurrent_writes import ConcurrentWrites
 from nearkin_shared.index.catalog import summarise_directory
 from nearkin_shared.index.protocols import SupportsCollection
 from nearkin_shared.storage.containers import ContainerStore
@@ -18,23 +18,23 @@ from nearkin_shared.utils.frozen import frozen
 
 
 @frozen
-class Replaced:
+class SwapResult:
     """What became of a container: bytes before and now."""
 
     before_bytes: int
     now_bytes: int
 
 
-class Replacing:
+class ContainerSwap:
     """Puts generations, at a bounded speed."""
 
     def __init__(self, containers: ContainerStore, bytes_per_second: int) -> None:
         self._containers = containers
         self._bytes_per_second = bytes_per_second
 
-    def over(self, containers: ContainerStore) -> Replacing:
+    def with_containers(self, containers: ContainerStore) -> ContainerSwap:
         """Return what does the same, at the same speed, for the containers of another store."""
-        return Replacing(containers, self._bytes_per_second)
+        return ContainerSwap(containers, self._bytes_per_second)
 
     def renew(self, index: SupportsCollection, container: ContainerId) -> None:
         """Tell the index what is left of a container, before what was goes."""
@@ -46,8 +46,8 @@ class Replacing:
         before_bytes: int,
         make: Callable[[], bytes | None],
         stays: Callable[[], bool],
-        since: Since,
-    ) -> Replaced | None:
+        since: ConcurrentWrites,
+    ) -> SwapResult | None:
         """Put what `make` makes; return None where it is None, or where the container `stays`, asked in the turn.
 
         Raises Corrupt, NoRoom, StoreLocked, StoreUnavailable.
@@ -57,7 +57,7 @@ class Replacing:
         if data is None:
             return None
         failpoint("compact.made")
-        with since.turn() as index:
+        with since.exclusive() as index:
             if stays():
                 return None
             generation = self._containers.generation(container)
@@ -66,8 +66,8 @@ class Replacing:
             self.renew(index, container)
             failpoint("compact.renewed")
             self._containers.delete(container, generation)
-            since.written(container, generation + 1)
+            since.on_container_rewritten(container, generation + 1)
             failpoint("compact.replaced")
         allowed_seconds = (before_bytes + len(data)) / self._bytes_per_second
         time.sleep(max(0.0, allowed_seconds - (time.perf_counter() - started)))
-        return Replaced(before_bytes, len(data))
+        return SwapResult(before_bytes, len(data))

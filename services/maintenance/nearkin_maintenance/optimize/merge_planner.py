@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_maintenance.gc.mark import Masks, Reach, filled
+from nearkin_maintenance.gc.mark import LiveSet, Masks, mask_of
 from nearkin_shared.formats import location_runs
-from nearkin_shared.formats.block_kinds import gathered, referring
+from nearkin_shared.formats.block_kinds import merged_blocks, reference_blocks
 from nearkin_shared.formats.directory import Directory
-from nearkin_shared.storage.container_graph import leaning_last
-from nearkin_shared.types import I32, U8, U64, Bools, ContainerId, Locations, grouped
+from nearkin_shared.storage.container_graph import topological_order
+from nearkin_shared.types import I32, U8, U64, Bools, ContainerId, Locations, group_by_container
 from nearkin_shared.utils.frozen import frozen
 
-NOWHERE = -1
+NO_REGION = -1
 CAPPED_SHARE = 0.05
 """A container takes in what leans on it once chunks of this share of its own bytes are as deep as they may be."""
 CHUNKS_MAX = 1 << 20
@@ -36,7 +36,7 @@ REFERENCES_MAX = 1 << 17
 
 
 @frozen
-class Bounds:
+class MergeBounds:
     """`depth_max`: chunks are never put deeper; `block_bytes`: what a block holds at most; `stretch_bytes`: what of a
     container's own chunks one begins with; `joined_bytes`: chunks are joined to one of so many bytes at most;
     `versions_min`: a stretch takes nothing in before so many containers have chunks that are named and go back to it.
@@ -50,12 +50,12 @@ class Bounds:
 
 
 @frozen
-class Gathering:
+class MergePlan:
     """What is taken in, and by what. `containers`: all that are needed, each after those that it leans on."""
 
-    bounds: Bounds
+    bounds: MergeBounds
     containers: list[ContainerId]
-    stretches: dict[int, I32]
+    regions: dict[int, I32]
     """By container and ordinal: the stretch in which a chunk is to lie there."""
     parents: I32
     """Of each stretch the one on which it leans, NOWHERE where there is none."""
@@ -67,44 +67,44 @@ class Gathering:
     """Of all chunks that are taken in the stretches that take them, ascending; and the chunks, in stream order."""
     _taken: Locations
 
-    def taken_into(self, stretch: int) -> Locations:
+    def chunks_merged_into(self, stretch: int) -> Locations:
         """Return what a stretch takes in, in stream order."""
         bounds = np.searchsorted(self._homes, [stretch, stretch + 1])
         return self._taken.take(slice(int(bounds[0]), int(bounds[1])))
 
-    def own(self, stretch: int) -> Locations:
+    def own_chunks(self, stretch: int) -> Locations:
         """Return the chunks of its own container that are to lie in a stretch, in stream order."""
         container = int(self._holders[stretch])
-        rows = np.flatnonzero(self.stretches[container] == stretch)
+        rows = np.flatnonzero(self.regions[container] == stretch)
         return Locations(np.full(len(rows), container, np.uint64), rows.astype(np.uint32))
 
-    def taking(self, container: int) -> list[int]:
+    def merge_targets(self, container: int) -> list[int]:
         """Return the stretches of a container that take something in."""
-        own = np.unique(self.stretches[container])
+        own = np.unique(self.regions[container])
         takes = np.searchsorted(self._homes, own) < np.searchsorted(self._homes, own, side="right")
         return [int(stretch) for stretch in own[takes]]
 
 
-def to_gather(reach: Reach, ids: Collection[int], young: Collection[int], bounds: Bounds) -> Gathering | None:
+def plan_merge(reach: LiveSet, ids: Collection[int], young: Collection[int], bounds: MergeBounds) -> MergePlan | None:
     """Return what it is worth to gather, None: nothing. Raises Corrupt where something that is needed cannot be read.
 
     Containers that are `young`, or not among `ids`, neither take in nor give.
     """
-    needed = reach.closed(reach.chunks)
+    needed = reach.transitive_closure(reach.chunks)
     if not any(_ends(reach.directory(c), mask, bounds.depth_max) for c, mask in needed.items()):
         return None
     planner = _Planner(reach, bounds)
     left_alone = {*young, *(c for c in needed if c not in ids)}
-    for container in leaning_last(sorted(needed), lambda c: reach.directory(c).leans_on()):
+    for container in topological_order(sorted(needed), lambda c: reach.directory(c).base_containers()):
         planner.add(container, needed, container not in left_alone)
-    return planner.ended()
+    return planner.finish()
 
 
 def _ends(directory: Directory, needed: Bools, depth_max: int) -> bool:
     """Return whether chains end here because they may not be longer."""
     if int(directory.blocks.depths.max(initial=0)) < depth_max:
         return False
-    mask = filled(needed, len(directory.chunks))
+    mask = mask_of(needed, len(directory.chunks))
     return bool(np.any(mask & (directory.chunks.depths >= depth_max)))
 
 
@@ -134,7 +134,7 @@ class _Column:
         self._used = needed
 
 
-class _Stretches:
+class _Regions:
     """All stretches, by number. A full one hands on what comes to the one begun beside it."""
 
     def __init__(self, depth_max: int, block_bytes: int) -> None:
@@ -159,7 +159,7 @@ class _Stretches:
         return self._parents.values
 
     @property
-    def begun(self) -> Bools:
+    def started_mask(self) -> Bools:
         """Return which have begun in this round."""
         return self._begun.values
 
@@ -169,7 +169,7 @@ class _Stretches:
         self._held.append(held_bytes)
         self._holders.append(np.full(count, container, np.uint64))
         self._depths.append(depths)
-        self._parents.append(np.full(count, NOWHERE, np.int32))
+        self._parents.append(np.full(count, NO_REGION, np.int32))
         self._next.append(np.arange(first, first + count, dtype=np.int32))
         self._begun.append(np.zeros(count, np.bool_))
         self._roots.append(np.arange(first, first + count, dtype=np.int32))
@@ -183,10 +183,10 @@ class _Stretches:
         """Return how many versions have chunks that go back to one of these stretches, at most."""
         return int(self._versions.values[self._roots.values[stretches]].max(initial=0))
 
-    def latest(self, stretches: I32) -> I32:
+    def current_region(self, stretches: I32) -> I32:
         """Return those that take in by now what comes to these; NOWHERE stays."""
         found, following = stretches.copy(), self._next.values
-        mine = np.flatnonzero(found != NOWHERE)
+        mine = np.flatnonzero(found != NO_REGION)
         while len(mine):
             then = following[found[mine]]
             mine, then = mine[then != found[mine]], then[then != found[mine]]
@@ -207,22 +207,22 @@ class _Stretches:
     def begin(self, beside: int, container: int, depth: int) -> int:
         """Return a new stretch of a container beside one that is full, for chunks of `depth`; NOWHERE: too deep."""
         parent, depths = beside, self._depths.values
-        while parent != NOWHERE and int(depths[parent]) + 2 > self._depth_max:
+        while parent != NO_REGION and int(depths[parent]) + 2 > self._depth_max:
             parent = int(self._parents.values[parent])
-        if parent == NOWHERE or int(depths[parent]) + 1 > depth:
-            return NOWHERE
+        if parent == NO_REGION or int(depths[parent]) + 1 > depth:
+            return NO_REGION
         new = len(self)
         self.add(container, np.zeros(1, np.int64), depths[parent : parent + 1] + np.uint8(1))
         self._begun.values[new] = True
-        self.follows(new, parent, beside)
+        self.chain_region(new, parent, beside)
         return new
 
-    def follows(self, stretch: int, parent: int, beside: int) -> None:
+    def chain_region(self, stretch: int, parent: int, beside: int) -> None:
         """Let a stretch take in what comes to another: it leans on `parent`."""
         self._parents.values[stretch] = parent
         self._roots.values[stretch] = self._roots.values[beside]
-        (last,) = self.latest(np.array([beside], np.int32)).tolist()
-        (end,) = self.latest(np.array([stretch], np.int32)).tolist()
+        (last,) = self.current_region(np.array([beside], np.int32)).tolist()
+        (end,) = self.current_region(np.array([stretch], np.int32)).tolist()
         if last != end:  # else it comes to it already
             self._next.values[last] = stretch
 
@@ -232,9 +232,9 @@ class _Stretches:
 
 
 class _Planner:
-    def __init__(self, reach: Reach, bounds: Bounds) -> None:
+    def __init__(self, reach: LiveSet, bounds: MergeBounds) -> None:
         self._reach, self._bounds = reach, bounds
-        self._all = _Stretches(bounds.depth_max, bounds.block_bytes)
+        self._all = _Regions(bounds.depth_max, bounds.block_bytes)
         self._stretches: dict[int, I32] = {}
         self._homes: dict[int, I32] = {}
         """Of each chunk the stretch to which what leans on it goes back."""
@@ -247,19 +247,19 @@ class _Planner:
         directory = self._reach.directory(container)
         chunks, count = directory.chunks, len(directory.chunks)
         gives = gives and count <= CHUNKS_MAX
-        settled = gathered(directory)
-        own = self._stretches[container] = self._parted(directory, settled, gives)
+        settled = merged_blocks(directory)
+        own = self._stretches[container] = self._current_regions(directory, settled, gives)
         first = len(self._all)
         homes = self._homes[container] = own.copy()
-        self._follow(directory, settled, own)
+        self._link_regions(directory, settled, own)
         self._taken[container] = np.zeros(count, np.bool_)
-        refers = referring(directory)[chunks.blocks]
-        mine = filled(needed[container], count) & chunks.there & (refers | ~settled[chunks.blocks])
-        live = filled(self._reach.chunks.get(container, np.zeros(0, np.bool_)), count)
+        refers = reference_blocks(directory)[chunks.blocks]
+        mine = mask_of(needed[container], count) & chunks.there & (refers | ~settled[chunks.blocks])
+        live = mask_of(self._reach.chunks.get(container, np.zeros(0, np.bool_)), count)
         for depth in range(1, int(chunks.depths[mine].max(initial=0)) + 1):
             rows = np.flatnonzero(mine & (chunks.depths == depth))
-            found = self._all.latest(self._at(chunks.bases.take(rows)))
-            rows, found = rows[found != NOWHERE], found[found != NOWHERE]
+            found = self._all.current_region(self._at(chunks.bases.take(rows)))
+            rows, found = rows[found != NO_REGION], found[found != NO_REGION]
             homes[rows] = found
             here = self._all.holders[found] == np.uint64(container)
             may = ~refers[rows] & live[rows] & ~(here & (found < first)) & gives
@@ -285,13 +285,13 @@ class _Planner:
             if self._all.is_full(full, int(lengths[rest[these]].max())):
                 begun[these] = self._all.begin(full, container, depth)
             else:  # it lies too deep
-                begun[these] = NOWHERE
-        rest, begun = rest[begun != NOWHERE], begun[begun != NOWHERE]
+                begun[these] = NO_REGION
+        rest, begun = rest[begun != NO_REGION], begun[begun != NO_REGION]
         fits = self._all.hold(begun, lengths[rest], depth, np.ones(len(rest), np.bool_))
         homes[rows[rest]] = begun
         own[rows[rest[fits]]] = begun[fits]
 
-    def _parted(self, directory: Directory, settled: Bools, gives: bool) -> I32:
+    def _current_regions(self, directory: Directory, settled: Bools, gives: bool) -> I32:
         """Return the stretch of each chunk as it is: parts of raw blocks, and all of any other."""
         chunks, blocks = directory.chunks, directory.blocks
         lengths = chunks.lengths.astype(np.int64)
@@ -306,18 +306,18 @@ class _Planner:
         own: I32 = (first + which).astype(np.int32)
         return own
 
-    def _follow(self, directory: Directory, settled: Bools, own: I32) -> None:
+    def _link_regions(self, directory: Directory, settled: Bools, own: I32) -> None:
         """Find beside which stretches those were begun that an earlier round gathered."""
         chunks = directory.chunks
         rows = np.flatnonzero(settled[chunks.blocks] & chunks.there & (chunks.depths > 0))
         stretches, firsts = np.unique(own[rows], return_index=True)
         for stretch, beside in zip(stretches.tolist(), self._at(chunks.bases.take(rows[firsts])).tolist(), strict=True):
-            if beside not in (NOWHERE, stretch):
-                self._all.follows(stretch, beside, beside)
+            if beside not in (NO_REGION, stretch):
+                self._all.chain_region(stretch, beside, beside)
 
     def _at(self, bases: Locations) -> I32:
-        found = np.full(len(bases), NOWHERE, np.int32)
-        for container, rows in grouped(bases.containers):
+        found = np.full(len(bases), NO_REGION, np.int32)
+        for container, rows in group_by_container(bases.containers):
             if container in self._homes:
                 found[rows] = self._homes[container][bases.ordinals[rows]]
         return found
@@ -325,13 +325,13 @@ class _Planner:
     def _sum(self, directory: Directory) -> None:
         chunks, taken = directory.chunks, self._taken[directory.container]
         rows = np.flatnonzero(taken & (chunks.depths >= self._bounds.depth_max))
-        for holder, mine in grouped(self._all.holders[self._homes[directory.container][rows]]):
+        for holder, mine in group_by_container(self._all.holders[self._homes[directory.container][rows]]):
             capped_bytes = int(chunks.lengths[rows[mine]].sum(dtype=np.int64))
             self._capped[holder] = self._capped.get(holder, 0) + capped_bytes
 
-    def ended(self) -> Gathering | None:
+    def finish(self) -> MergePlan | None:
         """Return what came of all containers, None where nothing is worth it."""
-        takers = [holder for holder in self._stretches if self._is_worth(holder)]
+        takers = [holder for holder in self._stretches if self._saves_bytes(holder)]
         worth = np.isin(self._all.holders, np.array(takers, np.uint64))
         homes, taken = [np.zeros(0, np.int32)], [Locations.empty()]
         for container, mask in self._taken.items():
@@ -345,9 +345,9 @@ class _Planner:
         all_homes, all_taken = all_homes[order], all_taken.take(order)
         some = self._references(all_homes, all_taken) <= REFERENCES_MAX
         containers = [ContainerId(container) for container in self._stretches]
-        parents, begun, holders = self._all.parents.copy(), self._all.begun.copy(), self._all.holders.copy()
+        parents, begun, holders = self._all.parents.copy(), self._all.started_mask.copy(), self._all.holders.copy()
         homes_taken = all_homes[some], all_taken.take(some)
-        return Gathering(self._bounds, containers, self._stretches, parents, begun, holders, *homes_taken)
+        return MergePlan(self._bounds, containers, self._stretches, parents, begun, holders, *homes_taken)
 
     def _references(self, homes: I32, taken: Locations) -> NDArray[np.int64]:
         """Return how many blocks refer to what is taken in up to each chunk, at most.
@@ -360,14 +360,14 @@ class _Planner:
         found: NDArray[np.int64] = np.cumsum(first) + joined
         return found
 
-    def _is_worth(self, holder: int) -> bool:
+    def _saves_bytes(self, holder: int) -> bool:
         raw_bytes = int(self._reach.directory(holder).blocks.raw.sum(dtype=np.int64))
         many = self._all.versions(self._stretches[holder]) >= self._bounds.versions_min
         return many and self._capped.get(holder, 0) > CAPPED_SHARE * raw_bytes
 
 
-def _lengths(reach: Reach, locations: Locations) -> NDArray[np.int64]:
+def _lengths(reach: LiveSet, locations: Locations) -> NDArray[np.int64]:
     found = np.zeros(len(locations), np.int64)
-    for container, rows in grouped(locations.containers):
+    for container, rows in group_by_container(locations.containers):
         found[rows] = reach.directory(container).chunks.lengths[locations.ordinals[rows]]
     return found

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from nearkin_maintenance.gc.gc_plan import Drop
-from nearkin_maintenance.optimize.block_writer import Laying
-from nearkin_maintenance.optimize.container_rebase import Means, Rebasing, Task, Underway
-from nearkin_maintenance.optimize.encoder_port import Recoder
+from nearkin_maintenance.gc.gc_plan import ContainerRemoval
+from nearkin_maintenance.optimize.block_writer import BlockWriter
+from nearkin_maintenance.optimize.container_rebase import ContainerRebase, RebaseContext, RebasePlan, RebaseTask
+from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.limits import MIB
 from nearkin_shared.reading.base_reader import BaseReader
@@ -29,16 +29,23 @@ SIDE_BYTES_MAX = 64 * MIB
 """Of what is encoded of them. Where it becomes more, the last ones wait, and are made with those that come then."""
 
 
-class SideBySide:
+class BatchRebase:
     """Makes next generations of which chunks lean on others than before."""
 
     def __init__(
-        self, containers: ContainerStore, laying: Laying, recode: Recoder, rebasing: Rebasing, drops: Mapping[int, Drop]
+        self,
+        containers: ContainerStore,
+        laying: BlockWriter,
+        recode: BlockEncoderPort,
+        rebasing: RebasePlan,
+        drops: Mapping[int, ContainerRemoval],
     ) -> None:
-        self._means = Means(containers, laying, recode, BaseReader(containers, recode.helpers), rebasing, {})
+        self._means = RebaseContext(containers, laying, recode, BaseReader(containers, recode.helpers), rebasing, {})
         self._drops = drops
 
-    def made(self, order: Sequence[ContainerId], told: Callable[[Sequence[Task]], Iterable[Task]]) -> Iterator[bytes]:
+    def generations(
+        self, order: Sequence[ContainerId], told: Callable[[Sequence[RebaseTask]], Iterable[RebaseTask]]
+    ) -> Iterator[bytes]:
         """Yield the next generation of each container, in an order in which each comes after those it leans on.
 
         `told` yields tasks, and may end all by raising. Raises Corrupt in the turn of one that cannot be made.
@@ -49,31 +56,33 @@ class SideBySide:
                 yield data
                 del left[0]
 
-    def _some(self, order: Sequence[ContainerId], told: Callable[[Sequence[Task]], Iterable[Task]]) -> Iterator[bytes]:
+    def _some(
+        self, order: Sequence[ContainerId], told: Callable[[Sequence[RebaseTask]], Iterable[RebaseTask]]
+    ) -> Iterator[bytes]:
         """Yield the first of them, one at least, made side by side. Raises Corrupt where the next one is broken."""
-        underway, broken = self._begun(order)
+        underway, broken = self._begin_all(order)
         tasks = sorted(task for which, one in enumerate(underway) for task in one.tasks(which))
         held_bytes = 0
         for task in told(tasks):
             if task.which >= len(underway):
                 continue
             try:
-                held_bytes += underway[task.which].do(task)
+                held_bytes += underway[task.which].execute(task)
             except Corrupt as err:
-                held_bytes = _ended(underway, task.which)
+                held_bytes = _release_from(underway, task.which)
                 broken = err
             while held_bytes > SIDE_BYTES_MAX and len(underway) > 1:
-                held_bytes = _ended(underway, len(underway) - 1)
+                held_bytes = _release_from(underway, len(underway) - 1)
                 broken = None  # it comes later, and is broken then
         waiting = deque(underway)
         del underway
         while waiting:
-            yield waiting.popleft().encoded()
+            yield waiting.popleft().encode()
         if broken is not None:
             raise broken
 
-    def _begun(self, order: Sequence[ContainerId]) -> tuple[list[Underway], Corrupt | None]:
-        underway, chunks = list[Underway](), 0
+    def _begin_all(self, order: Sequence[ContainerId]) -> tuple[list[ContainerRebase], Corrupt | None]:
+        underway, chunks = list[ContainerRebase](), 0
         for container in order:
             try:
                 directory = self._means.containers.directory(container)
@@ -82,13 +91,13 @@ class SideBySide:
             chunks += len(directory.chunks)
             if underway and chunks > SIDE_CHUNKS_MAX:
                 break
-            underway.append(Underway(self._means, directory, self._drops[container]))
+            underway.append(ContainerRebase(self._means, directory, self._drops[container]))
         return underway, None
 
 
-def _ended(underway: list[Underway], first: int) -> int:
+def _release_from(underway: list[ContainerRebase], first: int) -> int:
     """Let go of containers from one on; return the bytes that are encoded of the others."""
     for one in underway[first:]:
-        one.undone()
+        one.rollback_depths()
     del underway[first:]
     return sum(one.held_bytes for one in underway)

@@ -17,21 +17,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_maintenance.gc.mark import Masks, Reach
-from nearkin_shared.formats.block_kinds import gathered
+from nearkin_maintenance.gc.mark import LiveSet, Masks
+from nearkin_shared.formats.block_kinds import merged_blocks
 from nearkin_shared.formats.directory import Directory
-from nearkin_shared.types import grouped
+from nearkin_shared.types import group_by_container
 
 EVERY_CHUNKS = 16
 LINKED_EVERY = 2
 """Of so many chunks that lean on one container the place of one is looked at."""
-AROUND = 2
+SMOOTHING_CHUNKS = 2
 """Places are the medians of those around, so many on each side: what resembles something far away is no move."""
 
 F64 = NDArray[np.float64]
 
 
-class Places:
+class StreamPositions:
     """Where in the stream the chunks of some containers lie, in chunks of the one that has the most."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Places:
         return found
 
 
-class _Link(NamedTuple):
+class _PositionLink(NamedTuple):
     """Chunks of a container, and those of another that lie where they do."""
 
     other: int
@@ -64,9 +64,9 @@ class _Link(NamedTuple):
     of_other: NDArray[np.uint32]
 
 
-def places_of(reach: Reach, needed: Masks) -> Places:
+def estimate_positions(reach: LiveSet, needed: Masks) -> StreamPositions:
     """Return the places of all containers of which something is `needed`. Raises Corrupt."""
-    places, links, end = Places(), _links(reach, needed), 0
+    places, links, end = StreamPositions(), _links(reach, needed), 0
     counts = {container: len(reach.directory(container).chunks) for container in needed}
     for largest in sorted(counts, key=lambda container: (-counts[container], container)):
         if largest in places:
@@ -80,8 +80,8 @@ def places_of(reach: Reach, needed: Masks) -> Places:
                 continue
             directory = reach.directory(container)
             if container != largest:
-                found = _filled(_medians(counts[container], links[container], places))
-            places.put(container, _smoothed(found), _stands_at(directory))
+                found = _interpolate(_medians(counts[container], links[container], places))
+            places.put(container, _smooth(found), _anchor_chunk(directory))
             for link in links[container]:
                 if link.other not in places:
                     linked[link.other] += len(link.rows)
@@ -89,27 +89,27 @@ def places_of(reach: Reach, needed: Masks) -> Places:
     return places
 
 
-def _links(reach: Reach, needed: Masks) -> dict[int, list[_Link]]:
+def _links(reach: LiveSet, needed: Masks) -> dict[int, list[_PositionLink]]:
     """Return from each container those to others, in both directions: by best bases, but of what was taken in."""
-    links: dict[int, list[_Link]] = {container: [] for container in needed}
+    links: dict[int, list[_PositionLink]] = {container: [] for container in needed}
     for container in needed:
         directory = reach.directory(container)
         bases = directory.chunks.bases
-        own = _stands_at(directory) == np.arange(len(bases))
-        for other, rows in grouped(bases.containers):
+        own = _anchor_chunk(directory) == np.arange(len(bases))
+        for other, rows in group_by_container(bases.containers):
             some = rows[own[rows]][::LINKED_EVERY]
             if other != container and other in links and len(some):
                 here, there = some.astype(np.uint32), bases.ordinals[some]
-                links[container].append(_Link(other, here, there))
-                links[other].append(_Link(container, there, here))
+                links[container].append(_PositionLink(other, here, there))
+                links[other].append(_PositionLink(container, there, here))
     return links
 
 
-def _stands_at(directory: Directory) -> NDArray[np.int32]:
+def _anchor_chunk(directory: Directory) -> NDArray[np.int32]:
     """Return for each chunk itself, for one that was taken in the first one of its block."""
     chunks = directory.chunks
     found = np.arange(len(chunks), dtype=np.int32)
-    some = np.flatnonzero(gathered(directory)[chunks.blocks] & chunks.there)
+    some = np.flatnonzero(merged_blocks(directory)[chunks.blocks] & chunks.there)
     rows = some[np.argsort(chunks.blocks[some], kind="stable")]
     if len(rows):
         begins = np.flatnonzero(np.append(True, np.diff(chunks.blocks[rows]) != 0))
@@ -119,7 +119,7 @@ def _stands_at(directory: Directory) -> NDArray[np.int32]:
     return found
 
 
-def _medians(count: int, links: list[_Link], places: Places) -> F64:
+def _medians(count: int, links: list[_PositionLink], places: StreamPositions) -> F64:
     """Return the median place of every few of `count` chunks, nan where nothing tells it."""
     told = [link for link in links if link.other in places]
     found = np.concatenate([places.at(link.other, link.of_other) for link in told])
@@ -131,15 +131,17 @@ def _medians(count: int, links: list[_Link], places: Places) -> F64:
     return medians
 
 
-def _filled(found: F64) -> F64:
+def _interpolate(found: F64) -> F64:
     """Return places with what lies between those in place of nan."""
     known = np.flatnonzero(~np.isnan(found))
     return np.interp(np.arange(len(found)), known, found[known]).astype(np.float64)
 
 
-def _smoothed(found: F64) -> F64:
+def _smooth(found: F64) -> F64:
     if not len(found):  # recipes of known chunks alone, or of zeros
         return found
-    around = np.lib.stride_tricks.sliding_window_view(np.pad(found, AROUND, mode="edge"), 2 * AROUND + 1)
+    around = np.lib.stride_tricks.sliding_window_view(
+        np.pad(found, SMOOTHING_CHUNKS, mode="edge"), 2 * SMOOTHING_CHUNKS + 1
+    )
     smoothed: F64 = np.median(around, axis=1)
     return smoothed

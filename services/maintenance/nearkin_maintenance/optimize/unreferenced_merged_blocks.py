@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_maintenance.gc.mark import Masks, Reach, filled, is_in
-from nearkin_shared.formats.block_kinds import gathered, referring
+from nearkin_maintenance.gc.mark import LiveSet, Masks, is_in, mask_of
+from nearkin_shared.formats.block_kinds import merged_blocks, reference_blocks
 from nearkin_shared.formats.directory import Directory
-from nearkin_shared.storage.container_graph import leaning_last
+from nearkin_shared.storage.container_graph import topological_order
 from nearkin_shared.types import Bools
 
 NONE = -1
@@ -57,7 +57,7 @@ class Chain:
         return min(self.root_bytes, max(without, RAW_SHARE_MIN * self.own_bytes))
 
 
-def dead_chains(reach: Reach, needed: Masks, share: float) -> Masks:
+def dead_chains(reach: LiveSet, needed: Masks, share: float) -> Masks:
     """Return the dead gathered blocks, and what refers to them, that others hold which would take clearly less without.
 
     By whole blocks: what a part of one takes is little.
@@ -65,15 +65,15 @@ def dead_chains(reach: Reach, needed: Masks, share: float) -> Masks:
     chains: list[Chain] = []
     of: dict[int, NDArray[np.int32]] = {}
     lives: dict[int, Bools] = {}
-    for container in leaning_last(sorted(needed), lambda c: reach.directory(c).leans_on()):
+    for container in topological_order(sorted(needed), lambda c: reach.directory(c).base_containers()):
         directory = reach.directory(container)
         chunks, blocks = directory.chunks, directory.blocks
         used, living = np.zeros(len(blocks), np.bool_), np.zeros(len(blocks), np.bool_)
-        used[chunks.blocks[filled(needed[container], len(chunks)) & chunks.there]] = True
-        living[chunks.blocks[filled(reach.chunks.get(container, _NO_ROWS), len(chunks)) & chunks.there]] = True
+        used[chunks.blocks[mask_of(needed[container], len(chunks)) & chunks.there]] = True
+        living[chunks.blocks[mask_of(reach.chunks.get(container, _NO_ROWS), len(chunks)) & chunks.there]] = True
         lives[container] = living
         chain = of[container] = np.full(len(blocks), NONE, np.int32)
-        whole = np.flatnonzero(used & gathered(directory))
+        whole = np.flatnonzero(used & merged_blocks(directory))
         for number in whole[np.argsort(blocks.depths[whole], kind="stable")].tolist():
             stored, leans_on_dead = int(blocks.stored[number]), False
             if not blocks.depths[number]:
@@ -103,7 +103,7 @@ def dead_chains(reach: Reach, needed: Masks, share: float) -> Masks:
         dead = ~lives[container] & (chain != NONE)
         dead[dead] = gone[chain[dead]]
         rows = chunks.there & dead[chunks.blocks]
-        refers = chunks.there & (referring(reach.directory(container)) & ~lives[container])[chunks.blocks]
+        refers = chunks.there & (reference_blocks(reach.directory(container)) & ~lives[container])[chunks.blocks]
         refers[refers] = is_in(given_up, chunks.bases.take(refers))
         if (rows | refers).any():
             given_up[container] = rows | refers

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from blake3 import blake3
 
-from nearkin_maintenance.gc.mark import Masks, filled, reached
-from nearkin_shared.errors import Permanent, SourceFailed
+from nearkin_maintenance.gc.mark import Masks, mark_ordinals, mask_of
+from nearkin_shared.errors import PermanentError, SourceFailed
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import decode_block
 from nearkin_shared.formats.container import decode_container
@@ -26,7 +26,7 @@ from nearkin_shared.formats.tombstone import decode_mark
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.storage.manifests import ManifestStore, mark_name
 from nearkin_shared.storage.manifests import object_name as manifest_name
-from nearkin_shared.types import U32, U64, Bools, ContainerId, Locations, grouped
+from nearkin_shared.types import U32, U64, Bools, ContainerId, Locations, group_by_container
 
 HELD_BYTES = 64 * 1024 * 1024
 _NONE: Bools = np.zeros(0, np.bool_)
@@ -34,7 +34,7 @@ _NO_HEADS: U64 = np.zeros(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class BackupObject:
     """A whole object that somebody has kept elsewhere, checked: 200 bytes, and 8 for each chunk."""
 
     name: str
@@ -60,7 +60,7 @@ class Given:
         return data
 
 
-def given_object(read: Callable[[], bytes], what: str, sealed_as: str | None = None) -> Given | None:
+def parse_backup_object(read: Callable[[], bytes], what: str, sealed_as: str | None = None) -> BackupObject | None:
     """Return what object a file is a copy of, None where it is none of a store's. Raises Corrupt for a broken one."""
     data = read()
     digest = blake3(data).digest()
@@ -73,26 +73,28 @@ def given_object(read: Callable[[], bytes], what: str, sealed_as: str | None = N
             there = directory.chunks.names[directory.chunks.there]
             heads = np.sort(np.ascontiguousarray(there[:, :8]).view(np.uint64).ravel())
             name = object_name(directory.container)
-            return Given(name, what, digest, read, sealed_as, whole, len(there), heads)
+            return BackupObject(name, what, digest, read, sealed_as, whole, len(there), heads)
         case b"NKM1":
             manifest = decode_manifest(data, what)
             name = manifest_name(manifest.tenant, manifest.key, manifest.version)
-            return Given(name, what, digest, read, sealed_as)
+            return BackupObject(name, what, digest, read, sealed_as)
         case b"NKT1":
             mark = decode_mark(data, what)
-            return Given(mark_name(mark.tenant, mark.key, mark.version, mark.sequence), what, digest, read, sealed_as)
+            return BackupObject(
+                mark_name(mark.tenant, mark.key, mark.version, mark.sequence), what, digest, read, sealed_as
+            )
         case _:
             return None
 
 
-class Held:
+class BackupCache:
     """Containers among what is given, read and decoded; the least used go once they are more than HELD_BYTES."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[Given, tuple[bytes, Directory]] = OrderedDict()
+        self._held: OrderedDict[BackupObject, tuple[bytes, Directory]] = OrderedDict()
         self.held_bytes = 0
 
-    def of(self, given: Given) -> tuple[bytes, Directory]:
+    def of(self, given: BackupObject) -> tuple[bytes, Directory]:
         """Return a container's bytes and directory. Raises SourceFailed."""
         found = self._held.get(given)
         if found is not None:
@@ -110,7 +112,7 @@ def _held_bytes(held: tuple[bytes, Directory]) -> int:
     return len(held[0]) + held[1].memory_bytes
 
 
-class Needs:
+class RequiredChunks:
     """What versions, and what other containers hold, name of the containers that several copies are given of.
 
     Memory: a byte for each segment of the store.
@@ -120,8 +122,8 @@ class Needs:
         self,
         containers: ContainerStore,
         manifests: ManifestStore,
-        given: Mapping[ContainerId, Sequence[Given]],
-        held: Held,
+        given: Mapping[ContainerId, Sequence[BackupObject]],
+        held: BackupCache,
     ) -> None:
         self._containers = containers.of(None)
         self._manifests = manifests
@@ -130,7 +132,7 @@ class Needs:
         self._segments: Masks = {}
         self._chunks: Masks | None = None
 
-    def best(self, container: ContainerId) -> Given:
+    def best(self, container: ContainerId) -> BackupObject:
         """Return the copy in whose place the fewest things that are needed would be missing.
 
         Among equals the one with the fewest chunks: what a round has freed since does not come back. Then the oldest,
@@ -143,9 +145,9 @@ class Needs:
             copies, key=lambda copy: (*self._lacking(container, copy), copy.chunks_there, not copy.whole, copy.digest)
         )
 
-    def _lacking(self, container: ContainerId, copy: Given) -> tuple[int, int]:
+    def _lacking(self, container: ContainerId, copy: BackupObject) -> tuple[int, int]:
         """Return how many chunks and segments are needed of a copy that it has not; how many lean on what is gone."""
-        wanted = self._named()
+        wanted = self._referenced_chunks()
         _, directory = self._held.of(copy)
         chunks, segments, prefixes = directory.chunks, directory.segments, directory.prefixes
         lengths = np.diff(segments.bounds)
@@ -163,22 +165,25 @@ class Needs:
         of_prefix = np.repeat(np.arange(len(directory.blocks)), np.diff(prefixes.bounds))
         deltas = used & (directory.blocks.kinds[chunks.blocks] == container_layout.XDELTA3)
         bases = Locations.join([chunks.bases.take(deltas), prefixes.bases.take(in_use[of_prefix])])
-        gone = sum(self._gone(other, bases.ordinals[rows], directory) for other, rows in grouped(bases.containers))
+        gone = sum(
+            self._count_missing(other, bases.ordinals[rows], directory)
+            for other, rows in group_by_container(bases.containers)
+        )
         return missing, gone
 
-    def _gone(self, container: int, ordinals: U32, mine: Directory) -> int:
+    def _count_missing(self, container: int, ordinals: U32, mine: Directory) -> int:
         """Return how many of some bases are in no container that can be read."""
         if container == mine.container:
             found = mine
         else:
             try:
                 found = self._containers.directory(ContainerId(container))
-            except Permanent:
+            except PermanentError:
                 return 0 if ContainerId(container) in self._given else len(ordinals)
         inside = ordinals < len(found.chunks)
         return len(ordinals) - int(found.chunks.there[ordinals[inside]].sum())
 
-    def _named(self) -> Masks:
+    def _referenced_chunks(self) -> Masks:
         """Return which chunks of the containers in question are named, by recipes that versions need and by bases."""
         if self._chunks is not None:
             return self._chunks
@@ -186,10 +191,10 @@ class Needs:
         for name, _ in self._manifests.names_and_marks()[0]:
             try:
                 segments = self._manifests.read(name).segments
-            except Permanent:  # it is damaged itself
+            except PermanentError:  # it is damaged itself
                 continue
-            for container, rows in grouped(segments.containers):
-                reached(self._segments, container, segments.ordinals[rows])
+            for container, rows in group_by_container(segments.containers):
+                mark_ordinals(self._segments, container, segments.ordinals[rows])
         for directory in self._readable():
             chunks, table = directory.chunks, directory.segments
             recipes = _within(self._segments.get(directory.container, _NONE), len(table))
@@ -203,16 +208,16 @@ class Needs:
         for container, _ in self._containers.ids():
             try:
                 yield self._containers.directory(container)
-            except Permanent:
+            except PermanentError:
                 continue
 
 
 def _name(masks: Masks, chunks: Locations, only: Collection[int]) -> None:
-    for container, rows in grouped(chunks.containers):
+    for container, rows in group_by_container(chunks.containers):
         if container in only:
-            reached(masks, container, chunks.ordinals[rows])
+            mark_ordinals(masks, container, chunks.ordinals[rows])
 
 
 def _within(mask: Bools, count: int) -> Bools:
     """Return a mask of `count` rows; what it names beyond is left out."""
-    return filled(mask[:count], count)
+    return mask_of(mask[:count], count)

@@ -1,8 +1,8 @@
 """Copies of chunks. Invariant: what is given out was decoded, and agrees with the name that was asked for.
 
-StoredCopies       other containers of the store: what was put again
-JoinedCopies       what a round joined to one chunk and took in, from the chunks that it was before
-ContainerCopies    containers as somebody has kept them elsewhere, of whatever generation, and what they lean on:
+DuplicateChunkSource       other containers of the store: what was put again
+MergedChunkSource       what a round joined to one chunk and took in, from the chunks that it was before
+BackupChunkSource    containers as somebody has kept them elsewhere, of whatever generation, and what they lean on:
 
     copy, generation 0    c leans on g        read from the copy, and g from a copy of its own or from the store
     store, generation 1   c leans on h        since a round took g away
@@ -19,28 +19,30 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from nearkin_maintenance.domain_owners import Tenants
-from nearkin_maintenance.repair.backup_copies import Given, Held
-from nearkin_maintenance.repair.container_repair import Copies, Name
-from nearkin_shared.errors import NotFound, Permanent
+from nearkin_maintenance.domain_owners import DomainOwners
+from nearkin_maintenance.repair.backup_copies import BackupCache, BackupObject
+from nearkin_maintenance.repair.container_repair import ChunkSource, Name
+from nearkin_shared.errors import NotFound, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.formats.block_kinds import referring
+from nearkin_shared.formats.block_kinds import reference_blocks
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.limits import MIB
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.reading.read_plan import BlockName
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import NAME_BYTES, U8, ContainerId, Locations
-from nearkin_shared.utils.buffers import Buffers
+from nearkin_shared.utils.buffers import BufferPool
 
 JOINED_AT_ONCE_BYTES = 64 * MIB
 """Of joined chunks whose parts are looked for together: each time all sources are asked anew."""
 
 
-class _Checked:
+class _FingerprintChecker:
     """Decodes chunks, and compares them with their names; only SHA-1 where no tenant is known."""
 
-    def __init__(self, reader: ChunkReader, domain: bytes, tenants: Tenants, any_fingerprinter: Fingerprinter) -> None:
+    def __init__(
+        self, reader: ChunkReader, domain: bytes, tenants: DomainOwners, any_fingerprinter: Fingerprinter
+    ) -> None:
         known = tenants.fingerprinter(domain)
         self._reader = reader
         self._fingerprinter = known or any_fingerprinter
@@ -62,7 +64,7 @@ class _Checked:
         try:
             plan = self._reader.plan(here)
             payload = self._reader.fetch(plan)
-        except Permanent:  # it is the broken one, or leans on it, or on what is gone
+        except PermanentError:  # it is the broken one, or leans on it, or on what is gone
             return None
         return payload if self.agrees(payload, plan.names) else None
 
@@ -72,10 +74,10 @@ class _Checked:
         return not np.any((found != name)[:, self._compared])
 
 
-class StoredCopies:
+class DuplicateChunkSource:
     """Chunks of other containers of the same domain, found by reading all directories once."""
 
-    def __init__(self, containers: ContainerStore, tenants: Tenants, any_fingerprinter: Fingerprinter) -> None:
+    def __init__(self, containers: ContainerStore, tenants: DomainOwners, any_fingerprinter: Fingerprinter) -> None:
         self._containers = containers
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
@@ -83,22 +85,29 @@ class StoredCopies:
     def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
         """Yield (name, bytes): each decoded, and compared with its name."""
         own = self._containers.of(domain)
-        checked, missing = _Checked(ChunkReader(own), domain, self._tenants, self._any_fingerprinter), set(names)
+        checked, missing = (
+            _FingerprintChecker(ChunkReader(own), domain, self._tenants, self._any_fingerprinter),
+            set(names),
+        )
         for container, _ in sorted(self._containers.ids(), reverse=True):  # what was put again is new
             if not missing:
                 return
             try:
                 directory = own.directory(container)
-            except Permanent:
+            except PermanentError:
                 continue
             yield from checked.among(directory, missing)
 
 
-class JoinedCopies:
+class MergedChunkSource:
     """Chunks that a round joined: no version has one as it is, but each refers to one from where its parts were."""
 
     def __init__(
-        self, containers: ContainerStore, tenants: Tenants, any_fingerprinter: Fingerprinter, copies: Sequence[Copies]
+        self,
+        containers: ContainerStore,
+        tenants: DomainOwners,
+        any_fingerprinter: Fingerprinter,
+        copies: Sequence[ChunkSource],
     ) -> None:
         """`copies`: where the parts are looked for."""
         self._containers = containers
@@ -109,7 +118,7 @@ class JoinedCopies:
     def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
         """Yield (name, bytes): put together again, and compared with its name. Raises what the copies raise."""
         own = self._containers.of(domain)
-        checked = _Checked(ChunkReader(own), domain, self._tenants, self._any_fingerprinter)
+        checked = _FingerprintChecker(ChunkReader(own), domain, self._tenants, self._any_fingerprinter)
         some, some_bytes = dict[Name, list[Name]](), 0
         for name, parts, size_bytes in self._parts(own, names):
             some[name] = parts
@@ -124,19 +133,21 @@ class JoinedCopies:
         for container, _ in self._containers.ids():
             try:
                 directory = own.directory(container)
-            except Permanent:
+            except PermanentError:
                 continue
             chunks = directory.chunks
-            for number in np.flatnonzero(referring(directory)).tolist():
+            for number in np.flatnonzero(reference_blocks(directory)).tolist():
                 to, rows = directory.prefixes.of(number), np.flatnonzero(chunks.there & (chunks.blocks == number))
                 try:
                     name = own.directory(ContainerId(int(to.containers[0]))).chunks.names[int(to.ordinals[0])].tobytes()
-                except (Permanent, IndexError):
+                except (PermanentError, IndexError):
                     continue
                 if name in names:
                     yield name, [part.tobytes() for part in chunks.names[rows]], int(chunks.lengths[rows].sum())
 
-    def _joined(self, domain: bytes, wanted: Mapping[Name, list[Name]], checked: _Checked) -> Iterator[tuple[Name, U8]]:
+    def _joined(
+        self, domain: bytes, wanted: Mapping[Name, list[Name]], checked: _FingerprintChecker
+    ) -> Iterator[tuple[Name, U8]]:
         missing, found = {part for parts in wanted.values() for part in parts}, dict[Name, U8]()
         for source in self._copies if missing else ():
             found.update(source.find(domain, frozenset(missing)))
@@ -149,15 +160,15 @@ class JoinedCopies:
                 yield name, content
 
 
-class ContainerCopies:
+class BackupChunkSource:
     """Chunks of copies of containers, in memory as far as `Held` has them."""
 
     def __init__(
         self,
         containers: ContainerStore,
-        copies: Mapping[ContainerId, Sequence[Given]],
-        held: Held,
-        tenants: Tenants,
+        copies: Mapping[ContainerId, Sequence[BackupObject]],
+        held: BackupCache,
+        tenants: DomainOwners,
         any_fingerprinter: Fingerprinter,
     ) -> None:
         """`copies`: whole containers, checked; those of one container the oldest first."""
@@ -176,8 +187,8 @@ class ContainerCopies:
         """Yield (name, bytes): each decoded, and compared with its name. Raises SourceFailed."""
         missing = set(names)
         for copies in self._together:
-            source = _Given(self._containers.of(domain), copies, self._held)
-            checked = _Checked(ChunkReader(source), domain, self._tenants, self._any_fingerprinter)
+            source = _BackupSource(self._containers.of(domain), copies, self._held)
+            checked = _FingerprintChecker(ChunkReader(source), domain, self._tenants, self._any_fingerprinter)
             for container, given in copies.items():
                 if not missing:
                     return
@@ -189,24 +200,24 @@ class ContainerCopies:
                     yield from checked.among(directory, missing)
 
 
-class _Given:
+class _BackupSource:
     """A ContainerSource: copies of containers, and the store where there is none."""
 
-    def __init__(self, below: ContainerStore, copies: Mapping[ContainerId, Given], held: Held) -> None:
+    def __init__(self, below: ContainerStore, copies: Mapping[ContainerId, BackupObject], held: BackupCache) -> None:
         self._below = below
         self._copies = copies
         self._held = held
 
     @property
-    def buffers(self) -> Buffers:
+    def buffers(self) -> BufferPool:
         return self._below.buffers
 
     def directory(self, container: ContainerId) -> Directory:
         given = self._copies.get(container)
         return self._below.directory(container) if given is None else self._held.of(given)[1]
 
-    def decoded(self, names: Sequence[BlockName]) -> list[U8 | None]:
-        found = self._below.decoded(names)
+    def cached_blocks(self, names: Sequence[BlockName]) -> list[U8 | None]:
+        found = self._below.cached_blocks(names)
         return [None if name[0] in self._copies else content for name, content in zip(names, found, strict=True)]
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
@@ -221,7 +232,7 @@ class _Given:
     def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
         return self._below.room_for(sizes_bytes)
 
-    def keep(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
+    def cache_blocks(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
         for name, content in zip(names, decoded, strict=True):
             if name[0] not in self._copies:
-                self._below.keep([name], [content])
+                self._below.cache_blocks([name], [content])

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin_maintenance.optimize.container_rewriter import encode_generation
-from nearkin_maintenance.optimize.encoder_port import Part, Recoder
-from nearkin_shared.errors import Corrupt, Permanent
+from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort, BlockSlice
+from nearkin_shared.errors import Corrupt, PermanentError
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import EncodedBlock, decode_block, lost_block
 from nearkin_shared.formats.container import copied_block, decode_container
@@ -27,7 +27,7 @@ from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import U8, U32, ContainerId, Locations
 from nearkin_shared.utils.frozen import frozen
 
-HEALED_BLOCK_BYTES = 4 * 1024 * 1024
+REPAIRED_BLOCK_BYTES = 4 * 1024 * 1024
 """Blocks of chunks that were found again are closed at this."""
 FOUND_BYTES_MAX = 1 << 30
 """Of chunks found for one container, at most: they are held in memory until it is written."""
@@ -36,7 +36,7 @@ Name = bytes
 _NO_ROWS: U32 = np.zeros(0, np.uint32)
 
 
-class Copies(Protocol):
+class ChunkSource(Protocol):
     """Where bytes of chunks may be found by their names."""
 
     def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
@@ -44,7 +44,7 @@ class Copies(Protocol):
 
 
 @frozen
-class Healed:
+class RepairedContainer:
     """A new generation of a container, None where nothing was found; chunks found, and chunks that are lost still."""
 
     data: bytes | None
@@ -79,14 +79,16 @@ class _Rows:
         self.prefixes.append(Locations.empty())
 
 
-class Healer:
+class ContainerRepairer:
     """Makes new generations of containers with broken blocks. Holds what is found for one container in memory."""
 
-    def __init__(self, containers: ContainerStore, recode: Recoder) -> None:
+    def __init__(self, containers: ContainerStore, recode: BlockEncoderPort) -> None:
         self._containers = containers.of(None)
         self._recode = recode
 
-    def healed(self, container: ContainerId, copies: Iterable[Copies], undecodable: U32 = _NO_ROWS) -> Healed:
+    def repair(
+        self, container: ContainerId, copies: Iterable[ChunkSource], undecodable: U32 = _NO_ROWS
+    ) -> RepairedContainer:
         """Return a container whose broken blocks were filled from copies. Raises Corrupt where its directory is lost.
 
         A block whose checksum agrees is left as it is, whatever its chunks are: others may lean on just these bytes.
@@ -99,16 +101,16 @@ class Healer:
         stranded = sorted(set(chunks.blocks[undecodable].tolist()) - set(broken))
         rows = np.flatnonzero(chunks.there & np.isin(chunks.blocks, np.array(broken + stranded, np.uint32)))
         names = {row: chunks.names[row].tobytes() for row in rows.tolist()}
-        found = self._found(directory.domain, frozenset(names.values()), copies) if names else {}
+        found = self._find_chunks(directory.domain, frozenset(names.values()), copies) if names else {}
         missing = {int(chunks.blocks[row]) for row, name in names.items() if name not in found}
         moved = [number for number in stranded if number not in missing]
         if not moved and not any(names[row] in found for row in rows.tolist() if chunks.blocks[row] in broken):
-            return Healed(None, 0, len(rows))
-        healed = self._anew(directory, records, broken + moved, found)
+            return RepairedContainer(None, 0, len(rows))
+        healed = self._rewrite(directory, records, broken + moved, found)
         stays = int(np.isin(chunks.blocks[undecodable], list(missing.difference(broken))).sum())
-        return Healed(healed.data, healed.found, healed.lost + stays)
+        return RepairedContainer(healed.data, healed.found, healed.lost + stays)
 
-    def raw(self, data: bytes, copies: Iterable[Copies]) -> bytes:
+    def raw(self, data: bytes, copies: Iterable[ChunkSource]) -> bytes:
         """Return a copy of a container with all deltas raw that can be decoded: how deep they were later nobody knows.
 
         What was put since leans on them as they lay in a generation that is lost, perhaps less deep than in this one.
@@ -121,9 +123,9 @@ class Healer:
             records[number] = bytes(data[directory.block_rows[number].place])
         rows = np.flatnonzero(chunks.there & (chunks.depths > 0))
         names = {row: chunks.names[row].tobytes() for row in rows.tolist()}
-        found = self._found(directory.domain, frozenset(names.values()), copies) if names else {}
+        found = self._find_chunks(directory.domain, frozenset(names.values()), copies) if names else {}
         moved = sorted({int(chunks.blocks[row]) for row, name in names.items() if name in found})
-        healed = self._anew(directory, records, moved, found).data if moved else None
+        healed = self._rewrite(directory, records, moved, found).data if moved else None
         return data if healed is None else healed
 
     def _record(self, container: ContainerId, number: int) -> bytes:
@@ -132,7 +134,7 @@ class Healer:
         except Corrupt:  # the device cannot read it: nothing of it is there to be kept
             return b""
 
-    def _found(self, domain: bytes, wanted: frozenset[Name], copies: Iterable[Copies]) -> dict[Name, U8]:
+    def _find_chunks(self, domain: bytes, wanted: frozenset[Name], copies: Iterable[ChunkSource]) -> dict[Name, U8]:
         found: dict[Name, U8] = {}
         found_bytes = 0
         for source in copies:
@@ -146,13 +148,13 @@ class Healer:
                     break
         return found
 
-    def _anew(
+    def _rewrite(
         self,
         directory: Directory,
         records: Mapping[int, bytes],
         broken: list[int],
         found: Mapping[Name, U8],
-    ) -> Healed:
+    ) -> RepairedContainer:
         blocks, chunks = directory.blocks, directory.chunks
         kept = [
             copied_block(directory, number, records[number]) if number in records and number not in broken else None
@@ -168,7 +170,7 @@ class Healer:
                 payload = np.concatenate([found[chunks.names[row].tobytes()] for row in part.tolist()])
                 none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
                 lengths = chunks.lengths[part]
-                whole = Part(container_layout.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
+                whole = BlockSlice(container_layout.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
                 new.move(part, self._recode(whole).block)
             was = records[number]
             for part in _portions(rows[~there], chunks.lengths):
@@ -183,20 +185,20 @@ class Healer:
             chunks.names, chunks.lengths, new.numbers, positions, new.encoded, new.depths, new.bases, new.ranks
         )
         data = encode_generation(directory, new.blocks, new.prefixes, table, directory.segments, "healed")
-        return Healed(data, count, lost_count)
+        return RepairedContainer(data, count, lost_count)
 
 
 def _is_sound(record: bytes, what: str) -> bool:
     try:
         decode_block(record, what)
-    except Permanent:
+    except PermanentError:
         return False
     return True
 
 
 def _portions(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:
-    """Return the rows cut into runs of about HEALED_BLOCK_BYTES."""
+    """Return the rows cut into runs of about REPAIRED_BLOCK_BYTES."""
     if not len(rows):
         return []
-    portion = np.cumsum(lengths[rows], dtype=np.int64) // HEALED_BLOCK_BYTES
+    portion = np.cumsum(lengths[rows], dtype=np.int64) // REPAIRED_BLOCK_BYTES
     return np.split(rows, np.flatnonzero(np.diff(portion)) + 1)

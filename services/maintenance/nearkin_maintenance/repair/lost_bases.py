@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from nearkin_maintenance.optimize.container_rewriter import encode_generation
-from nearkin_shared.errors import Permanent
+from nearkin_shared.errors import PermanentError
 from nearkin_shared.formats.block import EncodedBlock, decode_block
 from nearkin_shared.formats.container import copied_block
 from nearkin_shared.formats.directory import ChunkTable, Directory, positions_in_blocks
@@ -35,7 +35,7 @@ def undecodable_rows(containers: ContainerStore, directory: Directory, rows: U32
         here = Locations(np.array([directory.container], np.uint64), np.array([row], np.uint32))
         try:
             reader.fetch(reader.plan(here))
-        except Permanent:
+        except PermanentError:
             found.append(row)
     return np.array(found, np.uint32)
 
@@ -47,7 +47,7 @@ def lost_rows(containers: ContainerStore, directory: Directory) -> U32:
     for number in np.flatnonzero(directory.blocks.raw).tolist():
         try:
             decode_block(containers.record(directory.container, number), f"{name} block {number}")
-        except Permanent:
+        except PermanentError:
             lost[number] = True
     return np.flatnonzero(directory.chunks.there & lost[directory.chunks.blocks]).astype(np.uint32)
 
@@ -59,7 +59,7 @@ def referenced_rows(containers: ContainerStore, wanted: Iterable[int]) -> dict[i
     for container, _ in everyones.ids():
         try:
             directory = everyones.directory(container)
-        except Permanent:
+        except PermanentError:
             return None
         there = directory.chunks.there
         used = Locations.join([directory.segments.chunks, directory.chunks.bases.take(there), directory.prefixes.bases])

@@ -14,18 +14,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from nearkin_maintenance.repair.backup_copies import Given, Needs
-from nearkin_maintenance.repair.container_repair import Copies, Healer
+from nearkin_maintenance.repair.backup_copies import BackupObject, RequiredChunks
+from nearkin_maintenance.repair.container_repair import ChunkSource, ContainerRepairer
 from nearkin_maintenance.repair.lost_bases import encode_without, lost_rows, referenced_rows, undecodable_rows
-from nearkin_maintenance.verify.integrity import Soundness
-from nearkin_shared.errors import Corrupt, NotFound, Permanent
+from nearkin_maintenance.verify.integrity import IntegrityChecker
+from nearkin_shared.errors import Corrupt, NotFound, PermanentError
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.container import decode_container
 from nearkin_shared.formats.directory import Directory
-from nearkin_shared.formats.pending_delete_record import Condemned
-from nearkin_shared.objectstore.parity import FOLDER, SUFFIX, ParityObjects
+from nearkin_shared.formats.pending_delete_record import PendingDelete
+from nearkin_shared.objectstore.parity import FOLDER, SUFFIX, ParityObjectStore
 from nearkin_shared.results import Repaired
-from nearkin_shared.storage.container_graph import leaning_last
+from nearkin_shared.storage.container_graph import topological_order
 from nearkin_shared.storage.containers import ContainerStore, id_of, object_name
 from nearkin_shared.types import U32, ContainerId, Locations
 from nearkin_shared.utils.failpoints import failpoint
@@ -37,14 +37,14 @@ _log = logging.getLogger("nearkin")
 
 
 @frozen
-class Copied:
+class BackupCopies:
     """What copies of objects are given."""
 
-    others: Mapping[str, Given]
+    others: Mapping[str, BackupObject]
     """Manifests and marks, by name."""
-    containers: Mapping[ContainerId, Sequence[Given]]
+    containers: Mapping[ContainerId, Sequence[BackupObject]]
     """Of whatever generations."""
-    needs: Needs | None
+    needs: RequiredChunks | None
     """What says which of several to take."""
 
 
@@ -53,9 +53,9 @@ class Repairer:
 
     def __init__(
         self,
-        objects: ParityObjects,
+        objects: ParityObjectStore,
         containers: ContainerStore,
-        healer: Healer,
+        healer: ContainerRepairer,
         renew: Callable[[Directory], None],
     ) -> None:
         """`renew` tells the index what a new generation holds, before the one until now goes."""
@@ -67,7 +67,7 @@ class Repairer:
         """Containers in which nothing of their own was broken."""
 
     def repair(
-        self, damaged: Iterable[str], copies: Sequence[Copies] = (), given: Copied | None = None
+        self, damaged: Iterable[str], copies: Sequence[ChunkSource] = (), given: BackupCopies | None = None
     ) -> list[Repaired]:
         """Put right what can be, of the objects named as `verify` names them. Raises StoreUnavailable, SourceFailed."""
         wanted, found = dict.fromkeys(damaged), []
@@ -76,30 +76,34 @@ class Repairer:
             if name.startswith(f"{FOLDER}/"):
                 done = self._parity(name, objects)
             else:
-                done = self._object(name, copies, given or Copied({}, {}, None))
+                done = self._object(name, copies, given or BackupCopies({}, {}, None))
             if done is not None:
                 _log.warning("%s: repaired by %s", done.object_name, done.by)
                 found.append(done)
         if found:
-            self._containers.forget_read()
+            self._containers.evict()
         return found
 
-    def repair_dependents(self, unsound: Mapping[int, Condemned], copies: Sequence[Copies]) -> list[Repaired]:
+    def repair_dependents(self, unsound: Mapping[int, PendingDelete], copies: Sequence[ChunkSource]) -> list[Repaired]:
         """Store raw the deltas whose bases are lost, as far as copies have their content. Raises as `repair` does.
 
         `unsound` is what the quarantine names. Containers are taken in the order of their bases: what is stored raw may
         be the base that others lack.
         """
         found = []
-        for number in leaning_last(unsound, self._leans_on):
+        for number in topological_order(unsound, self._base_containers):
             container, rows = ContainerId(number), unsound[number].chunks
             if unsound[number].whole or not self._reads(container):
                 continue
             rows = undecodable_rows(self._containers, self._containers.directory(container), rows)
-            done = self._heal(container, self._containers.generation(container), copies, rows) if len(rows) else None
+            done = (
+                self._repair_container(container, self._containers.generation(container), copies, rows)
+                if len(rows)
+                else None
+            )
             if done is not None:
                 _log.warning("%s: repaired by %s", done.object_name, done.by)
-                self._containers.forget_read()
+                self._containers.evict()
                 found.append(done)
         return found
 
@@ -124,20 +128,20 @@ class Repairer:
                 _log.warning("%s: its lost chunks are not removed", err)
                 continue
             self._new_generation(container, self._containers.generation(container), data)
-            self._containers.forget_read(container)
+            self._containers.evict(container)
             found.append(Repaired(object_name(container), REMOVAL, len(removed)))
         return found
 
-    def _leans_on(self, container: int) -> list[int]:
+    def _base_containers(self, container: int) -> list[int]:
         try:
-            return self._containers.directory(ContainerId(container)).leans_on()
-        except Permanent:
+            return self._containers.directory(ContainerId(container)).base_containers()
+        except PermanentError:
             return []
 
-    def _object(self, name: str, copies: Sequence[Copies], given: Copied) -> Repaired | None:
+    def _object(self, name: str, copies: Sequence[ChunkSource], given: BackupCopies) -> Repaired | None:
         container = id_of(name)
         if container is None:
-            whole = self._objects.mended(name)
+            whole = self._objects.reconstruct(name)
             by = "parity"
             if whole is None and name in given.others:
                 whole, by = given.others[name].data, "a copy"
@@ -147,17 +151,17 @@ class Repairer:
             return Repaired(name, by)
         generation = self._containers.generation(container)
         stored = object_name(container, generation)
-        whole = self._objects.mended(stored)
+        whole = self._objects.reconstruct(stored)
         if whole is not None and self._stored(stored) != whole:
             self._replace(stored, whole)
-            self._containers.forget_read()
+            self._containers.evict()
             return Repaired(name, "parity")
         if container in given.containers and self._from_copy(container, generation, stored, given, copies):
             return Repaired(name, "a copy")
-        return self._heal(container, generation, copies)
+        return self._repair_container(container, generation, copies)
 
     def _from_copy(
-        self, container: ContainerId, generation: int, stored: str, given: Copied, copies: Sequence[Copies]
+        self, container: ContainerId, generation: int, stored: str, given: BackupCopies, copies: Sequence[ChunkSource]
     ) -> bool:
         there = self._stored(stored)
         for one in given.containers[container]:
@@ -167,7 +171,7 @@ class Repairer:
             )
             if same or one.sealed_as == stored:
                 self._replace(stored, data)
-                self._containers.forget_read()
+                self._containers.evict()
                 return True
         reads = self._reads(container)
         wholes = [one for one in given.containers[container] if one.whole]
@@ -179,10 +183,10 @@ class Repairer:
             self._replace(stored, data)  # it is not known that there was a later one
         else:  # of whatever generation: there is nothing else
             self._new_generation(container, generation, self._raw(container, data, copies))
-        self._containers.forget_read()
+        self._containers.evict()
         return True
 
-    def _raw(self, container: ContainerId, data: bytes, copies: Sequence[Copies]) -> bytes:
+    def _raw(self, container: ContainerId, data: bytes, copies: Sequence[ChunkSource]) -> bytes:
         try:
             return self._healer.raw(data, copies)
         except Corrupt as err:
@@ -195,7 +199,7 @@ class Repairer:
         for other, _ in self._containers.ids():
             try:
                 directory = self._containers.directory(other)
-            except Permanent:
+            except PermanentError:
                 continue
             chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
             deltas = chunks.there & (chunks.depths > 0)
@@ -208,18 +212,18 @@ class Repairer:
 
     def _reads(self, container: ContainerId) -> bool:
         """Return whether the directory of a container can be read."""
-        self._containers.forget_read(container)
+        self._containers.evict(container)
         try:
             self._containers.directory(container)
         except Corrupt:
             return False
         return True
 
-    def _heal(
-        self, container: ContainerId, generation: int, copies: Sequence[Copies], undecodable: U32 = _NONE
+    def _repair_container(
+        self, container: ContainerId, generation: int, copies: Sequence[ChunkSource], undecodable: U32 = _NONE
     ) -> Repaired | None:
         try:
-            healed = self._healer.healed(container, copies, undecodable)
+            healed = self._healer.repair(container, copies, undecodable)
         except Corrupt as err:
             _log.warning("%s: it is not healed chunk by chunk", err)
             return None
@@ -260,25 +264,27 @@ class Repairer:
         return Repaired(name, "its object")
 
 
-def still_broken(soundness: Soundness, containers: Sequence[ContainerId], at_us: int) -> dict[int, Condemned | None]:
+def still_broken(
+    soundness: IntegrityChecker, containers: Sequence[ContainerId], at_us: int
+) -> dict[int, PendingDelete | None]:
     """Read containers again; return what of each is broken now, None for a sound one."""
-    for container in leaning_last(containers, soundness.leans_on):
+    for container in topological_order(containers, soundness.base_containers):
         soundness.check(ContainerId(container), deep=True)
-    unsound = soundness.unsound(containers)
-    found: dict[int, Condemned | None] = {}
+    unsound = soundness.corrupt_chunks(containers)
+    found: dict[int, PendingDelete | None] = {}
     for container in containers:
         if container not in unsound.chunks and container not in unsound.segments:
             found[container] = None
             continue
         chunks, segments = unsound.chunks.get(container, _NONE), unsound.segments.get(container, _NONE)
-        found[container] = Condemned(at_us, _NONE if chunks is None else chunks, segments, chunks is None)
+        found[container] = PendingDelete(at_us, _NONE if chunks is None else chunks, segments, chunks is None)
     return found
 
 
 class ParityCheck:
     """Looks at the parity of objects that are what was written."""
 
-    def __init__(self, objects: ParityObjects) -> None:
+    def __init__(self, objects: ParityObjectStore) -> None:
         self._objects = objects
         self.problems: dict[str, str] = {}
         self.missing: list[str] = []
@@ -290,7 +296,7 @@ class ParityCheck:
             data = self._objects.get(name)
         except NotFound:
             data = b""
-        except Permanent:
+        except PermanentError:
             return
         try:
             problem = self._objects.damage_of(name, data)
@@ -298,12 +304,12 @@ class ParityCheck:
             if self._objects.adds:
                 self.missing.append(name)
             return
-        except Permanent as err:
+        except PermanentError as err:
             problem = str(err)
         if problem is not None and not self._is_of_damaged(name):
             self.problems[f"{FOLDER}/{name}{SUFFIX}"] = problem
 
     def _is_of_damaged(self, name: str) -> bool:
         """Return whether the object is not what it was: then its parity is needed as it is."""
-        whole = self._objects.mended(name)
+        whole = self._objects.reconstruct(name)
         return whole is not None and not self._objects.is_stored(name, whole)

@@ -16,13 +16,13 @@ from typing import Protocol
 
 import numpy as np
 
-from nearkin_maintenance.domain_owners import Tenants
-from nearkin_shared.errors import Permanent
+from nearkin_maintenance.domain_owners import DomainOwners
+from nearkin_shared.errors import PermanentError
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.index.protocols import ContainerSummary
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.storage.containers import ContainerStore
-from nearkin_shared.types import U8, ZERO, Bools, ContainerId, Locations, grouped
+from nearkin_shared.types import U8, ZERO, Bools, ContainerId, Locations, group_by_container
 from nearkin_shared.utils.frozen import frozen
 
 PROBLEMS_MAX = 3
@@ -54,7 +54,7 @@ class IndexFindings:
 class IndexCheck:
     """One pass over an index."""
 
-    def __init__(self, containers: ContainerStore, tenants: Tenants) -> None:
+    def __init__(self, containers: ContainerStore, tenants: DomainOwners) -> None:
         self._containers = containers.of(None)
         self._tenants = tenants
         self._entries = 0
@@ -85,10 +85,10 @@ class IndexCheck:
         locations: Locations,
         check: Callable[[Directory, U8, Locations], Bools],
     ) -> None:
-        for container, rows in grouped(locations.containers):
+        for container, rows in group_by_container(locations.containers):
             try:
                 directory = self._containers.directory(ContainerId(container))
-            except Permanent:
+            except PermanentError:
                 if container in self._published:
                     continue
                 wrong = rows
@@ -123,7 +123,7 @@ class IndexCheck:
             recipe = table.chunks.take(slice(int(table.bounds[ordinal]), int(table.bounds[ordinal + 1])))
             try:
                 names = reader.plan(recipe).names
-            except Permanent:  # a container that it names is broken, and told
+            except PermanentError:  # a container that it names is broken, and told
                 continue
             zero = recipe.containers == np.uint64(ZERO)
             if zero.any():

@@ -16,13 +16,13 @@ from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.types import ContainerId, distinct, grouped
+from nearkin_shared.types import ContainerId, distinct, group_by_container
 
 SEGMENTS_ASSUMED = 1024
 """A container is taken to have so many without a look at its directory: one of 4 MiB has some dozens of its own."""
 
 
-class Naming:
+class ValidatingManifestReader:
     """Reads manifests of which every name is one that the store has, or had a moment ago."""
 
     def __init__(self, manifests: ManifestStore, containers: ContainerStore, listed: Collection[int]) -> None:
@@ -44,7 +44,7 @@ class Naming:
             self._segments_of(name, container, len(named))
         far = segments.ordinals >= SEGMENTS_ASSUMED
         ordinals = segments.ordinals[far]
-        for container, rows in grouped(segments.containers[far]):
+        for container, rows in group_by_container(segments.containers[far]):
             highest, count = int(ordinals[rows].max()), self._segments_of(name, container, len(named))
             if highest >= count:
                 raise Corrupt(

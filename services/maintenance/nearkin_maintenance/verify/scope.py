@@ -14,7 +14,7 @@ SEED_MAX = 1 << 63
 
 
 @frozen
-class Choice:
+class VerifyScope:
     """All of them, or fewer.
 
     `sample`: a share above 0 and at most 1, drawn by `seed`. `since_us`: those written at or after this time,
@@ -36,7 +36,7 @@ class Choice:
             raise BadInput(f"seed {self.seed}: want 0 to {SEED_MAX - 1}")
 
     @property
-    def everything(self) -> bool:
+    def is_full(self) -> bool:
         """Return whether nothing is left out."""
         return self.sample is None and self.since_us is None and self.only is None
 
@@ -54,4 +54,4 @@ class Choice:
         return set(wanted)
 
 
-EVERYTHING = Choice()
+EVERYTHING = VerifyScope()

@@ -11,17 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from nearkin_maintenance.domain_owners import Tenants
-from nearkin_maintenance.verify.integrity import Unsound
-from nearkin_maintenance.verify.scope import Choice
+from nearkin_maintenance.domain_owners import DomainOwners
+from nearkin_maintenance.verify.integrity import CorruptChunks
+from nearkin_maintenance.verify.scope import VerifyScope
 from nearkin_maintenance.verify.scrubber import Scrubber
 from nearkin_maintenance.verify.verifier import Verifier
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import Corrupt, NearkinError, Permanent
+from nearkin_shared.errors import Corrupt, NearkinError, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.index.protocols import SupportsCollection
 from nearkin_shared.objectstore.base import AlreadyExists
-from nearkin_shared.objectstore.parity import FOLDER, SUFFIX, ParityObjects
+from nearkin_shared.objectstore.parity import FOLDER, SUFFIX, ParityObjectStore
 from nearkin_shared.observability import metrics
 from nearkin_shared.storage.containers import ContainerStore, id_of, object_name
 from nearkin_shared.storage.manifests import ManifestStore
@@ -38,7 +38,7 @@ class BackgroundScrub:
 
     def __init__(
         self,
-        objects: ParityObjects,
+        objects: ParityObjectStore,
         settings: Callable[[], Settings],
         fingerprinter: Callable[[str], Fingerprinter],
         index: object,
@@ -53,7 +53,7 @@ class BackgroundScrub:
         self._scrubber = Scrubber(
             objects,
             self._containers,
-            Tenants(fingerprinter, [tenant], self._manifests),
+            DomainOwners(fingerprinter, [tenant], self._manifests),
             fingerprinter(tenant),
             lambda: settings().scrub,
         )
@@ -96,18 +96,18 @@ class BackgroundScrub:
     def _attend(self, damaged: Mapping[str, str]) -> None:
         for name, problem in damaged.items():
             _log.error("scrub: %s", problem)
-            if self._mended(name):
+            if self._reconstruct(name):
                 metrics.SCRUB_REPAIRED.inc()
                 _log.warning("%s: repaired by parity", name)
         ids = frozenset(container for container in map(id_of, damaged) if container is not None)
         tenant = self._settings().tenant
         verifier = Verifier(self._containers, self._manifests, self._fingerprinter, tenant, {}, objects=self._objects)
-        report = verifier.run(Choice(only=ids))
+        report = verifier.run(VerifyScope(only=ids))
         if verifier.broken:
-            unsound = verifier.unsound()
+            unsound = verifier.corrupt_chunks()
             self._note(unsound)
             if isinstance(self._index, SupportsCollection):
-                self._index.forget(unsound.chunks, unsound.segments, ())
+                self._index.withdraw(unsound.chunks, unsound.segments, ())
         metrics.SCRUB_DAMAGED.inc(len(damaged))
         metrics.CORRUPT.labels("scrub").inc(len(damaged))
         for damage in report.damage:
@@ -116,7 +116,7 @@ class BackgroundScrub:
             more = f" and {len(touched) - 8} more" if len(touched) > 8 else ""
             _log.error("scrub: %s is damaged and touches %s%s", damage.object_name, named or "no version", more)
 
-    def _note(self, unsound: Unsound) -> None:
+    def _note(self, unsound: CorruptChunks) -> None:
         """Quarantine what is broken; whoever adds to the record at the same moment goes first. Raises AlreadyExists."""
         for left in reversed(range(NOTE_TRIES)):
             try:
@@ -127,7 +127,7 @@ class BackgroundScrub:
             else:
                 return
 
-    def _mended(self, name: str) -> bool:
+    def _reconstruct(self, name: str) -> bool:
         """Put an object's own bytes back, as its parity has them; a broken parity is made anew from its object."""
         try:
             if name.startswith(f"{FOLDER}/"):
@@ -136,14 +136,14 @@ class BackgroundScrub:
                 return True
             container = id_of(name)
             stored = name if container is None else object_name(container, self._containers.generation(container))
-            whole = self._objects.mended(stored)
+            whole = self._objects.reconstruct(stored)
             if whole is None or whole == self._stored(stored):
                 return False
-        except Permanent as err:  # collected meanwhile, or nothing of it can be read
+        except PermanentError as err:  # collected meanwhile, or nothing of it can be read
             _log.warning("scrub: %s", err)
             return False
         self._objects.replace(stored, whole)
-        self._containers.forget_read()
+        self._containers.evict()
         return True
 
     def _stored(self, name: str) -> bytes | None:

@@ -14,15 +14,15 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
-from nearkin_maintenance.domain_owners import Tenants
+from nearkin_maintenance.domain_owners import DomainOwners
 from nearkin_maintenance.repair.store_repair import ParityCheck
-from nearkin_maintenance.verify.integrity import Soundness
+from nearkin_maintenance.verify.integrity import IntegrityChecker
 from nearkin_shared.config.storage import ScrubSettings
-from nearkin_shared.errors import NearkinError, NotFound, Permanent, Retryable
+from nearkin_shared.errors import NearkinError, NotFound, PermanentError, RetryableError
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.key_record import FOLDER as KEYS
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects, key_names
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore, key_names
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage import chunking_record, descriptor
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.storage.manifests import MARK_SUFFIX, ManifestStore
@@ -58,17 +58,17 @@ class Scrubber:
 
     def __init__(
         self,
-        objects: ParityObjects,
+        objects: ParityObjectStore,
         containers: ContainerStore,
-        tenants: Tenants,
+        tenants: DomainOwners,
         any_fingerprinter: Fingerprinter,
         settings: Callable[[], ScrubSettings],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._objects = objects
         # What lies there is looked at, not what parity makes of it.
-        self._containers = containers.of(None).apart(objects.bare, CACHE_BYTES)
-        self._manifests = ManifestStore(objects.bare, record_key=objects.record_key)
+        self._containers = containers.of(None).with_own_caches(objects.without_parity, CACHE_BYTES)
+        self._manifests = ManifestStore(objects.without_parity, record_key=objects.record_key)
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
         self._settings = settings
@@ -103,7 +103,7 @@ class Scrubber:
         """Do the next step, due or not; the next one is due when `rate_bytes` and BUSY_SHARE allow it.
 
         `attend` deals with what it found, before the pass counts as this far. Raises StoreUnavailable, and what
-        `attend` raises: after a Retryable the same step is done again.
+        `attend` raises: after a RetryableError the same step is done again.
         """
         if not self.state.running:
             self._begin()
@@ -125,7 +125,7 @@ class Scrubber:
                 self._end()
             elif done.damaged or time.monotonic() - self._saved >= SAVE_SECONDS:
                 self.save()
-        except Retryable:
+        except RetryableError:
             self._state, self._ids, self._names = before, None, None
             raise
         return done
@@ -170,7 +170,7 @@ class Scrubber:
         if at == len(self._ids):
             return None
         container = self._ids[at]
-        soundness = Soundness(self._containers, self._tenants, self._any_fingerprinter)
+        soundness = IntegrityChecker(self._containers, self._tenants, self._any_fingerprinter)
         soundness.check(container, deep=True)
         own = object_name(container)
         damaged = {name: problem for name, problem in soundness.problems.items() if name == own}
@@ -194,7 +194,7 @@ class Scrubber:
                 read_bytes += self._objects.size_bytes(name)
             except NotFound:  # collected meanwhile
                 continue
-            except Permanent as err:
+            except PermanentError as err:
                 damaged[name] = str(err)
             else:
                 damaged |= self._parity(name)
@@ -204,10 +204,10 @@ class Scrubber:
 
     def _read(self, name: str) -> None:
         if name == descriptor.NAME:
-            descriptor.read(self._objects.bare, fingerprint_bits=None)
+            descriptor.read(self._objects.without_parity, fingerprint_bits=None)
         elif name == chunking_record.NAME:
-            chunking_record.check_record(self._objects, self._objects.bare)
-        elif isinstance(self._objects, EncryptedObjects) and name.startswith(f"{KEYS}/"):
+            chunking_record.check_record(self._objects, self._objects.without_parity)
+        elif isinstance(self._objects, EncryptedObjectStore) and name.startswith(f"{KEYS}/"):
             self._objects.keyring.check(name)
         elif name.endswith(MARK_SUFFIX):
             self._manifests.read_mark(name)

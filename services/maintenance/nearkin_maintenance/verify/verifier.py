@@ -14,32 +14,32 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_maintenance.domain_owners import Tenants
+from nearkin_maintenance.domain_owners import DomainOwners
 from nearkin_maintenance.repair.store_repair import ParityCheck
 from nearkin_maintenance.verify.index_check import IndexCheck, ReadableIndex
-from nearkin_maintenance.verify.integrity import Soundness, Unsound
-from nearkin_maintenance.verify.scope import EVERYTHING, Choice
-from nearkin_shared.errors import IndexDamaged, NotFound, Permanent
+from nearkin_maintenance.verify.integrity import CorruptChunks, IntegrityChecker
+from nearkin_maintenance.verify.scope import EVERYTHING, VerifyScope
+from nearkin_shared.errors import IndexDamaged, NotFound, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.record_authentication import not_authentic
 from nearkin_shared.index.listing_entry import pack_listed
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjects, key_names
-from nearkin_shared.objectstore.parity import ParityObjects
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore, key_names
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.results import Damage, VerifyReport
 from nearkin_shared.storage import chunking_record, descriptor
 from nearkin_shared.storage.clock_records import ClockRecords
-from nearkin_shared.storage.container_graph import leaning_last
+from nearkin_shared.storage.container_graph import topological_order
 from nearkin_shared.storage.containers import ContainerStore, id_of, object_name
-from nearkin_shared.storage.gc_pause import Pauses
-from nearkin_shared.storage.heads import VersionHeads, head_name, listed_heads, lowered
+from nearkin_shared.storage.gc_pause import GcPauseFlag
+from nearkin_shared.storage.heads import VersionHeads, head_name, listed_heads, lowered_heads
 from nearkin_shared.storage.manifests import ManifestStore, marked_version, retained_manifest
-from nearkin_shared.storage.pending_deletes import CondemnedStore
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.storage.retention_records import record_sequence
 from nearkin_shared.storage.scrub_progress import ScrubStates
-from nearkin_shared.types import U64, ZERO, ContainerId, Locations, distinct, grouped
-from nearkin_shared.utils.thread_pool import ALONE, Helpers
+from nearkin_shared.types import U64, ZERO, ContainerId, Locations, distinct, group_by_container
+from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 Progress = Callable[[int, int], None]
 MISSING_MAX = 1 << 16
@@ -48,7 +48,7 @@ VersionName = tuple[str, str, int]
 """(tenant, key, version)."""
 
 
-_Records = CondemnedStore | Quarantine | Pauses | ScrubStates | VersionHeads | ClockRecords
+_Records = PendingDeleteStore | Quarantine | GcPauseFlag | ScrubStates | VersionHeads | ClockRecords
 
 
 @dataclass(slots=True)
@@ -87,9 +87,9 @@ class Verifier:
         fingerprinter: Callable[[str], Fingerprinter],
         tenant: str,
         remembered: Mapping[str, VersionName],
-        condemned: CondemnedStore | None = None,
+        condemned: PendingDeleteStore | None = None,
         quarantine: Quarantine | None = None,
-        objects: ParityObjects | None = None,
+        objects: ParityObjectStore | None = None,
         lists: Callable[[VersionName], bool | None] = lambda _: None,
         is_whole: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -100,16 +100,16 @@ class Verifier:
         self._manifests = manifests
         self._containers, self._stored = containers, manifests
         if objects is not None and objects.has_some:  # what lies there is looked at, not what parity makes of it
-            self._containers = containers.apart(objects.bare)
-            self._stored = ManifestStore(objects.bare, record_key=objects.record_key)
+            self._containers = containers.with_own_caches(objects.without_parity)
+            self._stored = ManifestStore(objects.without_parity, record_key=objects.record_key)
         self._tenant = tenant
         self._remembered = remembered
         self._condemned = condemned
         self._quarantine = quarantine
         self._objects = objects
         known = {tenant, *(whose for whose, _, _ in remembered.values())}
-        self._tenants = Tenants(fingerprinter, known, manifests)
-        self._soundness = Soundness(self._containers, self._tenants, fingerprinter(tenant))
+        self._tenants = DomainOwners(fingerprinter, known, manifests)
+        self._soundness = IntegrityChecker(self._containers, self._tenants, fingerprinter(tenant))
         self._findings = _Findings()
         self._seen: dict[str, VersionName] = {}
         """Versions whose manifests were read, by the name of these."""
@@ -125,12 +125,12 @@ class Verifier:
 
     def run(
         self,
-        choice: Choice = EVERYTHING,
+        choice: VerifyScope = EVERYTHING,
         progress: Progress | None = None,
         index: ReadableIndex | None = None,
         *,
         index_whole: bool = False,
-        helpers: Helpers = ALONE,
+        helpers: ThreadPool = SERIAL,
     ) -> VerifyReport:
         """Read the chosen containers, directories of the others, then every manifest. Raises only StoreUnavailable.
 
@@ -146,7 +146,7 @@ class Verifier:
         self._listed = np.array(ids, np.uint64)
         chosen = choice.of(ids, frozenset(container for container, of_each in generations.items() if max(of_each)))
         total = len(ids) + len(names) + len(marks) + len(retentions)
-        for done, container in enumerate(leaning_last(ids, self._soundness.leans_on)):
+        for done, container in enumerate(topological_order(ids, self._soundness.base_containers)):
             self._soundness.check(ContainerId(container), deep=container in chosen, helpers=helpers)
             if progress is not None:
                 progress(done + 1, total)
@@ -167,13 +167,13 @@ class Verifier:
             self._findings.found(name, problem)
         self._records()
         parity_missing = self._parity([*names, *marks, *retentions], chosen)
-        entries = self._index(index, index_whole) if index is not None and choice.everything else None
+        entries = self._index(index, index_whole) if index is not None and choice.is_full else None
         return VerifyReport(
             containers=len(chosen),
             chunks=self._soundness.chunks,
             versions=len(names),
             bytes_read=self._soundness.bytes_read,
-            damage=tuple(map(self._judged, self._findings.damage(self._tenant))),
+            damage=tuple(map(self._assess, self._findings.damage(self._tenant))),
             seconds=time.perf_counter() - started,
             untagged_containers=self._soundness.untagged,
             containers_total=len(ids),
@@ -181,11 +181,13 @@ class Verifier:
             seed=None if choice.sample is None else choice.seed,
             index_entries=entries,
             parity_missing=parity_missing,
-            erased_objects=len(self._objects.erased()) if isinstance(self._objects, EncryptedObjects) else 0,
+            erased_objects=len(self._objects.erased_objects())
+            if isinstance(self._objects, EncryptedObjectStore)
+            else 0,
         )
 
     def run_versions(
-        self, names: Sequence[str], progress: Progress | None = None, *, helpers: Helpers = ALONE
+        self, names: Sequence[str], progress: Progress | None = None, *, helpers: ThreadPool = SERIAL
     ) -> VerifyReport:
         """Read these manifests and the containers that they reach, bases included.
 
@@ -198,7 +200,7 @@ class Verifier:
         reachable = self._reachable(names)
         reached = sorted(container for container in sizes if container in reachable)
         total = len(reached) + len(names)
-        for done, container in enumerate(leaning_last(reached, self._soundness.leans_on)):
+        for done, container in enumerate(topological_order(reached, self._soundness.base_containers)):
             self._soundness.check(ContainerId(container), deep=True, helpers=helpers)
             if progress is not None:
                 progress(done + 1, total)
@@ -211,7 +213,7 @@ class Verifier:
             chunks=self._soundness.chunks,
             versions=len(names),
             bytes_read=self._soundness.bytes_read,
-            damage=tuple(map(self._judged, self._findings.damage(self._tenant))),
+            damage=tuple(map(self._assess, self._findings.damage(self._tenant))),
             seconds=time.perf_counter() - started,
             untagged_containers=self._soundness.untagged,
             containers_total=len(reached),
@@ -222,13 +224,13 @@ class Verifier:
         """Return the containers that hold segments and chunks of these versions, and all bases of those containers."""
         reached: set[int] = set()
         for name in names:
-            manifest = self._mended(name)
+            manifest = self._reconstruct(name)
             if manifest is None:
                 continue
             source = self._containers.of(domain_of(manifest.tenant))
-            for container, rows in grouped(manifest.segments.containers):
+            for container, rows in group_by_container(manifest.segments.containers):
                 reached.add(container)
-                with suppress(Permanent):  # the check of the container names what is wrong with it
+                with suppress(PermanentError):  # the check of the container names what is wrong with it
                     table = source.directory(ContainerId(container)).segments
                     ordinals = manifest.segments.ordinals[rows]
                     wanted = np.bincount(ordinals[ordinals < len(table)], minlength=len(table)) > 0
@@ -236,7 +238,7 @@ class Verifier:
                     reached.update(distinct(chunks.containers).tolist())
         waiting = list(reached)
         while waiting:
-            bases = set(self._soundness.leans_on(waiting.pop())) - reached
+            bases = set(self._soundness.base_containers(waiting.pop())) - reached
             reached |= bases
             waiting += bases
         return reached - {int(ZERO)}
@@ -246,17 +248,17 @@ class Verifier:
         """Return whether any container is broken or missing."""
         return bool(self._soundness.problems)
 
-    def unsound(self) -> Unsound:
+    def corrupt_chunks(self) -> CorruptChunks:
         """Return what no later version may lean on, as of now: after `run`, by who holds the store's lock."""
-        return self._soundness.unsound(container for container, _ in self._containers.ids())
+        return self._soundness.corrupt_chunks(container for container, _ in self._containers.ids())
 
     def _manifest(self, name: str) -> None:
         try:
             manifest = self._stored.read(name)
-        except Permanent as err:
+        except PermanentError as err:
             if isinstance(err, NotFound) and self._has_ended(name):
                 return
-            known = self._mended(name)
+            known = self._reconstruct(name)
             of = [self._remembered[name]] if name in self._remembered else []
             if known is not None:
                 of = [(known.tenant, known.key, known.version)]
@@ -275,10 +277,10 @@ class Verifier:
         for culprit, problem in self._touching(manifest).items():
             self._findings.found(culprit, problem, (manifest.tenant, manifest.key, manifest.version))
 
-    def _mended(self, name: str) -> Manifest | None:
+    def _reconstruct(self, name: str) -> Manifest | None:
         try:
             return self._manifests.read(name)
-        except Permanent:
+        except PermanentError:
             return None
 
     def _mark(self, name: str) -> None:
@@ -290,7 +292,7 @@ class Verifier:
             mark = self._stored.read_mark(name)
             if self._stored.authenticates_marks and not mark.authenticated:
                 raise not_authentic(name)
-        except Permanent as err:
+        except PermanentError as err:
             if isinstance(err, NotFound) and self._has_ended(of):
                 return
             whose = self._seen.get(of) or self._remembered.get(of)
@@ -302,7 +304,7 @@ class Verifier:
         try:
             of = retained_manifest(name)
             self._stored.retentions.read(name)
-        except Permanent as err:
+        except PermanentError as err:
             if isinstance(err, NotFound) and self._has_ended(of):
                 return
             whose = self._seen.get(of) or self._remembered.get(of)
@@ -312,7 +314,7 @@ class Verifier:
         """Name the first retention record that is missing below another one of the same version."""
         sequences: dict[str, set[int]] = {}
         for name in names:
-            with suppress(Permanent):  # reported by `_check_retention`
+            with suppress(PermanentError):  # reported by `_check_retention`
                 of, sequence = record_sequence(name)
                 sequences.setdefault(of, set()).add(sequence)
         for of, there in sequences.items():
@@ -338,36 +340,36 @@ class Verifier:
 
     def _is_closed(self, tenant: str) -> bool:
         """Return whether a tenant's objects are hidden: erased, or its erasure record does not verify."""
-        return isinstance(self._objects, EncryptedObjects) and self._objects.keyring.is_closed(tenant)
+        return isinstance(self._objects, EncryptedObjectStore) and self._objects.keyring.is_closed(tenant)
 
     def _records(self) -> None:
         """Read what is condemned or quarantined, and keys: whose versions a lost key touches, it alone could say."""
-        if isinstance(self._objects, EncryptedObjects):
+        if isinstance(self._objects, EncryptedObjectStore):
             for name, problem in self._objects.keyring.problems().items():
                 self._findings.found(name, problem)
         kept: list[_Records | None] = [self._condemned, self._quarantine]
         if self._objects is not None:
             heads = VersionHeads(self._objects)
-            kept += [Pauses(self._objects), ScrubStates(self._objects), heads, ClockRecords(self._objects)]
+            kept += [GcPauseFlag(self._objects), ScrubStates(self._objects), heads, ClockRecords(self._objects)]
             self._rolled_back(heads)
         for store in kept:
             if store is None:
                 continue
-            for sequence in sorted(store.listed()):
+            for sequence in sorted(store.list_records()):
                 try:
                     store.at(sequence)
                 except NotFound:  # replaced meanwhile
                     continue
-                except Permanent as err:
+                except PermanentError as err:
                     self._findings.found(store.name(sequence), str(err))
 
     def _rolled_back(self, heads: VersionHeads) -> None:
         """Name the keys whose newest version, known from an earlier GC run, was removed with its marks."""
         folders = {name.rpartition("/")[0]: of for name, of in {**self._remembered, **self._seen}.items()}
-        for digest, version in lowered(heads.read(), listed_heads(self._manifests)).items():
+        for digest, version in lowered_heads(heads.read(), listed_heads(self._manifests)).items():
             name = head_name(digest, version)
             whose = folders.get(name.rpartition("/")[0])
-            if whose is None and isinstance(self._objects, EncryptedObjects) and self._objects.keyring.unswept():
+            if whose is None and isinstance(self._objects, EncryptedObjectStore) and self._objects.keyring.unswept():
                 continue  # perhaps of an erased tenant, whose objects are hidden
             of = [] if whose is None else [(whose[0], whose[1], version)]
             self._findings.found(name, f"{name}: removed with its marks; a GC run has listed it as the newest", *of)
@@ -380,15 +382,15 @@ class Verifier:
         if self._objects is None:
             return ()
         try:
-            descriptor.read(self._objects.bare, fingerprint_bits=None)
-        except Permanent as err:
+            descriptor.read(self._objects.without_parity, fingerprint_bits=None)
+        except PermanentError as err:
             self._findings.found(descriptor.NAME, str(err))
         others = [descriptor.NAME]
         if chunking_record.has_record(self._objects):
             others.append(chunking_record.NAME)
             try:
-                chunking_record.check_record(self._objects, self._objects.bare)
-            except Permanent as err:
+                chunking_record.check_record(self._objects, self._objects.without_parity)
+            except PermanentError as err:
                 self._findings.found(chunking_record.NAME, str(err))
         if not (self._objects.adds or self._objects.has_some):
             return ()
@@ -397,19 +399,19 @@ class Verifier:
             check.check(object_name(ContainerId(container), self._containers.generation(ContainerId(container))))
         for name in (*names, *key_names(self._objects), *others):
             check.check(name)
-        damaged = set(map(self._there, self._findings.problems))
+        damaged = set(map(self._stored_name, self._findings.problems))
         for name, problem in check.problems.items():
             self._findings.found(name, problem)
         return tuple(name for name in check.missing if name not in damaged)
 
-    def _judged(self, damage: Damage) -> Damage:
-        there = self._there(damage.object_name)
+    def _assess(self, damage: Damage) -> Damage:
+        there = self._stored_name(damage.object_name)
         damage = replace(damage, object_name=there, problem=damage.problem.replace(damage.object_name, there))
         if self._objects is None or not self._objects.has_some:
             return damage
-        return replace(damage, repairable=self._objects.mended(there) is not None)
+        return replace(damage, repairable=self._objects.reconstruct(there) is not None)
 
-    def _there(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         """Return the name under which an object lies there that findings name: a container's by its generation."""
         container = id_of(name)
         return name if container is None else object_name(container, self._containers.generation(container))
@@ -440,7 +442,7 @@ class Verifier:
         """Return what breaks this version: object name -> problem."""
         culprits: dict[str, str] = {}
         lengths, domain = np.zeros(len(manifest.segments), np.int64), domain_of(manifest.tenant)
-        for container, rows in grouped(manifest.segments.containers):
+        for container, rows in group_by_container(manifest.segments.containers):
             name = object_name(ContainerId(container))
             directory = self._soundness.directory(container, domain)
             if directory is None:
@@ -465,12 +467,12 @@ class Verifier:
 
     def _chunks_of(self, chunks: Locations, domain: bytes, culprits: dict[str, str]) -> NDArray[np.int64]:
         """Add what breaks the chunks to `culprits`; return the bytes of each of the others, 0 for these."""
-        blamed = self._soundness.blame(chunks, domain)
+        blamed = self._soundness.affected_versions(chunks, domain)
         for container in np.unique(blamed[blamed != 0]):
             culprit = object_name(ContainerId(int(container)))
             culprits.setdefault(culprit, self._soundness.problems.get(culprit, f"{culprit}: a chunk is gone"))
         found = np.zeros(len(chunks), np.int64)
-        for container, named in grouped(chunks.containers):
+        for container, named in group_by_container(chunks.containers):
             rows = named[blamed[named] == 0]
             if not len(rows):
                 continue

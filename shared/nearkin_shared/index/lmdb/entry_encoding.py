@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nearkin_shared.formats.columns import CHECK_BYTES, check_bytes
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import CatalogEntry
-from nearkin_shared.index.lmdb.environments import damaged
+from nearkin_shared.index.lmdb.environments import damage_error
 from nearkin_shared.index.lmdb.sorted_run_table import PLACE, places_of
 from nearkin_shared.results import Ledger
 from nearkin_shared.types import U8, ContainerId
@@ -62,7 +62,7 @@ def checked_text(table: str, key: bytes, value: bytes) -> bytes:
     """Return the JSON text under a key of a table. Raises IndexDamaged if it fails its check."""
     check, said = value[:CHECK_BYTES], value[CHECK_BYTES:]
     if check_bytes(table.encode(), key, said) != check:
-        raise damaged(f"{table} at {key.hex()} are not what was written there")
+        raise damage_error(f"{table} at {key.hex()} are not what was written there")
     return said
 
 
@@ -71,7 +71,7 @@ def parse_version(key: bytes, text: bytes) -> VersionRow:
     try:
         return _version_decoder()(text)
     except ValueError as err:
-        raise damaged(f"versions at {key.hex()} are not the fields of a version ({err})") from err
+        raise damage_error(f"versions at {key.hex()} are not the fields of a version ({err})") from err
 
 
 @cache
@@ -120,7 +120,7 @@ def drop_under(txn: Any, db: Any, head: bytes) -> None:
         there = cursor.delete()
 
 
-def held_segments(manifest: Manifest) -> list[bytes]:
+def segment_count_keys(manifest: Manifest) -> list[bytes]:
     """Return the keys in `counts` of the segments that a version holds, each once."""
     rows = places_of(manifest.segments.containers, manifest.segments.ordinals)
     # with return_index, or np.unique imports numpy.ma: 15 ms of a put's start
@@ -142,7 +142,7 @@ class KeyedPlaces:
         self._locations.append(places_of(container, ordinals))
 
     @property
-    def joined(self) -> tuple[U8, NDArray[np.void]]:
+    def join(self) -> tuple[U8, NDArray[np.void]]:
         """Return (keys, locations)."""
         return np.concatenate(self._keys), np.concatenate(self._locations)
 

@@ -105,7 +105,7 @@ class Environment:
         return _file(folder) == self.file
 
 
-INDEX_BYTES: counters.Levels[Environment] = counters.level(
+INDEX_BYTES: counters.Gauge[Environment] = counters.level(
     "nearkin_index_bytes", "Bytes of the pages in use of an index in files.", "index", lambda env: env.used_bytes
 )
 
@@ -133,7 +133,7 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
                 )
             if shared is None:
                 dead = _check_after_crash(folder) if file is not None else []
-                shared = _opened(folder, map_bytes, writable=writable, durable=durable)
+                shared = _open_environment(folder, map_bytes, writable=writable, durable=durable)
                 shared.dead = dead
             try:
                 shared.open(names, writable=writable)
@@ -148,7 +148,7 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
     except lmdb.NotFoundError as err:
         raise IndexUnfinished(f"index {folder}: its maker did not finish it; run rebuild-index") from err
     except (lmdb.Error, OSError) as err:
-        raise _refused(folder, err, map_bytes) from err
+        raise _open_error(folder, err, map_bytes) from err
 
 
 def is_out_of_room(folder: Path, err: Exception) -> bool:
@@ -172,7 +172,7 @@ def no_room(folder: Path) -> NoRoom:
     )
 
 
-def _refused(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailable:
+def _open_error(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailable:
     """Return why an index could not be opened, and what helps. LMDB gives the system's reasons as text alone."""
     if is_out_of_room(folder, err):
         return no_room(folder)
@@ -193,7 +193,7 @@ def _refused(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailable:
     )
 
 
-def damaged(said: object) -> IndexDamaged:
+def damage_error(said: object) -> IndexDamaged:
     """Return the error for an index that is not as it was written."""
     return IndexDamaged(f"index: {said}: it is damaged; run rebuild-index, which makes a new one")
 
@@ -211,7 +211,7 @@ def release(shared: Environment) -> None:
                 remove_note(note)
 
 
-def _opened(folder: Path, map_bytes: int, *, writable: bool, durable: bool) -> Environment:
+def _open_environment(folder: Path, map_bytes: int, *, writable: bool, durable: bool) -> Environment:
     """Open for writing wherever that is allowed, even for a reader: a writer of this process may ask next."""
     options: dict[str, Any] = {
         "map_size": map_bytes,
@@ -320,11 +320,11 @@ def _file(folder: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(status.st_mode):
-        raise damaged(f"{folder / 'data.mdb'} is no file")
+        raise damage_error(f"{folder / 'data.mdb'} is no file")
     return status.st_dev, status.st_ino
 
 
-def forked(at_work: Sequence[Any]) -> None:
+def drop_after_fork(at_work: Sequence[Any]) -> None:
     """Leave all to the parent, in a process just forked from it; `at_work`: what it was reading or writing then.
 
     That must not even be closed: it would end the parent's transaction. All else is, without a trace in the files.

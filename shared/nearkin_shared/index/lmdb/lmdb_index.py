@@ -31,7 +31,7 @@ import numpy as np
 from nearkin_shared.errors import FormatTooNew, IndexClosed, StoreUnavailable
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import CatalogEntry, entry_of, summarise
-from nearkin_shared.index.container_entries import FEATURE_KEY_BYTES, ContainerClaims, feature_keys
+from nearkin_shared.index.container_entries import FEATURE_KEY_BYTES, ContainerEntries, feature_keys
 from nearkin_shared.index.lmdb.entry_encoding import (
     KEY_HEAD_BYTES,
     MARK_HEAD,
@@ -42,25 +42,25 @@ from nearkin_shared.index.lmdb.entry_encoding import (
     encode_fields,
     entry_from,
     fields_of,
-    held_segments,
     marks_under,
     parse_version,
     rows_of,
+    segment_count_keys,
 )
 from nearkin_shared.index.lmdb.environments import (
     DAMAGE,
     Environment,
     acquire,
-    damaged,
-    forked,
+    damage_error,
+    drop_after_fork,
     is_out_of_room,
     no_room,
     release,
 )
-from nearkin_shared.index.lmdb.lmdb_removal import Found, by_table, look_up, named
+from nearkin_shared.index.lmdb.lmdb_removal import RemovalLookup, by_table, is_unwanted, look_up
 from nearkin_shared.index.lmdb.sorted_run_table import PLACE, FeatureShape, KeyShape, SortedRuns, places_of
 from nearkin_shared.index.lmdb.version_entries import PLAIN_NAMES, EntryNames
-from nearkin_shared.index.protocols import Collected, ContainerSummary, Marked
+from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary, MarkedVersion
 from nearkin_shared.tenant_names import collision_of
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, Locations
 from nearkin_shared.utils.failpoints import failpoint
@@ -142,7 +142,7 @@ class LmdbIndex:
             with self._writing() as txn:
                 txn.put(b"version", str(VERSION).encode(), db=self._meta)
         elif found is not None and not found.isdigit():
-            raise damaged(f"its format reads {found!r}")
+            raise damage_error(f"its format reads {found!r}")
         elif found is not None and int(found) > VERSION:
             raise FormatTooNew(
                 f"index format {int(found)}; this Nearkin reads up to {VERSION}: upgrade, or delete index/"
@@ -174,7 +174,7 @@ class LmdbIndex:
             with self._in_use(), self._env.begin(buffers=buffers) as txn:
                 yield txn
         except struct.error as err:
-            raise damaged(err) from err
+            raise damage_error(err) from err
         except lmdb.Error as err:
             raise _unavailable(self._folder, err) from err
 
@@ -187,7 +187,7 @@ class LmdbIndex:
                     failpoint("index.writing")
                 failpoint("index.written")
         except struct.error as err:  # a count, or what is noted of marks, of another length
-            raise damaged(err) from err
+            raise damage_error(err) from err
         except lmdb.Error as err:
             raise _unavailable(self._folder, err) from err
 
@@ -209,11 +209,11 @@ class LmdbIndex:
         found[asked] = there
         return locations, found
 
-    def publish(self, claims: ContainerClaims) -> None:
+    def publish(self, claims: ContainerEntries) -> None:
         """Add a durable container's entries in one transaction; an entry that is there stays."""
         self.publish_many([claims])
 
-    def publish_many(self, many: Sequence[ContainerClaims], *, summaries: bool = True) -> None:
+    def publish_many(self, many: Sequence[ContainerEntries], *, summaries: bool = True) -> None:
         """Add durable containers' entries in one transaction; of one key the first stays.
 
         `summaries` off: what is known of each container as a whole stays too.
@@ -236,7 +236,7 @@ class LmdbIndex:
             wholes.append((name, encode_fields("containers", name, asdict(summarise(claims)))))
         with self._writing(buffers=True) as txn:
             for table, entries in zip(tables, found, strict=True):
-                self._runs[table].add(txn, *entries.joined)
+                self._runs[table].add(txn, *entries.join)
             if summaries:
                 txn.cursor(self._containers).putmulti(wholes)
 
@@ -259,12 +259,12 @@ class LmdbIndex:
                 said = self._names.encode(key, {"tenant": manifest.tenant, **fields_of(entry)})
                 if not txn.put(key, said, db=self._versions, overwrite=False):
                     continue
-                held = held_segments(manifest)
+                held = segment_count_keys(manifest)
                 cursor = txn.cursor(self._counts)
                 before = dict(cursor.getmulti(held))
                 cursor.putmulti([(k, _COUNT.pack(_COUNT.unpack(before.get(k, _NONE))[0] + 1)) for k in held])
 
-    def collect_many(self, versions: Sequence[Collected]) -> None:
+    def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
         """Take versions out of the catalog and count their segments no more, in one transaction."""
         with self._writing() as txn:
             for version in versions:
@@ -279,7 +279,7 @@ class LmdbIndex:
                 txn.delete(key, db=self._versions)
                 if version.manifest is None:
                     continue
-                held = held_segments(version.manifest)
+                held = segment_count_keys(version.manifest)
                 cursor = txn.cursor(self._counts)
                 before = {key: _COUNT.unpack(count)[0] for key, count in cursor.getmulti(held)}
                 cursor.putmulti([(key, _COUNT.pack(count - 1)) for key, count in before.items() if count > 1])
@@ -287,7 +287,7 @@ class LmdbIndex:
                     if count <= 1:
                         txn.delete(key, db=self._counts)
 
-    def forget_tenants(self, tenants: Collection[str]) -> None:
+    def withdraw_tenants(self, tenants: Collection[str]) -> None:
         """Let go of tenants' versions, and of all that is known of marks, in one transaction."""
         with self._writing() as txn:
             for tenant in tenants:
@@ -324,7 +324,7 @@ class LmdbIndex:
         value = txn.get(key, db=self._versions)
         return value is not None and self._names.decode(key, value)["tenant"] == tenant
 
-    def mark_many(self, marks: Sequence[Marked]) -> None:
+    def mark_many(self, marks: Sequence[MarkedVersion]) -> None:
         """Note the marks of versions in one transaction; the highest stands, whether the version is known or not."""
         with self._writing() as txn:
             for mark in marks:
@@ -332,7 +332,7 @@ class LmdbIndex:
                 if (mark.sequence, mark.marks_bytes) > MARKED.unpack(txn.get(name, _NO_MARKS, db=self._meta)):
                     txn.put(name, MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
 
-    def restate_marks(self, marks: Sequence[Marked]) -> None:
+    def correct_marks(self, marks: Sequence[MarkedVersion]) -> None:
         """Put what is known of marks in place of what was noted, lower or not; 0 and no bytes: there are none."""
         with self._writing() as txn:
             for mark in marks:
@@ -362,16 +362,16 @@ class LmdbIndex:
 
     def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
         """Yield the versions of all keys that start with `prefix`, by key and version."""
-        found = self._said(self._names.prefix_head(tenant, prefix))
+        found = self._recorded(self._names.prefix_head(tenant, prefix))
         wanted = [entry for owner, entry in found if owner == tenant and entry.key.startswith(prefix)]
         wanted.sort(key=lambda entry: (entry.key.encode(), entry.version))
         return iter(wanted)
 
     def catalogs(self) -> Iterator[tuple[str, CatalogEntry]]:
         """Yield (tenant, version) of all tenants, in no order that has a meaning."""
-        return iter(self._said(b""))
+        return iter(self._recorded(b""))
 
-    def _said(self, head: bytes) -> list[tuple[str, CatalogEntry]]:
+    def _recorded(self, head: bytes) -> list[tuple[str, CatalogEntry]]:
         found = []
         with self._reading() as txn:
             marks = dict(marks_under(txn, self._meta, head))
@@ -455,14 +455,14 @@ class LmdbIndex:
             keys = b"".join(txn.cursor(self._containers).iternext(keys=True, values=False))
         return np.frombuffer(keys, ">u8").astype(np.uint64)
 
-    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> Found:
-        """Return what `forget` would have to look for: a full scan of three tables, in which others may write."""
+    def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> RemovalLookup:
+        """Return what `withdraw` would have to look for: a full scan of three tables, in which others may write."""
         file, containers = self.last_written[0], self.container_ids()  # before the entries
         unwanted = by_table(chunks, segments)
         keys = {table: look_up(self.rows(table), rows, _SHAPES[table].key_bytes) for table, rows in unwanted.items()}
-        return Found(file, containers, keys)
+        return RemovalLookup(file, containers, keys)
 
-    def forget(
+    def withdraw(
         self,
         chunks: Mapping[int, U32 | None],
         segments: Mapping[int, U32],
@@ -476,9 +476,9 @@ class LmdbIndex:
         the scan.
         """
         with self.removal() as token:
-            self._forget(chunks, segments, containers, looked_up, token)
+            self._withdraw(chunks, segments, containers, looked_up, token)
 
-    def _forget(
+    def _withdraw(
         self,
         chunks: Mapping[int, U32 | None],
         segments: Mapping[int, U32],
@@ -486,16 +486,16 @@ class LmdbIndex:
         looked_up: object,
         token: str,
     ) -> None:
-        """Do `forget`; the index has `token` from the same transaction on."""
+        """Do `withdraw`; the index has `token` from the same transaction on."""
         unwanted = by_table(chunks, segments)
-        found = looked_up if isinstance(looked_up, Found) else None
+        found = looked_up if isinstance(looked_up, RemovalLookup) else None
         if found is not None and not found.holds(self.last_written[0], self.container_ids(), unwanted):
             found = None
         with self._writing(buffers=True) as txn:
             for table, rows in unwanted.items():
                 if rows:
                     keys = None if found is None else found.keys[table]
-                    self._runs[table].drop(txn, partial(named, unwanted=rows), keys)
+                    self._runs[table].drop(txn, partial(is_unwanted, unwanted=rows), keys)
             for container in containers:
                 txn.delete(container.to_bytes(8, "big"), db=self._containers)
                 drop_under(txn, self._counts, container.to_bytes(8, "little"))
@@ -582,12 +582,12 @@ class LmdbIndex:
         return frozenset(_ERASURE.iter_unpack(found))
 
     @property
-    def behind(self) -> bool:
+    def has_pending_updates(self) -> bool:
         """Return whether a writer began and has not said that the index holds all it stored: it is at work, or died."""
         with self._reading() as txn:
             return txn.get(b"behind", db=self._meta) is not None
 
-    def mark_behind(self, behind: bool) -> None:
+    def set_pending_updates(self, behind: bool) -> None:
         """Say that the store may come to hold more than the index, or that it does not any more."""
         with self._writing() as txn:
             if behind:
@@ -647,17 +647,17 @@ def _order(entry: CatalogEntry) -> tuple[bytes, int]:
     return entry.key.encode(), entry.version
 
 
-def _forked() -> None:
-    forked([env for index in list(_ALL) if (env := index.at_work) is not None])
+def _after_fork() -> None:
+    drop_after_fork([env for index in list(_ALL) if (env := index.at_work) is not None])
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _unavailable(folder: Path, err: lmdb.Error) -> StoreUnavailable:
     if isinstance(err, DAMAGE):
-        return damaged(err)
+        return damage_error(err)
     if isinstance(err, lmdb.MapFullError):
         return StoreUnavailable(f"index {folder}: full; raise index.map_bytes and run the same again")
     if is_out_of_room(folder, err):

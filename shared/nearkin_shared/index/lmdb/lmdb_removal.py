@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from nearkin_shared.types import U8, U32, U64, Bools, Locations, grouped
+from nearkin_shared.types import U8, U32, U64, Bools, Locations, group_by_container
 from nearkin_shared.utils.frozen import frozen
 
 Unwanted = Mapping[int, U32 | None]
@@ -20,7 +20,7 @@ Unwanted = Mapping[int, U32 | None]
 
 
 @frozen
-class Found:
+class RemovalLookup:
     """What was looked up: keys by table, in the index of `file` when it had published `containers`."""
 
     file: tuple[int, int]
@@ -45,11 +45,11 @@ def look_up(rows: Iterator[tuple[U8, Locations]], unwanted: Unwanted, key_bytes:
     """Return the keys, uint8[n, key_bytes], of a table's `rows` whose location is unwanted."""
     found = [np.zeros((0, key_bytes), np.uint8)]
     if unwanted:
-        found += [keys[named(locations, unwanted)] for keys, locations in rows]
+        found += [keys[is_unwanted(locations, unwanted)] for keys, locations in rows]
     return np.concatenate(found)
 
 
-def named(locations: Locations, unwanted: Unwanted) -> Bools:
+def is_unwanted(locations: Locations, unwanted: Unwanted) -> Bools:
     """Return which locations are unwanted."""
     containers = np.sort(np.fromiter(unwanted, np.uint64, len(unwanted)))
     named = np.zeros(len(locations), np.bool_)
@@ -57,7 +57,7 @@ def named(locations: Locations, unwanted: Unwanted) -> Bools:
         return named
     at = np.minimum(np.searchsorted(containers, locations.containers), len(containers) - 1)
     mine = np.flatnonzero(containers[at] == locations.containers)
-    for container, rows in grouped(locations.containers[mine]):
+    for container, rows in group_by_container(locations.containers[mine]):
         ordinals = unwanted[container]
         named[mine[rows]] = True if ordinals is None else np.isin(locations.ordinals[mine[rows]], ordinals)
     return named

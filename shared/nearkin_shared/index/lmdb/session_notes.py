@@ -36,7 +36,7 @@ def _boot() -> str:
         return "unknown"
 
 
-def _started(process: int) -> str | None:
+def _start_time(process: int) -> str | None:
     """Return when a process was started, in ticks since boot; None where there is none, "0" if it is unknown."""
     try:
         # Behind the name, which may hold spaces and parentheses, the start is the 20th field.
@@ -58,7 +58,7 @@ def _started(process: int) -> str | None:
 def write_note(folder: Path) -> Path | None:
     """Note that this process opens an environment; None where nothing can be written in the folder."""
     process = os.getpid()
-    note = folder / f"{PREFIX}{_boot()}.{process}.{_started(process)}.{next(_numbers)}"
+    note = folder / f"{PREFIX}{_boot()}.{process}.{_start_time(process)}.{next(_numbers)}"
     try:
         os.close(open_private(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     except OSError:  # read-only, or a full disk: then a crash is not noticed
@@ -91,7 +91,7 @@ def _is_alive(name: str) -> bool:
         and parts[1] == _boot()
         and parts[2].isdecimal()
         and len(parts[2]) <= 10
-        and _started(int(parts[2])) == parts[3]
+        and _start_time(int(parts[2])) == parts[3]
     )
 
 

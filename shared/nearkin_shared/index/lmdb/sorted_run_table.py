@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from nearkin_shared.errors import BadInput
 from nearkin_shared.formats.container_layout import ROWS_MAX
-from nearkin_shared.index.lmdb.environments import damaged
+from nearkin_shared.index.lmdb.environments import damage_error
 from nearkin_shared.kernels.fingerprint_table import first_occurrence
 from nearkin_shared.kernels.sorted_runs import CHILDREN_BYTES, DEPTH_MAX, FAN_BITS, HEAD_BYTES, NAME, find_in_runs
 from nearkin_shared.types import U8, U32, U64, Bools, Locations
@@ -141,7 +141,7 @@ class SortedRuns:
         found[held] = True
         rows = np.zeros(len(keys), PLACE)
         rows[held] = places[there]
-        return _located(rows), found
+        return _to_locations(rows), found
 
     def _get(self, txn: Any) -> Get:
         return partial(txn.get, db=self._db)
@@ -152,8 +152,8 @@ class SortedRuns:
         try:
             find_in_runs(get, heads, tails, places, found)
         except BadInput as err:
-            raise damaged(err) from err
-        rows = _opened(heads, places.view(PLACE).ravel(), found)
+            raise damage_error(err) from err
+        rows = _verify_check(heads, places.view(PLACE).ravel(), found)
         return rows, found & (rows["container"] != GONE)
 
     def _value(self, txn: Any, depth: int, bits: int) -> memoryview | None:
@@ -165,11 +165,11 @@ class SortedRuns:
         held = np.frombuffer(value if value is not None else bytes(CHILDREN_BYTES), np.uint8)
         count, rest = divmod(len(held) - CHILDREN_BYTES, self._shape.entry_bytes)
         if count < 0 or rest:
-            raise damaged(f"a run of {len(held)} bytes")
+            raise damage_error(f"a run of {len(held)} bytes")
         rows = CHILDREN_BYTES + count * HEAD_BYTES
         heads = held[CHILDREN_BYTES:rows].view(np.uint64)
         if (heads[1:] < heads[:-1]).any():
-            raise damaged("the entries of a run are in no order")
+            raise damage_error("the entries of a run are in no order")
         return _Run(int(held[0]), heads, held[rows:].view(self._shape.row_dtype))
 
     def add(self, txn: Any, keys: U8, places: NDArray[np.void]) -> None:
@@ -186,7 +186,7 @@ class SortedRuns:
             return
         rows = np.empty((len(heads), self._shape.row_dtype.itemsize), np.uint8)
         rows[:, : self._shape.tail_bytes] = tails
-        rows[:, self._shape.tail_bytes :] = _checked(heads, places).view(np.uint8).reshape(-1, PLACE.itemsize)
+        rows[:, self._shape.tail_bytes :] = _with_check(heads, places).view(np.uint8).reshape(-1, PLACE.itemsize)
         full = self._full(txn)
         before = set(full)
         self._merge(txn, 0, 0, _Run(0, heads, rows.view(self._shape.row_dtype).ravel()), full)
@@ -202,9 +202,9 @@ class SortedRuns:
         held = self._run(self._value(txn, depth, bits))
         at = np.searchsorted(held.heads, more.heads)
         met = held.heads[np.minimum(at, max(len(held), 1) - 1)] == more.heads if len(held) else at < 0
-        if met.any() or (not held.children and self._gone(more).any()):
+        if met.any() or (not held.children and self._run_lost(more).any()):
             both = self._over(more, held)
-            self._write(txn, depth, bits, held.children, both if held.children else both.take(~self._gone(both)))
+            self._write(txn, depth, bits, held.children, both if held.children else both.take(~self._run_lost(both)))
             count = len(both)
         else:
             self._write(txn, depth, bits, held.children, held, more, at)
@@ -220,7 +220,7 @@ class SortedRuns:
         order = _first(keys, heads, np.argsort(heads, kind="stable"))
         return _Run(0, heads[order], rows[order])
 
-    def _gone(self, run: _Run) -> Bools:
+    def _run_lost(self, run: _Run) -> Bools:
         gone: Bools = self._parted(run)[1]["container"] == GONE
         return gone
 
@@ -265,7 +265,7 @@ class SortedRuns:
 
     def _full(self, txn: Any) -> set[tuple[int, int]]:
         names = bytes(txn.get(_FULL, b"", db=self._db))
-        return {_parsed(names[at : at + NAME.size]) for at in range(0, len(names), NAME.size)}
+        return {_parse_name(names[at : at + NAME.size]) for at in range(0, len(names), NAME.size)}
 
     def _set_full(self, txn: Any, full: set[tuple[int, int]]) -> None:
         if full:
@@ -282,16 +282,16 @@ class SortedRuns:
         if not (cursor.set_range(name + b"\0") if name else cursor.first()) or bytes(cursor.key()) >= _HIDES:
             return None
         name = bytes(cursor.key())
-        _parsed(name)
+        _parse_name(name)
         run = self._run(cursor.value())
         tails, kept = self._parted(run)
-        places = _opened(run.heads, kept, np.ones(len(kept), np.bool_))
+        places = _verify_check(run.heads, kept, np.ones(len(kept), np.bool_))
         keys = self._shape.join(run.heads, tails)
         if txn.get(_HIDES, db=self._db) is not None:
             said, found = self._places(self._get(txn), run.heads.copy(), tails)
             shown = found & (said["container"] == places["container"]) & (said["ordinal"] == places["ordinal"])
             keys, places = keys[shown], places[shown]
-        return name, keys, _located(places)
+        return name, keys, _to_locations(places)
 
     def _parted(self, run: _Run) -> tuple[U8, NDArray[np.void]]:
         rows = run.rows.view(np.uint8).reshape(len(run), self._shape.row_dtype.itemsize)
@@ -314,7 +314,7 @@ class SortedRuns:
         order = _first(keys, heads, np.argsort(heads))
         heads, tails = heads[order], tails[order]
         places, there = self._places(self._get(txn), heads, tails)
-        there[there] = unwanted(_located(places[there]))
+        there[there] = unwanted(_to_locations(places[there]))
         if not there.any():
             return
         txn.put(_HIDES, b"1", db=self._db)
@@ -328,14 +328,14 @@ def _check(heads: U64, places: NDArray[np.void]) -> U32:
     return checks << np.uint32(_ORDINAL_BITS)
 
 
-def _checked(heads: U64, places: NDArray[np.void]) -> NDArray[np.void]:
+def _with_check(heads: U64, places: NDArray[np.void]) -> NDArray[np.void]:
     """Return places as they lie in a run."""
     kept = places.copy()
     kept["ordinal"] |= _check(heads, places)
     return kept
 
 
-def _opened(heads: U64, kept: NDArray[np.void], found: Bools) -> NDArray[np.void]:
+def _verify_check(heads: U64, kept: NDArray[np.void], found: Bools) -> NDArray[np.void]:
     """Return places as they were put. Raises IndexDamaged where one that was found is another by now."""
     if not found.any():
         return kept
@@ -345,14 +345,14 @@ def _opened(heads: U64, kept: NDArray[np.void], found: Bools) -> NDArray[np.void
     if wrong.any():
         row = int(wrong.argmax())
         place = f"number {int(places['ordinal'][row])} of container {int(places['container'][row]):016x}"
-        raise damaged(f"{place} is not what was put for {heads[row].tobytes().hex()}...")
+        raise damage_error(f"{place} is not what was put for {heads[row].tobytes().hex()}...")
     return places
 
 
-def _parsed(name: bytes) -> tuple[int, int]:
+def _parse_name(name: bytes) -> tuple[int, int]:
     """Return (depth, bits) of a run's name."""
     if len(name) != NAME.size or name[0] > DEPTH_MAX:
-        raise damaged(f"no run is named {name.hex()}")
+        raise damage_error(f"no run is named {name.hex()}")
     depth, bits = NAME.unpack(name)
     return depth, bits
 
@@ -385,5 +385,5 @@ def places_of(containers: Any, ordinals: NDArray[np.integer]) -> NDArray[np.void
     return places
 
 
-def _located(places: NDArray[np.void]) -> Locations:
+def _to_locations(places: NDArray[np.void]) -> Locations:
     return Locations(places["container"].astype(np.uint64), places["ordinal"].astype(np.uint32))

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from nearkin_shared.formats.encrypted_object import aes_gcm
 from nearkin_shared.index.lmdb.entry_encoding import KEY_HEAD_BYTES, checked_text, encode_fields
-from nearkin_shared.index.lmdb.environments import damaged
+from nearkin_shared.index.lmdb.environments import damage_error
 
 NONCE_BYTES = 12
 """Random: an index takes 2**32 versions before two of them share one with a chance of 2**-33."""
@@ -97,7 +97,7 @@ class PlainNames:
         return fields
 
 
-class SealedNames:
+class EncryptedNames:
     """Names of an encrypted store. Listings read all of a tenant's versions, since keys are in no order."""
 
     def __init__(self, secret: bytes) -> None:
@@ -135,7 +135,7 @@ class SealedNames:
         try:
             return self._cipher.decrypt(bytes(value[:NONCE_BYTES]), bytes(value[NONCE_BYTES:]), bytes(key))
         except (InvalidTag, ValueError) as err:
-            raise damaged(f"{_TABLE} at {bytes(key).hex()} are not what was written there") from err
+            raise damage_error(f"{_TABLE} at {bytes(key).hex()} are not what was written there") from err
 
     def decode(self, key: bytes, value: bytes) -> dict[str, Any]:
         """Return the fields that were encoded under a key. Raises IndexDamaged."""

@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from nearkin_shared.errors import NearkinError, Retryable
+from nearkin_shared.errors import NearkinError, RetryableError
 from nearkin_shared.formats.manifest import Manifest
-from nearkin_shared.index.container_entries import ContainerClaims
-from nearkin_shared.index.protocols import Collected, Marked
+from nearkin_shared.index.container_entries import ContainerEntries
+from nearkin_shared.index.protocols import CollectedVersion, MarkedVersion
 from nearkin_shared.index.redis.connection import Server
-from nearkin_shared.index.redis.epoch import Epoch, EpochGone, NumberedContainers
+from nearkin_shared.index.redis.epoch import Epoch, EpochReplaced, NumberedContainers
 from nearkin_shared.index.redis.redis_index import RedisIndex
 from nearkin_shared.observability import metrics
 from nearkin_shared.types import Bools
@@ -33,7 +33,7 @@ STOP_SECONDS = 60.0
 _log = logging.getLogger("nearkin.redis")
 
 
-class RebuildOver(Retryable):
+class RebuildSuperseded(RetryableError):
     """This rebuild's epoch or lease is gone: another began, or will."""
 
 
@@ -55,61 +55,63 @@ class RebuildTarget:
         self.containers = index.containers
         self.container_ids = index.container_ids
         self.tenants = index.tenants
-        self.numbered = index.numbered
+        self.container_numbers = index.container_numbers
 
     @property
-    def began_empty(self) -> bool:
+    def is_incomplete(self) -> bool:
         """Return whether entries may be missing of containers that the index lists."""
-        return self._index.epochs.began_empty(self._epoch)
+        return self._index.epochs.is_incomplete(self._epoch)
 
     @property
     def has_unchecked(self) -> bool:
         """Return whether entries may name what the store no longer has."""
         return self._reported or self._index.epochs.has_unchecked(self._epoch)
 
-    def collect_many(self, versions: Sequence[Collected]) -> None:
-        """Take versions out of the catalog. Raises RebuildOver."""
+    def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
+        """Take versions out of the catalog. Raises RebuildSuperseded."""
         self._go_on()
         self._index.collect_many(versions)
 
-    def forget_missing(
+    def withdraw_missing(
         self,
         numbered: NumberedContainers,
         chunks: Mapping[int, Bools | None],
         segments: Mapping[int, Bools | None],
     ) -> int:
-        """Remove entries of what is not in the store. Raises RebuildOver."""
+        """Remove entries of what is not in the store. Raises RebuildSuperseded."""
         self._go_on()
         try:
-            return self._index.forget_missing(numbered, chunks, segments)
-        except EpochGone as err:
-            raise RebuildOver(f"rebuild: epoch {self._epoch.name} ended; it begins again in the next one") from err
+            return self._index.withdraw_missing(numbered, chunks, segments)
+        except EpochReplaced as err:
+            raise RebuildSuperseded(
+                f"rebuild: epoch {self._epoch.name} ended; it begins again in the next one"
+            ) from err
 
     def declare_catalog(self) -> None:
-        """Declare that the catalog lists every version. Raises RebuildOver."""
+        """Declare that the catalog lists every version. Raises RebuildSuperseded."""
         self._go_on()
         self._index.declare_catalog(self._epoch)
 
-    def publish(self, claims: ContainerClaims) -> None:
-        """Publish. Raises RebuildOver."""
+    def publish(self, claims: ContainerEntries) -> None:
+        """Publish. Raises RebuildSuperseded."""
         self.publish_many([claims])
 
-    def publish_many(self, many: Sequence[ContainerClaims]) -> None:
-        """Publish. Raises RebuildOver."""
+    def publish_many(self, many: Sequence[ContainerEntries]) -> None:
+        """Publish. Raises RebuildSuperseded."""
         self._go_on()
         self._index.publish_many(many)
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
-        """Commit. Raises RebuildOver."""
+        """Commit. Raises RebuildSuperseded."""
         self.commit_many([(manifest, manifest_bytes)])
 
     def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
-        """Commit. Raises RebuildOver."""
+        """Commit. Raises RebuildSuperseded."""
         self._go_on()
         self._index.commit_many(versions)
 
-    def mark_many(self, marks: Sequence[Marked]) -> None:
-        """Note marks. Raises RebuildOver."""
+    def mark_many(self, marks: Sequence[MarkedVersion]) -> None:
+        """Note marks. Raises RebuildSuperseded."""
         self._go_on()
         self._index.mark_many(marks)
 
@@ -118,9 +120,9 @@ class RebuildTarget:
 
     def _go_on(self) -> None:
         if not self._held.is_set():
-            raise RebuildOver("rebuild: its lease has passed to another, or it was told to stop")
+            raise RebuildSuperseded("rebuild: its lease has passed to another, or it was told to stop")
         if self._index.epochs.current.name != self._epoch.name:
-            raise RebuildOver(f"rebuild: epoch {self._epoch.name} is gone; it begins again in the next one")
+            raise RebuildSuperseded(f"rebuild: epoch {self._epoch.name} is gone; it begins again in the next one")
 
 
 Rebuild = Callable[[RebuildTarget], object]
@@ -166,7 +168,7 @@ class Rebuilder:
         while not self._stopping.is_set():
             try:
                 self.run_once()
-            except RebuildOver as err:
+            except RebuildSuperseded as err:
                 _log.warning("%s", err)
             except NearkinError as err:
                 self.failure = err
@@ -180,7 +182,7 @@ class Rebuilder:
     def run_once(self) -> bool:
         """Rebuild if it is needed and nobody else does; return whether this brought one to its end.
 
-        Raises what the rebuild raised, or RebuildOver.
+        Raises what the rebuild raised, or RebuildSuperseded.
         """
         index = self._index
         needed = index.check() or index.is_stale()
@@ -202,10 +204,10 @@ class Rebuilder:
             _log.warning("%s: rebuilding the index, epoch %s", index.server.name, epoch.name)
             reported = index.take_reports()
             self._rebuild(RebuildTarget(index, epoch, self._held, reported=reported))
-            if not index.epochs.settle(epoch, generation):
-                raise RebuildOver(f"rebuild of epoch {epoch.name}: a server of the index restarted meanwhile")
+            if not index.epochs.mark_checked(epoch, generation):
+                raise RebuildSuperseded(f"rebuild of epoch {epoch.name}: a server of the index restarted meanwhile")
             if not index.server.one(Server.call("whole", [index.epochs.key, self._keys[0]], epoch.name, holder)):
-                raise RebuildOver(f"rebuild of epoch {epoch.name}: its lease or its epoch is gone")
+                raise RebuildSuperseded(f"rebuild of epoch {epoch.name}: its lease or its epoch is gone")
             index.check()
             swept = index.sweep()
             _log.warning("%s: index rebuilt, epoch %s; %d old keys swept", index.server.name, epoch.name, swept)

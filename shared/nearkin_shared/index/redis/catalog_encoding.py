@@ -37,19 +37,19 @@ def tenant_tag(tenant: str) -> str:
     return blake2b(tenant.encode(), digest_size=12, person=b"nearkin-tenant").hexdigest()
 
 
-def escaped(key: str) -> bytes:
+def escape_key(key: str) -> bytes:
     """Return a key's bytes, in which NUL NUL never occurs and which order as keys do."""
     return key.encode().replace(b"\0", b"\0\xff")
 
 
 def member_start(key: str, version: int) -> bytes:
     """Return how the member of a version begins."""
-    return escaped(key) + b"\0\0" + version.to_bytes(8, "big")
+    return escape_key(key) + b"\0\0" + version.to_bytes(8, "big")
 
 
 def member_end(key: str) -> bytes:
     """Return what comes after every member of a key, and before those of the next one."""
-    return escaped(key) + b"\0\1"
+    return escape_key(key) + b"\0\1"
 
 
 def member_rest(entry: CatalogEntry) -> bytes:
@@ -88,12 +88,12 @@ def pack_summary(summary: ContainerSummary) -> bytes:
     depths = bytes([len(summary.depths)]) + b"".join(map(_COUNT.pack, summary.depths))
     counts = Counter[bytes]()
     for name, count in (*summary.sketches.items(), *((f"?{name}", count) for name, count in summary.found_by.items())):
-        counts[_cut(name)] += count
+        counts[_truncate_name(name)] += count
     named = b"".join(bytes([len(name)]) + name + _COUNT.pack(count) for name, count in counts.items())
     return _SUMMARY.pack(*numbers) + depths + named
 
 
-def _cut(name: str) -> bytes:
+def _truncate_name(name: str) -> bytes:
     """Return so much of a name as a summary has room for: a container may tell of sketches by longer ones."""
     return name.encode()[:NAME_BYTES_MAX].decode(errors="ignore").encode()
 

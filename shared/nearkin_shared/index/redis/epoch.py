@@ -44,7 +44,7 @@ EPOCH_TRIES_MAX = 5
 _log = logging.getLogger("nearkin.redis")
 
 
-class EpochGone(Exception):
+class EpochReplaced(Exception):
     """What was asked belongs to an epoch that is no more."""
 
 
@@ -126,7 +126,7 @@ class ContainerTable:
         columns = (wanted[name].tolist() for name in ("container", "first", "span"))
         return {container: (first, span) for container, first, span in zip(*columns, strict=True)}
 
-    def numbered(self, end: int) -> NumberedContainers:
+    def records_until(self, end: int) -> NumberedContainers:
         """Return all records; `end` is the first number that was not given out before they were read."""
         with self._lock:
             records = self._records[: self._count]
@@ -193,15 +193,17 @@ class Epochs:
         return Partitions(self._server, self._prefix, epoch.name, epoch.partitions)
 
     def advance(self, at_least: int) -> int:
-        """Begin a GC generation after all entries that a GC run withdraws were removed; return it. Raises EpochGone."""
+        """Begin a GC generation after all entries that a GC run withdraws were removed; return it. Raises
+        EpochReplaced.
+        """
         epoch, required = self._epoch, self.generation
         partitions = self.partitions_of(epoch)
         states = partitions.inspect()
         if states is None:
-            raise EpochGone
+            raise EpochReplaced
         generation = max(at_least, required + 1, *(state.generation + 1 for state in states))
         if not partitions.advance(required, generation):
-            raise EpochGone
+            raise EpochReplaced
         self._generation_seen = generation
         return generation
 
@@ -214,32 +216,32 @@ class Epochs:
             epoch = self.check()
             states = self.partitions_of(epoch).inspect()
             if states is not None and all(state.same_server for state in states):
-                stale = any(state.generation < self.generation or state.began_empty for state in states)
+                stale = any(state.generation < self.generation or state.is_incomplete for state in states)
                 return stale or not epoch.whole
             self.renew(epoch)
         raise StoreUnavailable(f"{self._server.name}: it restarted {EPOCH_TRIES_MAX} times at once; try again later")
 
-    def began_empty(self, epoch: Epoch) -> bool:
+    def is_incomplete(self, epoch: Epoch) -> bool:
         """Return whether entries of containers may be missing that the index lists as published."""
         states = self.partitions_of(epoch).inspect()
-        return states is None or any(state.began_empty for state in states if state.letter in LOOKUP_LETTERS)
+        return states is None or any(state.is_incomplete for state in states if state.letter in LOOKUP_LETTERS)
 
     def has_unchecked(self, epoch: Epoch) -> bool:
         """Return whether entries may name what GC has freed, or numbers that no container has."""
         states = self.partitions_of(epoch).inspect()
         return states is None or self._server.clustered or any(s.generation < self.generation for s in states)
 
-    def settle(self, epoch: Epoch, generation: int) -> bool:
+    def mark_checked(self, epoch: Epoch, generation: int) -> bool:
         """Declare all partitions checked; return False where one was lost or its server restarted meanwhile."""
-        return self.partitions_of(epoch).settle(generation)
+        return self.partitions_of(epoch).mark_checked(generation)
 
     def seen(self, epoch: Epoch, value: bytes | None) -> None:
-        """Compare what Redis says now with the epoch that a caller works in. Raises EpochGone."""
+        """Compare what Redis says now with the epoch that a caller works in. Raises EpochReplaced."""
         if value == epoch.value:
             return
         found = self._parsed(value)
         if found is None or found.name != epoch.name:
-            raise EpochGone
+            raise EpochReplaced
         with self._lock:
             if self._epoch.name == found.name:
                 self._epoch = found  # it is whole now
@@ -250,7 +252,7 @@ class Epochs:
         value = self._server.one(Server.call("check", [self.key], epoch.name))
         try:
             self.seen(epoch, value)
-        except EpochGone:
+        except EpochReplaced:
             self.renew(epoch)
         return self._epoch
 
@@ -342,16 +344,16 @@ class Epochs:
         """Read the table to its end."""
         self.cover(epoch, np.full(1, np.iinfo(np.uint64).max, np.uint64))
 
-    def numbered(self, epoch: Epoch) -> NumberedContainers:
+    def container_numbers(self, epoch: Epoch) -> NumberedContainers:
         """Return which numbers containers have by now."""
         end = int(self._server.one(("GET", epoch.meta("next"))) or 1)  # before the records
         self.cover_all(epoch)
-        return epoch.table.numbered(end)
+        return epoch.table.records_until(end)
 
     def first_numbers(self, epoch: Epoch, spans: Sequence[tuple[ContainerId, int, bytes]]) -> list[int]:
         """Return the number of ordinal 0 of each (container, ordinals, domain), in one round trip.
 
-        They are the same whenever asked in one epoch. Raises EpochGone.
+        They are the same whenever asked in one epoch. Raises EpochReplaced.
         """
         keys = [self.key, *(epoch.meta(what) for what in ("containers", "table", "next"))]
         answers: list[Any] = self._server.run(
@@ -361,17 +363,17 @@ class Epochs:
             ]
         )
         if None in answers:
-            raise EpochGone
+            raise EpochReplaced
         if min(answers, default=0) < 0:
             raise StoreUnavailable(f"{self._server.name}: 2^40 chunks and segments are numbered; use another prefix")
         return [int(answer) for answer in answers]
 
     def finish(self, epoch: Epoch, summaries: Sequence[tuple[ContainerId, bytes]]) -> None:
-        """Keep containers' summaries: all their entries are there. Raises EpochGone."""
+        """Keep containers' summaries: all their entries are there. Raises EpochReplaced."""
         keys = [self.key, epoch.meta("containers")]
         calls = [
             Server.call("finish", keys, epoch.name, container.to_bytes(8, "little"), summary)
             for container, summary in summaries
         ]
         if None in self._server.run(calls):
-            raise EpochGone
+            raise EpochReplaced

@@ -14,7 +14,7 @@ from nearkin_shared.index.redis.connection import Server
 from nearkin_shared.index.redis.redis_index import RedisIndex
 
 
-class ToldRounds:
+class GcStatusStore:
     """What janitors and gateways tell each other of rounds. All calls raise StoreUnavailable."""
 
     def __init__(self, index: RedisIndex) -> None:
@@ -31,7 +31,7 @@ class ToldRounds:
         """Return what is another as soon as a round has ended, or has failed: it may have written until then."""
         return self._server.one(("GET", self._told))
 
-    def tell(self, told: dict[str, Any], asked: bytes | None) -> None:
+    def record_run(self, told: dict[str, Any], asked: bytes | None) -> None:
         """Say what a round came to; whoever had `asked` before it began has it.
 
         Who asked since wants another one: what was deleted while this one was at work it may not have seen.
@@ -40,17 +40,17 @@ class ToldRounds:
         if asked is not None:
             self._server.one(Server.call("release", [self._asked], asked))
 
-    def tell_failure(self, at: float, failure: str) -> None:
+    def record_failure(self, at: float, failure: str) -> None:
         """Say that a round did not end. It stays due, and asked for if it was."""
         last = {name: value for name, value in (self.last() or {}).items() if name != "failure"}
         self._server.run([("SET", self._told, json.dumps({**last, "failed_at": at, "failure": failure}))])
 
-    def ask(self) -> None:
+    def request_run(self) -> None:
         """Ask for a round: the janitor that sees it first does one, due or not."""
         self._server.one(("SET", self._asked, secrets.token_bytes(8)))
 
     @property
-    def asked(self) -> bytes | None:
+    def requested_run(self) -> bytes | None:
         """Return what stands for a round that is asked for, None where none is."""
         found: bytes | None = self._server.one(("GET", self._asked))
         return found

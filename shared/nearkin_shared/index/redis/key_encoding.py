@@ -75,7 +75,7 @@ def chunk_keys(names: U8) -> Keys:
     tail = words[:, 2]
     tags = (tail >> np.uint64(32)) | (words[:, 3] << np.uint64(32))
     lengths = words[:, 3] & np.uint64(0xFFFFFFFF00000000)
-    return _tagged(tags, words[:, 0] ^ words[:, 1] ^ (tail & np.uint64(0xFFFFFFFF)) ^ lengths)
+    return _tag_keys(tags, words[:, 0] ^ words[:, 1] ^ (tail & np.uint64(0xFFFFFFFF)) ^ lengths)
 
 
 def segment_keys(segment_ids: U8) -> Keys:
@@ -83,10 +83,10 @@ def segment_keys(segment_ids: U8) -> Keys:
     ids = np.ascontiguousarray(segment_ids).reshape(-1, SEGMENT_ID_BYTES)
     words = np.ascontiguousarray(ids).view("<u4").astype(np.uint64)
     tags = words[:, 3] | (words[:, 4] << np.uint64(32))
-    return _tagged(tags, words[:, 0] ^ (words[:, 1] << np.uint64(32)) ^ (words[:, 2] << np.uint64(20)))
+    return _tag_keys(tags, words[:, 0] ^ (words[:, 1] << np.uint64(32)) ^ (words[:, 2] << np.uint64(20)))
 
 
-def _tagged(tags: U64, fold: U64) -> Keys:
+def _tag_keys(tags: U64, fold: U64) -> Keys:
     rows = np.empty((len(tags), 13), np.uint8)
     rows[:, :8] = _bytes(tags)
     rows[:, 8:] = _bytes(fold ^ (fold >> np.uint64(40)))[:, :5]

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from types import TracebackType
 
-from nearkin_shared.errors import NearkinError, Retryable
+from nearkin_shared.errors import NearkinError, RetryableError
 from nearkin_shared.index.redis.connection import Server
 from nearkin_shared.index.redis.redis_index import RedisIndex
 from nearkin_shared.utils.failpoints import failpoint
@@ -30,7 +30,7 @@ def _now() -> float:
     return time.clock_gettime(_CLOCK)
 
 
-class LeaseOver(Retryable):
+class LeaseLost(RetryableError):
     """The lease is no longer held: another may work, so nothing more is done."""
 
 
@@ -61,9 +61,9 @@ class Lease:
         return True
 
     def check(self) -> None:
-        """Raise LeaseOver unless it is held."""
+        """Raise LeaseLost unless it is held."""
         if _now() >= self._until:
-            raise LeaseOver("the janitor's lease has passed to another, or Redis does not answer: the round ends here")
+            raise LeaseLost("the janitor's lease has passed to another, or Redis does not answer: the round ends here")
 
     def skew_seconds(self) -> float:
         """Return how far this machine's clock is ahead of the server's that has the lease; negative: behind."""

@@ -40,7 +40,7 @@ class PartitionState:
     letter: str
     generation: int
     same_server: bool
-    began_empty: bool
+    is_incomplete: bool
 
 
 @frozen
@@ -107,7 +107,7 @@ class Partitions:
         calls = [Server.call("advance", [key], required, generation) for _, _, key in self._keys()]
         return None not in self.server.run(calls)
 
-    def settle(self, generation: int) -> bool:
+    def mark_checked(self, generation: int) -> bool:
         """Declare all partitions checked against the store; return False where one was lost or its server restarted."""
         return None not in self.server.run([Server.call("settle", [key], generation) for _, _, key in self._keys()])
 

@@ -22,14 +22,14 @@ from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import CatalogEntry, entry_of, summarise
-from nearkin_shared.index.container_entries import ContainerClaims
-from nearkin_shared.index.protocols import Collected, ContainerSummary, Marked
+from nearkin_shared.index.container_entries import ContainerEntries
+from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary, MarkedVersion
 from nearkin_shared.index.redis import catalog_encoding, key_encoding
 from nearkin_shared.index.redis.connection import Command, Server
-from nearkin_shared.index.redis.epoch import EPOCH_TRIES_MAX, Epoch, EpochGone, Epochs, NumberedContainers
+from nearkin_shared.index.redis.epoch import EPOCH_TRIES_MAX, Epoch, EpochReplaced, Epochs, NumberedContainers
 from nearkin_shared.index.redis.key_encoding import CHUNKS, COUNTS, FEATURES, SEGMENTS, U16, Keys, Table
 from nearkin_shared.index.redis.partitions import VERSIONS_LETTER
-from nearkin_shared.index.redis.redis_removal import drop_containers, forget_entries, forget_missing
+from nearkin_shared.index.redis.redis_removal import drop_containers, withdraw_entries, withdraw_missing
 from nearkin_shared.tenant_names import collision_of
 from nearkin_shared.types import U8, U32, U64, Bools, ContainerId, Locations
 
@@ -147,7 +147,7 @@ class RedisIndex:
         value, *values, records = self.server.run([("GET", self.epochs.key), *calls, tail])
         self.epochs.seen(epoch, value)
         if None in values:
-            raise EpochGone
+            raise EpochReplaced
         numbers = np.empty(len(keys), np.uint64)
         numbers[order] = key_encoding.numbers_of(b"".join(values))
         epoch.table.extend(known, records)
@@ -156,15 +156,15 @@ class RedisIndex:
 
     # --- publishing --------------------------------------------------------------------------------------------------
 
-    def publish(self, claims: ContainerClaims) -> None:
+    def publish(self, claims: ContainerEntries) -> None:
         """Add a durable container's entries; one that is there stays."""
         self.publish_many([claims])
 
-    def publish_many(self, many: Sequence[ContainerClaims]) -> None:
+    def publish_many(self, many: Sequence[ContainerEntries]) -> None:
         """Add durable containers' entries; of one key the first stays. They share their three round trips."""
         self._in_epoch(partial(self._published, many=many))
 
-    def _published(self, epoch: Epoch, many: Sequence[ContainerClaims]) -> None:
+    def _published(self, epoch: Epoch, many: Sequence[ContainerEntries]) -> None:
         spans = [
             (found.container, max(len(found.chunks), len(found.segments)), found.domain)
             for found in (claims.directory for claims in many)
@@ -188,7 +188,7 @@ class RedisIndex:
         for table, parts in ((CHUNKS, chunks), (SEGMENTS, segments), (FEATURES, features)):
             calls += _inserts(epoch, table, parts)
         if None in self.server.run(calls):  # 2
-            raise EpochGone
+            raise EpochReplaced
         packed = [(claims.directory.container, catalog_encoding.pack_summary(summarise(claims))) for claims in many]
         self.epochs.finish(epoch, packed)  # 3
 
@@ -210,7 +210,7 @@ class RedisIndex:
         tenants = [manifest.tenant for manifest, _ in versions]
         known = self._are_committed(homes, starts, tenants)  # 1
         if None in known:
-            raise EpochGone
+            raise EpochReplaced
         for tenant in {tenant for tenant, there in zip(tenants, known, strict=True) if there == FOREIGN}:
             _log.error("not listed: %s", collision_of(tenant, "the index"))
         new = [row for row, there in enumerate(known) if not there]
@@ -218,7 +218,7 @@ class RedisIndex:
         for row in new:
             calls += _counts(epoch, versions[row][0], starts[row])
         if None in self.server.run(calls):  # 2
-            raise EpochGone
+            raise EpochReplaced
         adding = []
         for row in new:
             manifest, manifest_bytes = versions[row]
@@ -226,25 +226,25 @@ class RedisIndex:
             owner = catalog_encoding.tenant_tag(manifest.tenant), manifest.tenant
             adding.append(Server.call("commit", homes[row], starts[row], catalog_encoding.member_rest(entry), *owner))
         if None in self.server.run(adding):  # 3
-            raise EpochGone
+            raise EpochReplaced
 
-    def mark_many(self, marks: Sequence[Marked]) -> None:
+    def mark_many(self, marks: Sequence[MarkedVersion]) -> None:
         """Note the marks of versions, VERSIONS_A_COMMIT in a round trip; the highest stands."""
         for at in range(0, len(marks), VERSIONS_A_COMMIT):
             self._in_epoch(partial(self._marked, marks=marks[at : at + VERSIONS_A_COMMIT]))
 
-    def _marked(self, epoch: Epoch, marks: Sequence[Marked]) -> None:
+    def _marked(self, epoch: Epoch, marks: Sequence[MarkedVersion]) -> None:
         calls = []
         for mark in marks:
             partition, versions = self._home(epoch, mark.tenant)
             start = catalog_encoding.member_start(mark.key, mark.version)
             calls.append(Server.call("mark", [partition, _marks_of(versions)], start, mark.sequence, mark.marks_bytes))
         if None in self.server.run(calls):
-            raise EpochGone
+            raise EpochReplaced
 
     # --- letting go --------------------------------------------------------------------------------------------------
 
-    def forget(
+    def withdraw(
         self,
         chunks: Mapping[int, U32 | None],
         segments: Mapping[int, U32],
@@ -252,9 +252,9 @@ class RedisIndex:
         looked_up: object = None,
     ) -> None:
         """Let go of entries by the container they name, of all domains; reads the whole index."""
-        self._in_epoch(partial(self._forgotten, chunks=chunks, segments=segments, containers=containers))
+        self._in_epoch(partial(self._withdraw, chunks=chunks, segments=segments, containers=containers))
 
-    def _forgotten(
+    def _withdraw(
         self,
         epoch: Epoch,
         chunks: Mapping[int, U32 | None],
@@ -262,18 +262,18 @@ class RedisIndex:
         containers: Collection[int],
     ) -> None:
         self.epochs.cover_all(epoch)
-        forget_entries(self.server, epoch, chunks, segments)
+        withdraw_entries(self.server, epoch, chunks, segments)
         drop_containers(self.server, self.epochs.key, epoch, containers)
 
     def advance_generation(self, at_least: int) -> int:
-        """Begin a GC generation, once `forget` has removed what a GC run withdraws; return its number."""
+        """Begin a GC generation, once `withdraw` has removed what a GC run withdraws; return its number."""
         return self._in_epoch(lambda _: self.epochs.advance(at_least))
 
-    def numbered(self) -> NumberedContainers:
-        """Return which numbers containers have by now, for `forget_missing`."""
-        return self._in_epoch(self.epochs.numbered)
+    def container_numbers(self) -> NumberedContainers:
+        """Return which numbers containers have by now, for `withdraw_missing`."""
+        return self._in_epoch(self.epochs.container_numbers)
 
-    def forget_missing(
+    def withdraw_missing(
         self,
         numbered: NumberedContainers,
         chunks: Mapping[int, Bools | None],
@@ -285,7 +285,7 @@ class RedisIndex:
         `numbered` was read: what is published meanwhile stays.
         """
         epoch = self.epochs.current
-        gone = forget_missing(self.server, epoch, numbered, chunks, segments)
+        gone = withdraw_missing(self.server, epoch, numbered, chunks, segments)
         lost = sorted({int(container) for container in numbered.containers} - chunks.keys())
         drop_containers(self.server, self.epochs.key, epoch, lost)
         return gone
@@ -298,14 +298,14 @@ class RedisIndex:
         name, packed = summary.container.to_bytes(8, "little"), catalog_encoding.pack_summary(summary)
         keys = [self.epochs.key, epoch.meta("containers")]
         if self.server.one(Server.call("anew", keys, epoch.name, name, packed)) is None:
-            raise EpochGone
+            raise EpochReplaced
 
-    def collect_many(self, versions: Sequence[Collected]) -> None:
+    def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
         """Take versions out of the catalog and count their segments no more; VERSIONS_A_COMMIT share round trips."""
         for at in range(0, len(versions), VERSIONS_A_COMMIT):
             self._in_epoch(partial(self._collected, versions=versions[at : at + VERSIONS_A_COMMIT]))
 
-    def _collected(self, epoch: Epoch, versions: Sequence[Collected]) -> None:
+    def _collected(self, epoch: Epoch, versions: Sequence[CollectedVersion]) -> None:
         starts = [catalog_encoding.member_start(version.key, version.version) for version in versions]
         homes = [self._home(epoch, version.tenant) for version in versions]
         known = self._are_committed(homes, starts, [version.tenant for version in versions])  # 1
@@ -314,14 +314,14 @@ class RedisIndex:
             if there == 1 and version.manifest is not None:
                 counts += _counts(epoch, version.manifest, start, "uncount")
         if None in known or None in self.server.run(counts):  # 2
-            raise EpochGone
+            raise EpochReplaced
         going = [
             Server.call("collect", [*home, _marks_of(home[1])], start, version.sequence, version.marks_bytes)
             for version, home, start, there in zip(versions, homes, starts, known, strict=True)
             if there != FOREIGN
         ]
         if None in self.server.run(going):  # 3
-            raise EpochGone
+            raise EpochReplaced
 
     def _are_committed(
         self, homes: Sequence[list[str]], starts: Sequence[bytes], tenants: Sequence[str]
@@ -342,12 +342,12 @@ class RedisIndex:
 
     def versions_of(self, tenant: str, key: str) -> list[int]:
         """Return the version numbers of a key, ascending."""
-        start = catalog_encoding.escaped(key) + b"\0"
+        start = catalog_encoding.escape_key(key) + b"\0"
         return [entry.version for entry in self._entries(tenant, start + b"\0", start + b"\1")]
 
     def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
         """Yield the versions of all keys that start with `prefix`, by key and version, MEMBERS_A_PAGE at a time."""
-        start = catalog_encoding.escaped(prefix)
+        start = catalog_encoding.escape_key(prefix)
         return self._entries(tenant, start, start + b"\xff" if start else None)  # no UTF-8 holds 255; NUL 255 is NUL
 
     def catalog_after(
@@ -357,7 +357,7 @@ class RedisIndex:
 
         About `count` are wanted, so that few are read where few are.
         """
-        start = catalog_encoding.escaped(prefix)
+        start = catalog_encoding.escape_key(prefix)
         after = b"" if not key else catalog_encoding.member_end(key)
         if version is not None:
             after = catalog_encoding.member_start(key, version) + b"\xff"
@@ -396,7 +396,7 @@ class RedisIndex:
         value, page, there, any_marks, owner = self.server.run(asked)
         self.epochs.seen(epoch, value)
         if not there:
-            raise EpochGone
+            raise EpochReplaced
         if owner is not None and owner.decode() != tenant:
             raise collision_of(tenant, "the index")
         found: list[bytes] = page
@@ -446,10 +446,10 @@ class RedisIndex:
     def _decoded(self, epoch: Epoch, table: Table, partition: int, held: U8) -> dict[bytes, bytes]:
         keys, values = np.ascontiguousarray(held[:, : table.key_bytes]), held[:, table.key_bytes :].tobytes()
         if table is COUNTS:
-            names = _packed(key_encoding.locations_of(keys))
+            names = _pack(key_encoding.locations_of(keys))
             return {names[i]: values[4 * i : 4 * i + 4] for i in range(len(keys))}
         locations, found = epoch.table.locate(key_encoding.numbers_of(values), self._domain)
-        lead, places = partition.to_bytes(2, "little"), _packed(locations)
+        lead, places = partition.to_bytes(2, "little"), _pack(locations)
         return {lead + keys[i].tobytes(): places[i] for i in np.flatnonzero(found)}
 
     def sweep(self) -> int:
@@ -473,7 +473,7 @@ class RedisIndex:
             epoch = self.epochs.current
             try:
                 return work(epoch)
-            except EpochGone:
+            except EpochReplaced:
                 self.epochs.renew(epoch)
         raise StoreUnavailable(
             f"{self.server.name}: {EPOCH_TRIES_MAX} epochs were gone within one call; try again later"
@@ -568,7 +568,7 @@ def _flat(buckets: Any, width: int) -> U8:
     return np.frombuffer(held, np.uint8).reshape(-1, width)
 
 
-def _packed(locations: Locations) -> list[bytes]:
+def _pack(locations: Locations) -> list[bytes]:
     packed = np.empty(len(locations), np.dtype([("container", "<u8"), ("ordinal", "<u4")]))
     packed["container"], packed["ordinal"] = locations.containers, locations.ordinals
     data = packed.tobytes()

@@ -34,7 +34,7 @@ class RedisKeyLocks:
         self._server = index.server
         self._prefix = f"{index.prefix}:{{m}}"
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Do nothing: a lock belongs to its token, not to a process."""
 
     def for_deletion(self, tenant: str, key: str) -> AbstractContextManager[None]:

@@ -16,9 +16,9 @@ import numpy as np
 
 from nearkin_shared.index.redis import key_encoding
 from nearkin_shared.index.redis.connection import Command, Server
-from nearkin_shared.index.redis.epoch import Epoch, EpochGone, NumberedContainers
+from nearkin_shared.index.redis.epoch import Epoch, EpochReplaced, NumberedContainers
 from nearkin_shared.index.redis.key_encoding import CHUNKS, FEATURES, SEGMENTS, Table
-from nearkin_shared.types import U8, U32, U64, Bools, grouped
+from nearkin_shared.types import U8, U32, U64, Bools, group_by_container
 from nearkin_shared.utils.frozen import frozen
 
 BUCKETS_A_READ = 1000
@@ -28,7 +28,7 @@ _STATE = re.compile(rb"(\d+) (\d+) (\d+)")
 
 
 @frozen
-class Unwanted:
+class UnwantedNumbers:
     """Numbers that no entry may have: of containers from firsts[i] on, `masks` one behind the other from starts[i]."""
 
     firsts: U64
@@ -37,7 +37,7 @@ class Unwanted:
     masks: Bools
 
     @staticmethod
-    def of(numbers: Mapping[int, tuple[int, int]], wanted: Mapping[int, U32 | None]) -> Unwanted:
+    def of(numbers: Mapping[int, tuple[int, int]], wanted: Mapping[int, U32 | None]) -> UnwantedNumbers:
         """Return the numbers of ordinals, None for all, by container; `numbers` are (first, span) of each."""
         known = sorted((numbers[container], rows) for container, rows in wanted.items() if container in numbers)
         firsts, spans, masks = [], [], [np.zeros(0, np.bool_)]
@@ -49,9 +49,9 @@ class Unwanted:
             spans.append(span)
             masks.append(mask)
         wide = np.array(spans, np.uint64)
-        return Unwanted(np.array(firsts, np.uint64), wide, np.cumsum(wide) - wide, np.concatenate(masks))
+        return UnwantedNumbers(np.array(firsts, np.uint64), wide, np.cumsum(wide) - wide, np.concatenate(masks))
 
-    def named(self, numbers: U64) -> Bools:
+    def is_unwanted(self, numbers: U64) -> Bools:
         """Return which numbers are among them."""
         if not len(self.firsts):
             return np.zeros(len(numbers), np.bool_)
@@ -62,25 +62,25 @@ class Unwanted:
         return found
 
 
-def forget_entries(
+def withdraw_entries(
     server: Server, epoch: Epoch, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32 | None]
 ) -> int:
-    """Take out all entries that name ordinals of containers, of any domain; return how many. Raises EpochGone.
+    """Take out all entries that name ordinals of containers, of any domain; return how many. Raises EpochReplaced.
 
     `chunks` None: its segments too. Reads the whole index: 60 bytes a chunk.
     """
     numbers = epoch.table.numbers([*chunks, *segments])
-    of_chunks = Unwanted.of(numbers, chunks)
+    of_chunks = UnwantedNumbers.of(numbers, chunks)
     lost = {container: None for container, ordinals in chunks.items() if ordinals is None}
-    of_segments = Unwanted.of(numbers, {**segments, **lost})
+    of_segments = UnwantedNumbers.of(numbers, {**segments, **lost})
     gone = 0
     for table, unwanted in ((CHUNKS, of_chunks), (FEATURES, of_chunks), (SEGMENTS, of_segments)):
         for partition in range(epoch.partitions) if len(unwanted.firsts) else ():
-            gone += _forget(server, epoch.partition(table, partition), table, unwanted.named)
+            gone += _forget(server, epoch.partition(table, partition), table, unwanted.is_unwanted)
     return gone
 
 
-def forget_missing(
+def withdraw_missing(
     server: Server,
     epoch: Epoch,
     numbered: NumberedContainers,
@@ -90,7 +90,7 @@ def forget_missing(
     """Remove entries of numbers that no container has, or of chunks or segments that are not there.
 
     By container of the store: a mask of its chunks, or segments, that may be found; None for all of them. `numbered`
-    was read before the store was listed: what was published since stays. Reads the whole index. Raises EpochGone.
+    was read before the store was listed: what was published since stays. Reads the whole index. Raises EpochReplaced.
     """
     gone = 0
     for table, there in ((CHUNKS, chunks), (FEATURES, chunks), (SEGMENTS, segments)):
@@ -108,7 +108,7 @@ def _is_missing(numbered: NumberedContainers, there: Mapping[int, Bools | None],
     at = np.maximum(np.searchsorted(firsts, numbers, side="right").astype(np.int64) - 1, 0)
     missing: Bools = (numbers < firsts[at]) | (numbers - firsts[at] >= spans[at])
     ordinals = np.where(missing, np.uint64(0), numbers - firsts[at]).astype(np.int64)
-    for container, rows_of in grouped(containers[at]):
+    for container, rows_of in group_by_container(containers[at]):
         mask = there.get(container, _NOTHING)
         if mask is not None:
             inside = ordinals[rows_of] < len(mask)
@@ -143,7 +143,7 @@ def _forget(server: Server, key: str, table: Table, is_unwanted: Callable[[U64],
         ]
         answers = server.run(calls)
         if None in answers:
-            raise EpochGone
+            raise EpochReplaced
         gone -= sum(answers)
     return gone
 
@@ -153,13 +153,13 @@ def _buckets(server: Server, key: str) -> int:
     state = server.one(("HGET", key, ""))
     match = _STATE.fullmatch(state or b"")
     if match is None:
-        raise EpochGone
+        raise EpochReplaced
     return (1 << int(match[1])) + int(match[2])
 
 
 def drop_containers(server: Server, epoch_key: str, epoch: Epoch, containers: Collection[int]) -> None:
-    """Count containers no more. Raises EpochGone."""
+    """Count containers no more. Raises EpochReplaced."""
     keys = [epoch_key, epoch.meta("containers")]
     calls = [Server.call("gone", keys, epoch.name, container.to_bytes(8, "little")) for container in containers]
     if None in server.run(calls):
-        raise EpochGone
+        raise EpochReplaced

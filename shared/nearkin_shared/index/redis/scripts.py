@@ -497,24 +497,24 @@ NOW = "return redis.call('TIME')"
 """KEYS any of a prefix: seconds and microseconds since 1970, by the server that has it."""
 
 
-def _filled(script: str) -> str:
+def _fill_template(script: str) -> str:
     for name, value in (("DAMAGED", DAMAGED), ("LEVEL_MAX", LEVEL_MAX), ("BUCKET_ENTRIES_MAX", BUCKET_ENTRIES_MAX)):
         script = script.replace(f"${name}", str(value))
     return script
 
 
 SOURCES = {
-    "find": _filled(FIND),
-    "insert": _filled(INSERT),
-    "count": _filled(COUNT),
-    "remove": _filled(REMOVE),
-    "uncount": _filled(UNCOUNT),
+    "find": _fill_template(FIND),
+    "insert": _fill_template(INSERT),
+    "count": _fill_template(COUNT),
+    "remove": _fill_template(REMOVE),
+    "uncount": _fill_template(UNCOUNT),
     "begin": BEGIN,
     "check": CHECK,
     "successor": SUCCESSOR,
     "move": MOVE,
     "raise": RAISE,
-    "adopt": _filled(ADOPT),
+    "adopt": _fill_template(ADOPT),
     "inspect": INSPECT,
     "advance": ADVANCE,
     "settle": SETTLE,

@@ -36,13 +36,13 @@ class NameTable:
     ) -> NDArray[np.bool_]:
         """Insert the keys that are not there yet, the first of equal rows winning; return which rows were inserted.
 
-        Containers are uint64 (n,), ordinals uint32 (n,), the answer bool (n,). Raises `BadInput`, and `Retryable` when
-        `max_entries` would be exceeded or memory is short: then nothing was inserted.
+        Containers are uint64 (n,), ordinals uint32 (n,), the answer bool (n,). Raises `BadInput`, and `RetryableError`
+        when `max_entries` would be exceeded or memory is short: then nothing was inserted.
         """
     def discard_containers(self, ids: NDArray[np.uint64]) -> int:
         """Drop every entry whose container is among `ids` (any number, any order); return how many were dropped.
 
-        Takes time proportional to the whole table. Raises `BadInput`, and `Retryable` when memory is short: then
+        Takes time proportional to the whole table. Raises `BadInput`, and `RetryableError` when memory is short: then
         nothing was dropped.
         """
     def clear(self) -> None:
@@ -52,5 +52,5 @@ class NameTable:
 def first_occurrence(keys: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Return for each row of `keys` (uint8, (n, 1 to 40)) the index of the first row equal to it: int64, shape (n,).
 
-    Raises `BadInput`, and `Retryable` when memory is short.
+    Raises `BadInput`, and `RetryableError` when memory is short.
     """

@@ -9,7 +9,7 @@ from threading import Lock
 
 import numpy as np
 
-from nearkin_shared.errors import BadInput, Retryable
+from nearkin_shared.errors import BadInput, RetryableError
 
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -265,12 +265,12 @@ cdef class NameTable:
                 # Near a doubling or the bound count exactly, so that repeats cost no room; then nothing below can fail.
                 needed = t.entries + <size_t>self._count_new(own_keys)
                 if needed > self.max_entries:
-                    raise Retryable(f"name table full: {needed} entries would exceed max_entries {self.max_entries}")
+                    raise RetryableError(f"name table full: {needed} entries would exceed max_entries {self.max_entries}")
                 if needed > room(t.slots):
                     with nogil:
                         grown = rebuild(t, slots_for(needed), NULL, 0)
                     if not grown:
-                        raise Retryable(f"name table: no memory for {needed} entries of {self.key_bytes}-byte keys")
+                        raise RetryableError(f"name table: no memory for {needed} entries of {self.key_bytes}-byte keys")
             with nogil:
                 key = &key_view[0, 0]
                 while at < n:
@@ -318,7 +318,7 @@ cdef class NameTable:
                     if dropped:
                         done = rebuild(t, slots_for(t.entries - dropped), &gone[0], gone_count)
                 if not done:
-                    raise Retryable(f"name table: no memory to move {len(self) - dropped} entries")
+                    raise RetryableError(f"name table: no memory to move {len(self) - dropped} entries")
         return dropped
 
 
@@ -339,7 +339,7 @@ def first_occurrence(keys):
     mask = slots - 1
     rows = <int64_t *>calloc(slots, sizeof(int64_t))  # index of the first row + 1; 0: free
     if rows == NULL:
-        raise Retryable(f"first_occurrence: no memory for {n} keys")
+        raise RetryableError(f"first_occurrence: no memory for {n} keys")
     with nogil:
         for i in range(n):
             key = &key_view[i, 0]

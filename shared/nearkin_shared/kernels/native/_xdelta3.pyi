@@ -32,8 +32,8 @@ def encode_many(
     The bytes are those of the xdelta3 C library 3.1.1 (J. MacDonald, "File System Support for Delta Compression",
     2000) and may change with it: only what they decode to is fixed.
 
-    Raises BadInput for a wrong array, a range outside its payload, a length or level out of bounds; Permanent where
-    the library refuses a pair; MemoryError.
+    Raises BadInput for a wrong array, a range outside its payload, a length or level out of bounds; PermanentError
+    where the library refuses a pair; MemoryError.
     """
 
 def decode_many(

@@ -8,7 +8,7 @@ from libc.string cimport memcpy
 
 import numpy as np
 
-from nearkin_shared.errors import BadInput, Corrupt, Permanent
+from nearkin_shared.errors import BadInput, Corrupt, PermanentError
 from nearkin_shared.kernels.reference.xdelta3_reference import DELTA_BYTES_MAX, LEVEL_MAX, PAIR_BYTES_MAX
 
 cdef extern from "xdelta3_impl.h" nogil:
@@ -135,7 +135,7 @@ def encode_many(
             raise MemoryError(f"no memory to encode pair {i}")
         if result != NK_XD3_OK and result != NK_XD3_OVER_LIMIT:
             message = PyBytes_FromString(nk_xd3_encoder_message(encoder)).decode("ascii", "replace")
-            raise Permanent(f"xdelta3 cannot encode pair {i}: {message}")
+            raise PermanentError(f"xdelta3 cannot encode pair {i}: {message}")
         output = nk_xd3_encoder_output(encoder, &output_bytes)
         deltas = np.empty(output_bytes, dtype=np.uint8)
         if output_bytes > 0:

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_shared.errors import BadInput, Retryable
+from nearkin_shared.errors import BadInput, RetryableError
 
 KEY_BYTES_MIN: Final = 8
 KEY_BYTES_MAX: Final = 40
@@ -51,7 +51,7 @@ class NameTable:
         with self._lock:
             entries = len(self._places) + len({row for row in rows if row not in self._places})
             if entries > self.max_entries:
-                raise Retryable(f"name table full: {entries} entries would exceed max_entries {self.max_entries}")
+                raise RetryableError(f"name table full: {entries} entries would exceed max_entries {self.max_entries}")
             inserted = np.zeros(len(rows), dtype=np.bool_)
             for i, (row, container, ordinal) in enumerate(
                 zip(rows, containers.tolist(), ordinals.tolist(), strict=True)
