@@ -108,6 +108,40 @@ def test_purged_base_of_live_deltas_is_in_no_file(tmp_path: Path) -> None:
         check_gone(store, contents)
 
 
+def test_purge_removes_bases_whose_containers_nothing_else_needs(tmp_path: Path) -> None:
+    """F.32: A container of which only the bases of live deltas are left is removed once these deltas need none."""
+    with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
+        content = SECRET + random_bytes(200_000, 3)
+        store.put("k", content)
+        bases = {container for container, _ in store._containers.ids()}
+        changed = bytes(4000) + content[4000:]
+        for at in range(4000, len(changed), 500):
+            changed = changed[:at] + bytes([changed[at] ^ 1]) + changed[at + 1 :]
+        store.put("k", changed)
+        directories = [store._containers.of(None).directory(c) for c, _ in store._containers.ids()]
+        assert {base for directory in directories for base in directory.base_containers()} == bases
+        store.delete("k", 1)
+        assert store.purge("k", 1).containers_deleted == 1
+        assert not bases & {container for container, _ in store._containers.ids()}
+        check_gone(store, {("k", 2): changed})
+
+
+def test_purge_leaves_versions_of_the_same_container(tmp_path: Path) -> None:
+    """F.32: A container keeps the recipes and chunks of other versions; the index names nothing that was removed."""
+    shared, other = random_bytes(60_000, 5), random_bytes(60_000, 6)
+    with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
+        list(store.put_many([("k", SECRET + shared), ("other", other), ("both", shared + other)]))
+        assert len(list(store._containers.ids())) == 1
+        store.put("alone", random_bytes(60_000, 7))
+        for key in ("k", "alone"):
+            store.delete(key)
+        report = store.purge()
+        assert (report.versions, report.containers_deleted, report.containers_rewritten) == (2, 1, 1)
+        check_gone(store, {("other", 1): other, ("both", 1): shared + other})
+        assert store.put("alone", random_bytes(60_000, 7)).ledger.duplicate_chunks == 0
+        assert store.get("alone").read() == random_bytes(60_000, 7)
+
+
 def test_purge_of_a_key_leaves_other_deletions_undeletable(tmp_path: Path) -> None:
     """F.4: Only what was named goes: another key's deleted version can be brought back."""
     with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
@@ -175,6 +209,25 @@ def test_purge_cut_short_goes_on_with_the_next(tmp_path: Path, point: str) -> No
         assert find_broken(store, contents) == set()
         store.purge()
         check_gone(store, contents)
+
+
+def test_index_names_no_container_that_a_purge_removes(tmp_path: Path) -> None:
+    """F.32: A purge that fails behind its first deletion leaves no entry of a removed container (I1)."""
+    with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
+        store.put("stays", random_bytes(60_000, 8))
+        store.put("k", SECRET * 10)
+        store.delete("k")
+        failpoints.arm("purge.container:1:error")
+        try:
+            with pytest.raises(StoreUnavailable):
+                store.purge()
+        finally:
+            failpoints.disarm()
+        store._containers.evict()
+        there = {int(container) for container, _ in store._containers.ids()}
+        for table in ("chunks", "segments"):
+            rows = store._index.read(lambda index, table=table: list(index.rows(table)))
+            assert {int(container) for _, places in rows for container in places.containers} == there
 
 
 def test_purge_beside_a_put_is_refused(tmp_path: Path) -> None:

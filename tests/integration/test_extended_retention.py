@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -158,6 +159,40 @@ def test_forged_retention_record_removes_nothing(tmp_path: Path, clock: Clock, k
         assert store.get("k").read() == b"one"
         (store.root / name).unlink()
         assert store.delete("k") == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forgery", FORGED)
+def test_gc_keeps_a_deleted_version_whose_retention_is_not_known(
+    tmp_path: Path, clock: Clock, kind: str, forgery: str
+) -> None:
+    """F.32: GC frees no deleted version whose retention record does not verify."""
+    with opened(tmp_path / "s", clock, kind) as store:
+        store.put("k", b"one")
+        now_us = int(clock.now * 1e6)
+        store._manifests.put_mark(Mark("default", "k", 1, 1, Kind.DELETED, now_us, now_us))
+        name = store._manifests.retentions.name("default", "k", 1, 1)
+        (store.root / name).write_bytes(FORGED[forgery])
+        store.rebuild_index()
+        clock.now += DAY
+        assert store.gc().versions == 0
+        assert store._manifests.is_committed("default", "k", 1)
+        (store.root / name).unlink()
+        assert store.gc().versions == 1
+
+
+def test_record_never_shortens_the_retention_of_its_manifest(tmp_path: Path, clock: Clock) -> None:
+    """F.32: Of the times in manifest and record the later one holds; a record since the listing counts."""
+    earlier_us, later_us = (int(time.timestamp() * 1e6) for time in (START + timedelta(days=1), LATER))
+    with opened(tmp_path / "s", clock) as store:
+        store.put("k", b"one")
+        manifest, retentions = store._manifests.get("default", "k", 1), store._manifests.retentions
+        retentions.write(RetentionRecord("default", "k", 1, 1, 1, earlier_us))
+        assert retentions.retain_until_us(replace(manifest, retain_until_us=later_us)) == later_us
+        assert retentions.retain_until_us(manifest) == earlier_us
+        assert retentions.current_retain_until_us(manifest, 0) == earlier_us
+        retentions.write(RetentionRecord("default", "k", 1, 2, 1, later_us))
+        assert retentions.current_retain_until_us(manifest, 1) == later_us
 
 
 def test_points_of_extensions_are_all_tried() -> None:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from obstore.store import MemoryStore
 
 from nearkin.store import Store, open_store
 from nearkin_maintenance.gc.clock_check import check_clock
@@ -19,7 +20,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import GcSettings, RetentionPolicy
 from nearkin_shared.errors import ClockSkew, RetentionActive
 from nearkin_shared.objectstore.base import ObjectStore
-from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
 from nearkin_shared.storage.clock_records import FOLDER, ClockRecords
 from tests.support.fakes.clock import DAY, Clock
 
@@ -223,6 +224,24 @@ def test_clock_behind_lowers_the_record_only_if_trusted() -> None:
     assert ClockRecords(objects).read() == int(START * 1e6)
     check_clock(objects, [], START - 10 * DAY, GcSettings(trust_clock=True))
     assert ClockRecords(objects).read() == int((START - 10 * DAY) * 1e6)
+
+
+class Dated(ObstoreObjectStore):
+    """An object store whose server has a clock that stands still."""
+
+    has_server_clock = True
+
+    def modified_seconds(self, name: str) -> float:
+        self.size_bytes(name)
+        return START
+
+
+def test_clock_behind_that_of_a_server_leaves_the_record() -> None:
+    """F.29: A GC run by a clock that is behind leaves the recorded time where a server dates the records too."""
+    objects = Dated(MemoryStore())
+    check_clock(objects, [], START, GcSettings())
+    check_clock(objects, [], START - 10 * DAY, GcSettings())
+    assert ClockRecords(objects).read() == int(START * 1e6)
 
 
 def test_clock_behind_is_reported(caplog: pytest.LogCaptureFixture) -> None:

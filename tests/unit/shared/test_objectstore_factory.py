@@ -13,9 +13,13 @@ from nearkin_shared.config.loader import load, with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, Corrupt, NotFound, StoreUnavailable
 from nearkin_shared.limits import MIB
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore import factory
+from nearkin_shared.objectstore.base import LocalObjectStore, Payload
+from nearkin_shared.objectstore.delegating import DelegatingObjectStore
 from nearkin_shared.objectstore.factory import open_objects, open_store_of
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.objectstore.s3 import Where
+from nearkin_shared.storage import descriptor
 
 
 def opened(**section: Any) -> Any:
@@ -170,3 +174,32 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
     assert settings.object_store.secret_access_key == "hidden"
     assert "hidden" not in str(origins)
     assert origins["object_store.access_key_id"].value == "id"
+
+
+class Overwriting(DelegatingObjectStore):
+    """A server that ignores `If-None-Match: *`."""
+
+    far = True
+
+    def put_new(self, name: str, *parts: Payload) -> None:
+        self.inner.replace(name, b"".join(parts))
+
+
+class Refusing(DelegatingObjectStore):
+    """A server that does what it is asked."""
+
+    far = True
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_server_that_overwrites_is_refused(monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
+    """F.32: A service does not start at an object store that replaces an object although asked to create it only."""
+    objects = memory_objects()
+    if existing:
+        descriptor.create(objects)
+    own = with_changes(Settings(), {"storage": {"create": True}})
+    monkeypatch.setattr(factory, "open_objects", lambda settings: Overwriting(objects))
+    with pytest.raises(ConfigError, match="overwrites what is there"):
+        open_store_of(own)
+    monkeypatch.setattr(factory, "open_objects", lambda settings: Refusing(objects))
+    open_store_of(own)
