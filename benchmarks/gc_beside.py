@@ -50,9 +50,9 @@ with open_store(sys.argv[1], settings=CHOSEN, create=True) as store:
         print(json.dumps({
             "seconds": round(time.perf_counter() - began, 2), "cpu_seconds": round(time.process_time() - cpu, 2),
             "freed_bytes": report.freed_bytes, "deleted": report.containers_deleted,
-            "rewritten": report.containers_rewritten, "condemned": report.condemned_containers,
+            "rewritten": report.containers_rewritten, "condemned": report.pending_delete_containers,
         }), flush=True)
-        if not report.freed_bytes and not report.condemned_containers:
+        if not report.freed_bytes and not report.pending_delete_containers:
             break
 """
 

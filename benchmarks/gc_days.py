@@ -108,7 +108,7 @@ def _run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str,
             "grace_seconds": DAY // 2,
             "compact_below": compact_below,
             "bytes_per_second": 1 << 40,
-            "gather_bytes": given.gather_bytes,
+            "merge_block_bytes": given.merge_block_bytes,
         },
         "index": {"map_bytes": 1 << 30},
     }
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--mode", nargs="+", choices=["all", *GC_MODES], help="compare modes, at compact_below 0.9")
     parser.add_argument("--delete-every", type=int, default=1, help="days between deletions of what is not kept")
     parser.add_argument("--scale", type=int, default=1, help="times 8 MB")
-    parser.add_argument("--gather-bytes", default="4MiB", help="gc.gather_bytes; 0: never")
+    parser.add_argument("--gather-bytes", default="4MiB", help="gc.merge_block_bytes; 0: never")
     given = parser.parse_args()
     edit = stretches if given.edits == "stretches" else small
     if given.mode:

@@ -91,7 +91,9 @@ def _services(folder: Path) -> Iterator[dict[str, str]]:
         _fill_redis(folder / "store", server.url)
         server.stop()
         server.start()
-        _fill_redis(folder / "store", server.url)  # as the janitor does after a restart: it checks what Redis kept
+        _fill_redis(
+            folder / "store", server.url
+        )  # as the maintenance service does after a restart: it checks what Redis kept
         with shared_kafka(folder / "kafka", os.getpid()) as bootstrap:
             yield {
                 "NEARKIN_OBJECT_STORE__URL": str(folder / "store"),

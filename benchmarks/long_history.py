@@ -73,11 +73,11 @@ def main() -> None:
     given.add_argument("-c", "--corpus", default="rdb")
     given.add_argument("--versions", type=int, default=40)
     given.add_argument("--every", type=int, default=4, help="puts between rounds")
-    given.add_argument("--gather-bytes", default="4MiB", help="gc.gather_bytes; 0: never")
+    given.add_argument("--gather-bytes", default="4MiB", help="gc.merge_block_bytes; 0: never")
     given.add_argument("--keep", type=int, help="versions that stay; without: all")
     chosen = given.parse_args()
     (corpus,) = find_corpora([chosen.corpus], chosen.versions)
-    changes: dict[str, dict[str, object]] = {"gc": {"gather_bytes": chosen.gather_bytes}}
+    changes: dict[str, dict[str, object]] = {"gc": {"merge_block_bytes": chosen.merge_block_bytes}}
     if chosen.keep is not None:
         changes = {"gc": {**changes["gc"], "grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
     settings = with_changes(Settings(), changes)

@@ -31,7 +31,7 @@ that puts and collects peaked at 474 MiB with one."""
 
 
 class BlockRecoder:
-    """For the janitor, which knows no codec."""
+    """For the maintenance service, which knows no codec."""
 
     def __init__(self, settings: Settings) -> None:
         from nearkin_delta.block_encoder import BlockEncoder

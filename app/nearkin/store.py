@@ -604,14 +604,14 @@ class Store:
         quarantine_bytes = sum(self._quarantine.list_records().values()) + sum(
             ScrubStates(self._covered).list_records().values()
         )
-        condemned_bytes = sum(self._condemned.list_records().values())
+        pending_delete_bytes = sum(self._condemned.list_records().values())
         covered = self._covered
         return self._index.read(
             lambda index: stats(
                 index,
                 self._containers,
                 chunking_record.descriptor_bytes(self._objects),
-                condemned_bytes,
+                pending_delete_bytes,
                 self._index.bytes_on_disk,
                 manifest_bytes=sum(size_bytes for _, size_bytes in covered.names("manifests")),
                 parity_bytes=sum(size_bytes for _, size_bytes in self._objects.names("parity")),

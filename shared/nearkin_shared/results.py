@@ -347,9 +347,9 @@ class GcReport:
     freed_bytes: int
     """Less than before, exactly: what was removed without what was written. Negative where a round only condemns, or
     what leans on what will go takes more without it."""
-    condemned_containers: int
+    pending_delete_containers: int
     """Unreached, whole or in part: they go in a later round, once `due` is past, if they are unreached still."""
-    freed_later_bytes: int
+    pending_delete_bytes: int
     """What that will free if nothing else happens. Of a dry run exactly; of a round that was done about as much: what
     leans on it is encoded again then, and takes more, and what stays of its containers is written anew, and takes less.
     """
@@ -378,5 +378,5 @@ class GcState:
 
     paused_since: datetime | None
     paused_by: str
-    condemned_containers: int
+    pending_delete_containers: int
     due: datetime | None

@@ -219,8 +219,8 @@ def gc_json(report: GcReport) -> dict[str, object]:
         "containers_deleted": report.containers_deleted,
         "containers_rewritten": report.containers_rewritten,
         "freed_bytes": report.freed_bytes,
-        "condemned_containers": report.condemned_containers,
-        "freed_later_bytes": report.freed_later_bytes,
+        "pending_delete_containers": report.pending_delete_containers,
+        "pending_delete_bytes": report.pending_delete_bytes,
         "due": None if report.due is None else report.due.astimezone(UTC).isoformat(),
         "forgotten": report.forgotten,
         "pending_erasures": report.pending_erasures,
@@ -251,7 +251,7 @@ def gc_state_json(state: GcState) -> dict[str, Any]:
     paused = state.paused_since
     return {
         "paused": None if paused is None else {"since": paused.astimezone(UTC).isoformat(), "by": state.paused_by},
-        "condemned_containers": state.condemned_containers,
+        "pending_delete_containers": state.pending_delete_containers,
         "due": None if state.due is None else state.due.astimezone(UTC).isoformat(),
     }
 

@@ -46,7 +46,7 @@ def stats(
     index: LmdbIndex,
     containers: ContainerStore,
     descriptor_bytes: int,
-    condemned_bytes: int,
+    pending_delete_bytes: int,
     index_bytes: int,
     *,
     manifest_bytes: int,
@@ -64,12 +64,12 @@ def stats(
         list(index.containers()),
         sum(sum(generations.values()) for generations in containers.generations().values())
         + descriptor_bytes
-        + condemned_bytes
+        + pending_delete_bytes
         + parity_bytes
         + quarantine_bytes
         + (encryption_bytes or 0),
         manifest_bytes=manifest_bytes,
-        condemned_bytes=condemned_bytes,
+        pending_delete_bytes=pending_delete_bytes,
         parity_bytes=parity_bytes,
         quarantine_bytes=quarantine_bytes,
         encryption_bytes=encryption_bytes,
@@ -88,7 +88,7 @@ def sum_up(
     index_bytes: int,
     base_cache: tuple[int, int] = (0, 0),
     manifest_bytes: int | None = None,
-    condemned_bytes: int = 0,
+    pending_delete_bytes: int = 0,
     parity_bytes: int = 0,
     quarantine_bytes: int = 0,
     encryption_bytes: int | None = None,
@@ -123,7 +123,7 @@ def sum_up(
         "directories": sum(c.directory_bytes - c.name_bytes - c.recipe_bytes for c in found),
         "manifests": manifest_bytes,
         "descriptor": descriptor_bytes,
-        "condemned": condemned_bytes,
+        "pending_delete": pending_delete_bytes,
         "parity": parity_bytes,
         "quarantine": quarantine_bytes,
     }

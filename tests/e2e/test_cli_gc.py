@@ -46,15 +46,15 @@ def test_rounds_free_what_was_told(run, tmp_path):
     for arguments in (("put", "k", str(tmp_path / "f")), ("rm", "k")):
         assert run(*arguments).returncode == 0
     told = json.loads(run("gc", "--dry-run", "--json").stdout)
-    assert (told["dry_run"], told["versions"], told["condemned_containers"]) == (True, 1, 1)
-    assert told["held"]["condemned"] > 100_000
+    assert (told["dry_run"], told["versions"], told["pending_delete_containers"]) == (True, 1, 1)
+    assert told["held"]["pending_delete"] > 100_000
     first = json.loads(run("gc", "--json").stdout)
     assert "condemned    1 container, to go from " in run("gc", "--status").stdout
     assert first["freed_bytes"] == told["freed_bytes"]
     assert first["held"] is None
     text = run("gc", "--dry-run").stdout
-    assert f"would free {first['freed_later_bytes']:,} bytes: 0 versions for good, 1 container" in text
-    assert json.loads(run("gc", "--json").stdout)["freed_bytes"] == told["freed_later_bytes"]
+    assert f"would free {first['pending_delete_bytes']:,} bytes: 0 versions for good, 1 container" in text
+    assert json.loads(run("gc", "--json").stdout)["freed_bytes"] == told["pending_delete_bytes"]
     assert run("gc").stdout.startswith("freed 0 bytes")
 
 

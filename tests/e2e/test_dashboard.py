@@ -346,7 +346,7 @@ def pipeline_page() -> str:
     told = {
         "embedded": False,
         "minutes": [minute],
-        "stages": [{"group": "nearkin-chunker", "records_per_second": 12.5, "behind_records": 40, "old_records": 2}],
+        "stages": [{"group": "nearkin-chunker", "records_per_second": 12.5, "lag_records": 40, "old_records": 2}],
         "failures": [
             {"time": "2026-11-20T10:00:00Z", "tenant": "shop", "key": LONG_KEY, "failure": "too large: " + "x" * 200}
         ],

@@ -32,7 +32,7 @@ def test_what_a_lost_record_condemned_is_condemned_anew_and_whoever_found_it_mea
             store.delete("k", number)
         clock.now += 8 * DAY
         store.gc()
-        assert store.gc_state().condemned_containers
+        assert store.gc_state().pending_delete_containers
         clock.now += 2 * DAY
         if died:
             failpoints.arm("gc.container:1:error")

@@ -80,7 +80,7 @@ def test_gc_with_forged_pending_deletes_frees_nothing(root: Path) -> None:
         found = store.verify()
         assert [one.object_name for one in found.damage] == [f"gc/{7:016x}.nkg"]
         report = store.gc()
-        assert (report.containers_deleted, report.condemned_containers) == (0, 1)
+        assert (report.containers_deleted, report.pending_delete_containers) == (0, 1)
         assert store.verify().damage == ()
 
 

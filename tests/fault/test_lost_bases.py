@@ -26,8 +26,8 @@ CHANGES: Mapping[str, Mapping[str, object]] = {
     "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
     "delta": {"codec": "patch", "max_depth": 1},
     "gc": {
-        "gather_bytes": "1MiB",
-        "gather_versions": 2,
+        "merge_block_bytes": "1MiB",
+        "merge_versions_min": 2,
         "grace_seconds": 0,
         "compact_below": 0.9,
         "bytes_per_second": 1 << 30,

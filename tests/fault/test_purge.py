@@ -29,7 +29,7 @@ GATHERING = settings(
     {
         "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
         "delta": {"codec": "patch", "max_depth": 2},
-        "gc": {"gather_bytes": "1MiB", "gather_versions": 2, "bytes_per_second": 1 << 30},
+        "gc": {"merge_block_bytes": "1MiB", "merge_versions_min": 2, "bytes_per_second": 1 << 30},
     },
 )
 VARIANTS = {
@@ -84,7 +84,7 @@ def test_purged_version_is_in_no_file(tmp_path: Path, variant: str, rounds: int)
         store.delete("k", LEAKED)
         clock.now += 1
         report = store.purge("k", LEAKED)
-        assert (report.versions, report.condemned_containers) == (1, 0)
+        assert (report.versions, report.pending_delete_containers) == (1, 0)
         check_gone(store, contents)
         assert store.put("k", contents["k", 8]).info.version == 9
         clock.now += 30 * DAY

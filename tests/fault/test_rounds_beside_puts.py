@@ -352,10 +352,10 @@ def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
 ) -> None:
     """It comes by between two containers, and while one is looked at; it gathers, and gives up bases."""
     small = {"block": {"raw_bytes": "64KiB", "delta_bytes": "16KiB"}, "container": {"target_bytes": "256KiB"}}
-    gathering = {"max_depth": 3}, {"gather_bytes": "256KiB", "gather_versions": 2, "grace_seconds": 0}
+    gathering = {"max_depth": 3}, {"merge_block_bytes": "256KiB", "merge_versions_min": 2, "grace_seconds": 0}
     chosen = settings(CHOSEN, small, {"delta": gathering[0], "gc": gathering[1]})
     content, kept = text_like(300_000, 1), {}
-    with open_store(place / "s", settings=settings(chosen, {"gc": {"gather_bytes": 0}}), create=True) as store:
+    with open_store(place / "s", settings=settings(chosen, {"gc": {"merge_block_bytes": 0}}), create=True) as store:
         for number in range(1, 13):
             content = kept[number] = mutate(content, number, edits=60)
             store.put("k", content)

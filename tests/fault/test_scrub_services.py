@@ -1,4 +1,6 @@
-"""The janitor's scrub, over S3: parity puts right what it finds, and what it cannot is quarantined and told."""
+"""The maintenance service's scrub, over S3: parity puts right what it finds, and what it cannot is quarantined and
+told.
+"""
 
 from __future__ import annotations
 

@@ -90,9 +90,12 @@ def grouped(expression: str) -> set[str]:
 
 def test_the_series_of_the_code_are_found_here() -> None:
     known = series()
-    assert {"nearkin_bytes_total", "nearkin_step_seconds_bucket", "nearkin_config_info", "nearkin_index_whole"} <= set(
-        known
-    )
+    assert {
+        "nearkin_bytes_total",
+        "nearkin_step_seconds_bucket",
+        "nearkin_config_info",
+        "nearkin_index_complete",
+    } <= set(known)
     exposed = {family.name for family in REGISTRY.collect() if family.name.startswith("nearkin_")}
     assert all(any(name.startswith(family) for name in known) for family in exposed)
 

@@ -136,11 +136,11 @@ def test_faults_of_real_services_raise_their_alerts_and_no_other_and_these_clear
             assert client.delete(f"/v1/blobs/gone{number}").status_code in (200, 204)
     until(lambda: total(shown(pipeline), "nearkin_gc_freed_bytes_total") > 500_000, pipeline.logs)
     calm = shown(pipeline)
-    assert total(calm, "nearkin_gc_rounds_total", outcome="done") > 0
+    assert total(calm, "nearkin_gc_runs_total", outcome="done") > 0
     assert total(calm, "nearkin_gc_containers_total") > 0
-    assert total(calm, "nearkin_gc_round_seconds_count") == total(calm, "nearkin_gc_rounds_total", outcome="done")
-    assert total(calm, "nearkin_gc_ended_timestamp_seconds") > time.time() - 600
-    assert total(calm, "nearkin_index_whole") == 1
+    assert total(calm, "nearkin_gc_run_seconds_count") == total(calm, "nearkin_gc_runs_total", outcome="done")
+    assert total(calm, "nearkin_gc_last_success_timestamp_seconds") > time.time() - 600
+    assert total(calm, "nearkin_index_complete") == 1
 
     # Faults: delta is away, a message is garbage, a container is damaged.
     pipeline.kill("delta")
@@ -151,15 +151,15 @@ def test_faults_of_real_services_raise_their_alerts_and_no_other_and_these_clear
     outbox.send("segments", b"x" * 16, b"no message of ours", {})
     outbox.flush()
     outbox.close()
-    pipeline.processes["janitor"].terminate()
-    pipeline.processes["janitor"].wait(60)
+    pipeline.processes["maintenance"].terminate()
+    pipeline.processes["maintenance"].wait(60)
     container = max((tmp_path / "objects/containers").rglob("*.nkc"), key=lambda path: path.stat().st_size)
     container.chmod(0o644)
     damaged = bytearray(container.read_bytes())
     damaged[len(damaged) // 3] ^= 1
     container.write_bytes(damaged)
     pipeline.write_config(scrub={"every_days": 1, "rate_bytes": "1GiB"}, gc={"interval_seconds": 0})
-    pipeline.start("janitor")
+    pipeline.start("maintenance")
     until(lambda: total(shown(pipeline), "nearkin_scrub_damaged_total") == 1, pipeline.logs)
     delta = f"{pipeline.settings.kafka.topic_prefix}delta"
     until(lambda: total(shown(pipeline), "nearkin_lag_records", group=delta) >= 8, pipeline.logs)
@@ -169,7 +169,7 @@ def test_faults_of_real_services_raise_their_alerts_and_no_other_and_these_clear
     assert total(bad, "nearkin_corrupt_total", where="scrub") == 1
     assert total(bad, "nearkin_scrub_bytes_total") > container.stat().st_size
     assert total(bad, "nearkin_lag_bytes", group=delta) > 8 * 50_000
-    assert asked(pipeline, "janitor", "/readyz") == 200
+    assert asked(pipeline, "maintenance", "/readyz") == 200
 
     # After: delta is back and takes what waited.
     pipeline.start("delta")

@@ -25,7 +25,7 @@ CHART = ROOT / "deploy/helm/nearkin"
 GOLDEN = Path(__file__).with_name("golden.yaml")
 KUBERNETES = ("1.33", "1.35", "1.37")
 NOT_KUBERNETES_OWN = {"monitoring.coreos.com/v1", "keda.sh/v1alpha1", "gateway.networking.k8s.io/v1"}
-WORKERS = ("chunker", "dedup", "resemblance", "delta", "janitor")
+WORKERS = ("chunker", "dedup", "resemblance", "delta", "maintenance")
 Render = Callable[..., list[dict[str, Any]]]
 
 SCALED = {name: {"autoscaling": {"enabled": True}} for name in ("gateway", "chunker", "dedup", "resemblance", "delta")}
@@ -316,14 +316,14 @@ def test_keda_scales_by_what_waits_for_each_worker(rendered: Render) -> None:
     assert set(of_kind(objects, "HorizontalPodAutoscaler")) == {"store-nearkin-gateway"}
     assert len(of_kind(rendered(MATRIX["hpa"]), "HorizontalPodAutoscaler")) == 5
     for deployment in of_kind(objects, "Deployment").values():
-        fixed = deployment["metadata"]["name"] == "store-nearkin-janitor"
+        fixed = deployment["metadata"]["name"] == "store-nearkin-maintenance"
         assert ("replicas" in deployment["spec"]) == fixed
 
 
 def test_a_single_replica_has_no_budget_that_would_block_a_drain(rendered: Render) -> None:
     assert not of_kind(rendered(MATRIX["least"]), "PodDisruptionBudget").keys() - {"store-nearkin-gateway"}
     assert set(of_kind(rendered(), "PodDisruptionBudget")) == {
-        f"store-nearkin-{name}" for name in ("gateway", *WORKERS) if name != "janitor"
+        f"store-nearkin-{name}" for name in ("gateway", *WORKERS) if name != "maintenance"
     }
 
 
@@ -340,10 +340,10 @@ def test_the_job_and_the_test_run_where_the_services_do(rendered: Render) -> Non
     assert MATRIX["everything"]["defaults"]["env"][0] in job["containers"][0]["env"]
 
 
-def test_the_janitor_is_not_scaled(rendered: Render) -> None:
+def test_the_maintenance_is_not_scaled(rendered: Render) -> None:
     scaled = {"defaults": {"autoscaling": {"enabled": True}}}
     assert "store-nearkin-gateway" in of_kind(rendered(scaled), "HorizontalPodAutoscaler")
-    assert "store-nearkin-janitor" not in of_kind(rendered(scaled), "HorizontalPodAutoscaler")
+    assert "store-nearkin-maintenance" not in of_kind(rendered(scaled), "HorizontalPodAutoscaler")
 
 
 def test_what_excludes_a_default_replaces_it(rendered: Render) -> None:

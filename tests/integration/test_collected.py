@@ -1,4 +1,6 @@
-"""What a writer beside a janitor leans on: nothing condemned, nothing gone, nothing read before the record changed."""
+"""What a writer beside a maintenance worker leans on: nothing condemned, nothing gone, nothing read before the
+record changed.
+"""
 
 from __future__ import annotations
 

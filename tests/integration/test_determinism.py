@@ -95,13 +95,13 @@ def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded, f
     assert kept_on(3) == two
 
 
-@pytest.mark.parametrize("gather_bytes", ["1MiB", "0"], ids=["gathered", "compressed further"])
-def test_a_round_on_one_core_and_on_three_writes_what_one_on_two_writes(tmp_path, monkeypatch, gather_bytes):
+@pytest.mark.parametrize("merge_block_bytes", ["1MiB", "0"], ids=["gathered", "compressed further"])
+def test_a_round_on_one_core_and_on_three_writes_what_one_on_two_writes(tmp_path, monkeypatch, merge_block_bytes):
     changes = {
         "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
         "container": {"target_bytes": "512KiB"},
         "delta": {"max_depth": 2},
-        "gc": {"gather_bytes": gather_bytes, "gather_versions": 2},
+        "gc": {"merge_block_bytes": merge_block_bytes, "merge_versions_min": 2},
     }
     content = text_like(1_500_000, 5)
     with open_store(tmp_path / "put", settings=settings(SMALL, changes), create=True) as store:

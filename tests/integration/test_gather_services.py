@@ -1,4 +1,4 @@
-"""Rounds of the services' janitor, over S3 and Redis, gather as those of one process do."""
+"""Rounds of the services' maintenance, over S3 and Redis, gather as those of one process do."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ GATHERING = GcSettings(
     grace_seconds=GC.grace_seconds,
     interval_seconds=GC.interval_seconds,
     compact_below=0.9,
-    gather_bytes=1 << 20,
-    gather_versions=2,
+    merge_block_bytes=1 << 20,
+    merge_versions_min=2,
 )
 VERSIONS = range(1, 17)
 

@@ -28,7 +28,7 @@ from tests.support.fakes.clock import DAY, Clock
 CHOSEN = {
     "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
     "delta": {"codec": "patch", "max_depth": 3},
-    "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
+    "gc": {"merge_block_bytes": "1MiB", "merge_versions_min": 2},
 }
 GATHERED = settings(COLLECTED, CHOSEN)
 EVERY = range(1, 13)
@@ -92,7 +92,7 @@ def apart(tmp_path, clock):
     chosen = {
         "block": {"raw_bytes": "1MiB", "delta_bytes": "64KiB"},
         "delta": {"codec": "patch", "max_depth": 2},
-        "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
+        "gc": {"merge_block_bytes": "1MiB", "merge_versions_min": 2},
     }
     with open_store(tmp_path / "a", settings=settings(COLLECTED, chosen), clock=clock, create=True) as opened:
         opened.put("k", random_bytes(2_000_000, 5))
@@ -215,7 +215,7 @@ def test_rounds_between_puts_go_on_with_what_earlier_ones_gathered(store, clock)
         clock.now += DAY
         check(store, range(1, first + 3))
     with open_store(
-        store.root.parent / "apart", settings=settings(GATHERED, {"gc": {"gather_bytes": 0}}), create=True
+        store.root.parent / "apart", settings=settings(GATHERED, {"gc": {"merge_block_bytes": 0}}), create=True
     ) as apart:
         put(apart, EVERY)
         apart.gc()
@@ -400,7 +400,7 @@ def test_where_a_block_does_not_decode_again_nothing_is_gathered_in_its_containe
 @pytest.mark.parametrize("versions", [10, 12])
 def test_what_fewer_versions_have_changed_than_it_takes_is_left_as_it_is(tmp_path, clock, versions):
     """Eleven lean on the first one: twelve versions are there."""
-    chosen = settings(GATHERED, {"gc": {"gather_versions": 11, "recompress_level": 0}})
+    chosen = settings(GATHERED, {"gc": {"merge_versions_min": 11, "recompress_level": 0}})
     with open_store(tmp_path / "few", settings=chosen, clock=clock, create=True) as store:
         put(store, range(1, versions + 1))
         told = store.gc()
@@ -423,7 +423,7 @@ def test_a_raw_block_that_is_larger_than_what_is_gathered_takes_nothing_in(tmp_p
 
 
 def test_versions_that_come_once_something_was_gathered_need_not_be_as_many(tmp_path, clock):
-    chosen = settings(GATHERED, {"gc": {"gather_versions": 8}})
+    chosen = settings(GATHERED, {"gc": {"merge_versions_min": 8}})
     with open_store(tmp_path / "few", settings=chosen, clock=clock, create=True) as store:
         put(store, range(1, 10))
         store.gc()
@@ -436,7 +436,7 @@ def test_versions_that_come_once_something_was_gathered_need_not_be_as_many(tmp_
 
 
 def test_versions_that_are_gone_do_not_count_whatever_still_leans_on_them(tmp_path, clock):
-    chosen = settings(GATHERED, {"gc": {"gather_versions": 8}, "deletion": {"undelete_seconds": 0}})
+    chosen = settings(GATHERED, {"gc": {"merge_versions_min": 8}, "deletion": {"undelete_seconds": 0}})
     with open_store(tmp_path / "gone", settings=chosen, clock=clock, create=True) as store:
         put(store, EVERY)
         for number in range(1, 8):

@@ -126,7 +126,7 @@ def test_a_clock_that_no_record_can_hold_condemns_nothing(opened, clock, now):
             store.gc()
         assert store.verify().damage == ()
         clock.now = good + 30 * DAY
-        assert (store.gc().versions, store.gc_state().condemned_containers) == (1, 1)
+        assert (store.gc().versions, store.gc_state().pending_delete_containers) == (1, 1)
 
 
 def test_nothing_goes_while_it_can_be_brought_back(opened, clock):
@@ -148,13 +148,17 @@ def test_what_is_condemned_waits_for_its_grace(opened, clock):
     store.delete("k")
     clock.now += 8 * DAY
     first = store.gc()
-    assert (first.versions, first.containers_deleted, first.condemned_containers) == (1, 0, len(containers(store.root)))
+    assert (first.versions, first.containers_deleted, first.pending_delete_containers) == (
+        1,
+        0,
+        len(containers(store.root)),
+    )
     clock.now += DAY - 1
     second = store.gc()
     assert (second.containers_deleted, second.freed_bytes) == (0, 0)
     clock.now += 1
     third = store.gc()
-    assert third.freed_bytes == first.freed_later_bytes > 500_000
+    assert third.freed_bytes == first.pending_delete_bytes > 500_000
     assert containers(store.root) == []
     with pytest.raises(NotFound):
         store.get("k", 1)
@@ -349,10 +353,10 @@ def test_what_services_have_written_is_left_alone_until_they_have_ended(opened, 
     store.rebuild_index()
     before = objects(store.root)
     for dry_run in (True, False):
-        with pytest.raises(PermanentError, match=r"set gc\.services_ended"):
+        with pytest.raises(PermanentError, match=r"set gc\.assume_services_stopped"):
             store.gc(dry_run=dry_run)
     assert objects(store.root) == before
-    store.settings = settings(COLLECTED, {"gc": {"services_ended": True}})
+    store.settings = settings(COLLECTED, {"gc": {"assume_services_stopped": True}})
     assert collect_repeatedly(store, clock) > 300_000
 
 
@@ -486,7 +490,9 @@ def test_what_was_told_of_any_deletion_set_is_what_goes(tmp_path, monkeypatch):
             before = stored_bytes(root)
             store.gc()
             condemned = sum(len(data) for name, data in objects(root).items() if name.startswith("gc/"))
-            assert before - stored_bytes(root) + max(0, condemned - EMPTY_BYTES - MAC_BYTES) == told.freed_later_bytes
+            assert (
+                before - stored_bytes(root) + max(0, condemned - EMPTY_BYTES - MAC_BYTES) == told.pending_delete_bytes
+            )
             for key, number in draw.sample(sorted(contents.keys() - set(going)), min(2, len(contents) - len(going))):
                 assert store.get(key, number).read() == contents[key, number]
             if not deletion_set % 10:

@@ -1,4 +1,4 @@
-"""Rounds over an S3 store and a Redis index: one janitor at a time, and none after its lease."""
+"""Rounds over an S3 store and a Redis index: one maintenance worker at a time, and none after its lease."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ YEAR = 31_536_000.0
 
 
 class Deployed(Fleet):
-    """A store of six versions, four of them deleted, its index in Redis, and janitors over both."""
+    """A store of six versions, four of them deleted, its index in Redis, and maintenance workers over both."""
 
     def __init__(self, folder: Path, elsewhere: ObjectStore, redis: Redis, prefix: str) -> None:
         self.contents: dict[int, bytes] = {}
@@ -114,12 +114,12 @@ def test_a_round_is_done_once_an_interval_whoever_asks(fleet: Deployed) -> None:
     assert fleet.make_gc_worker(gc=GcSettings(interval_seconds=0)).run_once() is None
 
 
-def test_one_more_round_in_an_interval_frees_what_was_condemned_whichever_janitor_does_it(fleet: Deployed) -> None:
+def test_one_more_round_in_an_interval_frees_what_was_condemned_whichever_maintenance_does_it(fleet: Deployed) -> None:
     gc = GcSettings(grace_seconds=600, interval_seconds=3600)
     one, other = fleet.make_gc_worker(gc=gc), fleet.make_gc_worker(gc=gc)
     condemned = one.run_once()
     assert condemned is not None
-    assert condemned.condemned_containers
+    assert condemned.pending_delete_containers
     began = fleet.now
     fleet.now += 590
     assert other.run_once() is None
@@ -185,10 +185,10 @@ def test_a_round_goes_on_over_what_parity_can_mend(fleet: Deployed) -> None:
         covered.replace(name, bytes(broken))
     report = fleet.make_gc_worker(covered).run_once()
     assert report is not None
-    assert report.condemned_containers
+    assert report.pending_delete_containers
 
 
-def test_no_round_begins_while_another_janitor_holds_the_lease(fleet: Deployed) -> None:
+def test_no_round_begins_while_another_maintenance_holds_the_lease(fleet: Deployed) -> None:
     with Lease(fleet.index) as lease:
         assert lease.take()
         assert fleet.make_gc_worker().run_once() is None
@@ -211,7 +211,7 @@ class Slow:
             assert self._go_on.wait(60)
 
 
-def test_a_janitor_that_slept_past_its_lease_does_nothing_more_and_another_ends_its_round(fleet: Deployed) -> None:
+def test_a_maintenance_that_slept_past_its_lease_does_nothing_more_and_another_ends_its_round(fleet: Deployed) -> None:
     fleet.make_gc_worker().run_once()
     fleet.now += 3601
     asleep, awake = threading.Event(), threading.Event()
@@ -242,10 +242,12 @@ LEASE_SECONDS = 4.0  # what a busy machine may let the process wait before it st
 
 
 @pytest.mark.parametrize("effect", [1, 3])
-def test_a_janitor_that_is_stopped_past_its_lease_does_at_most_the_effect_it_stood_before(
+def test_a_maintenance_that_is_stopped_past_its_lease_does_at_most_the_effect_it_stood_before(
     tmp_path: Path, redis: Redis, key_prefix: str, effect: int
 ) -> None:
-    """SIGSTOP between the look at the lease and the effect; the lease ends in Redis, another janitor does the round."""
+    """SIGSTOP between the look at the lease and the effect; the lease ends in Redis, another maintenance does the
+    round.
+    """
     root, prefix = tmp_path / "objects", key_prefix.rstrip(":")
     root.mkdir()
     fleet = Deployed(tmp_path, LocalObjectStore(root), redis, prefix)

@@ -56,7 +56,7 @@ def test_what_rebasing_frees_is_told_over_all_rounds(opened, clock):
     for _ in range(6):
         clock.now += DAY
         store.gc()
-    assert middle - stored_bytes(store.root) == told.freed_later_bytes > 0
+    assert middle - stored_bytes(store.root) == told.pending_delete_bytes > 0
 
 
 def test_a_round_tells_how_far_it_is_with_what_it_reads_writes_and_removes(opened, clock):
@@ -216,7 +216,7 @@ def test_the_next_round_frees_what_was_told_of_it(opened, clock):
     clock.now += DAY
     before = stored_bytes(store.root)
     done = store.gc()
-    assert before - stored_bytes(store.root) == done.freed_bytes == told.freed_later_bytes > 0
+    assert before - stored_bytes(store.root) == done.freed_bytes == told.pending_delete_bytes > 0
     assert done.containers_rewritten > 0
 
 
@@ -234,7 +234,7 @@ def test_what_a_deletion_frees_in_the_end_is_told_at_once(opened, clock):
     assert before - stored_bytes(store.root) == told.freed_bytes == first.freed_bytes
     clock.now += DAY
     store.gc()
-    assert before - stored_bytes(store.root) == told.freed_bytes + told.freed_later_bytes
+    assert before - stored_bytes(store.root) == told.freed_bytes + told.pending_delete_bytes
 
 
 def test_what_is_damaged_is_not_written_anew(opened, clock):
@@ -270,10 +270,10 @@ def test_what_no_record_has_room_for_is_condemned_and_freed_by_later_rounds(open
         store.delete(f"all{number}")
     clock.now += 8 * DAY
     monkeypatch.setattr(f"nearkin_shared.formats.pending_delete_record.{bound[0]}", bound[1])
-    assert 0 < store.gc().condemned_containers < len(containers(store.root))
+    assert 0 < store.gc().pending_delete_containers < len(containers(store.root))
     collect_repeatedly(store, clock, rounds=12)
     monkeypatch.undo()
-    assert store.gc().condemned_containers == 0
+    assert store.gc().pending_delete_containers == 0
     for number in range(4):
         assert store.get(f"kept{number}").read() == b"".join(kept[10 * number : 10 * number + 10])
     check_no_orphans(store)

@@ -46,8 +46,8 @@ class Lot:
                     "max_depth": self.number(1, 4),
                 },
                 "gc": {
-                    "gather_bytes": self.one_of("256KiB", "512KiB", "1MiB", "4MiB"),
-                    "gather_versions": self.number(2, 4),
+                    "merge_block_bytes": self.one_of("256KiB", "512KiB", "1MiB", "4MiB"),
+                    "merge_versions_min": self.number(2, 4),
                     "compact_below": self.one_of(0.3, 0.8, 0.95),
                     "recompress_level": self.one_of(0, 9),
                 },

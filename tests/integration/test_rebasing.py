@@ -167,7 +167,7 @@ GATHERED = settings(
     {
         "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
         "delta": {"codec": "patch", "max_depth": 2},
-        "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
+        "gc": {"merge_block_bytes": "1MiB", "merge_versions_min": 2},
     },
 )
 
@@ -232,7 +232,7 @@ def test_a_container_of_recipes_alone_is_no_obstacle(tmp_path, clock):
         store.put("z", bytes(100_000))
         store.delete("a", 1)
         clock.now += DAY
-        assert store.gc().condemned_containers == 1
+        assert store.gc().pending_delete_containers == 1
         clock.now += DAY
         report = store.gc()
         assert (report.containers_rewritten, report.containers_deleted) == (1, 1)

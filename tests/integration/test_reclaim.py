@@ -103,12 +103,12 @@ def test_what_was_told_of_any_deletion_set_goes_in_the_end_to_the_byte(mode: str
                 round_before, round_told = stored_bytes(root), store.gc(dry_run=True)
                 done = store.gc()
                 assert round_before - stored_bytes(root) == done.freed_bytes == round_told.freed_bytes
-                if not done.freed_bytes and not done.condemned_containers:
+                if not done.freed_bytes and not done.pending_delete_containers:
                     break
             else:
                 raise AssertionError(f"{ROUNDS_MAX} rounds, and the last still freed {done.freed_bytes} bytes")
             passed = failpoints.disarm()
-            assert before - stored_bytes(root) == told.freed_bytes + told.freed_later_bytes
+            assert before - stored_bytes(root) == told.freed_bytes + told.pending_delete_bytes
             freed_bytes += before - stored_bytes(root)
             rebased += passed.get("rebase.container", 0)
             rewritten += passed.get("compact.replaced", 0)

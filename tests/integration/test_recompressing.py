@@ -23,7 +23,7 @@ from tests.support.checks.gc_checks import COLLECTED, collect_repeatedly, kill_d
 from tests.support.data.stores import ENCRYPTED, containers, flip, settings, stored_bytes
 from tests.support.fakes.clock import DAY
 
-LARGER = {"block": {"raw_bytes": "1MiB"}, "container": {"target_bytes": "4MiB"}, "gc": {"gather_bytes": 0}}
+LARGER = {"block": {"raw_bytes": "1MiB"}, "container": {"target_bytes": "4MiB"}, "gc": {"merge_block_bytes": 0}}
 CHOSEN = settings(COLLECTED, LARGER)
 FIRST = text_like(4_000_000, 1)
 SECOND = mutate(FIRST, 2, edits=100)
@@ -170,7 +170,7 @@ def test_what_is_about_to_go_is_left_as_it_is_and_its_bases_are_not(store, clock
     store.delete("alone")
     clock.now += 8 * DAY
     report = store.gc()
-    assert report.condemned_containers > 0
+    assert report.pending_delete_containers > 0
     by_age = [store._containers.generation(c) for c, _ in sorted(store._containers.ids())]
     assert by_age[-1] == 0
     assert by_age[0] == 1

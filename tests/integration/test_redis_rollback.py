@@ -97,7 +97,7 @@ def recover(fleet: Fleet, target: RebuildTarget) -> None:
 
 
 def restored_index(fleet: Fleet) -> None:
-    """Let a janitor check the index; it is what one made from nothing would be."""
+    """Let a maintenance worker check the index; it is what one made from nothing would be."""
     assert fleet.index.check() or fleet.index.is_stale()
     assert Rebuilder(fleet.index, partial(recover, fleet)).run_once()
     assert not fleet.index.check()

@@ -560,8 +560,9 @@ def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool
     nearkin gc --dry-run
     nearkin gc --dry-run --deleted-too       # what the latest rm will have freed in the end
     nearkin gc --json | jq .freed_bytes
-    nearkin gc --pause                       # whoever would do rounds of this store: commands, gateways, janitors
-    nearkin gc --now                         # the disk is full: all that was deleted goes, nothing brings it back
+    nearkin gc --pause                       # whoever would do rounds of this store: commands, gateways, maintenance
+    workers nearkin gc --now                         # the disk is full: all that was deleted goes, nothing brings it
+    back
     """
     from nearkin.cli.gc import change, collect
     from nearkin.cli.rm import purge

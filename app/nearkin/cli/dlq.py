@@ -204,7 +204,7 @@ def show(letter: str, shown_bytes: int, bootstrap: str | None) -> None:
     print_line(f"key       {printable(_printable_content(found['key']))}")
     for header in found["headers"]:
         print_line(f"header    {printable(header['name'])}: {printable(_printable_content(header['value']))}")
-    left_out = "" if found["kept_whole"] else ", left out: too large to be kept"
+    left_out = "" if found["is_untruncated"] else ", left out: too large to be kept"
     print_line(f"value     {found['value_bytes']:,} bytes{left_out}")
     if found["value_bytes"]:
         print_line(printable(_printable_content(found["value"])))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 REASONS = {
     "undelete": "only by versions that are deleted and can be brought back",
     "bases": "by chunks that lean on it: no version reads it",
-    "condemned": "by nothing: condemned, and waiting for its time",
-    "beside": "by what it shares a block or container with",
+    "pending_delete": "by nothing: condemned, and waiting for its time",
+    "shared_blocks": "by what it shares a block or container with",
 }
 
 
@@ -102,8 +102,10 @@ def change(action: str) -> None:
     paused, last = state["paused"], state.get("last")
     by = None if paused is None else printable(paused["by"]) or "nobody known"
     print_line("not paused" if paused is None else f"paused       since {paused['since']} by {by}")
-    if state.get("condemned_containers"):
-        print_line(f"condemned    {plural(state['condemned_containers'], 'container')}, to go from {state['due']} on")
+    if state.get("pending_delete_containers"):
+        print_line(
+            f"condemned    {plural(state['pending_delete_containers'], 'container')}, to go from {state['due']} on"
+        )
     if last is not None:
         print_line(f"last round   {last['ended']}{': ' + printable(last['failure']) if last['failure'] else ''}")
         if not last["failure"]:
@@ -125,8 +127,8 @@ def status_lines(last: Mapping[str, Any]) -> Iterator[str]:
     )
     yield f"{freed_bytes_net('freed', last['freed_bytes'])}: {gone}"
     if last["due"]:
-        condemned = plural(last["condemned_containers"], "container")
-        yield f"condemned    {condemned}: about {last['freed_later_bytes']:,} bytes more from {last['due']} on"
+        condemned = plural(last["pending_delete_containers"], "container")
+        yield f"condemned    {condemned}: about {last['pending_delete_bytes']:,} bytes more from {last['due']} on"
     if last.get("finished_erasures"):
         yield f"erased       {plural(last['finished_erasures'], 'tenant')}: keys and objects are removed"
         yield from remaining_lines(last["remaining"])
@@ -157,8 +159,8 @@ def gc_lines(report: GcReport) -> Iterator[str]:
     )
     yield f"{freed_bytes_net(frees, report.freed_bytes)}: {gone}"
     if report.due is not None:
-        condemned = plural(report.condemned_containers, "container")
-        bytes_more = f"{report.freed_later_bytes:,} bytes more"
+        condemned = plural(report.pending_delete_containers, "container")
+        bytes_more = f"{report.pending_delete_bytes:,} bytes more"
         yield (
             f"condemned    {condemned}: {bytes_more if report.dry_run else f'about {bytes_more}'} from "
             f"{report.due.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ} on (gc.grace_seconds)"

@@ -86,7 +86,7 @@ def list_() -> None:
 
 @keys.command()
 @click.argument("tenant", metavar="[TENANT]", required=False)
-@click.option("--store-key", is_flag=True, help="The store's own key instead: of the janitor's records.")
+@click.option("--store-key", is_flag=True, help="The store's own key instead: of the maintenance service's records.")
 @shared_options
 def rotate(tenant: str | None, store_key: bool) -> None:
     """Make a new data key for a tenant (NEARKIN_TENANT by default).
@@ -201,7 +201,7 @@ def _erased_lines(tenant: str, count: int, grace_seconds: int) -> Iterator[str]:
         yield f"tenant {tenant}: closed; its {count:,} data keys are removed by the first gc after {grace_seconds:,} s"
         yield f"until then `nearkin keys erase {tenant} --cancel` opens it again"
     else:
-        yield f"tenant {tenant}: {count:,} data keys erased; `nearkin gc`, or the janitor, frees what they sealed"
+        yield f"tenant {tenant}: {count:,} data keys erased; `nearkin gc` or maintenance deletes their objects"
 
 
 def _erase_in_services(settings: Settings, tenant: str, grace_seconds: int, *, despite_retention: bool) -> int:

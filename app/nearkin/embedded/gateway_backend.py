@@ -88,7 +88,7 @@ def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gate
     secret = bytes.fromhex(found.secret)
 
     hot = LiveConfig(settings, None, None)
-    outcomes = UploadStatuses(int(settings.gateway.outcomes_bytes))
+    outcomes = UploadStatuses(int(settings.gateway.upload_status_bytes))
     outcomes.set_known_from(time.time_ns() // 1_000_000)
     pools = WorkerPools()
     ingest = EmbeddedIngest(store, outcomes, lambda: hot.settings, pools.disk)

@@ -149,10 +149,10 @@ class LocalGc:
                         index.renew(summarise_directory(containers.of(None).directory(container)))
                         containers.delete(container, older)
                 reach = LiveSet(containers, manifests, [version.manifest for version in ended.kept], listed=generations)
-                if reach.by_services is not None and not self.settings.gc.services_ended:
+                if reach.by_services is not None and not self.settings.gc.assume_services_stopped:
                     raise BadInput(
                         f"{reach.by_services} came through services: nothing may be removed at once beside them; stop "
-                        "them, and set gc.services_ended if none will ever write this store again"
+                        "them, and set gc.assume_services_stopped if none will ever write this store again"
                     )
                 purge = self._purge(containers, steps)
                 purge.run(reach, index)
@@ -168,8 +168,8 @@ class LocalGc:
             freed_bytes=counted.freed_bytes + swept.freed_bytes,
             finished_erasures=len(swept.finished),
             remaining=remaining_after(self.settings, swept.finished),
-            condemned_containers=0,
-            freed_later_bytes=0,
+            pending_delete_containers=0,
+            pending_delete_bytes=0,
             due=None,
             held={},
             seconds=time.perf_counter() - started,

@@ -36,7 +36,7 @@ from nearkin_shared.storage.quarantine import Quarantine, join_records
 def start(context: Context) -> Callable[[], None]:
     """Watch the index and the groups' lag, collect garbage; return what ends that.
 
-    One janitor of the fleet rebuilds or collects at a time (a lease in Redis).
+    One maintenance worker of the fleet rebuilds or collects at a time (a lease in Redis).
     """
     require_marking(context.settings.gc)
     manifests = ManifestStore(context.objects)
@@ -101,4 +101,4 @@ def start(context: Context) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    command("janitor", [], start)()
+    command("maintenance", [], start)()

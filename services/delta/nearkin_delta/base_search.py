@@ -66,8 +66,8 @@ class BaseFinder:
         self._tries = self._local or kind == PATCH
         """Whether bases are tried before they are used, and too deep ones replaced by their own."""
         self._alignment = Alignment()
-        self._trials = CandidateBudget(0 if settings.base.try_all else FEW)
-        self._rank_trials = RankBudget(FEW_OF_RANK if self._tries and not settings.base.try_all else 0)
+        self._trials = CandidateBudget(0 if settings.base.try_all_candidates else FEW)
+        self._rank_trials = RankBudget(FEW_OF_RANK if self._tries and not settings.base.try_all_candidates else 0)
         self._batch = _BatchState()
 
     @property

@@ -1,6 +1,6 @@
 """Blocks of several versions. Invariant: one search sees all of a block, and what is written has been decoded again.
 
-Written by the janitor beside everything else, and once for many versions: so a level deeper than at a put.
+Written by the maintenance service beside everything else, and once for many versions: so a level deeper than at a put.
 """
 
 from __future__ import annotations

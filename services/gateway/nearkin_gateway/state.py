@@ -44,7 +44,7 @@ class Workers(Protocol):
 
 
 class GcControl(Protocol):
-    """Rounds of garbage collection: of this process, or of the janitors of a fleet. All calls may block."""
+    """Rounds of garbage collection: of this process, or of the maintenance services of a fleet. All calls may block."""
 
     def last_run(self) -> dict[str, object] | None:
         """Return what the last round did, None before the first one."""

@@ -1,4 +1,4 @@
-"""The janitor: rebuilds the index and verifies the store; works on containers and manifests, the truth."""
+"""The maintenance service: rebuilds the index and verifies the store; works on containers and manifests, the truth."""
 
 from nearkin_maintenance.domain_owners import DomainOwners
 from nearkin_maintenance.gc.gc_run import GcRun, Steps

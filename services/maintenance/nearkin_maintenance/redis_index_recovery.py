@@ -29,7 +29,7 @@ from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore, object_name
 from nearkin_shared.types import U64, ZERO, Bools, ContainerId, group_by_container
 
-_log = logging.getLogger("nearkin.janitor")
+_log = logging.getLogger("nearkin.maintenance")
 
 
 class RecoverableIndex(Index, Protocol):

@@ -92,7 +92,7 @@ class BaseSettings:
     """`first-fit`: by super-features; `locality`: what lay between the same neighbours in an older version."""
     cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 200 * MIB
     """Of decoded blocks, in a put."""
-    try_all: bool = False
+    try_all_candidates: bool = False
     """Try old neighbours also in blobs where few of them turn out to be bases: docs/adr/0023."""
 
 

@@ -197,9 +197,9 @@ class GatewaySettings:
     """A client slower than this over `slow_seconds`, sending or taking, is let go."""
     busy_bytes_per_second: Annotated[int, Between(1, 1_000_000_000)] = 65_536
     """The same once all uploads, or downloads, that may run are running; from half of them on the bound rises to it."""
-    outcomes_bytes: Annotated[int, Size(MIB, 4 * GIB)] = 64 * MIB
+    upload_status_bytes: Annotated[int, Size(MIB, 4 * GIB)] = 64 * MIB
     """Memory for what has become of uploads; the oldest go first."""
-    outcomes_minutes: Annotated[int, Between(1, 10_080)] = 60
+    upload_status_minutes: Annotated[int, Between(1, 10_080)] = 60
     """How far back a gateway that starts reads what has become of uploads."""
     resumable_hours: Annotated[int, Between(1, 720)] = 24
     """A resumable upload must be whole so long after it began."""

@@ -132,13 +132,13 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     # As few bytes as it can, for what is written once and seldom read: docs/adr/0019.
     "archive": {
         "chunker": {"min_bytes": 8 * KIB, "target_bytes": 32 * KIB, "max_bytes": 256 * KIB},
-        "base": {"try_all": True, "cache_bytes": 96 * MIB},
+        "base": {"try_all_candidates": True, "cache_bytes": 96 * MIB},
         "block": {"raw_bytes": 30 * MIB, "delta_bytes": 2 * MIB, "level": 9, "far_matches": True},
         "delta": {"max_depth": 6},
         "container": {"target_bytes": 24 * MIB},
         "restore": {"cache_bytes": 160 * MIB},
         "runner": {"batch_bytes": 8 * MIB},
-        "gc": {"gather_bytes": 8 * MIB, "gather_versions": 8},
+        "gc": {"merge_block_bytes": 8 * MIB, "merge_versions_min": 8},
     },
     # Finesse, FAST '19, section 5.1: Rabin, 8 KiB, 3 SFs of 4 features, FirstFit, 400 MB LRU base cache, Xdelta.
     "finesse-paper": {

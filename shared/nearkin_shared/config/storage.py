@@ -253,12 +253,12 @@ class GcSettings:
     compact_below: Annotated[float, Share(0.95)] = 0.9
     """A container is written anew where less than this share of its bytes is needed; 0 never does. At 0.9 a store was
     1.09 times a fresh one after 30 days of changes in stretches, at 0.5 1.24 times (docs/adr/0015)."""
-    gather_bytes: Annotated[int, Size(0, 16 * MIB)] = 4 * MIB
+    merge_block_bytes: Annotated[int, Size(0, 16 * MIB)] = 4 * MIB
     """Where chains are as long as `delta.max_depth` allows, a round takes what newer versions changed of a stretch of
     chunks into the block of that stretch, up to so many bytes decoded; 0: never. With `gc.recompress_level` 40
     dumps take 50.6 MB so in place of 81.4, the last 16 of 44 take 42 to 44 in place of 64 to 66 (docs/adr/0033,
     0035, 0036)."""
-    gather_versions: Annotated[int, Between(2, 65_536)] = 12
+    merge_versions_min: Annotated[int, Between(2, 65_536)] = 12
     """From so many versions on that are kept and lean on one stretch (a large one of several containers counts as
     several): where fewer are kept, gathering costs more than it saves (docs/adr/0033)."""
     recompress_level: Annotated[int, Between(0, 19)] = 9
@@ -268,8 +268,8 @@ class GcSettings:
     bytes_per_second: Annotated[int, Size(KIB, 1024 * GIB)] = 64 * MIB
     """Containers are written anew at this speed at most, reads and writes together."""
     interval_seconds: Annotated[int, Between(0, 31_536_000)] = 86_400
-    """How often a round is done by an embedded gateway, or by the janitors of a fleet together; 0: never. One more
-    frees what it condemned, where the grace is at most three quarters of this."""
+    """How often a round is done by an embedded gateway, or by the maintenance services of a fleet together; 0:
+    never. One more frees what it condemned, where the grace is at most three quarters of this."""
     sign_old_records: bool = False
     """A run gives deletion marks of an older release, which have no MAC, one; without, their versions are never freed.
     Set it for one run after an upgrade, if no one else could write to the store."""
@@ -279,5 +279,7 @@ class GcSettings:
     Without the record of an earlier run all gaps between containers count."""
     trust_clock: bool = False
     """A run takes this machine's clock for right, however far ahead of what the store knows. Set it for one run."""
-    services_ended: bool = False
-    """The services behind Kafka, which have written this store, never will again: else their janitor alone collects."""
+    assume_services_stopped: bool = False
+    """The services behind Kafka, which have written this store, never will again: else their maintenance service
+    alone collects.
+    """

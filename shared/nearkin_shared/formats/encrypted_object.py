@@ -42,7 +42,9 @@ OWNER_BYTES = 16
 SALVAGE_BYTES_MAX = 1 << 30
 """A container's bound: memory is taken for what a head announces."""
 STORE_OWNER = bytes(OWNER_BYTES)
-"""Owns what belongs to no tenant alone: records of the janitor, uploads that are not finished, the descriptor."""
+"""Owns what belongs to no tenant alone: records of the maintenance service, uploads that are not finished, the
+descriptor.
+"""
 _CONTEXT = "nearkin 2026 key of a sealed object"
 
 

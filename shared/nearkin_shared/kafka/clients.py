@@ -100,7 +100,8 @@ def connection(settings: Settings, client_id: str) -> dict[str, Any]:
 def _on_error(err: KafkaError) -> None:
     """Librdkafka reconnects by itself: what it tells here is for people, and the same only once in REPEAT_SECONDS.
 
-    While a broker is away each client tells of each try: 1,200 lines of one janitor in a chaos run of a minute.
+    While a broker is away each client tells of each try: 1,200 lines of one maintenance worker in a chaos run of a
+    minute.
     """
     said, now = err.str(), time.monotonic()
     with _said_lock:

@@ -31,7 +31,7 @@ def letter_json(letter: DeadLetter) -> dict[str, Any]:
         "error": letter.error,
         "message": letter.message,
         "value_bytes": letter.value_bytes,
-        "kept_whole": not letter.omitted,
+        "is_untruncated": not letter.omitted,
         "replayed": letter.replayed,
         "dropped": letter.dropped,
     }

@@ -107,7 +107,7 @@ def command(
         tracing.stop()
         logging.shutdown()
         # All is committed and closed. But librdkafka's threads may still answer a question that nobody waits for, into
-        # an interpreter that is being taken apart: a janitor ended so with SIGSEGV, while Kafka was away.
+        # an interpreter that is being taken apart: a maintenance worker ended so with SIGSEGV, while Kafka was away.
         os._exit(code)
 
     return run

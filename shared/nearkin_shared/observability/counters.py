@@ -111,9 +111,13 @@ CACHE_LOOKUPS = Counter(
     "nearkin_cache_lookups", "Reads of a cache, and whether it had what was wanted.", ("cache", "found")
 )
 AHEAD_BLOCKS = Counter(
-    "nearkin_ahead_blocks", "Blocks read from a far store: ahead of being wanted, late, or ahead in vain.", ("read",)
+    "nearkin_read_ahead_blocks",
+    "Blocks read from a far store: ahead of being wanted, late, or ahead in vain.",
+    ("read",),
 )
-MENDED = Counter("nearkin_parity_mended", "Damaged objects that parity was asked for, and whether it knew.", ("known",))
+MENDED = Counter(
+    "nearkin_parity_reconstructions", "Damaged objects that parity was asked for, and whether it knew.", ("known",)
+)
 COUNTS = (
     *(LOOKUPS, DEDUP_SEGMENTS, DEDUP_CHUNKS, DEDUP_BYTES, BASE_CHUNKS, BASE_BYTES, CACHE_LOOKUPS),
     *(AHEAD_BLOCKS, MENDED),

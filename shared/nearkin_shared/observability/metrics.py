@@ -39,36 +39,38 @@ BLOB_SECONDS = Histogram("nearkin_blob_seconds", "From an upload's beginning to 
 BYTES = Counter("nearkin_bytes", "Bytes of committed blobs: as sent, after dedup, after delta, as stored.", ["after"])
 CHUNKS = Counter("nearkin_chunks", "Chunks of committed blobs.", ["kind"])
 
-# --- the index and the fleet: the janitor ----------------------------------------------------------------------------
+# --- the index and the fleet: the maintenance service
 
-INDEX_WHOLE = Gauge("nearkin_index_whole", "1 where the index holds what the store does, 0 until rebuilt.", ["index"])
+INDEX_WHOLE = Gauge(
+    "nearkin_index_complete", "1 where the index holds what the store does, 0 until rebuilt.", ["index"]
+)
 """By a label, so that only who knows it says it: without one every process of ours would say 0."""
 REDIS_BYTES = Gauge("nearkin_redis_bytes", "Memory that Redis uses, all primaries together.")
 REDIS_FULLNESS = Gauge("nearkin_redis_memory_ratio", "Memory used of maxmemory by the fullest primary.")
-REDIS_EVICTS = Gauge("nearkin_redis_evicts", "1 where a primary's maxmemory-policy is not noeviction.")
+REDIS_EVICTS = Gauge("nearkin_redis_evictions_enabled", "1 where a primary's maxmemory-policy is not noeviction.")
 REBUILDS = Counter("nearkin_index_rebuilds", "Rebuilds of the index.", ["outcome"])
 LAG = Gauge("nearkin_lag_records", "Records that a group has not committed yet.", ["group", "topic", "partition"])
 OLD_LAG = Gauge("nearkin_lag_old_records", "Of these, those older than half of kafka.retention_hours.", ["group"])
 LAG_SECONDS = Gauge("nearkin_lag_seconds", "Age of the oldest record that a group has not committed yet.", ["group"])
 LAG_BYTES = Gauge("nearkin_lag_bytes", "Bytes of the records that a group has not committed yet, estimated.", ["group"])
-LAG_SEEN = Gauge("nearkin_lag_seen_timestamp_seconds", "When lag was last read from Kafka.")
+LAG_SEEN = Gauge("nearkin_lag_observed_timestamp_seconds", "When lag was last read from Kafka.")
 
-# --- scrubbing: the janitor, or an embedded gateway ------------------------------------------------------------------
+# --- scrubbing: the maintenance service, or an embedded gateway
 
 SCRUB_BYTES = Counter("nearkin_scrub_bytes", "Bytes that scrubbing has read and checked.")
 SCRUB_OBJECTS = Counter("nearkin_scrub_objects", "Containers, manifests and marks that it has.")
 SCRUB_DAMAGED = Counter("nearkin_scrub_damaged", "Objects that it found damaged.")
 SCRUB_REPAIRED = Counter("nearkin_scrub_repaired", "Of these, those that it put right.")
-SCRUB_ENDED = Gauge("nearkin_scrub_ended_timestamp_seconds", "When the last pass over all that is stored ended.")
+SCRUB_ENDED = Gauge("nearkin_scrub_last_success_timestamp_seconds", "When the last pass over all that is stored ended.")
 
-# --- garbage collection: the janitor, or an embedded gateway ---------------------------------------------------------
+# --- garbage collection: the maintenance service, or an embedded gateway
 
-GC_RUNS = Counter("nearkin_gc_rounds", "Rounds of garbage collection, by how they ended.", ["outcome"])
+GC_RUNS = Counter("nearkin_gc_runs", "Rounds of garbage collection, by how they ended.", ["outcome"])
 GC_FREED_BYTES = Counter("nearkin_gc_freed_bytes", "Bytes that rounds removed, less what they wrote.")
 GC_CONTAINERS = Counter("nearkin_gc_containers", "Containers that rounds removed or wrote anew.", ["how"])
-GC_SECONDS = Histogram("nearkin_gc_round_seconds", "A round of garbage collection.", buckets=BLOB_BUCKETS)
-GC_PENDING = Gauge("nearkin_gc_condemned_containers", "Containers that the last round left for a later one.")
-GC_ENDED = Gauge("nearkin_gc_ended_timestamp_seconds", "When the last round ended well.")
+GC_SECONDS = Histogram("nearkin_gc_run_seconds", "A round of garbage collection.", buckets=BLOB_BUCKETS)
+GC_PENDING = Gauge("nearkin_gc_pending_delete_containers", "Containers that the last round left for a later one.")
+GC_ENDED = Gauge("nearkin_gc_last_success_timestamp_seconds", "When the last round ended well.")
 
 # --- the gateway -----------------------------------------------------------------------------------------------------
 
@@ -132,7 +134,7 @@ def count_collected(report: GcReport | None) -> None:
     GC_CONTAINERS.labels("removed").inc(report.containers_deleted)
     GC_CONTAINERS.labels("rewritten").inc(report.containers_rewritten)
     GC_SECONDS.observe(report.seconds)
-    GC_PENDING.set(report.condemned_containers)
+    GC_PENDING.set(report.pending_delete_containers)
     GC_ENDED.set_to_current_time()
 
 

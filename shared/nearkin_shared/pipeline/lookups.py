@@ -160,7 +160,7 @@ class EmbeddedLookups:
         collected: PendingDeleteFilter | None = None,
         helpers: ThreadPool = SERIAL,
     ) -> None:
-        """`collected`: what a janitor may be about to remove, where it works beside; none of it is a base.
+        """`collected`: what a maintenance worker may be about to remove, where it works beside; none of it is a base.
 
         `helpers` decode beside the caller.
         """

@@ -110,7 +110,9 @@ class ContainerStore:
         return self._objects.far
 
     def of(self, domain: bytes | None) -> Self:
-        """Return the same store, and the same caches, for another domain; None: for all, which is the janitor's."""
+        """Return the same store, and the same caches, for another domain; None: for all, which is the maintenance
+        service's.
+        """
         other = copy.copy(self)
         other._domain = domain
         return other

@@ -32,7 +32,7 @@ class Pause:
 
 
 class GcPauseFlag:
-    """The pause of one store: it lies beside what it guards, so every janitor, gateway and command sees it."""
+    """The pause of one store: it lies beside what it guards, so every maintenance, gateway and command sees it."""
 
     def __init__(
         self, objects: ObjectStore, clock: Callable[[], float] = time.time, reserve: SpaceReserve | None = None

@@ -1,6 +1,6 @@
 """What a writer must not lean on. Invariant: what was condemned when a container was opened is no base of it.
 
-    janitor    forgets, records -> a grace -> sweeps what no manifest and no container leans on
+    maintenance    forgets, records -> a grace -> sweeps what no manifest and no container leans on
     writer     record, no older than REFRESH_SECONDS -> bases chosen -> container durable within half a grace
 
 So whatever a sweep takes was condemned before any container was opened that the sweep has not listed.

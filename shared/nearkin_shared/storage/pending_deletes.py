@@ -2,8 +2,9 @@
 
 gc/0000000000000007.nkg     what was unreached when round 7 looked
 
-Once there was one there always is: an empty one keeps the numbers, so that none comes back. A janitor that slept on its
-way to write number 1 would else find it free once all was collected, and what it condemned then would hold again.
+Once there was one there always is: an empty one keeps the numbers, so that none comes back. A maintenance worker
+that slept on its way to write number 1 would else find it free once all was collected, and what it condemned then
+would hold again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _log = logging.getLogger("nearkin")
 
 
 class PendingDeleteStore:
-    """The record of one store. One janitor at a time writes it."""
+    """The record of one store. One maintenance worker at a time writes it."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._records = VersionedRecords(objects, FOLDER, "nkg", "what is condemned")
@@ -77,8 +78,8 @@ class PendingDeleteStore:
     def replace(self, record: Record, sequence_min: int = 1) -> None:
         """Make `record` the one that holds, before the ones until now go; the first one is not empty.
 
-        `sequence_min`: the GC generation that the index has begun. Raises AlreadyExists: another janitor was first, and
-        its record holds.
+        `sequence_min`: the GC generation that the index has begun. Raises AlreadyExists: another maintenance was
+        first, and its record holds.
         """
         before = sorted(self.list_records())
         if record or before:

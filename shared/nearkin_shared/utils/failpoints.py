@@ -141,7 +141,7 @@ SERVICE_POINTS: Final = MappingProxyType(
         "version.manifest": "1 a version's manifest is durable",
         "version.catalogued": "2 and in the index",
         "version.told": "3 and told, not acknowledged",
-        # janitor's lease (nearkin_shared.index.redis.lease, nearkin_shared.objectstore.fenced,
+        # maintenance's lease (nearkin_shared.index.redis.lease, nearkin_shared.objectstore.fenced,
         # nearkin_maintenance.gc.gc_worker)
         "lease.taken": "the lease is held, nothing is done",
         "lease.renewed": "it is held for another term",

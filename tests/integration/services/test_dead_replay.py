@@ -231,7 +231,7 @@ def test_the_commands_list_show_and_replay(world: World, call: Callable[..., tup
     first, second = sorted(json.loads(out), key=lambda letter: int(letter["offset"]))
     assert first["topic"] == world.users
     assert (first["partition"], first["offset"], first["stage"], first["message"]) == (1, 1, "ingest", "refused 1")
-    assert (first["key"], first["replayed"], first["kept_whole"]) == (
+    assert (first["key"], first["replayed"], first["is_untruncated"]) == (
         {"encoding": "utf-8", "data": "k", "cut": False},
         False,
         True,

@@ -132,7 +132,7 @@ def test_a_gateway_that_stops_ends_the_round_that_is_at_work(
         threading.Timer(0.3, on.set).start()
     with open_store(tmp_path / "store", create=True) as store:  # the lock is free, and nothing was condemned
         assert store.put("k", b"after").info.version == 2
-        assert store.gc_state().condemned_containers == 0
+        assert store.gc_state().pending_delete_containers == 0
 
 
 def test_a_round_that_cannot_even_begin_leaves_the_writer_at_work(

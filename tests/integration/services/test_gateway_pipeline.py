@@ -344,7 +344,7 @@ def test_lag_and_speed_of_every_stage_are_told_to_admins(client: httpx.Client) -
     def all_moved_and_none_is_behind() -> bool:
         told.update(client.get("/v1/pipeline").json())
         moved.update(stage["group"] for stage in told["stages"] if (stage["records_per_second"] or 0) > 0)
-        return len(moved) == len(WAITS) and all(stage["behind_records"] == 0 for stage in told["stages"])
+        return len(moved) == len(WAITS) and all(stage["lag_records"] == 0 for stage in told["stages"])
 
     until(all_moved_and_none_is_behind, lambda: told["stages"], poll_seconds=0.5)
     assert told["embedded"] is False

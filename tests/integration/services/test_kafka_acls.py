@@ -186,7 +186,7 @@ def test_pipeline_runs_under_the_documented_acls(guarded_kafka: tuple[Kafka, str
             _put_and_get(client, server.bootstrap)
             _replay_dead_letters(client, server.bootstrap, pipeline)
             _await_no_lag(client)
-        _await_use(audit, {acl for acl in documented if acl.user == "janitor"})
+        _await_use(audit, {acl for acl in documented if acl.user == "maintenance"})
         _abandon_uploads(pipeline)
         _await_use(audit, documented)
     assert audit.denied() == set()
@@ -258,13 +258,13 @@ def _await_no_lag(client: httpx.Client) -> None:
     """Wait until no group is behind; the markers of the replay, which are not records, do not count."""
 
     def behind() -> list[dict[str, Any]]:
-        return [stage for stage in client.get("/v1/pipeline").json()["stages"] if stage["behind_records"]]
+        return [stage for stage in client.get("/v1/pipeline").json()["stages"] if stage["lag_records"]]
 
     until(lambda: not behind(), behind, poll_seconds=0.5)
 
 
 def _await_use(audit: Audit, acls: set[Acl]) -> None:
-    """Wait until each of the ACLs was needed; the janitor reads lag every 15 s."""
+    """Wait until each of the ACLs was needed; the maintenance service reads lag every 15 s."""
     until(lambda: acls <= audit.used(), lambda: f"not needed: {sorted(acls - audit.used())}", 60, poll_seconds=1)
 
 

@@ -92,14 +92,14 @@ def test_workers_tell_when_redis_is_away_and_what_they_did(
         assert metric("resemblance", 'nearkin_index_lookups_total{found="no",table="features"}') > 0
         assert metric("delta", 'nearkin_queue_items{queue="delta-commit"}') == 0
         assert metric("delta", 'nearkin_cache_bytes{cache="blocks"}') >= 0
-        assert metric("janitor", "nearkin_redis_bytes") > 100_000
+        assert metric("maintenance", "nearkin_redis_bytes") > 100_000
         for stage in WAITS:  # by these names NearkinStuck compares what waits with what is taken
             service = "delta" if stage == "committer" else stage
             assert metric(service, f'nearkin_records_total{{stage="{stage}"}}') > 0
             assert metric(service, f'nearkin_restarts_total{{stage="{stage}"}}') == 0
         group = f"{pipeline.settings.kafka.topic_prefix}committer"
-        until(lambda: f'nearkin_lag_records{{group="{group}"' in asked("janitor", "/metrics").text)
-        assert metric("janitor", 'nearkin_index_whole{index="redis"}') == 1
+        until(lambda: f'nearkin_lag_records{{group="{group}"' in asked("maintenance", "/metrics").text)
+        assert metric("maintenance", 'nearkin_index_complete{index="redis"}') == 1
 
         own_redis.stop()
         for service in SERVICES:

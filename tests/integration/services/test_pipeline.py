@@ -189,7 +189,7 @@ def test_an_emptied_redis_costs_dedup_for_a_moment_and_is_filled_again(
         with redis_client.Redis.from_url(server.url) as client:
             client.flushall()
         assert uploader.wait(uploader.put("k", [data]))["state"] == "committed"
-        until(lambda: "index rebuilt" in (pipeline.folder / "janitor.log").read_text(), pipeline.logs)
+        until(lambda: "index rebuilt" in (pipeline.folder / "maintenance.log").read_text(), pipeline.logs)
         event = uploader.wait(uploader.put("k", [data]))
         assert event["ledger"]["unique_bytes"] == 0
         assert [restored(pipeline, "k", version) == data for version in (1, 2, 3)] == [True] * 3
@@ -239,13 +239,15 @@ def test_a_worker_that_was_fenced_starts_over(pipeline: Pipeline, uploader: Uplo
     until(lambda: "a --worker of its own" in pipeline.logs(), pipeline.logs)
 
 
-def test_a_janitor_that_cannot_collect_as_it_is_told_says_so_and_ends(pipeline: Pipeline, uploader: Uploader) -> None:
+def test_a_maintenance_that_cannot_collect_as_it_is_told_says_so_and_ends(
+    pipeline: Pipeline, uploader: Uploader
+) -> None:
     assert uploader.wait(uploader.put("before", [b"x" * 10]))["state"] == "committed"
-    pipeline.kill("janitor")
+    pipeline.kill("maintenance")
     pipeline.write_config(gc={"mode": "refcount"})
-    log = pipeline.folder / "janitor.log"
+    log = pipeline.folder / "maintenance.log"
     log.unlink()
-    pipeline.start("janitor")
-    assert pipeline.processes.pop("janitor").wait(60) == 2
+    pipeline.start("maintenance")
+    assert pipeline.processes.pop("maintenance").wait(60) == 2
     assert "set gc.mode to 'mark-sweep'" in log.read_text()
     assert "Traceback" not in log.read_text()

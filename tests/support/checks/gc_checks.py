@@ -26,7 +26,7 @@ def collect_repeatedly(store: Store, clock: Clock, rounds: int = 4) -> int:
         told, before = store.gc(dry_run=True), stored_bytes(store.root)
         done = store.gc()
         assert before - stored_bytes(store.root) == done.freed_bytes == told.freed_bytes
-        assert (done.versions, done.condemned_containers) == (told.versions, told.condemned_containers)
+        assert (done.versions, done.pending_delete_containers) == (told.versions, told.pending_delete_containers)
         assert store.verify().damage == ()
         assert store.stats().ledger.stored_bytes == stored_bytes(store.root)
         freed += done.freed_bytes

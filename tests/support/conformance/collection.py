@@ -49,7 +49,7 @@ class CollectionContract:
         raise NotImplementedError
 
     def test_it_can_be_collected_from(self, index: CollectionIndex) -> None:
-        """A janitor asks for it."""
+        """A maintenance worker asks for it."""
         assert isinstance(index, SupportsCollection)
 
     def test_what_is_forgotten_is_a_miss_and_the_rest_is_found(self, index: CollectionIndex) -> None:

@@ -150,7 +150,7 @@ class ObjectStoreContract:
         assert Counter(name for name, _ in objects.names("many")) == Counter(wanted)
 
     def test_what_was_deleted_is_gone_and_can_be_put_again(self, objects: ObjectStore) -> None:
-        """Deleting what is not there is fine: a janitor repeats itself."""
+        """Deleting what is not there is fine: a maintenance worker repeats itself."""
         objects.put_new("a/x", b"first")
         objects.delete("a/x")
         objects.delete("a/x")

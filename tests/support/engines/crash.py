@@ -325,7 +325,7 @@ def _shadow(oracle: Oracle) -> Oracle:
 def _is_passed(point: str, chosen: Settings) -> bool:
     """Return whether a point is passed under these settings: parity repairs before anything is healed, say."""
     group, has_parity = point.partition(".")[0], chosen.storage.parity != "none"
-    ledger, gathers = chosen.gc.mode != "mark-sweep", int(chosen.gc.gather_bytes) > 0
+    ledger, gathers = chosen.gc.mode != "mark-sweep", int(chosen.gc.merge_block_bytes) > 0
     needs = {"ledger": ledger, "gather": gathers, "parity": has_parity, "heal": not has_parity}
     return needs.get(group, True)
 

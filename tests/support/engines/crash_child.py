@@ -57,7 +57,7 @@ CHOSEN = settings(
 GATHERING: Mapping[str, Mapping[str, object]] = {
     "block": {"delta_bytes": "64KiB"},
     "delta": {"codec": "patch", "max_depth": 1},
-    "gc": {"gather_bytes": "1MiB", "gather_versions": 2},
+    "gc": {"merge_block_bytes": "1MiB", "merge_versions_min": 2},
 }
 """Chains are short, so that rounds gather what a few versions changed."""
 
@@ -264,6 +264,6 @@ def _collect(store: Store, oracle: Oracle) -> None:
         oracle.begin(Gc(2))
         report = store.gc()
         oracle.acknowledge()
-        if not report.freed_bytes and not report.condemned_containers:
+        if not report.freed_bytes and not report.pending_delete_containers:
             return
     raise Violation(f"{COLLECTIONS_MAX} rounds, and the last still freed {report.freed_bytes} bytes: {report}")

@@ -203,7 +203,7 @@ class _LeasedObjects(LocalObjectStore):
 
     def _count(self, name: str) -> None:
         if self.left <= 0:
-            raise Violation(f"{name}: written or removed by a janitor whose lease is over")
+            raise Violation(f"{name}: written or removed by a maintenance worker whose lease is over")
         self.left -= 1
 
     def put_new(self, name: str, *parts: Payload) -> None:
@@ -218,7 +218,9 @@ class _LeasedObjects(LocalObjectStore):
 
 
 def hunt_fence(folder: Path, plant: Plant) -> None:
-    """Let a janitor's lease be over after its first effect, its second, ...: nothing follows, and all restores."""
+    """Let a maintenance worker's lease be over after its first effect, its second, ...: nothing follows, and all
+    restores.
+    """
     plant()
     contents, later = _make_sparse_store(folder / "all")
     with open_store(folder / "all", settings=crash_child.CHOSEN, clock=lambda: later - DAY, create=True) as store:
@@ -243,7 +245,7 @@ def hunt_fence(folder: Path, plant: Plant) -> None:
 
 
 def _collector(store: Store, leased: _LeasedObjects, now: float) -> GcRun:
-    """Return a round over an open store's objects, fenced as the janitor's are."""
+    """Return a round over an open store's objects, fenced as the maintenance service's are."""
     fence = FencedObjectStore(leased, leased.check)
     found = ContainerStore(fence, store._fingerprinter.domain, 1 << 20)
     tenants = DomainOwners(store._fingerprinters, [store.settings.tenant], ManifestStore(fence))

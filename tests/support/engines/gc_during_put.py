@@ -42,7 +42,7 @@ def neighbours(folder: Path) -> Scene:
         store.delete("k", 1)
         made.now += 2 * DAY
         store.gc()
-        if not store.gc_state().condemned_containers:
+        if not store.gc_state().pending_delete_containers:
             raise Violation("nothing was condemned: the scene shows nothing")
         made.now += 2 * DAY
     made.wanted = {("k", 2): second}

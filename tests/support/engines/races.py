@@ -312,7 +312,7 @@ def manifest_away(folder: Path) -> int:
         path.rename(away)
         store.rebuild_index()  # else the index lists it, and no round goes on
         made.now += 2 * DAY
-        condemned = store.gc().condemned_containers
+        condemned = store.gc().pending_delete_containers
         if not condemned:
             raise Violation("nothing was condemned: the scene shows nothing")
         away.rename(path)

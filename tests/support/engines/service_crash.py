@@ -54,7 +54,7 @@ DYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "version.catalogued",
             "version.told",
         ),
-        "janitor": (
+        "maintenance": (
             "lease.taken",
             "lease.released",
             "fence.passed",

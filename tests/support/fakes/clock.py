@@ -9,7 +9,7 @@ DAY = 86_400
 
 @dataclass
 class Clock:
-    """Seconds since 1970, where a store or a janitor wants to be told."""
+    """Seconds since 1970, where a store or a maintenance worker wants to be told."""
 
     now: float = 1_764_000_000.0
 

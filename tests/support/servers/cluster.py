@@ -58,7 +58,7 @@ SERVICES = (
     Service("dedup", "nearkin_dedup", ("--worker", "local"), ready_line=": ready"),
     Service("resemblance", "nearkin_resemblance", ("--worker", "local"), ready_line=": ready"),
     Service("delta", "nearkin.workers.delta", ("--worker", "local"), ready_line=": ready"),
-    Service("janitor", "nearkin.workers.maintenance", ("--worker", "local"), ready_line=": ready"),
+    Service("maintenance", "nearkin.workers.maintenance", ("--worker", "local"), ready_line=": ready"),
     Service("ingest", "nearkin_ingest", ("--worker", "local"), ready_line=": ready"),
     Service("gateway", "nearkin_gateway", ready_path="/readyz"),
 )

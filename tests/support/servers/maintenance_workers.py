@@ -98,7 +98,7 @@ class Fleet:
     def make_gc_worker(
         self, over: ObjectStore | None = None, gc: GcSettings = GC, lease_seconds: float = LEASE_SECONDS
     ) -> GcWorker:
-        """Return a janitor's rounds, by the fleet's clock."""
+        """Return a maintenance worker's rounds, by the fleet's clock."""
 
         def rewriter(containers: ContainerStore) -> Rewriter:
             return Rewriter(containers, self.tenants(), self.fingerprinter("default"), BlockRecoder(self.chosen))

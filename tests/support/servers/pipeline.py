@@ -28,14 +28,14 @@ from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.utils.failpoints import VARIABLE
 
-SERVICES = ("chunker", "dedup", "resemblance", "delta", "janitor")
+SERVICES = ("chunker", "dedup", "resemblance", "delta", "maintenance")
 GATEWAY = "gateway"
 STOP_SECONDS_MAX = 90.0
 ABORT_SECONDS_MAX = 30.0
 POLL_SECONDS = 0.05
 
 
-MODULES = {"delta": "nearkin.workers.delta", "janitor": "nearkin.workers.maintenance"}
+MODULES = {"delta": "nearkin.workers.delta", "maintenance": "nearkin.workers.maintenance"}
 """Of services that are not started by the module of their own name."""
 
 

@@ -248,7 +248,7 @@ def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(
 
 def test_a_round_lets_go_of_what_has_gone_and_of_what_it_wrote_anew_alone(tmp_path: Path) -> None:
     """Where nobody else can have written; else all that was read is forgotten."""
-    chosen = settings({"gc": {"grace_seconds": 0, "gather_bytes": 0}, "deletion": {"undelete_seconds": 0}})
+    chosen = settings({"gc": {"grace_seconds": 0, "merge_block_bytes": 0}, "deletion": {"undelete_seconds": 0}})
     data, other = text_like(6_000_000, 3), text_like(3_000_000, 4)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         source = store._containers

@@ -158,8 +158,8 @@ def test_of_one_variable_in_two_cases_the_last_one_counts(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("value", ["64M\u0130B", "-1", "abc", "4XB", ""])
 def test_what_is_no_size_is_refused_with_the_sizes_that_are_taken(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("NEARKIN_GC__GATHER_BYTES", value)
-    with pytest.raises(ConfigError, match=r"gc\.gather_bytes .*want 0 to 16777216 bytes, or a unit after them"):
+    monkeypatch.setenv("NEARKIN_GC__MERGE_BLOCK_BYTES", value)
+    with pytest.raises(ConfigError, match=r"gc\.merge_block_bytes .*want 0 to 16777216 bytes, or a unit after them"):
         load()
 
 

@@ -42,9 +42,9 @@ def entry(at_us: int, *chunks: int) -> PendingDelete:
 
 def test_a_writer_that_reads_while_a_round_replaces_the_record_sees_the_new_one() -> None:
     objects = memory_objects()
-    janitor = PendingDeleteStore(objects)
-    janitor.replace({A: entry(5, 0)})
-    beside = Meanwhile(objects, lambda: janitor.replace({A: entry(5, 0), B: entry(6, 3)}))
+    maintenance = PendingDeleteStore(objects)
+    maintenance.replace({A: entry(5, 0)})
+    beside = Meanwhile(objects, lambda: maintenance.replace({A: entry(5, 0), B: entry(6, 3)}))
     watch = PendingDeleteWatcher(PendingDeleteStore(beside), 3600.0)
     assert sorted(watch.record()) == [A, B]
     assert not beside.times
@@ -52,16 +52,16 @@ def test_a_writer_that_reads_while_a_round_replaces_the_record_sees_the_new_one(
 
 def test_a_record_that_went_with_nothing_in_its_place_is_none() -> None:
     objects = memory_objects()
-    janitor = PendingDeleteStore(objects)
-    janitor.replace({A: entry(5, 0)})
-    assert PendingDeleteStore(Meanwhile(objects, lambda: janitor.replace({}))).read() == {}
+    maintenance = PendingDeleteStore(objects)
+    maintenance.replace({A: entry(5, 0)})
+    assert PendingDeleteStore(Meanwhile(objects, lambda: maintenance.replace({}))).read() == {}
 
 
 def test_records_that_go_again_and_again_are_an_error_that_passes_never_none() -> None:
     objects = memory_objects()
-    janitor = PendingDeleteStore(objects)
-    janitor.replace({A: entry(5, 0)})
-    beside = Meanwhile(objects, lambda: janitor.replace({A: entry(5, 0)}), READ_TRIES_MAX)
+    maintenance = PendingDeleteStore(objects)
+    maintenance.replace({A: entry(5, 0)})
+    beside = Meanwhile(objects, lambda: maintenance.replace({A: entry(5, 0)}), READ_TRIES_MAX)
     with pytest.raises(StoreUnavailable, match="try again"):
         PendingDeleteStore(beside).read()
 

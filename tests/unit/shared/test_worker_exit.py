@@ -46,7 +46,9 @@ def _own_signals() -> Iterator[None]:
 def test_a_setting_that_is_refused_before_the_first_message_is_told_as_one(
     failure: NearkinError, code: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store without a URL, a key that is not there, a janitor that cannot collect so: as the gateway's exit code."""
+    """A store without a URL, a key that is not there, a maintenance worker that cannot collect so: as the gateway's
+    exit code.
+    """
 
     def refuse(*_: object) -> None:
         raise failure

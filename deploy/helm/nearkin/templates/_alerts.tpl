@@ -29,12 +29,12 @@
     runbook_url: {{ printf "%s#nearkinstuck" $pages | quote }}
     summary: {{ "{{ $labels.stage }} has records waiting and takes none" | quote }}
 - alert: NearkinLagUnknown
-  expr: absent(nearkin_lag_seen_timestamp_seconds{ {{- $s -}} }) or time() - max(nearkin_lag_seen_timestamp_seconds{ {{- $s -}} }) > 300
+  expr: absent(nearkin_lag_observed_timestamp_seconds{ {{- $s -}} }) or time() - max(nearkin_lag_observed_timestamp_seconds{ {{- $s -}} }) > 300
   for: 10m
   labels: {severity: warning}
   annotations:
     runbook_url: {{ printf "%s#nearkinlagunknown" $pages | quote }}
-    summary: No janitor reads from Kafka how far the stages are behind
+    summary: No maintenance worker reads from Kafka how far the stages are behind
 - alert: NearkinOldRecords
   expr: max by (stage) (nearkin_record_age_seconds{ {{- $s -}} }) > {{ $bounds.ageSeconds }}
   for: 15m
@@ -67,7 +67,7 @@
     runbook_url: {{ printf "%s#nearkincorruption" $pages | quote }}
     summary: {{ "Bytes are not what they should be: {{ $labels.where }}" | quote }}
 - alert: NearkinIndexIncomplete
-  expr: min(nearkin_index_whole{ {{- $s -}} }) == 0
+  expr: min(nearkin_index_complete{ {{- $s -}} }) == 0
   for: 30m
   labels: {severity: warning}
   annotations:
@@ -106,7 +106,7 @@
     runbook_url: {{ printf "%s#nearkinsettingsrefused" $pages | quote }}
     summary: A change of the settings was refused; those before it are in force
 - alert: NearkinGcFails
-  expr: sum(increase(nearkin_gc_rounds_total{ {{- $s -}} ,outcome="failed"}[6h])) > 1
+  expr: sum(increase(nearkin_gc_runs_total{ {{- $s -}} ,outcome="failed"}[6h])) > 1
   labels: {severity: warning}
   annotations:
     runbook_url: {{ printf "%s#nearkingcfails" $pages | quote }}

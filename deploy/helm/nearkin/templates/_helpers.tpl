@@ -51,7 +51,7 @@ chunker: {module: nearkin_chunker, waits: {chunker: frames}}
 dedup: {module: nearkin_dedup, waits: {dedup: segments}}
 resemblance: {module: nearkin_resemblance, waits: {resemblance: fresh}}
 delta: {module: nearkin.workers.delta, waits: {delta: paired, committer: placed}}
-janitor: {module: nearkin.workers.maintenance}
+maintenance: {module: nearkin.workers.maintenance}
 ingest: {module: nearkin_ingest}
 {{- end -}}
 

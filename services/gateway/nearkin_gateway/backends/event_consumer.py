@@ -1,6 +1,6 @@
 """What the pipeline tells. Invariant: no group and no offset: each gateway reads the newest of it for itself.
 
-topic `committed`  from `gateway.outcomes_minutes` ago on -> the table of outcomes
+topic `committed`  from `gateway.upload_status_minutes` ago on -> the table of outcomes
 topic `workers`    compacted, from its start              -> the newest word of each worker
 """
 
@@ -59,7 +59,7 @@ class EventConsumer:
     async def open(self) -> None:
         """Start; returns when what was told before is read. Raises StoreUnavailable where that takes too long."""
         loop = asyncio.get_running_loop()
-        since_ms = time.time_ns() // 1_000_000 - self._settings.gateway.outcomes_minutes * 60_000
+        since_ms = time.time_ns() // 1_000_000 - self._settings.gateway.upload_status_minutes * 60_000
         self._outcomes.set_known_from(since_ms)
         self._thread = threading.Thread(target=self._run, args=(loop, since_ms), name="nearkin-watch", daemon=True)
         self._thread.start()

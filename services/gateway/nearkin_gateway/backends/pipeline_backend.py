@@ -80,7 +80,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
     """Return the parts of a gateway, waiting for servers that are not up yet. Raises NearkinError."""
     objects, found, index = _connect(settings)
     client_id = f"gateway-{socket.gethostname()}"
-    outcomes = UploadStatuses(int(settings.gateway.outcomes_bytes))
+    outcomes = UploadStatuses(int(settings.gateway.upload_status_bytes))
     authenticator = authenticator_of(settings, found)
     watch = EventConsumer(settings, outcomes, client_id, authenticator)
     hot = LiveConfig(settings, config_file, authenticator)
@@ -109,7 +109,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
 
 
 class FleetGcControl:
-    """Rounds that the janitors of the fleet do, as Redis knows of them."""
+    """Rounds that the maintenance services of the fleet do, as Redis knows of them."""
 
     def __init__(self, index: RedisIndex) -> None:
         self._told = GcStatusStore(index)
@@ -120,12 +120,12 @@ class FleetGcControl:
         if last is None:
             return None
         at = last.pop("failed_at", None) if "failure" in last else last.get("at")
-        last.pop("regular_at", None), last.pop("freeing_at", None)  # between janitors
+        last.pop("regular_at", None), last.pop("freeing_at", None)  # between maintenance workers
         moment = datetime.fromtimestamp(float(at or 0), UTC).isoformat(timespec="milliseconds")
         return {"failure": None, **last, "ended": moment.replace("+00:00", "Z")}
 
     def request_run(self) -> None:
-        """Ask the janitors for a round."""
+        """Ask the maintenance services for a round."""
         self._told.request_run()
 
 

@@ -219,7 +219,7 @@ class StageLag(BaseModel):
     """How far one consumer group is."""
 
     group: str
-    behind_records: int
+    lag_records: int
     old_records: int = Field(description="Of these, those older than half of kafka.retention_hours.")
     records_per_second: float | None = Field(description="What it took over the last minute; null: not known yet.")
 
@@ -264,7 +264,7 @@ class DeadLetter(BaseModel):
     error: str
     message: str
     value_bytes: int
-    kept_whole: bool
+    is_untruncated: bool
     replayed: bool
     dropped: bool
 
@@ -327,7 +327,7 @@ class Audit(BaseModel):
 
 
 class GcStatus(BaseModel):
-    """Garbage collection: by the gateway itself where it is embedded, else by the janitors."""
+    """Garbage collection: by the gateway itself where it is embedded, else by the maintenance services."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -31,7 +31,7 @@ class StageState:
     """One group: records that wait, those of them that are old, what it took a second, once that is known."""
 
     group: str
-    behind_records: int
+    lag_records: int
     old_records: int
     records_per_second: float | None
 

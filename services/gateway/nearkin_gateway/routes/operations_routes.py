@@ -125,7 +125,7 @@ async def gc(request: Request, _caller: Operator) -> Response:
 async def change_gc(request: Request, caller: Operator) -> Response:
     """Ask for a round of garbage collection, pause collection, or resume it; answers as GET does.
 
-    A round is done as soon as a writer or janitor is free: `last.ended` tells when it was.
+    A round is done as soon as a writer or maintenance is free: `last.ended` tells when it was.
     """
     gateway = gateway_of(request)
     want = '{"action": "run"}, "pause" or "resume"'

@@ -4,7 +4,7 @@
     3 what every other version reaches
     4 what leans on what an earlier round condemned and is due: a new generation that leans on what lives
     5 what an earlier round condemned, is due and nothing leans on: index, then container, or a new generation of it
-    6 by `gc.gather_bytes`, what newer versions changed of a stretch, over and over: into its block (merge_planner.py)
+    6 by `gc.merge_block_bytes`, what newer versions changed of a stretch, over and over: into its block
     7 by `gc.recompress_level`, what puts compressed in a hurry: by a deeper search, once (recompress.py)
     8 what else is unreached: index, then record
 
@@ -118,9 +118,9 @@ class GcRun:
         self._containers = containers.of(None)
         self._rewriter = rewriter
         self._compact_below = settings.compact_below
-        self._services_ended = settings.services_ended
+        self._assume_services_stopped = settings.assume_services_stopped
         self._replacing = ContainerSwap(self._containers, int(settings.bytes_per_second))
-        self._gather_bytes, self._gather_versions = int(settings.gather_bytes), settings.gather_versions
+        self._merge_block_bytes, self._merge_versions_min = int(settings.merge_block_bytes), settings.merge_versions_min
         self._manifests = manifests
         self._condemned = condemned
         self._grace_us = settings.grace_seconds * 1_000_000
@@ -156,13 +156,13 @@ class GcRun:
             imagined._replacing, imagined._ledger = ContainerSwap(containers, _UNBOUNDED), None
             imagined._go_on = lambda: None
             told = imagined._run(NoWriters(NoIndex()), counted, deleted_too=deleted_too, dry_run=True)
-            imagined._grace_us = later_bytes = 0
+            imagined._grace_us = pending_delete_bytes = 0
             for _ in range(LATER_RUNS_MAX):
                 later = imagined._run(NoWriters(NoIndex()), counted, deleted_too=deleted_too)
-                later_bytes += later.freed_bytes
-                if not later.condemned_containers and not later.freed_bytes:
+                pending_delete_bytes += later.freed_bytes
+                if not later.pending_delete_containers and not later.freed_bytes:
                     break
-        return replace(told, freed_later_bytes=later_bytes)
+        return replace(told, pending_delete_bytes=pending_delete_bytes)
 
     def _with_objects(self, objects: ObjectStore, containers: ContainerStore) -> GcRun:
         """Return what does the same through another object store."""
@@ -186,10 +186,10 @@ class GcRun:
         named = [version.manifest for version in roots.kept]
         names_read = self._with_progress(named, "what versions need")
         reach = LiveSet(self._containers, self._manifests, names_read, young, summaries, generations)
-        if reach.by_services is not None and not (self._services_ended or self._online):
+        if reach.by_services is not None and not (self._assume_services_stopped or self._online):
             raise GcRefused(
-                f"{reach.by_services} came through services: nothing was changed. Their janitor collects beside them; "
-                "if none will ever write this store again, set gc.services_ended"
+                f"{reach.by_services} came through services: nothing was changed. Their maintenance service collects; "
+                "if none will ever write this store again, set gc.assume_services_stopped"
             )
         ids = self._remove_replaced(generations, turns, sums)  # 1
         kept = self._expire_versions(roots, turns, sums)  # 2
@@ -216,8 +216,8 @@ class GcRun:
                 record_deletion(record, container, drop)
             if sums.no_room is not None and not sums.deleted:
                 raise sums.no_room
-            if self._gather_bytes and sums.no_room is None:
-                writing.merge(reach, young, self._gather_bytes, self._gather_versions)  # 6
+            if self._merge_block_bytes and sums.no_room is None:
+                writing.merge(reach, young, self._merge_block_bytes, self._merge_versions_min)  # 6
             if sums.no_room is None:
                 writing.recompress(reach, young)  # 7
         since.refresh()
@@ -250,7 +250,7 @@ class GcRun:
         ids = self._remove_replaced(generations, turns, sums)  # 1
         self._expire_versions(roots, turns, sums)  # 2
         record = self._condemned.read()
-        sums.later_bytes = self._later_bytes(record, ids)
+        sums.pending_delete_bytes = self._pending_delete_bytes(record, ids)
         return record
 
     def _readable(self, container: int) -> Directory | None:
@@ -272,8 +272,8 @@ class GcRun:
             containers_deleted=sums.deleted,
             containers_rewritten=sums.rewritten,
             freed_bytes=sums.freed_bytes,
-            condemned_containers=len(record),
-            freed_later_bytes=sums.later_bytes,
+            pending_delete_containers=len(record),
+            pending_delete_bytes=sums.pending_delete_bytes,
             due=None if due_us is None else datetime.fromtimestamp(min(due_us / 1e6, CREATED_US_MAX // 1_000_000), UTC),
             held=sums.held,
             seconds=time.perf_counter() - started,
@@ -398,19 +398,21 @@ class GcRun:
                     generation = index.advance_generation(max(self._condemned.list_records(), default=0) + 1)
                     failpoint("gc.generation")
                 self._condemned.replace(found, generation)
-        sums.later_bytes = self._later_bytes(found, ids)
+        sums.pending_delete_bytes = self._pending_delete_bytes(found, ids)
         return found
 
-    def _later_bytes(self, record: dict[int, PendingDelete], ids: Mapping[int, int]) -> int:
+    def _pending_delete_bytes(self, record: dict[int, PendingDelete], ids: Mapping[int, int]) -> int:
         """Return what a record and what it names take, beyond an empty record."""
-        later_bytes = record_bytes(record) - EMPTY_BYTES
+        pending_delete_bytes = record_bytes(record) - EMPTY_BYTES
         for container, entry in record.items():
             stored_bytes = ids[container]
             if not entry.whole:
                 shares = bytes_of_chunks(self._containers.directory(ContainerId(container)))
                 stored_bytes = int(shares[entry.chunks].sum())
-            later_bytes += takes_bytes(self._condemned.objects, object_name(ContainerId(container)), stored_bytes)
-        return later_bytes
+            pending_delete_bytes += takes_bytes(
+                self._condemned.objects, object_name(ContainerId(container)), stored_bytes
+            )
+        return pending_delete_bytes
 
 
 def meter_writes(objects: ObjectStore) -> tuple[MeteredObjectStore, ObjectStore]:

@@ -1,4 +1,5 @@
-"""Rounds beside services. Invariant: one janitor of a fleet works at a time, and stops before another may begin.
+"""Rounds beside services. Invariant: one maintenance worker of a fleet works at a time, and stops before another may
+begin.
 
     due, index whole, lease free -> lease -> a round, every effect behind the lease -> told in Redis -> lease let go
 
@@ -49,7 +50,7 @@ POLL_SECONDS = 5.0
 RETRY_SECONDS = 60.0
 """After a round that failed, unless the interval is shorter."""
 STOP_SECONDS = 60.0
-_log = logging.getLogger("nearkin.janitor")
+_log = logging.getLogger("nearkin.maintenance")
 
 
 class FencedIndex:
@@ -96,7 +97,7 @@ def _schedule(last: Mapping[str, Any] | None) -> GcSchedule | None:
 class GcWorker:
     """A thread that does a round every `gc.interval_seconds`, and one more once what that condemned is due.
 
-    Counted over all janitors and their restarts.
+    Counted over all maintenance workers and their restarts.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class GcWorker:
         self._thread.join(STOP_SECONDS)
 
     def last(self) -> dict[str, Any] | None:
-        """Return what was told of the last round, by whichever janitor; None where there was none."""
+        """Return what was told of the last round, by whichever maintenance; None where there was none."""
         return self._told.last()
 
     def run_once(self) -> GcReport | None:
@@ -183,7 +184,7 @@ class GcWorker:
             report.freed_bytes,
             report.containers_deleted,
             report.containers_rewritten,
-            report.condemned_containers,
+            report.pending_delete_containers,
             report.seconds,
         )
         return report
@@ -228,7 +229,8 @@ class GcWorker:
         )
 
     def _check_clock(self) -> None:
-        """Refuse to work by a clock that is wrong: what another janitor condemned would go before its grace is over.
+        """Refuse to work by a clock that is wrong: what another maintenance condemned would go before its grace is
+        over.
 
         Workers lean on what is condemned until they hear of it, and are given half a grace to be done with that.
         """

@@ -1,9 +1,9 @@
 """What holds the rest. Invariant: a byte is counted once, under the first reason that holds it.
 
-undelete    only versions that are deleted, and can be brought back, need it
-bases       no version reads it, but blocks that stay lean on it
-condemned   nothing needs it: it waits for the grace to pass
-beside      nothing needs it, but it lies in a block or container with what is needed
+undelete        only versions that are deleted, and can be brought back, need it
+bases           no version reads it, but blocks that stay lean on it
+pending_delete  no block needs it: it waits for the grace to pass
+shared_blocks   no block needs it, but its block or container holds needed chunks too
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def retained_bytes_by_reason(
     read = without_undeletable.chunks
     needed = without_undeletable.transitive_closure(read)
     kept = reach.transitive_closure(reach.chunks)
-    sums = dict.fromkeys(("undelete", "bases", "condemned", "beside"), 0)
+    sums = dict.fromkeys(("undelete", "bases", "pending_delete", "shared_blocks"), 0)
     for container in ids:
         directory = reach.readable(container)
         if directory is None:
@@ -41,8 +41,8 @@ def retained_bytes_by_reason(
             condemned[record[container].chunks] = True
         sums["bases"] += int(shares[by_base & ~by_version].sum())
         sums["undelete"] += int(shares[by_any & ~by_base].sum())
-        sums["condemned"] += int(shares[condemned & ~by_any].sum())
-        sums["beside"] += int(shares[~by_any & ~condemned].sum())
+        sums["pending_delete"] += int(shares[condemned & ~by_any].sum())
+        sums["shared_blocks"] += int(shares[~by_any & ~condemned].sum())
     return sums
 
 

@@ -48,7 +48,7 @@ class GcTotals:
     versions: int = 0
     deleted: int = 0
     rewritten: int = 0
-    later_bytes: int = 0
+    pending_delete_bytes: int = 0
     held: dict[str, int] = field(default_factory=dict)
     refused: int = 0
     """Marks that are damaged or not authenticated: their versions stay."""

@@ -1,4 +1,6 @@
-"""How blocks are encoded again. Invariant: the janitor knows no codec; who does keeps what the delta stage keeps."""
+"""How blocks are encoded again. Invariant: the maintenance service knows no codec; who does keeps what the delta
+stage keeps.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The scrub of a store that services write. Invariant: it repairs by parity alone, and tells all that it finds.
 
-A container is overwritten by its own bytes, so no lease is needed: several janitors would do the same. What parity
-cannot put right is quarantined, forgotten by an index that can forget, and told with the versions it touches.
+A container is overwritten by its own bytes, so no lease is needed: several maintenance workers would do the same.
+What parity cannot put right is quarantined, forgotten by an index that can forget, and told with the versions it
+touches.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from nearkin_shared.storage.quarantine import Quarantine
 RETRY_SECONDS = 60.0
 IDLE_SECONDS_MAX = 3600.0
 NOTE_TRIES = 5
-_log = logging.getLogger("nearkin.janitor")
+_log = logging.getLogger("nearkin.maintenance")
 
 
 class BackgroundScrub:

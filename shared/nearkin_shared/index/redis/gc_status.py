@@ -1,7 +1,7 @@
 """Rounds of garbage collection, as the fleet knows them. Invariant: it only tells and asks; losing it costs one round.
 
-{prefix}:{m}:gc       what the last round came to, JSON: whoever asks, and every janitor, so that all keep one interval
-{prefix}:{m}:gc-ask   there while a round is asked for; each who asks writes another value
+{prefix}:{m}:gc       what the last round came to, JSON: whoever asks, and every maintenance, so that all keep one
+interval {prefix}:{m}:gc-ask   there while a round is asked for; each who asks writes another value
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nearkin_shared.index.redis.redis_index import RedisIndex
 
 
 class GcStatusStore:
-    """What janitors and gateways tell each other of rounds. All calls raise StoreUnavailable."""
+    """What maintenance workers and gateways tell each other of rounds. All calls raise StoreUnavailable."""
 
     def __init__(self, index: RedisIndex) -> None:
         self._server = index.server
@@ -23,7 +23,7 @@ class GcStatusStore:
         self._asked = f"{index.prefix}:{{m}}:gc-ask"
 
     def last(self) -> dict[str, Any] | None:
-        """Return what was told of the last round, by whichever janitor; None where there was none."""
+        """Return what was told of the last round, by whichever maintenance; None where there was none."""
         told = self._server.one(("GET", self._told))
         return None if told is None else dict(json.loads(told))
 
@@ -46,7 +46,7 @@ class GcStatusStore:
         self._server.run([("SET", self._told, json.dumps({**last, "failed_at": at, "failure": failure}))])
 
     def request_run(self) -> None:
-        """Ask for a round: the janitor that sees it first does one, due or not."""
+        """Ask for a round: the maintenance service that sees it first does one, due or not."""
         self._server.one(("SET", self._asked, secrets.token_bytes(8)))
 
     @property

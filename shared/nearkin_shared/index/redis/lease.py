@@ -35,7 +35,7 @@ class LeaseLost(RetryableError):
 
 
 class Lease:
-    """The one lease of an index's janitors: who rebuilds it, or collects garbage, holds it."""
+    """The one lease of an index's maintenance workers: who rebuilds it, or collects garbage, holds it."""
 
     def __init__(self, index: RedisIndex, lease_seconds: float = LEASE_SECONDS) -> None:
         self._index = index
@@ -63,7 +63,9 @@ class Lease:
     def check(self) -> None:
         """Raise LeaseLost unless it is held."""
         if _now() >= self._until:
-            raise LeaseLost("the janitor's lease has passed to another, or Redis does not answer: the round ends here")
+            raise LeaseLost(
+                "the maintenance service's lease has passed to another, or Redis does not answer: the round ends here"
+            )
 
     def skew_seconds(self) -> float:
         """Return how far this machine's clock is ahead of the server's that has the lease; negative: behind."""

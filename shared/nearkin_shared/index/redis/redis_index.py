@@ -92,7 +92,7 @@ class RedisIndex:
         return f"{self.prefix}:{{m}}:suspects"
 
     def report_missing(self, container: int) -> None:
-        """Report a container that an entry names and the store lacks: the janitor checks the index soon."""
+        """Report a container that an entry names and the store lacks: the maintenance service checks the index soon."""
         self.server.one(("SET", self._suspects_key, f"{container:016x}"))
 
     def take_reports(self) -> bool:

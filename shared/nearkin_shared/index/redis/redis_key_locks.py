@@ -28,7 +28,7 @@ REASON_CHARACTERS_MAX = 500
 
 
 class RedisKeyLocks:
-    """Locks that gateways, committers and janitors share. All calls raise StoreUnavailable."""
+    """Locks that gateways, committers and maintenance workers share. All calls raise StoreUnavailable."""
 
     def __init__(self, index: RedisIndex) -> None:
         self._server = index.server
