@@ -139,7 +139,7 @@ def test_values_that_series_are_matched_by_are_given(
 
 
 def test_each_alert_says_how_grave_and_has_its_page(alerts: list[dict[str, Any]]) -> None:
-    pages = re.findall(r"^### (\w+)$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    pages = re.findall(r"^### (\w+)$", (ROOT / "docs/how-to/operate-services.md").read_text(), re.MULTILINE)
     assert [alert["alert"] for alert in alerts] == pages
     for alert in alerts:
         assert alert["labels"]["severity"] in ("warning", "critical")
@@ -149,11 +149,11 @@ def test_each_alert_says_how_grave_and_has_its_page(alerts: list[dict[str, Any]]
 
 
 def test_each_alert_links_to_its_page(alerts: list[dict[str, Any]], rendered: Render) -> None:
-    url = "https://git.example.org/nearkin/docs/operations.md"
+    url = "https://git.example.org/nearkin/docs/how-to/operate-services.md"
     (group,) = of_kind(
         rendered({"monitoring": {"rules": {"enabled": True, "runbooks": url}}}), "PrometheusRule", "store-nearkin"
     )["spec"]["groups"]
-    for base, found in (("docs/operations.md", alerts), (url, group["rules"])):
+    for base, found in (("docs/how-to/operate-services.md", alerts), (url, group["rules"])):
         for alert in found:  # a heading's anchor is its text in small letters
             assert alert["annotations"]["runbook_url"] == f"{base}#{alert['alert'].lower()}"
 

@@ -1,4 +1,4 @@
-"""A copy that was taken while the store was written is a store: docs/operations.md, *Backup and disaster*."""
+"""Restore from a copy taken while the store was written (docs/how-to/operate-services.md, *Backup and disaster*)."""
 
 from __future__ import annotations
 

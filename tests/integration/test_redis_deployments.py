@@ -43,7 +43,7 @@ RIGHTS = (
     "~nearkin:* +@connection +evalsha +script|load +info +scan +get +set +exists +unlink +del +incr +pexpire +time "
     "+rename +hget +hset +hdel +hmget +hgetall +zrangebylex +zadd +zrem +lrange +rpush"
 )
-"""As docs/operations.md lists them."""
+"""As docs/how-to/operate-services.md lists them."""
 
 
 def assert_works(index: RedisIndex) -> None:

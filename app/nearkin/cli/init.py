@@ -18,7 +18,7 @@ def init(folder: str | None) -> None:
     NEARKIN_STORE=/mnt/backups/nearkin nearkin init
 
     No other command creates one: where a disk is not mounted, put fails and does not fill the disk below it.
-    On a network filesystem set index.path too (NEARKIN_INDEX__PATH=/var/cache/nearkin; docs/filesystems.md).
+    On a network filesystem set index.path too (NEARKIN_INDEX__PATH=/var/cache/nearkin; docs/reference/filesystems.md).
     """
     from nearkin.cli.arguments import store_folder
     from nearkin.cli.output import print_json, print_line

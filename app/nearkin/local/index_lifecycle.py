@@ -679,7 +679,7 @@ class LocalIndex(DeletionObserver):
             _log.warning(
                 "index %s is on a network filesystem (%s), where LMDB may read half-written pages if a second machine "
                 "uses the store: set index.path to a folder on a local disk, or use the store from one machine at a "
-                "time (docs/filesystems.md)",
+                "time (docs/reference/filesystems.md)",
                 self._folder,
                 found,
             )

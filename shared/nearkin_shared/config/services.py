@@ -243,7 +243,7 @@ class AuthSettings:
 
 @held
 class AuditSettings:
-    """The audit log of a gateway (docs/audit.md)."""
+    """The audit log of a gateway (docs/reference/audit-log.md)."""
 
     __pydantic_config__ = FORBID_OTHERS
 
@@ -287,7 +287,7 @@ class LogSettings:
 
 @held
 class TracingSettings:
-    """Traces to an OpenTelemetry collector, by OTLP over HTTP (docs/operations.md)."""
+    """Traces to an OpenTelemetry collector, by OTLP over HTTP (docs/how-to/operate-services.md)."""
 
     __pydantic_config__ = FORBID_OTHERS
 

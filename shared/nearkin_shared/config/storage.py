@@ -98,7 +98,7 @@ class IndexSettings:
     path: Annotated[str | None, LocalFolder()] = None
     """A folder on a local disk of this machine for the indexes of local stores, each in a folder named after its store;
     unset: `index/` in the store. For stores on network filesystems or slow media. Where several machines write a store
-    in turn each rebuilds its own index after another one wrote (docs/filesystems.md)."""
+    in turn each rebuilds its own index after another one wrote (docs/reference/filesystems.md)."""
 
 
 @held

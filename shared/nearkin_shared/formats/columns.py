@@ -3,7 +3,8 @@
     | rows u32 | stored u32 | zstd frame of the byte planes |
 
 Each column is split into byte planes (all lowest bytes, then all second bytes, ...): high planes of small numbers are
-runs of zeros, which is what brings a chunk's length or a recipe's run down to 1 to 2 bytes (docs/formats/columns.md).
+runs of zeros, which is what brings a chunk's length or a recipe's run down to 1 to 2 bytes
+(docs/internals/formats/columns.md).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LEVEL = 12
 CHECK_BYTES = 8
 
 _HEAD = Struct("<II")
-assert _HEAD.size == 8  # docs/formats/columns.md
+assert _HEAD.size == 8  # docs/internals/formats/columns.md
 
 Column = NDArray[Any]
 

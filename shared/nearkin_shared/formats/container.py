@@ -5,7 +5,7 @@
 
 Chunks are numbered in stream order, across blocks; deltas and patch blocks name bases by (container, ordinal), and
 segment recipes name their chunks the same way, so that a fingerprint is written once in the life of a chunk.
-docs/formats/container.md.
+docs/internals/formats/container.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Layout of a container: its records, as structs, what their bytes mean, and bounds. docs/formats/container.md."""
+"""Layout of a container: its records, as structs, what their bytes mean, and bounds.
+docs/internals/formats/container.md.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ ROWS_MAX = 1 << 23
 """Chunks, segments, and chunks named by recipes: bounds what a directory decodes to. Builders seal far below."""
 
 HEADER = Struct("<4sHHQ16s")
-assert HEADER.size == 32  # docs/formats/container.md
+assert HEADER.size == 32  # docs/internals/formats/container.md
 BLOCK = Struct("<4sBBBBII8s")
-assert BLOCK.size == 24  # docs/formats/container.md
+assert BLOCK.size == 24  # docs/internals/formats/container.md
 DIRECTORY = Struct("<4sIIIHH")
-assert DIRECTORY.size == 20  # docs/formats/container.md
+assert DIRECTORY.size == 20  # docs/internals/formats/container.md
 FOOTER = Struct("<QI8s8s4s")
-assert FOOTER.size == 32  # docs/formats/container.md
+assert FOOTER.size == 32  # docs/internals/formats/container.md
 
 STORED, ZSTD = 0, 1
 """How a block's bytes are compressed."""

@@ -1,6 +1,6 @@
 """Directory on disk. Invariant: what does not add up is refused, before anything uses it.
 
-A head, the chunks' names, then tables as packed columns: docs/formats/container.md.
+A head, the chunks' names, then tables as packed columns: docs/internals/formats/container.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Pages are of PAGE_BYTES, the last one shorter; each is sealed by AES-256-GCM under a key of this object alone, its
 number the nonce, head and object's name authenticated with it. So any range is read without the rest, and no page can
-be moved, cut off, or taken for another object's. docs/formats/sealed.md.
+be moved, cut off, or taken for another object's. docs/internals/formats/encrypted-object.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MAGIC = b"NKE1"
 VERSION = 1
 HEAD = Struct("<4sHHQI20s16s8s")
-assert HEAD.size == 64  # docs/formats/sealed.md
+assert HEAD.size == 64  # docs/internals/formats/encrypted-object.md
 PAGE_BYTES = 32 * KIB
 """Of what is sealed: 6.3 GB/s a core; 64 KiB 7.0, 4 KiB 1.9 (benchmarks/encryption.py). A read opens whole pages."""
 TAG_BYTES = 16

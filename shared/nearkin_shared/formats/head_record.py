@@ -4,7 +4,7 @@
     | NKH1 | ver | flags | sequence | entries | digests 16 each, ascending | versions u64 each | MAC 16 | check 8 |
 
 The digest is the one in the object names of a key's manifests. The MAC is there in a store in clear; in an encrypted
-store the record is sealed. docs/formats/heads.md.
+store the record is sealed. docs/internals/formats/heads.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nearkin_shared.formats.record_authentication import MAC_BYTES, mac_of, spli
 VERSION = 1
 MAGIC = b"NKH1"
 FIXED = Struct("<4sHHQI")
-assert FIXED.size == 20  # docs/formats/heads.md
+assert FIXED.size == 20  # docs/internals/formats/heads.md
 DIGEST_BYTES = 16
 ENTRIES_MAX = 1 << 22
 """96 MiB; keys beyond are not covered."""

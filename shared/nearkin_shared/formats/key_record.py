@@ -3,7 +3,7 @@
     keys/<owner: 32 hex>/<number: 8 hex>.<wrapping: 4 hex>.nkk      JSON; of one number the highest wrapping holds
     keys/erased/<owner: 32 hex>.nke                                 JSON; the owner's keys are gone, for good
 
-`wrapped` is, once unwrapped, JSON again: the key, and whose it is. docs/formats/key.md.
+`wrapped` is, once unwrapped, JSON again: the key, and whose it is. docs/internals/formats/key-record.md.
 """
 
 from __future__ import annotations

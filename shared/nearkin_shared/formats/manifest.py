@@ -3,7 +3,7 @@
     0      4     6       8    12
     | NKM1 | ver | flags | id ... fixed fields | chain | tenant | key | metadata | segment runs | lengths | check 8 |
 
-Segments are named as runs of (container, ordinal), like chunks in a recipe. docs/formats/manifest.md.
+Segments are named as runs of (container, ordinal), like chunks in a recipe. docs/internals/formats/manifest.md.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ HOLDER = 0
 """A manifest holds no segments itself; locations (0, _) and (1, _) never occur in it."""
 
 FIXED = Struct("<4sHHQqQ32s32s16sIHHI" + "Q" * 8)
-assert FIXED.size == 188  # docs/formats/manifest.md
+assert FIXED.size == 188  # docs/internals/formats/manifest.md
 CHAIN = Struct("<Q32sq")
 """Version and digest of the previous manifest, `retain_until_us`."""
-assert CHAIN.size == 48  # docs/formats/manifest.md
+assert CHAIN.size == 48  # docs/internals/formats/manifest.md
 SEGMENTS_MAX = 1 << 24
 """2 TiB of segments at their usual 128 KiB; decoded they take 0.2 GiB."""
 CREATED_US_MAX = 253_402_300_799_999_999
@@ -56,7 +56,7 @@ _FLAGS = {2: _HAS_SHA256, 3: _HAS_SHA256, 4: _HAS_SHA256 | _HAS_LENGTHS | _SOURC
 """Flags that each format version has."""
 _U32_MAX = 0xFFFFFFFF
 _TENANT_BYTES_AT = 116
-assert Struct("<4sHHQqQ32s32s16sI").size == _TENANT_BYTES_AT  # docs/formats/manifest.md
+assert Struct("<4sHHQqQ32s32s16sI").size == _TENANT_BYTES_AT  # docs/internals/formats/manifest.md
 _RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4", "u1")]
 _REF_COLUMNS = [np.dtype("<u8")]
 _LENGTH_COLUMNS = [np.dtype("<u4")]

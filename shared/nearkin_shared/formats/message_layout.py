@@ -3,7 +3,9 @@
     0      4     5      6       8         24         32         40        44         46       48
     | NKS1 | ver | kind | fresh | blob id | position | sequence | payload | segments | chunks | SFs, name sizes, 0
     64
-    | tenant | key | sketch | columns | payload |                                        docs/formats/message.md
+    | tenant | key | sketch | columns | payload |
+
+Format: docs/internals/formats/message.md.
 
 Opening reads the header alone: what the columns say is checked by who reads them, for one message or for many at once.
 """
@@ -39,7 +41,7 @@ SKETCH_BYTES_MAX = 255
 SUPER_FEATURES_MAX = 16
 
 HEADER = Struct("<4sBBH16sQQIHHBBBxH10x")
-assert HEADER.size == 64  # docs/formats/message.md
+assert HEADER.size == 64  # docs/internals/formats/message.md
 LEDGER = Struct("<12Q")
 
 Column = NDArray[Any]

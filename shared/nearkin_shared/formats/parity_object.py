@@ -5,7 +5,7 @@
            | of each of k + m shards    |                            |
 
 The object is cut into k shards of equal length, the last filled up with zeros; sectors in the same place of all k + m
-shards are one codeword, so up to m damaged sectors of each are computed. docs/formats/parity.md.
+shards are one codeword, so up to m damaged sectors of each are computed. docs/internals/formats/parity-object.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nearkin_shared.utils.frozen import frozen
 
 VERSION = 1
 HEAD = Struct("<4sHHQBBHI32s16s8s")
-assert HEAD.size == 80  # docs/formats/parity.md
+assert HEAD.size == 80  # docs/internals/formats/parity-object.md
 SECTOR_BYTES = 4096
 """What a disk loses at once."""
 SHARD_BYTES_MIN = 64

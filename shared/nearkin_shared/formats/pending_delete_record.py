@@ -4,7 +4,8 @@
     | NKG1 | ver | flags | sequence | entries | condemned at ... | entries' table | runs' table | check 8 |
 
 A record of a store in clear has a MAC of 16 bytes before the check.
-Times are kept as they are, so that a record's size does not depend on the clock. docs/formats/condemned.md.
+Times are kept as they are, so that a record's size does not depend on the clock.
+docs/internals/formats/pending-deletes.md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VERSION = 2
 MAGIC, QUARANTINED = b"NKG1", b"NKQ1"
 _OF = {MAGIC: "condemned", QUARANTINED: "quarantined"}
 FIXED = Struct("<4sHHQI")
-assert FIXED.size == 20  # docs/formats/condemned.md
+assert FIXED.size == 20  # docs/internals/formats/pending-deletes.md
 ENTRIES_MAX = 1 << 22
 """Containers condemned at a time: 16 TiB of them at 4 MiB. What is more waits for a later round."""
 RUNS_MAX = 1 << 24

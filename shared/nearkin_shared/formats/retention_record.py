@@ -3,7 +3,7 @@
     0      4     6       8         16         20        28   36      44
     | NKR1 | ver | flags | version | sequence | lengths | at | until | tenant | key | who | reason | MAC | check |
 
-The MAC is there in a store in clear; in an encrypted store the record is sealed. docs/formats/retention.md.
+The MAC is there in a store in clear; in an encrypted store the record is sealed. docs/internals/formats/retention.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nearkin_shared.utils.frozen import frozen
 VERSION = 1
 MAGIC = b"NKR1"
 FIXED = Struct("<4sHHQIHHHHqq")
-assert FIXED.size == 44  # docs/formats/retention.md
+assert FIXED.size == 44  # docs/internals/formats/retention.md
 SEQUENCE_MAX = 1000
 """Extensions of one version: a reader lists as many names at most."""
 _HAS_MAC = 1

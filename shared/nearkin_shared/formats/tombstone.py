@@ -5,7 +5,8 @@
 
 A mark of a store in clear has a MAC of 16 bytes before the check.
 
-Sequence 1 deletes, 2 undeletes, 3 deletes again: an odd one is a deletion, an even one ends it. docs/formats/mark.md.
+Sequence 1 deletes, 2 undeletes, 3 deletes again: an odd one is a deletion, an even one ends it.
+docs/internals/formats/tombstone.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nearkin_shared.utils.frozen import frozen
 VERSION = 2
 """2 has a MAC before the check; 1, which is sealed or from an older release, has none."""
 FIXED = Struct("<4sHHQIHHHHqq16s")
-assert FIXED.size == 60  # docs/formats/mark.md
+assert FIXED.size == 60  # docs/internals/formats/tombstone.md
 SEQUENCE_MAX = 1000
 """500 times deleted and brought back: whoever lists a key reads that many names of each of its versions at most."""
 WHO_BYTES_MAX = 256

@@ -1,7 +1,7 @@
 """The topics as an AsyncAPI 3.0 document. Invariant: made of the definitions that the services themselves use.
 
 A test encodes every kind of message and holds it to what is said here. Binary messages have no JSON schema: their
-fields and columns stand under `x-nearkin-layout`, as docs/formats/message.md has them.
+fields and columns stand under `x-nearkin-layout`, as docs/internals/formats/message.md has them.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _binary(kind: Kind) -> Json:
             "type": "string",
             "format": "binary",
             "maxLength": MESSAGE_BYTES_MAX,
-            "description": f"docs/formats/message.md, kind {int(kind)}",
+            "description": f"docs/internals/formats/message.md, kind {int(kind)}",
             "x-nearkin-layout": layout,
         },
         "bindings": {"kafka": {"key": {"type": "string", "format": "binary"}, "bindingVersion": "0.5.0"}},

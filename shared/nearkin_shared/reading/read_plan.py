@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def kinds(self) -> U8:
-        """Return uint8[n] kinds of their blocks: docs/formats/container.md."""
+        """Return uint8[n] kinds of their blocks: docs/internals/formats/container.md."""
         return self.rows["kinds"].copy()
 
     def take(self, which: NDArray[np.intp] | Bools | slice) -> Plan:

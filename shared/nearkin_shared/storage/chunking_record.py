@@ -1,7 +1,7 @@
 """The record of how a store's data are cut into chunks. Invariant: it is created once and never overwritten.
 
 `chunking.json` names the profile and `chunker.*`. Data that are cut otherwise share no chunks with what is stored, so a
-put under other settings is refused unless forced. docs/formats/chunking.md, docs/adr/0046.
+put under other settings is refused unless forced. docs/internals/formats/chunking.md, docs/adr/0046.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Dying after 1 the index knows of a mark that is not there, and whoever lists looks; after 2 the key still answers with
 its newest version, never with an older one, and the same call again ends it. Of two calls that read the same state one
-is refused the mark and looks again (docs/formats/mark.md).
+is refused the mark and looks again (docs/internals/formats/tombstone.md).
 """
 
 from __future__ import annotations

@@ -60,5 +60,5 @@ def _no_locks(descriptor: int, flock: OSError, other: OSError) -> StoreUnavailab
     return StoreUnavailable(
         f"{name}: this filesystem has no file locks (flock: {flock.strerror}; fcntl: {other.strerror}), and two "
         "writers could damage the store: mount it with locks, or move the store to another filesystem "
-        "(docs/filesystems.md)"
+        "(docs/reference/filesystems.md)"
     )

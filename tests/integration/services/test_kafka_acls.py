@@ -1,4 +1,4 @@
-"""The table of Kafka ACLs in docs/operations.md: a pipeline runs under it, and uses each of its entries."""
+"""The table of Kafka ACLs in docs/how-to/operate-services.md: a pipeline runs with it and uses every entry."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.servers.kafka_server import Kafka, users_producer
 from tests.support.servers.pipeline import SERVICES, Pipeline, store_authenticator, uploading
 from tests.support.servers.server import LOOPBACK, free_port
 
-PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "operate-services.md"
 HEADER = "| user | operations | topics | groups | transactional ids |"
 PREFIX = "acl."
 SOURCE = "acl-source"
@@ -64,7 +64,7 @@ class Acl(NamedTuple):
 
 
 def documented_acls() -> set[Acl]:
-    """Return the ACLs of the table in docs/operations.md."""
+    """Return the ACLs of the table in docs/how-to/operate-services.md."""
     lines = PAGE.read_text().partition(HEADER)[2].splitlines()[2:]
     found = set()
     for line in lines:

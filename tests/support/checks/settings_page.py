@@ -1,6 +1,6 @@
 """The page of all settings. Invariant: it says what the source says of each field, or a test fails.
 
-python -m tests.support.checks.settings_page     writes docs/settings.md
+python -m tests.support.checks.settings_page     writes docs/reference/settings.md
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from nearkin_shared.config.reference import SettingDoc, SettingSection, in_units, sections
 
-PAGE = Path("docs/settings.md")
+PAGE = Path("docs/reference/settings.md")
 HEAD = """# Settings
 
 Made from the source by `python -m tests.support.checks.settings_page`; `nearkin config SECTION` shows the same, with
 the values in force. A setting comes from its default, from `profile`, from a TOML file (`--config FILE`: `[delta]`,
 `max_depth = 2`), from a variable such as `NEARKIN_DELTA__MAX_DEPTH`, or from an option of the command: the later wins
-([ADR 4](adr/0004-plain-settings-without-pydantic.md)).
+([ADR 4](../adr/0004-plain-settings-without-pydantic.md)).
 Sizes are numbers of bytes or texts such as `"8KiB"`. What cannot be is
 refused by name when a process starts.
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tools.docs_links import on_page_markdown
 
 ROOT = Path(__file__).parents[3]
 ADR = ROOT / "docs" / "adr"
@@ -41,3 +44,18 @@ def test_adr_named_in_code_exists() -> None:
             if page.suffix in (".py", ".pyx", ".h", ".c", ".md", ".yaml", ".html"):
                 named = set(re.findall(r"adr/(\d{4})", page.read_text(errors="replace")))
                 assert named <= numbers, page
+
+
+@pytest.mark.parametrize(
+    ("link", "expected"),
+    [
+        ("[a](../README.md#use)", "[a](https://example.org/nearkin/blob/main/README.md#use)"),
+        ("[a](internals/glossary.md)", "[a](internals/glossary.md)"),
+        ("[a](../absent.md)", "[a](../absent.md)"),
+    ],
+)
+def test_site_link_out_of_docs_names_the_repository(link: str, expected: str) -> None:
+    """G.7: the documentation site links files outside docs/ in the repository; mkdocs reports those that are absent."""
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="README.md"))
+    config = SimpleNamespace(docs_dir=str(ROOT / "docs"), repo_url=None)
+    assert on_page_markdown(link, page=page, config=config) == expected

@@ -20,7 +20,7 @@ PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
 def shown_commands(text: str) -> set[tuple[str, ...]]:
     """Return the words of each `nearkin` command in code, from its subcommand to the end."""
     code = "\n".join(re.findall(r"`([^`\n]+)`", text) + re.findall(r"(?m)^    (\S.*)$", text))
-    lines = re.findall(r"(?m)(?:^|[ /])nearkin ([^#|\n]+)", code.replace("--store backups ", ""))
+    lines = re.findall(r"(?m)(?:^|/|[;&|(] |-- |\w=\S+ )nearkin ([^#|\n]+)", code.replace("--store backups ", ""))
     return {tuple(line.split()) for line in lines if line[0].isalpha()}
 
 

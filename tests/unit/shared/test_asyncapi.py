@@ -127,14 +127,14 @@ def _rows(text: str, counts: dict[str, int]) -> int:
 
 
 def test_the_header_is_that_of_the_format_page() -> None:
-    page = (Path(__file__).parents[3] / "docs/formats/message.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/internals/formats/message.md").read_text()
     rows = re.findall(r"^\| ([0-9]+) \| ([0-9]+) \|", page, re.MULTILINE)
     told = [(str(field["offset"]), str(field["bytes"])) for field in asyncapi.header_layout()]
     assert [row for row in rows if row not in (("51", "1"), ("54", "10"))] == told  # these two are zeros
 
 
 def test_columns_are_in_the_order_of_the_format_page() -> None:
-    page = (Path(__file__).parents[3] / "docs/formats/message.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/internals/formats/message.md").read_text()
     rows = re.findall(r"^\| ([a-z_, ]+) \| [^|]*\b(?:u8|u16|u32|u64|bytes), [^|]*\| ([2-5 ]+) \|", page, re.MULTILINE)
     for kind, columns in COLUMNS.items():
         told = [name for names, kinds in rows if str(int(kind)) in kinds.split() for name in names.split(", ")]

@@ -26,7 +26,7 @@ REFUSALS = (Corrupt, FormatTooNew)
 
 @dataclass
 class Parts:
-    """A directory taken apart; `tables` are lists of columns as docs/formats/container.md has them."""
+    """A directory taken apart; `tables` are lists of columns as docs/internals/formats/container.md has them."""
 
     head: list[Any]
     names: list[bytes]

@@ -1,4 +1,4 @@
-{{/* Alerts; docs/operations.md has what to do about each, under its name. */}}
+{{/* Alerts; docs/how-to/operate-services.md has what to do about each, under its name. */}}
 {{- define "nearkin.alerts" -}}
 {{- $s := default (printf "namespace=%q,job=%q" .Release.Namespace .Release.Name) .Values.monitoring.rules.selector -}}
 {{- $pages := .Values.monitoring.rules.runbooks -}}

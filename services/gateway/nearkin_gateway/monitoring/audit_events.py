@@ -1,7 +1,8 @@
 """Define the events of the audit log and the API operation that each belongs to.
 
-The table in docs/audit.md is written from EVENTS by `python -m nearkin_gateway.monitoring.audit_events`. Every
-operation of the API has an event, or is listed in UNAUDITED; a test compares both with the OpenAPI document.
+The table in docs/reference/audit-log.md is written from EVENTS by `python -m
+nearkin_gateway.monitoring.audit_events`. Every operation of the API has an event, or is listed in UNAUDITED; a test
+compares both with the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import MappingProxyType
 
 from nearkin_shared.utils.frozen import frozen
 
-PAGE = Path("docs/audit.md")
+PAGE = Path("docs/reference/audit-log.md")
 BEGIN, END = "<!-- events: begin -->", "<!-- events: end -->"
 COMMON_FIELDS = ("event", "timestamp", "request_id", "tenant", "token", "peer", "result")
 REASONS = (

@@ -186,7 +186,7 @@ def _open_error(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailabl
     if any(os.strerror(number) in str(err) for number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)):
         return StoreUnavailable(
             f"index {folder}: {err}: the filesystem lacks locks or memory maps, which the index needs: move the store "
-            "to another filesystem (docs/filesystems.md)"
+            "to another filesystem (docs/reference/filesystems.md)"
         )
     return (IndexDamaged if isinstance(err, DAMAGE) else StoreUnavailable)(
         f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"

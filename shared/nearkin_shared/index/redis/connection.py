@@ -43,7 +43,12 @@ _CLUSTER = "+cluster"
 _SHAS = {name: sha1(source.encode(), usedforsecurity=False).hexdigest() for name, source in SOURCES.items()}
 _TRANSLATIONS: list[tuple[tuple[type[Exception], ...], tuple[str, ...], type[NearkinError], str]] = [
     ((AuthenticationError, AuthorizationError), (), ConfigError, "check redis.username and redis.password"),
-    ((NoPermissionError,), (), ConfigError, "docs/operations.md lists the rights that redis.username needs"),
+    (
+        (NoPermissionError,),
+        (),
+        ConfigError,
+        "docs/how-to/operate-services.md lists the rights that redis.username needs",
+    ),
     (
         (OutOfMemoryError,),
         ("OOM command",),
