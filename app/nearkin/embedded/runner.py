@@ -171,7 +171,7 @@ class EmbeddedWriter:
         self._reported = Ledger()
         self._committer: Worker[FinishedContainer | _Commit] = Worker("commit", self._commit, 2)
         batches = settings.runner.queue_batches
-        self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, batches, in_turn=alone)
+        self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, batches, serial=alone)
         self._chunks = Cutter(settings, fingerprinter, self._arenas, self._reducer.put)
         self._cutter: InlineWorker[FilledArena | _Commit] | Worker[FilledArena | _Commit] = (
             InlineWorker(self._cut) if alone else Worker("cut", self._cut, batches)
@@ -306,7 +306,7 @@ class EmbeddedWriter:
             paired = run_stage(self._resemblance, fresh, self._facts)
             outcome = run_stage(self._delta, paired, self._same_turn)
             placed = outcome.placed
-            self._pending.place(
+            self._pending.add(
                 placed.names,
                 placed.chunks,
                 placed.sketch,

@@ -276,7 +276,7 @@ class DeltaHandler:
         opened.stage.stream = parts[0][1].envelope.blob
         outcome = run_stage(opened.stage, paired, lane.facts)
         placed = outcome.placed
-        lane.pending.place(
+        lane.pending.add(
             placed.names,
             placed.chunks,
             placed.sketch,

@@ -1,1 +1,4 @@
-"""Indexes. Invariant: rebuildable from containers and manifests; losing one costs time and some dedup, never data."""
+"""Indexes of chunks, segments, super-features and versions.
+
+Invariant: rebuildable from containers and manifests; losing an index costs time and some dedup, never data.
+"""

@@ -1,4 +1,7 @@
-"""What an index keeps beside locations. Invariant: it follows from containers and manifests alone, in every backend."""
+"""Catalog entries and container summaries, the part of an index other than locations.
+
+Invariant: both follow from containers and manifests alone, in every backend.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from nearkin_shared.utils.frozen import frozen
 
 @frozen
 class CatalogEntry:
-    """What the catalog keeps of a version."""
+    """Catalog entry of a version."""
 
     key: str
     version: int
@@ -28,30 +31,33 @@ class CatalogEntry:
     seconds: float
     ledger: Ledger
     sequence: int = 0
-    """Of the highest mark that was announced: odd where the version was to be deleted. The marks themselves decide."""
+    """Sequence of the highest announced mark: odd if the version was to be deleted. The marks themselves decide."""
     marks_bytes: int = 0
-    """Of its marks and retention records."""
+    """Bytes of the version's marks and retention records."""
     listed: bytes = b""
-    """What a listing shows (`nearkin_shared.index.listing_entry`); empty in what an earlier release wrote."""
+    """Listing entry (`nearkin_shared.index.listing_entry`); empty if written by an earlier release."""
 
     @property
     def info(self) -> VersionInfo | None:
-        """Return the version as a listing shows it; None where its manifest has to be read. Raises Corrupt."""
+        """Return the version as a listing shows it, or None if its manifest must be read.
+
+        Raises: Corrupt.
+        """
         return unpack_listed(self.key, self.version, self.ledger, self.listed)
 
     @property
     def has_records(self) -> bool:
-        """Return whether marks or retention records may say otherwise than `listed`."""
+        """Return whether marks or retention records may override `listed`."""
         return bool(self.sequence or self.marks_bytes)
 
     @property
     def deleted(self) -> bool:
-        """Return whether it counts as deleted."""
+        """Return whether the version counts as deleted."""
         return self.sequence % 2 == 1
 
 
 def entry_of(manifest: Manifest, manifest_bytes: int) -> CatalogEntry:
-    """Return what the catalog keeps of a version without marks."""
+    """Return the catalog entry of a version without marks."""
     return CatalogEntry(
         manifest.key,
         manifest.version,
@@ -69,27 +75,27 @@ FINDERS: Mapping[int, str] = MappingProxyType(
         container_layout.REFERENCE_RANK: "reference",
     }
 )
-"""What found a base that no super-feature did."""
+"""Names of base finders other than super-features, by rank."""
 
 
 def finder_name(rank: int) -> str:
-    """Return what found a base of this rank."""
+    """Return the name of the base finder with this rank."""
     return FINDERS.get(rank, f"{FIRST_FIT_FINDER}{rank}")
 
 
 def summarise(claims: ContainerEntries) -> ContainerSummary:
-    """Return what `stats` needs of a container."""
+    """Summarise a container for `stats`."""
     return summarise_directory(claims.directory)
 
 
 def summarise_directory(directory: Directory) -> ContainerSummary:
-    """Return what `stats` needs of a container, from its directory.
+    """Summarise a container for `stats`, from its directory.
 
-    What was gathered is there twice, joined and as chunks that refer to it: its bytes are counted once, where they lie,
-    its chunks as the deltas that versions name.
+    A merged chunk occurs twice: in its merged block and as the chunk that refers to it. Its bytes are counted once, in
+    the merged block; its chunk is counted as the delta that recipes reference.
     """
     chunks, blocks = directory.chunks, directory.blocks
-    refer, named = (
+    references, named = (
         chunks.there & (chunks.ranks == container_layout.REFERENCE_RANK),
         chunks.there & ~_merged_chunks(directory),
     )
@@ -111,7 +117,7 @@ def summarise_directory(directory: Directory) -> ContainerSummary:
         raw_chunks=int(np.count_nonzero(named & ~deltas)),
         raw_block_bytes=int(blocks.stored[raw_blocks].sum()),
         delta_block_bytes=int(blocks.stored[~raw_blocks].sum()),
-        unique_bytes=int(chunks.lengths[~refer].sum(dtype=np.uint64)),
+        unique_bytes=int(chunks.lengths[~references].sum(dtype=np.uint64)),
         delta_chunk_bytes=int(chunks.lengths[deltas & named].sum(dtype=np.uint64)),
         delta_bytes=int(chunks.encoded[vcdiff].sum(dtype=np.uint64)) + patched,
         depths=tuple(int(n) for n in np.bincount(chunks.depths[named])),
@@ -121,13 +127,13 @@ def summarise_directory(directory: Directory) -> ContainerSummary:
 
 
 def _merged_chunks(directory: Directory) -> Bools:
-    """Return which chunks a round has joined of others, which refer to them: no version names these.
+    """Return a mask of the chunks of merged blocks, which no recipe references.
 
-    Of those that lean on nothing they lie behind all that the container's own recipes name; where some of these have
-    gone nobody can tell them from others.
+    Raw merged chunks are recognised indirectly: their ordinals are above all those that the container's own recipes
+    reference. Where some recipes were deleted, they cannot be distinguished from other chunks.
     """
     chunks, own_rows = directory.chunks, directory.own_rows
-    joined: Bools = chunks.ranks == container_layout.MERGED_RANK
+    merged: Bools = chunks.ranks == container_layout.MERGED_RANK
     if own_rows is not None:
-        joined[own_rows:] |= chunks.depths[own_rows:] == 0
-    return joined
+        merged[own_rows:] |= chunks.depths[own_rows:] == 0
+    return merged

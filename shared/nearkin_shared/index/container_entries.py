@@ -1,4 +1,7 @@
-"""Claims: what a durable container brings to the index. Invariant: a rebuild from containers makes the same."""
+"""Index entries of a durable container.
+
+Invariant: an index rebuild from containers makes the same entries.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ FEATURE_KEY_BYTES = 17
 
 @frozen
 class ContainerEntries:
-    """All entries of one container.
+    """All index entries of one container.
 
-    `segment_ids` uint8[s, 20], zeros for a segment that must not be found; `super_features` by sketch name: (chunk
-    ordinals uint32[c], uint64[c, k]) of the chunks that may serve as bases, in stream order, 0 where there is none.
-    `only` uint32[c]: ordinals of the chunks that may be found, None where all may: of condemned ones nothing is.
+    `segment_ids` uint8[s, 20], zeros for a segment that must not be found. `super_features` by sketch name: (chunk
+    ordinals uint32[c], uint64[c, k]) of the chunks that may serve as bases, in stream order, 0 for no super-feature.
+    `only` uint32[c]: ordinals of the chunks that may be found, None for all; it excludes chunks pending deletion.
     """
 
     directory: Directory
@@ -30,7 +33,7 @@ class ContainerEntries:
 
     @property
     def entries(self) -> int:
-        """Return about how many entries it brings."""
+        """Return the approximate number of entries."""
         features = sum(super_features.size for _, super_features in self.super_features.values())
         return len(self.directory.chunks) + len(self.segment_ids) + features
 
@@ -42,7 +45,7 @@ class ContainerEntries:
 
 @frozen
 class PublishableContainer:
-    """A container ready to be put, in parts that lie one behind the other, and what may be claimed then (I1)."""
+    """Container ready to be stored, as consecutive parts, and the entries to publish afterwards (I1)."""
 
     container: ContainerId
     parts: Sequence[bytes | memoryview]
@@ -50,20 +53,20 @@ class PublishableContainer:
 
     @property
     def size_bytes(self) -> int:
-        """Return how many bytes it has."""
+        """Return the size of the container in bytes."""
         return self.claims.directory.container_bytes
 
     @property
     def data(self) -> bytes:
-        """Return the whole, a copy."""
+        """Return the container's bytes as one copy."""
         return b"".join(self.parts)
 
 
 def feature_keys(sketch: str, domain: bytes, super_features: U64) -> U8:
-    """Return uint8[k * n, 17] keys of uint64[n, k] super-features: all of a rank one behind the other.
+    """Return uint8[k * n, 17] keys of uint64[n, k] super-features, grouped by rank.
 
-    Namespace 8 (algorithm, parameters, domain), rank 1, super-feature 8. The namespace keeps apart what must never
-    match: other algorithms, other parameters, other tenants.
+    Namespace 8 (algorithm, parameters, domain), rank 1, super-feature 8. The namespace separates super-features that
+    must never match: other algorithms, other parameters, other tenants.
     """
     namespace = blake2b(domain + sketch.encode(), digest_size=8, person=b"nearkin-sf").digest()
     count, ranks = super_features.shape

@@ -1,9 +1,11 @@
-"""What a listing shows of a version, as an index keeps it.
+"""Encoding of the fields that a listing shows of a version.
 
     layout 1 | flags 1 | size 8 | created 8 | retained until 8 | segments 4 | BLAKE3 32 | SHA-256 32 or 0 | metadata
 
-Metadata is JSON. Invariant: it follows from the manifest alone; nothing is kept where metadata are longer than
-METADATA_KEPT_MAX, and a listing reads the manifest.
+Metadata is JSON.
+
+Invariant: the entry follows from the manifest alone. It is empty if the metadata are longer than METADATA_KEPT_MAX; a
+listing then reads the manifest.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _SHA256_BYTES = 32
 
 
 def pack_listed(manifest: Manifest) -> bytes:
-    """Return what a listing shows of a version; empty where that is too long to keep."""
+    """Encode the listing entry of a version; empty if the metadata are too long."""
     metadata = (
         json.dumps(dict(manifest.metadata), ensure_ascii=False, sort_keys=True).encode() if manifest.metadata else b""
     )
@@ -45,7 +47,10 @@ def pack_listed(manifest: Manifest) -> bytes:
 
 
 def unpack_listed(key: str, version: int, ledger: Ledger, packed: bytes) -> VersionInfo | None:
-    """Return a version as callers see it; None where the manifest has to be read. Raises Corrupt."""
+    """Decode a listing entry; return None if the manifest must be read.
+
+    Raises: Corrupt.
+    """
     if not packed or packed[0] != LAYOUT:
         return None
     try:
@@ -53,7 +58,7 @@ def unpack_listed(key: str, version: int, ledger: Ledger, packed: bytes) -> Vers
         at = _FIXED.size + _SHA256_BYTES * bool(flags & _HAS_SHA256)
         metadata = json.loads(packed[at:]) if len(packed) > at else {}
     except (StructError, ValueError) as err:
-        raise Corrupt(f"index: what is listed of {key!r} version {version} does not parse: run rebuild-index") from err
+        raise Corrupt(f"index: listing entry of {key!r} version {version} does not parse; run rebuild-index") from err
     return VersionInfo(
         key=key,
         version=version,

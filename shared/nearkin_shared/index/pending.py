@@ -1,7 +1,9 @@
-"""Pending index. Invariant: what is not yet durable is found by this writer alone, in the order of its publishing.
+"""Index entries of one writer whose containers are not durable yet.
 
-Chunks wait here between being placed in a container and that container being durable (I1). Answers do not depend on
-when a container was published: what was stored first wins, here as in the index below.
+Invariant: pending entries are found by this writer alone, in publishing order.
+
+Entries stay here from the time a chunk is added to a container until that container is durable (I1). Answers do not
+depend on when a container was published: the first stored chunk wins, as in the durable index.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from nearkin_shared.kernels.fingerprint_table import NameTable
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Bools, ContainerId, Locations
 
 ENTRIES_MAX = 1 << 24
-"""Far above what fits in the containers that can be in flight; bounds memory if publishing ever stood still."""
+"""Bound on memory if publishing stopped; far above the entries of all containers that can be in flight."""
 
 
 class PendingIndex:
-    """Chunks, bases and segments of containers in flight, before an index of durable ones."""
+    """Pending entries of chunks, bases and segments, consulted in addition to a durable index."""
 
     def __init__(self, index: Index, domain: bytes) -> None:
         self._index = index
@@ -42,29 +44,30 @@ class PendingIndex:
             return self._merged(self._segments, segment_ids, *self._index.locate_segments(segment_ids))
 
     def locate_bases(self, sketch: str, super_features: U64) -> tuple[Locations, U8, Bools]:
-        """Return (locations, rank, found): the first rank that is found; of one rank the durable holder stands before
-        the pending one (stream order).
+        """Return (locations, rank, found) by the first rank that is found.
+
+        Within one rank the durable chunk precedes the pending one (stream order).
         """
         count, ranks = super_features.shape
         if not super_features.any():
             return Locations.empty(count), np.zeros(count, np.uint8), np.zeros(count, np.bool_)
-        asked = np.flatnonzero(super_features.T)
-        keys = feature_keys(sketch, self._domain, super_features)[asked]
+        nonzero = np.flatnonzero(super_features.T)
+        keys = feature_keys(sketch, self._domain, super_features)[nonzero]
         with self._lock:
-            everything, there = self._index.locate_ranks(sketch, super_features)
-            pending, known = self._merged(self._features, keys, everything.take(asked), there[asked])
-        there[asked] = known
-        everything.containers[asked], everything.ordinals[asked] = pending.containers, pending.ordinals
-        of_rank = there.reshape(ranks, count)
-        first = of_rank.argmax(axis=0)
-        found: Bools = np.any(of_rank, axis=0)
+            durable, is_found = self._index.locate_ranks(sketch, super_features)
+            pending, found_rows = self._merged(self._features, keys, durable.take(nonzero), is_found[nonzero])
+        is_found[nonzero] = found_rows
+        durable.containers[nonzero], durable.ordinals[nonzero] = pending.containers, pending.ordinals
+        found_by_rank = is_found.reshape(ranks, count)
+        first = found_by_rank.argmax(axis=0)
+        found: Bools = np.any(found_by_rank, axis=0)
         rows = np.flatnonzero(found)
         locations = Locations.empty(count)
-        taken = everything.take(first[rows] * count + rows)
-        locations.containers[rows], locations.ordinals[rows] = taken.containers, taken.ordinals
+        chosen = durable.take(first[rows] * count + rows)
+        locations.containers[rows], locations.ordinals[rows] = chosen.containers, chosen.ordinals
         return locations, first.astype(np.uint8), found
 
-    def place(
+    def add(
         self,
         names: U8,
         chunks: Locations,
@@ -74,18 +77,20 @@ class PendingIndex:
         segment_ids: U8,
         segments: Locations,
     ) -> None:
-        """Make entries findable by this writer."""
+        """Add entries that only this writer finds."""
         rows = np.flatnonzero(super_features.T)
         with self._lock:
             self._chunks.put_first_many(names, chunks.containers, chunks.ordinals)
             self._segments.put_first_many(segment_ids, segments.containers, segments.ordinals)
             if len(rows):
                 keys = feature_keys(sketch, self._domain, super_features)[rows]
-                of = rows % len(super_features)
-                self._features.put_first_many(keys, base_chunks.containers[of], base_chunks.ordinals[of])
+                chunk_rows = rows % len(super_features)
+                self._features.put_first_many(
+                    keys, base_chunks.containers[chunk_rows], base_chunks.ordinals[chunk_rows]
+                )
 
     def on_published(self, containers: Sequence[ContainerId]) -> None:
-        """Forget the entries of containers: the index below has them now."""
+        """Remove the entries of containers that the durable index now has."""
         ids = np.array(containers, np.uint64)
         with self._lock:
             for table in (self._chunks, self._features, self._segments):
@@ -93,10 +98,14 @@ class PendingIndex:
 
     @staticmethod
     def _merged(table: NameTable, keys: U8, locations: Locations, found: Bools) -> tuple[Locations, Bools]:
-        """Return the answers with those of the table filled in where the index below found nothing."""
+        """Fill in rows that the durable index did not find from the pending table."""
         missing = np.flatnonzero(~found)
         if len(missing) and len(table):
-            containers, ordinals, there = table.get_many(np.ascontiguousarray(keys[missing]))
-            rows = missing[there]
-            locations.containers[rows], locations.ordinals[rows], found[rows] = containers[there], ordinals[there], True
+            containers, ordinals, is_pending = table.get_many(np.ascontiguousarray(keys[missing]))
+            rows = missing[is_pending]
+            locations.containers[rows], locations.ordinals[rows], found[rows] = (
+                containers[is_pending],
+                ordinals[is_pending],
+                True,
+            )
         return locations, found

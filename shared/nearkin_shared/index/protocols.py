@@ -1,4 +1,7 @@
-"""What an index must do. Invariant: batch calls only; an entry names bytes that are durable (I1)."""
+"""Protocols that an index implements.
+
+Invariant: calls are batched; an entry names durable bytes only (I1).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 @frozen
 class ContainerSummary:
-    """What `stats` needs of a container, so that it need not read them all."""
+    """Figures of a container for `stats`, which need not read all containers."""
 
     container: ContainerId
     container_bytes: int
@@ -33,16 +36,16 @@ class ContainerSummary:
     delta_chunk_bytes: int
     delta_bytes: int
     depths: tuple[int, ...]
-    """Chunks by depth, from 0."""
+    """Number of chunks by depth, from 0."""
     sketches: dict[str, int]
-    """Segments by sketch."""
+    """Number of segments by sketch."""
     found_by: dict[str, int] = field(default_factory=dict)
-    """Chunks with a base by what found it: `locality`, or `SF0` for the first super-feature, and so on."""
+    """Number of chunks with a base by base finder: `locality`, or `SF0` for the first super-feature, and so on."""
 
 
 @frozen
 class MarkedVersion:
-    """That a version has marks or retention records: which mark is the highest, 0 for none, and the bytes of all."""
+    """Highest mark of a version (0 for none), and the bytes of all its marks and retention records."""
 
     tenant: str
     key: str
@@ -53,9 +56,10 @@ class MarkedVersion:
 
 @frozen
 class CollectedVersion:
-    """A version that no index is to list any more. `manifest` None: it cannot be read, its segments stay counted.
+    """Version to remove from the catalog.
 
-    `marks_bytes`: of the marks that stay, the highest of them `sequence`: they keep the version's number taken.
+    `manifest` is None if it cannot be read; its segments then stay counted. `marks_bytes` and `sequence` describe the
+    marks that stay and keep the version number reserved.
     """
 
     tenant: str
@@ -67,37 +71,38 @@ class CollectedVersion:
 
 
 class FingerprintIndex(Protocol):
-    """Chunk name -> where the chunk lies."""
+    """Lookup of chunks by fingerprint."""
 
     def locate_chunks(self, names: U8) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint8[n, 32] names; rows not found are zeros."""
 
 
 class FeatureIndex(Protocol):
-    """Super-feature -> the first chunk that had it."""
+    """Lookup of the first stored chunk by super-feature."""
 
     def locate_ranks(self, sketch: str, super_features: U64) -> tuple[Locations, Bools]:
-        """Return (locations, found) for uint64[n, k] super-features: the first chunk stored with each, of its rank.
+        """Return (locations, found) of the first chunk stored with each super-feature of a rank.
 
-        k * n rows, all of a rank one behind the other. Those that are 0, which means none, are not found.
+        `super_features` is uint64[n, k]; the result has k * n rows, grouped by rank. Value 0 means none and is not
+        found.
         """
 
 
 class SegmentLedger(Protocol):
-    """Segment -> where its recipe lies, and how many versions hold it."""
+    """Lookup of recipes by segment id."""
 
     def locate_segments(self, segment_ids: U8) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint8[s, 20] segment ids; a location is (container, segment ordinal)."""
 
 
 class Catalog(Protocol):
-    """(tenant, key) -> versions."""
+    """Lookup of versions by tenant and key."""
 
     def versions_of(self, tenant: str, key: str) -> list[int]:
         """Return the version numbers of a key, ascending."""
 
     def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
-        """Yield the versions of all keys that start with `prefix`, by key and version; deleted ones too."""
+        """Yield the versions of all keys that start with `prefix`, deleted ones too, by key and version."""
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
@@ -105,7 +110,7 @@ class Catalog(Protocol):
 
 @runtime_checkable
 class SupportsCollection(Protocol):
-    """An index that lets go of what is to be freed."""
+    """Index from which a GC run can withdraw entries."""
 
     def withdraw(
         self,
@@ -114,59 +119,60 @@ class SupportsCollection(Protocol):
         containers: Collection[int],
         looked_up: object = None,
     ) -> None:
-        """Let go of entries by the container they name.
+        """Withdraw entries by the container that they name.
 
-        `chunks` and `segments` by container: ordinals, or None for all (of `chunks`: of its segments too);
-        `containers` are gone as a whole and no longer counted. What is not there is fine. `looked_up`: what the same
-        index found for these, or for more, in a look before; it spares some the search, and others do not heed it.
+        `chunks` and `segments` map a container to ordinals, or to None for all its chunks (its segments too).
+        `containers` were deleted as a whole and are no longer counted. Missing entries are ignored. `looked_up` is the
+        result of an earlier lookup of these entries, or of more, in the same index: it saves some backends the search;
+        others ignore it.
         """
 
     def renew(self, summary: ContainerSummary) -> None:
-        """Replace what `containers` tells of a container: it was written anew."""
+        """Replace the summary of a container after its rewrite."""
 
     def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
-        """Take versions out of the catalog and count their segments no more, before their manifests go.
+        """Remove versions from the catalog and their segments from the counts. Idempotent.
 
-        Repeating changes nothing.
+        Call it before the manifests are deleted.
         """
 
 
 @runtime_checkable
 class SupportsGenerations(Protocol):
-    """An index that may come back from an older copy of itself, and tells by a count of GC runs."""
+    """Index that may be restored from an older copy of itself; a count of GC runs reveals it."""
 
     def advance_generation(self, at_least: int) -> int:
-        """Begin a GC generation, once `withdraw` has removed what a GC run withdraws; return its number."""
+        """Begin a GC generation after the withdrawal of a GC run and return its number."""
 
 
 @runtime_checkable
 class SupportsReports(Protocol):
-    """An index that is checked when a container that it names turns out to be missing."""
+    """Index that checks itself when a container that it names is missing."""
 
     def report_missing(self, container: int) -> None:
         """Report a container that an entry names and the store lacks."""
 
 
 class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):
-    """All of it, with the two writes that make entries appear."""
+    """Complete index: all lookups, and the writes that add entries."""
 
     def publish(self, claims: ContainerEntries) -> None:
-        """Make a durable container's entries findable. The first entry wins; repeating changes nothing."""
+        """Publish a durable container's entries. The first entry wins; idempotent."""
 
     def publish_many(self, many: Sequence[ContainerEntries]) -> None:
-        """Do that for durable containers in their order, for less than one after another."""
+        """Publish durable containers in order, at a lower cost than one at a time."""
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
-        """Add a durable version to the catalog and count its segments. Repeating changes nothing."""
+        """Add a durable version to the catalog and count its segments. Idempotent."""
 
     def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
-        """Do that for many versions at once, each with its manifest's bytes."""
+        """Commit several versions, each with its manifest's size in bytes."""
 
     def mark_many(self, marks: Sequence[MarkedVersion]) -> None:
-        """Note the marks of versions, before they are written. The highest stands; repeating changes nothing."""
+        """Record the marks of versions before they are written. The highest wins; idempotent."""
 
     def containers(self) -> Iterator[ContainerSummary]:
-        """Yield what is known of each container whose entries are all there, in stream order."""
+        """Yield the summary of each completely published container, in stream order."""
 
     def close(self) -> None:
         """Release all resources."""

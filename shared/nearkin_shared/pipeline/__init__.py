@@ -1,1 +1,4 @@
-"""Stage protocol, lookups and batched execution. Invariant: a stage does no input or output."""
+"""Stage protocol, lookups and batched execution of stages.
+
+Invariant: a stage does no input or output.
+"""

@@ -1,4 +1,7 @@
-"""Facts for the embedded runner. Invariant: what is in flight is seen before what is durable, and each only once."""
+"""Lookups of stages in one process: pending index, open containers, object store.
+
+Invariant: pending entries are found before durable ones, and each chunk only once.
+"""
 
 from __future__ import annotations
 
@@ -25,68 +28,75 @@ from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 Answer = TypeVar("Answer", FoundLocations, FoundBases)
 
 NEIGHBOUR_BYTES_MAX = 40 * MIB
-"""Of blocks that are looked at though the cache holds them no more, and of those that grow: for what is more it makes
-room. The 32nd of a row of dumps, put by a process that had put three before, peaked at 485 MB, and so at 445."""
+"""Bound on decoded neighbour blocks that the cache no longer holds, and on blocks that grow.
+
+More would evict other blocks. The 32nd version of a series of dumps, put by a process that had put three before, peaked
+at 485 MB, and at 445 MB with this bound.
+"""
 
 
-class FinishedContainer(Protocol):
-    """Container that takes no more chunks and is not durable yet."""
+class ReadableContainer(Protocol):
+    """Container in flight whose directory and closed blocks can be read."""
 
     @property
     def container(self) -> ContainerId:
-        """Return its id."""
+        """Return the container id."""
 
     @property
     def blocks(self) -> int:
-        """Return how many blocks it has."""
+        """Return the number of blocks."""
 
     def directory(self, container: ContainerId) -> Directory:
-        """Return its directory."""
+        """Return the container's directory."""
 
     def record(self, block: int) -> bytes:
         """Return a closed block as it is stored."""
 
 
-class OpenContainer(FinishedContainer, Protocol):
+class OpenContainer(ReadableContainer, Protocol):
     """Container that the delta stage still fills."""
 
     def open_block(self, block: int) -> U8 | None:
-        """Return the bytes of a block that is not closed, None where it is."""
+        """Return the bytes of an open block, or None if the block is closed."""
 
 
 class InFlight:
-    """Containers by id, wherever they are: open, finished and waiting to be put, or in the store."""
+    """Containers by id: open, finished but not durable, or in the object store."""
 
     def __init__(self, store: ContainerStore) -> None:
         self._store = store
         self.buffers = store.buffers
-        self._finished: dict[ContainerId, FinishedContainer] = {}
+        self._finished: dict[ContainerId, ReadableContainer] = {}
         self._lock = threading.Lock()
         self._open: dict[ContainerId, OpenContainer] = {}
 
     def open_only(self, *builders: OpenContainer) -> None:
-        """Read from these what is not finished, and from no others."""
+        """Replace the set of open containers by `builders`."""
         self._open = {builder.container: builder for builder in builders}
 
-    def on_finished(self, container: FinishedContainer) -> None:
-        """Keep a container readable that takes no more, until it is durable."""
+    def on_finished(self, container: ReadableContainer) -> None:
+        """Keep a finished container readable until it is durable."""
         with self._lock:
             self._finished[container.container] = container
 
     def durable(self, directory: Directory) -> None:
-        """Forget a container: the store has it, and need not read this directory of it."""
+        """Release a container that the object store now has, and cache its directory."""
         self._store.cache_directory(directory)
         with self._lock:
             self._finished.pop(directory.container, None)
 
     def end(self) -> None:
-        """Let go of what is open: a builder keeps its blocks here: a circle of some 100 MB."""
+        """Release the open containers.
+
+        Each builder refers to its blocks through this object: a reference cycle of about 100 MB.
+        """
         self._open = {}
 
     def abandon(self) -> None:
-        """Forget the blocks of containers that may never be durable: a later writer may be given the same id.
+        """Evict the blocks of containers that may never become durable.
 
-        With a clock behind the newest container ids count up by a step of 20 random bits.
+        A later writer may receive the same container id: with a clock behind the newest container, ids count up in
+        steps of 20 random bits.
         """
         with self._lock:
             blocks = {container: finished.blocks for container, finished in self._finished.items()}
@@ -95,15 +105,18 @@ class InFlight:
 
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory."""
-        taken = self._open.get(container) or self._finished.get(container)  # each in one step: no lock
-        return self._store.directory(container) if taken is None else taken.directory(container)
+        in_flight = self._open.get(container) or self._finished.get(container)  # dict.get is atomic: no lock
+        return self._store.directory(container) if in_flight is None else in_flight.directory(container)
 
     def cached_blocks(self, names: Sequence[BlockName]) -> list[U8 | None]:
-        """Return blocks' bytes: cached, or still open. Closed blocks in flight share the store's cache."""
+        """Return the bytes of cached or open blocks, None for others.
+
+        Closed blocks in flight share the store's cache.
+        """
         found = self._store.cached_blocks(names)
-        for place, (container, block) in enumerate(names):
-            if container in self._open and found[place] is None:
-                found[place] = self._open[container].open_block(block)
+        for position, (container, block) in enumerate(names):
+            if container in self._open and found[position] is None:
+                found[position] = self._open[container].open_block(block)
         return found
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
@@ -117,7 +130,7 @@ class InFlight:
     def records(
         self, container: ContainerId, blocks: Sequence[int], raw_bytes_max: int
     ) -> Sequence[bytes | memoryview]:
-        """Return the first of some closed blocks as they are stored: of one in flight one."""
+        """Return the first closed blocks as stored; one if the container is in flight."""
         with self._lock:
             in_flight = container in self._open or container in self._finished
         if in_flight:
@@ -125,7 +138,7 @@ class InFlight:
         return self._store.records(container, blocks, raw_bytes_max)
 
     def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
-        """Return memory for blocks that will be decoded and kept, undefined."""
+        """Return uninitialised memory for blocks that will be decoded and cached."""
         return self._store.room_for(sizes_bytes, NEIGHBOUR_BYTES_MAX)
 
     def cache_blocks(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
@@ -134,24 +147,24 @@ class InFlight:
 
     @property
     def changes(self) -> int:
-        """Return how many changes of containers were noted."""
+        """Return the number of container changes recorded so far."""
         return self._store.changes
 
     def has_newer_generation(self, containers: Iterable[int], since: int | None = None) -> bool:
-        """Look whether any of these is there in a later generation than was read."""
+        """Return whether any container has a later generation than the one that was read."""
         return self._store.has_newer_generation(containers, since)
 
     def room(self, size_bytes: int) -> U8:
-        """Return memory for decoded bytes, undefined."""
+        """Return uninitialised memory for decoded bytes."""
         return self.buffers.take(size_bytes)
 
     def cache_written(self, container: ContainerId, block: int, decoded: U8) -> None:
-        """Keep what a block that was just encoded decodes to."""
+        """Cache the decoded bytes of a block that was just encoded."""
         self._store.cache_written(container, block, decoded)
 
 
 class EmbeddedLookups:
-    """Answers stages from the pending index and the containers in reach."""
+    """Source of lookup results from the pending index and the readable containers."""
 
     def __init__(
         self,
@@ -160,9 +173,10 @@ class EmbeddedLookups:
         collected: PendingDeleteFilter | None = None,
         helpers: ThreadPool = SERIAL,
     ) -> None:
-        """`collected`: what a maintenance worker may be about to remove, where it works beside; none of it is a base.
+        """Create the source.
 
-        `helpers` decode beside the caller.
+        `collected` filters data that a concurrent GC run may remove; such chunks are no bases. `helpers` decode blocks
+        concurrently with the caller.
         """
         self._index = index
         self._collected = collected
@@ -198,17 +212,18 @@ class EmbeddedLookups:
         found = self._bases.contents(locations, reads.depth_below, no_deltas=reads.no_deltas, bounds=bounds)
         if self._collected is None:
             return found
-        condemned = self._collected.is_pending(found.locations)
-        if not condemned.any():
+        pending = self._collected.is_pending(found.locations)
+        if not pending.any():
             return found
-        lengths = np.where(condemned, np.uint32(0), found.pieces.lengths).astype(np.uint32)
-        return replace(found, pieces=replace(found.pieces, lengths=lengths), available=found.available & ~condemned)
+        lengths = np.where(pending, np.uint32(0), found.pieces.lengths).astype(np.uint32)
+        return replace(found, pieces=replace(found.pieces, lengths=lengths), available=found.available & ~pending)
 
 
 class SameBatchLookups:
-    """Answers the stage that stores, in the turn in which dedup was answered. Invariant: nothing was placed between.
+    """Lookups of the storing stage, in the same batch in which dedup received its answers.
 
-    This thread alone places chunks, and no other process writes: what dedup was told is unknown still is (I5).
+    Invariant: nothing was stored in between. Only this thread stores chunks and no other process writes, so chunks that
+    dedup did not find are still not in the index (I5).
     """
 
     def __init__(self, below: EmbeddedLookups) -> None:
@@ -224,8 +239,8 @@ class SameBatchLookups:
 
 
 def _count_lookups(table: str, answer: Answer) -> Answer:
-    """Return an answer of the index, after counting it: a row of super-features is one question."""
-    there = int(np.count_nonzero(answer.found))
-    counters.LOOKUPS.add(there, table, "yes")
-    counters.LOOKUPS.add(len(answer.found) - there, table, "no")
+    """Count the rows of an index lookup and return it; a row of super-features counts once."""
+    found = int(np.count_nonzero(answer.found))
+    counters.LOOKUPS.add(found, table, "yes")
+    counters.LOOKUPS.add(len(answer.found) - found, table, "no")
     return answer

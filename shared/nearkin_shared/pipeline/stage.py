@@ -1,7 +1,9 @@
-"""Stages. Invariant: a stage imports no client; it says what it must know, then decides over a whole batch.
+"""Stage protocol: a stage requests lookups, then decides over a whole batch.
 
-    reads(batch, facts) -> Reads | None      asked again until None, at most ROUNDS_MAX times
-    decide(batch, facts) -> result           no input or output inside
+Invariant: a stage imports no client and does no input or output.
+
+    reads(batch, facts) -> LookupRequest | None    repeated until None, at most LOOKUP_PASSES_MAX times
+    decide(batch, facts) -> result                 pure
 
 The runner answers `LookupRequest` from an index and a container source; the same stage runs embedded and behind Kafka.
 """
@@ -16,31 +18,34 @@ from nearkin_shared.types import U8, U32, U64, Bools, Locations, Pieces
 from nearkin_shared.utils.frozen import frozen
 
 LOOKUP_PASSES_MAX = 40
-"""The delta stage asks most: for eight spans of a batch up to four times each, and six times for the whole of it."""
+"""Upper bound on lookup passes.
+
+The delta stage needs most: up to four for each of eight spans of a batch, and six for the whole batch.
+"""
 
 BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 
 class Anchor(IntEnum):
-    """What a place in the stream is known by."""
+    """Kinds of reference that identify a position in a stream."""
 
     NONE = 0
     CHUNK = 1
-    """A stored chunk: the place where its container's recipes mention it first."""
+    """A stored chunk: the position of its first row in its container's recipes."""
     SEGMENT = 2
     """A stored segment: container and ordinal of its recipe."""
     ROW = 3
     """A row of a container's recipes."""
     CONTINUED = 4
-    """Where the gap before it ended."""
+    """The end of the previous gap."""
 
 
 @frozen
 class Gaps:
-    """Runs of fresh chunks in stream order and what stands around them; one row each. `kinds` are Anchors.
+    """Runs of fresh chunks in stream order with their stored neighbours, one row per run.
 
-    `fresh` uint32[g] chunks in the gap.
+    `left_kinds` and `right_kinds` are Anchors; `fresh` uint32[g] is the number of chunks in the gap.
     """
 
     left: Locations
@@ -55,10 +60,10 @@ class Gaps:
 
 @frozen
 class Neighbours:
-    """What lay in gaps when their surroundings were stored: gap g has rows bounds[g] to bounds[g + 1] of `chunks`.
+    """Chunks stored in each gap at an earlier time.
 
-    `fresh` uint32[g] as in the question. `ends` (container, row of its recipes): where each gap's left side goes on;
-    container 0 where that is not known.
+    Gap g has rows bounds[g] to bounds[g + 1] of `chunks`. `fresh` uint32[g] as in the request. `ends` is (container, row
+    of its recipes) at which each gap's left side continues; container 0 if unknown.
     """
 
     fresh: U32
@@ -70,13 +75,13 @@ class Neighbours:
 
 @frozen
 class LookupRequest:
-    """What a stage wants to know; each field is one batch question, None where it asks nothing.
+    """Lookups that a stage needs; each field is one lookup over the batch, None for no lookup.
 
-    `segment_ids` uint8[s, 20]; `names` uint8[n, 32]; `super_features` uint64[f, k] under `sketch`; `gaps` whose stored
-    neighbours are wanted; `contents`, `similar` and `lower` the locations whose bytes and depths are wanted. With
-    `depth_below` a chunk that is as deep as that is replaced by its own base, and so on down; with `no_deltas` so is
-    one that is kept as a VCDIFF delta. With `bounds` uint32[g + 1] of groups of `contents`, or of `lower`,
-    each group has what stood beside the ancestors in it as well.
+    `segment_ids` uint8[s, 20]; `names` uint8[n, 32]; `super_features` uint64[f, k] under `sketch`; `gaps` for stored
+    neighbours; `contents`, `similar` and `lower` for the bytes and depths of the chunks at these locations. With
+    `depth_below`, a chunk at this depth or more is replaced by its own base, recursively; with `no_deltas` so is a
+    chunk stored as a VCDIFF delta. With `bounds` uint32[g + 1], the bounds of groups of `contents` or of `lower`, the
+    stream neighbours of the ancestors are added to each group.
     """
 
     segment_ids: U8 | None = None
@@ -94,7 +99,7 @@ class LookupRequest:
 
 @frozen
 class FoundLocations:
-    """Where things lie: rows not found are zeros."""
+    """Locations from an index; rows not found are zeros."""
 
     locations: Locations
     found: Bools
@@ -102,7 +107,7 @@ class FoundLocations:
 
 @frozen
 class FoundBases:
-    """Base candidates and the rank of the super-feature that found each, with the sketches they were asked by."""
+    """Base candidates, the rank of the super-feature that found each, and the request."""
 
     super_features: U64
     locations: Locations
@@ -112,11 +117,11 @@ class FoundBases:
 
 @frozen
 class Contents:
-    """Bytes of stored chunks; `available` False rows (lost or broken bases, or beyond the bound) have length 0.
+    """Bytes of stored chunks; rows with `available` False have length 0.
 
-    `locations` are those asked for, or what replaced them, and what was added: `bounds` are then those of the groups.
-    Rows of one location share its bytes, which lie where they were decoded as a rule: they are looked at for one batch,
-    and not to be kept.
+    A row is unavailable if its chunk or a base is lost or corrupt, or beyond the bound. `locations` are the requested
+    locations or their replacements, and added ones; `bounds` are then the bounds of the groups. Rows of one location
+    share its bytes, usually a view of the decoded block: valid for one batch only.
     """
 
     locations: Locations
@@ -128,7 +133,7 @@ class Contents:
 
 @frozen
 class LookupResults:
-    """The answers so far."""
+    """Lookup results so far."""
 
     segments: FoundLocations | None = None
     chunks: FoundLocations | None = None
@@ -140,19 +145,19 @@ class LookupResults:
 
 
 class Stage(Protocol[BatchT_contra, ResultT_co]):
-    """A pure function over a batch, in two halves."""
+    """Pure function over a batch, in two halves."""
 
     name: str
 
     def reads(self, batch: BatchT_contra, facts: LookupResults) -> LookupRequest | None:
-        """Name the facts still missing, or None when `decide` may run."""
+        """Return the lookups still missing, or None when `decide` may run."""
 
     def decide(self, batch: BatchT_contra, facts: LookupResults) -> ResultT_co:
         """Return the stage's result."""
 
 
 class LookupSource(Protocol):
-    """What a runner gives its stages to read from."""
+    """Source from which a runner answers the lookups of its stages."""
 
     def answer(self, reads: LookupRequest, facts: LookupResults) -> LookupResults:
         """Return `facts` with the answers to `reads` added."""
@@ -163,10 +168,10 @@ def run_stage(stage: Stage[BatchT_contra, ResultT_co], batch: BatchT_contra, sou
     with counters.STAGE_SECONDS.time(stage.name):
         facts = LookupResults()
         for _ in range(LOOKUP_PASSES_MAX):
-            wanted = stage.reads(batch, facts)
-            if wanted is None:
+            request = stage.reads(batch, facts)
+            if request is None:
                 return stage.decide(batch, facts)
-            facts = source.answer(wanted, facts)
+            facts = source.answer(request, facts)
         if stage.reads(batch, facts) is not None:
-            raise RuntimeError(f"stage {stage.name} still asks after {LOOKUP_PASSES_MAX} rounds")
+            raise RuntimeError(f"stage {stage.name} requests lookups after {LOOKUP_PASSES_MAX} passes (bug)")
         return stage.decide(batch, facts)

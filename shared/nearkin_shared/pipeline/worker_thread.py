@@ -1,11 +1,14 @@
-"""One thread, one bounded queue. Invariant: after the first failure nothing more is done, and whoever waits is told.
+"""Worker thread with a bounded queue.
 
-    Worker    on a thread of its own        Direct    on the caller's
+Invariant: after the first failure no further item is executed, and every waiting caller is notified.
 
-The queue is made of SimpleQueues, whose every step is one call into C: an interrupt (Ctrl-C, SIGTERM) lands before or
-after it. queue.Queue, interrupted twice in a put, could lose a wake-up, and the end of the put then hung for ever. Nor
-is the thread asked whether it lives: an interrupt that falls into `is_alive` or `join` has Python up to 3.12 take a
-thread for ended that goes on, and the next put would have begun beside it.
+    Worker         executes items on a thread of its own
+    InlineWorker   executes items on the caller's thread
+
+The queue consists of SimpleQueues, whose every operation is one call into C: an interrupt (Ctrl-C, SIGTERM) arrives
+before or after it. queue.Queue, interrupted twice in a put, could lose a wake-up, and the end of the put then hung for
+ever. Thread liveness is not used either: an interrupt inside `is_alive` or `join` makes Python up to 3.12 take a
+running thread for ended, and the next put would have started concurrently with it.
 """
 
 from __future__ import annotations
@@ -23,21 +26,24 @@ from nearkin_shared.observability import counters
 Item = TypeVar("Item")
 
 LOOK_SECONDS = 1.0
-"""So often who waits for a worker looks whether it is over."""
+"""Interval at which a waiting caller checks whether the worker has ended."""
 
 
 class InlineWorker(Generic[Item]):
-    """Carries out each item before `put` returns."""
+    """Worker that executes each item before `put` returns."""
 
-    def __init__(self, carry_out: Callable[[Item], None]) -> None:
-        self._carry_out = carry_out
+    def __init__(self, execute: Callable[[Item], None]) -> None:
+        self._execute = execute
         self._failure: BaseException | None = None
 
     def put(self, item: Item) -> None:
-        """Carry out an item. Raises what it fails with, or an earlier one failed with."""
+        """Execute an item.
+
+        Raises: the item's failure, or that of an earlier item.
+        """
         self.drain()
         try:
-            self._carry_out(item)
+            self._execute(item)
         except BaseException as err:
             self._failure = err
             raise
@@ -45,52 +51,53 @@ class InlineWorker(Generic[Item]):
     add = put
 
     def drain(self) -> None:
-        """Raise what an item failed with, if one did."""
+        """Raise the failure of an earlier item, if any."""
         if self._failure is not None:
             raise self._failure
 
     def stop(self) -> None:
-        """Take no more items."""
-        self._carry_out = _raise_stopped
+        """Refuse further items."""
+        self._execute = _raise_stopped
 
     def cancel(self) -> None:
-        """Take no more items."""
+        """Refuse further items and fail the put."""
         if self._failure is None:
-            self._failure = _raise_ended()
+            self._failure = _cancelled()
         self.stop()
 
 
 @dataclass(frozen=True, slots=True)
 class _UnboundedItem(Generic[Item]):
-    """An item that takes no room."""
+    """Queue item that does not count against the bound."""
 
     item: Item
 
 
 class _Mark:
-    """Stands in the queue behind the items that somebody waits for."""
+    """Marker that a waiting caller puts into the queue behind its items."""
 
     def __init__(self) -> None:
         self.reached: SimpleQueue[None] = SimpleQueue()
 
 
 class Worker(Generic[Item]):
-    """Carries out items in order on a thread of its own; `items_max` wait at most besides the one being done.
+    """Worker that executes items in order on its own thread; at most `items_max` items wait.
 
-    With 0 of them an item is handed over once the one before it is done.
+    With `items_max` 0 an item is accepted once the previous one has been executed.
     """
 
-    def __init__(self, name: str, carry_out: Callable[[Item], None], items_max: int, *, in_turn: bool = False) -> None:
-        """`in_turn`: `put` returns when the item is done: on one core a caller that goes on only gets in the way.
+    def __init__(self, name: str, execute: Callable[[Item], None], items_max: int, *, serial: bool = False) -> None:
+        """Start the thread.
 
-        It still is another thread. A Ctrl-C lands in the caller's, which waits, and never in the midst of an item.
+        `serial`: `put` returns after the item was executed; on one core a caller that continues only competes for it.
+        Items still run on another thread, so that Ctrl-C interrupts the waiting caller and never an item.
         """
         self._name = name
-        self._serialize = in_turn
-        self._carry_out = carry_out
+        self._serialize = serial
+        self._execute = execute
         self._items: SimpleQueue[Item | _UnboundedItem[Item] | _Mark | None] = SimpleQueue()
         self._room: SimpleQueue[None] = SimpleQueue()
-        self._makes_room_first = items_max > 0
+        self._frees_slot_early = items_max > 0
         for _ in range(max(1, items_max)):
             self._room.put(None)
         self._failure: BaseException | None = None
@@ -101,7 +108,10 @@ class Worker(Generic[Item]):
         self._thread.start()
 
     def put(self, item: Item) -> None:
-        """Queue an item, waiting for room, or for its end. Raises what an earlier item failed with, or this one."""
+        """Queue an item; wait for room, or for its execution if serial.
+
+        Raises: the failure of an earlier item, or of this one.
+        """
         self.check()
         self._room.get()
         self._items.put(item)
@@ -109,22 +119,25 @@ class Worker(Generic[Item]):
             self.drain()
 
     def add(self, item: Item) -> None:
-        """Queue an item that takes no room: a part of one that will be put. Raises what an earlier one failed with."""
+        """Queue an item that takes no room: part of an item that will be put.
+
+        Raises: the failure of an earlier item.
+        """
         self.check()
         self._items.put(_UnboundedItem(item))
 
     @property
     def waiting(self) -> int:
-        """Return about how many items wait."""
+        """Return the approximate number of queued items."""
         return self._items.qsize()
 
     def check(self) -> None:
-        """Raise what an item failed with, if one did."""
+        """Raise the failure of an item, if any."""
         if self._failure is not None:
             raise self._failure
 
     def drain(self) -> None:
-        """Wait until all queued items are done. Raises what one failed with."""
+        """Wait until all queued items are executed. Raises the failure of one."""
         if not self._over:
             mark = _Mark()
             self._items.put(mark)
@@ -132,36 +145,39 @@ class Worker(Generic[Item]):
         self.check()
 
     def stop(self) -> None:
-        """Let queued items finish (or be dropped after a failure) and end the thread; again ends what was cut short."""
+        """Execute the queued items (or drop them after a failure) and end the thread.
+
+        May be called again after an interrupt.
+        """
         if not self._over:
             self._items.put(None)
             self._wait(self._ended)
-        self._thread.join()  # it has nothing more to do
+        self._thread.join()  # the thread has no work left
         QUEUED.leave(self, self._name)
-        # What carries items out owns this worker: without the cycle its buffers go now, not at some later collection.
-        self._carry_out = _raise_stopped
+        # The callable usually owns this worker: breaking the cycle frees its buffers now, not at a later collection.
+        self._execute = _raise_stopped
 
     def cancel(self) -> None:
-        """Drop what is queued and end the thread."""
+        """Drop the queued items and end the thread."""
         if self._failure is None:
-            self._failure = _raise_ended()
+            self._failure = _cancelled()
         self.stop()
 
-    def _wait(self, told: SimpleQueue[None]) -> None:
-        """Wait until something is told, or the thread's work is over: another may have been told of that."""
+    def _wait(self, signal: SimpleQueue[None]) -> None:
+        """Wait for a signal or the end of the thread: a signal may have reached another waiter."""
         while not self._over:
             with suppress(Empty):
-                told.get(timeout=LOOK_SECONDS)
+                signal.get(timeout=LOOK_SECONDS)
                 return
 
     def _run(self) -> None:
         try:
-            self._carry_out_all()
+            self._execute_all()
         finally:
             self._over = True
             self._ended.put(None)
 
-    def _carry_out_all(self) -> None:
+    def _execute_all(self) -> None:
         while True:
             item = self._items.get()
             if item is None:
@@ -169,27 +185,27 @@ class Worker(Generic[Item]):
             if isinstance(item, _Mark):
                 item.reached.put(None)
                 continue
-            takes_room = not isinstance(item, _UnboundedItem)
-            if takes_room and self._makes_room_first:
+            needs_slot = not isinstance(item, _UnboundedItem)
+            if needs_slot and self._frees_slot_early:
                 self._room.put(None)
             try:
                 if self._failure is None:
-                    self._carry_out(item.item if isinstance(item, _UnboundedItem) else item)
+                    self._execute(item.item if isinstance(item, _UnboundedItem) else item)
             except BaseException as err:
                 self._failure = err
             finally:
                 item = None
-                if takes_room and not self._makes_room_first:
+                if needs_slot and not self._frees_slot_early:
                     self._room.put(None)
 
 
 QUEUED: counters.Gauge[Worker[Any]] = counters.level(
-    "nearkin_queue_items", "What waits between two threads.", "queue", lambda worker: worker.waiting
+    "nearkin_queue_items", "Items queued between two threads.", "queue", lambda worker: worker.waiting
 )
 
 
-def _raise_ended() -> StoreUnavailable:
-    return StoreUnavailable("the put was ended before it was committed: put it again")
+def _cancelled() -> StoreUnavailable:
+    return StoreUnavailable("put cancelled before commit; retry")
 
 
 def _raise_stopped(_item: object) -> None:

@@ -31,7 +31,7 @@ def index(tmp_path: Path) -> Iterator[PendingIndex]:
     below.publish(ContainerEntries(DURABLE, ids, {"finesse": of_chunk}))
     found = PendingIndex(below, samples.DOMAIN)
     where = Locations(np.full(2, WAITING, np.uint64), np.array([5, 6], np.uint32))
-    found.place(
+    found.add(
         samples.names_of([1, 2]),
         where,
         "finesse",

@@ -163,7 +163,7 @@ def test_what_is_left_of_many_messages_leaves_as_few(tenants: TenantContexts) ->
     known = chunked(random_bytes(MIB, 2))
     places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
     nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
-    tenants["t"].pending.place(known.names, places, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty())
+    tenants["t"].pending.add(known.names, places, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty())
     sent = messages((random_bytes(MIB, 2) + random_bytes(50_000, 9)) * 6)
     found = handled(dedup_work(SETTINGS, tenants), [*map(encode, sent), end()]).told
     assert len(sent) > 6
@@ -217,7 +217,7 @@ def test_messages_that_leave_as_one_say_what_each_alone_would_have_said(tenants:
     known = chunked(random_bytes(MIB, 11))
     places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
     nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
-    tenants["t"].pending.place(known.names, places, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty())
+    tenants["t"].pending.add(known.names, places, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty())
     again, other = random_bytes(300_000, 12), b"fedcba9876543210"
     ours = messages((random_bytes(MIB, 11) + again) * 2 + random_bytes(2 * MIB, 13) + again + bytes(MIB))
     theirs = messages(again + random_bytes(MIB, 11) + again, blob=other)

@@ -314,7 +314,7 @@ def test_a_redelivered_batch_stores_nothing_twice(tmp_path):
         fresh = run_stage(DedupStage(), batch, facts)
         outcome = run_stage(stage, run_stage(ResemblanceStage(CHOSEN), fresh, facts), facts)
         placed = outcome.placed
-        pending.place(
+        pending.add(
             placed.names, placed.chunks, placed.sketch, placed.base_chunks, placed.super_features,
             placed.segment_ids, placed.segments,
         )  # fmt: skip
@@ -338,9 +338,7 @@ def test_a_batch_in_the_same_container_is_answered_before_that_container_is_dura
     batch = segments(pieces(1, 2))
     where = Locations(np.full(2, 500, np.uint64), np.arange(2, dtype=np.uint32))
     none = np.zeros((0, 3), np.uint64)
-    pending.place(
-        batch.names, where, "none", Locations.empty(), none, batch.segment_ids, Locations.empty(batch.segments)
-    )
+    pending.add(batch.names, where, "none", Locations.empty(), none, batch.segment_ids, Locations.empty(batch.segments))
     locations, found = pending.locate_chunks(batch.names)
     assert found.all()
     assert locations.ordinals.tolist() == [0, 1]

@@ -195,7 +195,7 @@ def test_stop_finishes_what_is_queued_and_cancel_drops_it() -> None:
     gate.set()
     cancelling.join(PATIENCE)
     assert done[50:] == [1000]
-    with pytest.raises(StoreUnavailable, match="ended before it was committed"):
+    with pytest.raises(StoreUnavailable, match="cancelled before commit"):
         worker.check()
 
 
@@ -276,7 +276,7 @@ def test_two_interrupts_at_any_moment_leave_a_worker_that_can_be_cancelled(in_tu
     try:
         for _ in range(300):
             before_it = set(threading.enumerate())
-            worker: Worker[int] = Worker("test", lambda _: None, 1, in_turn=in_turn)
+            worker: Worker[int] = Worker("test", lambda _: None, 1, serial=in_turn)
             shots = 2
             with suppress(Interrupt):
                 with suppress(Interrupt):
@@ -300,7 +300,7 @@ def test_two_interrupts_at_any_moment_leave_a_worker_that_can_be_cancelled(in_tu
 
 def test_in_turn_an_item_is_done_when_put_returns_and_its_failure_is_raised_there() -> None:
     done: list[int] = []
-    worker = Worker("test", failing(2, done), 8, in_turn=True)
+    worker = Worker("test", failing(2, done), 8, serial=True)
     for number in range(2):
         worker.put(number)
         assert done == list(range(number + 1))
@@ -350,5 +350,5 @@ def test_an_interrupt_of_what_is_carried_out_directly_is_a_failure_too() -> None
 def test_what_was_ended_before_it_was_done_says_so() -> None:
     direct = InlineWorker(lambda _: None)
     direct.cancel()
-    with pytest.raises(StoreUnavailable, match="put it again"):
+    with pytest.raises(StoreUnavailable, match="put cancelled"):
         direct.put(1)
