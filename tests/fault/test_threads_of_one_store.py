@@ -92,7 +92,7 @@ def test_an_index_that_is_closed_is_read_to_the_end_by_who_began(tmp_path: Path)
     with index._reading() as txn:
         beside(index.close).join(WAIT_SECONDS)
         assert txn.get(b"complete", db=index._meta)
-    with pytest.raises(IndexClosed, match="was closed meanwhile"):
+    with pytest.raises(IndexClosed, match="closed during the call"):
         assert index.complete
 
 
@@ -289,7 +289,7 @@ def test_a_put_that_was_left_in_the_middle_writes_nothing_once_its_store_is_clos
         assert not is_locked(store)
         yield "c", random_bytes(200_000, 4)
 
-    with pytest.raises(StoreUnavailable, match="before it was committed"):
+    with pytest.raises(StoreUnavailable, match="cancelled before commit"):
         list(store.put_many(items()))
     assert sorted(store.root.rglob("*.nk?")) == before
     assert sound_and_listed_by_another(store) == ["a", "later"]

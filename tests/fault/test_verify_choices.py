@@ -17,7 +17,7 @@ from nearkin.cli.verify import parse_since
 from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin_shared.errors import BadInput, IndexDamaged
 from nearkin_shared.index.lmdb.lmdb_index import _SHAPES as SHAPES
-from nearkin_shared.index.lmdb.sorted_run_table import PLACE, places_of
+from nearkin_shared.index.lmdb.sorted_run_table import PACKED_LOCATION, pack_locations
 from nearkin_shared.kernels.sorted_runs import CHILDREN_BYTES, HEAD_BYTES
 from tests.support.data.stores import SMALL, containers, flip, settings
 
@@ -89,7 +89,7 @@ def test_an_entry_that_names_another_place_is_named_and_a_rebuild_mends_it(root,
         runs = index._runs[table]
         with index._writing(buffers=True) as txn:
             runs.drop(txn, lambda locations: np.ones(len(locations), np.bool_), key)
-            runs.add(txn, key, places_of(container, np.array([ordinal])))
+            runs.add(txn, key, pack_locations(container, np.array([ordinal])))
         (damage,) = store.verify().damage
         assert (damage.object_name, damage.versions) == ("index", ())
         assert key.tobytes().hex() in damage.problem
@@ -107,7 +107,7 @@ def test_a_flipped_bit_of_a_place_is_named_and_no_put_leans_on_it(root, table):
             width = SHAPES[table].entry_bytes - HEAD_BYTES
             rows = len(run) - (len(run) - CHILDREN_BYTES) // (width + HEAD_BYTES) * width
             for number, end in enumerate(range(rows + width, len(run) + 1, width)):
-                run[end - 1 - number % PLACE.itemsize] ^= 1 << number % 8
+                run[end - 1 - number % PACKED_LOCATION.itemsize] ^= 1 << number % 8
             txn.put(bytes(9), bytes(run))
     with open_store(root, settings=CHOSEN, create=True) as store:
         (damage,) = store.verify().damage

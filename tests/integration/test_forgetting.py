@@ -10,7 +10,7 @@ import numpy as np
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
-from nearkin_shared.index.lmdb.sorted_run_table import PLACE
+from nearkin_shared.index.lmdb.sorted_run_table import PACKED_LOCATION
 from tests.support.data.stores import SMALL, settings
 
 CHOSEN = settings(SMALL, {"features": {"algorithm": "odess"}})
@@ -73,8 +73,8 @@ def test_where_a_container_was_published_meanwhile_all_is_read(tmp_path: Path) -
     with index._writing(buffers=True) as txn:  # as it was before
         for table, runs in index._runs.items():
             keys, places = (b"".join(rows) for rows in zip(*entries[table].items(), strict=True))
-            width = len(keys) * PLACE.itemsize // len(places)
-            runs.add(txn, np.frombuffer(keys, np.uint8).reshape(-1, width), np.frombuffer(places, PLACE))
+            width = len(keys) * PACKED_LOCATION.itemsize // len(places)
+            runs.add(txn, np.frombuffer(keys, np.uint8).reshape(-1, width), np.frombuffer(places, PACKED_LOCATION))
         txn.cursor(index._containers).putmulti(list(entries["containers"].items()))
     index.withdraw(chunks, segments, containers, found)
     assert index.entries() == forgotten

@@ -117,15 +117,15 @@ def test_page_of_one_key_reads_few_entries(store: Store, monkeypatch: pytest.Mon
     """F.28: a listing of one key does not read the whole catalog, at its start or its end."""
     list(store.put_many([Item(f"k{number:04}", b"x") for number in range(500)]))
     decoded: list[CatalogEntry] = []
-    from nearkin_shared.index.lmdb import lmdb_index
+    from nearkin_shared.index.lmdb import lmdb_catalog
 
-    entry_from = lmdb_index.entry_from
+    decode_version = lmdb_catalog.decode_version
 
     def counted(*arguments: object) -> CatalogEntry:
-        decoded.append(entry_from(*arguments))  # type: ignore[arg-type]
+        decoded.append(decode_version(*arguments))  # type: ignore[arg-type]
         return decoded[-1]
 
-    monkeypatch.setattr(lmdb_index, "entry_from", counted)
+    monkeypatch.setattr(lmdb_catalog, "decode_version", counted)
     for after in ("", "k0250", "k0499", "zzz"):
         decoded.clear()
         page = store.catalog_after("default", "", after, None, 1)

@@ -45,7 +45,10 @@ class ContainerEntries:
 
 @frozen
 class PublishableContainer:
-    """Container ready to be stored, as consecutive parts, and the entries to publish afterwards (I1)."""
+    """Container ready to be stored, and the entries to publish afterwards (I1).
+
+    `parts` are consecutive.
+    """
 
     container: ContainerId
     parts: Sequence[bytes | memoryview]

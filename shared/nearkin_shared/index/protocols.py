@@ -45,7 +45,7 @@ class ContainerSummary:
 
 @frozen
 class MarkedVersion:
-    """Highest mark of a version (0 for none), and the bytes of all its marks and retention records."""
+    """Highest mark of a version (0 for none), and the bytes of its marks and retentions."""
 
     tenant: str
     key: str
@@ -92,7 +92,10 @@ class SegmentLedger(Protocol):
     """Lookup of recipes by segment id."""
 
     def locate_segments(self, segment_ids: U8) -> tuple[Locations, Bools]:
-        """Return (locations, found) for uint8[s, 20] segment ids; a location is (container, segment ordinal)."""
+        """Return (locations, found) for uint8[s, 20] segment ids.
+
+        A location is (container, segment ordinal).
+        """
 
 
 class Catalog(Protocol):
@@ -102,10 +105,13 @@ class Catalog(Protocol):
         """Return the version numbers of a key, ascending."""
 
     def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
-        """Yield the versions of all keys that start with `prefix`, deleted ones too, by key and version."""
+        """Yield the versions of all keys that start with `prefix`, by key and version.
+
+        Deleted versions are included.
+        """
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield (key, version) of all versions whose key starts with `prefix`, by key and version."""
+        """Yield (key, version) as `catalog` orders them."""
 
 
 @runtime_checkable
@@ -139,7 +145,7 @@ class SupportsCollection(Protocol):
 
 @runtime_checkable
 class SupportsGenerations(Protocol):
-    """Index that may be restored from an older copy of itself; a count of GC runs reveals it."""
+    """Index that counts GC runs, which reveals a restored older copy of it."""
 
     def advance_generation(self, at_least: int) -> int:
         """Begin a GC generation after the withdrawal of a GC run and return its number."""

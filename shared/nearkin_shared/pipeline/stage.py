@@ -62,8 +62,8 @@ class Gaps:
 class Neighbours:
     """Chunks stored in each gap at an earlier time.
 
-    Gap g has rows bounds[g] to bounds[g + 1] of `chunks`. `fresh` uint32[g] as in the request. `ends` is (container, row
-    of its recipes) at which each gap's left side continues; container 0 if unknown.
+    Gap g has rows bounds[g] to bounds[g + 1] of `chunks`. `fresh` uint32[g] as in the request. `ends` is (container,
+    row of its recipes) at which each gap's left side continues; container 0 if unknown.
     """
 
     fresh: U32

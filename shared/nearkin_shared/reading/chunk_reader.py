@@ -44,7 +44,7 @@ class SupportsRecordReconstruction(Protocol):
 
 
 @runtime_checkable
-class SupportsGenerations(Protocol):
+class GenerationSource(Protocol):
     """Where a container may be there twice: who wrote it anew died before the older generation went."""
 
     @property
@@ -112,7 +112,7 @@ class ChunkReader:
 
         It may have it by now: a round writes a container anew with more chunks, and what came since leans on them.
         """
-        since = self._source.changes if isinstance(self._source, SupportsGenerations) else 0
+        since = self._source.changes if isinstance(self._source, GenerationSource) else 0
         which, _, tables = self.tables(locations)
         rows = np.empty(len(locations), CHUNK_ROW)
         row = take_rows(tables, which, locations.ordinals, rows)
@@ -323,7 +323,7 @@ class ChunkReader:
     def _has_newer_generation(self, containers: list[int], since: int | None = None) -> bool:
         """Look whether any of these is there in a later generation than was read; that is read from now on."""
         stored = [container for container in containers if container != ZERO]
-        return isinstance(self._source, SupportsGenerations) and self._source.has_newer_generation(stored, since)
+        return isinstance(self._source, GenerationSource) and self._source.has_newer_generation(stored, since)
 
     def _level(self, plan: Plan, bases: U8, base_lengths: U32, which: NDArray[np.intp]) -> Task:
         """Return the rows' bytes; `bases` are those of distinct bases, each of its base length, `which` the deltas'."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nearkin_shared.errors import IndexDamaged
 from nearkin_shared.index.lmdb import sorted_run_table
-from nearkin_shared.index.lmdb.sorted_run_table import PLACE, FeatureShape, KeyShape, SortedRuns
+from nearkin_shared.index.lmdb.sorted_run_table import PACKED_LOCATION, FeatureShape, KeyShape, SortedRuns
 from nearkin_shared.types import U8, Bools, Locations
 
 SHAPES = {"names": KeyShape(32), "ids": KeyShape(20), "features": FeatureShape(17)}
@@ -29,7 +29,7 @@ class Table:
         self.held: dict[bytes, tuple[int, int]] = {}
 
     def add(self, keys: U8, container: int) -> None:
-        places = np.empty(len(keys), PLACE)
+        places = np.empty(len(keys), PACKED_LOCATION)
         places["container"], places["ordinal"] = container, np.arange(len(keys))
         with self.env.begin(write=True, buffers=True) as txn:
             self.runs.add(txn, keys, places)
@@ -54,7 +54,7 @@ class Table:
         name = b""
         while True:
             with self.env.begin(buffers=True) as txn:
-                step = self.runs.after(txn, name)
+                step = self.runs.next_run(txn, name)
             if step is None:
                 return
             name, keys, places = step
@@ -177,7 +177,7 @@ def test_super_features_of_many_namespaces_and_ranks_spread_over_the_runs(tmp_pa
     shape = SHAPES["features"]
     keys = np.repeat(keys_of(shape, 0, 1000), 9, axis=0)
     keys[:, 0], keys[:, 8] = np.tile(np.arange(9) // 3, 1000), np.tile(np.arange(9) % 3, 1000)
-    heads, tails = shape.part(keys)
+    heads, tails = shape.split(keys)
     assert len(np.unique(heads)) == len(keys)
     assert np.array_equal(shape.join(heads, tails), keys)
     share = np.bincount((heads >> np.uint64(61)).astype(np.intp), minlength=8) / len(keys)
@@ -268,7 +268,7 @@ def test_any_flipped_bit_of_a_place_is_told_wherever_it_is_met(tmp_path: Path, s
     table.add(keys, 0x1A218747E1E33D89)
     ((name, run),) = table.values()
     row_bytes = table.shape.row_dtype.itemsize
-    for bit in range(8 * PLACE.itemsize):
+    for bit in range(8 * PACKED_LOCATION.itemsize):
         row = bit % len(keys)
         damaged = bytearray(run)
         damaged[len(run) - row * row_bytes - 1 - bit // 8] ^= 1 << bit % 8

@@ -1,1 +1,1 @@
-"""Index of one machine, in LMDB."""
+"""LMDB index of one machine."""

@@ -1,6 +1,6 @@
-"""Entries of an LMDB index: how what is asked for by a name becomes keys and values, and these what is told again.
+"""Encoding of catalog and summary entries of an LMDB index as keys and values.
 
-Invariant: a value that is not what was written under its key is told as damage, never as something else.
+Invariant: a value other than the one fields under its key is reported as damage, never decoded as another entry.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from nearkin_shared.formats.columns import CHECK_BYTES, check_bytes
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.lmdb.environments import damage_error
-from nearkin_shared.index.lmdb.sorted_run_table import PLACE, places_of
+from nearkin_shared.index.lmdb.sorted_run_table import PACKED_LOCATION, pack_locations
 from nearkin_shared.results import Ledger
 from nearkin_shared.types import U8, ContainerId
 
 MARK_HEAD = b"mark"
 MARKED = Struct("<IQ")
-"""What is noted of a version's marks: the highest, and the bytes of all."""
+"""Entry of a version's marks: the highest sequence, and the bytes of all marks."""
 KEY_HEAD_BYTES = 400
-"""LMDB keys end at 511 bytes: longer blob keys are told apart by their digest, and sorted after reading."""
+"""LMDB keys end at 511 bytes: longer blob keys are distinguished by their digest, and sorted after reading."""
 _counts_of = attrgetter(*(count.name for count in fields(Ledger)))
 
 
@@ -47,36 +47,45 @@ class VersionRow(Protocol):
 
 
 def encode_fields(table: str, key: bytes, fields: Mapping[str, Any]) -> bytes:
-    """Return the value of a key of a table: fields that JSON has, behind a check of all three."""
-    said = json.dumps(fields).encode()
-    return check_bytes(table.encode(), key, said) + said
+    """Encode JSON fields as a table value, preceded by a check of table, key and fields."""
+    text = json.dumps(fields).encode()
+    return check_bytes(table.encode(), key, text) + text
 
 
 def decode_fields(table: str, key: bytes, value: bytes) -> dict[str, Any]:
-    """Return the fields that were written under a key of a table. Raises IndexDamaged where these are others by now."""
+    """Decode the fields fields under a key of a table.
+
+    Raises: IndexDamaged, if the value was fields under another key or table, or is corrupt.
+    """
     found: dict[str, Any] = json.loads(checked_text(table, key, value))
     return found
 
 
 def checked_text(table: str, key: bytes, value: bytes) -> bytes:
-    """Return the JSON text under a key of a table. Raises IndexDamaged if it fails its check."""
-    check, said = value[:CHECK_BYTES], value[CHECK_BYTES:]
-    if check_bytes(table.encode(), key, said) != check:
-        raise damage_error(f"{table} at {key.hex()} are not what was written there")
-    return said
+    """Return the JSON text under a key of a table.
+
+    Raises: IndexDamaged, if the check fails.
+    """
+    check, text = value[:CHECK_BYTES], value[CHECK_BYTES:]
+    if check_bytes(table.encode(), key, text) != check:
+        raise damage_error(f"value of {table} key {key.hex()} fails its check")
+    return text
 
 
 def parse_version(key: bytes, text: bytes) -> VersionRow:
-    """Return the fields of a version from their JSON text. Raises IndexDamaged for another name or type of a field."""
+    """Decode the fields of a version from their JSON text.
+
+    Raises: IndexDamaged, for an unknown field name or another type.
+    """
     try:
         return _version_decoder()(text)
     except ValueError as err:
-        raise damage_error(f"versions at {key.hex()} are not the fields of a version ({err})") from err
+        raise damage_error(f"value of versions key {key.hex()} does not decode ({err})") from err
 
 
 @cache
 def _version_decoder() -> Callable[[bytes], VersionRow]:
-    """Return the decoder of a version's fields. It refuses unknown names and other types."""
+    """Return the decoder of a version's fields, which refuses unknown names and types."""
     import msgspec  # imported here: it takes 15 ms, and a put decodes no version
 
     strict: Any = {"forbid_unknown_fields": True, "gc": False}
@@ -86,16 +95,16 @@ def _version_decoder() -> Callable[[bytes], VersionRow]:
     return msgspec.json.Decoder(row).decode
 
 
-def fields_of(entry: CatalogEntry) -> dict[str, Any]:
-    """Return what is written of a version: all but its marks."""
-    written = asdict(entry)
-    del written["sequence"], written["marks_bytes"]  # kept apart: a mark may be noted before its version is
-    written["listed"] = entry.listed.hex()
-    return written
+def version_fields(entry: CatalogEntry) -> dict[str, Any]:
+    """Return the fields fields for a version, without its marks."""
+    fields = asdict(entry)
+    del fields["sequence"], fields["marks_bytes"]  # stored separately: a mark may be recorded before its version
+    fields["listed"] = entry.listed.hex()
+    return fields
 
 
-def entry_from(row: VersionRow, marks: tuple[int, int]) -> CatalogEntry:
-    """Return the version that `fields_of` wrote, with (sequence, bytes) of its marks."""
+def decode_version(row: VersionRow, marks: tuple[int, int]) -> CatalogEntry:
+    """Return the catalog entry that `version_fields` wrote, with its marks (sequence, bytes)."""
     listed = bytes.fromhex(row.listed)
     return CatalogEntry(
         row.key, row.version, row.manifest_bytes, row.seconds, Ledger(*_counts_of(row.ledger)), *marks, listed
@@ -112,34 +121,34 @@ def marks_under(txn: Any, meta: Any, head: bytes) -> Iterator[tuple[bytes, bytes
             yield key[len(MARK_HEAD) :], value
 
 
-def drop_under(txn: Any, db: Any, head: bytes) -> None:
+def delete_keys_under(txn: Any, db: Any, head: bytes) -> None:
     """Delete all keys that start with `head`."""
     cursor = txn.cursor(db)
-    there = cursor.set_range(head)
-    while there and bytes(cursor.key()).startswith(head):
-        there = cursor.delete()
+    has_entry = cursor.set_range(head)
+    while has_entry and bytes(cursor.key()).startswith(head):
+        has_entry = cursor.delete()
 
 
 def segment_count_keys(manifest: Manifest) -> list[bytes]:
-    """Return the keys in `counts` of the segments that a version holds, each once."""
-    rows = places_of(manifest.segments.containers, manifest.segments.ordinals)
+    """Return the distinct keys in `counts` of the segments of a version."""
+    rows = pack_locations(manifest.segments.containers, manifest.segments.ordinals)
     # with return_index, or np.unique imports numpy.ma: 15 ms of a put's start
     distinct, _ = np.unique(rows, return_index=True)
-    return rows_of(distinct.view(np.uint8), PLACE.itemsize)
+    return rows_of(distinct.view(np.uint8), PACKED_LOCATION.itemsize)
 
 
-class KeyedPlaces:
-    """Keys of one width and the locations that they name, in the order in which they come."""
+class KeyedLocations:
+    """Buffer of keys of one width and the locations that they name, in insertion order."""
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._keys = [np.zeros((0, width), np.uint8)]
-        self._locations = [np.zeros(0, PLACE)]
+        self._locations = [np.zeros(0, PACKED_LOCATION)]
 
     def add(self, keys: U8, container: ContainerId, ordinals: Any) -> None:
-        """Take uint8[n, width] keys and the ordinals that they name."""
+        """Add uint8[n, width] keys and the ordinals that they name."""
         self._keys.append(keys)
-        self._locations.append(places_of(container, ordinals))
+        self._locations.append(pack_locations(container, ordinals))
 
     @property
     def join(self) -> tuple[U8, NDArray[np.void]]:
@@ -148,6 +157,6 @@ class KeyedPlaces:
 
 
 def rows_of(array: U8, width: int) -> list[bytes]:
-    """Return the rows of uint8[n, width], in whatever shape they come."""
+    """Return the rows of an array of any shape as bytes of `width`."""
     rows: list[bytes] = np.ascontiguousarray(array).reshape(-1, width).view(f"V{width}").ravel().tolist()
     return rows

@@ -1,8 +1,9 @@
-"""LMDB environments. Invariant: a process opens each file once, whoever asks (LMDB's rule); the last user closes it.
+"""LMDB environments shared by the stores of one process.
 
-One that was open when a process forked stays its parent's: the child opens its own.
+Invariant: a process opens each file once, as LMDB requires; the last user closes it.
 
-Two Stores of one process, of two tenants say, share one: each would else be told that the file is open already.
+An environment that was open when a process forked stays its parent's: the child opens its own. Two Stores of one
+process, for two tenants for example, share one environment; otherwise LMDB would refuse the second open.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from nearkin_shared.utils.private_files import (
 )
 
 FULL_BYTES = 1 << 20
-"""A device with less room than this is full where LMDB's write to it was cut short."""
+"""Free bytes below which a device is regarded as full after LMDB's write to it was cut short."""
 READERS_MAX = 512
 LOCK_BYTES = 64 * READERS_MAX + 4096
-"""LMDB's table of readers has a line of 64 bytes for each, and a head."""
+"""Size of LMDB's reader table: a header, and a slot of 64 bytes per reader."""
 
 DAMAGE = (
     lmdb.BadDbiError,
@@ -52,39 +53,44 @@ DAMAGE = (
     lmdb.ProblemError,
     lmdb.VersionMismatchError,
 )
-"""What LMDB says of a file that is not as it was written: a table that is not there or of another kind, a tree that has
-no end, and of a transaction in which it met such a page before."""
+"""LMDB errors for a damaged file.
+
+The file lacks a table, has a table of another kind, or a tree without end; or the transaction met such a page before.
+"""
 
 _LOCK = threading.Lock()
 _OPEN: dict[tuple[int, int], Environment] = {}
-"""By device and inode of the data file; as many as stores are open, each holding two file descriptors."""
+"""Open environments by device and inode of the data file, one per open store; each holds two file descriptors."""
 _PARENTS: list[Environment] = []
-"""What was at work when this process was forked: kept, since whoever frees one closes it."""
+"""Environments in use when this process was forked: kept, since releasing one would close it."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Environment:
-    """An open environment and its named databases; `writable` where the file could be opened so."""
+    """Open environment and its named databases.
+
+    `writable` is False if the file could be opened for reading only.
+    """
 
     env: Any
     databases: dict[str, Any]
     writable: bool
     file: tuple[int, int]
     note: Path | None
-    """That this process has it open; removed when it is closed."""
+    """Note that this process has the environment open; removed on close."""
     dead: Sequence[Path] = ()
-    """Notes of processes that died with it: removed then too."""
+    """Notes of processes that died with it open; removed on close too."""
     users: int = 0
     process: int = field(default_factory=os.getpid)
-    """Who opened it. A process forked from that one must not use it (LMDB's rule)."""
+    """The process that opened it. A process forked from it must not use it (LMDB's rule)."""
 
     def open(self, names: Sequence[str], *, writable: bool) -> None:
-        """Open databases, and with `writable` make those that are not there."""
+        """Open databases; with `writable`, create the missing ones."""
         if writable and not self.writable:
-            raise PermissionError(errno.EACCES, "this process may not write it")
+            raise PermissionError(errno.EACCES, "the index file is open for reading only")
         missing = [name for name in names if name not in self.databases]
         if writable and missing:
-            # One transaction: who dies here leaves all or none of them.
+            # One transaction: a process that dies here leaves all or none of them.
             with self.env.begin(write=True) as txn:
                 made = {name: self.env.open_db(name.encode(), txn=txn) for name in missing}
             self.databases.update(made)
@@ -101,7 +107,7 @@ class Environment:
             return int((self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"])
 
     def is_at(self, folder: Path) -> bool:
-        """Return whether this is still the file that lies in the folder: a rebuild puts another one there."""
+        """Return whether the folder still has this file: an index rebuild replaces it."""
         return _file(folder) == self.file
 
 
@@ -111,12 +117,13 @@ INDEX_BYTES: counters.Gauge[Environment] = counters.level(
 
 
 def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: bool, durable: bool = True) -> Environment:
-    """Return the environment in a folder with all databases named; without `writable` nothing is made.
+    """Return the environment in a folder with all named databases.
 
-    Not `durable`: no transaction waits for the disk, and after a power cut the file is whatever the disk has of it.
+    Without `writable` nothing is created. Without `durable` no transaction waits for the disk, and after a power cut
+    the file is undefined.
 
-    Raises IndexUnfinished: without `writable`, its maker died before the databases were there. Raises
-    StoreUnavailable: not there, not writable, damaged.
+    Raises: IndexUnfinished, without `writable`, if the process that created it died before the databases existed.
+    StoreUnavailable, if missing, not writable or damaged.
     """
     try:
         with _LOCK:
@@ -126,9 +133,9 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
                 check_no_link(path)
             file = _file(folder)
             shared = _OPEN.get(file) if file is not None else None
-            if any(left.file == file for left in _PARENTS):  # LMDB has it open here, and cannot have it twice
+            if any(left.file == file for left in _PARENTS):  # LMDB has it open here, and cannot open it twice
                 raise StoreUnavailable(
-                    f"index {folder}: was being read or written when this process was forked: spawn the process, or "
+                    f"index {folder}: in use when this process was forked; spawn the process, or "
                     "fork it before the store is opened"
                 )
             if shared is None:
@@ -146,16 +153,19 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
             shared.users += 1
             return shared
     except lmdb.NotFoundError as err:
-        raise IndexUnfinished(f"index {folder}: its maker did not finish it; run rebuild-index") from err
+        raise IndexUnfinished(f"index {folder}: creation was interrupted; run rebuild-index") from err
     except (lmdb.Error, OSError) as err:
         raise _open_error(folder, err, map_bytes) from err
 
 
 def is_out_of_room(folder: Path, err: Exception) -> bool:
-    """Return whether LMDB failed since its device is full; it gives the reasons of the system as text alone."""
+    """Return whether LMDB failed because its device is full.
+
+    LMDB passes the system's reason on as text only.
+    """
     if any(os.strerror(number) in str(err) for number in (errno.ENOSPC, errno.EDQUOT)):
         return True
-    if os.strerror(errno.EIO) not in str(err):  # LMDB's own for a write that a full device cut short
+    if os.strerror(errno.EIO) not in str(err):  # LMDB's own error for a write that a full device cut short
         return False
     with suppress(OSError):
         found = os.statvfs(nearest_folder(folder))
@@ -166,23 +176,26 @@ def is_out_of_room(folder: Path, err: Exception) -> bool:
 def no_room(folder: Path) -> NoRoom:
     """Return the error for an index on a full device."""
     return NoRoom(
-        f"index {folder}: no room left on the device; all before is as it was: make room and run the same again, or "
-        "set index.path to a folder on another disk",
+        f"index {folder}: no room left on the device; earlier data is unchanged; free space and run the same again, "
+        "or set index.path to a folder on another disk",
         folder,
     )
 
 
 def _open_error(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailable:
-    """Return why an index could not be opened, and what helps. LMDB gives the system's reasons as text alone."""
+    """Return the error for an index that could not be opened, with its remedy.
+
+    LMDB passes the system's reasons on as text only.
+    """
     if is_out_of_room(folder, err):
         return no_room(folder)
     if os.strerror(errno.ENOMEM) in str(err):
         return StoreUnavailable(
-            f"index {folder}: {map_bytes:,} bytes of addresses cannot be had: raise the limit (ulimit -v), or lower "
+            f"index {folder}: cannot map {map_bytes:,} bytes of address space; raise the limit (ulimit -v), or lower "
             "index.map_bytes"
         )
     if any(os.strerror(number) in str(err) for number in REFUSED):
-        return NotWritable(f"index {folder}: {err}: who reads it needs to write its lock.mdb, and nothing else")
+        return NotWritable(f"index {folder}: {err}; a reader needs write access to its lock.mdb, and to nothing else")
     if any(os.strerror(number) in str(err) for number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)):
         return StoreUnavailable(
             f"index {folder}: {err}: the filesystem lacks locks or memory maps, which the index needs: move the store "
@@ -193,13 +206,13 @@ def _open_error(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailabl
     )
 
 
-def damage_error(said: object) -> IndexDamaged:
-    """Return the error for an index that is not as it was written."""
-    return IndexDamaged(f"index: {said}: it is damaged; run rebuild-index, which makes a new one")
+def damage_error(reason: object) -> IndexDamaged:
+    """Return the error for a damaged index."""
+    return IndexDamaged(f"index damaged: {reason}; run rebuild-index, which makes a new one")
 
 
 def release(shared: Environment) -> None:
-    """Let go of an environment."""
+    """Release an environment; the last user closes it."""
     if shared.process != os.getpid():
         return
     with _LOCK:
@@ -212,13 +225,16 @@ def release(shared: Environment) -> None:
 
 
 def _open_environment(folder: Path, map_bytes: int, *, writable: bool, durable: bool) -> Environment:
-    """Open for writing wherever that is allowed, even for a reader: a writer of this process may ask next."""
+    """Open an environment for writing if permitted, even for a reader.
+
+    A writer of this process may need it next.
+    """
     options: dict[str, Any] = {
         "map_size": map_bytes,
         "max_dbs": 16,
         "lock": True,
         "readahead": False,
-        "meminit": True,  # else pages carry whatever the process had in freed memory into the file
+        "meminit": True,  # else pages carry freed memory of the process into the file
         "mode": FILE_MODE,
         "max_readers": READERS_MAX,
         "sync": durable,
@@ -242,37 +258,41 @@ def _open_environment(folder: Path, map_bytes: int, *, writable: bool, durable: 
 
 
 def _open_file(folder: Path, options: Mapping[str, Any], *, writable: bool) -> tuple[Any, bool]:
-    """Return (LMDB's environment, whether it may be written)."""
+    """Return (LMDB's environment, whether it is writable)."""
     new = _file(folder) is None
     try:
         return lmdb.open(os.fsencode(folder), create=writable, **options), True
     except lmdb.Error:
         if writable:
-            if new:  # half a head, on a full device, is no index and would be taken for a damaged one
+            if new:  # a partial header, on a full device, would be taken for a damaged index
                 (folder / "data.mdb").unlink(missing_ok=True)
             raise
         return lmdb.open(os.fsencode(folder), readonly=True, **options), False
 
 
 def _check_after_crash(folder: Path) -> list[Path]:
-    """Return the notes of processes that died with a file open. Raises IndexUnsafe where it may have ended them."""
+    """Return the notes of processes that died with the index open.
+
+    Raises: IndexUnsafe, if the index may have caused their death.
+    """
     dead = dead_notes(folder)
     if not dead:
         return dead
     damage = find_page_damage(folder / "data.mdb")
     if damage is None and len(dead) > CRASHES_MAX:
-        damage = f"{len(dead)} processes that had it open have died, and none has closed it since"
+        damage = f"{len(dead)} processes died with it open, and none has closed it since"
     if damage is not None:
-        raise IndexUnsafe(f"index {folder}: {damage}: reading it may end the process; run rebuild-index")
+        raise IndexUnsafe(f"index {folder}: {damage}; reading it may crash the process; run rebuild-index")
     return dead
 
 
 def _reserve_lock(folder: Path) -> None:
-    """Let the device have room for the table of readers: LMDB maps a file of holes, and on a full one that is SIGBUS.
+    """Reserve disk space for LMDB's reader table.
 
-    Raises OSError where there is none; NotWritable where this process may not write the table: LMDB would then read
-    without it, and a writer elsewhere could overwrite pages that are being read. A file that exists was reserved by
-    its maker.
+    LMDB maps a sparse file; on a full device that is SIGBUS. A file that exists was reserved by its creator.
+
+    Raises: OSError, if the device is full. NotWritable, if this process may not write the table: LMDB would then read
+    without it, and a writer in another process could overwrite pages that are being read.
     """
     if not hasattr(os, "posix_fallocate"):
         return
@@ -282,57 +302,59 @@ def _reserve_lock(folder: Path) -> None:
     except OSError as err:
         if err.errno in REFUSED:
             raise write_error(path, err) from err
-        return  # LMDB says why
+        return  # LMDB reports the reason
     try:
-        if not os.fstat(descriptor).st_size:  # never larger than what another process has mapped
+        if not os.fstat(descriptor).st_size:  # never larger than the size that another process has mapped
             os.posix_fallocate(descriptor, 0, LOCK_BYTES)
     except OSError as err:
         if err.errno in (errno.ENOSPC, errno.EDQUOT):
-            os.ftruncate(descriptor, 0)  # a part would be taken for all of it
+            os.ftruncate(descriptor, 0)  # a partial table would be taken for a complete one
             raise
     finally:
         os.close(descriptor)
 
 
 def _fill_up(env: Any, folder: Path) -> None:
-    """Let zeros stand for pages beyond the file's end: LMDB maps them all, and touching none of them is SIGBUS.
+    """Extend the file with zeros for pages beyond its end.
 
-    A page that was freed before it was ever written may lie there; one that was lost is then refused as corrupt.
+    LMDB maps them all, and touching a missing one is SIGBUS. A page that was freed before it was ever written may be
+    missing; a page that was lost is then refused as corrupt.
     """
-    needed_bytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    mapped_bytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     path = folder / "data.mdb"
     size_bytes = path.stat().st_size
-    if size_bytes < needed_bytes:
+    if size_bytes < mapped_bytes:
         descriptor = open_private(path, os.O_RDWR)
-        try:  # fallocate never shrinks what a writer may have extended meanwhile
-            os.posix_fallocate(descriptor, size_bytes, needed_bytes - size_bytes)
+        try:  # fallocate never shrinks a file that a writer extended meanwhile
+            os.posix_fallocate(descriptor, size_bytes, mapped_bytes - size_bytes)
         finally:
             os.close(descriptor)
 
 
 def _file(folder: Path) -> tuple[int, int] | None:
-    """Return what tells the data file from others, None where there is none. Raises IndexDamaged for what is no file.
+    """Return (device, inode) of the data file, or None if there is none.
 
-    LMDB would wait for ever for who writes into a pipe.
+    Raises: IndexDamaged, if it is not a regular file: LMDB would wait for ever on a pipe.
     """
     try:
         status = (folder / "data.mdb").stat()
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(status.st_mode):
-        raise damage_error(f"{folder / 'data.mdb'} is no file")
+        raise damage_error(f"{folder / 'data.mdb'} is not a regular file")
     return status.st_dev, status.st_ino
 
 
-def drop_after_fork(at_work: Sequence[Any]) -> None:
-    """Leave all to the parent, in a process just forked from it; `at_work`: what it was reading or writing then.
+def drop_after_fork(in_use: Sequence[Any]) -> None:
+    """Leave all environments to the parent, in a process just forked from it.
 
-    That must not even be closed: it would end the parent's transaction. All else is, without a trace in the files.
+    Environments in `in_use`, in use at the fork, must not even be closed: that would end the parent's transaction. The
+    others are closed, without a trace in the files.
     """
     global _LOCK  # noqa: PLW0603 - a thread that this process does not have may hold it
     _LOCK = threading.Lock()
     for shared in _OPEN.values():
-        if any(shared.env is env for env in at_work):
+        if any(shared.env is env for env in in_use):
             _PARENTS.append(shared)
         else:
             shared.env.close()

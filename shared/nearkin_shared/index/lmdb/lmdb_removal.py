@@ -1,9 +1,12 @@
-"""What an LMDB index lets go of. Invariant: afterwards no entry names what is unwanted, whenever it was looked up.
+"""Selection of the entries that an LMDB index removes.
 
-    look up, while others write -> keys
-    forget: of these keys what still names what is unwanted; all entries are read where more may name it by now
+Invariant: after the removal no entry names a removed location, however old the lookup.
 
-Reading all entries took 0.2 of the 0.25 s that a condemnation kept puts waiting.
+    find_keys     while others write -> keys
+    withdraw      of these keys, the entries that still name a removed location; all entries are read if other keys
+                  may name one by now
+
+Reading all entries took 0.2 of the 0.25 s that marking for deletion blocked puts.
 """
 
 from __future__ import annotations
@@ -15,49 +18,52 @@ import numpy as np
 from nearkin_shared.types import U8, U32, U64, Bools, Locations, group_by_container
 from nearkin_shared.utils.frozen import frozen
 
-Unwanted = Mapping[int, U32 | None]
-"""By container: ordinals, or None for all."""
+Removals = Mapping[int, U32 | None]
+"""Ordinals to remove by container, or None for all."""
 
 
 @frozen
 class RemovalLookup:
-    """What was looked up: keys by table, in the index of `file` when it had published `containers`."""
+    """Keys found by table in the index of `file`, when it had published `containers`."""
 
     file: tuple[int, int]
     containers: U64
     keys: Mapping[str, U8]
 
-    def holds(self, file: tuple[int, int], containers: U64, unwanted: Mapping[str, Unwanted]) -> bool:
-        """Return whether nothing else can name what is unwanted: entries come with their container's publication."""
+    def covers(self, file: tuple[int, int], containers: U64, removals: Mapping[str, Removals]) -> bool:
+        """Return whether no other key can name a removal.
+
+        Entries appear with their container's publication only.
+        """
         if file != self.file:
             return False
         published = set(np.setdiff1d(containers, self.containers).tolist())
-        return not any(published & rows.keys() for rows in unwanted.values())
+        return not any(published & rows.keys() for rows in removals.values())
 
 
-def by_table(chunks: Unwanted, segments: Mapping[int, U32]) -> dict[str, Unwanted]:
-    """Return what is unwanted in each table: without a container's chunks, none of its segments."""
+def removals_by_table(chunks: Removals, segments: Mapping[int, U32]) -> dict[str, Removals]:
+    """Return the removals of each table: a container without chunks has no segments."""
     lost: dict[int, U32 | None] = {container: None for container, rows in chunks.items() if rows is None}
     return {"chunks": chunks, "features": chunks, "segments": {**segments, **lost}}
 
 
-def look_up(rows: Iterator[tuple[U8, Locations]], unwanted: Unwanted, key_bytes: int) -> U8:
-    """Return the keys, uint8[n, key_bytes], of a table's `rows` whose location is unwanted."""
+def find_keys(rows: Iterator[tuple[U8, Locations]], removals: Removals, key_bytes: int) -> U8:
+    """Return the keys, uint8[n, key_bytes], of `rows` whose location is removed."""
     found = [np.zeros((0, key_bytes), np.uint8)]
-    if unwanted:
-        found += [keys[is_unwanted(locations, unwanted)] for keys, locations in rows]
+    if removals:
+        found += [keys[is_removed(locations, removals)] for keys, locations in rows]
     return np.concatenate(found)
 
 
-def is_unwanted(locations: Locations, unwanted: Unwanted) -> Bools:
-    """Return which locations are unwanted."""
-    containers = np.sort(np.fromiter(unwanted, np.uint64, len(unwanted)))
-    named = np.zeros(len(locations), np.bool_)
+def is_removed(locations: Locations, removals: Removals) -> Bools:
+    """Return which locations are removed."""
+    containers = np.sort(np.fromiter(removals, np.uint64, len(removals)))
+    removed = np.zeros(len(locations), np.bool_)
     if not len(containers):
-        return named
+        return removed
     at = np.minimum(np.searchsorted(containers, locations.containers), len(containers) - 1)
-    mine = np.flatnonzero(containers[at] == locations.containers)
-    for container, rows in group_by_container(locations.containers[mine]):
-        ordinals = unwanted[container]
-        named[mine[rows]] = True if ordinals is None else np.isin(locations.ordinals[mine[rows]], ordinals)
-    return named
+    listed = np.flatnonzero(containers[at] == locations.containers)
+    for container, rows in group_by_container(locations.containers[listed]):
+        ordinals = removals[container]
+        removed[listed[rows]] = True if ordinals is None else np.isin(locations.ordinals[listed[rows]], ordinals)
+    return removed

@@ -1,12 +1,12 @@
-"""Notes of the processes that have an LMDB environment open, so that a crash by a damaged page is noticed.
+"""Notes of the processes that have an LMDB environment open, to detect crashes.
 
-    open.<boot>.<process>.<start>.<number>      an empty file in the environment's folder, removed when it is closed
+    open.<boot>.<process>.<start>.<number>      an empty file in the environment's folder, removed on close
 
-LMDB reads its file through memory: damage may end the process (SIGSEGV, SIGBUS, an assertion), and then each one after
-it. The note of a process that died makes the next one check all pages first (page_check.py). A process that was killed
-for other reasons leaves one too: that costs a check, and no rebuild.
+LMDB reads its file through memory: damage may end the process (SIGSEGV, SIGBUS, an assertion), and then every later
+one. The note of a process that died makes the next one check all pages first (page_check.py). A process killed for
+other reasons leaves a note too: that costs a check, and no rebuild.
 
-A note need not survive a power cut: the process that meets the damage after it leaves another one.
+A note need not survive a power cut: the next process that meets the damage leaves another one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nearkin_shared.utils.private_files import open_private
 
 PREFIX = "open."
 CRASHES_MAX = 5
-"""So many notes of dead processes, and no close in between, mean damage that a check of the pages does not show."""
+"""Notes of dead processes, without a close in between, that mean damage even if the page check finds none."""
 _numbers = count(1)
 _written: set[Path] = set()
 """Notes of this process."""
@@ -37,9 +37,12 @@ def _boot() -> str:
 
 
 def _start_time(process: int) -> str | None:
-    """Return when a process was started, in ticks since boot; None where there is none, "0" if it is unknown."""
+    """Return when a process started, in ticks since boot.
+
+    None if it does not exist, "0" if the time is unknown.
+    """
     try:
-        # Behind the name, which may hold spaces and parentheses, the start is the 20th field.
+        # The name may contain spaces and parentheses; behind it the start time is the 20th field.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):
         if Path("/proc/self/stat").exists():
@@ -56,7 +59,7 @@ def _start_time(process: int) -> str | None:
 
 
 def write_note(folder: Path) -> Path | None:
-    """Note that this process opens an environment; None where nothing can be written in the folder."""
+    """Write a note that this process opens an environment; None if that is impossible."""
     process = os.getpid()
     note = folder / f"{PREFIX}{_boot()}.{process}.{_start_time(process)}.{next(_numbers)}"
     try:
@@ -76,7 +79,7 @@ def remove_note(note: Path | None) -> None:
 
 
 def dead_notes(folder: Path) -> list[Path]:
-    """Return the notes that processes left which are not there any more."""
+    """Return the notes of processes that no longer exist."""
     try:
         names = [name for name in os.listdir(folder) if name.startswith(PREFIX)]
     except OSError:
@@ -95,13 +98,13 @@ def _is_alive(name: str) -> bool:
     )
 
 
-def _forget_notes() -> None:
-    """A process that ends in order has not crashed, even if it closed nothing."""
+def _remove_notes() -> None:
+    """Remove the notes of a process that ends in order, even if it closed nothing."""
     for note in list(_written):
         if note.name.split(".")[2] == str(os.getpid()):
             remove_note(note)
 
 
-atexit.register(_forget_notes)
+atexit.register(_remove_notes)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_written.clear)

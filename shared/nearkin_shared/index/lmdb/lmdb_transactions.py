@@ -1,0 +1,147 @@
+"""Transactions of an LMDB index, and the life of its environment.
+
+Invariant: every write is one transaction, and no environment is closed while a thread uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import lmdb
+
+from nearkin_shared.errors import IndexClosed, StoreUnavailable
+from nearkin_shared.index.lmdb.environments import (
+    DAMAGE,
+    Environment,
+    acquire,
+    damage_error,
+    drop_after_fork,
+    is_out_of_room,
+    no_room,
+    release,
+)
+from nearkin_shared.utils.failpoints import failpoint
+
+TABLES = ("chunks", "features", "segments", "counts", "containers", "versions", "meta")
+_ALL: WeakSet[LmdbTransactions] = WeakSet()
+"""All open indexes of this process."""
+
+
+class LmdbTransactions:
+    """Transactions over one index folder: one writing process, many readers."""
+
+    def __init__(self, folder: Path, map_bytes: int, *, read_only: bool, durable: bool) -> None:
+        self.read_only = read_only
+        self._durable = durable
+        self._folder = folder
+        self._write_lock = threading.Lock()
+        self._users_lock = threading.Lock()
+        self._users = 0
+        """Number of calls in progress; the last one releases an environment that was closed meanwhile."""
+        _ALL.add(self)
+        self._shared: Environment | None = None
+        self._shared = shared = acquire(folder, map_bytes, TABLES, writable=not read_only, durable=durable)
+        self._env = shared.env
+        self._databases = databases = shared.databases
+        self._counts, self._containers, self._versions, self._meta = (databases[name] for name in TABLES[3:])
+
+    @contextmanager
+    def _in_use(self) -> Iterator[Environment]:
+        """Keep the environment open: closing it under a reading thread is SIGSEGV.
+
+        Raises: IndexClosed.
+        """
+        with self._users_lock:
+            shared = self._shared
+            if shared is None or shared.process != os.getpid():
+                raise IndexClosed("index: closed during the call; run the same again")
+            self._users += 1
+        try:
+            yield shared
+        finally:
+            with self._users_lock:
+                self._users -= 1
+                was_last = self._shared is None and not self._users
+            if was_last:
+                release(shared)
+
+    @contextmanager
+    def _reading(self, *, buffers: bool = False) -> Iterator[Any]:
+        try:
+            with self._in_use(), self._env.begin(buffers=buffers) as txn:
+                yield txn
+        except struct.error as err:
+            raise damage_error(err) from err
+        except lmdb.Error as err:
+            raise _unavailable(self._folder, err) from err
+
+    @contextmanager
+    def _writing(self, *, buffers: bool = False) -> Iterator[Any]:
+        try:
+            with self._in_use(), self._write_lock:
+                with self._env.begin(write=True, buffers=buffers) as txn:
+                    yield txn
+                    failpoint("index.writing")
+                failpoint("index.written")
+        except struct.error as err:  # a count or marks of another length
+            raise damage_error(err) from err
+        except lmdb.Error as err:
+            raise _unavailable(self._folder, err) from err
+
+    def _sync(self) -> None:
+        """Make all transactions durable."""
+        try:
+            with self._in_use():
+                self._env.sync(True)
+        except lmdb.Error as err:
+            raise _unavailable(self._folder, err) from err
+
+    @property
+    def last_written(self) -> tuple[tuple[int, int], int]:
+        """Return the file, and the number of the last transaction that wrote it, by any process."""
+        with self._in_use() as shared:
+            return shared.file, int(self._env.info()["last_txnid"])
+
+    def close(self) -> None:
+        """Release the environment once the calls in progress have ended. Idempotent."""
+        with self._users_lock:
+            shared, self._shared = self._shared, None
+            in_use = self._users > 0
+        if shared is not None and not in_use:
+            release(shared)
+
+    @property
+    def current(self) -> bool:
+        """Return whether the folder still has this index: an index rebuild replaces it."""
+        shared = self._shared
+        return shared is not None and shared.is_at(self._folder)
+
+    @property
+    def environment_in_use(self) -> Any:
+        """Return LMDB's environment if a call is in progress, else None."""
+        return self._env if self._users else None
+
+
+def _after_fork() -> None:
+    drop_after_fork([env for index in list(_ALL) if (env := index.environment_in_use) is not None])
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _unavailable(folder: Path, err: lmdb.Error) -> StoreUnavailable:
+    if isinstance(err, DAMAGE):
+        return damage_error(err)
+    if isinstance(err, lmdb.MapFullError):
+        return StoreUnavailable(f"index {folder}: full; raise index.map_bytes and run the same again")
+    if is_out_of_room(folder, err):
+        return no_room(folder)
+    return StoreUnavailable(f"index {folder}: {err}; earlier data is unchanged; run the same again")
