@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -30,6 +31,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # How long an example takes says how busy the machine is: a deadline of 200 ms failed a test of arithmetic.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
+
+
+SOAK_TESTS = Path(__file__).with_name("soak_tests.txt")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of `soak_tests.txt`. Raises UsageError for a test that a whole collection does not have."""
+    lines = SOAK_TESTS.read_text(encoding="utf-8").splitlines()
+    listed = {line for line in lines if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.soak)
+    is_whole = config.args == config.getini("testpaths") and not config.option.ignore and not config.option.keyword
+    absent = listed - {item.nodeid for item in items}
+    if is_whole and absent:
+        raise pytest.UsageError(f"{SOAK_TESTS.name}: no such test: {min(absent)}; correct its name or remove the line")
 
 
 @contextmanager
