@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from nearkin_maintenance.verify.scrubber import Step
     from nearkin_shared.formats.tombstone import Mark
     from nearkin_shared.index.catalog import CatalogEntry
+    from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 
 __all__ = ["Item", "Progress", "Source", "Store", "create_store", "open_store"]
 
@@ -599,26 +600,26 @@ class Store:
 
     def stats(self) -> Stats:
         """Return sums over the store, all tenants of it, from the index and the object store's listing."""
-        from nearkin_shared.stats import stats
+        from nearkin_shared.stats import OtherObjects, stats
 
         quarantine_bytes = sum(self._quarantine.list_records().values()) + sum(
             ScrubStates(self._covered).list_records().values()
         )
         pending_delete_bytes = sum(self._condemned.list_records().values())
         covered = self._covered
-        return self._index.read(
-            lambda index: stats(
-                index,
-                self._containers,
+
+        def sum_up_index(index: LmdbIndex) -> Stats:
+            others = OtherObjects(
                 chunking_record.descriptor_bytes(self._objects),
                 pending_delete_bytes,
-                self._index.bytes_on_disk,
-                manifest_bytes=sum(size_bytes for _, size_bytes in covered.names("manifests")),
                 parity_bytes=sum(size_bytes for _, size_bytes in self._objects.names("parity")),
                 quarantine_bytes=quarantine_bytes + sum(self.pauses.list_records().values()),
                 encryption_bytes=covered.encryption_bytes() if isinstance(covered, EncryptedObjectStore) else None,
+                manifest_bytes=sum(size_bytes for _, size_bytes in covered.names("manifests")),
             )
-        )
+            return stats(index, self._containers, others, self._index.bytes_on_disk)
+
+        return self._index.read(sum_up_index)
 
     def tenant_stats(self) -> Stats:
         """Return sums over the own tenant alone: for a caller who may not learn what other tenants store.
@@ -626,19 +627,18 @@ class Store:
         Where the store has other tenants, a container counts for the tenant in its header; what no tenant owns (index,
         parity, quarantine, records of GC) is left out then.
         """
-        from nearkin_shared.stats import sum_up
+        from nearkin_shared.stats import OtherObjects, sum_up
 
         tenant = self.settings.tenant
         entries, found = self._index.read(lambda index: (list(index.catalogs()), list(index.containers())))
         if all(owner == tenant for owner, _ in entries):
             return self.stats()
         own = [summary for summary in found if self._owns(summary.container)]
-        descriptor_bytes = chunking_record.descriptor_bytes(self._objects)
         return sum_up(
             ((owner, entry) for owner, entry in entries if owner == tenant),
             own,
-            sum(summary.container_bytes for summary in own) + descriptor_bytes,
-            descriptor_bytes=descriptor_bytes,
+            sum(summary.container_bytes for summary in own),
+            OtherObjects(chunking_record.descriptor_bytes(self._objects)),
             index_bytes=0,
         )
 

@@ -1,1 +1,1 @@
-"""What two services or more need: types, formats, kernels, object stores, index, reading, Kafka runtime."""
+"""Code that two services or more share: types, formats, kernels, object stores, index."""

@@ -1,5 +1,6 @@
-"""Errors. Invariant: callers ask `RetryableError` or `PermanentError`, never a vendor's type; the cause is always
-kept.
+"""Define the errors that Nearkin raises.
+
+Invariant: callers test for `RetryableError` or `PermanentError`, never for a vendor's type; the cause is always kept.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from pathlib import Path
 
 
 class NearkinError(Exception):
-    """Base of everything Nearkin raises on purpose; its text is one line and says what to do."""
+    """Base of all errors that Nearkin raises itself; the text is one line with a remedy."""
 
 
 class RetryableError(NearkinError):
     """The same call may succeed later: a full disk, a busy lock, an unreachable service."""
 
     retry_after_seconds: float | None = None
-    """When, if whoever refused it said so."""
+    """Delay before the next attempt, if the server stated one."""
 
 
 class PermanentError(NearkinError):
@@ -24,39 +25,42 @@ class PermanentError(NearkinError):
 
 
 class Corrupt(PermanentError):
-    """Stored bytes are not what was written: a checksum, fingerprint or length does not agree."""
+    """Stored bytes differ from those written: a checksum, fingerprint or length disagrees."""
 
 
 class BadInput(PermanentError):
-    """The caller's input is refused: a key, a range, a file; names the value and what would be right."""
+    """The caller's input is refused: a key, a range, a file.
+
+    The text contains the value and the accepted values.
+    """
 
 
 class ConfigError(BadInput):
-    """A setting is refused: names the field, the value and what would be right."""
+    """A setting is refused: the text contains the field, the value and the accepted values."""
 
 
 class WrongKey(ConfigError):
-    """The key-encryption key that the settings name, if any, is not the one that the store's keys need."""
+    """The configured key-encryption key, if any, is not the one of the store's keys."""
 
 
 class AccessDenied(PermanentError):
-    """The caller may not do this: its token is missing, unknown, expired or has no such scope."""
+    """The caller has no permission: the token is missing, unknown, expired or lacks a scope."""
 
 
 class RetentionActive(PermanentError):
-    """No caller may delete a version yet: its manifest or retention.min_age_seconds retains it."""
+    """A version is dated in the future, so the ages of versions are unknown."""
 
 
 class ClockSkew(RetryableError):
-    """A version is dated in the future: which versions are old enough to be forgotten is not known."""
+    """A version is dated in the future, so that the ages of versions are unknown."""
 
 
 class PreconditionFailed(PermanentError):
-    """The key's newest version is not the one that a conditional put was made for; nothing was stored."""
+    """The key's newest version fails the condition of a put; nothing was stored."""
 
 
 class GcPaused(PermanentError):
-    """Garbage collection is paused, until somebody resumes it."""
+    """Garbage collection is paused until an operator resumes it."""
 
 
 class NotFound(PermanentError):
@@ -68,72 +72,93 @@ class NoStore(NotFound):
 
 
 class StoreUnavailable(RetryableError):
-    """The object store or the index could not be reached or has no room."""
+    """The object store or the index is unreachable or full."""
 
 
 class NoRoom(StoreUnavailable):
-    """The device of the store, or of its index, is full: what was to be written is not there."""
+    """The device of the store, or of its index, is full; the data were not written."""
 
     def __init__(self, message: str, folder: Path | None = None) -> None:
-        """`folder`: where there is no room, if that may be on another device than the store."""
+        """Keep the folder without room, if it may be on another device than the store."""
         super().__init__(message)
         self.folder = folder
 
 
 class NotWritable(StoreUnavailable):
-    """The process may not write the store's lock or index: a read-only disk, or another user's files."""
+    """The process may not write the store's lock or index: read-only disk, or other owner."""
 
 
 class IndexDamaged(StoreUnavailable):
-    """The index in files cannot be read: it is to be made anew."""
+    """The index in files cannot be read and must be rebuilt."""
 
 
 class IndexUnsafe(IndexDamaged):
-    """Reading the index in files would end the process, or did so before: it is made again without being opened."""
+    """Reading the index in files would crash the process, or did so before.
+
+    It is rebuilt without being opened.
+    """
 
 
 class IndexStale(StoreUnavailable):
-    """The index in files has an older state of the store: another machine wrote, or the store was copied."""
+    """The index in files has an older state of the store.
+
+    Another machine wrote to the store, or the store was copied.
+    """
 
 
 class IndexUnfinished(StoreUnavailable):
-    """The index's file is there, what belongs in it is not: as good as no index."""
+    """The index's file exists without its contents; it counts as missing."""
 
 
 class IndexClosed(StoreUnavailable):
-    """The index was closed by another thread, which puts another one in its place, or closes the store."""
+    """Another thread closed the index, to replace it or to close the store."""
 
 
 class StoreLocked(RetryableError):
-    """Somebody else has this store: another process writes to it, or another Store of this process is open on it."""
+    """Another process writes to this store, or another Store of this process has it open."""
 
 
 class SourceFailed(RetryableError):
-    """The caller's file or stream failed while it was read; the cause is the error it gave. Nothing was stored."""
+    """The caller's file or stream failed while it was read; nothing was stored.
+
+    The cause is the error that it raised.
+    """
 
 
 class TenantCollision(BadInput):
-    """The hash of a tenant's name is taken by another name; the later tenant is refused."""
+    """The hash of a tenant's name belongs to another name; the later tenant is refused."""
 
 
 class TenantErased(PermanentError):
-    """A tenant's keys were erased: what they sealed is there, perhaps, and can never be read again. No damage."""
+    """The tenant's encryption keys were erased, so that its objects cannot be decrypted.
+
+    The objects may still exist. This is not data corruption.
+    """
 
 
 class KeysLost(Corrupt):
-    """A tenant's data keys are gone, and nobody erased them: what they sealed is unread until they are back."""
+    """A tenant's data keys are missing without an erasure.
+
+    Its objects cannot be decrypted until the keys are restored.
+    """
 
 
 class NotAuthentic(PermanentError):
-    """A record of an internal topic was not made by a process of this store: it is not acted on."""
+    """A record of an internal topic was not written by a process of this store; it is ignored."""
 
 
 class FormatTooNew(PermanentError):
-    """Written by a later Nearkin: names the format version found and the one this code reads."""
+    """The data were written by a later Nearkin.
+
+    The text contains the format version found and the one that this code reads.
+    """
 
 
 def choose(field: str, value: object, known: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown name: `features.algorithm "fineese": choose finesse, ntransform or odess`."""
+    """Return the error for an unknown name, with the known ones.
+
+    For example `features.algorithm "fineese": choose finesse, ntransform or odess`.
+    """
     names = sorted(known)
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
     return ConfigError(f'{field} "{value}": choose {listed}')

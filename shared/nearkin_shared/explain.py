@@ -1,4 +1,7 @@
-"""Explain. Invariant: what it says is read from containers and the manifest, never guessed."""
+"""Explain how each chunk of a version is stored.
+
+Invariant: every statement is read from containers and the manifest; nothing is guessed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from nearkin_shared.types import ZERO, ContainerId, Locations, group_by_containe
 
 
 def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> Explanation:
-    """Return how each chunk of a version is kept. Only directories are read."""
+    """Return how each chunk of a version is stored. Reads directories only."""
     reader = ChunkReader(source)
     segments: list[SegmentExplained] = []
     kinds: Counter[str] = Counter()
@@ -31,22 +34,27 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
         holder = ContainerId(int(location.containers[0]))
         directory = source.directory(holder)
         ordinal = int(location.ordinals[0])
-        locations, _ = segment_chunks(location, source)  # first: it looks whether there is such a segment
+        locations, _ = segment_chunks(location, source)  # first, because it checks that the segment exists
         sketch = directory.sketch_names[directory.segments.sketches[ordinal]]
-        fresh_from = _first_own(directory.segments.chunks, directory.segments.bounds, ordinal, holder)
+        first_fresh = _count_introduced(directory.segments.chunks, directory.segments.bounds, ordinal, holder)
         plan, bases = reader.plan_with_bases(locations)
         base = iter(bases.names)
-        shares = _with_merged(_shares(plan, source), plan, bases, source).tolist()
+        shares = _add_merged_shares(_shares(plan, source), plan, bases, source).tolist()
         known = bool(manifest.known[sequence])
         chunks: list[ChunkExplained] = []
         for row in range(len(locations)):
-            place = int(locations.containers[row]), int(locations.ordinals[row])
+            location_key = int(locations.containers[row]), int(locations.ordinals[row])
             is_delta = bool(plan.depths[row])
             base_name = next(base) if is_delta else None
-            fresh = not known and place[0] == holder and place[1] >= fresh_from and place not in introduced
-            kind = "zero" if place[0] == ZERO else "duplicate" if not fresh else "delta" if is_delta else "raw"
+            fresh = (
+                not known
+                and location_key[0] == holder
+                and location_key[1] >= first_fresh
+                and location_key not in introduced
+            )
+            kind = "zero" if location_key[0] == ZERO else "duplicate" if not fresh else "delta" if is_delta else "raw"
             if fresh:
-                introduced.add(place)
+                introduced.add(location_key)
             finder = finder_name(int(plan.ranks[row])) if is_delta and fresh else None
             kinds[kind] += 1
             if finder:
@@ -57,7 +65,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
                     offset=offset,
                     length_bytes=length,
                     kind=kind,
-                    fingerprint=plan.names[row, :20].tobytes().hex() if place[0] != ZERO else "",
+                    fingerprint=plan.names[row, :20].tobytes().hex() if location_key[0] != ZERO else "",
                     depth=int(plan.depths[row]),
                     stored_estimate_bytes=shares[row] if fresh else 0,
                     base_fingerprint=base_name[:20].tobytes().hex() if base_name is not None else None,
@@ -78,30 +86,38 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
     )
 
 
-def _with_merged(shares: NDArray[np.int64], plan: Plan, bases: Plan, source: ContainerSource) -> NDArray[np.int64]:
-    """Return the rows' shares, of those that refer to what was gathered with their part of that."""
+def _add_merged_shares(
+    shares: NDArray[np.int64], plan: Plan, bases: Plan, source: ContainerSource
+) -> NDArray[np.int64]:
+    """Return the shares of rows, with the parts of merged blocks that reference rows take."""
     deltas = np.flatnonzero(plan.depths > 0)
-    refer = plan.ranks[deltas] == container_layout.REFERENCE_RANK
-    rows, joined = deltas[refer], bases.take(refer)
-    shares[rows] += _shares(joined, source) * plan.lengths[rows].astype(np.int64) // np.maximum(joined.lengths, 1)
+    is_reference = plan.ranks[deltas] == container_layout.REFERENCE_RANK
+    rows, slices = deltas[is_reference], bases.take(is_reference)
+    shares[rows] += _shares(slices, source) * plan.lengths[rows].astype(np.int64) // np.maximum(slices.lengths, 1)
     return shares
 
 
 def _shares(plan: Plan, source: ContainerSource) -> NDArray[np.int64]:
-    """Return each row's share of its block as stored, bytes, by its encoding's part of what the block decodes to."""
+    """Return the share of each row in its block's stored bytes, int64[n].
+
+    A row's share is the part of its encoding in the bytes that the block decodes to.
+    """
     shares = plan.encoded.astype(np.int64)
     stored = np.flatnonzero(plan.locations.containers != np.uint64(ZERO))
     for container, rows in group_by_container(plan.locations.containers[stored]):
-        mine, blocks = stored[rows], source.directory(ContainerId(container)).blocks
-        numbers = plan.blocks[mine]
-        shares[mine] = shares[mine] * blocks.stored[numbers] // np.maximum(blocks.raw[numbers], 1)
+        container_rows, blocks = stored[rows], source.directory(ContainerId(container)).blocks
+        numbers = plan.blocks[container_rows]
+        shares[container_rows] = shares[container_rows] * blocks.stored[numbers] // np.maximum(blocks.raw[numbers], 1)
     return shares
 
 
-def _first_own(
+def _count_introduced(
     chunks: Locations, bounds: np.ndarray[tuple[int], np.dtype[np.uint32]], ordinal: int, holder: int
 ) -> int:
-    """Return how many chunks of the holder earlier recipes have introduced: they come in stream order, from 0."""
-    before = slice(0, int(bounds[ordinal]))
-    own = chunks.ordinals[before][chunks.containers[before] == np.uint64(holder)]
+    """Return how many chunks of the holder earlier recipes have introduced.
+
+    Ordinals are assigned in stream order from 0.
+    """
+    earlier_rows = slice(0, int(bounds[ordinal]))
+    own = chunks.ordinals[earlier_rows][chunks.containers[earlier_rows] == np.uint64(holder)]
     return int(own.max()) + 1 if len(own) else 0

@@ -1,4 +1,7 @@
-"""Names of chunks and segments. Invariant: equal names mean equal contents, whatever an adversary sends."""
+"""Compute the names of chunks and segments.
+
+Invariant: equal names mean equal contents, even if an adversary chose the contents.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Boo
 
 DOMAIN_BYTES = 16
 ZERO_LENGTHS_MAX = 4096
-"""Names of zero chunks kept: mostly there are a handful, the chunker's bound and the ends of holes."""
+"""Names of zero chunks that are cached: usually few, the chunker's maximum and the ends of holes."""
 
 
 def domain_of(tenant: str) -> bytes:
-    """Return the 16 bytes that name a tenant's dedup domain. Raises BadInput for a tenant that is not UTF-8."""
+    """Return the 16 bytes that identify a tenant's dedup domain.
+
+    Raises BadInput for a tenant that is not UTF-8.
+    """
     try:
         encoded = tenant.encode()
     except UnicodeEncodeError as err:
@@ -24,7 +30,7 @@ def domain_of(tenant: str) -> bytes:
 
 
 class Fingerprinter:
-    """Names chunks of one dedup domain (one tenant): its tags never agree with another domain's."""
+    """Computes chunk names of one dedup domain; its tags never equal another domain's."""
 
     def __init__(self, secret: bytes, tenant: str, fingerprint_bits: int = 160) -> None:
         self.domain = domain_of(tenant)
@@ -34,21 +40,24 @@ class Fingerprinter:
         self._truncated = fingerprint_bits < 160
 
     def name_chunks(self, payload: U8, offsets: U64, lengths: U32) -> U8:
-        """Return uint8[n, 32]: SHA-1 20, check tag 8, length 4, of each chunk."""
+        """Return uint8[n, 32] for the chunks: SHA-1 20, check tag 8, length 4 bytes."""
         fingerprints = sha1_many(payload, offsets, lengths)
         if self._truncated:
             fingerprints &= self._mask
         return names(fingerprints, check_tags(payload, offsets, lengths, self._key), lengths)
 
     def name_stream(self, payload: U8, offsets: U64, lengths: U32) -> tuple[U8, Bools]:
-        """Return (names, which chunks are all zero): those are known from the start (MAD2, section 4.2), not hashed."""
+        """Return the names of chunks and a mask of the all-zero ones.
+
+        Zero chunks are known without an index (MAD2, section 4.2) and are not hashed.
+        """
         zero = zero_mask(payload, offsets, lengths)
         if not zero.any():
             return self.name_chunks(payload, offsets, lengths), zero
-        named = np.empty((len(lengths), NAME_BYTES), np.uint8)
-        named[~zero] = self.name_chunks(payload, offsets[~zero], lengths[~zero])
-        named[zero] = self.name_zeros(lengths[zero])
-        return named, zero
+        chunk_names = np.empty((len(lengths), NAME_BYTES), np.uint8)
+        chunk_names[~zero] = self.name_chunks(payload, offsets[~zero], lengths[~zero])
+        chunk_names[zero] = self.name_zeros(lengths[zero])
+        return chunk_names, zero
 
     def name_zeros(self, lengths: U32) -> U8:
         """Return uint8[n, 32]: the names of all-zero chunks; each length is hashed once."""
@@ -62,7 +71,10 @@ class Fingerprinter:
         return np.stack([self._zeros[length] for length in distinct.tolist()])[rows]
 
     def name_segments(self, chunk_names: U8, chunk_bounds: U32) -> U8:
-        """Return uint8[s, 20] segment ids: 12 bytes SHA-1 and 8 bytes check tag over the names of their chunks."""
+        """Return uint8[s, 20]: segment ids over the names of their chunks.
+
+        12 bytes SHA-1 and 8 bytes check tag.
+        """
         data = np.ascontiguousarray(chunk_names).reshape(-1)
         offsets = chunk_bounds[:-1].astype(np.uint64) * np.uint64(NAME_BYTES)
         lengths = np.diff(chunk_bounds).astype(np.uint32) * np.uint32(NAME_BYTES)

@@ -1,4 +1,8 @@
-"""Limits. Invariant: every bound that two modules share is written here, once (I10)."""
+# size: shared bounds are defined in one module that imports nothing
+"""Define the bounds that several modules share.
+
+Invariant (I10): a bound that two modules use is defined here, once.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,19 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 FRAME_BYTES_MAX = 900 * KIB
-"""Frames and segments stay below Kafka's default message limit of 1 MiB, headers included."""
+"""Frames and segments are below Kafka's default message limit of 1 MiB, headers included."""
 SEGMENT_BYTES_MAX = FRAME_BYTES_MAX
 OBJECT_BYTES_MAX = 2 * GIB
-"""A container has half of it at most, and may be sealed; what is larger nobody wrote."""
+"""A container has at most half of it, and encryption adds to it; a larger object is not one of Nearkin's."""
 MANIFEST_BYTES_MAX = 512 * MIB
-"""2^24 runs of 13 bytes, and as many containers, with nothing saved by compression."""
+"""2^24 runs of 13 bytes, and as many containers, without any effect of compression."""
 KEY_BYTES_MAX = 1024
-"""UTF-8 bytes of a key: S3's own limit, so that any object name is a key."""
+"""UTF-8 bytes of a key: S3's own limit, so that any object name is a valid key."""
 METADATA_BYTES_MAX = 64 * KIB
 TENANT_BYTES_MAX = 128
 DEPTH_MAX = 64
-"""Deltas to decode before a chunk's bytes appear, whatever the settings say; a builder holds a block open for each."""
+"""Maximum depth of a chunk, whatever the settings; a container builder keeps one open block for each depth."""
 PREFIX_BYTES_MIN = 8
-"""zstd takes no shorter prefix."""
+"""Shortest prefix that zstd accepts, in bytes."""
 CLOCK_SKEW_SECONDS_MAX = 300
-"""How far the clocks of two machines may differ."""
+"""Largest accepted difference between the clocks of two machines."""

@@ -1,7 +1,7 @@
-"""Preconditions of a put: which newest version a key must have, or must not have, at the commit.
+"""Decide preconditions of a put: the newest version that a key must or must not have.
 
-Invariant: decided from the newest visible version alone, without I/O, so that the committer can decide again whenever
-another put has taken the version number.
+Invariant: the decision needs the newest visible version only, and no I/O, so that the committer can decide again after
+another put took the version number.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from nearkin_shared.utils.frozen import frozen
 ANY = "*"
 """Matches every version, whatever its content."""
 PRECONDITION = "precondition-failed"
-"""Reason that an outcome gives for a conditional put that was refused; also the name of the gateway's problem."""
+"""Reason in the result of a conditional put that was refused; also the name of the gateway's problem."""
 DIGESTS_MAX = 32
 """Digests that one precondition may list: 2.3 KB of the end message."""
 _DIGEST = re.compile("blake3:[0-9a-f]{64}", re.ASCII)
 
 Tags = tuple[str, ...]
-"""`(ANY,)`, or digests; empty: no version matches."""
+"""`(ANY,)`, or digests; empty: matches no version."""
 
 
 @frozen
 class Precondition:
-    """What must hold of a key's newest version when a put commits; None: anything may."""
+    """The conditions on a key's newest version when a put commits; None: no condition."""
 
     if_match: Tags | None = None
     if_none_match: Tags | None = None
 
     def check(self, key: str, newest: VersionInfo | None) -> None:
-        """Compare with the newest visible version, None where there is none. Raises PreconditionFailed."""
+        """Check the newest visible version (None: there is none). Raises PreconditionFailed."""
         digest = None if newest is None else newest.digest
         found = "no version" if newest is None else f"version {newest.version} ({newest.digest})"
         if self.if_match is not None and not _matches(self.if_match, digest):
@@ -49,14 +49,20 @@ class Precondition:
 
 
 def precondition_of(if_match: str | None, if_none_match: str | None) -> Precondition | None:
-    """Return the precondition of two arguments: `*`, or a digest as `VersionInfo.digest`. Raises BadInput."""
+    """Return the precondition of two arguments: `*`, or a digest as `VersionInfo.digest`.
+
+    Raises BadInput.
+    """
     if if_match is None and if_none_match is None:
         return None
     return Precondition(_argument("if_match", if_match), _argument("if_none_match", if_none_match))
 
 
 def tags_of(name: str, texts: Collection[str]) -> Tags:
-    """Return the tags among `texts` that a version can have. Raises BadInput for more than DIGESTS_MAX."""
+    """Return the tags among `texts` that a version can have.
+
+    Raises BadInput for more than DIGESTS_MAX.
+    """
     if ANY in texts:
         return (ANY,)
     digests = tuple(dict.fromkeys(text for text in texts if _DIGEST.fullmatch(text)))
@@ -66,7 +72,7 @@ def tags_of(name: str, texts: Collection[str]) -> Tags:
 
 
 def checked_tags(name: str, value: object) -> Tags | None:
-    """Return the tags of a message's field, None for none. Raises ValueError."""
+    """Return the tags of a message's field, or None if it has none. Raises ValueError."""
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):

@@ -1,6 +1,8 @@
-"""The savings ledger. Invariant: its lines add up; each shows what is left after one step and what that step saved.
+"""Format the ledger of bytes saved as a table.
 
-logical -> after dedup -> after delta -> after compression -> stored, with everything
+| logical -> after dedup -> after delta -> after compression -> stored, total
+
+Invariant: the rows add up; each shows the bytes left after one step and the bytes that the step saved.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ if TYPE_CHECKING:
 
 
 def ledger_table(ledger: Ledger, seconds: float) -> Table:
-    """Return the ledger as a table: one line a step, ratios against the logical bytes, counts of chunks, speed."""
+    """Return the ledger as a table.
+
+    One row per step: ratio to the logical bytes, counts of chunks, format_speed.
+    """
     from rich.box import SIMPLE
     from rich.table import Table
 
     table = Table(box=SIMPLE, show_footer=True, pad_edge=False)
-    table.add_column("step", footer=f"{seconds:.2f} s, {speed(ledger.logical_bytes, seconds)}")
+    table.add_column("step", footer=f"{seconds:.2f} s, {format_speed(ledger.logical_bytes, seconds)}")
     table.add_column("left", justify="right")
     table.add_column("saved", justify="right")
     table.add_column("ratio", justify="right", footer=f"{ledger.reduction_ratio:.2f}")
@@ -42,12 +47,15 @@ def ledger_table(ledger: Ledger, seconds: float) -> Table:
 
 
 def plural(count: int, noun: str, many: str | None = None) -> str:
-    """Return `1 key`, `2 keys`; `many`: the nouns that take more than an s."""
+    """Format a count with its noun: `1 key`, `2 keys`; `many`: an irregular plural."""
     return f"{count:,} {noun if count == 1 else many or f'{noun}s'}"
 
 
 def human_bytes(count_bytes: int) -> str:
-    """Return bytes in decimal units with three digits that matter, exact below 10 kB: `146 MB`, `9,999 B`."""
+    """Format bytes in decimal units with three significant digits: `146 MB`, `9,999 B`.
+
+    Below 10 kB the number is exact.
+    """
     if abs(count_bytes) < 10_000:
         return f"{count_bytes:,} B"
     value, unit = count_bytes / 1000, "kB"
@@ -59,8 +67,8 @@ def human_bytes(count_bytes: int) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
-def speed(count_bytes: int, seconds: float) -> str:
-    """Return bytes a second in MB/s."""
+def format_speed(count_bytes: int, seconds: float) -> str:
+    """Format bytes a second in MB/s."""
     return f"{count_bytes / seconds / 1e6:,.0f} MB/s" if seconds > 0 else "- MB/s"
 
 

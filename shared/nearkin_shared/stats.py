@@ -1,4 +1,7 @@
-"""Sums over a store, all its tenants. Invariant: `parts` adds up to the stored bytes."""
+"""Sum up the bytes and counts of a store over all its tenants.
+
+Invariant: `parts` adds up to the stored bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from nearkin_shared.results import Ledger, Stats
+from nearkin_shared.utils.frozen import frozen
 
 if TYPE_CHECKING:
     from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
@@ -14,12 +18,12 @@ if TYPE_CHECKING:
     from nearkin_shared.storage.containers import ContainerStore
 
 
-class Version(Protocol):
-    """What is counted of a version: a catalog entry of any index."""
+class CountedVersion(Protocol):
+    """The values of a version that are summed up: a catalog entry of any index."""
 
     @property
     def key(self) -> str:
-        """The key it is a version of."""
+        """The key of the version."""
 
     @property
     def manifest_bytes(self) -> int:
@@ -27,11 +31,11 @@ class Version(Protocol):
 
     @property
     def seconds(self) -> float:
-        """How long its put took."""
+        """Duration of its put, seconds."""
 
     @property
     def marks_bytes(self) -> int:
-        """Bytes of its marks."""
+        """Bytes of its tombstones."""
 
     @property
     def deleted(self) -> bool:
@@ -39,65 +43,58 @@ class Version(Protocol):
 
     @property
     def ledger(self) -> Ledger:
-        """What its put saved."""
+        """Ledger of its put."""
 
 
-def stats(
-    index: LmdbIndex,
-    containers: ContainerStore,
-    descriptor_bytes: int,
-    pending_delete_bytes: int,
-    index_bytes: int,
-    *,
-    manifest_bytes: int,
-    parity_bytes: int = 0,
-    quarantine_bytes: int = 0,
-    encryption_bytes: int | None = None,
-) -> Stats:
-    """Return the sums, from the index and the object store's listing: no container or manifest is read.
+@frozen
+class OtherObjects:
+    """Stored bytes outside of containers: the descriptor, records, parity and encryption."""
 
-    `manifest_bytes` of all manifests and marks. Listed, like every generation of a container: what a round that died
-    has left is not in the index, and stored.
+    descriptor_bytes: int
+    pending_delete_bytes: int = 0
+    """Records of pending deletes."""
+    parity_bytes: int = 0
+    quarantine_bytes: int = 0
+    encryption_bytes: int | None = None
+    """Bytes that encryption adds; None: the store is not encrypted."""
+    manifest_bytes: int | None = None
+    """Manifests and tombstones; None: the sum that the catalog entries state."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them without manifests."""
+        records_bytes = self.descriptor_bytes + self.pending_delete_bytes + self.quarantine_bytes
+        return records_bytes + self.parity_bytes + (self.encryption_bytes or 0)
+
+
+def stats(index: LmdbIndex, containers: ContainerStore, others: OtherObjects, index_bytes: int) -> Stats:
+    """Sum up a local store from its index and the object store's listing.
+
+    No container or manifest is read. All generations of containers are listed, because an interrupted GC run may leave
+    one that is stored and not in the index; for the same reason `others.manifest_bytes` is the listed size.
     """
     return sum_up(
         index.catalogs(),
         list(index.containers()),
-        sum(sum(generations.values()) for generations in containers.generations().values())
-        + descriptor_bytes
-        + pending_delete_bytes
-        + parity_bytes
-        + quarantine_bytes
-        + (encryption_bytes or 0),
-        manifest_bytes=manifest_bytes,
-        pending_delete_bytes=pending_delete_bytes,
-        parity_bytes=parity_bytes,
-        quarantine_bytes=quarantine_bytes,
-        encryption_bytes=encryption_bytes,
-        descriptor_bytes=descriptor_bytes,
+        sum(sum(generations.values()) for generations in containers.generations().values()),
+        others,
         index_bytes=index_bytes,
         base_cache=(containers.blocks.hits, containers.blocks.misses),
     )
 
 
 def sum_up(
-    entries: Iterable[tuple[str, Version]],
+    entries: Iterable[tuple[str, CountedVersion]],
     found: Collection[ContainerSummary],
-    object_bytes: int,
+    container_bytes: int,
+    others: OtherObjects,
     *,
-    descriptor_bytes: int,
     index_bytes: int,
     base_cache: tuple[int, int] = (0, 0),
-    manifest_bytes: int | None = None,
-    pending_delete_bytes: int = 0,
-    parity_bytes: int = 0,
-    quarantine_bytes: int = 0,
-    encryption_bytes: int | None = None,
 ) -> Stats:
-    """Return the sums over (tenant, version) and containers.
+    """Sum up catalog entries, as (tenant, version), and container summaries.
 
-    `object_bytes` of all containers, known to the index or not, the descriptor, parity, records of what is condemned
-    or quarantined, and what encryption adds (None: there is none); `manifest_bytes` of all manifests and marks, None:
-    as `entries` have them; `base_cache` (hits, misses).
+    `container_bytes` are those of all container objects, in the index or not; `base_cache` is (hits, misses).
     """
     ledger, seconds, noted_bytes, versions = Ledger(), 0.0, 0, 0
     deleted_versions = deleted_bytes = 0
@@ -112,24 +109,8 @@ def sum_up(
         else:
             versions += 1
             keys.add((tenant, entry.key))
-    if manifest_bytes is None:
-        manifest_bytes = noted_bytes
-    stored = object_bytes + manifest_bytes
-    parts = {
-        "raw_blocks": sum(c.raw_block_bytes for c in found),
-        "delta_blocks": sum(c.delta_block_bytes for c in found),
-        "chunk_names": sum(c.name_bytes for c in found),
-        "recipes": sum(c.recipe_bytes for c in found),
-        "directories": sum(c.directory_bytes - c.name_bytes - c.recipe_bytes for c in found),
-        "manifests": manifest_bytes,
-        "descriptor": descriptor_bytes,
-        "pending_delete": pending_delete_bytes,
-        "parity": parity_bytes,
-        "quarantine": quarantine_bytes,
-    }
-    if encryption_bytes is not None:
-        parts["encryption"] = encryption_bytes
-    parts["framing"] = stored - sum(parts.values())
+    manifest_bytes = noted_bytes if others.manifest_bytes is None else others.manifest_bytes
+    stored_bytes = container_bytes + others.total_bytes + manifest_bytes
     depths: Counter[int] = Counter()
     sketches: Counter[str] = Counter()
     found_by: Counter[str] = Counter()
@@ -137,31 +118,13 @@ def sum_up(
         depths.update(dict(enumerate(container.depths)))
         sketches.update(container.sketches)
         found_by.update(container.found_by)
-    unique_bytes = sum(c.unique_bytes for c in found)
-    raw_chunks = sum(c.raw_chunks for c in found)
-    delta_chunks = depths.total() - raw_chunks
     return Stats(
-        ledger=Ledger(
-            logical_bytes=ledger.logical_bytes,
-            chunks=ledger.chunks,
-            # Chunks of a put that failed may be stored and in no version: fewer are then needed than are there.
-            duplicate_chunks=max(0, ledger.chunks - raw_chunks - delta_chunks),
-            delta_chunks=delta_chunks,
-            raw_chunks=raw_chunks,
-            zero_chunks=ledger.zero_chunks,
-            unique_bytes=unique_bytes,
-            # Of what was gathered the chunks that refer are counted, and where it lies its bytes.
-            delta_chunk_bytes=min(unique_bytes, sum(c.delta_chunk_bytes for c in found)),
-            delta_bytes=sum(c.delta_bytes for c in found),
-            block_bytes=parts["raw_blocks"] + parts["delta_blocks"],
-            raw_block_bytes=parts["raw_blocks"],
-            stored_bytes=stored,
-        ),
+        ledger=_sum_ledger(ledger, found, chunks=depths.total(), stored_bytes=stored_bytes),
         versions=versions,
         keys=len(keys),
         containers=len(found),
         segments=sum(c.segments for c in found),
-        parts=parts,
+        parts=_sum_parts(found, others, manifest_bytes, stored_bytes),
         index_bytes=index_bytes,
         depths=dict(depths),
         sketches=dict(sketches),
@@ -171,4 +134,49 @@ def sum_up(
         deleted_versions=deleted_versions,
         deleted_bytes=deleted_bytes,
         found_by=dict(sorted(found_by.items())),
+    )
+
+
+def _sum_parts(
+    found: Collection[ContainerSummary], others: OtherObjects, manifest_bytes: int, stored_bytes: int
+) -> dict[str, int]:
+    """Divide the stored bytes by use; the rest is framing."""
+    parts = {
+        "raw_blocks": sum(c.raw_block_bytes for c in found),
+        "delta_blocks": sum(c.delta_block_bytes for c in found),
+        "chunk_names": sum(c.name_bytes for c in found),
+        "recipes": sum(c.recipe_bytes for c in found),
+        "directories": sum(c.directory_bytes - c.name_bytes - c.recipe_bytes for c in found),
+        "manifests": manifest_bytes,
+        "descriptor": others.descriptor_bytes,
+        "pending_delete": others.pending_delete_bytes,
+        "parity": others.parity_bytes,
+        "quarantine": others.quarantine_bytes,
+    }
+    if others.encryption_bytes is not None:
+        parts["encryption"] = others.encryption_bytes
+    parts["framing"] = stored_bytes - sum(parts.values())
+    return parts
+
+
+def _sum_ledger(puts: Ledger, found: Collection[ContainerSummary], *, chunks: int, stored_bytes: int) -> Ledger:
+    """Return the ledger of a store: logical counts from puts, stored `chunks` and bytes from containers."""
+    unique_bytes = sum(c.unique_bytes for c in found)
+    raw_chunks = sum(c.raw_chunks for c in found)
+    raw_block_bytes = sum(c.raw_block_bytes for c in found)
+    return Ledger(
+        logical_bytes=puts.logical_bytes,
+        chunks=puts.chunks,
+        # A failed put may leave chunks that no version needs, so that more chunks are stored than versions need.
+        duplicate_chunks=max(0, puts.chunks - chunks),
+        delta_chunks=chunks - raw_chunks,
+        raw_chunks=raw_chunks,
+        zero_chunks=puts.zero_chunks,
+        unique_bytes=unique_bytes,
+        # Of merged blocks the chunks are counted where they are referenced, and the bytes where they are stored.
+        delta_chunk_bytes=min(unique_bytes, sum(c.delta_chunk_bytes for c in found)),
+        delta_bytes=sum(c.delta_bytes for c in found),
+        block_bytes=raw_block_bytes + sum(c.delta_block_bytes for c in found),
+        raw_block_bytes=raw_block_bytes,
+        stored_bytes=stored_bytes,
     )

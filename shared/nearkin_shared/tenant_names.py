@@ -1,6 +1,10 @@
-"""Names of tenants. Invariant: one rule wherever a name comes in: settings, tokens, topics, records, commands.
+# size: one rule, used by settings, services and commands
+"""Validate names of tenants.
 
-They are shown in logs, metrics, listings and problems, one a line: what breaks a line, or cannot be seen, is no name.
+Names appear in logs, metrics, listings and problems, one a line, so characters that break a line or are invisible are
+refused.
+
+Invariant: the same rule applies in settings, tokens, topics, records and commands.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from nearkin_shared.limits import TENANT_BYTES_MAX
 
 
 def tenant_problem(tenant: str) -> str | None:
-    """Return what a tenant's name should be, None where it is that."""
+    """Return what is wrong with a tenant's name, or None if it is valid."""
     size_bytes = len(tenant.encode(errors="replace"))
     if 1 <= size_bytes <= TENANT_BYTES_MAX and tenant.isprintable():
         return None
@@ -18,7 +22,10 @@ def tenant_problem(tenant: str) -> str | None:
 
 
 def collision_of(tenant: str, where: str) -> TenantCollision:
-    """Return the error for a tenant whose hash belongs to another name `where`; it does not tell which name."""
+    """Return the error for a tenant whose hash belongs to another name in `where`.
+
+    The text does not contain the other name.
+    """
     return TenantCollision(
         f"tenant {tenant!r}: another name has the same hash in {where}, so their data could not be kept apart: "
         "choose another name for this tenant"

@@ -1,4 +1,4 @@
-"""Keys, metadata and outputs that callers give, checked."""
+"""Validate keys, metadata and outputs that callers pass in."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from nearkin_shared.limits import KEY_BYTES_MAX
 from nearkin_shared.utils.sparse_file import Output
 
 Progress = Callable[[int], None]
-"""Called with the bytes taken since the last call."""
+"""Called with the bytes read or written since the last call."""
 Source = Path | BinaryIO | bytes
 
 
 def check_key(key: str) -> None:
-    """Refuse a key that cannot be listed as it was given. Any other UTF-8 is taken as it is: a key is never a path."""
+    """Refuse a key that cannot be listed. Other UTF-8 is accepted: a key is never a path."""
     size_bytes = len(_encode(key, "key"))
     if not size_bytes:
         raise BadInput('key "": want at least one character')
@@ -36,7 +36,7 @@ def check_prefix(prefix: str) -> None:
 
 
 CONTENT_TYPE = "content-type"
-"""The name in a version's metadata under which its media type is kept."""
+"""Name of the media type in a version's metadata."""
 CONTENT_TYPE_CHARACTERS_MAX = 255
 OCTET_STREAM = "application/octet-stream"
 _NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
@@ -44,55 +44,57 @@ _MEDIA_TYPE = re.compile(rf'{_NAME}/{_NAME}(?:[ \t]*;[ \t]*{_NAME}=(?:{_NAME}|"[
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Refuse metadata that is not text or too much of it."""
+    """Refuse metadata that is not text or too large."""
     if not isinstance(metadata, Mapping):
         raise BadInput(f"metadata {metadata!r:.100}: want names and values of text")
     encode_metadata(metadata)
 
 
 def is_media_type(text: str) -> bool:
-    """Return whether `text` is a media type with its parameters, as `Content-Type` has it (RFC 9110, 8.3.1)."""
+    """Return whether `text` is a media type, with its parameters (RFC 9110, 8.3.1)."""
     return len(text) <= CONTENT_TYPE_CHARACTERS_MAX and _MEDIA_TYPE.fullmatch(text) is not None
 
 
 def content_type(metadata: Mapping[str, str]) -> str:
-    """Return the media type that a version was put with; octets where it has none, or one that is none."""
+    """Return the media type of a version; octet-stream if it has none or an invalid one."""
     text = metadata.get(CONTENT_TYPE, "")
     return text if is_media_type(text) else OCTET_STREAM
 
 
 def check_version(version: int) -> None:
-    """Refuse what is no version's number."""
+    """Refuse an invalid version number."""
     if not isinstance(version, Integral) or not 1 <= version < 1 << 64:
         raise BadInput(f"version {version!r:.100}: want a whole number; versions count from 1")
 
 
 def check_bound(name: str, value: int) -> None:
-    """Refuse what is no position in a version."""
+    """Refuse an invalid position in a version."""
     if not isinstance(value, Integral):
         raise BadInput(f"{name} {value!r:.100}: want a whole number of bytes")
 
 
 def check_reason(reason: str) -> None:
-    """Refuse a reason for a deletion that its mark cannot hold."""
+    """Refuse a reason of a deletion that its tombstone cannot hold."""
     size_bytes = len(_encode(reason, "reason"))
     if size_bytes > REASON_BYTES_MAX:
         raise BadInput(f"reason of {size_bytes} bytes ({reason[:20]!r}...): want at most {REASON_BYTES_MAX} of UTF-8")
 
 
-def _encode(text: str, what: str) -> bytes:
+def _encode(text: str, name: str) -> bytes:
     if not isinstance(text, str):
-        raise BadInput(f"{what} {text!r:.100}: want text, not {type(text).__name__}")
+        raise BadInput(f"{name} {text!r:.100}: want text, not {type(text).__name__}")
     try:
         return text.encode()
     except UnicodeEncodeError as err:
-        raise BadInput(f"{what} {text!r:.100}: is not valid UTF-8 (position {err.start})") from err
+        raise BadInput(f"{name} {text!r:.100}: is not valid UTF-8 (position {err.start})") from err
 
 
 def write_pieces(pieces: Iterable[memoryview], file: BinaryIO, progress: Progress | None) -> int:
-    """Write pieces to a file and return their bytes; zeros become holes of a file that ends there (`sparse_file.py`).
+    """Write pieces to a file and return the bytes written; zeros become holes.
 
-    Raises BadInput for a file that takes none without saying why.
+    Holes (`sparse_file.py`) are made only at the end of the file. Raises BadInput for a file that accepts no bytes
+    without
+    an error.
     """
     written = 0
     with Output(file) as output:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from nearkin.cli.output import print_ledger
 from nearkin.cli.progress import bytes_bar
 from nearkin_shared.errors import NearkinError, NotFound
-from nearkin_shared.savings_table import human_bytes, plural, speed
+from nearkin_shared.savings_table import format_speed, human_bytes, plural
 
 if TYPE_CHECKING:
     from nearkin.store import Store
@@ -111,7 +111,8 @@ def _compare(store: Store, version: int, source: Path) -> None:
         if original.read(1):
             raise DiffersError(f"version {version} ends at byte {compared_bytes}; {source.name} goes on")
     seconds = time.perf_counter() - started
-    print(f"version {version}: {human_bytes(compared_bytes)} came back byte for byte, {speed(compared_bytes, seconds)}")
+    speed = format_speed(compared_bytes, seconds)
+    print(f"version {version}: {human_bytes(compared_bytes)} came back byte for byte, {speed}")
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def _print_copied(
 ) -> None:
     from nearkin.cli.output import print_json, report
     from nearkin_shared.results_json import info_json
-    from nearkin_shared.savings_table import human_bytes, plural, speed
+    from nearkin_shared.savings_table import format_speed, human_bytes, plural
 
     present = sum(plan.present for plan in plans)
     total_bytes = sum(one.source.size_bytes for one in copied)
@@ -230,7 +230,7 @@ def _print_copied(
     _warn_failures(failures)
     report(
         f"copied {plural(len(copied), 'version')} ({human_bytes(total_bytes)}) in {seconds:.2f} s, "
-        f"{speed(total_bytes, seconds)}; {present:,} already there"
+        f"{format_speed(total_bytes, seconds)}; {present:,} already there"
     )
 
 

@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 from tenacity import RetryCallState, retry_if_exception, wait_random_exponential
 
-from nearkin_shared.config.validators import InvalidValue, ServerUrl, Token
+from nearkin_shared.config.validators import InvalidValue, ServerUrl, TokenText
 from nearkin_shared.errors import (
     AccessDenied,
     BadInput,
@@ -77,7 +77,7 @@ class Endpoint:
         except InvalidValue as err:
             raise ConfigError(f'server "{url}": {err}') from err
         try:
-            token = None if token is None else Token().check(token)
+            token = None if token is None else TokenText().check(token)
         except InvalidValue as err:
             raise ConfigError(f"token: {err}") from err
         loopback = _is_loopback(urlsplit(url).hostname or "")

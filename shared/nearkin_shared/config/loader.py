@@ -1,6 +1,8 @@
-"""Settings from their sources. Invariant: a value that is refused names its field, itself and what would be right.
+"""Load settings from their sources and validate them.
 
-Lowest to highest: built-in defaults, the profile, the TOML file, `NEARKIN_*` variables, explicit overrides.
+Precedence, lowest to highest: built-in defaults, profile, TOML file, `NEARKIN_*` variables, explicit overrides.
+
+Invariant: the error for a refused value names the field, the value and the accepted values.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nearkin_shared.config import settings as config_settings
-from nearkin_shared.config.plain import SECTIONS, nest_values, settings_of
+from nearkin_shared.config.plain import SECTIONS, make_plain_settings, nest_values
 from nearkin_shared.config.settings import HIDDEN, PROFILES, SECRETS, Settings
-from nearkin_shared.config.validators import InvalidValue, Unknown
+from nearkin_shared.config.validators import InvalidValue, UnknownName
 from nearkin_shared.errors import ConfigError, choose
 from nearkin_shared.utils.terminal import printable
 from nearkin_shared.utils.url_masking import mask_urls
@@ -25,18 +27,18 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_PREFIX = "NEARKIN_"
 OTHER_VARIABLES = frozenset({"kernels", "cpu", "cache", "debug", "failpoint", "from_token"})
-"""`NEARKIN_` names that are not settings: read before there are settings, or by tools."""
+"""`NEARKIN_` names that are not settings: read before settings exist, or by tools."""
 FILE_BYTES_MAX = 1 << 20
 UNSET_SOURCES = frozenset({"default", "profile"})
 """First words of the sources of values that the user did not set."""
 TABLES_DEPTH_MAX = 32
-"""Of tables within tables; the settings have three."""
+"""Bound of nested tables; the settings use three levels."""
 
 
 class Origin(NamedTuple):
-    """A value as it may be shown, and its source.
+    """The value of a setting as it may be displayed, and its source.
 
-    This is `default`, `profile NAME`, `file PATH`, `environment NAME` or `argument`.
+    `source` is `default`, `profile NAME`, `file PATH`, `environment NAME` or `argument`.
     """
 
     value: object
@@ -46,9 +48,9 @@ class Origin(NamedTuple):
 def load(
     config_file: str | Path | None = None, overrides: Mapping[str, object] | None = None
 ) -> tuple[Settings, dict[str, Origin]]:
-    """Return the settings and, by dotted name, where each came from.
+    """Return the settings and, by dotted name, the origin of each.
 
-    `overrides` is nested as the settings are. Raises ConfigError, one line, for anything that does not fit.
+    `overrides` is nested as the settings are. Raises ConfigError, one line, for any value that is refused.
     """
     layers: list[tuple[str, dict[str, Any]]] = []
     if config_file is not None:
@@ -60,7 +62,7 @@ def load(
         ((source, layer["profile"]) for source, layer in reversed(layers) if "profile" in layer), ("default", "default")
     )
     if not isinstance(profile, str) or profile not in PROFILES:
-        refused = choose("profile", _as_written(profile), PROFILES)
+        refused = choose("profile", _written_form(profile), PROFILES)
         raise ConfigError(f"{refused}{_set_by('profile', {'profile': source})}")
     layers.insert(0, (f"profile {profile}", {name: dict(values) for name, values in PROFILES[profile].items()}))
     merged: dict[str, Any] = {}
@@ -80,14 +82,17 @@ def explicit_names(origins: Mapping[str, Origin]) -> frozenset[str]:
 
 
 def with_changes(settings: Settings, changes: Mapping[str, object]) -> Settings:
-    """Return `settings` with nested `changes` merged in (RFC 7396 without deletion), validated again."""
+    """Merge nested `changes` into `settings` and validate the result.
+
+    Merges as RFC 7396 does, without deletion.
+    """
     merged = asdict(settings)
     _merge(merged, changes, "argument", {}, "")
     return _validate(merged, {})
 
 
 def _validate(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings:
-    plain = settings_of(merged)
+    plain = make_plain_settings(merged)
     if plain is not None:
         return plain
     from pydantic import TypeAdapter, ValidationError
@@ -99,26 +104,26 @@ def _validate(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    import tomllib  # 2 ms, and most commands read no such file
+    import tomllib  # 2 ms, and most commands read no config file
 
     try:
         with path.open("rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)
         if len(text) > FILE_BYTES_MAX:
-            raise ConfigError(f'config file "{path}": has more than {FILE_BYTES_MAX:,} bytes')
-        found = tomllib.loads(text.decode("utf-8-sig"))  # some editors put a mark first
+            raise ConfigError(f'config file "{path}": larger than {FILE_BYTES_MAX:,} bytes; use a smaller file')
+        found = tomllib.loads(text.decode("utf-8-sig"))  # some editors write a byte order mark
     except FileNotFoundError as err:
-        raise ConfigError(f'config file "{path}": no such file') from err
+        raise ConfigError(f'config file "{path}": no such file; check the path') from err
     except OSError as err:
         raise ConfigError(f'config file "{path}": {err.strerror or err}') from err
-    except (ValueError, RecursionError) as err:  # broken TOML, and a number of 5,000 digits: ValueErrors
+    except (ValueError, RecursionError) as err:  # invalid TOML; a number of 5,000 digits is a ValueError too
         raise ConfigError(f'config file "{path}": {err}') from err
     _check_depth(found, path)
     return found
 
 
 def _check_depth(found: object, path: Path) -> None:
-    """Refuse what would be too deep for whoever walks it. Raises ConfigError."""
+    """Refuse tables nested deeper than TABLES_DEPTH_MAX. Raises ConfigError."""
     level = [found]
     for _ in range(TABLES_DEPTH_MAX):
         level = [
@@ -127,11 +132,13 @@ def _check_depth(found: object, path: Path) -> None:
             for below in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
         ]
     if level:
-        raise ConfigError(f'config file "{path}": has tables or lists more than {TABLES_DEPTH_MAX} deep')
+        raise ConfigError(
+            f'config file "{path}": tables or lists nested at depth {TABLES_DEPTH_MAX} or more; reduce the nesting'
+        )
 
 
 def _read_environment() -> dict[str, Any]:
-    # Whatever their case, as pydantic-settings reads them below: of two the last one.
+    # Ignore case, as pydantic-settings does below; of two variables that differ only in case the last one counts.
     folded = {name.lower(): text for name, text in os.environ.items()}
     head = ENVIRONMENT_PREFIX.lower()
     named = {name.removeprefix(head): text for name, text in folded.items() if name.startswith(head)}
@@ -140,8 +147,8 @@ def _read_environment() -> dict[str, Any]:
         known = first in Settings.__dataclass_fields__ or first in OTHER_VARIABLES
         if not known or (below and first not in SECTIONS and first not in OTHER_VARIABLES):
             names = [f"{section}__{field}" for section in SECTIONS for field in _fields(section)]
-            near = _close_names(name, [*names, *(one for one in _fields(None) if one not in SECTIONS)])
-            hint = _or_listed([f"{ENVIRONMENT_PREFIX}{one.upper()}" for one in near])
+            near = _close_names(name, [*names, *(each for each in _fields(None) if each not in SECTIONS)])
+            hint = _or_listed([f"{ENVIRONMENT_PREFIX}{each.upper()}" for each in near])
             raise ConfigError(f"environment {ENVIRONMENT_PREFIX}{name.upper()}: no such setting; {hint}")
     plain = nest_values({name: text for name, text in named.items() if name.split("__")[0] not in OTHER_VARIABLES})
     if plain is not None:
@@ -155,13 +162,13 @@ def _read_environment() -> dict[str, Any]:
     model.model_rebuild(_types_namespace=vars(config_settings))
     try:
         return EnvSettingsSource(model, env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__")()
-    except Exception as err:  # pydantic-settings raises its own type for a section given as broken JSON
-        section = next((one for one in SECTIONS if f'"{one}"' in str(err)), None)
+    except Exception as err:  # pydantic-settings raises its own type for a section given as invalid JSON
+        section = next((each for each in SECTIONS if f'"{each}"' in str(err)), None)
         if section is None:
             raise ConfigError(f"NEARKIN_* variables: {err}") from err
         name = f"{ENVIRONMENT_PREFIX}{section.upper()}"
         single = f"{name}__{_fields(section)[0].upper()}"
-        raise ConfigError(f"environment {name}: is no JSON; a variable may set one value, such as {single}") from err
+        raise ConfigError(f"environment {name}: not valid JSON; set one value, such as {single}") from err
 
 
 def _merge(into: dict[str, Any], layer: Mapping[str, Any], source: str, sources: dict[str, str], prefix: str) -> None:
@@ -169,7 +176,9 @@ def _merge(into: dict[str, Any], layer: Mapping[str, Any], source: str, sources:
         if isinstance(value, Mapping):
             below = into.setdefault(name, {})
             if not isinstance(below, dict):
-                raise ConfigError(f'{prefix}{name} "{below}": is one value, not a section')
+                raise ConfigError(
+                    f'{prefix}{name} "{below}": a single value, but it has settings below it; remove one of the two'
+                )
             _merge(below, value, source, sources, f"{prefix}{name}.")
         else:
             into[name] = value
@@ -187,12 +196,12 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, objec
 
 
 def _source_of(name: str, sources: Mapping[str, str]) -> str:
-    """Return who set a field; one that takes a table was set by parts."""
+    """Return the source that set a field; a table is set by its parts."""
     return sources.get(name) or next((sources[part] for part in sources if part.startswith(f"{name}.")), "default")
 
 
 def displayed_value(name: str, value: object) -> object:
-    """Return a setting as people may see it: no secret, and no password in a URL."""
+    """Return a setting as it may be displayed: without secrets and passwords in URLs."""
     if name in SECRETS:
         return HIDDEN if value is not None else value
     return mask_urls(value) if isinstance(value, str) else value
@@ -203,30 +212,31 @@ def _name_source(source: str, name: str) -> str:
 
 
 def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
-    """Say the first thing that is wrong: the field, its value, the remedy, and who set it."""
+    """Return the error for the first invalid value: field, value, remedy and source."""
     first = err.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     source = _set_by(field, sources)
     cause = first.get("ctx", {}).get("error")
-    given = _as_written(displayed_value(field, first["input"]))
-    if isinstance(cause, Unknown):
+    given = _written_form(displayed_value(field, first["input"]))
+    if isinstance(cause, UnknownName):
         return ConfigError(f"{choose(field, given, cause.known)}{source}")
     if isinstance(cause, InvalidValue):
         return ConfigError(f'{field} "{given}": {cause}{source}')
-    if cause is not None:  # a section or the whole: the text names fields and values itself
+    if cause is not None:  # an error of a section, or of all settings: the text names fields and values itself
         return ConfigError(f"{field}: {cause}{_set_together(field, str(cause), sources)}" if field else str(cause))
     if first["type"] == "unexpected_keyword_argument":
         section, dot, name = field.rpartition(".")
-        near = [f"{section}{dot}{one}" for one in _close_names(name, _fields(section) if dot else _fields(None))]
-        for one in near:  # what was meant to be a secret is one
-            given = _as_written(displayed_value(one, given))
-        named = field if isinstance(first["input"], Mapping) else f'{field} "{given}"'  # whose values may be secrets
+        near = [f"{section}{dot}{each}" for each in _close_names(name, _fields(section) if dot else _fields(None))]
+        for each in near:  # a misspelled secret is masked as the secret is
+            given = _written_form(displayed_value(each, given))
+        # a section's values may be secrets
+        named = field if isinstance(first["input"], Mapping) else f'{field} "{given}"'
         return ConfigError(f"{named}: no such setting; {_or_listed(near)}{source}")
     if first["type"] == "dataclass_type" and field in SECTIONS:
-        remedy = f"is a section, not one value; `nearkin config {field}` lists what it holds"
+        remedy = f"a section, not a single value; `nearkin config {field}` lists its settings"
         return ConfigError(f'{field} "{given}": {remedy}{source}')
-    said = f"{first['msg'][0].lower()}{first['msg'][1:]}{_takes(field)}"
-    return ConfigError(f'{field} "{given}": {said}{source}')
+    message = f"{first['msg'][0].lower()}{first['msg'][1:]}{_takes(field)}"
+    return ConfigError(f'{field} "{given}": {message}{source}')
 
 
 def _takes(field: str) -> str:
@@ -235,15 +245,18 @@ def _takes(field: str) -> str:
     return next((f"; takes {each.wants.replace('`', '')}" for each in describe_settings() if each.name == field), "")
 
 
-def _as_written(value: object) -> str:
-    """Return a value as a file or a variable has it, but for a password in a URL."""
+def _written_form(value: object) -> str:
+    """Return a value as a file or a variable contains it, with passwords in URLs masked."""
     if isinstance(value, bool):
         return str(value).lower()
     return printable(mask_urls(str(value)))
 
 
 def _fields(section: str | None) -> list[str]:
-    """Return the names of a section; None: those that are in none, and the sections'. Empty for what is no section."""
+    """Return the field names of a section; for None those of Settings, sections included.
+
+    Empty if there is no such section.
+    """
     if section is None:
         return list(Settings.__dataclass_fields__)
     return list(type(SECTIONS[section]).__dataclass_fields__) if section in SECTIONS else []
@@ -256,20 +269,20 @@ def _close_names(name: str, known: Sequence[str]) -> list[str]:
 
 
 def _or_listed(near: Sequence[str]) -> str:
-    """Return the remedy for a name that is not known."""
-    return f"did you mean {' or '.join(near)}?" if near else "`nearkin config` lists them all"
+    """Return the remedy for an unknown name."""
+    return f"did you mean {' or '.join(near)}?" if near else "`nearkin config` lists all settings"
 
 
 def _set_together(section: str, text: str, sources: Mapping[str, str]) -> str:
-    """Return who set those of a section's settings that a text names."""
+    """Return the sources that set those settings of a section that an error text names."""
     words = set(re.findall(r"\w+", text))
     named = [name for name in sources if name.startswith(f"{section}.") and name.rpartition(".")[2] in words]
-    said = dict.fromkeys(_name_source(sources[name], name) for name in named if sources[name] != "default")
-    return f" (set by {', '.join(said)})" if said else ""
+    message = dict.fromkeys(_name_source(sources[name], name) for name in named if sources[name] != "default")
+    return f" (set by {', '.join(message)})" if message else ""
 
 
 def _set_by(name: str, sources: Mapping[str, str]) -> str:
     source = _source_of(name, sources)
-    if source == "default":  # a part of a list or a table, which its source gave as one value
+    if source == "default":  # a part of a list or table: its source set the whole value
         name, source = next(((part, sources[part]) for part in sources if name.startswith(f"{part}.")), (name, source))
     return f" (set by {_name_source(source, name)})" if source != "default" else ""

@@ -1,13 +1,13 @@
-"""Settings of reduction: how a blob is cut, what counts as similar, how the difference is written.
+"""Define the settings of data reduction: chunking, resemblance, delta encoding, blocks.
 
-Invariant: none of them makes what is stored unreadable; those that are hot may change from one blob to the next.
+Invariant: no setting here makes stored data unreadable; hot ones may change from one blob to the next.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from nearkin_shared.config.validators import FORBID_OTHERS, Between, OneOf, Size
+from nearkin_shared.config.validators import FORBID_OTHERS, NameChoice, NumberRange, SizeRange
 from nearkin_shared.limits import DEPTH_MAX, GIB, KIB, MIB, SEGMENT_BYTES_MAX
 from nearkin_shared.utils.frozen import held
 
@@ -19,18 +19,18 @@ DELTA_CODECS = ("xdelta3", "patch", "none")
 
 @held
 class ChunkerSettings:
-    """How a blob is cut into chunks; changing any of it stops new data from matching old chunks."""
+    """How a blob is cut into chunks. After a change new data no longer match stored chunks."""
 
     __pydantic_config__ = FORBID_OTHERS
 
-    algorithm: Annotated[str, OneOf(CHUNKERS)] = "leastcdc"
-    """`leastcdc` (SIMD, the fastest), `fastcdc`, `rabin`, `inck`; `fixed` and `whole` look at no content."""
-    min_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 2 * KIB
-    """No chunk is smaller, but for the last of a blob."""
-    target_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 8 * KIB
-    """About the mean of what lies between the two bounds: smaller finds more, and names more."""
-    max_bytes: Annotated[int, Size(64, SEGMENT_BYTES_MAX)] = 64 * KIB
-    """No chunk is larger."""
+    algorithm: Annotated[str, NameChoice(CHUNKERS)] = "leastcdc"
+    """`leastcdc` (SIMD, the fastest), `fastcdc`, `rabin`, `inck`; `fixed` and `whole` ignore the content."""
+    min_bytes: Annotated[int, SizeRange(64, SEGMENT_BYTES_MAX)] = 2 * KIB
+    """Minimum size of a chunk; the last chunk of a blob may be smaller."""
+    target_bytes: Annotated[int, SizeRange(64, SEGMENT_BYTES_MAX)] = 8 * KIB
+    """Approximate mean size of a chunk. Smaller chunks find more duplicates and need more metadata."""
+    max_bytes: Annotated[int, SizeRange(64, SEGMENT_BYTES_MAX)] = 64 * KIB
+    """Maximum size of a chunk."""
 
     def __post_init__(self) -> None:
         """Refuse bounds that are out of order."""
@@ -51,28 +51,28 @@ class SegmentSettings:
 
     __pydantic_config__ = FORBID_OTHERS
 
-    target_chunks: Annotated[int, Between(1, 1024, power_of_two=True)] = 16
-    """Chunks of a segment on average: runs that are known are found a segment at a time."""
-    max_bytes: Annotated[int, Size(64 * KIB, SEGMENT_BYTES_MAX)] = SEGMENT_BYTES_MAX
-    """No segment is larger."""
+    target_chunks: Annotated[int, NumberRange(1, 1024, power_of_two=True)] = 16
+    """Average number of chunks of a segment; known data are found a segment at a time."""
+    max_bytes: Annotated[int, SizeRange(64 * KIB, SEGMENT_BYTES_MAX)] = SEGMENT_BYTES_MAX
+    """Maximum size of a segment."""
 
 
 @held
 class FeatureSettings:
-    """How resemblance is detected. Hot: toggling it never harms stored data."""
+    """How resemblance is detected. Hot: a change never harms stored data."""
 
     __pydantic_config__ = FORBID_OTHERS
 
-    algorithm: Annotated[str, OneOf(FEATURES)] = "finesse"
+    algorithm: Annotated[str, NameChoice(FEATURES)] = "finesse"
     """`finesse`, `ntransform` or `odess` super-features; `none`: bases by locality alone."""
-    count: Annotated[int, Between(1, 64)] = 12
+    count: Annotated[int, NumberRange(1, 64)] = 12
     """Features of a chunk, a multiple of `super_features`."""
-    super_features: Annotated[int, Between(1, 16)] = 3
-    """Groups of features; two chunks are similar where one of these is equal."""
-    window_bytes: Annotated[int, Between(48, 64)] = 48
-    """Of the rolling hash."""
-    sampling_bits: Annotated[int, Between(0, 16)] = 7
-    """`odess` alone: one position in 2 to this power counts."""
+    super_features: Annotated[int, NumberRange(1, 16)] = 3
+    """Groups of features; two chunks are similar if one super-feature is equal."""
+    window_bytes: Annotated[int, NumberRange(48, 64)] = 48
+    """Window of the rolling hash, in bytes."""
+    sampling_bits: Annotated[int, NumberRange(0, 16)] = 7
+    """For `odess`: one position in 2 to this power is sampled."""
 
     def __post_init__(self) -> None:
         """Refuse groups of unequal size, and an odess window that cannot hold its hash."""
@@ -84,54 +84,56 @@ class FeatureSettings:
 
 @held
 class BaseSettings:
-    """Which similar chunk becomes the base, and how many bytes of decoded base blocks stay in memory."""
+    """How a base is selected among similar chunks, and the memory for decoded base blocks."""
 
     __pydantic_config__ = FORBID_OTHERS
 
-    policy: Annotated[str, OneOf(BASE_POLICIES)] = "locality+first-fit"
-    """`first-fit`: by super-features; `locality`: what lay between the same neighbours in an older version."""
-    cache_bytes: Annotated[int, Size(MIB, 64 * GIB)] = 200 * MIB
-    """Of decoded blocks, in a put."""
+    policy: Annotated[str, NameChoice(BASE_POLICIES)] = "locality+first-fit"
+    """`first-fit`: by super-features; `locality`: the chunk between the same neighbours in an older version."""
+    cache_bytes: Annotated[int, SizeRange(MIB, 64 * GIB)] = 200 * MIB
+    """Memory for decoded blocks during a put."""
     try_all_candidates: bool = False
-    """Try old neighbours also in blobs where few of them turn out to be bases: docs/adr/0023."""
+    """Try locality candidates also in blobs where few of them become bases (docs/adr/0023)."""
 
 
 @held
 class DeltaSettings:
-    """How a chunk is written as a difference. Hot."""
+    """How a chunk is encoded as a delta. Hot."""
 
     __pydantic_config__ = FORBID_OTHERS
 
-    codec: Annotated[str, OneOf(DELTA_CODECS)] = "patch"
+    codec: Annotated[str, NameChoice(DELTA_CODECS)] = "patch"
     """`xdelta3`: chunk by chunk, VCDIFF; `patch`: whole blocks, zstd with the bases as prefix."""
-    level: Annotated[int, Between(1, 9)] = 1
-    """Of xdelta3; blocks are compressed at `block.level`."""
-    max_depth: Annotated[int, Between(1, DEPTH_MAX - 1)] = 4
-    """Deltas to decode at most before bytes appear: deeper stores less and restores slower."""
+    level: Annotated[int, NumberRange(1, 9)] = 1
+    """Compression level of xdelta3; blocks are compressed at `block.level`."""
+    max_depth: Annotated[int, NumberRange(1, DEPTH_MAX - 1)] = 4
+    """Maximum depth: the number of deltas to decode for one chunk. A greater depth stores less and restores slower."""
 
 
 @held
 class BlockSettings:
-    """How fresh chunks are gathered and compressed. Hot, but for `far_matches`."""
+    """How fresh chunks are grouped into blocks and compressed. Hot, except `far_matches`."""
 
     __pydantic_config__ = FORBID_OTHERS
 
-    raw_bytes: Annotated[int, Size(64 * KIB, 30 * MIB)] = 4 * MIB
-    """Of decoded bytes: what one read of a chunk may cost. A chunk more must stay below 32 MiB."""
-    delta_bytes: Annotated[int, Size(4 * KIB, 16 * MIB)] = 256 * KIB
-    """Of decoded bytes of a block of deltas or patches."""
-    level: Annotated[int, Between(1, 22)] = 3
-    """Of zstd. At 3, the default, raw blocks that compress badly are written at 2: docs/adr/0023."""
+    raw_bytes: Annotated[int, SizeRange(64 * KIB, 30 * MIB)] = 4 * MIB
+    """Decoded bytes of a raw block: the cost of reading one chunk. The block and one more chunk must be below 32 MiB.
+    """
+    delta_bytes: Annotated[int, SizeRange(4 * KIB, 16 * MIB)] = 256 * KIB
+    """Decoded bytes of a block of deltas or of a patch block."""
+    level: Annotated[int, NumberRange(1, 22)] = 3
+    """Level of zstd. At 3, the default, raw blocks that compress badly are written at 2 (docs/adr/0023)."""
     far_matches: bool = False
-    """Look for repeats in the whole of a raw block, and at level 9 deeper in all: docs/adr/0019."""
+    """Search the whole raw block for repeats, and at level 9 search harder in all blocks (docs/adr/0019)."""
 
 
 @held
 class ContainerSettings:
-    """How large a container grows before it is sealed."""
+    """The size at which a container is finished."""
 
     __pydantic_config__ = FORBID_OTHERS
 
-    target_bytes: Annotated[int, Size(256 * KIB, 256 * MIB)] = 4 * MIB
-    """A container is sealed once it holds so much: looked at after each batch (`runner.batch_bytes`, 16 MiB), which
-    goes into it whole. One of a first version may so hold four times the usual 4 MiB."""
+    target_bytes: Annotated[int, SizeRange(256 * KIB, 256 * MIB)] = 4 * MIB
+    """A container that holds this many bytes is finished. The size is compared after each batch (`runner.batch_bytes`,
+    16 MiB), which is stored whole, so a container of a first version may be four times as large as 4 MiB.
+    """

@@ -1,8 +1,10 @@
-"""Describe the settings. Invariant: each description is the docstring below the field; none is written twice.
+"""Describe the settings for users.
 
-    describe_settings() -> SettingDoc("delta.max_depth", "1 to 63", 4, "Deltas to ...", hot=True, secret=False), ...
+| describe_settings() -> SettingDoc("delta.max_depth", "1 to 63", 4, "Deltas to ...", hot=True, secret=False), ...
 
-Python drops these words when it compiles: they are read from the source, which every installation has.
+Python drops docstrings of fields when it compiles, so they are read from the source, which every installation has.
+
+Invariant: each description is the docstring below the field; none is written twice.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 @frozen
 class SettingDoc:
-    """A setting: its dotted name, what it takes, its default, and what it does."""
+    """A setting: dotted name, accepted values, default and description."""
 
     name: str
     wants: str
@@ -63,14 +65,14 @@ def describe_settings() -> Iterator[SettingDoc]:
 
 
 def _settings(section: type[Any], prefix: str) -> Iterator[SettingDoc]:
-    hints, words = get_type_hints(section, include_extras=True), _words(section)
+    hints, descriptions = get_type_hints(section, include_extras=True), _read_descriptions(section)
     for field in fields(section):
         kind, name = hints[field.name], f"{prefix}{field.name}"
         if _section_of(kind) is not None:
             continue
         default = field.default
         yield SettingDoc(
-            name, _describe_type(kind), default, words.get(field.name, ""), name in HOT_FIELDS, name in SECRETS
+            name, _describe_type(kind), default, descriptions.get(field.name, ""), name in HOT_FIELDS, name in SECRETS
         )
         if get_origin(kind) is tuple and (entry := _section_of(get_args(kind)[0])) is not None:
             yield from _settings(entry, f"{name}[].")
@@ -81,60 +83,60 @@ def _section_of(kind: Any) -> type[Any] | None:
 
 
 def _describe_type(kind: Any) -> str:
-    """Return in a few words what a field takes."""
+    """Describe the accepted values of a field in a few descriptions."""
     rule: object = None
     plain, optional = field_type(kind)
     if get_origin(plain) is Annotated:
         plain, rule = get_args(plain)
         plain, unset = field_type(plain)
         optional |= unset
-    said = _rule_of_type(rule) or ("tables" if get_origin(plain) is tuple else _PLAIN.get(plain, "text"))
-    return f"{said}, or unset" if optional else said
+    description = _rule_of_type(rule) or ("tables" if get_origin(plain) is tuple else _PLAIN.get(plain, "text"))
+    return f"{description}, or unset" if optional else description
 
 
 def field_type(kind: Any) -> tuple[Any, bool]:
-    """Return what a field is when it is set, and whether it may be unset."""
+    """Return the type of a field when it is set, and whether it may be unset."""
     if get_origin(kind) not in (UnionType, Union):
         return kind, False
     return next(part for part in get_args(kind) if part is not NoneType), NoneType in get_args(kind)
 
 
 def _rule_of_type(rule: object) -> str | None:
-    said: str | None = None
+    description: str | None = None
     match rule:
-        case validators.OneOf():
-            said = ", ".join(f"`{name}`" for name in rule.known)
-        case validators.Size():
-            said = f"bytes, {in_units(rule.least)} to {in_units(rule.most)}"
-        case validators.Between():
-            said = f"{rule.least} to {rule.most}{', a power of two' if rule.power_of_two else ''}"
-        case validators.Share():
-            said = f"a share, 0 to {rule.most:g}"
+        case validators.NameChoice():
+            description = ", ".join(f"`{name}`" for name in rule.known)
+        case validators.SizeRange():
+            description = f"bytes, {format_units(rule.least)} to {format_units(rule.most)}"
+        case validators.NumberRange():
+            description = f"{rule.least} to {rule.most}{', a power of two' if rule.power_of_two else ''}"
+        case validators.ShareRange():
+            description = f"a share, 0 to {rule.most:g}"
         case validators.ParityScheme():
-            said = "`none`, or `rs-K-M`"
+            description = "`none`, or `rs-K-M`"
         case validators.ServerUrl():
-            said = "a URL"
+            description = "a URL"
         case validators.LocalFolder():
-            said = "an absolute path, or one that starts with ~"
+            description = "an absolute path, or one that starts with ~"
         case validators.TopicTenants():
-            said = "a list, a table, or text with commas"
+            description = "a list, a table, or text with commas"
         case validators.Origins():
-            said = "a list, or text with commas"
+            description = "a list, or text with commas"
         case validators.ObjectPrefix():
-            said = "a folder of names that ends in /"
-    return said
+            description = "a folder of names that ends in /"
+    return description
 
 
-def in_units(size_bytes: int) -> str:
-    """Return bytes by the largest binary unit that divides them: 64 KiB, 1000."""
+def format_units(size_bytes: int) -> str:
+    """Format bytes by the largest binary unit that divides them: 64 KiB, 1000."""
     for unit, name in _UNITS:
         if size_bytes and size_bytes % unit == 0:
             return f"{size_bytes // unit} {name}"
     return str(size_bytes)
 
 
-def _words(section: type[Any]) -> Mapping[str, str]:
-    """Return the words below each field of a class, paragraphs as one line."""
+def _read_descriptions(section: type[Any]) -> Mapping[str, str]:
+    """Return the docstring below each field of a class, as one line."""
     (made,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(made, ast.ClassDef)
     found = {}

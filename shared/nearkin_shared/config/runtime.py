@@ -1,15 +1,19 @@
-"""What each hot setting takes. Invariant: read off the settings themselves; nobody says it a second time."""
+# size: one reason to change, the JSON schema of settings that change at run time
+"""Derive the JSON schema of changes of hot settings.
+
+Invariant: types and bounds are those of the settings themselves; none is written twice.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from nearkin_shared.config.settings import HOT_FIELDS, Settings
-from nearkin_shared.config.validators import Between, OneOf, Size
+from nearkin_shared.config.validators import NameChoice, NumberRange, SizeRange
 
 
 def rule_of(name: str) -> object:
-    """Return the rule of a setting by its dotted name; None where its type says it all."""
+    """Return the rule of a setting by its dotted name; None if its type is enough."""
     section, _, field = name.partition(".")
     hint = get_type_hints(type(getattr(Settings(), section)), include_extras=True)[field]
     return get_args(hint)[1] if get_origin(hint) is Annotated else None
@@ -20,7 +24,7 @@ def changes_schema(*, nullable: bool = False) -> dict[str, Any]:
     sections: dict[str, dict[str, Any]] = {}
     for name in sorted(HOT_FIELDS):
         section, _, field = name.partition(".")
-        schema = _schema(rule_of(name))
+        schema = _rule_schema(rule_of(name))
         sections.setdefault(section, {})[field] = {"anyOf": [schema, {"type": "null"}]} if nullable else schema
     return {
         "type": "object",
@@ -32,14 +36,14 @@ def changes_schema(*, nullable: bool = False) -> dict[str, Any]:
     }
 
 
-def _schema(rule: object) -> dict[str, Any]:
+def _rule_schema(rule: object) -> dict[str, Any]:
     match rule:
-        case OneOf():
+        case NameChoice():
             return {"type": "string", "enum": list(rule.known)}
-        case Size():  # `8KiB` says it as well
+        case SizeRange():  # or text with a unit, such as `8KiB`
             return {"type": ["integer", "string"], "minimum": rule.least, "maximum": rule.most}
-        case Between():
+        case NumberRange():
             return {"type": "integer", "minimum": rule.least, "maximum": rule.most}
         case None:
             return {"type": "boolean"}
-    raise TypeError(f"{rule!r}: no schema is known for it")
+    raise TypeError(f"rule {rule!r}: no JSON schema; add a case to _rule_schema")

@@ -1,4 +1,7 @@
-"""Settings of services: whom they talk to, what they take and refuse. Invariant: without any, only loopback hears."""
+"""Define the settings of services: connections, listeners, limits.
+
+Invariant: with the defaults a service listens on loopback only.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from typing import Annotated
 from nearkin_shared.config.storage import STORE_FOLDERS
 from nearkin_shared.config.validators import (
     FORBID_OTHERS,
-    Between,
+    MatchingText,
+    NameChoice,
+    NumberRange,
     ObjectPrefix,
-    OneMatch,
-    OneOf,
     Origins,
     ServerUrl,
-    Share,
-    Size,
+    ShareRange,
+    SizeRange,
     Text,
     TopicTenants,
 )
@@ -34,189 +37,202 @@ INGESTS = ("kafka", "embedded")
 
 @held
 class RedisSettings:
-    """The Redis server or Cluster that holds the index of several workers."""
+    """The Redis server or Cluster that stores the index of several workers."""
 
     __pydantic_config__ = FORBID_OTHERS
 
     url: Annotated[str, Text(1024)] = field(default="redis://127.0.0.1:6379/0", repr=False)
     """`redis://`, `rediss://` (TLS), `unix://`; `redis+cluster://` or `rediss+cluster://` for a Cluster."""
     username: str | None = None
-    """Of an ACL; unset: the default user."""
+    """User of an ACL; unset: the default user."""
     password: str | None = field(default=None, repr=False)
-    """Better in NEARKIN_REDIS__PASSWORD than in a file."""
+    """Password. Prefer NEARKIN_REDIS__PASSWORD to a file."""
     ca_file: str | None = None
-    """PEM certificates of who has issued the server's."""
+    """PEM certificates of the authorities that issued the server's certificate."""
     cert_file: str | None = None
-    """Our own certificate, where the server asks for one."""
+    """Client certificate, if the server requires one."""
     key_file: str | None = None
-    """The key of `cert_file`."""
-    timeout_seconds: Annotated[int, Between(1, 300)] = 5
-    """For connecting, and for each answer."""
-    retries: Annotated[int, Between(0, 100)] = 6
-    """After the first try, with waits that double from 50 ms up to 1 s."""
+    """Private key of `cert_file`."""
+    timeout_seconds: Annotated[int, NumberRange(1, 300)] = 5
+    """Timeout of connecting and of each reply, in seconds."""
+    retries: Annotated[int, NumberRange(0, 100)] = 6
+    """Attempts after the first one; the waits double from 50 ms up to 1 s."""
     prefix: Annotated[str, Text(64)] = "nearkin"
-    """Of all keys: two stores may share a server."""
-    partitions: Annotated[int, Between(1, 4096, power_of_two=True)] = 16
-    """Hash slots that each table is spread over; takes effect when the index is made anew."""
+    """Prefix of all keys: two stores may share a server."""
+    partitions: Annotated[int, NumberRange(1, 4096, power_of_two=True)] = 16
+    """Number of hash slots of each table; takes effect when the index is rebuilt."""
 
     def __post_init__(self) -> None:
-        """Refuse a URL of another kind, files without TLS, and a prefix that would move keys to another slot."""
+        """Refuse an unknown URL scheme, TLS files without TLS, and an invalid prefix.
+
+        Braces in the prefix would change the slots of keys.
+        """
         scheme = self.url.partition("://")[0]
         if scheme not in REDIS_SCHEMES:
             raise ValueError(f'url scheme "{scheme}": choose one of {", ".join(REDIS_SCHEMES)}')
         if (self.ca_file or self.cert_file or self.key_file) and not scheme.startswith("rediss"):
-            raise ValueError(f'url scheme "{scheme}": ca_file, cert_file and key_file want rediss:// (TLS)')
+            raise ValueError(f'url scheme "{scheme}": ca_file, cert_file and key_file need rediss:// (TLS)')
         if (self.cert_file is None) != (self.key_file is None):
             raise ValueError("cert_file and key_file: give both or neither")
         if set(self.prefix) & set("{} \r\n"):
-            raise ValueError(f'prefix "{self.prefix}": want no braces and no white space')
+            raise ValueError(f'prefix "{self.prefix}": use no braces and no white space')
 
 
 @held
 class KafkaSettings:
-    """How services reach Kafka, and the bounds of what they take from it at a time."""
+    """Connection to Kafka, and the bounds of messages per batch, sessions and retention."""
 
     __pydantic_config__ = FORBID_OTHERS
 
     bootstrap_servers: Annotated[str, Text(4096)] = "127.0.0.1:9092"
-    """`host:port`, with commas between several."""
-    topic_prefix: Annotated[str, OneMatch(r"[A-Za-z0-9._-]{1,100}")] = "nearkin."
-    """Of our topics and groups: two stores may share brokers."""
-    partitions: Annotated[int, Between(1, 1024)] = 4
-    """Of each topic, when it is made: as many workers of a stage can share the work."""
-    replication: Annotated[int, Between(1, 9)] = 1
-    """Of each topic, when it is made; 3 where there are three brokers."""
-    security_protocol: Annotated[str, OneOf(KAFKA_PROTOCOLS)] = "plaintext"
-    """How brokers are reached."""
-    sasl_mechanism: Annotated[str, OneOf(SASL_MECHANISMS)] = "SCRAM-SHA-512"
-    """How we prove who we are, with `sasl_*` protocols."""
+    """`host:port`, separated by commas."""
+    topic_prefix: Annotated[str, MatchingText(r"[A-Za-z0-9._-]{1,100}")] = "nearkin."
+    """Prefix of this store's topics and consumer groups: two stores may share brokers."""
+    partitions: Annotated[int, NumberRange(1, 1024)] = 4
+    """Partitions of each topic when it is created: as many workers of a stage can share the work."""
+    replication: Annotated[int, NumberRange(1, 9)] = 1
+    """Replicas of each topic when it is created; use 3 with three brokers."""
+    security_protocol: Annotated[str, NameChoice(KAFKA_PROTOCOLS)] = "plaintext"
+    """Protocol of the connection to brokers."""
+    sasl_mechanism: Annotated[str, NameChoice(SASL_MECHANISMS)] = "SCRAM-SHA-512"
+    """Authentication mechanism with `sasl_*` protocols."""
     sasl_username: str | None = None
-    """Of SASL."""
+    """User for SASL."""
     sasl_password: str | None = field(default=None, repr=False)
-    """Better in NEARKIN_KAFKA__SASL_PASSWORD than in a file."""
+    """Password for SASL. Prefer NEARKIN_KAFKA__SASL_PASSWORD to a file."""
     ca_file: str | None = None
-    """PEM certificates of who has issued the brokers'."""
-    compression: Annotated[str, OneOf(KAFKA_COMPRESSIONS)] = "lz4"
-    """lz4 halves the work of the broker for 5 % more of ours, on data that compress at all (benchmarks/pipeline.py)."""
-    unauthenticated: Annotated[str, OneOf(UNAUTHENTICATED_RECORDS)] = "refuse"
-    """What becomes of records on internal topics that carry no MAC: "accept" is for an upgrade from a release that
-    sends none. Records with a wrong MAC are always refused."""
-    batch_messages: Annotated[int, Between(1, 256)] = 32
-    """Messages a worker takes at a time: 32 MiB at their largest."""
-    session_timeout_ms: Annotated[int, Between(6_000, 300_000)] = 10_000
-    """A worker that is silent for so long loses its partitions to the others."""
-    upload_idle_seconds: Annotated[int, Between(1, 86_400)] = 300
-    """An upload whose frames stop coming is ended as failed after this long. Want more than `gateway.slow_seconds` and
-    10: a client may be silent for that long."""
-    retention_hours: Annotated[int, Between(1, 87_600)] = 168
-    """How long our topics keep messages, dead letters too: the longest that a stage may be down without loss."""
-    linger_ms: Annotated[int, Between(1, 60_000)] = 1_000
-    """How long the delta worker may hold chunks in an open container; the end of a blob seals it sooner."""
+    """PEM certificates of the authorities that issued the brokers' certificates."""
+    compression: Annotated[str, NameChoice(KAFKA_COMPRESSIONS)] = "lz4"
+    """Compression of messages. lz4 halves the broker's CPU time for 5 % more in services, if data compress at all
+    (benchmarks/pipeline.py).
+    """
+    unauthenticated: Annotated[str, NameChoice(UNAUTHENTICATED_RECORDS)] = "refuse"
+    """Whether records on internal topics without a MAC are accepted. "accept" is for an upgrade from a release that
+    sends none. Records with a wrong MAC are always refused.
+    """
+    batch_messages: Annotated[int, NumberRange(1, 256)] = 32
+    """Messages that a worker processes in one batch: 32 MiB at their largest."""
+    session_timeout_ms: Annotated[int, NumberRange(6_000, 300_000)] = 10_000
+    """A worker that sends no heartbeat for this time loses its partitions to the others."""
+    upload_idle_seconds: Annotated[int, NumberRange(1, 86_400)] = 300
+    """An upload that receives no frame for this long fails. Must exceed `gateway.slow_seconds` plus 10: a client may
+    send nothing for that long.
+    """
+    retention_hours: Annotated[int, NumberRange(1, 87_600)] = 168
+    """Retention of this store's topics, dead letters included: the longest time that a stage may be down without loss.
+    """
+    linger_ms: Annotated[int, NumberRange(1, 60_000)] = 1_000
+    """How long the delta worker may keep chunks in an open container; the end of a blob finishes it sooner."""
 
 
 @held
 class IngestSettings:
-    """Blobs out of Kafka topics of the user's own: a record is one, or names an object that is."""
+    """Ingest from users' Kafka topics: a record contains a blob or names an object."""
 
     __pydantic_config__ = FORBID_OTHERS
 
     topics: Annotated[tuple[str, ...], TopicTenants()] = ()
     """`topic` (stored for `tenant`) or `topic=TENANT`."""
     group: Annotated[str, Text(255)] | None = None
-    """Consumer group; `ingest` behind `kafka.topic_prefix` where it is not set."""
+    """Consumer group; unset: `ingest` after `kafka.topic_prefix`."""
     key_header: Annotated[str, Text(255)] | None = None
-    """Where a record has this header, it is the blob's key, not the record's own."""
+    """Header whose value is used as the blob's key in place of the record's own key."""
     tenant_header: Annotated[str, Text(255)] | None = None
-    """Where a record has this header, it is stored for that tenant: whoever may produce then chooses."""
-    null_values: Annotated[str, OneOf(NULL_VALUES)] = "reject"
-    """A record without value is a dead letter, or passed over."""
-    value_bytes_max: Annotated[int, Size(1, GIB)] = 64 * MIB
-    """A record with a larger value is a dead letter."""
+    """Header whose value is the tenant of the record: producers then choose the tenant."""
+    null_values: Annotated[str, NameChoice(NULL_VALUES)] = "reject"
+    """A record without a value becomes a dead letter (`reject`) or is ignored (`skip`)."""
+    value_bytes_max: Annotated[int, SizeRange(1, GIB)] = 64 * MIB
+    """A record with a larger value becomes a dead letter."""
     dataref_prefix: Annotated[str | None, ObjectPrefix(STORE_FOLDERS)] = None
-    """Where in the object store the objects lie that records may name; {tenant} stands for theirs. Unset: none may."""
-    dataref_bytes_max: Annotated[int, Size(1, 2048 * GIB)] = 1024 * GIB
-    """An object that is larger is a dead letter."""
-    retry_seconds: Annotated[int, Between(1, 604_800)] = 3600
-    """How long one record may hold its partition back while what it needs is away; then it is a dead letter."""
+    """Folder of the object store with the objects that records may name; {tenant} is replaced by the tenant. Unset:
+    records may name no object.
+    """
+    dataref_bytes_max: Annotated[int, SizeRange(1, 2048 * GIB)] = 1024 * GIB
+    """A larger object becomes a dead letter."""
+    retry_seconds: Annotated[int, NumberRange(1, 604_800)] = 3600
+    """How long a record may block its partition while a dependency is unavailable; then it becomes a dead letter."""
 
 
 @held
 class ServiceSettings:
-    """What ops turn while services run. Hot."""
+    """Switches that operators change while services run. Hot."""
 
     __pydantic_config__ = FORBID_OTHERS
 
     read_only: bool = False
-    """The gateway refuses new blobs; what was accepted is finished."""
+    """The gateway refuses new blobs; accepted blobs are completed."""
     paused: bool = False
-    """Workers take no more messages; what they hold is finished."""
+    """Workers fetch no more messages; fetched messages are completed."""
 
 
 @held
 class GatewaySettings:
-    """Where the gateway listens, and the bound of everything it takes or keeps (services/gateway/README.md)."""
+    """The listener of the gateway, and the bounds of all that it accepts or keeps."""
 
     __pydantic_config__ = FORBID_OTHERS
 
     host: Annotated[str, Text(255)] = "127.0.0.1"
-    """Anything but loopback needs `auth.tokens_file`."""
-    port: Annotated[int, Between(0, 65_535)] = 8080
-    """0 takes any free port and says which."""
-    ingest: Annotated[str, OneOf(INGESTS)] = "kafka"
+    """Address to listen on. Any address other than loopback requires `auth.tokens_file`."""
+    port: Annotated[int, NumberRange(0, 65_535)] = 8080
+    """Port to listen on. 0 selects a free port and prints it."""
+    ingest: Annotated[str, NameChoice(INGESTS)] = "kafka"
     """`kafka`: in front of the services; `embedded`: a whole store in this process (`nearkin serve`)."""
-    body_bytes_max: Annotated[int, Size(1, 2048 * GIB)] = 1024 * GIB
+    body_bytes_max: Annotated[int, SizeRange(1, 2048 * GIB)] = 1024 * GIB
     """A larger body is refused with 413."""
-    key_bytes_max: Annotated[int, Between(1, KEY_BYTES_MAX)] = KEY_BYTES_MAX
+    key_bytes_max: Annotated[int, NumberRange(1, KEY_BYTES_MAX)] = KEY_BYTES_MAX
     """A longer key is refused with 414."""
-    header_bytes_max: Annotated[int, Size(4 * KIB, MIB)] = 64 * KIB
-    """Of a request's head, metadata and all; more is refused with 431."""
-    connections_max: Annotated[int, Between(1, 65_536)] = 1024
-    """More are refused with 503."""
-    uploads_max: Annotated[int, Between(1, 4096)] = 128
-    """Uploads at a time; each holds a frame of at most 900 KiB."""
-    downloads_max: Annotated[int, Between(1, 1024)] = 32
-    """Restores at a time; each holds at most four pieces of 4 MiB, and with S3 32 MiB of blocks on their way."""
-    tenant_share: Annotated[float, Share(1.0)] = 0.75
-    """Of uploads, downloads, explanations and open resumable uploads: the most that one tenant may hold."""
-    token_share: Annotated[float, Share(1.0)] = 0.5
-    """The same for one token."""
-    address_share: Annotated[float, Share(1.0)] = 0.75
-    """The same for one peer address (IPv6: one /64). Behind a proxy all callers have the proxy's: set 1."""
-    idle_per_address_max: Annotated[int, Between(1, 65_536)] = 256
-    """Connections of one peer address that have sent no whole request head, or idle after an answer; the oldest is
-    closed for one more. Of all addresses together the oldest is closed at `connections_max`."""
-    requests_per_second: Annotated[int, Between(0, 1_000_000)] = 1000
-    """For each token (without tokens: each address), in bursts of as many; 0 is without bound."""
-    upload_unacknowledged_bytes: Annotated[int, Size(MIB, GIB)] = 8 * MIB
-    """Of one upload on its way into Kafka."""
-    unacknowledged_bytes: Annotated[int, Size(MIB, 16 * GIB)] = 48 * MIB
-    """Of all uploads together on their way into Kafka."""
-    slow_seconds: Annotated[int, Between(1, 3600)] = 30
+    header_bytes_max: Annotated[int, SizeRange(4 * KIB, MIB)] = 64 * KIB
+    """Maximum size of a request's head, metadata included; a larger head is refused with 431."""
+    connections_max: Annotated[int, NumberRange(1, 65_536)] = 1024
+    """Maximum number of connections; further ones are refused with 503."""
+    uploads_max: Annotated[int, NumberRange(1, 4096)] = 128
+    """Concurrent uploads; each buffers one frame of at most 900 KiB."""
+    downloads_max: Annotated[int, NumberRange(1, 1024)] = 32
+    """Concurrent restores; each buffers at most four pieces of 4 MiB, and with S3 32 MiB of blocks in flight."""
+    tenant_share: Annotated[float, ShareRange(1.0)] = 0.75
+    """The share of uploads, downloads, explanations and open resumable uploads that one tenant may use."""
+    token_share: Annotated[float, ShareRange(1.0)] = 0.5
+    """The same share for one token."""
+    address_share: Annotated[float, ShareRange(1.0)] = 0.75
+    """The same share for one peer address (IPv6: one /64). Behind a proxy all callers have its address: set 1."""
+    idle_per_address_max: Annotated[int, NumberRange(1, 65_536)] = 256
+    """Connections of one peer address that sent no complete request head, or are idle after a response; for one more
+    the oldest is closed. At `connections_max` the oldest of all addresses is closed.
+    """
+    requests_per_second: Annotated[int, NumberRange(0, 1_000_000)] = 1000
+    """Rate for each token (without tokens: each address), in bursts of as many requests; 0: unlimited."""
+    upload_unacknowledged_bytes: Annotated[int, SizeRange(MIB, GIB)] = 8 * MIB
+    """Bytes of one upload that are sent to Kafka and not acknowledged."""
+    unacknowledged_bytes: Annotated[int, SizeRange(MIB, 16 * GIB)] = 48 * MIB
+    """Bytes of all uploads that are sent to Kafka and not acknowledged."""
+    slow_seconds: Annotated[int, NumberRange(1, 3600)] = 30
     """See `slow_bytes_per_second`."""
-    slow_bytes_per_second: Annotated[int, Between(1, 1_000_000_000)] = 1024
-    """A client slower than this over `slow_seconds`, sending or taking, is let go."""
-    busy_bytes_per_second: Annotated[int, Between(1, 1_000_000_000)] = 65_536
-    """The same once all uploads, or downloads, that may run are running; from half of them on the bound rises to it."""
-    upload_status_bytes: Annotated[int, Size(MIB, 4 * GIB)] = 64 * MIB
-    """Memory for what has become of uploads; the oldest go first."""
-    upload_status_minutes: Annotated[int, Between(1, 10_080)] = 60
-    """How far back a gateway that starts reads what has become of uploads."""
-    resumable_hours: Annotated[int, Between(1, 720)] = 24
-    """A resumable upload must be whole so long after it began."""
-    resumable_empty_minutes: Annotated[int, Between(1, 43_200)] = 10
-    """A resumable upload of which no byte has arrived expires so long after it began."""
-    resumable_max: Annotated[int, Between(1, 1_000_000)] = 10_000
-    """Resumable uploads that are open at a time, of all tenants."""
-    partial_uploads_max: Annotated[int, Between(1, 1000)] = 256
+    slow_bytes_per_second: Annotated[int, NumberRange(1, 1_000_000_000)] = 1024
+    """A client that sends or receives less than this over `slow_seconds` is disconnected."""
+    busy_bytes_per_second: Annotated[int, NumberRange(1, 1_000_000_000)] = 65_536
+    """The same bound when all permitted uploads, or downloads, are active; from half of them on the bound rises towards
+    it.
+    """
+    upload_status_bytes: Annotated[int, SizeRange(MIB, 4 * GIB)] = 64 * MIB
+    """Memory for results of uploads; the oldest are removed first."""
+    upload_status_minutes: Annotated[int, NumberRange(1, 10_080)] = 60
+    """How far back a starting gateway reads results of uploads."""
+    resumable_hours: Annotated[int, NumberRange(1, 720)] = 24
+    """A resumable upload must be complete this long after its creation."""
+    resumable_empty_minutes: Annotated[int, NumberRange(1, 43_200)] = 10
+    """A resumable upload without any byte expires this long after its creation."""
+    resumable_max: Annotated[int, NumberRange(1, 1_000_000)] = 10_000
+    """Open resumable uploads of all tenants together."""
+    partial_uploads_max: Annotated[int, NumberRange(1, 1000)] = 256
     """Partial uploads that one final upload may concatenate (tus `Upload-Concat`)."""
     access_log: bool = True
-    """Log a line for each request, probes that succeed left out (logger `nearkin.access`)."""
+    """Log a line for each request except successful probes (logger `nearkin.access`)."""
     cors_origins: Annotated[tuple[str, ...], Origins()] = ()
     """Web origins (`https://app.example`, `*` for all) whose pages may use the API with a token. Empty: none."""
-    checked_patch_bytes: Annotated[int, Size(MIB, 16 * GIB)] = 64 * MIB
-    """A PATCH with `Upload-Checksum` waits on local disk until its checksum agrees."""
-    shutdown_seconds: Annotated[int, Between(1, 3600)] = 30
-    """What is under way has so long to end once the gateway is told to stop."""
+    checked_patch_bytes: Annotated[int, SizeRange(MIB, 16 * GIB)] = 64 * MIB
+    """A PATCH with `Upload-Checksum` is kept on local disk until its checksum is verified."""
+    shutdown_seconds: Annotated[int, NumberRange(1, 3600)] = 30
+    """Requests in progress may take this long after the gateway is asked to stop."""
 
 
 @held
@@ -226,19 +242,22 @@ class DashboardSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     enabled: bool = True
-    """Serve them."""
-    session_hours: Annotated[int, Between(1, 168)] = 8
-    """A login counts for so long, and never longer than its token."""
+    """Serve the dashboard."""
+    session_hours: Annotated[int, NumberRange(1, 168)] = 8
+    """Lifetime of a login, bounded by the lifetime of its token."""
 
 
 @held
 class AuthSettings:
-    """Who may do what. Without a file there is one tenant, and only loopback is listened on."""
+    """Authentication by tokens.
+
+    Without a tokens file there is one tenant, and the gateway listens on loopback only.
+    """
 
     __pydantic_config__ = FORBID_OTHERS
 
     tokens_file: str | None = None
-    """Hashed tokens as `nearkin token` keeps them; read again when it changes."""
+    """File of hashed tokens, as `nearkin token` writes it; read again when it changes."""
 
 
 @held
@@ -248,41 +267,45 @@ class AuditSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     enabled: bool = True
-    """Write it: logins, failed authentication, reads, changes of blobs and settings (logger `nearkin.audit`)."""
+    """Write the audit log: logins, failed authentication, reads, changes of blobs and settings (logger
+    `nearkin.audit`).
+    """
     reads: bool = True
-    """Record reads, listings and pages of the dashboard too; changes and authentication always are."""
-    per_second: Annotated[int, Between(0, 100_000)] = 100
-    """The most records a second of each tenant and event, in bursts of as many; further ones are counted. Changes are
-    never left out. 0: no bound."""
-    window_seconds: Annotated[int, Between(1, 3600)] = 60
-    """Repeated use, and repeated failure, of one token from one address is summed up in one record a window."""
+    """Also record reads, listings and dashboard pages; changes and authentication are always recorded."""
+    per_second: Annotated[int, NumberRange(0, 100_000)] = 100
+    """Maximum records a second for each tenant and event, in bursts of as many; further ones are counted. Changes are
+    always recorded. 0: unlimited.
+    """
+    window_seconds: Annotated[int, NumberRange(1, 3600)] = 60
+    """Repeated use, and repeated failure, of one token from one address is combined into one record per window."""
     path: Annotated[str, Text(4096)] | None = None
-    """File for its records, as JSON with mode 0600; opened again after it was moved. Unset: with the other logs."""
+    """File for the audit records, as JSON with mode 0600; reopened after it was moved. Unset: with the other logs."""
 
 
 @held
 class MonitorSettings:
-    """Where a service tells how it is: `/livez`, `/readyz`, `/metrics`."""
+    """The endpoints at which a service reports its state: `/livez`, `/readyz`, `/metrics`."""
 
     __pydantic_config__ = FORBID_OTHERS
 
     host: Annotated[str, Text(255)] = "127.0.0.1"
-    """The address that is listened on."""
-    port: Annotated[int | None, Between(0, 65_535)] = None
-    """Unset: nowhere. 0 takes any free port and says which."""
-    stall_seconds: Annotated[int, Between(10, 86_400)] = 300
-    """A worker that has done no step for so long is not live. A dependency that is away is asked again after 60 s at
-    most, and each such step counts; Kafka itself gives up on a consumer after 600 s."""
+    """Address to listen on."""
+    port: Annotated[int | None, NumberRange(0, 65_535)] = None
+    """Port to listen on. Unset: none. 0 selects a free port and prints it."""
+    stall_seconds: Annotated[int, NumberRange(10, 86_400)] = 300
+    """A worker without any step for this long is not live. An unavailable dependency is tried again after at most 60 s,
+    and each try counts as a step; Kafka itself removes a consumer after 600 s.
+    """
 
 
 @held
 class LogSettings:
-    """What services write on stderr."""
+    """Logs of services, on stderr."""
 
     __pydantic_config__ = FORBID_OTHERS
 
-    format: Annotated[str, OneOf(LOG_FORMATS)] = "text"
-    """json: an object a line; of work on a blob with `blob`, `tenant`, `trace_id` and `span_id`."""
+    format: Annotated[str, NameChoice(LOG_FORMATS)] = "text"
+    """json: one object per line, with `blob`, `tenant`, `trace_id` and `span_id` for work on a blob."""
 
 
 @held
@@ -292,6 +315,6 @@ class TracingSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     endpoint: Annotated[str | None, ServerUrl()] = None
-    """The collector's URL, such as http://otel-collector:4318. Unset: nothing is traced."""
-    ratio: Annotated[float, Share(1.0)] = 0.01
-    """Share of the requests that are traced. One that brings a trace context is traced as that says."""
+    """URL of the collector, such as http://otel-collector:4318. Unset: no tracing."""
+    ratio: Annotated[float, ShareRange(1.0)] = 0.01
+    """ShareRange of the requests that are traced. A request with a trace context is traced as the context requests."""

@@ -1,7 +1,8 @@
-"""Settings, all of them: their profiles, the secret ones, the hot ones. Invariant: each field carries its rule.
+"""Define all settings: sections, profiles, secret names and hot names.
 
-reduction: reduction.py, a store: storage.py, services: services.py. Where their values come from:
-loader.py.
+Sections: reduction.py, storage.py, services.py. Sources of values: loader.py.
+
+Invariant: each field carries its reserved validation rule.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from nearkin_shared.config.storage import (
     ScrubSettings,
     StorageSettings,
 )
-from nearkin_shared.config.validators import FORBID_OTHERS, OneOf, ServerUrl, TenantName, Token
+from nearkin_shared.config.validators import FORBID_OTHERS, NameChoice, ServerUrl, TenantName, TokenText
 from nearkin_shared.limits import KIB, MIB
 from nearkin_shared.utils.frozen import held
 
@@ -53,9 +54,9 @@ SECRETS = frozenset(
         *("object_store.secret_access_key", "object_store.session_token"),
     }
 )
-"""Shown as *** wherever settings are printed."""
+"""Displayed as *** wherever settings are printed."""
 SECRET_URLS = frozenset({"redis.url"})
-"""Shown with *** for `user:password`."""
+"""Displayed with *** in place of `user:password`."""
 HIDDEN = "***"
 HOT_FIELDS = frozenset(
     {
@@ -64,7 +65,7 @@ HOT_FIELDS = frozenset(
         *("block.raw_bytes", "block.delta_bytes", "block.level", "service.read_only", "service.paused"),
     }
 )
-"""What a running service takes from a changed file or `PATCH /v1/config`; all else needs a restart."""
+"""Settings that a running service applies from a changed file or `PATCH /v1/config`; others need a restart."""
 PROFILE_NAMES = ("default", "archive", "finesse-paper")
 
 
@@ -74,16 +75,16 @@ class Settings:
 
     __pydantic_config__ = FORBID_OTHERS
 
-    profile: Annotated[str, OneOf(PROFILE_NAMES)] = "default"
-    """What all other settings are where nothing says so: docs/adr/0019-archive-profile.md."""
+    profile: Annotated[str, NameChoice(PROFILE_NAMES)] = "default"
+    """Values of all settings that are not set explicitly (docs/adr/0019-archive-profile.md)."""
     store: str | None = None
     """Folder of the local store."""
     server: Annotated[str | None, ServerUrl()] = None
     """URL of a gateway, used instead of a local store."""
-    token: Annotated[str | None, Token()] = field(default=None, repr=False)
-    """What the gateway knows the caller by."""
+    token: Annotated[str | None, TokenText()] = field(default=None, repr=False)
+    """Bearer token that identifies the caller to the gateway."""
     tenant: Annotated[str, TenantName()] = "default"
-    """Whose blobs a command or an embedded gateway puts and gets; services take it from the token."""
+    """Tenant whose blobs a command or an embedded gateway puts and gets; services read it from the token."""
     chunker: ChunkerSettings = ChunkerSettings()
     segment: SegmentSettings = SegmentSettings()
     features: FeatureSettings = FeatureSettings()
@@ -114,11 +115,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse sections that contradict one another."""
-        own = [entry for entry in self.ingest.topics if entry.startswith(self.kafka.topic_prefix)]
-        if own:
+        reserved = [entry for entry in self.ingest.topics if entry.startswith(self.kafka.topic_prefix)]
+        if reserved:
             raise ValueError(
-                f'ingest.topics "{own[0]}": topics that start with kafka.topic_prefix "{self.kafka.topic_prefix}" are '
-                "Nearkin's own"
+                f'ingest.topics "{reserved[0]}": topics that start with kafka.topic_prefix '
+                f'"{self.kafka.topic_prefix}" are '
+                "reserved for Nearkin; choose another topic or prefix"
             )
         if self.chunker.max_bytes > self.segment.max_bytes:
             raise ValueError(
@@ -129,7 +131,7 @@ class Settings:
 
 PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "default": {},
-    # As few bytes as it can, for what is written once and seldom read: docs/adr/0019.
+    # Smallest stored size, for data that are written once and rarely read (docs/adr/0019).
     "archive": {
         "chunker": {"min_bytes": 8 * KIB, "target_bytes": 32 * KIB, "max_bytes": 256 * KIB},
         "base": {"try_all_candidates": True, "cache_bytes": 96 * MIB},

@@ -1,7 +1,9 @@
-"""Rules for settings. Invariant: a rule is stated once, at the field; pydantic carries it out for what is not plain.
+"""Define the rules of settings.
 
-Importing pydantic and building its validators takes 100 ms, more than restoring 50 MB does. The defaults need no
-validation (a test validates them), and plain values none but these rules (docs/adr/0004).
+Importing pydantic and building its validators takes 100 ms, more than restoring 50 MB. Defaults need no validation (a
+test validates them), and plain values need only these rules (docs/adr/0004).
+
+Invariant: a rule is stated once, at the field; pydantic applies it to values that are not plain.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ if TYPE_CHECKING:
 
 
 FORBID_OTHERS = {"extra": "forbid"}
-"""A section's `__pydantic_config__`: a setting that it does not have is refused."""
+"""A section's `__pydantic_config__`: refuse unknown settings."""
 ORIGINS_MAX = 100
-"""Web origins that may use the API from pages of theirs."""
+"""Web origins whose pages may use the API."""
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?", re.ASCII)
 FOLDER_BYTES_MAX = 4096
 PARITY_SHARDS_MAX = 32
-"""Of data and parity together: the library takes no more."""
+"""Data and parity shards together: the limit of the library."""
 
 
-class Unknown(ValueError):
-    """A name that is not known; carries the known ones to the one-line error."""
+class UnknownName(ValueError):
+    """An unknown name; carries the known names to the one-line error."""
 
     def __init__(self, known: tuple[str, ...]) -> None:
         super().__init__(f"choose one of {', '.join(known)}")
@@ -37,77 +39,79 @@ class Unknown(ValueError):
 
 
 class InvalidValue(ValueError):
-    """A value out of its bounds; the text says what would be right."""
+    """A value out of its bounds; the text states the accepted values."""
 
 
 class Rule:
-    """What a field's annotation carries: pydantic reads the value by its type, then `check` accepts or refuses it.
+    """The rule in a field's annotation.
 
-    A field that may be None is not checked when it is.
+    pydantic parses the value by its type, then `check` accepts or refuses it. None is not checked in a field that may
+    be
+    None.
     """
 
     check: Callable[[Any], Any]
 
     def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return what reads the value before it is checked."""
+        """Return the schema that parses the value before it is checked."""
         return handler(source)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core import core_schema
 
-        return core_schema.no_info_after_validator_function(self._checked, self.schema_of(source, handler))
+        return core_schema.no_info_after_validator_function(self._check_unless_none, self.schema_of(source, handler))
 
-    def _checked(self, value: Any) -> Any:
+    def _check_unless_none(self, value: Any) -> Any:
         return None if value is None else self.check(value)
 
 
 @frozen
-class OneOf(Rule):
-    """A name out of a fixed list."""
+class NameChoice(Rule):
+    """A name of a fixed list."""
 
     known: tuple[str, ...]
 
     def check(self, value: str) -> str:
-        """Return `value`. Raises Unknown."""
+        """Return `value`. Raises UnknownName."""
         if value not in self.known:
-            raise Unknown(self.known)
+            raise UnknownName(self.known)
         return value
 
 
 class _Number(Rule):
-    """A number. True and false are none, though Python and pydantic count them as 1 and 0."""
+    """A number; True and False are refused, which pydantic counts as 1 and 0."""
 
     def describe_allowed(self) -> str:
-        """Return what would be right."""
+        """Describe the accepted values."""
         raise NotImplementedError
 
     def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return what reads a number."""
+        """Return the schema that parses a number."""
         from pydantic_core import core_schema
 
-        return core_schema.no_info_before_validator_function(self.no_bool, handler(source))
+        return core_schema.no_info_before_validator_function(self.refuse_bool, handler(source))
 
-    def no_bool(self, value: object) -> object:
-        """Return `value`. Raises Refused."""
+    def refuse_bool(self, value: object) -> object:
+        """Return `value`. Raises InvalidValue."""
         if isinstance(value, bool):
             raise InvalidValue(f"want {self.describe_allowed()}")
         return value
 
 
 @frozen
-class Between(_Number):
-    """A number in a closed range; a power of two where the field needs one."""
+class NumberRange(_Number):
+    """A number in a closed range; a power of two if the field needs one."""
 
     least: int
     most: int
     power_of_two: bool = False
 
     def describe_allowed(self) -> str:
-        """Return what would be right."""
+        """Describe the accepted values."""
         return f"{self.least} to {self.most}"
 
     def check(self, value: int) -> int:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         if not self.least <= value <= self.most:
             raise InvalidValue(f"want {self.describe_allowed()}")
         if self.power_of_two and value & (value - 1):
@@ -116,38 +120,38 @@ class Between(_Number):
 
 
 @frozen
-class Share(_Number):
-    """A part of a whole, from 0 up to a bound."""
+class ShareRange(_Number):
+    """A share of a whole, from 0 up to a bound."""
 
     most: float
 
     def describe_allowed(self) -> str:
-        """Return what would be right."""
+        """Describe the accepted values."""
         return f"a share from 0 to {self.most}"
 
     def check(self, value: float) -> float:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         if not 0 <= value <= self.most:
             raise InvalidValue(f"want {self.describe_allowed()}")
         return value
 
 
 @frozen
-class Size(Between):
-    """Bytes, given as a number or as `8KiB`, `400MB`."""
+class SizeRange(NumberRange):
+    """A number of bytes, given as a number or as `8KiB`, `400MB`."""
 
     def describe_allowed(self) -> str:
-        """Return what would be right."""
+        """Describe the accepted values."""
         return f"{self.least} to {self.most} bytes, or a unit after them: KiB, MB"
 
     def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return what reads a number of bytes, with or without a unit."""
+        """Return the schema that parses a number of bytes, with or without a unit."""
         from pydantic import ByteSize
         from pydantic_core import ValidationError, core_schema
 
-        def read(value: Any, carry_on: Callable[[Any], int]) -> int:
+        def read(value: Any, parse: Callable[[Any], int]) -> int:
             try:
-                return carry_on(self.no_bool(value))
+                return parse(self.refuse_bool(value))
             except ValidationError as err:
                 raise InvalidValue(f"want {self.describe_allowed()}") from err
 
@@ -161,7 +165,7 @@ class Text(Rule):
     bytes_max: int
 
     def check(self, value: str) -> str:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         try:
             size_bytes = len(value.encode())
         except UnicodeEncodeError as err:
@@ -173,10 +177,10 @@ class Text(Rule):
 
 @frozen
 class LocalFolder(Rule):
-    """A folder of this machine, whatever the current one is: an absolute path, or one below a home folder."""
+    """A folder path independent of the current folder: absolute, or below a home folder."""
 
     def check(self, value: str) -> str:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         Text(FOLDER_BYTES_MAX).check(value)
         if "\0" in value or not value.startswith(("/", "~")):
             raise InvalidValue("want an absolute path, such as /var/cache/nearkin, or one that starts with ~")
@@ -188,7 +192,7 @@ class TenantName(Rule):
     """A tenant's name."""
 
     def check(self, value: str) -> str:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         problem = tenant_problem(value)
         if problem is not None:
             raise InvalidValue(problem)
@@ -196,13 +200,13 @@ class TenantName(Rule):
 
 
 @frozen
-class OneMatch(Rule):
-    """Text that one pattern matches in whole."""
+class MatchingText(Rule):
+    """Text that matches a pattern in full."""
 
     pattern: str
 
     def check(self, value: str) -> str:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         if not re.fullmatch(self.pattern, value):
             raise InvalidValue(f"want text that matches {self.pattern}")
         return value
@@ -210,10 +214,10 @@ class OneMatch(Rule):
 
 @frozen
 class ParityScheme(Rule):
-    """`none`, or Reed-Solomon shards of data and of parity."""
+    """`none`, or numbers of Reed-Solomon data and parity shards."""
 
     def check(self, value: str) -> str:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         matched = re.fullmatch(r"rs-([1-9][0-9]?)-([1-9][0-9]?)", value, re.ASCII)
         if value != "none" and (matched is None or int(matched[1]) + int(matched[2]) > PARITY_SHARDS_MAX):
             raise InvalidValue(f"want none, or rs-K-M with K + M up to {PARITY_SHARDS_MAX}, such as rs-28-4")
@@ -222,10 +226,10 @@ class ParityScheme(Rule):
 
 @frozen
 class ServerUrl(Rule):
-    """The URL of a gateway: http or https, a host, nothing that belongs into a request or is a secret."""
+    """The URL of a gateway: http or https, a host, no query and no secret."""
 
     def check(self, value: str) -> str:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         match = re.fullmatch(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[!-~]*)?", value)
         if match is None or "?" in value or "#" in value or int((match[2] or ":80")[1:]) > 65_535:
             raise InvalidValue("want http:// or https:// with a host, such as https://nearkin.example:8443")
@@ -233,11 +237,11 @@ class ServerUrl(Rule):
 
 
 @frozen
-class Token(Rule):
-    """A bearer token: what an HTTP header can carry (RFC 6750, section 2.1)."""
+class TokenText(Rule):
+    """A bearer token that an HTTP header can carry (RFC 6750, section 2.1)."""
 
     def check(self, value: str) -> str:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         if not re.fullmatch(r"[A-Za-z0-9._~+/-]{1,1024}=*", value):
             raise InvalidValue("want up to 1024 letters, digits and - . _ ~ + / without spaces")
         return value
@@ -245,21 +249,21 @@ class Token(Rule):
 
 @frozen
 class Origins(Rule):
-    """Web origins as browsers send them; a text with commas is taken too, as environments have it."""
+    """Web origins as browsers send them; also text with commas, for environment variables."""
 
     def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return what reads a list."""
+        """Return the schema that parses a list."""
         from pydantic_core import core_schema
 
-        def listed(value: object) -> object:
+        def split_list(value: object) -> object:
             if isinstance(value, str):
                 return [entry.strip() for entry in value.split(",") if entry.strip()]
             return value
 
-        return core_schema.no_info_before_validator_function(listed, handler(source))
+        return core_schema.no_info_before_validator_function(split_list, handler(source))
 
     def check(self, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         if len(value) > ORIGINS_MAX:
             raise InvalidValue(f"{len(value)} origins: want at most {ORIGINS_MAX}")
         for entry in value:
@@ -272,23 +276,24 @@ class Origins(Rule):
 
 @frozen
 class TopicTenants(Rule):
-    """Kafka topics, each as `topic` or `topic=tenant`. A table from topics to tenants and, as environments have it, a
-    text with commas are taken too.
+    """Kafka topics, each as `topic` or `topic=tenant`.
+
+    Also accepts a table from topics to tenants and, for environment variables, text with commas.
     """
 
     def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return what reads a list, or a table as a list."""
+        """Return the schema that parses a list, or a table as a list."""
         from pydantic_core import core_schema
 
-        def listed(value: object) -> object:
+        def split_list(value: object) -> object:
             if isinstance(value, str):
                 return [entry.strip() for entry in value.split(",") if entry.strip()]
             return [f"{topic}={tenant}" for topic, tenant in value.items()] if isinstance(value, Mapping) else value
 
-        return core_schema.no_info_before_validator_function(listed, handler(source))
+        return core_schema.no_info_before_validator_function(split_list, handler(source))
 
     def check(self, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         for entry in value:
             topic, equals, tenant = entry.partition("=")
             if not re.fullmatch(r"[A-Za-z0-9._-]{1,249}", topic) or bool(tenant) != bool(equals):
@@ -297,24 +302,24 @@ class TopicTenants(Rule):
             if problem is not None:
                 raise InvalidValue(f"{entry!r:.80}: tenant: {problem}")
         if len({entry.partition("=")[0] for entry in value}) < len(value):
-            raise InvalidValue("names a topic twice")
+            raise InvalidValue("contains a topic twice; remove one")
         return value
 
 
 @frozen
 class ObjectPrefix(Rule):
-    """Where in the object store other programs' objects may lie: never where ours do."""
+    """A folder of the object store outside of the store's own folders."""
 
-    ours: tuple[str, ...]
+    store_folders: tuple[str, ...]
 
     def check(self, value: str) -> str:
-        """Return `value`. Raises Refused."""
+        """Return `value`. Raises InvalidValue."""
         parts = value.split("/")
-        fine = all(
+        is_folder = all(
             re.fullmatch(r"[A-Za-z0-9._=-]+|\{tenant\}", part) and part not in (".", "..") for part in parts[:-1]
         )
-        if not fine or len(parts) < 2 or parts[-1] or len(value) > 512:
+        if not is_folder or len(parts) < 2 or parts[-1] or len(value) > 512:
             raise InvalidValue("want a folder of names that ends in /, such as incoming/ or incoming/{tenant}/")
-        if parts[0] in self.ours:
-            raise InvalidValue(f"{parts[0]}/ is the store's own")
+        if parts[0] in self.store_folders:
+            raise InvalidValue(f"{parts[0]}/ belongs to the store; choose another folder")
         return value

@@ -73,20 +73,20 @@ def _value(kind: Any) -> dict[str, Any]:
 def _rule_of_type(rule: object) -> dict[str, Any] | None:
     found: dict[str, Any] | None = None
     match rule:
-        case validators.OneOf():
+        case validators.NameChoice():
             found = {"type": "string", "enum": list(rule.known)}
-        case validators.Size():
+        case validators.SizeRange():
             number = {"type": "integer", "minimum": rule.least, "maximum": rule.most}
             found = {"anyOf": [number, {"type": "string", "pattern": BYTES_PATTERN}]}
-        case validators.Between():
+        case validators.NumberRange():
             found = {"type": "integer", "minimum": rule.least, "maximum": rule.most}
-        case validators.Share():
+        case validators.ShareRange():
             found = {"type": "number", "minimum": 0, "maximum": rule.most}
         case validators.Text():
             found = {"type": "string", "minLength": 1, "maxLength": rule.bytes_max}
         case validators.TenantName():
             found = {"type": "string", "minLength": 1, "maxLength": TENANT_BYTES_MAX}
-        case validators.OneMatch():
+        case validators.MatchingText():
             found = {"type": "string", "pattern": f"^{rule.pattern}$"}
         case validators.Origins():
             found = {"type": "array", "items": {"type": "string", "minLength": 1}}

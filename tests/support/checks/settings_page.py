@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nearkin_shared.config.reference import SettingDoc, SettingSection, in_units, sections
+from nearkin_shared.config.reference import SettingDoc, SettingSection, format_units, sections
 
 PAGE = Path("docs/reference/settings.md")
 HEAD = """# Settings
@@ -46,7 +46,7 @@ def _default(setting: SettingDoc) -> str:
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    return in_units(value) if setting.wants.startswith("bytes") and isinstance(value, int) else f"`{value}`"
+    return format_units(value) if setting.wants.startswith("bytes") and isinstance(value, int) else f"`{value}`"
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"chunker": {"algorthm": "rabin"}}, ['chunker.algorthm "rabin"', "no such setting"]),
     ({"chunkers": {"algorithm": "rabin"}}, ["chunkers", "no such setting"]),
     ({"chunker": "rabin"}, ["chunker", "rabin"]),
-    ({"chunker": "rabin"}, ['chunker "rabin": is a section, not one value; `nearkin config chunker`']),
+    ({"chunker": "rabin"}, ['chunker "rabin": a section, not a single value; `nearkin config chunker`']),
     ({"chunker": {"algorthm": "rabin"}}, ["did you mean chunker.algorithm?"]),
     ({"chunkers": {"algorithm": "rabin"}}, ["chunkers: no such setting; did you mean chunker? (set by argument)"]),
     ({"objectstore": {"secret_access_key": "s3same"}}, ["objectstore: no such setting; did you mean object_store?"]),
@@ -373,7 +373,7 @@ def test_broken_json_in_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("NEARKIN_CHUNKER", "{broken")
     with pytest.raises(ConfigError, match=r"(?i)chunker"):
         load()
-    with pytest.raises(ConfigError, match=r"environment NEARKIN_CHUNKER: is no JSON; .*NEARKIN_CHUNKER__ALGORITHM"):
+    with pytest.raises(ConfigError, match=r"environment NEARKIN_CHUNKER: not valid JSON; .*NEARKIN_CHUNKER__ALGORITHM"):
         load()
 
 
@@ -399,9 +399,9 @@ def test_settings_do_not_change() -> None:
     ("section", "said"),
     [
         ({"url": "http://127.0.0.1"}, 'redis: url scheme "http": choose one of redis, rediss, unix'),
-        ({"url": "redis://h", "ca_file": "ca.pem"}, "want rediss:// (TLS)"),
+        ({"url": "redis://h", "ca_file": "ca.pem"}, "need rediss:// (TLS)"),
         ({"url": "rediss://h", "cert_file": "c.pem"}, "cert_file and key_file: give both or neither"),
-        ({"prefix": "a{b}"}, 'prefix "a{b}": want no braces'),
+        ({"prefix": "a{b}"}, 'prefix "a{b}": use no braces'),
         ({"partitions": 48}, 'redis.partitions "48": want a power of two'),
         ({"timeout_seconds": 0}, 'redis.timeout_seconds "0": want 1 to 300'),
     ],
@@ -435,7 +435,7 @@ def test_how_long_deletions_can_be_undone_is_bounded(tmp_path: Path) -> None:
         ({"encryption": "rot13"}, 'storage.encryption "rot13": choose aes-256-gcm or none'),
         ({"encryption": "aes-256-gcm"}, "encryption aes-256-gcm: want key_file or key, and neither is set"),
         ({"encryption": "aes-256-gcm", "key": "K" * 44, "key_file": "f"}, "want key_file or key, not both"),
-        ({"key_file": "f"}, 'key_file is set, and encryption is "none": set encryption = "aes-256-gcm"'),
+        ({"key_file": "f"}, 'key_file is set but encryption is "none"; set encryption = "aes-256-gcm"'),
         ({"encryption": "aes-256-gcm", "key": "K" * 5000}, 'storage.key "***": want 1 to 4096 bytes'),
     ],
 )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
-from nearkin_shared.config.plain import nest_values, settings_of
+from nearkin_shared.config.plain import make_plain_settings, nest_values
 from nearkin_shared.config.settings import PROFILES, Settings
 
 FIELDS = [
@@ -71,15 +71,15 @@ def test_what_is_taken_is_what_pydantic_makes_of_it(given: list[tuple[tuple[str,
         for name in path[:-1]:
             below = below.setdefault(name, {})
         below[path[-1]] = value
-    plain = settings_of(tree)
+    plain = make_plain_settings(tree)
     assert plain is None or repr(plain) == repr(as_pydantic(tree))
 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_profiles_are_plain(name: str) -> None:
     tree = {"profile": name, **PROFILES[name]}
-    assert settings_of(tree) == as_pydantic(tree) != Settings() or name == "default"
-    assert settings_of(tree) is not None
+    assert make_plain_settings(tree) == as_pydantic(tree) != Settings() or name == "default"
+    assert make_plain_settings(tree) is not None
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_profiles_are_plain(name: str) -> None:
     ],
 )
 def test_what_is_refused_or_not_plain_is_left_to_pydantic(tree: dict[str, Any], why: str) -> None:
-    assert settings_of(tree) is None, why
+    assert make_plain_settings(tree) is None, why
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_is_refused_or_not_plain_is_left_to_pydantic(tree: dict[str, Any], 
     [("8388608", 8388608), ("8MiB", 8 << 20), ("64mib", 64 << 20), ("400MB", 400_000_000), ("1GiB", 1 << 30)],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size_bytes: int) -> None:
-    plain = settings_of({"restore": {"cache_bytes": text}})
+    plain = make_plain_settings({"restore": {"cache_bytes": text}})
     assert plain is not None
     assert plain.restore.cache_bytes == size_bytes
 

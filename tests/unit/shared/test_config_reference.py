@@ -9,7 +9,7 @@ import pytest
 
 from nearkin.cli import main
 from nearkin_shared.config.loader import load
-from nearkin_shared.config.reference import describe_settings, in_units
+from nearkin_shared.config.reference import describe_settings, format_units
 from nearkin_shared.config.settings import HOT_FIELDS, SECRETS, Settings
 from tests.support.checks import settings_page
 
@@ -38,7 +38,13 @@ def test_what_a_setting_takes_is_its_rule() -> None:
     assert wants["features.algorithm"] == "`finesse`, `ntransform`, `odess`, `none`"
     assert wants["ingest.group"] == "text, or unset"
     assert wants["retention.policies[].keep_last"] == "-1 to 1000000"
-    assert [in_units(size) for size in (1, 1000, 1024, 3 << 20, 2 << 40)] == ["1", "1000", "1 KiB", "3 MiB", "2048 GiB"]
+    assert [format_units(size) for size in (1, 1000, 1024, 3 << 20, 2 << 40)] == [
+        "1",
+        "1000",
+        "1 KiB",
+        "3 MiB",
+        "2048 GiB",
+    ]
 
 
 def test_config_tells_of_what_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +56,7 @@ def test_config_tells_of_what_is_named(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["config", "retention", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["retention.min_age_seconds"]["value"] == Settings().retention.min_age_seconds
-    assert found["retention.policies[].prefix"]["meaning"].startswith("Of keys")
+    assert found["retention.policies[].prefix"]["meaning"].startswith("Prefix of keys")
 
 
 @pytest.mark.parametrize(("name", "near"), [("delt", "delta"), ("gc.mod", "gc.mode"), ("", "lists them all")])

@@ -18,7 +18,7 @@ from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.results import Damage, Ledger, Stats
-from nearkin_shared.stats import sum_up
+from nearkin_shared.stats import OtherObjects, sum_up
 from nearkin_shared.storage import chunking_record, descriptor
 from nearkin_shared.storage.manifests import ManifestStore, marked_version
 
@@ -82,8 +82,8 @@ class PipelineListing:
         return sum_up(
             ((tenant, entry) for entry in index.catalog(tenant)),
             containers,
-            sum(container.container_bytes for container in containers) + self._descriptor_bytes,
-            descriptor_bytes=self._descriptor_bytes,
+            sum(container.container_bytes for container in containers),
+            OtherObjects(self._descriptor_bytes),
             index_bytes=0,
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from nearkin_shared.config.runtime import rule_of
 from nearkin_shared.config.settings import HOT_FIELDS, Settings
-from nearkin_shared.config.validators import Between, OneOf
+from nearkin_shared.config.validators import NameChoice, NumberRange
 from nearkin_shared.utils.frozen import frozen
 
 UNITS = {"_bytes": "bytes", "_seconds": "seconds", "_hours": "hours", "_days": "days", "_bits": "bits"}
@@ -51,9 +51,9 @@ def hot_fields(settings: Settings, changes: dict[str, dict[str, Any]]) -> list[t
                 field=field,
                 value=getattr(holder, field),
                 changed=field in changes.get(section, {}),
-                choices=rule.known if isinstance(rule, OneOf) else (),
-                least=rule.least if isinstance(rule, Between) else None,
-                most=rule.most if isinstance(rule, Between) else None,
+                choices=rule.known if isinstance(rule, NameChoice) else (),
+                least=rule.least if isinstance(rule, NumberRange) else None,
+                most=rule.most if isinstance(rule, NumberRange) else None,
             )
         )
     return list(found.items())
