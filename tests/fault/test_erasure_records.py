@@ -12,8 +12,9 @@ from nearkin.store import Store
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.key_wrapping import generate
-from nearkin_shared.errors import BadInput, Corrupt, NotFound, TenantErased
+from nearkin_shared.errors import BadInput, Corrupt, NotFound, StoreUnavailable, TenantErased
 from nearkin_shared.formats import key_record as fmt
+from nearkin_shared.utils.failpoints import arm, disarm
 
 CONTENT = bytes(range(256)) * 400
 
@@ -174,3 +175,73 @@ def test_old_erasure_record_without_keys_is_still_swept(root: Path) -> None:
         assert store.gc().refused_records == 0
         assert store.verify().erased_objects == 0
         assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("heads", ["kept", "lost"])
+def test_cancelled_erasure_put_back_removes_nothing(root: Path, heads: str) -> None:
+    """F.22: a copy of an erasure record that was cancelled blocks the tenant, is reported, and frees nothing."""
+    owner, clock = owner_of(root, "acme"), Clock()
+    path = root / fmt.erased_name(owner)
+    with opened(root, "acme") as store:
+        store.keyring._wall = clock
+        store.keyring.erase("acme", 8)
+        copy = path.read_bytes()
+        store.keyring.cancel_erasure("acme")
+        store.put("after", CONTENT + b"after the cancel")
+    before, clock.now = objects(root), clock.now + 9
+    path.write_bytes(copy)
+    if heads == "lost":
+        shutil.rmtree(root / "heads" / "keys")
+    for _ in range(2):
+        with opened(root) as store:
+            store.keyring._wall = clock
+            report = store.gc()
+            assert (report.refused_records, report.finished_erasures) == (1, 0)
+            assert [found.object_name for found in store.verify().damage] == [fmt.erased_name(owner)]
+    assert before <= objects(root)
+    with opened(root) as store:
+        store.keyring._wall = clock
+        store.keyring.cancel_erasure("acme")
+    path.write_bytes(copy)
+    with opened(root) as store:
+        store.keyring._wall = clock
+        assert store.gc().refused_records == 1
+        store.keyring.cancel_erasure("acme")
+        store.rebuild_index()
+    with opened(root, "acme") as store:
+        assert store.get("after").read() == CONTENT + b"after the cancel"
+
+
+def test_erasure_after_a_cancel_removes_keys(root: Path) -> None:
+    """F.22: a tenant whose erasure was cancelled can be erased again, also after its key heads were lost."""
+    owner = owner_of(root, "acme")
+    with opened(root) as store:
+        store.keyring.erase("acme", 3600)
+        store.keyring.cancel_erasure("acme")
+        store.keyring.erase("acme", 3600)
+        assert store.keyring.erasures()[0].problem is None
+        shutil.rmtree(root / "heads" / "keys")
+        assert store.keyring.find_erasure("acme").problem is not None  # type: ignore[union-attr]
+        assert store.keyring.erase("acme", 0) == 1
+        assert store.gc().refused_records == 0
+        assert not store.keyring.has_keys(owner)
+
+
+def test_cancel_that_dies_before_removal_ends_when_repeated(root: Path) -> None:
+    """F.22: a cancel killed after the epoch was advanced blocks the tenant and erases nothing; repeated, it ends."""
+    clock = Clock()
+    with opened(root, "acme") as store:
+        store.keyring._wall = clock
+        store.keyring.erase("acme", 8)
+        arm("key.erasure-cancelled:1:error")
+        with pytest.raises(StoreUnavailable, match="failpoint"):
+            store.keyring.cancel_erasure("acme")
+        disarm()
+    clock.now += 9
+    with opened(root) as store:
+        store.keyring._wall = clock
+        assert store.gc().refused_records == 1
+        store.keyring.cancel_erasure("acme")
+        store.rebuild_index()
+    with opened(root, "acme") as store:
+        assert store.get("k").read() == CONTENT + b"acme"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from nearkin_shared.crypto.keyring import Keyring
-from nearkin_shared.errors import StoreUnavailable, TenantErased
+from nearkin_shared.errors import Corrupt, StoreUnavailable, TenantErased
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.storage.gc_pause import GcPauseFlag
@@ -35,7 +35,7 @@ def cut_short(point: str, action: Callable[[], object]) -> None:
 
 def test_points_of_records_are_all_tried() -> None:
     """F.32: Every failpoint of keys, pauses and scrub progress is tried in this file."""
-    tried = {"key.made", "key.noted", "key.erasure-recorded", "key.removed"}
+    tried = {"key.made", "key.noted", "key.erasure-recorded", "key.erasure-cancelled", "key.removed"}
     assert tried | {"pause.recorded", "pause.removed", "scrub.recorded", "scrub.done"} == set(RECORD_POINTS)
 
 
@@ -62,6 +62,18 @@ def test_first_key_cut_short_is_used_by_the_next(point: str) -> None:
     cut_short(point, lambda: keys.keyring.newest(DB))
     found = [keys.another().newest(DB) for _ in range(2)]
     assert found[0].secret == found[1].secret
+
+
+def test_cancel_cut_short_ends_when_repeated() -> None:
+    """F.22: A cancel that was cut short blocks the tenant; the same again opens it, with the same key."""
+    keys = MemoryKeys()
+    first = keys.keyring.newest(DB)
+    keys.keyring.erase("db", 3600)
+    cut_short("key.erasure-cancelled", lambda: keys.keyring.cancel_erasure("db"))
+    with pytest.raises(Corrupt, match="was cancelled"):
+        keys.another().newest(DB)
+    keys.another().cancel_erasure("db")
+    assert keys.another().newest(DB).secret == first.secret
 
 
 @pytest.mark.parametrize("point", ["key.erasure-recorded", "key.removed"])

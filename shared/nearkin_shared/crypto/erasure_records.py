@@ -5,6 +5,9 @@
 
 Both are authenticated under a key that is derived from the store's first data key. A record without authentication,
 of an older Nearkin, is believed only where no key of the owner is left: nothing can be lost by it then.
+
+A record holds the erasure epoch of its owner, which `heads/keys/` holds too and a cancel advances before it removes
+the record: a record of an earlier epoch, put back from a copy, erases nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+from nearkin_shared.crypto.key_heads import FOLDER as HEADS_FOLDER
+from nearkin_shared.crypto.key_heads import KeyHeads
 from nearkin_shared.errors import BadInput, Corrupt, NotFound, PermanentError, StoreUnavailable
 from nearkin_shared.formats import key_record as fmt
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.objectstore.parity import ParityObjectStore, parity_name, read_decoded
+from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 
 
@@ -30,6 +36,8 @@ class Erasure:
     """When the keys are removed: `erased_us` plus the grace."""
     problem: str | None = None
     """Why the record is not believed: the owner is blocked, and nothing of it is removed."""
+    epoch: int = 0
+    """The erasure epoch of the owner when it was recorded."""
 
     def is_due(self, now_us: int) -> bool:
         """Return whether the owner's keys and objects may be removed."""
@@ -40,11 +48,16 @@ class ErasureRecords:
     """The erasure records of one store. Safe between processes: each record is created exclusively."""
 
     def __init__(
-        self, objects: ParityObjectStore, mac_key: Callable[[], bytes], has_keys: Callable[[bytes], bool]
+        self,
+        objects: ParityObjectStore,
+        mac_key: Callable[[], bytes],
+        heads: KeyHeads,
+        has_keys: Callable[[bytes], bool],
     ) -> None:
         """`objects` as they are stored; `has_keys` tells whether an owner has a key record."""
         self._objects = objects
         self._mac_key = mac_key
+        self._heads = heads
         self._has_keys = has_keys
 
     def find(self, owner: bytes) -> Erasure | None:
@@ -56,9 +69,24 @@ class ErasureRecords:
             return None
         except PermanentError as err:
             return Erasure(owner, problem=f"{err}; {_REMEDY}")
-        if not found.authenticated and self._has_keys(owner):
-            return Erasure(owner, problem=f"{name}: not authenticated, and keys of this owner exist; {_REMEDY}")
-        return Erasure(owner, found.erased_us, found.due_us)
+        problem = self._problem(owner, found)
+        if problem is not None:
+            return Erasure(owner, problem=f"{name}: {problem}; {_REMEDY}", epoch=found.epoch)
+        return Erasure(owner, found.erased_us, found.due_us, epoch=found.epoch)
+
+    def _problem(self, owner: bytes, found: fmt.ErasedRecord) -> str | None:
+        """Return why an erasure record is not believed, None where it is. Raises StoreUnavailable."""
+        if not found.authenticated:
+            return "not authenticated, and keys of this owner exist" if self._has_keys(owner) else None
+        try:
+            epoch = self._heads.read().epochs.get(owner, 0)
+        except Corrupt as err:
+            return str(err)
+        if found.epoch < epoch:
+            return f"erasure epoch {found.epoch}, and the owner is at {epoch}: this erasure was cancelled"
+        if found.epoch > epoch and self._has_keys(owner):
+            return f"erasure epoch {found.epoch}, and {HEADS_FOLDER}/ has {epoch}: restore that folder from a copy"
+        return None
 
     def all(self) -> dict[bytes, Erasure]:
         """Return every erasure whose objects may still exist, by owner. Raises StoreUnavailable."""
@@ -77,8 +105,10 @@ class ErasureRecords:
 
         An earlier erasure holds, unless its record does not verify or is due later.
         """
-        made = Erasure(owner, erased_us, due_us)
-        data = fmt.encode_erased(owner, erased_us, due_us, self._mac_key())
+        epoch = self._heads.read().epochs.get(owner, erased_us)
+        self._heads.note_epoch(owner, epoch)
+        made = Erasure(owner, erased_us, due_us, epoch=epoch)
+        data = fmt.encode_erased(owner, erased_us, due_us, self._mac_key(), epoch=epoch)
         try:
             self._objects.put_new(fmt.erased_name(owner), data)
         except AlreadyExists:
@@ -96,17 +126,26 @@ class ErasureRecords:
             self._objects.add_parity(name, data)
 
     def cancel(self, owner: bytes, now_us: int) -> None:
-        """Remove an erasure that is not due yet. Raises NotFound, BadInput (too late), StoreUnavailable."""
+        """Remove an erasure that is not due yet, for good.
+
+        Raises NotFound, BadInput (too late), Corrupt (key heads), StoreUnavailable.
+        """
         found = self.find(owner)
         if found is None:
             raise NotFound(f"{fmt.erased_name(owner)}: no erasure of this tenant to cancel; see `nearkin keys list`")
         if found.problem is None and (found.is_due(now_us) or not self._has_keys(owner)):
             raise BadInput(f"{fmt.erased_name(owner)}: the grace of this erasure is over; its keys are removed")
+        # The epoch first: a copy of the record, put back later, is then refused. Also for a record that is not
+        # believed, as it may have replaced one that is.
+        self._heads.note_epoch(owner, max(now_us, found.epoch + 1, self._heads.read().epochs.get(owner, 0) + 1))
+        failpoint("key.erasure-cancelled")
         self._remove(fmt.erased_name(owner))
 
     def add_swept(self, erasure: Erasure) -> None:
         """Record that no object of an erased owner is left. Raises StoreUnavailable."""
-        data = fmt.encode_erased(erasure.owner, erasure.erased_us, erasure.due_us, self._mac_key(), swept=True)
+        data = fmt.encode_erased(
+            erasure.owner, erasure.erased_us, erasure.due_us, self._mac_key(), epoch=erasure.epoch, swept=True
+        )
         name = fmt.swept_name(erasure.owner)
         try:
             self._objects.put_new(name, data)
@@ -148,6 +187,7 @@ class ErasureRecords:
 
 
 _REMEDY = (
-    "the tenant is blocked and nothing of it is removed: if nobody ran `nearkin keys erase`, remove the file and find "
-    "out who can write to the store; else run `nearkin keys erase` again"
+    "the tenant is blocked and nothing of it is removed: if nobody ran `nearkin keys erase`, or it was cancelled, run "
+    "`nearkin keys erase TENANT --cancel`, or remove the file, and find out who can write to the store; else run "
+    "`nearkin keys erase` again"
 )

@@ -111,7 +111,7 @@ class Keyring:
         self._highest: dict[bytes, int] = {}
         self._heads_read = -1e9
         self._heads = KeyHeads(objects, self._record_key)
-        self._records = ErasureRecords(objects, self._record_key, lambda owner: any(True for _ in self._names(owner)))
+        self._records = ErasureRecords(objects, self._record_key, self._heads, self.has_keys)
         self._naming: bytes | None = None
         self._authenticating: bytes | None = None
 
@@ -274,7 +274,7 @@ class Keyring:
         """Return the highest key number that an owner was given, as known FRESH_SECONDS ago at most."""
         at = self._clock()
         if at - self._heads_read > FRESH_SECONDS:
-            found = self._heads.read()
+            found = self._heads.read().numbers
             for one, number in self._highest.items():
                 found[one] = max(number, found.get(one, 0))
             self._highest, self._heads_read = found, at

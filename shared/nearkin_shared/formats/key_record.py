@@ -25,8 +25,9 @@ from nearkin_shared.formats.record_authentication import check_json_mac, mac_of_
 from nearkin_shared.utils.frozen import frozen
 
 VERSION = 1
-ERASED_VERSION = 2
-"""2 has a MAC and `due_us`."""
+ERASED_VERSION = 3
+"""2 has a MAC and `due_us`; 3 has `epoch`."""
+_AUTHENTICATED_VERSION, _EPOCH_VERSION = 2, 3
 FORMAT, ERASED_FORMAT, STORE_FORMAT = "nearkin-key", "nearkin-erased", "nearkin-store"
 ENCRYPTED_VERSION = 2
 """Format version of the descriptor of an encrypted store: a Nearkin from before says that it is too new."""
@@ -159,9 +160,13 @@ class ErasedRecord:
     """From when on the keys are removed."""
     authenticated: bool
     """False for format 1, which has no MAC."""
+    epoch: int = 0
+    """The owner's erasure epoch; 0 for formats before 3."""
 
 
-def encode_erased(owner: bytes, erased_us: int, due_us: int, mac_key: bytes, *, swept: bool = False) -> bytes:
+def encode_erased(
+    owner: bytes, erased_us: int, due_us: int, mac_key: bytes, *, epoch: int = 0, swept: bool = False
+) -> bytes:
     """Return the record of an erasure; `swept`: the one that says that no object is left."""
     said = {
         "format": ERASED_FORMAT,
@@ -169,6 +174,7 @@ def encode_erased(owner: bytes, erased_us: int, due_us: int, mac_key: bytes, *, 
         "owner": owner.hex(),
         "erased_us": erased_us,
         "due_us": due_us,
+        "epoch": epoch,
         "swept": swept,
     }
     return _encode({**said, "mac": mac_of_json(said, mac_key)})
@@ -181,12 +187,13 @@ def decode_erased(data: bytes, what: str, mac_key: bytes) -> ErasedRecord:
         if name is None or bytes.fromhex(said["owner"]) != name[0]:
             raise Corrupt(f"{what}: is the record of owner {said['owner']:.64}: was it renamed?")
         erased_us = _when(said["erased_us"])
-        if said["format_version"] < ERASED_VERSION:
+        if said["format_version"] < _AUTHENTICATED_VERSION:
             return ErasedRecord(erased_us, erased_us, authenticated=False)
         check_json_mac(said, mac_key, what)
         if said["swept"] is not name[1]:
             raise Corrupt(f"{what}: is of another kind: was it renamed?")
-        return ErasedRecord(erased_us, _when(said["due_us"]), authenticated=True)
+        epoch = int(said["epoch"]) if said["format_version"] >= _EPOCH_VERSION else 0
+        return ErasedRecord(erased_us, _when(said["due_us"]), authenticated=True, epoch=epoch)
     except (KeyError, TypeError, ValueError, OverflowError) as err:
         raise Corrupt(f"{what}: not the record of an erasure: {err}") from err
 

@@ -157,6 +157,7 @@ RECORD_POINTS: Final = MappingProxyType(
         "key.made": "1 a key is durable, the record of highest numbers does not have it",
         "key.noted": "2 and it does",
         "key.erasure-recorded": "1 an erasure is durable, the keys are there",
+        "key.erasure-cancelled": "the erasure epoch has advanced, the cancelled record is there",
         "key.removed": "2 one of the keys is gone",
         # pauses of garbage collection (nearkin_shared.storage.gc_pause)
         "pause.recorded": "a pause is durable",

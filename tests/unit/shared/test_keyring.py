@@ -174,7 +174,7 @@ def test_an_erased_tenants_keys_are_gone_everywhere_within_a_minute_and_others_a
     assert keys.keyring.unswept() == {db.owner}
 
 
-@pytest.mark.parametrize("script", ["E", "L", ".E", ".L", "..E", "..L"])
+@pytest.mark.parametrize("script", ["E", "L", ".E", ".L", "..E", "..L", "...E", "...L", "....E", "....L"])
 def test_erasing_that_was_cut_short_either_changed_nothing_or_reads_no_more(script: str) -> None:
     keys = MemoryKeys()
     keys.keyring.newest(DB)
@@ -182,7 +182,7 @@ def test_erasing_that_was_cut_short_either_changed_nothing_or_reads_no_more(scri
     with pytest.raises(StoreUnavailable):
         keys.another(objects=faulty).erase("db")
     fresh = keys.another()
-    if script == "E":
+    if len(script) < 3 or script == "..E":  # the erasure epoch comes before the record
         fresh.check_tenant("db")
     else:
         with pytest.raises(TenantErased):
