@@ -1,4 +1,7 @@
-"""The application. Invariant: every route names its scope, its bounds and all its answers; OpenAPI says the same."""
+"""Build the ASGI application of the gateway.
+
+Invariant: every route declares its scope, its bounds and all its responses, and OpenAPI documents the same.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ _log = logging.getLogger("nearkin.gateway")
 
 
 def create_app(gateway: Gateway) -> FastAPI:
-    """Return the application that answers with these parts."""
+    """Build the application that serves requests with a gateway's parts."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

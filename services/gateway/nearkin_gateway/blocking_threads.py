@@ -1,9 +1,11 @@
-"""Threads for blocking calls. Invariant: calls that hang on one server hold no thread that other work needs.
+"""Provide a thread pool for each kind of blocking call.
+
+Invariant: calls that wait for one unresponsive server occupy no thread that other work needs.
 
 default executor   the object store: THREADS_MAX, set by the application
 pools.hashing      digests of frames
 pools.disk         local files: bodies in a spool
-pools.control      what is asked of Kafka and Redis for a page or a command
+pools.control      requests to Kafka and Redis for a page or a command
 probes             `nearkin_shared.observability.readiness`, one thread for each check
 """
 

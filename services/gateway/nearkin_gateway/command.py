@@ -1,4 +1,7 @@
-"""`python -m nearkin_gateway`. Invariant: it serves, or says in one line why it cannot (exit code 2: a setting)."""
+"""Run a gateway: `python -m nearkin_gateway`.
+
+A gateway that cannot start prints the reason in one line; exit code 2 is an invalid setting.
+"""
 
 from __future__ import annotations
 

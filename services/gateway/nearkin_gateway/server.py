@@ -1,4 +1,7 @@
-"""Running a gateway. Invariant: without tokens it listens on loopback alone; a stop finishes what was begun."""
+"""Run a gateway.
+
+Invariant: without tokens it listens on loopback only; a stop completes the running requests.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ BACKLOG = 1024
 LINGER_SECONDS = 2.0
 """A connection that is closed with unread bytes of a body is reset, and its answer lost: they are read for so long."""
 OTHER_FILES = 1024
-"""Open at most beside connections: bodies on disk, what 64 threads read or write, the index, Kafka, Redis, S3."""
+"""Open files besides connections: spooled bodies, files of 64 threads, the index, Kafka, Redis, S3."""
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -59,7 +62,10 @@ def make_gateway(
     lock_wait_seconds: float = 0.0,
     embedded: EmbeddedFactory | None = None,
 ) -> Gateway:
-    """Return the parts that `settings` name; `lock_wait_seconds` is for a local store. Raises NearkinError."""
+    """Return the parts of a gateway; `lock_wait_seconds` is for a local store.
+
+    Raises NearkinError.
+    """
     check_address(settings)
     if settings.gateway.ingest == "embedded":
         if embedded is None:
@@ -71,7 +77,7 @@ def make_gateway(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, telling `ready` its URL once it listens, and the gateway at once that it stops."""
+    """A uvicorn server that calls `ready` with its URL and notifies the gateway of a stop."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway, ready: Callable[[str], None] | None = None) -> None:
         super().__init__(config)
@@ -94,7 +100,7 @@ class Server(uvicorn.Server):
 
 
 class Plain:
-    """Wraps the application: a start that fails for a reason we know is told in its own words, not as a traceback."""
+    """Wrap the application: an error at start is printed as its message, without traceback."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app, self._gateway = app, gateway
@@ -140,9 +146,9 @@ def make_server(settings: Settings, gateway: Gateway, ready: Callable[[str], Non
 
 
 def make_room_for_files(bounds: GatewaySettings) -> None:
-    """Let the process have as many files open as its bounds may take.
+    """Raise the soft limit of open files to the bounds of the settings.
 
-    With the usual soft limit of 1024 whoever held 1000 idle connections, no token needed, kept every put and get from
+    With the usual limit of 1024, a client without a token that held 1000 idle connections kept every put and get from
     opening a file.
     """
     wanted = bounds.connections_max + OTHER_FILES

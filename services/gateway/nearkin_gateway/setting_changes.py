@@ -1,10 +1,12 @@
-"""Changes of hot settings. Invariant: a change is validated as a whole before anybody sees it; none undoes another.
+"""Change settings at run time.
 
-    PATCH -> merged with the changes before it -> validated -> published -> read back -> in force wherever it is read
+Invariant: a change is validated as a whole before it is published; no change discards another.
 
-Changes of one gateway come one after another. Of two gateways at once, every reader of the topic merges the later one
-into the earlier (nearkin_shared.kafka.live_config); whoever finds that its message was not over the newest one
-publishes the whole again, which is what is left once the topic is compacted.
+    PATCH -> merged with earlier changes -> validated -> published -> read back -> in force in every reader
+
+Changes of one gateway are serialised. Of concurrent changes of two gateways, every reader of the topic merges the later
+into the earlier (nearkin_shared.kafka.live_config). A gateway whose message was not based on the newest one publishes
+the merged settings again, because a compacted topic keeps only the last message.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Publish = Callable[[bytes], Awaitable[None]]
 
 
 class ConfigChanges:
-    """Takes merge patches; `publish` None where there is nobody else to tell."""
+    """Apply merge patches; `publish` is None if no other process needs them."""
 
     def __init__(self, loaded: Settings, hot: LiveConfig, publish: Publish | None = None) -> None:
         self._loaded = loaded
@@ -81,7 +83,7 @@ class ConfigChanges:
                     await self._apply_patch({}, by, at)
 
     async def _apply_patch(self, patch: Mapping[str, Mapping[str, Any]], by: str, at: str) -> None:
-        """1 merge over what is known  2 validate  3 publish  4 wait until it is read back, after all before it."""
+        """1 merge with the known changes  2 validate  3 publish  4 wait until it is read back."""
         if self._publish is not None and not self._hot.caught_up:
             raise StoreUnavailable("the changes of settings so far are not read yet; try again")
         over, before = self._hot.known

@@ -1,4 +1,4 @@
-"""The gateway's parts. Invariant: made before the first request, released after the last one."""
+"""The parts of a gateway: created before the first request, released after the last one."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ HAND_OVERS_MAX = 4
 
 
 class Workers(Protocol):
-    """What the workers say of themselves."""
+    """The heartbeats of the workers."""
 
     def workers(self) -> list[dict[str, object]]:
         """Return the newest word of each."""
 
 
 class GcControl(Protocol):
-    """Rounds of garbage collection: of this process, or of the maintenance services of a fleet. All calls may block."""
+    """GC runs of this process, or of the maintenance services of a fleet. All calls may block."""
 
     def last_run(self) -> dict[str, object] | None:
-        """Return what the last round did, None before the first one."""
+        """Return the result of the last run, None before the first one."""
 
     def request_run(self) -> None:
-        """Ask for a round, due or not: it begins as soon as somebody is free to do it."""
+        """Request a run, due or not: it starts as soon as a worker is free."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Gateway:
     deletions: Deletions
     resumable: Resumable
     collecting: GcControl
-    """Rounds of garbage collection."""
+    """Control of GC runs."""
     pauses: GcPauseFlag
     pools: WorkerPools = field(default_factory=WorkerPools)
     """Threads for blocking calls; closed when the application ends."""
@@ -74,7 +74,7 @@ class Gateway:
     pipeline: PipelineState | None = None
     """How far the stages are; None where all runs in one process."""
     checks: Mapping[str, Check] = field(default_factory=dict)
-    """What /readyz checks besides the object store and where uploads go, by name."""
+    """Checks of /readyz by name, in addition to the object store and the destination of uploads."""
     stopping: bool = False
     failure: NearkinError | None = None
     """Why it could not begin."""

@@ -1,8 +1,10 @@
-"""Who is asking. Invariant: a route names the scope it needs, and runs for nobody else; one tenant for each caller.
+"""Authenticate callers and check their scope.
+
+Invariant: a route runs only for callers with the scope that it declares; each caller has one tenant.
 
 Authorization: Bearer TOKEN      programs
-the session's cookie             the dashboard's pages; a change needs their CSRF token and their Origin too
-neither                          where no tokens are configured: loopback, by a name of loopback, not for other sites
+session cookie                   pages of the dashboard; a change needs their CSRF token and Origin too
+neither                          without configured tokens: loopback by a loopback name, and no other site
 """
 
 from __future__ import annotations
@@ -72,7 +74,10 @@ class Caller:
 
 
 def needs(*scopes: str) -> Callable[..., Awaitable[Caller]]:
-    """Return the dependency that lets callers with one of `scopes` pass. It answers 401, 403 or 429 to others."""
+    """Return a dependency that accepts callers with one of `scopes`.
+
+    It answers 401, 403 or 429 to all other callers.
+    """
     scope = scopes[0]
 
     async def caller(request: Request, given: _Given) -> Caller:
@@ -96,7 +101,7 @@ def needs(*scopes: str) -> Callable[..., Awaitable[Caller]]:
 
 
 def _session_token(request: Request, gateway: Gateway) -> Token:
-    """Return the token of the session that a request belongs to. Raises Problem 401, 403 or 429."""
+    """Return the token of the request's session. Raises Problem 401, 403 or 429."""
     session = session_of(request, gateway)
     if session is None:
         record_refusal(request, gateway, "session", "missing" if cookie_of(request) is None else "session")
@@ -127,7 +132,10 @@ def record_refusal(request: Request, gateway: Gateway, via: str, reason: str, to
 
 
 def open_caller(request: Request, gateway: Gateway) -> Caller:
-    """Return who asks a gateway without tokens. Raises Problem: 403 for what another site's page brought here, 429."""
+    """Return the caller of a gateway without tokens.
+
+    Raises Problem: 403 for a request that a page of another site sent, 429.
+    """
     address = address_of(request)
     gateway.rates.take(address)
     try:
@@ -154,7 +162,7 @@ def shown_token(request: Request, gateway: Gateway, text: str, via: str) -> Toke
     token = gateway.tokens.find(text)
     if token is None:
         record_refusal(request, gateway, via, "unknown")
-        gateway.rates.take(address_of(request))  # whoever guesses is slowed down by address
+        gateway.rates.take(address_of(request))  # limits guesses of one address
         raise _unauthorized("invalid_token", "the token is not known, or was revoked", "bad-token")
     if token.expired(time.time()):
         record_refusal(request, gateway, via, "expired", token)
@@ -164,7 +172,7 @@ def shown_token(request: Request, gateway: Gateway, text: str, via: str) -> Toke
 
 
 async def check_open_to(request: Request, gateway: Gateway, caller: Caller) -> None:
-    """Refuse an upload where none is taken of the caller. Raises Problem, TenantErased, StoreUnavailable."""
+    """Check that the caller may upload now. Raises Problem, TenantErased, StoreUnavailable."""
     try:
         await check_open(gateway, caller.tenant)
     except Problem as err:

@@ -1,9 +1,11 @@
-"""Sessions of browsers. Invariant: a cookie never holds a token, and ends with the token that opened it, or in time.
+"""Sign and verify the session cookies of browsers.
+
+Invariant: a cookie never holds a token; it expires, and is invalid once its token is revoked.
 
     1.ID.OPENED.NONCE.MAC        the token's id, seconds since 1970, 16 random bytes, a MAC over these and its hash
 
-Nothing of it is kept: any gateway of the store reads what another one wrote, and a token that is revoked takes its
-sessions along. What is logged out is remembered by the gateway that was asked, which is more than the browser needs.
+Sessions are not stored: every gateway of the store verifies cookies of the others, and revoking a token ends its
+sessions. The gateway that handled a logout remembers it; the browser deletes the cookie anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from nearkin_shared.utils.frozen import frozen
 
 COOKIE = "nearkin-session"
 SECURE_COOKIE = "__Host-nearkin-session"
-"""Where the page came over TLS: no neighbouring host can set one by this name."""
+"""Name of the cookie over TLS: the prefix keeps neighbouring hosts from setting it."""
 CSRF_HEADER = "x-nearkin-csrf"
 CLOSED_MAX = 10_000
 """Sessions that were logged out and are not over yet; the one longest ago is forgotten first."""
@@ -36,7 +38,10 @@ _COOKIE = re.compile(r"1\.([0-9a-f]{8})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f
 
 @frozen
 class Session:
-    """An open session. `ends` seconds since 1970; `csrf` is what its pages send with every change."""
+    """An open session.
+
+    `ends`: seconds since 1970. `csrf`: the value that pages send with every change.
+    """
 
     token: Token
     ends: int
@@ -58,7 +63,7 @@ class Sessions:
         return f"{head}.{self._mac('cookie', head, token)}"
 
     def read(self, cookie: str, now: float) -> Session | None:
-        """Return the session of a cookie; None where it is none, is over, or its token is gone."""
+        """Return the session of a cookie; None if it is invalid or expired, or has no token."""
         match = _COOKIE.fullmatch(cookie)
         if match is None or cookie in self._closed:
             return None
@@ -88,10 +93,10 @@ def cookie_of(request: HTTPConnection) -> str | None:
 
 
 def check_same_origin(request: HTTPConnection, *, must_say: bool) -> None:
-    """Refuse what a page of another site sends. Raises Problem.
+    """Refuse requests sent by a page of another site. Raises Problem.
 
-    Browsers name the origin of every change. `must_say`: who names none is refused too, as for all that counts by a
-    cookie. Hosts are compared, not schemes: TLS ends before the gateway.
+    Browsers send the origin with every change. `must_say`: refuse requests without an origin too, because a cookie
+    authenticates them. Only hosts are compared, not schemes: TLS may end before the gateway.
     """
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     site = request.headers.get("sec-fetch-site")
@@ -113,7 +118,10 @@ def _host_of(origin: str) -> str | None:
 
 
 def check_loopback_host(request: HTTPConnection) -> None:
-    """Refuse a name of strangers that was made to lead here: without tokens only loopback is served. Raises Problem."""
+    """Refuse requests for a host that is not loopback (DNS rebinding). Raises Problem.
+
+    A gateway without tokens serves loopback only.
+    """
     host = request.headers.get("host")
     if host is None:
         return  # no browser

@@ -48,7 +48,10 @@ _log = logging.getLogger("nearkin.gateway")
 
 @frozen
 class Token:
-    """What is known of a token. `expires` and `created` in seconds since 1970; `expires` None is never."""
+    """A token without its text.
+
+    `expires` and `created`: seconds since 1970; `expires` None: never.
+    """
 
     id: str
     sha256: str
@@ -66,7 +69,10 @@ class Token:
 def create(
     path: Path, tenant: str, scopes: Sequence[str], *, days: int | None = 90, note: str = ""
 ) -> tuple[str, Token]:
-    """Add a token to the file; return its text, which is kept nowhere, and what is. Raises BadInput."""
+    """Add a token to the file; return its text, which is stored nowhere, and its entry.
+
+    Raises BadInput.
+    """
     for scope in scopes:
         if scope not in SCOPES:
             raise choose("scope", scope, SCOPES)
@@ -119,13 +125,13 @@ def read_tokens(path: Path) -> list[Token]:
 
 
 class TokenFile:
-    """The tokens of a file; what changes there is seen within LOOK_SECONDS, and a broken file changes nothing."""
+    """The tokens of a file, read again within LOOK_SECONDS; an invalid file is ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.on_change: Callable[[list[Token], list[Token]], None] | None = None
         """Called with the tokens that a change of the file added and removed."""
-        self._seen = self._mark()  # before it is read: what changes in between is seen by the next look
+        self._seen = self._mark()  # before the read, so that the next check sees a change made during it
         self._tokens = _read(path)
         self._failed: tuple[int, ...] | None = None
         self._looked = time.monotonic()
@@ -140,7 +146,7 @@ class TokenFile:
         return token if right else None
 
     def by_id(self, number: str) -> Token | None:
-        """Return the token with this id, expired or not: for who has proved before that it knows the rest."""
+        """Return the token with this id, expired or not. The caller has verified the secret part."""
         self._look()
         return self._tokens.get(number)
 
@@ -217,7 +223,10 @@ def _read(path: Path) -> dict[str, Token]:
 
 
 def _write(path: Path, tokens: dict[str, Token]) -> None:
-    """Replace the file at once, durably: a token that was revoked must not come back; only its owner may read it."""
+    """Replace the token file atomically and durably, readable by its owner only.
+
+    Durable, because a revoked token must not reappear after a crash.
+    """
     data = json.dumps({"tokens": [asdict(token) for token in tokens.values()]}, indent=1).encode()
     try:
         replace_file(path, data)

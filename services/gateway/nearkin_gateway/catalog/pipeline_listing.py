@@ -1,7 +1,9 @@
-"""Listings of the pipeline's store. Invariant: what is listed is what is committed.
+"""List the versions of the pipeline's store.
 
-catalog complete    -> the index, page by page: it keeps what a listing shows
-catalog being made  -> the manifests themselves, each read once and remembered: they never change
+Invariant: a listing shows exactly the committed versions.
+
+catalog complete      -> from the index, page by page: its entries hold every field of a listing
+catalog in rebuild    -> from the manifests, each read once and cached: they are immutable
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _log = logging.getLogger("nearkin.gateway")
 
 
 class PipelineListing:
-    """What a gateway in front of the pipeline lists and sums up."""
+    """Listings and statistics for a gateway in front of the pipeline."""
 
     def __init__(self, index: RedisIndex, found: descriptor.Descriptor, objects: ObjectStore) -> None:
         self._index = index
@@ -37,8 +39,8 @@ class PipelineListing:
         self._descriptor_bytes = chunking_record.descriptor_bytes(objects)
         self._manifests = ManifestStore(objects)
         self._read: dict[str, tuple[str, str, int] | None] = {}
-        """(tenant, key, version) by name; None for one that cannot be read. Let go of whole, never emptied: who lists
-        without the index may be reading what it lacks."""
+        """(tenant, key, version) by name; None for an unreadable manifest. Replaced, never cleared: a concurrent
+        listing may still read the old dictionary."""
         self._lock = threading.Lock()
 
     @property
@@ -48,7 +50,7 @@ class PipelineListing:
 
     @property
     def _has_catalog(self) -> bool:
-        """Return whether the index lists every version: it does so early while it is being recovered."""
+        """Return whether the index lists every version, which is early in its recovery."""
         return self._index.has_catalog
 
     def catalog_after(
@@ -65,18 +67,18 @@ class PipelineListing:
         return self._index.catalog_after(tenant, prefix, after_key, after_version, count)
 
     def marked_keys(self, tenant: str, prefix: str, from_key: str = "") -> Iterator[str]:
-        """Yield the keys from `from_key` on that have a version with marks, by key. Raises StoreUnavailable."""
+        """Yield the keys from `from_key` on with a tombstone, in order. Raises StoreUnavailable."""
         if self._has_catalog:
             entries = self._index.catalog_after(tenant, prefix, from_key, 0 if from_key else None)
             return (key for key, _ in groupby(entry.key for entry in entries if entry.sequence))
         return (key for key in self._unindexed_marked(tenant, prefix) if key >= from_key)
 
     def entries(self, tenant: str) -> Iterator[CatalogEntry]:
-        """Yield what is kept of every version, by key and version; less than all while it is not `is_complete`."""
+        """Yield the entry of each version by key and version; some are absent until `is_complete`."""
         return self._index.catalog(tenant)
 
     def stats(self, tenant: str) -> Stats:
-        """Return a tenant's sums as the index has them; less than all while it is not `is_complete`."""
+        """Return a tenant's statistics from the index; too small until `is_complete`."""
         index = self._index.for_domain(Fingerprinter(self._secret, tenant, self._bits).domain)
         containers = list(index.containers())
         return sum_up(
@@ -92,7 +94,7 @@ class PipelineListing:
             names = [name for name, _ in self._manifests.names()]
             if len(names) > UNINDEXED_MAX:
                 raise StoreUnavailable(
-                    f"the index is being made anew, and {len(names)} versions are too many to list without it: "
+                    f"the index is being rebuilt, and {len(names)} versions are too many to list without it: "
                     "blobs can be read, listings come later"
                 )
             read = self._read
@@ -103,13 +105,13 @@ class PipelineListing:
         return sorted((key, version) for owner, key, version in found if owner == tenant and key.startswith(prefix))
 
     def _version_of(self, name: str) -> tuple[str, str, int] | None:
-        """Return (tenant, key, version); None where it cannot be read: nobody knows whose it is, so nobody is told."""
+        """Return (tenant, key, version), or None (no tenant known) for an unreadable manifest."""
         try:
             manifest = self._manifests.read(name)
         except NotFound:  # collected meanwhile
             return None
         except PermanentError as err:
-            _log.error("not listed while the index is made anew: %s", err)
+            _log.error("version not listed until the index is rebuilt: %s", err)
             return None
         return manifest.tenant, manifest.key, manifest.version
 
@@ -118,7 +120,9 @@ class PipelineListing:
         _, marks = self._manifests.names_and_marks()
         first = {marked_version(name)[0]: name for name, _ in reversed(marks)}
         if len(first) > UNINDEXED_MAX:
-            raise StoreUnavailable(f"the index is being made anew, and {len(first)} deletions are too many without it")
+            raise StoreUnavailable(
+                f"the index is being rebuilt, and {len(first)} deletions are too many to list without it"
+            )
         with ThreadPoolExecutor(READERS, "nearkin-listing") as threads:
             found = list(threads.map(self._owner_of, first.values()))
         return sorted({key for owner, key in filter(None, found) if owner == tenant and key.startswith(prefix)})
@@ -129,7 +133,7 @@ class PipelineListing:
         except NotFound:
             return None
         except PermanentError as err:
-            _log.error("not listed while the index is made anew: %s", err)
+            _log.error("version not listed until the index is rebuilt: %s", err)
             return None
         return mark.tenant, mark.key
 

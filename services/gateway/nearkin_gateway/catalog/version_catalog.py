@@ -1,7 +1,9 @@
-"""What is stored, for readers. Invariant: a tenant sees its own; all else is NotFound (I9).
+"""Read the versions of a tenant.
 
-Manifests and containers come from the object store; listings and sums come from the index. All calls block:
-they belong on a thread.
+Invariant (I9): a tenant sees its own versions only; every other is NotFound.
+
+Manifests and containers are read from the object store, listings and statistics from the index. All calls block:
+run them on a thread.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ _log = logging.getLogger("nearkin.gateway")
 
 
 class Listing(Protocol):
-    """What is asked of an index; by tenant."""
+    """The queries by tenant that an index answers."""
 
     @property
     def is_complete(self) -> bool:
@@ -140,11 +142,14 @@ class VersionCatalog:
         self._cache_bytes = max(BLOCK_CACHE_BYTES_MIN, int(settings.restore.cache_bytes) // 4)
 
     def close(self) -> None:
-        """End the threads that read side by side; what was returned can still be read."""
+        """Stop the threads for parallel reads; blobs returned before can still be read."""
         self._readers.shutdown(cancel_futures=True)
 
     def manifest(self, tenant: str, key: str, version: int | None = None) -> Manifest:
-        """Return a version's manifest, the newest by default. Raises NotFound, Corrupt, StoreUnavailable."""
+        """Return a manifest, of the newest version by default.
+
+        Raises NotFound, Corrupt, StoreUnavailable.
+        """
         check_key(key)
         if version is None:
             newest = self._manifests.newest(tenant, key)
@@ -160,11 +165,11 @@ class VersionCatalog:
             raise NotFound(f"key {key!r} version {version}: there is none") from err
 
     def info(self, tenant: str, key: str, version: int | None = None) -> VersionInfo:
-        """Return a version as callers see it, with the latest end of its retention. Raises as `manifest` does."""
+        """Return the info of a version with its latest retention. Raises as `manifest` does."""
         return self._manifests.info(self.manifest(tenant, key, version))
 
     def _later_versions(self, tenant: str, key: str, version: int) -> list[int]:
-        """Return the versions of a key above `version` that the index lists; none while it is not whole."""
+        """Return the indexed versions of a key above `version`; none until the index is complete."""
         if not self._listing.is_complete:
             return []
         listed = self._listing.catalog_after(tenant, key, key, version, 1)
@@ -176,7 +181,10 @@ class VersionCatalog:
         return Blob(manifest.info, manifest, mine.containers.counting(), mine.fingerprinter, start, stop)
 
     def versions(self, tenant: str, key: str, after: int, limit: int) -> tuple[ListedVersions, int | None]:
-        """Return versions of a key above `after`, oldest first, and the `after` for more. Raises NotFound."""
+        """Return versions of a key above `after`, oldest first, and the next `after`.
+
+        Raises NotFound.
+        """
         check_key(key)
         histories = self._manifests.histories(tenant, key)
         numbers = [number for number in sorted(histories) if self._manifests.shows(tenant, key, histories[number])]
@@ -194,14 +202,14 @@ class VersionCatalog:
     def list_versions(
         self, tenant: str, prefix: str, after: str, limit: int, *, all_versions: bool
     ) -> tuple[ListedVersions, str | None]:
-        """Return up to `limit` versions by key, the newest of each key or all, and what to say for more.
+        """Return up to `limit` versions by key, newest or all, and the cursor of the next page.
 
         A page ends early after EXAMINED_MAX keys or versions, most of them deleted.
-        `after` is a key, or a key, NUL and a version, which is what is said for more of all versions.
+        `after`: a key, or in listings of all versions a key, NUL and a version.
         """
         check_tenant(self._objects, tenant)
         after_key, after_version = _after(after)
-        # One entry more says that there is a next page, and another one that the key before it has no further version.
+        # One extra entry shows that there is a next page; a second shows that the last key has no further version.
         entries = self._listing.catalog_after(tenant, prefix, after_key, after_version, limit + 2)
         wanted = _units(entries, all_versions=all_versions)
         found, last, examined = ListedVersions(), after, 0
@@ -241,7 +249,7 @@ class VersionCatalog:
     def list_deleted(
         self, deletions: Deletions, tenant: str, prefix: str, after: str, limit: int
     ) -> tuple[list[Deletion], list[Damage], str | None]:
-        """Return up to `limit` deleted versions by key, those that cannot be read, and what to say for more.
+        """Return up to `limit` deletions by key, unreadable versions, and the next cursor.
 
         A page ends early after EXAMINED_MAX keys.
         """
@@ -265,14 +273,20 @@ class VersionCatalog:
         return found, damaged, None
 
     def forget_stats(self, tenant: str) -> None:
-        """Let the next call of `stats` sum up again, once STATS_SHARE allows: this gateway changed the sums."""
+        """Discard the cached statistics, because this gateway changed the store.
+
+        The next call of `stats` computes them again as soon as STATS_SHARE allows.
+        """
         with self._lock:
             kept = self._stats.get(tenant)
             if kept is not None:
                 self._stats[tenant] = replace(kept, changed=True)
 
     def explain(self, tenant: str, key: str, version: int | None) -> Explanation:
-        """Return how each chunk of a version is kept. Raises NotFound, Corrupt, BadInput where it has too many."""
+        """Return how each chunk of a version is stored.
+
+        Raises NotFound, Corrupt, BadInput (it has too many chunks).
+        """
         manifest = self.manifest(tenant, key, version)
         if manifest.ledger.chunks > EXPLAINED_CHUNKS_MAX:
             raise BadInput(
@@ -282,7 +296,10 @@ class VersionCatalog:
         return explain(manifest.info, manifest, self._tenant(tenant).containers)
 
     def stats(self, tenant: str) -> Stats:
-        """Return the sums: at most STATS_SECONDS old, or as old as STATS_SHARE wants where they are costly."""
+        """Return the statistics of a tenant, at most STATS_SECONDS old.
+
+        Older where computing them would take more than STATS_SHARE of the time.
+        """
         kept = self._kept_stats(tenant)
         if kept is not None:
             return kept
@@ -309,7 +326,10 @@ class VersionCatalog:
         return self._listing.entries(tenant)
 
     def created_us(self, tenant: str, names: Sequence[tuple[str, int]]) -> list[int | None]:
-        """Return when each (key, version) was committed, microseconds since 1970; None for what cannot be read."""
+        """Return the commit time of each (key, version), microseconds since 1970.
+
+        None for an unreadable version.
+        """
 
         def created(name: tuple[str, int]) -> int | None:
             try:
@@ -342,7 +362,7 @@ class VersionCatalog:
         try:
             self._objects.size_bytes(descriptor.NAME)
         except NotFound as err:
-            raise StoreUnavailable(f"{descriptor.NAME}: it is gone, and with it what the store is") from err
+            raise StoreUnavailable(f"{descriptor.NAME}: not found; restore it from a copy of the store") from err
 
     def _tenant(self, name: str) -> _Tenant:
         with self._lock:
@@ -385,6 +405,6 @@ def _units(entries: Iterator[CatalogEntry], *, all_versions: bool) -> Iterator[l
 
 
 def _after(after: str) -> tuple[str, int | None]:
-    """Return the key, and the version if there is one, of what was said for more."""
+    """Split a cursor into its key and, if present, its version."""
     key, _, number = after.partition("\0")
     return key, min(int(number), VERSION_MAX) if number.isascii() and number.isdigit() else None

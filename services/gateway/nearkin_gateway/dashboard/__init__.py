@@ -1,6 +1,8 @@
-"""The dashboard. Invariant: its pages show what the API answers, and change nothing but through the API.
+"""The dashboard.
 
-browser --cookie--> pages (Jinja2, no inline script or style) --> the same parts that /v1 answers from
+Invariant: pages show the data of the API and change data through the API only.
+
+browser --cookie--> pages (Jinja2, no inline script or style) --> the objects that /v1 uses
         --cookie, CSRF token, Origin--> /v1                       uploads by tus, deletions, settings, replays
 """
 

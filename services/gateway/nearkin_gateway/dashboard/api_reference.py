@@ -25,7 +25,7 @@ _BOUNDS = (
     ("pattern", "pattern {}"),
     ("default", "default {!r}"),
 )
-"""What is said of a schema's bounds."""
+"""Text for each bound of a schema."""
 
 
 @frozen
@@ -190,7 +190,7 @@ def _bounds_of(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _component_of(schema: Mapping[str, Any]) -> str:
-    """Return the component that a schema refers to, itself or by its items or choices; empty where none."""
+    """Return the component that a schema refers to, directly, by items or by choices; or ""."""
     if "$ref" in schema:
         return str(schema["$ref"]).removeprefix(_REF)
     inner = [schema["items"]] if "items" in schema else [*schema.get("anyOf", ()), *schema.get("oneOf", ())]

@@ -1,6 +1,6 @@
-"""Geometry of the charts. Invariant: pure functions of numbers; templates draw what they return, as SVG with classes.
+"""Compute the geometry of the charts, which templates draw as SVG. Functions are pure.
 
-No style attribute and no script: the pages' Content-Security-Policy takes neither.
+SVG uses classes, no style attribute and no script: the Content-Security-Policy of the pages forbids both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class Tick:
 
 @frozen
 class Curve:
-    """Two lines over time, on a logarithmic scale: at 20 to 1 a linear one would show the lower as zero."""
+    """Two lines over time on a logarithmic scale.
+
+    At a ratio of 20 to 1 a linear scale would draw the lower line at zero.
+    """
 
     logical: str
     stored: str
@@ -42,7 +45,7 @@ class Curve:
 
 @frozen
 class Step:
-    """One bar of the waterfall: what was left after a step, and what the step took off (negative: added)."""
+    """A bar of the waterfall: bytes after a step, and bytes it removed (negative: added)."""
 
     name: str
     left_bytes: int
@@ -76,7 +79,7 @@ class Piece:
 
 @frozen
 class Column:
-    """One column of the strip, with what it says when it is pointed at."""
+    """One column of the strip, with its tooltip."""
 
     label: str
     pieces: list[Piece]
@@ -92,7 +95,7 @@ class Strip:
 
 
 def curve(points: Sequence[tuple[float, int, int]]) -> Curve | None:
-    """Return the lines of (seconds since 1970, logical, stored), as steps; None where there is nothing to draw."""
+    """Return step lines of (seconds since 1970, logical, stored); None without points."""
     seen = [point for point in points if point[1] > 0]
     if not seen:
         return None
@@ -162,7 +165,7 @@ def bars(minutes: Sequence[tuple[str, int]]) -> tuple[list[Bar], list[Tick]]:
 
 
 def strip(explanation: Explanation) -> Strip:
-    """Return the columns of a blob: each an equal stretch of it, shared out among the kinds of its bytes."""
+    """Return columns for equal ranges of a blob, each divided by the kind of its bytes."""
     size_bytes = explanation.info.size_bytes
     chunks = [chunk for segment in explanation.segments for chunk in segment.chunks]
     bins = max(1, min(STRIP_BINS_MAX, len(chunks)))
@@ -195,7 +198,10 @@ def _column(number: int, width: float, shares: dict[str, int], size_bytes: int, 
 
 
 def _ticks(least: int, most: int) -> list[int]:
-    """Return round numbers from at most `least` up to at least `most`: by 1, 2, 5, or by powers of ten, or of more."""
+    """Return tick values that cover `least` to `most`.
+
+    Steps are 1, 2, 5, or powers of ten, or larger powers.
+    """
     rounds = [digit * 10**power for power in range(19) for digit in (1, 2, 5)]
     start = max(number for number, value in enumerate(rounds) if value <= max(1, least))
     stop = min((number for number, value in enumerate(rounds) if value >= most), default=len(rounds) - 1)

@@ -1,6 +1,6 @@
-"""Show keys and other text of callers so that two different ones never look the same.
+"""Display keys and other text of callers so that two different texts never look the same.
 
-Invariant: characters that cannot be seen appear as escapes; what is cut from a long key is in its tooltip.
+Invariant: invisible characters appear as escapes; the tooltip of a shortened key has the whole key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLANK_CHARACTERS = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u
 
 
 def visible(text: str) -> str:
-    r"""Return `text` with invisible characters, and spaces at its ends, as escapes such as `\u200b`."""
+    r"""Return `text` with escapes (`\u200b`) for invisible characters and spaces at its ends."""
     stripped = text.strip(" ")
     before = len(text) - len(text.lstrip(" ")) if stripped else len(text)
     after = len(text) - len(text.rstrip(" ")) if stripped else 0
@@ -27,7 +27,7 @@ def visible(text: str) -> str:
 
 
 def short(text: str) -> Markup:
-    """Return HTML of a key: visible, the middle left out if it is long, and then whole as a tooltip."""
+    """Return HTML of a key; a long one without its middle, and whole in the tooltip."""
     shown = visible(text)
     if len(shown) <= KEY_CHARACTERS_MAX:
         return Markup("{}").format(shown)

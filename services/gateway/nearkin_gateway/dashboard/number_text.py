@@ -1,4 +1,4 @@
-"""Numbers and times as pages show them. Invariant: a page and the command line say the same thing in the same words."""
+"""Format numbers and times for pages, as the command line formats them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATIO_SHOWN_MIN = 0.95
 
 
 def ratio(value: float) -> str:
-    """Return a reduction, such as `12.4×`; in words where nothing is stored, or more than was sent."""
+    """Return a reduction such as `12.4×`; words if nothing or more than the input is stored."""
     if value <= 0:
         return "nothing yet"
     if value < RATIO_SHOWN_MIN:
@@ -60,6 +60,6 @@ def per_second(value: float | None) -> str:
 
 
 def page_url(path: str, **query: object) -> str:
-    """Return a page's address; what is None is left out."""
+    """Return the URL of a page; parameters with the value None are omitted."""
     given = {name: str(value) for name, value in query.items() if value is not None}
     return f"{path}?{urlencode(given)}" if given else path

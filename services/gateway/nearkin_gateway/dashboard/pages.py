@@ -1,6 +1,7 @@
-"""Pages. Invariant: each is for the visitor's own tenant, names the scope it needs, and leaves under the strict policy.
+"""Serve the pages of the dashboard.
 
-Without JavaScript all can be read; what changes something is sent by static/actions.js to the API.
+Invariant: a page shows the visitor's tenant only, declares its scope, and has the strict Content-Security-Policy.
+Pages can be read without JavaScript; static/actions.js sends changes to the API.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def install(app: FastAPI) -> None:
 
 
 def _page(path: str, scope: str | None = None) -> Callable[[_Show], _Show]:
-    """Route a page: without a session it is the login's, without `scope` it says so, and errors are pages too."""
+    """Route a page.
+
+    Without a session it redirects to the login; errors and lack of `scope` are pages.
+    """
 
     def wrap(show: _Show) -> _Show:
         async def answer(request: Request) -> Response:
@@ -207,7 +211,7 @@ def _inside(text: str | None) -> str:
 
 @_page("/", "read")
 async def overview(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
-    """Show what is stored, how it came to be, and what each step saved."""
+    """Show the stored data, their growth, and the bytes that each step saved."""
     tenant = visitor.tenant
     stats = await asyncio.to_thread(gateway.catalogue.stats, tenant)
     reduction = await asyncio.to_thread(gateway.insight.reduction, tenant)

@@ -1,6 +1,7 @@
-"""How a page leaves. Invariant: under one Content-Security-Policy, escaped, never cached; assets are a fixed few files.
+"""Render pages and serve their assets.
 
-The policy takes no inline script and no inline style; a template that tries either shows nothing of it.
+Invariant: every page is escaped, never cached, and has the same Content-Security-Policy; assets are a fixed list.
+The policy forbids inline scripts and styles: browsers ignore those of a template.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+
 
 @frozen
 class Visitor:
-    """Who looks at a page. `open`: no tokens are configured, so there is nothing to log out of."""
+    """The visitor of a page. `open`: no tokens are configured, so there is no logout."""
 
     tenant: str
     name: str

@@ -1,4 +1,7 @@
-"""The hot settings as fields of a form. Invariant: a field says the values that its rule takes; the API checks them."""
+"""Describe run-time settings as fields of a form.
+
+Invariant: a field lists the values that the setting accepts; the API validates them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ UNITS = {"_bytes": "bytes", "_seconds": "seconds", "_hours": "hours", "_days": "
 
 @frozen
 class Field:
-    """One hot setting. `choices` for a name; `least` and `most` for a number; neither for on and off."""
+    """One run-time setting: `choices` of a name, bounds of a number, neither for a flag."""
 
     name: str
     section: str

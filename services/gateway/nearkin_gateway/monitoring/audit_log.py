@@ -1,4 +1,4 @@
-"""Write the audit log: who did what, one bounded record for each event.
+"""Write the audit log: caller and operation, one bounded record for each event.
 
     first use of a token, or first failure, of an address  -> a record; repeats are counted until the window ends
     a change                                               -> always a record: each costs its caller a durable write

@@ -1,6 +1,7 @@
-"""How far the stages are, for who looks. Invariant: Kafka is asked nothing while nobody looks, and once for all who do.
+"""Report the lag and the rate of each stage.
 
-Two readings some seconds apart tell what a group takes a second: the sum of its offsets, which only its commits move.
+Invariant: Kafka is queried only when a caller asks, and once for all concurrent callers.
+The rate is the difference of two sums of committed offsets, some seconds apart.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ READ_SECONDS = 5.0
 """A reading counts for so long: it asks Kafka some 25 questions."""
 READINGS_MAX = 60
 RATE_SECONDS = 60.0
-"""Rates are told over the readings of so long."""
+"""Period over which rates are computed."""
 LETTERS_MAX = 200
 
 
 @frozen
 class StageState:
-    """One group: records that wait, those of them that are old, what it took a second, once that is known."""
+    """One consumer group: its lag in records, the old ones of these, and its rate once known."""
 
     group: str
     lag_records: int
@@ -67,7 +68,7 @@ class PipelineState:
         ]
 
     def letters(self) -> list[DeadLetter]:
-        """Return the newest dead letters that are not dropped, oldest first. Raises StoreUnavailable."""
+        """Return the newest kept dead letters, oldest first. Raises StoreUnavailable."""
         with self._lock:
             if time.monotonic() - self._letters[0] >= READ_SECONDS:
                 self._letters = (time.monotonic(), list_letters(self._settings, LETTERS_MAX, replayed=True))
@@ -78,7 +79,10 @@ class PipelineState:
         return read_letter(self._settings, parse_place(name))
 
     def replay(self, names: list[str]) -> list[DeadLetter]:
-        """Send letters back, each once. Raises BadInput, NotFound, PermanentError, StoreUnavailable."""
+        """Replay dead letters, each once.
+
+        Raises BadInput, NotFound, PermanentError, StoreUnavailable.
+        """
         sent = replay(self._settings, [parse_place(name) for name in names])
         self._invalidate_letters()
         return sent
@@ -95,7 +99,7 @@ class PipelineState:
             self._letters = (-READ_SECONDS, [])
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         with self._lock:
             if self._reader is not None:
                 self._reader.close()
@@ -109,6 +113,4 @@ class PipelineState:
         except KafkaException as err:
             raise unavailable(self._settings, err) from err
         except TimeoutError as err:
-            raise StoreUnavailable(
-                f"kafka {self._settings.kafka.bootstrap_servers}: did not tell how far it is"
-            ) from err
+            raise StoreUnavailable(f"kafka {self._settings.kafka.bootstrap_servers}: offsets not available") from err

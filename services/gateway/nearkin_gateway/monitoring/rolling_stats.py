@@ -1,6 +1,8 @@
-"""The last hour of outcomes, by the minute. Invariant: what it holds does not grow with what is sent.
+"""Count the outcomes of the last hour by the minute.
 
-It is made of the events that every gateway reads: each one shows the same hour, whenever it began.
+Invariant: memory does not grow with the traffic.
+
+The counts come from events that every gateway reads, so all gateways show the same hour.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ TEXT_CHARACTERS_MAX = 500
 
 @dataclass(slots=True)
 class Minute:
-    """What ended in one minute. `stored_bytes` what the committed blobs added."""
+    """The outcomes of one minute. `stored_bytes`: bytes added by committed blobs."""
 
     committed: int = 0
     failed: int = 0

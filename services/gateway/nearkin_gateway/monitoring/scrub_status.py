@@ -1,4 +1,7 @@
-"""What is told of scrubbing. Invariant: bounded, whatever is broken."""
+"""Report the state of the scrub.
+
+Invariant (I10): the report is bounded, whatever is damaged.
+"""
 
 from __future__ import annotations
 

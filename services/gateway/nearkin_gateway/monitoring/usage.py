@@ -1,11 +1,12 @@
-"""Who takes how much, and since when. Invariant: all shares add up to the stored bytes; what is kept is bounded, and in
-memory alone, so any gateway shows the same.
+"""Report the stored bytes by prefix and over time.
 
-What one version takes is not stored by itself: blocks, directories and recipes are shared. Its own manifest is counted
-as it is; all else is shared out by what was left of each version after dedup and delta. What several versions share
-is thus counted where it was put first.
+Invariant: all shares add up to the stored bytes; the state is bounded and in memory, so any gateway shows the same.
 
-    growth:  every version at the time of its commit, its share added up     the last point is what is stored now
+Versions share blocks, directories and recipes, so the bytes of one version are an estimate: its manifest, and a part
+of all other bytes in proportion to its bytes after dedup and delta. Data that several versions share are counted for
+the version that was put first.
+
+    growth:  cumulative shares of versions by commit time; the last point equals the stored bytes now
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from nearkin_shared.results import Stats
 from nearkin_shared.utils.frozen import frozen
 
 ENTRIES_MAX = 200_000
-"""Versions that are looked at: some 3 s of a Redis index. With more, the shares are told to be of a part."""
+"""Versions examined, which takes some 3 s with a Redis index. With more, shares are reported as partial."""
 PREFIXES_MAX = 100
-"""Prefixes that are told, the largest ones; the others are summed up."""
+"""Prefixes reported, the largest ones; the others are one sum."""
 PREFIXES_KEPT_MAX = 10_000
 """Prefixes that are told apart while they are counted: some 3 MB."""
 GROWTH_VERSIONS_MAX = 20_000
@@ -40,7 +41,10 @@ TOTALS_MAX = 256
 
 @dataclass(slots=True)
 class Share:
-    """What some versions stand for and take. `prefix` up to the first slash, "" for keys without; None: all others."""
+    """Logical and stored bytes of the versions with a prefix.
+
+    `prefix`: text before the first slash, "" for keys without a slash, None for all other prefixes.
+    """
 
     prefix: str | None
     versions: int = 0
@@ -76,7 +80,7 @@ class Share:
 
 @frozen
 class Reduction:
-    """A tenant by prefix, the largest first. `whole` False: there are more versions than were looked at."""
+    """The shares of a tenant, largest first. `whole` False: some versions were not examined."""
 
     prefixes: list[Share]
     total: Share
@@ -85,7 +89,7 @@ class Reduction:
 
 @frozen
 class Point:
-    """What was there at a time; microseconds since 1970."""
+    """Stored and logical bytes at a time in microseconds since 1970."""
 
     time_us: int
     logical_bytes: int
@@ -94,7 +98,7 @@ class Point:
 
 @frozen
 class Growth:
-    """How what is there came to be. `read` of `versions` are in it; `points` empty where there are too many."""
+    """The growth of a tenant, from `read` of `versions`; no `points` if there are too many."""
 
     points: list[Point]
     versions: int
@@ -104,7 +108,10 @@ class Growth:
 
 @dataclass(slots=True)
 class _UsagePass:
-    """One pass over a tenant's versions. `rows` (key, version, logical, own, left), None where there are too many."""
+    """One pass over a tenant's versions.
+
+    `rows`: (key, version, logical, own, left), None if there are too many.
+    """
 
     of: Stats
     total: Share
@@ -126,7 +133,7 @@ class _UsagePass:
 
 
 class UsageStats:
-    """Shares and growth of tenants. Safe between threads; all calls block: they belong on a thread."""
+    """Shares and growth of tenants. Thread-safe; all calls block: run them on a thread."""
 
     def __init__(self, catalogue: VersionCatalog) -> None:
         self._catalogue = catalogue
@@ -137,12 +144,15 @@ class UsageStats:
         self._times: OrderedDict[str, dict[tuple[str, int], int | None]] = OrderedDict()
 
     def reduction(self, tenant: str) -> Reduction:
-        """Return what a tenant's prefixes take. Raises StoreUnavailable, NotFound where nobody sums it up here."""
+        """Return the shares of a tenant's prefixes.
+
+        Raises StoreUnavailable, NotFound (this gateway has no statistics of the tenant).
+        """
         counted = self._count(tenant)
         return Reduction(counted.prefixes, counted.total, counted.whole)
 
     def total(self, tenant: str) -> Reduction:
-        """Return a tenant's sums without its prefixes, TOTAL_SECONDS old at most: for a list of many tenants.
+        """Return a tenant's totals, at most TOTAL_SECONDS old, for a list of many tenants.
 
         Raises as `reduction` does.
         """
@@ -160,7 +170,7 @@ class UsageStats:
         return found
 
     def growth(self, tenant: str) -> Growth:
-        """Return how what is there came to be. Raises StoreUnavailable, NotFound."""
+        """Return the growth of a tenant. Raises StoreUnavailable, NotFound."""
         counted = self._count(tenant)
         if counted.rows is None or not counted.whole:
             return Growth([], counted.versions, 0, too_many=True)
@@ -174,7 +184,7 @@ class UsageStats:
         return Growth(points_of(dated), counted.versions, len(dated), too_many=False)
 
     def _count(self, tenant: str) -> _UsagePass:
-        """Return one pass over a tenant's versions, made anew when its sums are: every STATS_SECONDS at most."""
+        """Return a pass over a tenant's versions, repeated at most every STATS_SECONDS."""
         stats = self._catalogue.stats(tenant)
         with self._counting:  # once for all who ask at the same time
             with self._lock:
@@ -191,7 +201,7 @@ class UsageStats:
             return counted
 
     def _committed(self, tenant: str, names: list[tuple[str, int]]) -> dict[tuple[str, int], int | None]:
-        """Return when versions were committed: what is known, and some more."""
+        """Return the known commit times, after reading some more."""
         with self._lock:
             times = self._times.get(tenant, {})
         fresh = [name for name in names if name not in times][:GROWTH_READ_MAX]
@@ -239,7 +249,10 @@ def count_versions(stats: Stats, entries: Iterable[CatalogEntry]) -> _UsagePass:
 
 
 def points_of(dated: list[tuple[int, int, float]]) -> list[Point]:
-    """Return sums over time of (microseconds, logical, stored), at most POINTS_MAX: the last of each equal stretch."""
+    """Return cumulative sums of (microseconds, logical, stored).
+
+    At most POINTS_MAX points: the last of each equal period.
+    """
     if not dated:
         return []
     first_us = dated[0][0]

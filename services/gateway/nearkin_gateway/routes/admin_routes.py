@@ -1,4 +1,7 @@
-"""Everything beside the blobs: outcomes, sums, workers, settings, health. Invariant: reading never changes anything."""
+"""Routes for outcomes, statistics, workers, settings and health.
+
+GET routes change no state.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +128,10 @@ async def stats(request: Request, caller: Reader) -> Response:
     "/v1/workers", responses=_PLAIN, response_model=response_models.Workers, operation_id="listWorkers", tags=["admin"]
 )
 async def workers(request: Request, _caller: Operator) -> Response:
-    """Return what each worker last said: service, settings revision, state. Empty where it all runs in one process."""
+    """Return the last heartbeat of each worker: service, settings revision, state.
+
+    Empty for an embedded gateway.
+    """
     source = gateway_of(request).workers
     return JSONResponse({"workers": [] if source is None else source.workers()})
 
@@ -157,10 +163,11 @@ async def config(request: Request, _caller: Operator) -> Response:
     tags=["admin"],
 )
 async def patch_config(request: Request, caller: Operator) -> Response:
-    """Change hot settings in every running service, by a JSON merge patch; a bad value changes nothing.
+    """Change run-time settings of all services by a JSON merge patch.
 
-    Changes that are made at the same time are merged, in the order in which they came. 409: with another that came
-    first this one is not valid.
+    An invalid patch changes nothing.
+    Concurrent changes are merged in their order of arrival. 409: together with an earlier concurrent change this one
+    is not valid.
     """
     gateway = gateway_of(request)
     media = request.headers.get("content-type", MERGE_PATCH).partition(";")[0].strip().lower()
@@ -199,10 +206,10 @@ async def livez() -> Response:
     tags=["health"],
 )
 async def readyz(request: Request) -> Response:
-    """Say whether what the gateway needs can be reached: the object store, and where uploads go.
+    """Report whether the object store and the destination of uploads can be reached.
 
     503 too while Redis may evict entries or is full.
-    All callers share one check, which counts for two seconds and fails after four without an answer.
+    All callers share one check, which is valid for two seconds and fails after four without a response.
     """
     gateway = gateway_of(request)
     if gateway.stopping:

@@ -1,4 +1,7 @@
-"""/v1/blobs. Invariant: 201 is said of what is committed, 202 of what will end committed or visibly failed (I3)."""
+"""Routes of /v1/blobs.
+
+Invariant (I3): 201 means committed, 202 means that the upload will be committed or visibly fail.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ from nearkin_shared.validation import CONTENT_TYPE, check_metadata, content_type
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 router = APIRouter(tags=["blobs"])
 EVENT_SECONDS = 1.0
-"""So long a repeat whose condition does not hold waits to hear that the version in its way is its own."""
+"""Wait of a repeated conditional put for the event that the conflicting version is its own."""
 
 VersionQuery = Annotated[int | None, Query(ge=1, le=VERSION_MAX, description="This version instead of the newest.")]
 Wait = Annotated[
@@ -68,7 +71,7 @@ _READ_HEADERS = {
     "Last-Modified": {"description": "When the version was put.", "schema": {"type": "string"}},
     "Accept-Ranges": {"description": "`bytes`.", "schema": {"type": "string"}},
     "Repr-Digest": {
-        "description": "SHA-256 (RFC 9530), where the put told or asked for it.",
+        "description": "SHA-256 (RFC 9530), if the put sent or requested it.",
         "schema": {"type": "string"},
     },
     "X-Nearkin-Meta-Omitted": {
@@ -146,7 +149,9 @@ async def put_blob(
         str | None, Header(description="`*`: only where there is no version; checked at the commit.")
     ] = None,
 ) -> Response:
-    """Store the body as a new version of the key. Metadata: `X-Nearkin-Meta-NAME: VALUE`, both percent-encoded.
+    """Store the body as a new version of the key.
+
+    Metadata: `X-Nearkin-Meta-NAME: VALUE`, both percent-encoded.
 
     The `Content-Type` is kept as metadata `content-type` and returned by GET and HEAD.
     `If-Match` and `If-None-Match` are checked where the version is committed: of several puts that rely on the same
@@ -206,7 +211,7 @@ async def put_blob(
 
 
 def _trace(request: Request) -> str | None:
-    """Return the W3C trace context; what is none is not passed on: it would travel with every message."""
+    """Return the W3C trace context, or None for an invalid one, which no message should carry."""
     text = request.headers.get("traceparent", "")
     return text if _TRACEPARENT.fullmatch(text) else None
 
@@ -252,7 +257,10 @@ async def list_blobs(
     limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 100,
     versions: Annotated[Literal["newest", "all"], Query(description="Which versions of each key.")] = "newest",
 ) -> Response:
-    """List keys in order with their versions. A key put meanwhile never moves others between pages."""
+    """List keys in order with their versions.
+
+    A concurrent put never moves other keys between pages.
+    """
     catalogue = gateway_of(request).catalogue
     annotate(request, prefix=prefix)
     listed, following = await asyncio.to_thread(
@@ -298,7 +306,10 @@ async def get_blob(
     if_match: Annotated[str | None, Header()] = None,
     if_range: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Return a version's bytes, each verified before it is sent. A body that ends early is damaged: never use it."""
+    """Return the bytes of a version, verified before they are sent.
+
+    A body that ends early is damaged: discard it.
+    """
     return await _read(request, key, caller, version)
 
 
@@ -321,7 +332,7 @@ async def _read(request: Request, key: str, caller: Caller, version: int | None)
         "X-Nearkin-Version": str(info.version),
         "Cache-Control": "private, no-cache",
         "Content-Type": content_type(info.metadata),
-        # What strangers stored is no page, script or picture of ours, whoever links to it.
+        # Browsers must not run or display stored content as a page, script or picture of this site.
         "X-Content-Type-Options": "nosniff",
         "Content-Disposition": "attachment",
         "Content-Security-Policy": "sandbox; default-src 'none'",
@@ -345,7 +356,7 @@ async def _read(request: Request, key: str, caller: Caller, version: int | None)
     slot.__enter__()
     try:
         pieces = iter(gateway.catalogue.blob(tenant, manifest, start, stop))
-        # Before the status goes out: damage in the first piece is still answered with a problem.
+        # Before the status is sent, so that damage in the first piece is answered with a problem.
         first = await asyncio.to_thread(next, pieces, None)
     except BaseException:
         slot.__exit__(None, None, None)
@@ -356,7 +367,10 @@ async def _read(request: Request, key: str, caller: Caller, version: int | None)
 
 
 async def _await_committed_event(gateway: Gateway, origin: bytes) -> dict[str, Any] | None:
-    """Return the event that committed an origin, None where none comes: a version is there before that is told."""
+    """Return the event that committed an origin, or None after a timeout.
+
+    A version becomes visible before its event arrives.
+    """
     until = time.monotonic() + EVENT_SECONDS
     while (found := gateway.outcomes.of_origin(origin)) is None and time.monotonic() < until:
         await asyncio.sleep(EVENT_SECONDS / 20)

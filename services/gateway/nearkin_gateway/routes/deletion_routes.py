@@ -1,6 +1,7 @@
-"""Deletion, undeletion, retention. Invariant: an answer is sent once the change holds for readers of every gateway.
+"""Routes for deletion, undeletion and retention.
 
-The marks in the object store are what readers look at (nearkin_shared.storage.deletions): no cache has to be told.
+Invariant: a response is sent after the change is visible to readers of every gateway. Readers check the tombstones in
+the object store (nearkin_shared.storage.deletions), so no cache has to be invalidated.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ async def delete_blob(
     ] = None,
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
-    """Delete a key with all versions that it has at this moment, or one of them. `undelete` brings them back.
+    """Delete a key with all its current versions, or one version. `undelete` restores them.
 
-    A version that is put meanwhile stays: none is deleted that the `If-Match` did not see. Their numbers are not given
-    again. The bytes are freed later, and not before the time to undelete is over. 409 where one of them is younger than
-    retention.min_age_seconds: none is deleted then.
+    A version that is put concurrently is kept: none is deleted that the `If-Match` did not see. Version numbers are not
+    reused. The bytes are freed after the time to undelete. 409 if the age of a version is below
+    retention.min_age_seconds:
+    then none is deleted.
     """
     gateway = gateway_of(request)
     annotate(request, key=key, version=version, reason=reason)
@@ -99,7 +101,10 @@ async def undelete_blob(
     reason: Reason = "",
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
-    """Bring back a deleted version, or all that the latest deletion of the key took; 404 once their time is over."""
+    """Undelete a version, or all versions of the latest deletion of the key.
+
+    404 after the time to undelete.
+    """
     gateway = gateway_of(request)
     annotate(request, key=key, version=version, reason=reason)
     check_writable(gateway)
@@ -124,9 +129,10 @@ async def extend_retention(
     version: OneVersion = None,
     reason: Reason = "",
 ) -> Response:
-    """Retain a version, the key's newest by default, until a time: a retention is extended, never shortened.
+    """Retain a version, the newest by default, until a time.
 
-    Durable once it is answered. 400 where the version is retained for longer already. A repeat changes nothing.
+    A retention is extended, never shortened.
+    Durable before the response. 400 if the version is already retained for longer. A repeat changes nothing.
     """
     gateway = gateway_of(request)
     annotate(request, key=key, version=version, until=until.isoformat(), reason=reason)

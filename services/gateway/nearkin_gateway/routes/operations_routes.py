@@ -1,6 +1,6 @@
-"""What an operator looks at: shares, growth, lag, garbage collection, changes of settings.
+"""Routes for operators: shares, growth, lag, garbage collection, changes of settings.
 
-The dashboard shows the same answers.
+The dashboard shows the same data.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ async def reduction(request: Request, caller: Reader) -> Response:
     tags=["admin"],
 )
 async def tenants(request: Request, caller: Admin) -> Response:
-    """Return what each tenant takes that tokens name, at most 50, to an operator; to others what their own takes."""
+    """Return the usage of up to 50 tenants to an operator, of the caller's tenant to others.
+
+    Tenants are those that tokens name.
+    """
     found = await asyncio.to_thread(tenants_json, gateway_of(request), caller.tenant, every=caller.is_operator)
     return JSONResponse({"tenants": found})
 
@@ -81,7 +84,7 @@ async def tenants(request: Request, caller: Admin) -> Response:
     tags=["insight"],
 )
 async def growth(request: Request, caller: Reader) -> Response:
-    """Return how what the caller's tenant has now came to be: logical and stored bytes over time."""
+    """Return the growth of the caller's tenant: logical and stored bytes over time."""
     gateway = gateway_of(request)
     await asyncio.to_thread(gateway.catalogue.check_tenant, caller.tenant)
     return JSONResponse(growth_json(await asyncio.to_thread(gateway.insight.growth, caller.tenant)))
@@ -95,7 +98,7 @@ async def growth(request: Request, caller: Reader) -> Response:
     tags=["admin"],
 )
 async def pipeline(request: Request, _caller: Operator) -> Response:
-    """Return what goes through: lag and speed of each stage, the last hour by the minute, what failed."""
+    """Return lag and rate of each stage, the last hour by the minute, and failures."""
     return JSONResponse(await pipeline_json(gateway_of(request)))
 
 
@@ -109,7 +112,7 @@ async def audit(request: Request, _caller: Operator) -> Response:
 
 @router.get("/v1/gc", responses=_PLAIN, response_model=response_models.GcStatus, operation_id="getGc", tags=["admin"])
 async def gc(request: Request, _caller: Operator) -> Response:
-    """Return what the last round of garbage collection did, and whether collection is paused."""
+    """Return the result of the last GC run, and whether GC is paused."""
     return JSONResponse(await asyncio.to_thread(collection_json, gateway_of(request)))
 
 
@@ -123,9 +126,9 @@ async def gc(request: Request, _caller: Operator) -> Response:
     tags=["admin"],
 )
 async def change_gc(request: Request, caller: Operator) -> Response:
-    """Ask for a round of garbage collection, pause collection, or resume it; answers as GET does.
+    """Request a GC run, pause GC, or resume it; responds as GET does.
 
-    A round is done as soon as a writer or maintenance is free: `last.ended` tells when it was.
+    The run starts as soon as a writer or the maintenance service is free: `last.ended` is its time.
     """
     gateway = gateway_of(request)
     want = '{"action": "run"}, "pause" or "resume"'
@@ -145,7 +148,7 @@ def _gc_changed(gateway: Gateway, action: str, who: str) -> dict[str, Any]:
     else:
         pauses.check()
         gateway.collecting.request_run()
-        return told  # as it was: whoever asked waits until `last.ended` is another
+        return told  # the state before the run: the client polls until `last.ended` changes
     return collection_json(gateway)
 
 
@@ -184,7 +187,7 @@ def tenant_json(tenant: str, found: Reduction) -> dict[str, Any]:
 
 
 def tenants_json(gateway: Gateway, own: str, *, every: bool) -> list[dict[str, Any]]:
-    """Return one's own tenant, or `every` one that this gateway can sum up, the largest first; without prefixes."""
+    """Return the usage of `own` or every tenant, largest first, without prefixes."""
     others = gateway.tokens.tenants() if every and gateway.tokens is not None else []
     names = dict.fromkeys([*([own] if own else []), *others])
     rows = []

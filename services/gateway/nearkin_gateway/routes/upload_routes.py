@@ -1,4 +1,6 @@
-"""/v1/uploads: tus 1.0. Invariant: an offset is told only after all before it is durable in the object store.
+"""Routes of /v1/uploads: tus 1.0.
+
+Invariant: an offset is reported after all bytes before it are durable in the object store.
 
 creation, creation-with-upload, checksum, expiration, termination, concatenation
 https://tus.io/protocols/resumable-upload
@@ -58,7 +60,7 @@ _ABLE = {
     "Tus-Version": {"schema": {"type": "string"}, "description": "Versions of tus, with commas between several."},
     "Tus-Extension": {"schema": {"type": "string"}, "description": "Its extensions."},
     "Tus-Max-Size": {"schema": {"type": "integer"}, "description": "The most bytes that an upload may have."},
-    "Tus-Checksum-Algorithm": {"schema": {"type": "string"}, "description": "What `Upload-Checksum` may name."},
+    "Tus-Checksum-Algorithm": {"schema": {"type": "string"}, "description": "Algorithms of `Upload-Checksum`."},
 }
 _CONTENT = {OFFSET_MEDIA: {"schema": {"type": "string", "format": "binary"}}}
 _FIRST_BODY = {"requestBody": {"required": False, "content": _CONTENT}}
@@ -75,7 +77,10 @@ UploadId = Annotated[str, Path(json_schema_extra=header_bounds.UPLOAD_ID)]
     "/v1/uploads",
     status_code=204,
     response_class=Response,
-    responses={204: {"headers": _ABLE, "description": "What the server can do, in headers."}, **responses(405, 431)},
+    responses={
+        204: {"headers": _ABLE, "description": "The capabilities of the server, in headers."},
+        **responses(405, 431),
+    },
     operation_id="tusOptions",
 )
 async def options(request: Request) -> Response:
@@ -173,10 +178,13 @@ async def create(
 
 
 async def _receive_first(request: Request, gateway: Gateway, caller: Caller, staged: StagedUpload) -> int:
-    """Stage the body of a creation; return the offset after it. Where that fails the upload is removed."""
+    """Stage the body of a creation; return the offset after it.
+
+    On failure the upload is removed.
+    """
     try:
         return await receive(request, gateway, staged, caller.holders)
-    except BaseException:  # no client knows its URL: it would keep its place, and its parts, until it expires
+    except BaseException:  # no client knows its URL: its parts would be kept until it expires
         with suppress(NearkinError):
             await asyncio.shield(asyncio.to_thread(gateway.resumable.remove, staged.id))
         raise
@@ -220,7 +228,7 @@ def _length(text: str | None, bytes_max: int) -> int:
     operation_id="headUpload",
 )
 async def head(request: Request, id: UploadId, caller: Writer, tus_resumable: Tus = None) -> Response:
-    """Say how much of an upload is durable. One that is whole is handed over, should that not have happened."""
+    """Return the durable offset of an upload; commit it if it is complete and was not yet."""
     gateway = gateway_of(request)
     annotate(request, upload=id)
     check_version(tus_resumable)
@@ -249,7 +257,7 @@ def _describe(staged: StagedUpload) -> dict[str, str]:
     "/v1/uploads/{id}", response_model=response_models.ResumableUpload, responses=_PROBLEMS, operation_id="getUpload"
 )
 async def get(request: Request, id: UploadId, caller: Writer) -> Response:
-    """Say how far an upload is; `status` is where its outcome is told, once it is handed over (not part of tus)."""
+    """Return the progress of an upload, and the URL of its outcome (not part of tus)."""
     gateway = gateway_of(request)
     annotate(request, upload=id)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
@@ -294,7 +302,10 @@ async def patch(
     tus_resumable: Tus = None,
     upload_offset: Annotated[
         str | None,
-        Header(description="Where the body begins: what HEAD says.", json_schema_extra=header_bounds.UPLOAD_OFFSET),
+        Header(
+            description="Offset of the first byte of the body, as HEAD returned it.",
+            json_schema_extra=header_bounds.UPLOAD_OFFSET,
+        ),
     ] = None,
     upload_checksum: Annotated[
         str | None,
@@ -304,7 +315,7 @@ async def patch(
         ),
     ] = None,
 ) -> Response:
-    """Add bytes at the end. The last ones hand the whole over; `GET` tells where its outcome will be."""
+    """Append bytes. The last ones complete the upload; `GET` returns the URL of its outcome."""
     gateway = gateway_of(request)
     annotate(request, upload=id)
     check_version(tus_resumable)
@@ -333,7 +344,7 @@ async def patch(
     operation_id="deleteUpload",
 )
 async def terminate(request: Request, id: UploadId, caller: Writer, tus_resumable: Tus = None) -> Response:
-    """Drop an upload; what was handed over before stays."""
+    """Remove an upload; a version that it already made is kept."""
     gateway = gateway_of(request)
     annotate(request, upload=id)
     check_version(tus_resumable)
@@ -346,7 +357,7 @@ async def terminate(request: Request, id: UploadId, caller: Writer, tus_resumabl
 
 
 def _progress(meta: Meta, offset: int) -> dict[str, str]:
-    """Return the headers that say how far an upload is; a final upload has an offset only once it is whole (tus)."""
+    """Return the progress headers of an upload; a final one has an offset once complete."""
     expires_us = meta.expires_us if offset or not meta.empty_expires_us else meta.empty_expires_us
     expires = datetime.fromtimestamp(expires_us / 1e6, UTC).replace(microsecond=0)
     progress = {} if meta.final and offset != meta.length_bytes else {"Upload-Offset": str(offset)}
