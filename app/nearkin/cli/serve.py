@@ -203,9 +203,9 @@ def _file(session: Session, given: Path | None) -> Path:
 def _token_json(found: object) -> dict[str, object]:
     from datetime import UTC, datetime
 
-    from nearkin_gateway.auth.tokens import Token
+    from nearkin_gateway.auth.tokens import AccessToken
 
-    assert isinstance(found, Token)
+    assert isinstance(found, AccessToken)
 
     def time(seconds: int | None) -> str | None:
         return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

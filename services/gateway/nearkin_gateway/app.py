@@ -49,7 +49,7 @@ _log = logging.getLogger("nearkin.gateway")
 
 
 def create_app(gateway: Gateway) -> FastAPI:
-    """Build the application that serves requests with a gateway's parts."""
+    """Return the ASGI application of a gateway."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -76,7 +76,7 @@ def make_gateway(
     return pipeline_gateway(settings, config_file)
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """A uvicorn server that calls `ready` with its URL and notifies the gateway of a stop."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway, ready: Callable[[str], None] | None = None) -> None:
@@ -119,10 +119,10 @@ class Plain:
         await self._app(scope, receive, told)
 
 
-def make_server(settings: Settings, gateway: Gateway, ready: Callable[[str], None] | None = None) -> Server:
+def make_server(settings: Settings, gateway: Gateway, ready: Callable[[str], None] | None = None) -> GatewayServer:
     """Return the server; `run` runs it until SIGTERM or SIGINT."""
     bounds = settings.gateway
-    return Server(
+    return GatewayServer(
         uvicorn.Config(
             Plain(with_middleware(create_app(gateway)), gateway),
             host=bounds.host,

@@ -36,7 +36,7 @@ HAND_OVERS_MAX = 4
 """Resumable uploads that are streamed on at a time, each with a part of 3.6 MiB in memory."""
 
 
-class Workers(Protocol):
+class WorkerHeartbeats(Protocol):
     """The heartbeats of the workers."""
 
     def workers(self) -> list[dict[str, object]]:
@@ -70,7 +70,7 @@ class Gateway:
     pauses: GcPauseFlag
     pools: WorkerPools = field(default_factory=WorkerPools)
     """Threads for blocking calls; closed when the application ends."""
-    workers: Workers | None = None
+    workers: WorkerHeartbeats | None = None
     pipeline: PipelineState | None = None
     """How far the stages are; None where all runs in one process."""
     checks: Mapping[str, Check] = field(default_factory=dict)

@@ -199,7 +199,7 @@ def test_a_token_revoked_while_a_gateway_starts_is_refused(tmp_path: Path, monke
     text, made = tokens.create(file, "default", ["read"])
     plain = tokens._read
 
-    def then_revoked(path: Path) -> dict[str, tokens.Token]:
+    def then_revoked(path: Path) -> dict[str, tokens.AccessToken]:
         found = plain(path)
         monkeypatch.setattr(tokens, "_read", plain)
         tokens.revoke(path, made.id)

@@ -10,7 +10,7 @@ from starlette.requests import HTTPConnection
 
 from nearkin_gateway.auth import tokens
 from nearkin_gateway.auth.sessions import CLOSED_MAX, Sessions, check_loopback_host, check_same_origin
-from nearkin_gateway.auth.tokens import Token, TokenFile
+from nearkin_gateway.auth.tokens import AccessToken, TokenFile
 from nearkin_gateway.http.problems import Problem
 
 SECRET = b"s" * 32
@@ -24,12 +24,12 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def token(path: Path) -> Token:
+def token(path: Path) -> AccessToken:
     return tokens.create(path, "t", ["read"], days=1)[1]
 
 
 @pytest.fixture
-def sessions(path: Path, token: Token, monkeypatch: pytest.MonkeyPatch) -> Sessions:
+def sessions(path: Path, token: AccessToken, monkeypatch: pytest.MonkeyPatch) -> Sessions:
     monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
     return Sessions(SECRET, TokenFile(path), 10 * DAY_SECONDS)
 
@@ -40,7 +40,7 @@ def connection(**headers: str) -> HTTPConnection:
     return HTTPConnection({"type": "http", "headers": raw})
 
 
-def test_session_of_expired_token_is_over(sessions: Sessions, token: Token) -> None:
+def test_session_of_expired_token_is_over(sessions: Sessions, token: AccessToken) -> None:
     """F.32: A session ends with the token that opened it, though its own time is not over."""
     now = time.time()
     cookie = sessions.open(token, now)
@@ -48,7 +48,7 @@ def test_session_of_expired_token_is_over(sessions: Sessions, token: Token) -> N
     assert sessions.read(cookie, now + DAY_SECONDS + 60) is None
 
 
-def test_session_of_revoked_token_is_over(sessions: Sessions, token: Token, path: Path) -> None:
+def test_session_of_revoked_token_is_over(sessions: Sessions, token: AccessToken, path: Path) -> None:
     """F.32: A session ends when its token is revoked."""
     now = time.time()
     cookie = sessions.open(token, now)
@@ -57,7 +57,7 @@ def test_session_of_revoked_token_is_over(sessions: Sessions, token: Token, path
     assert sessions.read(cookie, now) is None
 
 
-def test_session_of_replaced_token_is_refused(sessions: Sessions, token: Token, path: Path) -> None:
+def test_session_of_replaced_token_is_refused(sessions: Sessions, token: AccessToken, path: Path) -> None:
     """F.32: A session is of one token: another one that is given the same id does not continue it."""
     now = time.time()
     cookie = sessions.open(token, now)
@@ -65,7 +65,7 @@ def test_session_of_replaced_token_is_refused(sessions: Sessions, token: Token, 
     assert sessions.read(cookie, now) is None
 
 
-def test_session_past_its_time_is_over(path: Path, token: Token) -> None:
+def test_session_past_its_time_is_over(path: Path, token: AccessToken) -> None:
     """F.32: A session ends in time, though its token is still good."""
     sessions = Sessions(SECRET, TokenFile(path), SESSION_SECONDS)
     now = time.time()
@@ -74,7 +74,7 @@ def test_session_past_its_time_is_over(path: Path, token: Token) -> None:
     assert sessions.read(cookie, now + SESSION_SECONDS + 1) is None
 
 
-def test_session_with_changed_cookie_is_refused(sessions: Sessions, token: Token) -> None:
+def test_session_with_changed_cookie_is_refused(sessions: Sessions, token: AccessToken) -> None:
     """F.32: A cookie whose MAC does not verify opens nothing: not with a later time, nor of another store."""
     now = time.time()
     cookie = sessions.open(token, now - 100)
@@ -89,7 +89,7 @@ def test_session_with_changed_cookie_is_refused(sessions: Sessions, token: Token
         assert sessions.read(changed, now) is None, changed
 
 
-def test_session_logged_out_is_over_and_bounded(sessions: Sessions, token: Token) -> None:
+def test_session_logged_out_is_over_and_bounded(sessions: Sessions, token: AccessToken) -> None:
     """F.32: A session that was logged out is refused, and the memory of such sessions is bounded."""
     now = time.time()
     cookie, other = sessions.open(token, now), sessions.open(token, now)
@@ -101,7 +101,7 @@ def test_session_logged_out_is_over_and_bounded(sessions: Sessions, token: Token
     assert len(sessions._closed) == CLOSED_MAX
 
 
-def test_session_csrf_differs_from_its_cookie_mac(sessions: Sessions, token: Token) -> None:
+def test_session_csrf_differs_from_its_cookie_mac(sessions: Sessions, token: AccessToken) -> None:
     """F.32: The CSRF token is not the MAC in the cookie, and each session has its own."""
     now = time.time()
     cookies = [sessions.open(token, now) for _ in range(2)]

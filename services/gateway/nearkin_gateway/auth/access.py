@@ -20,12 +20,12 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from nearkin_gateway.auth.sessions import (
     CSRF_HEADER,
     SAFE_METHODS,
-    Session,
+    LoginSession,
     check_loopback_host,
     check_same_origin,
     cookie_of,
 )
-from nearkin_gateway.auth.tokens import OPERATOR, SCOPES, Token
+from nearkin_gateway.auth.tokens import OPERATOR, SCOPES, AccessToken
 from nearkin_gateway.http.problems import Problem
 from nearkin_gateway.http.request_limits import Holders
 from nearkin_gateway.middleware.audit_requests import identify
@@ -100,7 +100,7 @@ def needs(*scopes: str) -> Callable[..., Awaitable[Caller]]:
     return caller
 
 
-def _session_token(request: Request, gateway: Gateway) -> Token:
+def _session_token(request: Request, gateway: Gateway) -> AccessToken:
     """Return the token of the request's session. Raises Problem 401, 403 or 429."""
     session = session_of(request, gateway)
     if session is None:
@@ -119,13 +119,13 @@ def _session_token(request: Request, gateway: Gateway) -> Token:
     return session.token
 
 
-def _missing_scope(token: Token, scope: str) -> Problem:
+def _missing_scope(token: AccessToken, scope: str) -> Problem:
     challenge = f'Bearer realm="nearkin", error="insufficient_scope", scope="{scope}"'
     why = f"the token {token.id} has not the scope {scope}"
     return Problem(403, "missing-scope", why, headers={"WWW-Authenticate": challenge})
 
 
-def record_refusal(request: Request, gateway: Gateway, via: str, reason: str, token: Token | None = None) -> None:
+def record_refusal(request: Request, gateway: Gateway, via: str, reason: str, token: AccessToken | None = None) -> None:
     """Record a refused request; `token` only where its secret was proved."""
     known = ("", "") if token is None else (token.tenant, token.id)
     gateway.audit.record_failure(Actor(*known, address_of(request)), via, reason)
@@ -148,7 +148,7 @@ def open_caller(request: Request, gateway: Gateway) -> Caller:
     return Caller(gateway.settings.tenant, address, address)
 
 
-def session_of(request: Request, gateway: Gateway) -> Session | None:
+def session_of(request: Request, gateway: Gateway) -> LoginSession | None:
     """Return the session of a browser, if it has one that is still open."""
     cookie = cookie_of(request)
     if cookie is None or gateway.sessions is None:
@@ -156,7 +156,7 @@ def session_of(request: Request, gateway: Gateway) -> Session | None:
     return gateway.sessions.read(cookie, time.time())
 
 
-def shown_token(request: Request, gateway: Gateway, text: str, via: str) -> Token:
+def shown_token(request: Request, gateway: Gateway, text: str, via: str) -> AccessToken:
     """Return the token that `text` is, counted. Raises Problem 401 or 429."""
     assert gateway.tokens is not None
     token = gateway.tokens.find(text)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from blake3 import blake3
 from starlette.requests import HTTPConnection
 
-from nearkin_gateway.auth.tokens import Token, TokenFile
+from nearkin_gateway.auth.tokens import AccessToken, TokenFile
 from nearkin_gateway.http.problems import Problem
 from nearkin_shared.utils.frozen import frozen
 
@@ -37,13 +37,13 @@ _COOKIE = re.compile(r"1\.([0-9a-f]{8})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f
 
 
 @frozen
-class Session:
+class LoginSession:
     """An open session.
 
     `ends`: seconds since 1970. `csrf`: the value that pages send with every change.
     """
 
-    token: Token
+    token: AccessToken
     ends: int
     csrf: str
 
@@ -57,12 +57,12 @@ class Sessions:
         self.session_seconds = session_seconds
         self._closed: OrderedDict[str, None] = OrderedDict()
 
-    def open(self, token: Token, now: float) -> str:
+    def open(self, token: AccessToken, now: float) -> str:
         """Return a cookie for a token that was just shown."""
         head = f"1.{token.id}.{int(now)}.{secrets.token_hex(16)}"
         return f"{head}.{self._mac('cookie', head, token)}"
 
-    def read(self, cookie: str, now: float) -> Session | None:
+    def read(self, cookie: str, now: float) -> LoginSession | None:
         """Return the session of a cookie; None if it is invalid or expired, or has no token."""
         match = _COOKIE.fullmatch(cookie)
         if match is None or cookie in self._closed:
@@ -75,7 +75,7 @@ class Sessions:
             return None
         ends = int(opened) + self.session_seconds
         is_open = int(opened) <= now + SKEW_SECONDS and now < ends
-        return Session(token, ends, self._mac("csrf", cookie, token)) if is_open else None
+        return LoginSession(token, ends, self._mac("csrf", cookie, token)) if is_open else None
 
     def close(self, cookie: str) -> None:
         """Take no more of this cookie."""
@@ -83,7 +83,7 @@ class Sessions:
         if len(self._closed) > CLOSED_MAX:
             self._closed.popitem(last=False)
 
-    def _mac(self, purpose: str, text: str, token: Token) -> str:
+    def _mac(self, purpose: str, text: str, token: AccessToken) -> str:
         return blake3(f"{purpose}\0{text}\0{token.sha256}".encode(), key=self._key).hexdigest()
 
 

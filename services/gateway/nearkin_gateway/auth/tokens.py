@@ -47,7 +47,7 @@ _log = logging.getLogger("nearkin.gateway")
 
 
 @frozen
-class Token:
+class AccessToken:
     """A token without its text.
 
     `expires` and `created`: seconds since 1970; `expires` None: never.
@@ -68,7 +68,7 @@ class Token:
 
 def create(
     path: Path, tenant: str, scopes: Sequence[str], *, days: int | None = 90, note: str = ""
-) -> tuple[str, Token]:
+) -> tuple[str, AccessToken]:
     """Add a token to the file; return its text, which is stored nowhere, and its entry.
 
     Raises BadInput.
@@ -95,7 +95,7 @@ def create(
         while number in found:
             number = secrets.token_hex(4)
         text = f"nk_{number}_{secrets.token_urlsafe(SECRET_BYTES)}"
-        token = Token(
+        token = AccessToken(
             id=number,
             sha256=_digest(text),
             tenant=tenant,
@@ -108,7 +108,7 @@ def create(
     return text, token
 
 
-def revoke(path: Path, number: str) -> Token:
+def revoke(path: Path, number: str) -> AccessToken:
     """Take a token, named by its id, out of the file. Raises NotFound."""
     with _lock(path):
         found = _read(path)
@@ -119,7 +119,7 @@ def revoke(path: Path, number: str) -> Token:
     return gone
 
 
-def read_tokens(path: Path) -> list[Token]:
+def read_tokens(path: Path) -> list[AccessToken]:
     """Return all tokens, oldest first. Raises ConfigError."""
     return sorted(_read(path).values(), key=lambda token: (token.created, token.id))
 
@@ -129,14 +129,14 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.on_change: Callable[[list[Token], list[Token]], None] | None = None
+        self.on_change: Callable[[list[AccessToken], list[AccessToken]], None] | None = None
         """Called with the tokens that a change of the file added and removed."""
         self._seen = self._mark()  # before the read, so that the next check sees a change made during it
         self._tokens = _read(path)
         self._failed: tuple[int, ...] | None = None
         self._looked = time.monotonic()
 
-    def find(self, text: str) -> Token | None:
+    def find(self, text: str) -> AccessToken | None:
         """Return the token, expired or not, that `text` is."""
         self._look()
         match = _TEXT.fullmatch(text)
@@ -145,7 +145,7 @@ class TokenFile:
         right = hmac.compare_digest(_digest(text), token.sha256 if token is not None else "0" * 64)
         return token if right else None
 
-    def by_id(self, number: str) -> Token | None:
+    def by_id(self, number: str) -> AccessToken | None:
         """Return the token with this id, expired or not. The caller has verified the secret part."""
         self._look()
         return self._tokens.get(number)
@@ -189,7 +189,7 @@ def token_file(name: str | None) -> TokenFile | None:
     return None if name is None else TokenFile(Path(name).expanduser())
 
 
-def _missing_from(tokens: dict[str, Token], others: dict[str, Token]) -> list[Token]:
+def _missing_from(tokens: dict[str, AccessToken], others: dict[str, AccessToken]) -> list[AccessToken]:
     """Return those of `others` that `tokens` lacks; a token that differs is another one."""
     return [token for number, token in others.items() if tokens.get(number) != token]
 
@@ -198,14 +198,14 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
-def _read(path: Path) -> dict[str, Token]:
+def _read(path: Path) -> dict[str, AccessToken]:
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
         if len(data) > FILE_BYTES_MAX:
             raise ValueError(f"more than {FILE_BYTES_MAX} bytes")  # noqa: TRY301 - one place names the file
         fields = json.loads(data)["tokens"]
-        tokens = [Token(**{**entry, "scopes": tuple(entry["scopes"])}) for entry in fields]
+        tokens = [AccessToken(**{**entry, "scopes": tuple(entry["scopes"])}) for entry in fields]
         for token in tokens:
             whole = re.fullmatch("[0-9a-f]{8}", token.id) and re.fullmatch("[0-9a-f]{64}", token.sha256)
             known = bool(token.scopes) and set(token.scopes) <= set(SCOPES)
@@ -222,7 +222,7 @@ def _read(path: Path) -> dict[str, Token]:
     return {token.id: token for token in tokens}
 
 
-def _write(path: Path, tokens: dict[str, Token]) -> None:
+def _write(path: Path, tokens: dict[str, AccessToken]) -> None:
     """Replace the token file atomically and durably, readable by its owner only.
 
     Durable, because a revoked token must not reappear after a crash.

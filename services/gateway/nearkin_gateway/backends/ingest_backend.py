@@ -45,7 +45,7 @@ class UploadResult:
     sha256: bytes | None = None
 
 
-class Upload(Protocol):
+class IncomingUpload(Protocol):
     """One upload on its way."""
 
     async def write(self, frame: bytes | bytearray) -> None:
@@ -76,7 +76,7 @@ class Ingest(Protocol):
     async def close(self) -> None:
         """Bring what is on its way to its end, within a bound, and release all."""
 
-    async def begin(self, intent: UploadRequest) -> Upload:
+    async def begin(self, intent: UploadRequest) -> IncomingUpload:
         """Start an upload. Raises RetryableError."""
 
     def check(self) -> None:

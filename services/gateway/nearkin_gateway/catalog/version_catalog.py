@@ -62,7 +62,7 @@ EXAMINED_MAX = 10_000
 _log = logging.getLogger("nearkin.gateway")
 
 
-class Listing(Protocol):
+class CatalogQueries(Protocol):
     """The queries by tenant that an index answers."""
 
     @property
@@ -125,7 +125,7 @@ class VersionCatalog:
     """Reads blobs of any tenant. Safe between threads."""
 
     def __init__(
-        self, objects: ObjectStore, found: descriptor.Descriptor, settings: Settings, listing: Listing
+        self, objects: ObjectStore, found: descriptor.Descriptor, settings: Settings, listing: CatalogQueries
     ) -> None:
         self._objects = objects
         self._descriptor = found

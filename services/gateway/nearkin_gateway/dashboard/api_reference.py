@@ -29,7 +29,7 @@ _BOUNDS = (
 
 
 @frozen
-class Field:
+class SchemaField:
     """A parameter of a route or a property of a schema."""
 
     name: str
@@ -49,16 +49,16 @@ class Content:
     media_type: str
     kind: str
     schema: str
-    fields: tuple[Field, ...]
+    fields: tuple[SchemaField, ...]
 
 
 @frozen
-class Answer:
+class DocumentedResponse:
     """A response of a route."""
 
     status: str
     description: str
-    headers: tuple[Field, ...]
+    headers: tuple[SchemaField, ...]
     contents: tuple[Content, ...]
 
 
@@ -72,9 +72,9 @@ class Operation:
     scopes: tuple[str, ...]
     """The route needs a token with one of these; none: it needs no token."""
     description: str
-    parameters: tuple[Field, ...]
+    parameters: tuple[SchemaField, ...]
     bodies: tuple[Content, ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[DocumentedResponse, ...]
 
 
 @frozen
@@ -83,7 +83,7 @@ class Schema:
 
     name: str
     description: str
-    fields: tuple[Field, ...]
+    fields: tuple[SchemaField, ...]
 
 
 @frozen
@@ -127,7 +127,7 @@ def _operation(path: str, method: str, operation: Mapping[str, Any]) -> Operatio
         ),
         bodies=_contents(operation.get("requestBody", {})),
         answers=tuple(
-            Answer(
+            DocumentedResponse(
                 status,
                 answer.get("description", ""),
                 tuple(
@@ -150,7 +150,7 @@ def _contents(holder: Mapping[str, Any]) -> tuple[Content, ...]:
     return tuple(found)
 
 
-def _properties(schema: Mapping[str, Any]) -> tuple[Field, ...]:
+def _properties(schema: Mapping[str, Any]) -> tuple[SchemaField, ...]:
     required = schema.get("required", ())
     return tuple(
         _field(name, "", entry, {**entry, "required": name in required})
@@ -158,8 +158,8 @@ def _properties(schema: Mapping[str, Any]) -> tuple[Field, ...]:
     )
 
 
-def _field(name: str, location: str, schema: Mapping[str, Any], about: Mapping[str, Any]) -> Field:
-    return Field(
+def _field(name: str, location: str, schema: Mapping[str, Any], about: Mapping[str, Any]) -> SchemaField:
+    return SchemaField(
         name,
         location,
         describe_schema(schema),

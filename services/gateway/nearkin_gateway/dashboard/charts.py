@@ -44,7 +44,7 @@ class Curve:
 
 
 @frozen
-class Step:
+class WaterfallBar:
     """A bar of the waterfall: bytes after a step, and bytes it removed (negative: added)."""
 
     name: str
@@ -127,7 +127,7 @@ def curve(points: Sequence[tuple[float, int, int]]) -> Curve | None:
     return Curve(_path(logical), _path(stored), _path([*logical, *reversed(stored)]) + " Z", across, upwards)
 
 
-def waterfall(ledger: Ledger) -> list[Step]:
+def waterfall(ledger: Ledger) -> list[WaterfallBar]:
     """Return what each step left: dedup, delta, compression, and what metadata add."""
     left = [
         ("Logical", ledger.logical_bytes),
@@ -140,7 +140,7 @@ def waterfall(ledger: Ledger) -> list[Step]:
     steps, before = [], left[0][1]
     for name, size in left:
         saved = before - size
-        steps.append(Step(name, size, saved, _width(size, whole), _width(max(0, saved), whole)))
+        steps.append(WaterfallBar(name, size, saved, _width(size, whole), _width(max(0, saved), whole)))
         before = size
     return steps
 

@@ -16,7 +16,7 @@ UNITS = {"_bytes": "bytes", "_seconds": "seconds", "_hours": "hours", "_days": "
 
 
 @frozen
-class Field:
+class SettingField:
     """One run-time setting: `choices` of a name, bounds of a number, neither for a flag."""
 
     name: str
@@ -40,15 +40,15 @@ class Field:
         return self.name == "service.paused"
 
 
-def hot_fields(settings: Settings, changes: dict[str, dict[str, Any]]) -> list[tuple[str, list[Field]]]:
+def hot_fields(settings: Settings, changes: dict[str, dict[str, Any]]) -> list[tuple[str, list[SettingField]]]:
     """Return (section, its fields)."""
-    found: dict[str, list[Field]] = {}
+    found: dict[str, list[SettingField]] = {}
     for name in sorted(HOT_FIELDS):
         section, _, field = name.partition(".")
         holder = getattr(settings, section)
         rule = rule_of(name)
         found.setdefault(section, []).append(
-            Field(
+            SettingField(
                 name=name,
                 section=section,
                 field=field,

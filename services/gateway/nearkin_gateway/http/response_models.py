@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Version(BaseModel):
+class BlobVersion(BaseModel):
     """A committed version."""
 
     key: str
@@ -64,7 +64,7 @@ class DamagedVersion(BaseModel):
 class Page(BaseModel):
     """Some keys, each with its newest version."""
 
-    blobs: list[Version]
+    blobs: list[BlobVersion]
     next: str | None = Field(description="`after` for the next page; null: there is none.")
     damaged: list[DamagedVersion] = Field(description="Versions that belong here and cannot be read.")
 
@@ -72,7 +72,7 @@ class Page(BaseModel):
 class VersionPage(BaseModel):
     """Some versions of a key, oldest first."""
 
-    versions: list[Version]
+    versions: list[BlobVersion]
     next: int | None = Field(description="`after` for the next page; null: there is none.")
     damaged: list[DamagedVersion] = Field(description="Versions that belong here and cannot be read.")
 
@@ -96,7 +96,7 @@ class DeletedPage(BaseModel):
     damaged: list[DamagedVersion] = Field(description="Versions whose deletion cannot be read; they stay deleted.")
 
 
-class Stats(BaseModel):
+class TenantStats(BaseModel):
     """Sums over what is stored; further fields as `nearkin stats --json` has them."""
 
     model_config = ConfigDict(extra="allow")
@@ -111,7 +111,7 @@ class Stats(BaseModel):
     whole: bool = Field(description="False while the index is made anew: then the sums are of a part.")
 
 
-class Explanation(BaseModel):
+class BlobExplanation(BaseModel):
     """How a version is kept; further fields as `nearkin explain --json` has them."""
 
     model_config = ConfigDict(extra="allow")
@@ -125,7 +125,7 @@ class Explanation(BaseModel):
     segments: list[dict[str, Any]] | None = None
 
 
-class Workers(BaseModel):
+class WorkerList(BaseModel):
     """The newest word of each worker."""
 
     workers: list[dict[str, Any]]
@@ -192,7 +192,7 @@ class TenantShare(BaseModel):
     prefixes: list[PrefixShare]
 
 
-class Reduction(BaseModel):
+class ReductionReport(BaseModel):
     """Who takes how much; the shares add up to the stored bytes."""
 
     tenants: list[TenantShare]
@@ -206,7 +206,7 @@ class GrowthPoint(BaseModel):
     stored_bytes: int
 
 
-class Growth(BaseModel):
+class GrowthReport(BaseModel):
     """How what is there now came to be."""
 
     points: list[GrowthPoint]
@@ -234,7 +234,7 @@ class MinuteSums(BaseModel):
     stored_bytes: int
 
 
-class Failure(BaseModel):
+class FailedUpload(BaseModel):
     """An upload that failed."""
 
     time: datetime
@@ -249,10 +249,10 @@ class Pipeline(BaseModel):
     embedded: bool
     stages: list[StageLag]
     minutes: list[MinuteSums] = Field(description="The last hour, oldest first.")
-    failures: list[Failure] = Field(description="The last ones of the last hour, newest first.")
+    failures: list[FailedUpload] = Field(description="The last ones of the last hour, newest first.")
 
 
-class DeadLetter(BaseModel):
+class StoredLetter(BaseModel):
     """A record that could not be processed."""
 
     letter: str = Field(description="PARTITION:OFFSET in the topic of dead letters.")
@@ -284,7 +284,7 @@ class LetterHeader(BaseModel):
     value: LetterBytes | None
 
 
-class LetterContent(DeadLetter):
+class LetterContent(StoredLetter):
     """A dead letter with the beginning of what it holds."""
 
     key: LetterBytes | None
@@ -296,7 +296,7 @@ class Letters(BaseModel):
     """The newest dead letters that are not dropped, newest first; none where all runs in one process."""
 
     embedded: bool
-    letters: list[DeadLetter]
+    letters: list[StoredLetter]
 
 
 class ReplayedLetters(BaseModel):

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 
 import structlog
 
-from nearkin_gateway.auth.tokens import Token
+from nearkin_gateway.auth.tokens import AccessToken
 from nearkin_gateway.http.request_limits import Rates, peer_group
 from nearkin_gateway.monitoring.audit_events import EVENTS, AuditEvent
 from nearkin_shared.config.services import AuditSettings
@@ -75,7 +75,7 @@ class AuditLog:
         """Record that a request was refused because of who sent it; `reason` is one of REASONS."""
         self._record_once("auth.failed", actor, via, reason)
 
-    def record_token_changes(self, added: Iterable[Token], removed: Iterable[Token]) -> None:
+    def record_token_changes(self, added: Iterable[AccessToken], removed: Iterable[AccessToken]) -> None:
         """Record which tokens a changed tokens file has gained and lost."""
         for name, tokens in (("token.created", added), ("token.revoked", removed)):
             for token in tokens:

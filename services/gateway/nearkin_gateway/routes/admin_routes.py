@@ -68,7 +68,7 @@ async def status(request: Request, id: str, caller: Reader, wait: Wait = 0.0) ->
 @router.get(
     "/v1/info/{key:path}",
     responses=_PROBLEMS,
-    response_model=response_models.Version,
+    response_model=response_models.BlobVersion,
     operation_id="getInfo",
     tags=["blobs"],
 )
@@ -82,7 +82,7 @@ async def info(request: Request, key: Key, caller: Reader, version: VersionQuery
 @router.get(
     "/v1/explain/{key:path}",
     responses=_PROBLEMS,
-    response_model=response_models.Explanation,
+    response_model=response_models.BlobExplanation,
     operation_id="explain",
     tags=["insight"],
 )
@@ -108,7 +108,7 @@ async def explain(
 @router.get(
     "/v1/stats",
     responses={**_PLAIN, **responses(404, 410)},
-    response_model=response_models.Stats,
+    response_model=response_models.TenantStats,
     operation_id="getStats",
     tags=["insight"],
 )
@@ -125,7 +125,11 @@ async def stats(request: Request, caller: Reader) -> Response:
 
 
 @router.get(
-    "/v1/workers", responses=_PLAIN, response_model=response_models.Workers, operation_id="listWorkers", tags=["admin"]
+    "/v1/workers",
+    responses=_PLAIN,
+    response_model=response_models.WorkerList,
+    operation_id="listWorkers",
+    tags=["admin"],
 )
 async def workers(request: Request, _caller: Operator) -> Response:
     """Return the last heartbeat of each worker: service, settings revision, state.

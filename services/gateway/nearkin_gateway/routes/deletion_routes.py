@@ -118,7 +118,7 @@ async def undelete_blob(
 @router.post(
     "/v1/retention/{key:path}",
     responses=_PROBLEMS,
-    response_model=response_models.Version,
+    response_model=response_models.BlobVersion,
     operation_id="extendRetention",
 )
 async def extend_retention(

@@ -48,7 +48,7 @@ _PLAIN = responses(400, 401, 403, 405, 422, 429, 431, 500, 503)
 @router.get(
     "/v1/reduction",
     responses={**_PLAIN, **responses(404, 410)},
-    response_model=response_models.Reduction,
+    response_model=response_models.ReductionReport,
     operation_id="getReduction",
     tags=["insight"],
 )
@@ -63,7 +63,7 @@ async def reduction(request: Request, caller: Reader) -> Response:
 @router.get(
     "/v1/tenants",
     responses=_PLAIN,
-    response_model=response_models.Reduction,
+    response_model=response_models.ReductionReport,
     operation_id="listTenants",
     tags=["admin"],
 )
@@ -79,7 +79,7 @@ async def tenants(request: Request, caller: Admin) -> Response:
 @router.get(
     "/v1/growth",
     responses={**_PLAIN, **responses(404, 410)},
-    response_model=response_models.Growth,
+    response_model=response_models.GrowthReport,
     operation_id="getGrowth",
     tags=["insight"],
 )

@@ -18,7 +18,7 @@ from typing import Any
 from blake3 import blake3
 from starlette.requests import ClientDisconnect
 
-from nearkin_gateway.backends.ingest_backend import FAILED, Upload, UploadRequest, UploadResult
+from nearkin_gateway.backends.ingest_backend import FAILED, IncomingUpload, UploadRequest, UploadResult
 from nearkin_gateway.blocking_threads import WorkerPool
 from nearkin_gateway.http.problems import RETRY_SECONDS, Problem, from_error
 from nearkin_gateway.state import Gateway
@@ -169,7 +169,7 @@ def is_refused(outcome: Mapping[str, Any]) -> bool:
 
 
 async def _stream(
-    pieces: AsyncIterator[bytearray], upload: Upload | None, hashing: WorkerPool, *, with_sha256: bool
+    pieces: AsyncIterator[bytearray], upload: IncomingUpload | None, hashing: WorkerPool, *, with_sha256: bool
 ) -> UploadResult:
     """Hash the frames and pass them to `upload`, where there is one; return what the bytes are."""
     whole, sha256, size_bytes = blake3(), hashlib.sha256() if with_sha256 else None, 0
@@ -191,7 +191,7 @@ async def _stream(
     return UploadResult(size_bytes, whole.digest(), sha256.digest() if sha256 is not None else None)
 
 
-async def _abort(upload: Upload, err: BaseException) -> None:
+async def _abort(upload: IncomingUpload, err: BaseException) -> None:
     match err:
         case ClientDisconnect():
             why = "the client went away"
