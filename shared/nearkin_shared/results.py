@@ -1,6 +1,8 @@
-"""Reports: what callers are told. Invariant: values never change after they are made, and what adds up does so exactly.
+"""Define the results that callers receive.
 
-put -> PutResult    stats -> Stats    verify, repair, rebuild-index, gc -> a report each    explain -> Explanation
+    put -> PutResult    stats -> Stats    verify, repair, rebuild-index, gc -> a report each    explain -> Explanation
+
+Invariant: values never change after they are made, and sums hold exactly.
 """
 
 from __future__ import annotations
@@ -15,67 +17,70 @@ from nearkin_shared.utils.frozen import frozen
 
 @frozen
 class Ledger:
-    """Where the bytes of one put, or of a whole store, went. All bytes; the sums hold exactly.
+    """The bytes of one put, or of a whole store, before and after each step.
 
-    logical - dedup_saved = unique; unique - delta_saved - compression_saved = block_bytes.
+    logical - dedup_saved = unique; unique - delta_saved - compression_saved = block_bytes, exactly.
     """
 
     logical_bytes: int = 0
     chunks: int = 0
     duplicate_chunks: int = 0
-    """Those of zeros among them."""
+    """Includes zero chunks."""
     delta_chunks: int = 0
-    """Of a single put those for which a base was taken: where their block came out smaller without, `explain` and the
-    ledger of the store count them among the raw ones."""
+    """Of a single put: chunks for which a base was selected. If their block was smaller without bases, `explain` and
+    the ledger of the store count them as raw.
+    """
     raw_chunks: int = 0
     zero_chunks: int = 0
     unique_bytes: int = 0
-    """Bytes of fresh chunks, before delta and compression."""
+    """Bytes of fresh chunks, before delta encoding and compression."""
     delta_chunk_bytes: int = 0
-    """Of `unique_bytes`, those of chunks kept as deltas."""
+    """The part of `unique_bytes` that is stored as deltas."""
     delta_bytes: int = 0
-    """What these became, before block compression; chunks in patch blocks: as stored, or estimated for a single put."""
+    """Size of these deltas before block compression; chunks of patch blocks: as stored, or estimated for a single put.
+    """
     block_bytes: int = 0
     """All blocks as stored, after compression."""
     raw_block_bytes: int = 0
-    """Of `block_bytes`, those of blocks that hold raw chunks (the bases)."""
+    """The part of `block_bytes` in blocks of raw chunks (the bases)."""
     stored_bytes: int = 0
     """Every byte added under the object root: blocks, directories, recipes, manifests, framing."""
 
     @property
     def dedup_saved_bytes(self) -> int:
-        """Return what dedup kept out."""
+        """Bytes of duplicate chunks."""
         return self.logical_bytes - self.unique_bytes
 
     @property
     def delta_saved_bytes(self) -> int:
-        """Return what delta encoding took off the fresh chunks.
+        """Bytes that delta encoding removed from the fresh chunks.
 
-        A patch block is compressed with its bases, all at once: what its chunks became before is an estimate in the
-        ledger of a put, and where more is stored, compression saved nothing and deltas the rest.
+        A patch block is compressed together with its bases, so the delta size of its chunks is an estimate in the
+        ledger of a
+        put. If the stored size exceeds the estimate, the saving counts as delta encoding only.
         """
         saved_bytes = self.delta_chunk_bytes - self.delta_bytes
         return min(saved_bytes, max(0, self.unique_bytes - self.block_bytes))
 
     @property
     def compression_saved_bytes(self) -> int:
-        """Return what block compression took off after that."""
+        """Bytes that block compression removed after delta encoding."""
         return self.unique_bytes - self.delta_saved_bytes - self.block_bytes
 
     @property
     def reduction_ratio(self) -> float:
-        """Return logical / stored; 0.0 for an empty store."""
+        """Logical bytes / stored bytes; 0.0 for an empty store."""
         return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
     @property
     def dcr(self) -> float:
-        """Return the Delta Compression Ratio: fresh bytes before / after delta compression (Finesse, section 5.1)."""
+        """Delta Compression Ratio: fresh bytes before / after delta encoding (Finesse, 5.1)."""
         after = self.unique_bytes - self.delta_saved_bytes
         return self.unique_bytes / after if after else 1.0
 
     @property
     def dce(self) -> float:
-        """Return the Delta Compression Efficiency: 1 - delta bytes / bytes of the similar chunks (Finesse, 5.1)."""
+        """Delta Compression Efficiency: 1 - delta bytes / bytes of similar chunks (Finesse, 5.1)."""
         return 1.0 - self.delta_bytes / self.delta_chunk_bytes if self.delta_chunk_bytes else 0.0
 
     def __add__(self, other: Ledger) -> Ledger:
@@ -100,27 +105,27 @@ class VersionInfo:
     chunks: int
     metadata: Mapping[str, str]
     retain_until: datetime | None = None
-    """Up to when the version must not be deleted; None where nothing retains it."""
+    """Time before which the version cannot be deleted; None: no retention."""
     source_changed: bool = False
-    """Whether the source was modified while it was read: the content may mix two states of it."""
+    """Whether the source changed while it was read: the content may mix two states of it."""
 
 
 @frozen
 class Deletion:
-    """A version that is deleted and whose bytes are still there."""
+    """A deleted version whose data are still stored."""
 
     key: str
     version: int
     deleted: datetime
     until: datetime
-    """Up to when it can be undeleted; nothing of it is freed before."""
+    """End of the undelete window; nothing of the version is freed before."""
     who: str
     reason: str
 
 
 @frozen
 class PutResult:
-    """What a put answers once the version is committed."""
+    """The result of a put whose version is committed."""
 
     info: VersionInfo
     ledger: Ledger
@@ -128,20 +133,20 @@ class PutResult:
 
     @property
     def source_changed(self) -> bool:
-        """Return whether the source changed while it was read: the version may mix two states of it."""
+        """Whether the source changed while it was read: the version may mix two states of it."""
         return self.info.source_changed
 
 
 @frozen
 class Stats:
-    """Sums over a store. `parts` says where `ledger.stored_bytes` lie, and adds up to them.
+    """Sums over a store; `parts` divides `ledger.stored_bytes` by use and adds up to them.
 
-    `ledger` and `seconds` are of all that is stored: of deleted versions too, until they are collected.
+    `ledger` and `seconds` cover all stored versions: deleted ones too, until they are collected.
     """
 
     ledger: Ledger
     versions: int
-    """To be seen, as `keys`: deleted ones are counted apart."""
+    """Visible versions, as `keys`; deleted ones are counted separately."""
     keys: int
     containers: int
     segments: int
@@ -149,49 +154,49 @@ class Stats:
     """Bytes by use: base blocks, delta blocks, chunk names, recipes, directory rest, manifests, framing, descriptor."""
     index_bytes: int
     depths: Mapping[int, int]
-    """Chunks by depth."""
+    """Number of chunks by depth."""
     sketches: Mapping[str, int]
-    """Segments by the algorithm that sketched them."""
+    """Number of segments by sketch algorithm."""
     base_cache_hits: int
     base_cache_misses: int
     seconds: float
-    """Time spent in all puts that are still there."""
+    """Duration of all puts whose versions are still stored."""
     deleted_versions: int = 0
     """Deleted and not yet collected."""
     deleted_bytes: int = 0
-    """Logical bytes of these, counted in `ledger.logical_bytes` too."""
+    """Logical bytes of these, included in `ledger.logical_bytes`."""
     found_by: Mapping[str, int] = field(default_factory=dict)
-    """Chunks with a base by what found it: `locality`, or `SF0` for the first super-feature, and so on."""
+    """Number of chunks with a base by finder: `locality`, or `SF0` for the first super-feature, and so on."""
 
     @property
     def metadata_bytes(self) -> int:
-        """Return what is stored beside blocks: without what is there for damage, parity and quarantine."""
-        beside = ("raw_blocks", "delta_blocks", "parity", "quarantine")
-        return self.ledger.stored_bytes - sum(self.parts.get(part, 0) for part in beside)
+        """Stored bytes outside of blocks, without parity and quarantine."""
+        not_metadata = ("raw_blocks", "delta_blocks", "parity", "quarantine")
+        return self.ledger.stored_bytes - sum(self.parts.get(part, 0) for part in not_metadata)
 
     @property
     def metadata_bytes_per_chunk(self) -> float:
-        """Return `metadata_bytes` by logical chunks: every chunk of every version counts; 0.0 where there is none."""
+        """`metadata_bytes` per logical chunk of all versions; 0.0 without chunks."""
         return self.metadata_bytes / self.ledger.chunks if self.ledger.chunks else 0.0
 
     @property
     def metadata_bytes_per_fresh_chunk(self) -> float:
-        """Return `metadata_bytes` by the chunks that are stored, each once; 0.0 where there is none."""
+        """`metadata_bytes` per stored chunk; 0.0 without chunks."""
         fresh = self.ledger.raw_chunks + self.ledger.delta_chunks
         return self.metadata_bytes / fresh if fresh else 0.0
 
 
 FIRST_FIT_FINDER = "SF"
-"""What found a base by a super-feature is called so, with its number behind it."""
+"""Prefix of the finder names of super-features; the number of the super-feature follows."""
 
 
 def policy_of(finder: str) -> str:
-    """Return the `base.policy` that this finder serves; a base that a round found has none, and is told as it is."""
+    """Return the `base.policy` of a finder; a finder of a GC run has none and is its own."""
     return "first-fit" if finder.startswith(FIRST_FIT_FINDER) else finder
 
 
 def by_policy(found_by: Mapping[str, int]) -> dict[str, int]:
-    """Return chunks with a base by policy, the one that found most first."""
+    """Return the number of chunks with a base by policy, in descending order."""
     sums: Counter[str] = Counter()
     for finder, chunks in found_by.items():
         sums[policy_of(finder)] += chunks
@@ -200,21 +205,21 @@ def by_policy(found_by: Mapping[str, int]) -> dict[str, int]:
 
 @frozen
 class Damage:
-    """One broken object and the versions it touches."""
+    """A damaged object and the affected versions."""
 
     object_name: str
     problem: str
     versions: tuple[tuple[str, int], ...]
-    """(key, version) of the tenant that asks."""
+    """(key, version) of the caller's tenant."""
     of_other_tenants: tuple[tuple[str, str, int], ...] = ()
-    """(tenant, key, version) of all others whose data this store holds."""
+    """(tenant, key, version) of all other tenants in this store."""
     repairable: bool = False
-    """Its parity holds what it was: reads go on, and `nearkin repair` puts it right."""
+    """Whether parity can restore the object: reads succeed, and `nearkin repair` replaces it."""
 
 
 @frozen
 class VerifyReport:
-    """What `verify` read and found; `damage` empty means all is well."""
+    """The scope and the findings of `verify`; empty `damage` means no damage."""
 
     containers: int
     chunks: int
@@ -223,52 +228,53 @@ class VerifyReport:
     damage: tuple[Damage, ...]
     seconds: float
     untagged_containers: int = 0
-    """Of `containers`, those whose tenant no version names: their chunks were compared by SHA-1, not by check tag."""
+    """The `containers` whose tenant no version names: their chunks were compared by SHA-1, not by check tag."""
     forgotten: bool | None = None
-    """Whether the index has let go of the chunks that are broken, so that the same data, put again, are stored anew.
-    None: no chunk is broken. False: a put was running, or the store cannot be written; verify again."""
+    """Whether the corrupt chunks were removed from the index, so that a new put of the same data stores them again.
+    None: no chunk is corrupt. False: a put was running, or the store is read-only; verify again.
+    """
     containers_total: int = 0
-    """All there are: `containers` of them were read, the directories of all."""
+    """Containers of the store: `containers` of them were read, and the directories of all."""
     container_bytes: int = 0
-    """Of all of them; `bytes_read` of these were read."""
+    """Bytes of all containers; `bytes_read` of these were read."""
     seed: int | None = None
-    """What the sample was drawn by: the same seed draws the same one of the same containers."""
+    """Seed of the sample: the same seed selects the same sample of the same containers."""
     index_entries: int | None = None
-    """Entries of the index that were compared with containers; None: it was not looked at, or a put was running."""
+    """Index entries compared with containers; None: not compared, or a put was running."""
     parity_missing: tuple[str, ...] = ()
-    """Sound objects that should have parity by the settings, and have none: `repair` adds it."""
+    """Undamaged objects that lack the parity that the settings require: `repair` adds it."""
     erased_objects: int = 0
-    """Of tenants that were erased: nobody can read them, and `gc` removes them."""
+    """Objects of erased tenants: they cannot be decrypted, and `gc` removes them."""
 
 
 @frozen
 class Repaired:
-    """One object that was damaged and is not any more, or less than before."""
+    """An object whose damage was repaired, in full or in part."""
 
     object_name: str
     by: str
-    """`parity`, `a copy`, `copies of chunks`, of parity itself `its object`, or how lost chunks were removed."""
+    """`parity`, `a copy`, `copies of chunks`; for parity itself `its object`; or how lost chunks were removed."""
     chunks: int = 0
-    """That were found elsewhere."""
+    """Chunks with a copy elsewhere."""
     chunks_lost: int = 0
-    """That were found nowhere: a later run goes on."""
+    """Chunks without any copy: a later run tries again."""
 
 
 @frozen
 class RepairReport:
-    """What `repair` did. `damage` is what is left."""
+    """The actions of `repair`; `damage` remains."""
 
     repaired: tuple[Repaired, ...]
     damage: tuple[Damage, ...]
     quarantined_chunks: int
     parity_added: int
-    """Objects that had no parity, and have it now."""
+    """Objects that lacked parity and received it."""
     seconds: float
 
 
 @frozen
 class RebuildReport:
-    """What `rebuild-index` read."""
+    """The objects that `rebuild-index` read."""
 
     containers: int
     chunks: int
@@ -276,29 +282,29 @@ class RebuildReport:
     versions: int
     seconds: float
     skipped: tuple[str, ...] = ()
-    """Objects that could not be read and were left out; `verify` says more."""
+    """Objects that could not be read and were skipped; `verify` reports more."""
 
 
 @frozen
 class ChunkExplained:
-    """How one chunk of a version is kept."""
+    """How one chunk of a version is stored."""
 
     offset: int
     length_bytes: int
     kind: str
-    """`duplicate`, `zero`, `delta` or `raw`; a duplicate was stored earlier, whatever its encoding."""
+    """`duplicate`, `zero`, `delta` or `raw`; a duplicate was stored by an earlier version, in any encoding."""
     fingerprint: str
     depth: int
     stored_estimate_bytes: int
     """Its share of its block, by encoded length."""
     base_fingerprint: str | None = None
     found_by: str | None = None
-    """What found the base, in the words of `Stats.found_by`; the segment says whose super-features those are."""
+    """Finder of the base, as in `Stats.found_by`; the segment states the sketch of its super-features."""
 
 
 @frozen
 class SegmentExplained:
-    """How one segment of a version is kept; `known` segments cost one reference."""
+    """How one segment of a version is stored; a `known` segment costs one reference."""
 
     sequence: int
     offset: int
@@ -306,17 +312,17 @@ class SegmentExplained:
     known: bool
     chunks: tuple[ChunkExplained, ...]
     sketch: str = ""
-    """What sketched it, in the words of `Stats.sketches`."""
+    """Name of its sketch, as in `Stats.sketches`."""
 
 
 @frozen
 class Explanation:
-    """A version, segment by segment; `found_by` counts deltas by what found their base."""
+    """A version, segment by segment; `found_by` counts deltas by finder."""
 
     info: VersionInfo
     segments: tuple[SegmentExplained, ...]
     duplicate_chunks: int
-    """Those of zeros among them, as in a `Ledger`."""
+    """Includes zero chunks, as in a `Ledger`."""
     zero_chunks: int
     delta_chunks: int
     raw_chunks: int
@@ -325,56 +331,57 @@ class Explanation:
 
 @frozen
 class RemainingCopy:
-    """One place that may hold contents, key names or keys of a tenant after its erasure."""
+    """A location that may contain contents, key names or keys of an erased tenant."""
 
     place: str
     """A fixed word for scripts: `kafka`, `redis`, `bucket-versions`, `key-copies`, `backups`, `logs`, ..."""
     holds: str
     until: datetime | None
-    """When it ends by itself, at the latest; None: not by itself, or its owner alone knows."""
+    """Time by which the copy expires; None: it does not expire, or only its owner knows."""
     remedy: str
 
 
 @frozen
 class GcReport:
-    """What a round of garbage collection did, or would do (`dry_run`). Bytes are of objects under the root."""
+    """The effects of a GC run, or of a dry run. Bytes are of objects under the root."""
 
     dry_run: bool
     versions: int
-    """Deleted for good: what was left of them is gone, but for a mark that keeps a number taken."""
+    """Versions deleted permanently: all their objects are deleted but a tombstone that reserves the number."""
     containers_deleted: int
     containers_rewritten: int
     freed_bytes: int
-    """Less than before, exactly: what was removed without what was written. Negative where a round only condemns, or
-    what leans on what will go takes more without it."""
+    """Change of stored bytes, exactly: bytes deleted minus bytes written. Negative if a run only marks for deletion, or
+    if rebased chunks take more bytes.
+    """
     pending_delete_containers: int
-    """Unreached, whole or in part: they go in a later round, once `due` is past, if they are unreached still."""
+    """Containers with unreachable chunks; a run after `due` deletes these if they are still unreachable."""
     pending_delete_bytes: int
-    """What that will free if nothing else happens. Of a dry run exactly; of a round that was done about as much: what
-    leans on it is encoded again then, and takes more, and what stays of its containers is written anew, and takes less.
+    """Bytes that this deletion will free if nothing else changes. Exact for a dry run; an estimate otherwise, because
+    rebased deltas take more bytes and compacted containers fewer.
     """
     due: datetime | None
-    """When the first of what is condemned may go; None where nothing is."""
+    """When the first pending delete may be deleted; None: nothing is pending."""
     held: Mapping[str, int]
-    """Bytes of chunks that no version names to be read and that stay, by what holds them. Only of a dry run."""
+    """Bytes of unreadable chunks that are retained, by reason. Dry run only."""
     seconds: float
     pending_erasures: int = 0
-    """Tenants whose erasure waits for its grace to end: it can be cancelled."""
+    """Tenants whose erasure is within its grace and can be cancelled."""
     finished_erasures: int = 0
     """Tenants whose keys and objects this run removed: their erasure is complete."""
     remaining: tuple[RemainingCopy, ...] = ()
-    """Copies that these erasures do not reach."""
+    """Copies that these erasures cannot reach."""
     rolled_back_keys: int = 0
-    """Keys whose newest version an earlier run has listed, and whose manifest and marks are gone since."""
+    """Keys whose newest version was listed by an earlier run, and whose manifest and tombstones are missing now."""
     refused_records: int = 0
-    """Records that are not authenticated by the store's key: nothing was removed because of them."""
+    """Records that the store's key does not authenticate: nothing was deleted because of them."""
     forgotten: int = 0
-    """Versions that the settings' policies did not keep, deleted at the end of the round."""
+    """Versions that no policy kept, deleted at the end of the run."""
 
 
 @frozen
 class GcState:
-    """How garbage collection stands: paused since when and by whom, or not; what is condemned, and when it may go."""
+    """The state of garbage collection: a pause, if any, and pending deletes."""
 
     paused_since: datetime | None
     paused_by: str

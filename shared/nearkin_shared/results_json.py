@@ -1,11 +1,13 @@
-"""Records as JSON, both ways. Invariant: one JSON form a record, whoever says it: a command, the gateway, a client.
+"""Convert results to JSON and back.
 
     info_json  <-> info_from        put_json      <-> put_from
     stats_json <-> stats_from       explain_json  <-> explanation_from
                                     deletion_json <-> deletion_from
 
-Scripts rely on the names, so a name is never taken away; a reader passes over names it does not know. What does not
-parse raises ValueError: who reads knows where it came from.
+Scripts use the names, so a name is never removed; a reader ignores unknown names. Invalid values raise ValueError; the
+caller adds the source.
+
+Invariant: each result has one JSON form, in commands, gateway and clients.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ _LEDGER_COUNTS = (
     *("logical_bytes", "stored_bytes", "chunks", "duplicate_chunks", "zero_chunks", "delta_chunks", "raw_chunks"),
     *("unique_bytes", "delta_chunk_bytes", "delta_bytes", "block_bytes", "raw_block_bytes"),
 )
-"""What is counted; all else of a ledger follows from it."""
+"""The counted fields; the other fields of a ledger are derived."""
 
 _T = TypeVar("_T")
 
 
 def info_json(info: VersionInfo) -> dict[str, object]:
-    """Return a version as JSON has it; `created` is ISO 8601 in UTC."""
+    """Convert a version to JSON; `created` is ISO 8601 in UTC."""
     return {
         "key": info.key,
         "version": info.version,
@@ -59,28 +61,28 @@ def info_json(info: VersionInfo) -> dict[str, object]:
 
 
 def info_from(value: object) -> VersionInfo:
-    """Return the version that `info_json` said. Raises ValueError."""
+    """Parse the output of `info_json`. Raises ValueError."""
     from nearkin_shared.results import VersionInfo
 
-    told = _object(value, "a version")
-    sha256 = told.get("sha256")
+    fields = _object(value, "a version")
+    sha256 = fields.get("sha256")
     return VersionInfo(
-        key=_get(told, "key", str),
-        version=_count(told, "version"),
-        size_bytes=_count(told, "size_bytes"),
-        created=_moment(told, "created"),
-        digest=_get(told, "digest", str),
-        sha256=None if sha256 is None else _get(told, "sha256", str),
-        segments=_count(told, "segments"),
-        chunks=_count(told, "chunks"),
-        metadata=_texts(told, "metadata"),
-        retain_until=None if told.get("retain_until") is None else _moment(told, "retain_until"),
-        source_changed=_get(told, "source_changed", bool) if "source_changed" in told else False,
+        key=_get(fields, "key", str),
+        version=_count(fields, "version"),
+        size_bytes=_count(fields, "size_bytes"),
+        created=_moment(fields, "created"),
+        digest=_get(fields, "digest", str),
+        sha256=None if sha256 is None else _get(fields, "sha256", str),
+        segments=_count(fields, "segments"),
+        chunks=_count(fields, "chunks"),
+        metadata=_texts(fields, "metadata"),
+        retain_until=None if fields.get("retain_until") is None else _moment(fields, "retain_until"),
+        source_changed=_get(fields, "source_changed", bool) if "source_changed" in fields else False,
     )
 
 
 def deletion_json(deletion: Deletion) -> dict[str, object]:
-    """Return a deleted version as JSON has it."""
+    """Convert a deleted version to JSON."""
     return {
         "key": deletion.key,
         "version": deletion.version,
@@ -92,32 +94,34 @@ def deletion_json(deletion: Deletion) -> dict[str, object]:
 
 
 def deletion_from(value: object) -> Deletion:
-    """Return the deleted version that `deletion_json` said. Raises ValueError."""
+    """Parse the output of `deletion_json`. Raises ValueError."""
     from nearkin_shared.results import Deletion
 
-    told = _object(value, "a deleted version")
+    fields = _object(value, "a deleted version")
     return Deletion(
-        key=_get(told, "key", str),
-        version=_count(told, "version"),
-        deleted=_moment(told, "deleted"),
-        until=_moment(told, "until"),
-        who=_get(told, "who", str),
-        reason=_get(told, "reason", str),
+        key=_get(fields, "key", str),
+        version=_count(fields, "version"),
+        deleted=_moment(fields, "deleted"),
+        until=_moment(fields, "until"),
+        who=_get(fields, "who", str),
+        reason=_get(fields, "reason", str),
     )
 
 
 def damage_from(value: object) -> Damage:
-    """Return the damage of one version that a listing of the gateway names. Raises ValueError."""
+    """Parse the damage of one version in a listing of the gateway. Raises ValueError."""
     from nearkin_shared.results import Damage
 
-    told = _object(value, "a damaged version")
+    fields = _object(value, "a damaged version")
     return Damage(
-        _get(told, "object_name", str), _get(told, "problem", str), ((_get(told, "key", str), _count(told, "version")),)
+        _get(fields, "object_name", str),
+        _get(fields, "problem", str),
+        ((_get(fields, "key", str), _count(fields, "version")),),
     )
 
 
 def ledger_json(ledger: Ledger, seconds: float) -> dict[str, object]:
-    """Return the ledger as JSON has it: bytes and counts as integers, ratios and seconds as floats."""
+    """Convert a ledger to JSON: bytes and counts as integers, ratios and seconds as floats."""
     return {
         "logical_bytes": ledger.logical_bytes,
         "stored_bytes": ledger.stored_bytes,
@@ -142,29 +146,33 @@ def ledger_json(ledger: Ledger, seconds: float) -> dict[str, object]:
 
 
 def ledger_from(value: object) -> Ledger:
-    """Return the ledger that `ledger_json` said. Raises ValueError."""
+    """Parse the output of `ledger_json`. Raises ValueError."""
     from nearkin_shared.results import Ledger
 
-    told = _object(value, "a ledger")
-    return Ledger(**{name: _count(told, name) for name in _LEDGER_COUNTS})
+    fields = _object(value, "a ledger")
+    return Ledger(**{name: _count(fields, name) for name in _LEDGER_COUNTS})
 
 
 def put_json(result: PutResult) -> dict[str, object]:
-    """Return one put as JSON has it: the version and its ledger."""
+    """Convert the result of a put to JSON: the version and its ledger in one object."""
     return {**info_json(result.info), **ledger_json(result.ledger, result.seconds)}
 
 
 def put_from(value: object) -> PutResult:
-    """Return the put that `put_json` said, or an event of the topic `committed`. Raises ValueError."""
+    """Parse the output of `put_json`, or an event of the topic `committed`.
+
+    Raises ValueError.
+    """
     from nearkin_shared.results import PutResult
 
-    told = _object(value, "a put")
-    ledger = told.get("ledger", told)  # the event keeps it apart, a put's answer beside the rest
-    return PutResult(info_from(told), ledger_from(ledger), _number(told, "seconds"))
+    fields = _object(value, "a put")
+    # an event has the ledger as a field of its own, the result of a put has its fields inline
+    ledger = fields.get("ledger", fields)
+    return PutResult(info_from(fields), ledger_from(ledger), _number(fields, "seconds"))
 
 
 def stats_json(stats: Stats) -> dict[str, object]:
-    """Return a store's sums as JSON has them."""
+    """Convert the sums of a store to JSON."""
     return {
         **ledger_json(stats.ledger, stats.seconds),
         "versions": stats.versions,
@@ -188,31 +196,31 @@ def stats_json(stats: Stats) -> dict[str, object]:
 
 
 def stats_from(value: object) -> Stats:
-    """Return the sums that `stats_json` said. Raises ValueError."""
+    """Parse the output of `stats_json`. Raises ValueError."""
     from nearkin_shared.results import Stats
 
-    told = _object(value, "stats")
+    fields = _object(value, "stats")
     return Stats(
-        ledger=ledger_from(told),
-        versions=_count(told, "versions"),
-        keys=_count(told, "keys"),
-        containers=_count(told, "containers"),
-        segments=_count(told, "segments"),
-        parts=_counts(told, "parts"),
-        index_bytes=_count(told, "index_bytes"),
-        depths={int(depth): chunks for depth, chunks in _counts(told, "depths").items()},
-        sketches=_counts(told, "sketches"),
-        base_cache_hits=_count(told, "base_cache_hits"),
-        base_cache_misses=_count(told, "base_cache_misses"),
-        seconds=_number(told, "seconds"),
-        deleted_versions=_count(told, "deleted_versions"),
-        deleted_bytes=_count(told, "deleted_bytes"),
-        found_by=_counts(told, "found_by"),
+        ledger=ledger_from(fields),
+        versions=_count(fields, "versions"),
+        keys=_count(fields, "keys"),
+        containers=_count(fields, "containers"),
+        segments=_count(fields, "segments"),
+        parts=_counts(fields, "parts"),
+        index_bytes=_count(fields, "index_bytes"),
+        depths={int(depth): chunks for depth, chunks in _counts(fields, "depths").items()},
+        sketches=_counts(fields, "sketches"),
+        base_cache_hits=_count(fields, "base_cache_hits"),
+        base_cache_misses=_count(fields, "base_cache_misses"),
+        seconds=_number(fields, "seconds"),
+        deleted_versions=_count(fields, "deleted_versions"),
+        deleted_bytes=_count(fields, "deleted_bytes"),
+        found_by=_counts(fields, "found_by"),
     )
 
 
 def gc_json(report: GcReport) -> dict[str, object]:
-    """Return a round as JSON has it."""
+    """Convert the report of a GC run to JSON."""
     return {
         "dry_run": report.dry_run,
         "versions": report.versions,
@@ -234,20 +242,20 @@ def gc_json(report: GcReport) -> dict[str, object]:
 
 
 def remaining_json(copies: Iterable[RemainingCopy]) -> list[dict[str, object]]:
-    """Return the copies that an erasure does not reach as JSON has them."""
+    """Convert the copies that an erasure cannot reach to JSON."""
     return [
         {
-            "place": one.place,
-            "holds": one.holds,
-            "until": None if one.until is None else one.until.astimezone(UTC).isoformat(timespec="seconds"),
-            "remedy": one.remedy,
+            "place": copy.place,
+            "holds": copy.holds,
+            "until": None if copy.until is None else copy.until.astimezone(UTC).isoformat(timespec="seconds"),
+            "remedy": copy.remedy,
         }
-        for one in copies
+        for copy in copies
     ]
 
 
 def gc_state_json(state: GcState) -> dict[str, Any]:
-    """Return how garbage collection stands as JSON has it."""
+    """Convert the state of garbage collection to JSON."""
     paused = state.paused_since
     return {
         "paused": None if paused is None else {"since": paused.astimezone(UTC).isoformat(), "by": state.paused_by},
@@ -257,7 +265,7 @@ def gc_state_json(state: GcState) -> dict[str, Any]:
 
 
 def explain_json(explanation: Explanation, *, segments: bool) -> dict[str, object]:
-    """Return how a version is kept as JSON has it; with `segments` every segment and chunk of it."""
+    """Convert an explanation to JSON; with `segments` include every segment and chunk."""
     known = sum(segment.known for segment in explanation.segments)
     sketches = Counter(segment.sketch for segment in explanation.segments if segment.sketch)
     value: dict[str, object] = {
@@ -284,23 +292,26 @@ def explain_json(explanation: Explanation, *, segments: bool) -> dict[str, objec
 
 
 def explanation_from(value: object, info: VersionInfo) -> Explanation:
-    """Return what `explain_json` said with its segments about the version `info`. Raises ValueError."""
+    """Parse the output of `explain_json` with segments for the version `info`.
+
+    Raises ValueError.
+    """
     from nearkin_shared.results import Explanation
 
-    told = _object(value, "an explanation")
+    fields = _object(value, "an explanation")
     return Explanation(
         info=info,
-        segments=tuple(_segment_from(segment) for segment in _get(told, "segments", list)),
-        duplicate_chunks=_count(told, "duplicate_chunks"),
-        zero_chunks=_count(told, "zero_chunks"),
-        delta_chunks=_count(told, "delta_chunks"),
-        raw_chunks=_count(told, "raw_chunks"),
-        found_by=_counts(told, "found_by"),
+        segments=tuple(_segment_from(segment) for segment in _get(fields, "segments", list)),
+        duplicate_chunks=_count(fields, "duplicate_chunks"),
+        zero_chunks=_count(fields, "zero_chunks"),
+        delta_chunks=_count(fields, "delta_chunks"),
+        raw_chunks=_count(fields, "raw_chunks"),
+        found_by=_counts(fields, "found_by"),
     )
 
 
 def kinds(explanation: Explanation) -> list[tuple[str, tuple[int, int, int]]]:
-    """Return by kind: chunks, their bytes, and the bytes they take (0 for what was stored before)."""
+    """Return (kind, (chunks, bytes, stored bytes)); stored bytes are 0 for duplicates."""
     sums = {kind: [0, 0, 0] for kind in ("duplicate", "zero", "delta", "raw")}
     for segment in explanation.segments:
         for chunk in segment.chunks:
@@ -325,14 +336,14 @@ def _segment_json(segment: SegmentExplained) -> dict[str, object]:
 def _segment_from(value: object) -> SegmentExplained:
     from nearkin_shared.results import SegmentExplained
 
-    told = _object(value, "a segment")
+    fields = _object(value, "a segment")
     return SegmentExplained(
-        sequence=_count(told, "sequence"),
-        offset=_count(told, "offset"),
-        length_bytes=_count(told, "length_bytes"),
-        known=_get(told, "known", bool),
-        chunks=tuple(_chunk_from(chunk) for chunk in _get(told, "chunks", list)),
-        sketch=_get(told, "sketch", str) if "sketch" in told else "",
+        sequence=_count(fields, "sequence"),
+        offset=_count(fields, "offset"),
+        length_bytes=_count(fields, "length_bytes"),
+        known=_get(fields, "known", bool),
+        chunks=tuple(_chunk_from(chunk) for chunk in _get(fields, "chunks", list)),
+        sketch=_get(fields, "sketch", str) if "sketch" in fields else "",
     )
 
 
@@ -362,38 +373,39 @@ def _chunk_json(chunk: ChunkExplained) -> dict[str, object]:
 def _chunk_from(value: object) -> ChunkExplained:
     from nearkin_shared.results import ChunkExplained
 
-    told = _object(value, "a chunk")
-    base, finder = told.get("base_fingerprint"), told.get("found_by")
+    fields = _object(value, "a chunk")
+    base, finder = fields.get("base_fingerprint"), fields.get("found_by")
     return ChunkExplained(
-        offset=_count(told, "offset"),
-        length_bytes=_count(told, "length_bytes"),
-        kind=_get(told, "kind", str),
-        fingerprint=_get(told, "fingerprint", str),
-        depth=_count(told, "depth"),
-        stored_estimate_bytes=_count(told, "stored_estimate_bytes"),
-        base_fingerprint=None if base is None else _get(told, "base_fingerprint", str),
-        found_by=None if finder is None else _get(told, "found_by", str),
+        offset=_count(fields, "offset"),
+        length_bytes=_count(fields, "length_bytes"),
+        kind=_get(fields, "kind", str),
+        fingerprint=_get(fields, "fingerprint", str),
+        depth=_count(fields, "depth"),
+        stored_estimate_bytes=_count(fields, "stored_estimate_bytes"),
+        base_fingerprint=None if base is None else _get(fields, "base_fingerprint", str),
+        found_by=None if finder is None else _get(fields, "found_by", str),
     )
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _object(value: object, what: str) -> Mapping[str, Any]:
+def _object(value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{what} is {type(value).__name__}, want an object")  # noqa: TRY004 - it is the text that is wrong
+        # the text is invalid, not the type of an argument
+        raise ValueError(f"{name} is {type(value).__name__}, want an object")  # noqa: TRY004
     return value
 
 
-def _get(told: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
-    value = told.get(name)
+def _get(fields: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
+    value = fields.get(name)
     if not isinstance(value, kind):
         raise ValueError(f"{name} {value!r:.40}: want {kind.__name__}")  # noqa: TRY004
     return value
 
 
-def _count(told: Mapping[str, Any], name: str) -> int:
-    value = _get(told, name, int)
+def _count(fields: Mapping[str, Any], name: str) -> int:
+    value = _get(fields, name, int)
     if isinstance(value, bool) or not 0 <= value < 1 << 64:
         raise ValueError(f"{name} {value!r}: want a number from 0 to 2^64 - 1")
     return value
@@ -403,23 +415,23 @@ def _timestamp(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _moment(told: Mapping[str, Any], name: str) -> datetime:
-    moment = datetime.fromisoformat(_get(told, name, str))
+def _moment(fields: Mapping[str, Any], name: str) -> datetime:
+    moment = datetime.fromisoformat(_get(fields, name, str))
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
-def _number(told: Mapping[str, Any], name: str) -> float:
-    value = told.get(name)
+def _number(fields: Mapping[str, Any], name: str) -> float:
+    value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{name} {value!r:.40}: want a number, 0 or more")
     return float(value)
 
 
-def _counts(told: Mapping[str, Any], name: str) -> dict[str, int]:
-    below = _object(told.get(name), name)
-    return {str(part): _count(below, part) for part in below}
+def _counts(fields: Mapping[str, Any], name: str) -> dict[str, int]:
+    entries = _object(fields.get(name), name)
+    return {str(part): _count(entries, part) for part in entries}
 
 
-def _texts(told: Mapping[str, Any], name: str) -> dict[str, str]:
-    below = _object(told.get(name), name)
-    return {str(part): _get(below, part, str) for part in below}
+def _texts(fields: Mapping[str, Any], name: str) -> dict[str, str]:
+    entries = _object(fields.get(name), name)
+    return {str(part): _get(entries, part, str) for part in entries}

@@ -1,9 +1,11 @@
-"""Retention. Invariant: a version goes only where a policy for its key says what stays; without one everything does.
+"""Decide which versions retention policies keep, and delete the others.
 
-versions of a key, newest first -> each rule keeps some -> the others may be forgotten, once they are old enough
+    versions of a key, newest first -> each rule keeps some -> the others are deleted once they are old enough
 
-The rules are restic's `forget`: the last N; of each of the last N days, weeks, months, years that have any the newest
-version; all within a time of the newest one. Calendars are UTC's, weeks begin on Monday (ISO 8601).
+The rules are those of restic's `forget`: the last N; for each of the last N days, weeks, months, years that have a
+version, the newest one; all within a time of the newest. Calendars are UTC's, weeks begin on Monday (ISO 8601).
+
+Invariant: a version is deleted only if a policy with rules applies to its key.
 """
 
 from __future__ import annotations
@@ -30,24 +32,24 @@ from nearkin_shared.utils.frozen import frozen
 WHO, REASON = "retention", "retention.policies"
 _log = logging.getLogger("nearkin")
 ALL = -1
-"""As a number of versions to keep."""
+"""Keep any number of versions."""
 
 
 @frozen
 class Decision:
-    """What becomes of a version, and why it stays: names of rules, none where it goes."""
+    """A version and the names of the rules that keep it; without reasons it is deleted."""
 
     info: VersionInfo
     reasons: tuple[str, ...]
 
     @property
     def kept(self) -> bool:
-        """Return whether it stays."""
+        """Whether the version is kept."""
         return bool(self.reasons)
 
 
 class Forgettable(Protocol):
-    """A store, here or behind a gateway."""
+    """A local store, or a store behind a gateway."""
 
     def versions(
         self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
@@ -59,29 +61,28 @@ class Forgettable(Protocol):
 
 
 def policy_of(settings: RetentionSettings, tenant: str, key: str) -> RetentionPolicy | None:
-    """Return the policy for a key: of the longest prefix; of two for one prefix the one that names the tenant."""
+    """Return the policy for a key: the longest prefix, and for equal ones the tenant's own."""
     matching = [policy for policy in settings.policies if _matches(policy, tenant, key) and has_rules(policy)]
     return max(matching, key=lambda policy: (len(policy.prefix), policy.tenant is not None), default=None)
 
 
 def min_age_seconds(settings: RetentionSettings, tenant: str, key: str) -> int:
-    """Return how old a version of the key must be before anyone may delete it: the longest that is set for it."""
+    """Return the age before which no caller may delete a version of the key.
+
+    The longest age that a setting states.
+    """
     ages = [policy.min_age_seconds for policy in settings.policies if _matches(policy, tenant, key)]
     return max(settings.min_age_seconds, *ages, 0)
 
 
 def retain_until_us(settings: RetentionSettings, tenant: str, key: str, now_us: int, known_time: RecordedTime) -> int:
-    """Return up to when a version that is committed now is retained, microseconds since 1970; 0 for no retention.
-
-    It counts from the time of the last GC run if this machine's clock is behind that. Raises StoreUnavailable.
-    It is written into the manifest: every process honours it, whatever its own settings, and none can shorten it.
-    """
+    """Return the end of retention of a version that is committed now, in us since 1970."""
     seconds = min_age_seconds(settings, tenant, key)
     return min(known_time.latest_us(now_us) + seconds * 1_000_000, CREATED_US_MAX) if seconds else 0
 
 
 def check_clock(infos: Iterable[VersionInfo], now: float) -> None:
-    """Raise ClockSkew where a version is dated in the future: which ones are old is not known then."""
+    """Raise ClockSkew if a version is dated in the future, because ages are unknown then."""
     for info in infos:
         ahead_seconds = info.created.timestamp() - now
         if ahead_seconds > CLOCK_SKEW_SECONDS_MAX:
@@ -94,12 +95,12 @@ def check_clock(infos: Iterable[VersionInfo], now: float) -> None:
 
 
 def check_age(settings: RetentionSettings, tenant: str, info: VersionInfo, now: float) -> None:
-    """Raise RetentionActive where a version is too young to be deleted."""
+    """Raise RetentionActive if a version is too recent to be deleted."""
     seconds = min_age_seconds(settings, tenant, info.key)
     if seconds and now < info.created.timestamp() + seconds:
         try:
             until = f"{(info.created + timedelta(seconds=seconds)).astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
-        except OverflowError:  # dated by a clock that was wrong
+        except OverflowError:  # dated by a wrong clock
             until = "after the year 9999"
         raise RetentionActive(
             f"key {info.key!r} version {info.version}: is kept until {until} "
@@ -110,18 +111,18 @@ def check_age(settings: RetentionSettings, tenant: str, info: VersionInfo, now: 
 def guard_of(
     settings: RetentionSettings, clock: Callable[[], float]
 ) -> Callable[[str, str], Callable[[VersionInfo], None] | None]:
-    """Return what `Deletions` asks before it deletes: (tenant, key) -> a check of each version, None where none is."""
+    """Return the check that `Deletions` calls for (tenant, key); None: no minimum age."""
 
-    def guard(tenant: str, key: str) -> Callable[[VersionInfo], None] | None:
+    def check_for(tenant: str, key: str) -> Callable[[VersionInfo], None] | None:
         if not min_age_seconds(settings, tenant, key):
             return None
         return lambda info: check_age(settings, tenant, info, clock())
 
-    return guard
+    return check_for
 
 
 def has_rules(policy: RetentionPolicy) -> bool:
-    """Return whether a policy says what stays; one that does not forgets nothing."""
+    """Return whether a policy has a rule; one without rules keeps every version."""
     counts = (policy.keep_last, policy.keep_daily, policy.keep_weekly, policy.keep_monthly, policy.keep_yearly)
     return any(counts) or policy.keep_within_seconds > 0
 
@@ -133,13 +134,14 @@ def decide(
     min_age: int = 0,
     superseded_seconds: int = 0,
 ) -> list[Decision]:
-    """Return what becomes of the versions of one key, newest first. `min_age` seconds: younger ones stay.
+    """Decide about the versions of one key, newest first.
 
-    `superseded_seconds`: what was the newest version less than so long ago stays, so that a caller who may only put
-    cannot push a good version out by putting many.
+    `min_age`, seconds: more recent versions are kept. `superseded_seconds`: a version that was the newest less than
+    this
+    ago is kept, so that a caller who may only put cannot expire a good version by putting many.
 
-    Newest by time; by number where a clock that was wrong may have dated it: what `get` answers is never forgotten, and
-    `keep-within` counts from it.
+    Versions are ordered by time. The current version is the one with the highest number, because a wrong clock may have
+    dated it: the version that `get` returns is never deleted, and `keep-within` is counted from it.
     """
     newest_first = sorted(versions, key=lambda info: (info.created, info.version), reverse=True)
     current = max(versions, key=lambda info: info.version, default=None)
@@ -154,8 +156,8 @@ def decide(
     superseded = {info.version: following.created for info, following in pairwise(by_number)}
     keeps_any = has_rules(policy)
     found = []
-    for place, info in enumerate(newest_first):
-        oldest = place == len(newest_first) - 1
+    for position, info in enumerate(newest_first):
+        oldest = position == len(newest_first) - 1
         reasons = [rule.name for rule in rules if rule.keeps(info, oldest=oldest)]
         if (
             policy.keep_within_seconds
@@ -177,21 +179,24 @@ def decide(
 
 
 class _Rule:
-    """One rule over the versions of a key, newest first."""
+    """One rule, applied to the versions of a key in order, newest first."""
 
     def __init__(self, name: str, count: int, period: Callable[[VersionInfo], object]) -> None:
         self.name = name
-        self._left = count
+        self._remaining = count
         self._period = period
-        self._last: object = None
+        self._last_period: object = None
 
     def keeps(self, info: VersionInfo, *, oldest: bool) -> bool:
-        """Return whether the rule keeps the next version: the newest of its period, or the oldest of all."""
+        """Return whether the rule keeps the next version.
+
+        It keeps the newest version of a period, or the oldest of all.
+        """
         period = self._period(info)
-        if not self._left or (period == self._last and not oldest):
+        if not self._remaining or (period == self._last_period and not oldest):
             return False
-        self._last = period
-        self._left -= self._left > 0
+        self._last_period = period
+        self._remaining -= self._remaining > 0
         return True
 
 
@@ -204,42 +209,44 @@ def decisions(
     broken: Callable[[Damage], None],
     superseded_seconds: int = 0,
 ) -> Iterator[Decision]:
-    """Yield what becomes of every version of the keys that start with `prefix`, by key, newest first.
+    """Yield the decision about every version of keys that start with `prefix`.
 
-    Of a key of which a version cannot be read nothing goes: when that was made is not known. Raises ClockSkew.
+    Ordered by key, newest first. If a version of a key cannot be read, its creation time is unknown, so that all
+    versions
+    of the key are kept. Raises ClockSkew.
     """
     damaged: set[str] = set()
 
-    def note(damage: Damage) -> None:
+    def record_damage(damage: Damage) -> None:
         damaged.update(key for key, _ in damage.versions)
         broken(damage)
 
-    found = store.versions(prefix, all_versions=True, broken=note)
+    found = store.versions(prefix, all_versions=True, broken=record_damage)
     check_clock(found, now)
     for key, versions in groupby(found, key=lambda info: info.key):
         policy = policy_for(key)
         if key in damaged or policy is None:
-            why = "a version is damaged" if key in damaged else "no policy"
-            yield from (Decision(info, (why,)) for info in versions)
+            reason_name = "a version is damaged" if key in damaged else "no policy"
+            yield from (Decision(info, (reason_name,)) for info in versions)
         else:
             yield from decide(list(versions), policy, now, min_age_for(key), superseded_seconds)
 
 
 def forget(store: Forgettable, found: Iterable[Decision], reason: str) -> list[Decision]:
-    """Delete what does not stay, oldest first of each key; return what became of each. Raises as `delete` does.
+    """Delete the versions that are not kept, oldest first of each key; return all outcomes.
 
-    What the store holds to be too young stays.
+    A version that the store finds too recent is kept. Raises as `delete` does.
     """
     done = []
     for decision in sorted(found, key=lambda decision: (decision.info.key, decision.info.version)):
         try:
             if not decision.kept:
-                with suppress(NotFound):  # somebody else was faster
+                with suppress(NotFound):  # another process deleted it first
                     store.delete(decision.info.key, decision.info.version, reason=reason)
             done.append(decision)
         except RetentionActive:
             done.append(Decision(decision.info, ("min-age",)))
-        except BadInput as err:  # it was deleted and undeleted as often as there are marks
+        except BadInput as err:  # the version has the maximum number of tombstones
             _log.warning("forget: %s", err)
             done.append(Decision(decision.info, ("marks",)))
     return done
@@ -248,9 +255,9 @@ def forget(store: Forgettable, found: Iterable[Decision], reason: str) -> list[D
 def find_expired(
     settings: RetentionSettings, keys: Iterable[tuple[str, str]], manifests: ManifestStore, now: float
 ) -> Iterator[tuple[str, VersionInfo]]:
-    """Yield (tenant, version) of those that the settings' policies do not keep, of `keys` as (tenant, key).
+    """Yield (tenant, version) of versions of `keys` that the settings' policies do not keep.
 
-    Of a key of which a version cannot be read nothing goes. Raises ClockSkew.
+    `keys` are (tenant, key). A key with an unreadable version keeps all versions. Raises ClockSkew.
     """
     for tenant, key in keys:
         policy = policy_of(settings, tenant, key)
@@ -274,9 +281,12 @@ def apply_policies(
     undelete_seconds: float,
     now: float,
 ) -> tuple[int, int]:
-    """Delete what the policies do not keep, of `keys` as (tenant, key), oldest first; without `deletions` only count.
+    """Delete the versions of `keys`, (tenant, key), that the policies do not keep.
 
-    Returns how many versions, and the bytes of their marks. Raises Corrupt, StoreUnavailable: some may be deleted.
+    Oldest first; without `deletions` they are only counted. Returns the number of versions and the bytes of their
+    tombstones.
+
+    Raises: Corrupt, StoreUnavailable; some versions may be deleted by then.
     """
     count = marks_bytes = 0
     for tenant, info in find_expired(settings, keys, manifests, now) if any(map(has_rules, settings.policies)) else ():
@@ -286,9 +296,10 @@ def apply_policies(
                 deletions.delete(
                     tenant, info.key, info.version, undelete_seconds=undelete_seconds, who=WHO, reason=REASON
                 )
-            except (NotFound, RetentionActive):  # somebody else was faster; or the clock that guards is behind
+            # another process deleted it first, or the clock that guards deletions is behind
+            except (NotFound, RetentionActive):
                 continue
-            except BadInput as err:  # it was deleted and undeleted as often as there are marks: others go all the same
+            except BadInput as err:  # the version has the maximum number of tombstones; continue with others
                 _log.warning("retention.policies: %s", err)
                 continue
         count, marks_bytes = count + 1, marks_bytes + manifests.takes_bytes(mark)

@@ -1,6 +1,6 @@
 """Format the ledger of bytes saved as a table.
 
-| logical -> after dedup -> after delta -> after compression -> stored, total
+    logical -> after dedup -> after delta -> after compression -> stored, total
 
 Invariant: the rows add up; each shows the bytes left after one step and the bytes that the step saved.
 """

@@ -160,7 +160,10 @@ def _sum_parts(
 
 
 def _sum_ledger(puts: Ledger, found: Collection[ContainerSummary], *, chunks: int, stored_bytes: int) -> Ledger:
-    """Return the ledger of a store: logical counts from puts, stored `chunks` and bytes from containers."""
+    """Sum up the ledger of a store.
+
+    Logical counts are from `puts`, stored `chunks` and bytes from the containers.
+    """
     unique_bytes = sum(c.unique_bytes for c in found)
     raw_chunks = sum(c.raw_chunks for c in found)
     raw_block_bytes = sum(c.raw_block_bytes for c in found)

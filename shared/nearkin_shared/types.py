@@ -1,6 +1,6 @@
-"""Records: what travels between stages. Invariant: values never change after they are made.
+"""Define the arrays and batches that pass between stages.
 
-Chunks travel as arrays beside one payload, never as objects:
+Chunks are arrays over one payload, never objects:
 
     payload   | chunk 0 | chunk 1 | chunk 2 | ...      uint8
     offsets   uint64[n] bytes from the payload's start
@@ -8,7 +8,9 @@ Chunks travel as arrays beside one payload, never as objects:
     names     uint8[n, 32]: fingerprint 20, check tag 8, length 4
     segments  chunk_bounds uint32[s + 1]: segment j is chunks chunk_bounds[j] .. chunk_bounds[j + 1]
 
-Stored ones, which lie in many decoded blocks, as `Pieces` of these.
+Stored chunks, which are in many decoded blocks, are `Pieces`.
+
+Invariant: values never change after they are made.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from numpy.typing import NDArray
 from nearkin_shared.utils.frozen import frozen
 
 ContainerId = NewType("ContainerId", int)
-"""64 bits: creation in ms since 1970 << 20, plus 20 random bits. Sorting by it gives stream order."""
+"""64 bits: creation in ms since 1970 << 20, plus 20 random bits. Ids sort in stream order."""
 
 SELF = ContainerId(0)
-"""In a recipe: the container that holds the recipe."""
+"""In a recipe: the container that contains the recipe."""
 ZERO = ContainerId(1)
 """In a recipe: the built-in all-zero chunk (MAD2, section 4.2); its ordinal is the chunk's length in bytes."""
 CONTAINER_ID_MIN = 2
@@ -44,7 +46,7 @@ IntegerT = TypeVar("IntegerT", bound=np.integer)
 
 @frozen
 class Locations:
-    """Where chunks lie: container ids uint64[n] and ordinals uint32[n] in that container's directory."""
+    """Locations of chunks: container ids uint64[n] and ordinals uint32[n]."""
 
     containers: U64
     ordinals: U32
@@ -60,35 +62,38 @@ class Locations:
         """Return each location once, ascending by container, then ordinal."""
         order = np.lexsort((self.ordinals, self.containers))
         sorted_rows = self.take(order)
-        new = np.ones(len(order), np.bool_)
-        new[1:] = (sorted_rows.containers[1:] != sorted_rows.containers[:-1]) | (
+        is_first = np.ones(len(order), np.bool_)
+        is_first[1:] = (sorted_rows.containers[1:] != sorted_rows.containers[:-1]) | (
             sorted_rows.ordinals[1:] != sorted_rows.ordinals[:-1]
         )
-        return sorted_rows.take(new)
+        return sorted_rows.take(is_first)
 
     def mentions(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Return (a row of each location, in the order of its first mention; which of these each row is)."""
+        """Return the first row of each distinct location, and for each row its location's number.
+
+        Distinct locations are numbered in the order of their first row.
+        """
         order = np.lexsort((self.ordinals, self.containers))
         sorted_rows = self.take(order)
-        new = np.ones(len(order), np.bool_)
-        new[1:] = (sorted_rows.containers[1:] != sorted_rows.containers[:-1]) | (
+        is_first = np.ones(len(order), np.bool_)
+        is_first[1:] = (sorted_rows.containers[1:] != sorted_rows.containers[:-1]) | (
             sorted_rows.ordinals[1:] != sorted_rows.ordinals[:-1]
         )
-        firsts = order[new]  # lexsort is stable: each group starts with its first mention
+        firsts = order[is_first]  # lexsort is stable: each group starts with its first row
         by_mention = np.argsort(firsts)
-        place = np.empty(len(firsts), np.intp)
-        place[by_mention] = np.arange(len(firsts))
+        number_by_group = np.empty(len(firsts), np.intp)
+        number_by_group[by_mention] = np.arange(len(firsts))
         which = np.empty(len(order), np.intp)
-        which[order] = place[np.cumsum(new) - 1]
+        which[order] = number_by_group[np.cumsum(is_first) - 1]
         return firsts[by_mention], which
 
     def is_in(self, others: Locations) -> Bools:
-        """Return bool[n]: which of these are also in `others`."""
+        """Return bool[n]: which of these locations are also in `others`."""
         found = np.zeros(len(self), np.bool_)
-        mine = dict(group_by_container(others.containers))
+        others_rows = dict(group_by_container(others.containers))
         for container, rows in group_by_container(self.containers):
-            if container in mine:
-                found[rows] = np.isin(self.ordinals[rows], others.ordinals[mine[container]])
+            if container in others_rows:
+                found[rows] = np.isin(self.ordinals[rows], others.ordinals[others_rows[container]])
         return found
 
     @staticmethod
@@ -105,28 +110,34 @@ class Locations:
 
 
 def distinct(values: NDArray[IntegerT]) -> NDArray[IntegerT]:
-    """Return the distinct values, ascending. A plain np.unique imports numpy.ma: 15 ms of a command's start."""
+    """Return the distinct values, ascending.
+
+    np.unique would import numpy.ma: 15 ms of a command's start.
+    """
     ordered = np.sort(values)
-    new = np.ones(len(ordered), np.bool_)
-    new[1:] = ordered[1:] != ordered[:-1]
-    return ordered[new]
+    is_first = np.ones(len(ordered), np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first]
 
 
 def bounds_of(counts: NDArray[np.integer] | Bools) -> U32:
-    """Return uint32[n + 1]: run i of so many rows is rows bounds[i] to bounds[i + 1]."""
+    """Return uint32[n + 1]: run i has the rows bounds[i] to bounds[i + 1]."""
     bounds = np.zeros(len(counts) + 1, np.uint32)
     np.cumsum(counts, out=bounds[1:])
     return bounds
 
 
 def offsets_of(lengths: U32) -> U64:
-    """Return where each of the consecutive pieces starts, bytes."""
+    """Return the start of each of consecutive pieces, bytes."""
     wide = lengths.astype(np.uint64)
     return np.cumsum(wide, dtype=np.uint64) - wide
 
 
 def group_by_container(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
-    """Return (container, its rows) for each container, rows ascending. Unlike np.unique it does not import numpy.ma."""
+    """Return (container, its rows ascending) for each container.
+
+    np.unique would import numpy.ma.
+    """
     if not len(containers):
         return []
     if (containers[1:] == containers[0]).all():
@@ -138,9 +149,11 @@ def group_by_container(containers: U64) -> list[tuple[int, NDArray[np.intp]]]:
 
 @frozen
 class Pieces:
-    """Bytes of n chunks, wherever they lie: of chunk i lengths[i] bytes of buffers[which[i]] from offsets[i] on.
+    """Bytes of n chunks in several buffers.
 
-    `which` int32[n], `offsets` uint64[n] and `lengths` uint32[n], bytes. A chunk of no bytes names a buffer too.
+    Chunk i is buffers[which[i]][offsets[i] : offsets[i] + lengths[i]]; `which` int32[n], `offsets` uint64[n] and
+    `lengths`
+    uint32[n], bytes. An empty chunk names a buffer too.
     """
 
     buffers: tuple[U8, ...]
@@ -153,16 +166,16 @@ class Pieces:
 
     @staticmethod
     def of(payload: U8, offsets: U64, lengths: U32) -> Pieces:
-        """Return chunks that all lie in one buffer."""
+        """Return chunks that are all in one buffer."""
         return Pieces((payload,), np.zeros(len(lengths), np.int32), offsets, lengths)
 
     def take(self, rows: NDArray[np.intp]) -> Pieces:
-        """Return some of them, in this order."""
+        """Return some chunks, in the order of `rows`."""
         return Pieces(self.buffers, self.which[rows], self.offsets[rows], self.lengths[rows])
 
     @staticmethod
     def join(parts: Sequence[Pieces]) -> Pieces:
-        """Return all chunks of `parts` in order. No byte is copied."""
+        """Return all chunks of `parts` in order, without a copy of their bytes."""
         rows, count = list[tuple[slice, Pieces]](), 0
         for part in parts:
             rows.append((slice(count, count + len(part)), part))
@@ -171,7 +184,7 @@ class Pieces:
 
     @staticmethod
     def place(count: int, parts: Sequence[tuple[NDArray[np.intp] | slice, Pieces]]) -> Pieces:
-        """Return `count` chunks: of each part those that become these rows; all others have no bytes."""
+        """Return `count` chunks with each part at its rows; all other chunks are empty."""
         buffers = list[U8]()
         which, offsets, lengths = np.zeros(count, np.int32), np.zeros(count, np.uint64), np.zeros(count, np.uint32)
         for rows, part in parts:
@@ -183,9 +196,9 @@ class Pieces:
 
 @frozen
 class SegmentBatch:
-    """Segments of one or more blobs, in stream order: the chunker's output, the dedup stage's input.
+    """Segments of one or more blobs in stream order: the chunker's output.
 
-    `blobs` uint32[s] says to which blob of the writer's session each segment belongs.
+    `blobs` uint32[s]: the blob of the writer's session that each segment belongs to.
     """
 
     payload: U8
@@ -199,21 +212,21 @@ class SegmentBatch:
 
     @property
     def segments(self) -> int:
-        """Return how many segments the batch holds."""
+        """Number of segments of the batch."""
         return len(self.blobs)
 
     @property
     def logical_bytes(self) -> int:
-        """Return the bytes of all chunks."""
+        """Bytes of all chunks."""
         return int(self.lengths.sum(dtype=np.uint64))
 
     @property
     def segment_lengths(self) -> U32:
-        """Return uint32[s], the bytes of each segment; none is without chunks."""
+        """Bytes of each segment, uint32[s]; every segment has chunks."""
         return np.add.reduceat(self.lengths, self.chunk_bounds[:-1].astype(np.intp), dtype=np.uint32)
 
     def cut(self, segments: slice, chunks: slice, payload: U8) -> SegmentBatch:
-        """Return some segments, one behind the other, that have these chunks; their offsets are into `payload`."""
+        """Return consecutive segments with their chunks; offsets are relative to `payload`."""
         return SegmentBatch(
             payload=payload,
             offsets=self.offsets[chunks],
@@ -228,7 +241,7 @@ class SegmentBatch:
 
 @frozen
 class FreshBatch:
-    """After dedup: `batch` with what is known of it.
+    """The output of dedup: a batch with what the index knows of it.
 
     `segment_known` bool[s]; `segment_locations` of known segments (container, segment ordinal), zeros elsewhere.
     `chunk_known` bool[n]; `chunk_locations` of known chunks; `first` int64[n]: for a fresh chunk the row of its first
@@ -242,12 +255,12 @@ class FreshBatch:
     chunk_locations: Locations
     first: NDArray[np.int64]
     fresh: NDArray[np.intp]
-    """Rows of the chunks that must be stored: not known, first of their kind in the batch."""
+    """Rows of the chunks to store: not known, and the first copy in the batch."""
 
 
 @frozen
 class PairedBatch:
-    """After resemblance: `fresh` chunks with their sketches and base candidates.
+    """The output of resemblance: `fresh` chunks with their sketches and base candidates.
 
     `super_features` uint64[f, k], 0 where there is none; `sketch` names the algorithm with its parameters.
     `base_found` bool[f]; `bases` the candidate's location; `base_rank` uint8[f] which SF matched.

@@ -1,6 +1,6 @@
 """Describe the settings for users.
 
-| describe_settings() -> SettingDoc("delta.max_depth", "1 to 63", 4, "Deltas to ...", hot=True, secret=False), ...
+    describe_settings() -> SettingDoc("delta.max_depth", "1 to 63", 4, "Deltas to ...", hot=True, secret=False), ...
 
 Python drops docstrings of fields when it compiles, so they are read from the source, which every installation has.
 
@@ -83,7 +83,7 @@ def _section_of(kind: Any) -> type[Any] | None:
 
 
 def _describe_type(kind: Any) -> str:
-    """Describe the accepted values of a field in a few descriptions."""
+    """Describe the accepted values of a field in a few words."""
     rule: object = None
     plain, optional = field_type(kind)
     if get_origin(plain) is Annotated:

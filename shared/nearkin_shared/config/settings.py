@@ -2,7 +2,7 @@
 
 Sections: reduction.py, storage.py, services.py. Sources of values: loader.py.
 
-Invariant: each field carries its reserved validation rule.
+Invariant: each field carries its own validation rule.
 """
 
 from __future__ import annotations

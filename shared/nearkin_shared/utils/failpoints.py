@@ -1,12 +1,14 @@
-"""Failpoints. Invariant: unarmed they do nothing, and cost a call and a comparison; every name passed is in POINTS.
+"""Stop, kill or fail the process at named steps, for tests of crash safety.
 
-    NEARKIN_FAILPOINT=commit.manifest:3:kill       the third passing kills the process (SIGKILL)
+    NEARKIN_FAILPOINT=commit.manifest:3:kill       the third hit kills the process (SIGKILL)
     NEARKIN_FAILPOINT=gc.forgot:1:error,put.begun:2:sleep=0.5
 
-Actions: `kill` and `stop` (SIGKILL, SIGSTOP to this process), `error` (StoreUnavailable), `sleep=SECONDS` (60 at most).
-A name stands at a numbered step of what must survive a crash, *after* what it names. Unarmed: 50 to 70 ns (measured by
-`python -m tests.support.engines.soak --cost`), and a put passes some ten for each object that it writes, 40 us of syncs
-each.
+Actions: `kill` and `stop` (SIGKILL, SIGSTOP to this process), `error` (StoreUnavailable), `sleep=SECONDS` (at most 60).
+A failpoint follows the numbered step of a crash-safe sequence that its description states. Unarmed it takes 50 to 70 ns
+(`python -m tests.support.engines.soak --cost`); a put hits about ten for each object that it writes, each with 40 us of
+syncs each.
+
+Invariant: an unarmed failpoint has no effect; every name used is in POINTS.
 """
 
 from __future__ import annotations
@@ -28,164 +30,163 @@ ARMED_MAX: Final = 64
 
 STORE_POINTS: Final = MappingProxyType(
     {
-        # every object: containers, manifests, marks, records (nearkin_shared.objectstore.base)
-        "object.begun": "before anything of a new object is written",
-        "object.written": "its bytes are written under a name nobody reads, not synced",
-        "object.synced": "its bytes are durable",
-        "object.linked": "it has its name, which is not durable",
-        "object.scratch-removed": "its other name is gone",
-        "object.durable": "its name is durable",
-        "object.folder-made": "a folder was made that is not durable",
-        "object.unlinked": "an object's name is gone, which is not durable",
-        "object.removed": "an object is gone for good",
-        "object.replaced": "other bytes have an object's name, which is not durable",
+        # every object: containers, manifests, tombstones, records (nearkin_shared.objectstore.base)
+        "object.begun": "nothing of a new object is written",
+        "object.written": "the object's bytes are written under a temporary name, not synced",
+        "object.synced": "the object's bytes are durable",
+        "object.linked": "the object has its final name, which is not durable",
+        "object.scratch-removed": "the temporary name is removed",
+        "object.durable": "the object's name is durable",
+        "object.folder-made": "a folder was created that is not durable",
+        "object.unlinked": "an object's name is removed; the removal is not durable",
+        "object.removed": "the removal of an object is durable",
+        "object.replaced": "an object was replaced; the replacement is not durable",
         # parity (nearkin_shared.objectstore.parity)
-        "parity.begun": "an object is durable, its parity is not there",
-        "parity.put": "its parity is durable",
-        "parity.removed": "parity of an object that is to go is gone, the object is there",
+        "parity.begun": "an object is durable, its parity is not written",
+        "parity.put": "the object's parity is durable",
+        "parity.removed": "the parity of an object to delete is removed, the object exists",
         # put (nearkin.store, nearkin.embedded.runner)
-        "put.begun": "the index says that the store may come to hold more than it",
-        "put.sealed": "a container is made, nothing of it written",
+        "put.begun": "the index records that the store may contain data that it lacks",
+        "put.sealed": "a container is finished, nothing of it written",
         "put.container": "1 a container is durable",
-        "put.published": "2 and in the index",
-        "commit.begun": "all containers before it are published, no manifest of the group is written",
+        "put.published": "2 the container is published in the index",
+        "commit.begun": "all containers before the group are published, no manifest of it is written",
         "commit.manifest": "3 one manifest of the group is durable",
-        "commit.manifests": "3 all manifests of the group are",
-        "commit.catalogued": "4 and in the catalog",
-        "put.settled": "the index is whole again and says so",
+        "commit.manifests": "3 all manifests of the group are durable",
+        "commit.catalogued": "4 the versions are in the catalog",
+        "put.settled": "the index is complete again and records it",
         # deletion and undeletion (nearkin_shared.storage.deletions)
-        "delete.noted": "1 the index knows of the marks",
-        "undelete.newest": "2 the newest version is back, the older ones are not",
-        "delete.older": "2 all but the newest version's mark are durable",
-        "delete.marked": "3 all marks are",
+        "delete.noted": "1 the index records the tombstones",
+        "undelete.newest": "2 the newest version is restored, the older ones are not",
+        "delete.older": "2 all tombstones but that of the newest version are durable",
+        "delete.marked": "3 all tombstones are durable",
         # index transactions (nearkin_shared.index.lmdb.lmdb_index)
-        "index.writing": "a transaction is open and holds its first changes",
+        "index.writing": "a transaction is open and contains its first changes",
         "index.written": "a transaction is durable",
         # garbage collection (nearkin_maintenance.gc.gc_run)
-        "gc.begun": "the lock of rounds is held, and the store's for a turn; nothing is read",
-        "gc.renewed": "1 the index knows what a new generation holds, the older one is there",
-        "gc.replaced": "1 and the older one is gone",
-        "gc.sentenced": "2 a mark says that a version never comes back",
-        "gc.uncatalogued": "2 versions have left the index",
-        "gc.manifest": "2 a manifest is gone, its marks are there",
-        "gc.marks": "2 and its marks are gone",
-        "gc.marked": "3 it is known what is reached",
-        "gc.looked": "what was stored since is added to that",
-        "gc.looked-up": "it is known which entries the index is to forget, others may write",
-        "gc.turn": "nobody else writes, and it is known what was stored until now",
-        "gc.turned": "an effect is done, others may write",
-        "gc.swept-planned": "5 it is known what is to go, others may write",
-        "gc.condemned-planned": "6 it is known what is to be condemned, others may write",
-        "gc.forgot-due": "4 the index has forgotten what was condemned and goes now",
-        "gc.container": "4 a container is gone",
-        "gc.forgot": "5 the index has forgotten what is condemned now",
-        "gc.generation": "5 an index of several writers has begun a GC generation, the record is not written",
-        "gc.recorded": "5 the record of it is durable, older ones are there",
-        "gc.done": "5 and older ones are gone",
+        "gc.begun": "the GC lock and the writer lock are held; nothing is read",
+        "gc.renewed": "1 the index has the entries of a new generation, the older one exists",
+        "gc.replaced": "1 the older generation is deleted",
+        "gc.sentenced": "2 a tombstone records that a version is collected",
+        "gc.uncatalogued": "2 versions are removed from the catalog",
+        "gc.manifest": "2 a manifest is deleted, its tombstones exist",
+        "gc.marks": "2 its tombstones are deleted",
+        "gc.marked": "3 the live set is known",
+        "gc.looked": "the live set includes concurrent writes",
+        "gc.looked-up": "the index entries to remove are known, other writers are active",
+        "gc.turn": "the exclusive section began, the live set includes all writes until now",
+        "gc.turned": "the effect is applied, other writers are active",
+        "gc.swept-planned": "5 the deletions are planned, other writers are active",
+        "gc.condemned-planned": "6 the marks for deletion are planned, other writers are active",
+        "gc.forgot-due": "4 the index entries of pending deletes that are due are removed",
+        "gc.container": "4 a container is deleted",
+        "gc.forgot": "5 the index entries of new pending deletes are removed",
+        "gc.generation": "5 an index of several writers began a GC generation, the record is not written",
+        "gc.recorded": "5 the pending-delete record is durable, older ones exist",
+        "gc.done": "5 older records are deleted",
         # counts that nominate (nearkin_maintenance.gc.reference_counts): gc.mode hybrid, refcount, expiry
-        "ledger.counted": "a transaction holds what was committed and what is gone since",
-        "ledger.written": "it is durable",
-        "ledger.confirmed": "marking has looked, and the ledger knows",
-        # re-basing (nearkin_maintenance.gc.gc_run): what leans on what goes, beside compaction's steps
-        "rebase.forgot": "the index has forgotten what goes with what leans elsewhere now",
-        "rebase.container": "one container leans on what lives",
-        "rebase.done": "all that were to be are written anew",
-        # gathering (nearkin_maintenance.gc.gc_run): beside compaction's steps
-        "gather.container": "a container holds what it took in, or refers to what others did",
-        # compressing further (nearkin_maintenance.gc.gc_run): beside compaction's steps
-        "recompress.container": "a container holds the same in fewer bytes",
+        "ledger.counted": "a transaction contains the commits and deletions since the last count",
+        "ledger.written": "the transaction is durable",
+        "ledger.confirmed": "the reference counts record the result of marking",
+        # rebase (nearkin_maintenance.gc.gc_run), in addition to the steps of compaction
+        "rebase.forgot": "the index entries of rebased and dead chunks are removed",
+        "rebase.container": "one container depends on live bases only",
+        "rebase.done": "all containers to rebase are rewritten",
+        # merged blocks (nearkin_maintenance.gc.gc_run), in addition to the steps of compaction
+        "gather.container": "a container has its merged chunks, or its reference blocks",
+        # recompression (nearkin_maintenance.gc.gc_run), in addition to the steps of compaction
+        "recompress.container": "a container is recompressed",
         # compaction (nearkin_maintenance.gc.gc_run)
-        "compact.made": "a new generation is made, nothing of it written",
-        "compact.put": "it is durable, beside the older one",
-        "compact.renewed": "the index knows what it holds",
-        "compact.replaced": "the older one is gone",
-        # index rebuild and catching up (nearkin_maintenance.index_rebuild, nearkin.local.index_lifecycle)
-        "rebuild.begun": "an empty index lies beside the one until now, or one that is behind is caught up with",
-        "rebuild.container": "a container is published into it",
+        "compact.made": "a new generation is built, nothing of it written",
+        "compact.put": "the new generation is durable, the older one exists",
+        "compact.renewed": "the index has the entries of the new generation",
+        "compact.replaced": "the older generation is deleted",
+        # index rebuild and recovery (nearkin_maintenance.index_rebuild, nearkin.local.index_lifecycle)
+        "rebuild.begun": "an empty index exists next to the current one, or index recovery began",
+        "rebuild.container": "a container is published in the new index",
         "rebuild.versions": "versions are in its catalog",
-        "rebuild.marks": "and their marks",
-        "rebuild.complete": "it says that it is complete",
-        "rebuild.removed": "the one until now is gone",
-        "rebuild.renamed": "the new one is in its place",
+        "rebuild.marks": "tombstones are in its catalog",
+        "rebuild.complete": "the new index records that it is complete",
+        "rebuild.removed": "the old index is deleted",
+        "rebuild.renamed": "the new index has its final name",
         # quarantine (nearkin_shared.storage.quarantine)
-        "quarantine.recorded": "a record is durable, older ones are there",
-        "quarantine.done": "and older ones are gone",
-        # repair and healing (nearkin_maintenance.repair.store_repair, nearkin.local.local_repair)
-        "repair.replaced": "an object's own bytes are back in its place",
-        "heal.put": "a generation with what was found is durable, beside the broken one",
-        "heal.renewed": "the index knows what it holds",
-        "heal.removed": "the broken one is gone",
-        "heal.released": "what is sound again is out of quarantine",
+        "quarantine.recorded": "a record is durable, older ones exist",
+        "quarantine.done": "older records are deleted",
+        # repair (nearkin_maintenance.repair.store_repair, nearkin.local.local_repair)
+        "repair.replaced": "an object's original bytes are restored",
+        "heal.put": "a repaired generation is durable, the damaged one exists",
+        "heal.renewed": "the index has the entries of the repaired generation",
+        "heal.removed": "the damaged generation is deleted",
+        "heal.released": "repaired chunks are removed from quarantine",
     }
 )
-"""What has happened where a name stands: in whoever works on a store, services too."""
+"""The state of a store at each failpoint, in any process that works on it."""
 SERVICE_POINTS: Final = MappingProxyType(
     {
         # gateway (nearkin_gateway.uploads.upload_service)
         "intake.begun": "nothing of an upload is sent",
-        "intake.sent": "all its frames are sent, its end is not",
-        "intake.durable": "its end is acknowledged, nobody is answered",
+        "intake.sent": "all frames are sent, the end is not",
+        "intake.durable": "the end is acknowledged, the caller has no response",
         # every worker's loop (nearkin_shared.kafka.consumer_loop)
-        "worker.taken": "1 records are taken, nothing is done",
-        "worker.handled": "2 they are worked on, no offset is committed",
+        "worker.taken": "1 records are fetched, nothing is processed",
+        "worker.handled": "2 the records are processed, no offset is committed",
         "worker.committed": "5 offsets are committed",
         # chunker, dedup, resemblance (nearkin_chunker.handler, relaying)
         "cut.sent": "3 segments of a blob are sent, none acknowledged",
-        "relay.sent": "3 what messages became is sent, none acknowledged",
+        "relay.sent": "3 the results of messages are sent, none acknowledged",
         # delta (nearkin_delta.handler)
         "place.container": "1 a container is durable",
-        "place.published": "2 and in the index",
-        "place.told": "3 what it holds is told onwards, not acknowledged",
-        "place.flushed": "4 and acknowledged",
+        "place.published": "2 the container is published in the index",
+        "place.told": "3 its messages are sent, not acknowledged",
+        "place.flushed": "4 its messages are acknowledged",
         # committer (nearkin_committer.handler)
         "version.manifest": "1 a version's manifest is durable",
-        "version.catalogued": "2 and in the index",
-        "version.told": "3 and told, not acknowledged",
-        # maintenance's lease (nearkin_shared.index.redis.lease, nearkin_shared.objectstore.fenced,
-        # nearkin_maintenance.gc.gc_worker)
+        "version.catalogued": "2 the version is in the catalog",
+        "version.told": "3 its event is sent, not acknowledged",
+        # the maintenance worker's lease (nearkin_shared.index.redis.lease, nearkin_shared.objectstore.fenced,
         "lease.taken": "the lease is held, nothing is done",
-        "lease.renewed": "it is held for another term",
-        "lease.released": "it is free again",
-        "fence.passed": "it was held a moment ago, and an object is written or removed now",
-        "round.told": "a round's end is told",
+        "lease.renewed": "the lease is renewed",
+        "lease.released": "the lease is released",
+        "fence.passed": "the lease was held at the check, and an object is written or removed now",
+        "round.told": "the end of a GC run is recorded",
     }
 )
-"""What has happened where a name stands in services alone."""
+"""The state at each failpoint of services."""
 RECORD_POINTS: Final = MappingProxyType(
     {
         # data keys (nearkin_shared.crypto.keyring)
-        "key.made": "1 a key is durable, the record of highest numbers does not have it",
-        "key.noted": "2 and it does",
-        "key.erasure-recorded": "1 an erasure is durable, the keys are there",
-        "key.erasure-cancelled": "the erasure epoch has advanced, the cancelled record is there",
-        "key.removed": "2 one of the keys is gone",
+        "key.made": "1 a key is durable, the record of highest numbers lacks it",
+        "key.noted": "2 the record of highest numbers has it",
+        "key.erasure-recorded": "1 an erasure is durable, the keys exist",
+        "key.erasure-cancelled": "the erasure epoch has advanced, the cancelled record exists",
+        "key.removed": "2 one of the keys is removed",
         # pauses of garbage collection (nearkin_shared.storage.gc_pause)
         "pause.recorded": "a pause is durable",
-        "pause.removed": "and gone again",
+        "pause.removed": "the pause is removed",
         # progress of scrubbing (nearkin_shared.storage.scrub_progress)
-        "scrub.recorded": "a state is durable, the one before is there",
-        "scrub.done": "and it is gone",
+        "scrub.recorded": "a state is durable, the previous one exists",
+        "scrub.done": "the previous state is deleted",
     }
 )
-"""What has happened to records of a store that no put and no GC run writes: keys, pauses, progress."""
+"""Records that no put and no GC run writes: keys, pauses, progress."""
 PURGE_POINTS: Final = MappingProxyType(
     {
         # immediate removal (nearkin_maintenance.gc.purge)
-        "purge.withdrawn": "the index names nothing that is to be removed",
-        "purge.container": "1 a container of which nothing is needed is removed",
+        "purge.withdrawn": "the index has no entry of data to remove",
+        "purge.container": "1 a container without live data is removed",
         "purge.put": "2, 3 the next generation of a container is durable",
-        "purge.renewed": "2, 3 and the index has it",
-        "purge.replaced": "2, 3 and the generation before is removed",
+        "purge.renewed": "2, 3 the index has its entries",
+        "purge.replaced": "2, 3 the previous generation is removed",
     }
 )
 """Steps of `rm --now` and `gc --now`, which the crash engine does not call."""
 RETENTION_POINTS: Final = MappingProxyType(
     {
         # extension of a retention (nearkin_shared.storage.retention_extension)
-        "retention.noted": "1 the index knows that there is a record",
+        "retention.noted": "1 the index records that a retention record exists",
         "retention.recorded": "2 the record is durable",
         # garbage collection (nearkin_maintenance.gc.version_expiry)
-        "gc.retention": "2 a retention record of a version that ended is removed, its marks are there",
+        "gc.retention": "2 a retention record of an ended version is removed, its tombstones exist",
     }
 )
 """Steps of extended retentions, which the crash engine does not call."""
@@ -204,7 +205,7 @@ POINTS: Final = MappingProxyType(
 
 @frozen
 class ArmedFailpoint:
-    """One point: at its `count`-th passing `action` is done, once."""
+    """An armed failpoint: its `count`-th hit executes `action`, once."""
 
     name: str
     count: int
@@ -212,54 +213,60 @@ class ArmedFailpoint:
     seconds: float = 0.0
 
 
-class _Watch:
-    """Counts passings, and acts. Its caller's threads pass side by side."""
+class _HitCounter:
+    """Counts hits and executes actions; threads may call it concurrently."""
 
     def __init__(self, armed: Iterable[ArmedFailpoint], watch: Callable[[str], None] | None) -> None:
         self._lock = threading.Lock()
         self._armed = tuple(armed)
         self._watch = watch
-        self.passings: dict[str, int] = {}
+        self.hits: dict[str, int] = {}
 
     def hit(self, name: str) -> None:
         if name not in POINTS:
-            raise BadInput(f"failpoint {name!r}: not in nearkin_shared.utils.failpoints.POINTS; name it there")
+            raise BadInput(f"failpoint {name!r}: not in nearkin_shared.utils.failpoints.POINTS; add it")
         with self._lock:
-            count = self.passings[name] = self.passings.get(name, 0) + 1
+            count = self.hits[name] = self.hits.get(name, 0) + 1
         if self._watch is not None:
             self._watch(name)
         for armed in self._armed:
             if armed.name == name and armed.count == count:
-                _act(armed)
+                _execute_action(armed)
 
 
-_watching: _Watch | None = None
+_counter: _HitCounter | None = None
 
 
 def failpoint(name: str) -> None:
-    """Stand at a step. Raises StoreUnavailable where that is what is armed here."""
-    if _watching is not None:
-        _watching.hit(name)
+    """Trigger the failpoint `name` if it is armed.
+
+    Raises StoreUnavailable if it is armed with the action `error`.
+    """
+    if _counter is not None:
+        _counter.hit(name)
 
 
 def arm(armed: str | Iterable[ArmedFailpoint] = (), watch: Callable[[str], None] | None = None) -> None:
-    """Arm points of this process, in place of those until now; counting begins anew. Raises BadInput.
+    """Arm failpoints of this process in place of earlier ones; counts restart at 0.
 
-    `watch` is told the name at every passing, in the thread that passes; what it raises goes through.
+    `watch` is called with the name at every hit, in the thread that hits it; its exceptions propagate. Raises BadInput.
     """
-    global _watching  # noqa: PLW0603 - the one switch
-    _watching = _Watch(parse_failpoints(armed) if isinstance(armed, str) else armed, watch)
+    global _counter  # noqa: PLW0603 - the only switch
+    _counter = _HitCounter(parse_failpoints(armed) if isinstance(armed, str) else armed, watch)
 
 
 def disarm() -> dict[str, int]:
-    """Switch all off; return how often each was passed."""
-    global _watching
-    before, _watching = _watching, None
-    return {} if before is None else before.passings
+    """Disarm all failpoints; return the number of hits of each."""
+    global _counter
+    before, _counter = _counter, None
+    return {} if before is None else before.hits
 
 
 def parse_failpoints(text: str) -> tuple[ArmedFailpoint, ...]:
-    """Return what NAME:COUNT:ACTION says, or several with commas between. Raises BadInput, naming what is right."""
+    """Parse NAME:COUNT:ACTION, or several separated by commas.
+
+    Raises BadInput with the accepted values.
+    """
     found = []
     for part in text.split(","):
         name, _, rest = part.strip().partition(":")
@@ -273,7 +280,7 @@ def parse_failpoints(text: str) -> tuple[ArmedFailpoint, ...]:
             raise BadInput(f"{VARIABLE} {part!r}: want kill, stop, error or sleep=SECONDS")
         found.append(ArmedFailpoint(name, int(count), action, _seconds(part, seconds) if seconds else 0.0))
     if len(found) > ARMED_MAX:
-        raise BadInput(f"{VARIABLE}: {len(found)} points; {ARMED_MAX} at most")
+        raise BadInput(f"{VARIABLE}: {len(found)} failpoints; use at most {ARMED_MAX}")
     return tuple(found)
 
 
@@ -281,13 +288,13 @@ def _seconds(part: str, text: str) -> float:
     try:
         seconds = float(text)
     except ValueError as err:
-        raise BadInput(f"{VARIABLE} {part!r}: {text!r} is no number of seconds") from err
+        raise BadInput(f"{VARIABLE} {part!r}: {text!r} is not a number of seconds") from err
     if not 0 <= seconds <= SLEEP_SECONDS_MAX:
         raise BadInput(f"{VARIABLE} {part!r}: want 0 to {SLEEP_SECONDS_MAX:g} seconds")
     return seconds
 
 
-def _act(armed: ArmedFailpoint) -> None:
+def _execute_action(armed: ArmedFailpoint) -> None:
     match armed.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -296,7 +303,7 @@ def _act(armed: ArmedFailpoint) -> None:
         case "sleep":
             time.sleep(armed.seconds)
         case _:
-            raise StoreUnavailable(f"failpoint {armed.name}, passing {armed.count}: failed, as armed")
+            raise StoreUnavailable(f"failpoint {armed.name}, hit {armed.count}: failed, as armed")
 
 
 if os.environ.get(VARIABLE):

@@ -116,7 +116,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size_bytes: int) -> None
     [
         {"store": "s", "tenant": "t"},
         {"features__algorithm": "odess", "delta__max_depth": "3", "restore__cache_bytes": "64MiB"},
-        {"base__try_all": "true", "storage__parity": "rs-4-2"},
+        {"base__try_all_candidates": "true", "storage__parity": "rs-4-2"},
     ],
 )
 def test_variables_are_read_as_pydantic_settings_reads_them(

@@ -41,7 +41,7 @@ def test_an_armed_point_fails_at_its_passing_and_at_no_other() -> None:
     arm("put.begun:2:error")
     failpoint("put.begun")
     failpoint("gc.begun")
-    with pytest.raises(StoreUnavailable, match=r"put\.begun, passing 2"):
+    with pytest.raises(StoreUnavailable, match=r"put\.begun, hit 2"):
         failpoint("put.begun")
     failpoint("put.begun")
     assert disarm() == {"put.begun": 3, "gc.begun": 1}
@@ -78,10 +78,10 @@ def test_what_is_said_is_read() -> None:
         ("put.begun:1:explode", "kill, stop, error or sleep"),
         ("put.begun:1:kill=3", "kill, stop, error or sleep"),
         ("put.begun:1:sleep", "sleep=SECONDS"),
-        ("put.begun:1:sleep=long", "no number"),
+        ("put.begun:1:sleep=long", "not a number"),
         ("put.begun:1:sleep=61", "0 to 60"),
         ("put.begun:1:sleep=nan", "0 to 60"),
-        (",".join(["put.begun:1:error"] * 65), "64 at most"),
+        (",".join(["put.begun:1:error"] * 65), "at most 64"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_what_would(said: str, complaint: str) -> None:
