@@ -69,7 +69,7 @@ from nearkin_shared.storage.deletions import Deletions, user_and_host
 from nearkin_shared.storage.disk_reserve import SpaceReserve
 from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.heads import VersionHeads
-from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.manifests import ManifestStore, key_digest
 from nearkin_shared.storage.manifests import object_name as manifest_name
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.storage.quarantine import Quarantine
@@ -534,6 +534,17 @@ class Store:
         marked = {entry.key: None for entry in self.catalog(tenant, prefix) if entry.sequence}
         return list(self._deletions.list_deleted(tenant, marked, broken or _warn))
 
+    def rolled_back_keys(self) -> int:
+        """Return how many keys, of all tenants, have lost their newest version, as an earlier GC run has seen it.
+
+        Raises StoreUnavailable.
+        """
+        known: dict[bytes, int] = {}
+        for tenant, entry in self._index.listed_versions():
+            digest = bytes.fromhex(key_digest(tenant, entry.key))
+            known[digest] = max(known.get(digest, 0), entry.version)
+        return len(self._heads.find_rolled_back(self._manifests, known))
+
     def forget(
         self,
         prefix: str = "",
@@ -858,7 +869,7 @@ class Store:
         try:
             if self._index.holds_erased_tenants():
                 _log.info("gc: the index is made again, without what it held of erased tenants")
-                self.rebuild_index()  # 2
+                self._rebuild_index()  # 2
             failpoint("erasure.index-renewed")
             self._covered.confirm_swept()  # 3
         except (StoreLocked, BadInput) as err:
@@ -897,7 +908,7 @@ class Store:
         finally:
             self._puts.limit_memory_for_reading()
             give_back_free()
-        self.reserve.run(self.rebuild_index)
+        self.reserve.run(self._rebuild_index)
         self._finish_erasures()
         self.reserve.restore(self._container_bytes, grow=True)
         return report
@@ -973,13 +984,20 @@ class Store:
     def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:
         """Replace the index by one made from containers and manifests alone, all tenants' alike.
 
-        Nothing is put or deleted meanwhile. Raises StoreLocked, StoreUnavailable.
+        Versions that were lost are given up: GC frees their data. Nothing is put or deleted meanwhile. Raises
+        StoreLocked, StoreUnavailable.
         """
+        return self._rebuild_index(progress, accept_loss=True)
+
+    def _rebuild_index(
+        self, progress: Callable[[int, int], None] | None = None, *, accept_loss: bool = False
+    ) -> RebuildReport:
         self._check_writable("rebuild_index")
         self._puts.check_none()
         with self._index.crossing.exclusive(WRITER_LOCK_TIMEOUT_SECONDS, "a rebuild of the index"):
             report = self._index.rebuild(progress)
-            self._heads.accept(self._manifests)  # versions that were lost are given up
+            if accept_loss:
+                self._heads.accept(self._manifests)
             return report
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
+from nearkin.cli.gc import warn_if_rolled_back
 from nearkin.store import Store
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
@@ -63,10 +64,71 @@ def test_removed_newest_manifest_is_noticed_without_index(root: Path) -> None:
         assert store.get("db", 1).read() == b"version one" * 1000
         assert [found.object_name for found in store.verify().damage] == [name]
         for _ in range(2):
-            assert store.gc().rolled_back_keys == 1
+            with pytest.raises(Corrupt, match=f"{name}: removed.*nothing is freed"):
+                store.gc()
         store.rebuild_index()
         assert store.get("db").read() == b"version one" * 1000
         assert store.verify().damage == ()
+
+
+def test_gc_frees_nothing_while_versions_are_rolled_back(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """F.22: with index and manifests lost GC ends with code 5 and frees nothing; put back, every version restores."""
+    contents = {f"k{n}": os.urandom(100_000) for n in range(3)}
+    with opened(root) as store:
+        for key, content in contents.items():
+            store.put(key, content)
+        store.gc()
+    shutil.rmtree(root / "index")
+    shutil.move(root / "manifests", root.parent / "away")
+    with opened(root) as store:
+        store.put("new", b"another content" * 1000)
+        before = {p for p in (root / "containers").rglob("*") if p.is_file()}
+        for _ in range(3):
+            with pytest.raises(Corrupt, match=r"4 such keys.*put the manifests back"):
+                store.gc()
+            with pytest.raises(Corrupt, match="4 such keys"):
+                store.gc(dry_run=True)
+            with pytest.raises(Corrupt, match="4 such keys"):
+                store.purge()
+        assert before == {p for p in (root / "containers").rglob("*") if p.is_file()}
+        assert store.rolled_back_keys() == 4
+        warn_if_rolled_back(store)
+        assert "4 keys lost their newest version" in capsys.readouterr().err
+    shutil.copytree(root.parent / "away", root / "manifests", dirs_exist_ok=True)
+    with opened(root) as store:
+        assert store.rolled_back_keys() == 0
+        store.gc()
+        for key, content in contents.items():
+            assert store.get(key).read() == content
+
+
+def test_gc_frees_lost_versions_once_they_are_given_up(root: Path) -> None:
+    """F.22: rebuild-index, by the operator, gives rolled-back versions up: the next GC runs free their data."""
+    with opened(root) as store:
+        store.put("lost", os.urandom(100_000))
+        store.gc()
+    shutil.rmtree(root / "index")
+    shutil.rmtree(root / "manifests")
+    with opened(root) as store:
+        store.put("new", b"another content" * 1000)
+        with pytest.raises(Corrupt):
+            store.gc()
+        store.rebuild_index()
+        store.gc()
+        assert store.gc().containers_deleted > 0
+
+
+def test_gc_of_closed_tenant_reports_no_roll_back(tmp_path: Path) -> None:
+    """F.22: the hidden manifests of a tenant in the grace of its erasure do not count as removed."""
+    root = tmp_path / "s"
+    generate(tmp_path / "kek")
+    with open_store(root, settings=with_changes(chosen(root, "aes-256-gcm"), {"tenant": "acme"}), create=True) as store:
+        store.put("k", b"content of acme")
+        store.gc()
+        store.erase_tenant("acme", 3600)
+    with opened(root, "aes-256-gcm") as store:
+        report = store.gc()
+        assert (report.pending_erasures, report.rolled_back_keys) == (1, 0)
 
 
 @pytest.mark.parametrize("index", ["kept", "lost"])

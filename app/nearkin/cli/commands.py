@@ -278,6 +278,7 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
     nearkin ls --deleted
     nearkin --json ls | jq '.[].key'
     """
+    from nearkin.cli.gc import warn_if_rolled_back
     from nearkin.cli.key_patterns import parse_prefix_or_glob
     from nearkin.cli.output import deletion_line, print_json, print_line, unreadable, version_line
     from nearkin_shared.results_json import deletion_json, info_json
@@ -297,6 +298,7 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
             listed = store.versions(wanted.prefix, all_versions=versions, broken=broken.append)
             found = [info for info in listed if wanted.matches(info.key)]
             lines, values = map(version_line, found), [info_json(info) for info in found]
+        warn_if_rolled_back(store)
     broken = [one for one in broken if any(wanted.matches(key) for key, _ in one.versions) or not one.versions]
     if session.as_json:
         print_json(values)
@@ -586,7 +588,7 @@ def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool
 @nearkin.command("rebuild-index")
 @shared_options
 def rebuild_index() -> int:
-    """Build the index anew from what is stored.
+    """Build the index anew from what is stored, and give up the versions whose manifests were removed.
 
     Exit code 5 if some stored objects cannot be read; these are left out.
 

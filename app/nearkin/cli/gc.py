@@ -12,6 +12,7 @@ from nearkin_shared.errors import GcPaused
 
 if TYPE_CHECKING:
     from nearkin.client.sync import RemoteStore
+    from nearkin.store import Store
     from nearkin_shared.results import GcReport
 
 REASONS = {
@@ -75,6 +76,17 @@ def _run_on_server(store: RemoteStore) -> Mapping[str, Any]:
 
 def _has_ended(state: Mapping[str, Any]) -> object:
     return (state["last"] or {}).get("ended")
+
+
+def warn_if_rolled_back(store: Store | RemoteStore) -> None:
+    """Report on stderr that keys of a local store have lost their newest version, which a listing does not show."""
+    from nearkin.cli.output import warn
+    from nearkin.store import Store
+    from nearkin_shared.savings_table import plural
+
+    removed = store.rolled_back_keys() if isinstance(store, Store) else 0
+    if removed:
+        warn(f"{plural(removed, 'key')} lost their newest version, which was removed: `nearkin verify` names them")
 
 
 def change(action: str) -> None:

@@ -22,7 +22,7 @@ from nearkin_maintenance.gc.clock_check import check_clock
 from nearkin_maintenance.gc.erased_tenants import count_erasures, remaining_after, sweep_erased
 from nearkin_maintenance.gc.gc_run import BLOCKS_BYTES, meter_writes
 from nearkin_maintenance.gc.mark import LiveSet
-from nearkin_maintenance.gc.rolled_back_keys import record_heads
+from nearkin_maintenance.gc.rolled_back_keys import check_none_rolled_back, record_heads
 from nearkin_maintenance.gc.roots import find_roots
 from nearkin_maintenance.gc.tombstone_signing import sign_old_marks
 from nearkin_maintenance.gc.version_expiry import VersionExpiry
@@ -235,6 +235,7 @@ class LocalGc:
                 "nothing is freed; put it back from a copy (`nearkin repair --from`), or give that version up with "
                 "`nearkin rebuild-index`"
             )
+        check_none_rolled_back(self.condemned.objects)
 
     def _lost_manifests(self) -> dict[str, tuple[str, int]]:
         remembered = self.index.listed_versions()

@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterable, Mapping
 from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.formats.head_record import ENTRIES_MAX, decode_heads, encode_heads
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.storage.manifests import ManifestStore, key_and_version, key_digest, object_name
 from nearkin_shared.storage.versioned_record import VersionedRecords
 
 FOLDER = "heads/versions"
 FRESH_SECONDS = 300.0
 """As long a reader remembers the record."""
+FOLDERS_LISTED_MAX = 64
+"""Folders of keys listed one by one; beyond, one listing of all manifests is cheaper."""
 _log = logging.getLogger("nearkin")
 
 
@@ -74,7 +77,39 @@ class VersionHeads:
         """
         before, now = self.read(), listed_heads(manifests)
         self._replace(before, {**before, **{key: max(head, before.get(key, 0)) for key, head in now.items()}})
-        return lowered_heads(before, now)
+        return self._without_hidden(lowered_heads(before, now))
+
+    def find_rolled_back(self, manifests: ManifestStore, known: Mapping[bytes, int] | None = None) -> dict[bytes, int]:
+        """Return the heads above all versions that exist. Raises StoreUnavailable.
+
+        `known` versions by key, of an index for example, are not looked for. A head counts only if it is found twice:
+        between a reading and a listing an erasure may have removed both.
+        """
+        found = self._find_rolled_back(manifests, known or {})
+        again = self._find_rolled_back(manifests, known or {}) if found else {}
+        return {key: head for key, head in found.items() if key in again}
+
+    def _find_rolled_back(self, manifests: ManifestStore, known: Mapping[bytes, int]) -> dict[bytes, int]:
+        found = lowered_heads(self.read(), known)
+        if not known or len(found) > FOLDERS_LISTED_MAX:
+            found = lowered_heads(found, listed_heads(manifests)) if found else {}
+        else:
+            found = {key: head for key, head in found.items() if not self._exists(key, head)}
+        return self._without_hidden(found)
+
+    def _exists(self, key: bytes, version: int) -> bool:
+        """Return whether a version of a key, or a later one, has a manifest or a mark."""
+        folder = head_name(key, version).rpartition("/")[0]
+        listed = (key_and_version(name) for name, _ in self._records.objects.names(folder))
+        return any(found is not None and found[1] >= version for found in listed)
+
+    def _without_hidden(self, heads: dict[bytes, int]) -> dict[bytes, int]:
+        """Return the heads without those of closed tenants, whose objects no listing names."""
+        objects = self._records.objects
+        if not heads or not isinstance(objects, EncryptedObjectStore):
+            return heads
+        hidden = {found[0] for name, _ in objects.erased_objects() if (found := key_and_version(name)) is not None}
+        return {key: head for key, head in heads.items() if key not in hidden}
 
     def accept(self, manifests: ManifestStore) -> None:
         """Make the heads what is listed now: what was removed is given up. Raises StoreUnavailable."""

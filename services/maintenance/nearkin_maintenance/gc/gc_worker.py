@@ -20,7 +20,7 @@ from typing import Any
 from nearkin_maintenance.gc.clock_check import check_clock
 from nearkin_maintenance.gc.erased_tenants import count_erasures, sweep_erased
 from nearkin_maintenance.gc.gc_run import GcRun
-from nearkin_maintenance.gc.rolled_back_keys import record_heads
+from nearkin_maintenance.gc.rolled_back_keys import check_none_rolled_back, record_heads
 from nearkin_maintenance.gc.schedule import GcSchedule
 from nearkin_maintenance.gc.tombstone_signing import sign_old_marks
 from nearkin_maintenance.optimize.compact import Rewriter
@@ -210,6 +210,7 @@ class GcWorker:
         if isinstance(self._objects, EncryptedObjectStore):
             self._objects.confirm_swept()
         freed_bytes = swept.freed_bytes
+        check_none_rolled_back(self._objects)
         report = collector.run(index)
         forgotten = 0
         if self._forgetting is not None:

@@ -1,10 +1,14 @@
-"""Keys that were rolled back. Invariant: a GC run never lowers a head, so a removed newest version stays reported."""
+"""Keys that were rolled back. Invariant: while a version is known to be lost, a GC run frees nothing (I6).
+
+A run never lowers a head, so a removed newest version stays reported until the operator gives it up.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
-from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.observability import metrics
 from nearkin_shared.storage.heads import VersionHeads, head_name
@@ -12,6 +16,23 @@ from nearkin_shared.storage.manifests import ManifestStore
 
 NAMED_MAX = 20
 _log = logging.getLogger("nearkin")
+
+
+def check_none_rolled_back(objects: ObjectStore) -> None:
+    """Raise Corrupt while a key has a head above its versions: the data of the lost ones may be all that is left.
+
+    Raises StoreUnavailable.
+    """
+    removed = VersionHeads(objects).find_rolled_back(ManifestStore(objects))
+    if not removed:
+        return
+    _report(removed)
+    name = min(head_name(digest, version) for digest, version in removed.items())
+    raise Corrupt(
+        f"{name}: removed with its marks, the newest version of its key ({len(removed)} such keys): the data that it "
+        "needs are not known, so nothing is freed; put the manifests back from a copy (`nearkin repair --from`), or "
+        "give the versions up with `nearkin rebuild-index` (for services: remove the folder heads/versions/)"
+    )
 
 
 def record_heads(objects: ObjectStore) -> int:
@@ -24,7 +45,11 @@ def record_heads(objects: ObjectStore) -> int:
     except StoreUnavailable as err:  # a full disk, for one: what the run has freed stays freed
         _log.warning("gc: heads of keys were not recorded: %s", err)
         return 0
+    _report(removed)
+    return len(removed)
+
+
+def _report(removed: Mapping[bytes, int]) -> None:
     for digest, version in list(removed.items())[:NAMED_MAX]:
         _log.error("gc: %s: removed with its marks, and it was the newest of its key", head_name(digest, version))
     metrics.CORRUPT.labels("rollback").inc(len(removed))
-    return len(removed)
