@@ -485,7 +485,6 @@ def test_a_version_that_does_not_parse_is_corrupt(connect: Connect, raw: redis.R
 
 def test_crafted_super_features_fill_one_bucket_and_no_more(connect: Connect, raw: redis.Redis) -> None:
     """Keys that meet in one bucket at every level: it stops growing, and the others go on."""
-    from nearkin_shared.index.redis.connection import Server
     from nearkin_shared.index.redis.key_encoding import FEATURES, Keys
 
     index = connect(partitions=1)
@@ -499,7 +498,7 @@ def test_crafted_super_features_fill_one_bucket_and_no_more(connect: Connect, ra
     added, sizes = 0, (5, FEATURES.width, FEATURES.bucket_entries)
     for start in range(0, count, 512):
         part = packed[start : start + 512].tobytes()
-        added += index.server.one(Server.call("insert", [key], part, *sizes, 0))
+        added += index.server.one(index.server.call("insert", [key], part, *sizes, 0))
     assert added == BUCKET_ENTRIES_MAX
     assert max(len(value) for value in raw.hvals(key)) == BUCKET_ENTRIES_MAX * FEATURES.width
     index.publish(first_claims())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError
 from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.index.redis.connection import Server
+from nearkin_shared.index.redis.connection import RedisServer
 from nearkin_shared.index.redis.store_owner import claim_index, read_owner
 from nearkin_shared.kafka.clients import check_durability, create_topics
 from nearkin_shared.objectstore.factory import open_store_of
@@ -26,7 +26,7 @@ def connect_fleet(settings: Settings) -> tuple[ParityObjectStore, Descriptor, Re
     create_topics(settings)
     check_durability(settings)
     prefix = settings.redis.prefix
-    server = Server(settings.redis)
+    server = RedisServer(settings.redis)
     try:
         objects, found = open_store_of(settings, read_owner(server, prefix))
         owner = claim_index(server, prefix, found.store_id)

@@ -20,7 +20,7 @@ from nearkin_shared.config.storage import GcSettings
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.index.redis.connection import Server
+from nearkin_shared.index.redis.connection import RedisServer
 from nearkin_shared.index.redis.lease import LEASE_SECONDS, Lease
 from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
 from nearkin_shared.reading.restore import Blob
@@ -60,7 +60,7 @@ class Fleet:
         with Lease(self.index) as lease:
             assert lease.take()
             held = self.index.server.one(("GET", lease_key))
-            assert self.index.server.one(Server.call("whole", [self.index.epochs.key, lease_key], name, held))
+            assert self.index.server.one(RedisServer.call("whole", [self.index.epochs.key, lease_key], name, held))
         assert not self.index.check()
 
     def stored_bytes(self) -> int:

@@ -1,10 +1,12 @@
-"""Rebuilding in the background. Invariant: only the holder of the one lease can say that the index is whole.
+"""Index rebuild in the background of a worker.
 
-    lease free -> taken, with a number that grows -> renewed every third of its life -> entries -> whole -> let go
-                          | holder dead: it ends by itself, and another takes it
+Invariant: only the holder of the GC lease can declare the index complete.
 
-The lease saves work; it is not what keeps the index right. Two that rebuild at once add the same entries, of which the
-first stay, and "whole" is written only for the epoch that the rebuild began in, by the lease's holder.
+    lease free -> taken, with a growing number -> renewed every third of its life -> entries -> complete -> released
+                            | holder dead: it expires, and another process takes it
+
+The lease saves work; it is not needed for correctness. Two concurrent rebuilds add the same entries, of which the first
+stay, and the index is declared complete only for the epoch in which the rebuild began, by the lease's holder.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from nearkin_shared.errors import NearkinError, RetryableError
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.protocols import CollectedVersion, MarkedVersion
-from nearkin_shared.index.redis.connection import Server
+from nearkin_shared.index.redis.connection import RedisServer
 from nearkin_shared.index.redis.epoch import Epoch, EpochReplaced, NumberedContainers
 from nearkin_shared.index.redis.redis_index import RedisIndex
 from nearkin_shared.observability import metrics
@@ -34,14 +36,14 @@ _log = logging.getLogger("nearkin.redis")
 
 
 class RebuildSuperseded(RetryableError):
-    """This rebuild's epoch or lease is gone: another began, or will."""
+    """The rebuild's epoch or lease has ended: another rebuild has begun, or will."""
 
 
 class RebuildTarget:
-    """The index as a rebuild sees it: writes stop as soon as the rebuild is no longer this process's."""
+    """Index as a rebuild uses it: writes stop once this process no longer holds the lease."""
 
     def __init__(self, index: RedisIndex, epoch: Epoch, held: threading.Event, *, reported: bool = False) -> None:
-        """`reported`: a container that an entry names was found missing."""
+        """Wrap `index`; `reported`: a container that an entry names was found missing."""
         self._index = index
         self._reported = reported
         self._epoch = epoch
@@ -59,17 +61,17 @@ class RebuildTarget:
 
     @property
     def is_incomplete(self) -> bool:
-        """Return whether entries may be missing of containers that the index lists."""
+        """Return whether entries of listed containers may be missing."""
         return self._index.epochs.is_incomplete(self._epoch)
 
     @property
     def has_unchecked(self) -> bool:
-        """Return whether entries may name what the store no longer has."""
+        """Return whether entries may name data that the store no longer has."""
         return self._reported or self._index.epochs.has_unchecked(self._epoch)
 
     def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
-        """Take versions out of the catalog. Raises RebuildSuperseded."""
-        self._go_on()
+        """Remove versions from the catalog. Raises RebuildSuperseded."""
+        self._check_held()
         self._index.collect_many(versions)
 
     def withdraw_missing(
@@ -78,59 +80,57 @@ class RebuildTarget:
         chunks: Mapping[int, Bools | None],
         segments: Mapping[int, Bools | None],
     ) -> int:
-        """Remove entries of what is not in the store. Raises RebuildSuperseded."""
-        self._go_on()
+        """Remove entries of data that the store lacks. Raises RebuildSuperseded."""
+        self._check_held()
         try:
             return self._index.withdraw_missing(numbered, chunks, segments)
         except EpochReplaced as err:
-            raise RebuildSuperseded(
-                f"rebuild: epoch {self._epoch.name} ended; it begins again in the next one"
-            ) from err
+            raise RebuildSuperseded(f"rebuild: epoch {self._epoch.name} ended; it restarts in the next epoch") from err
 
     def declare_catalog(self) -> None:
         """Declare that the catalog lists every version. Raises RebuildSuperseded."""
-        self._go_on()
+        self._check_held()
         self._index.declare_catalog(self._epoch)
 
     def publish(self, claims: ContainerEntries) -> None:
-        """Publish. Raises RebuildSuperseded."""
+        """Publish a container's entries. Raises RebuildSuperseded."""
         self.publish_many([claims])
 
     def publish_many(self, many: Sequence[ContainerEntries]) -> None:
-        """Publish. Raises RebuildSuperseded."""
-        self._go_on()
+        """Publish containers' entries. Raises RebuildSuperseded."""
+        self._check_held()
         self._index.publish_many(many)
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
-        """Commit. Raises RebuildSuperseded."""
+        """Commit a version. Raises RebuildSuperseded."""
         self.commit_many([(manifest, manifest_bytes)])
 
     def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
-        """Commit. Raises RebuildSuperseded."""
-        self._go_on()
+        """Commit versions. Raises RebuildSuperseded."""
+        self._check_held()
         self._index.commit_many(versions)
 
     def mark_many(self, marks: Sequence[MarkedVersion]) -> None:
-        """Note marks. Raises RebuildSuperseded."""
-        self._go_on()
+        """Record marks. Raises RebuildSuperseded."""
+        self._check_held()
         self._index.mark_many(marks)
 
     def close(self) -> None:
-        """Leave the index open: it is not this rebuild's."""
+        """Do nothing: the rebuild does not own the index."""
 
-    def _go_on(self) -> None:
+    def _check_held(self) -> None:
         if not self._held.is_set():
-            raise RebuildSuperseded("rebuild: its lease has passed to another, or it was told to stop")
+            raise RebuildSuperseded("rebuild: the lease was lost, or the process is stopping")
         if self._index.epochs.current.name != self._epoch.name:
-            raise RebuildSuperseded(f"rebuild: epoch {self._epoch.name} is gone; it begins again in the next one")
+            raise RebuildSuperseded(f"rebuild: epoch {self._epoch.name} ended; it restarts in the next epoch")
 
 
 Rebuild = Callable[[RebuildTarget], object]
-"""Publishes every durable container and commits every version into the index that it is given."""
+"""Function that publishes every durable container and commits every version into a target."""
 
 
 class Rebuilder:
-    """A thread that rebuilds the index whenever it needs that, unless another process does."""
+    """Thread that rebuilds the index when needed, unless another process does."""
 
     def __init__(
         self,
@@ -149,17 +149,17 @@ class Rebuilder:
         self._held = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rebuild", daemon=True)
         self.rebuilt = 0
-        """How many rebuilds this process brought to their end."""
+        """Number of rebuilds that this process completed."""
         self.failure: NearkinError | None = None
-        """Why the last one did not, if it did not."""
+        """Failure of the last rebuild, if it failed."""
 
     def start(self) -> Rebuilder:
-        """Begin to look whether a rebuild is needed."""
+        """Start the thread."""
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """End; a rebuild that is running ends at its next container or batch of versions."""
+        """Stop; a running rebuild ends at its next container or batch of versions."""
         self._stopping.set()
         self._held.clear()
         self._thread.join(STOP_SECONDS)
@@ -180,9 +180,9 @@ class Rebuilder:
             self._stopping.wait(self._poll_seconds)
 
     def run_once(self) -> bool:
-        """Rebuild if it is needed and nobody else does; return whether this brought one to its end.
+        """Rebuild if needed and no other process does; return whether a rebuild was completed.
 
-        Raises what the rebuild raised, or RebuildSuperseded.
+        Raises: the failure of the rebuild, or RebuildSuperseded.
         """
         index = self._index
         needed = index.check() or index.is_stale()
@@ -190,15 +190,15 @@ class Rebuilder:
         metrics.REDIS_BYTES.set(index.server.memory_bytes())
         if not needed:
             return False
-        holder = index.server.one(Server.call("take", self._keys, secrets.token_hex(8), self._lease_ms))
+        holder = index.server.one(RedisServer.call("take", self._keys, secrets.token_hex(8), self._lease_ms))
         if holder is None:
             return False
         self._held.set()
-        over = threading.Event()
-        renewing = threading.Thread(target=self._renew, args=(holder, over), name="rebuild-lease", daemon=True)
+        stop_renewal = threading.Event()
+        renewing = threading.Thread(target=self._renew, args=(holder, stop_renewal), name="rebuild-lease", daemon=True)
         renewing.start()
         try:
-            if not (index.check() or index.is_stale()):  # another was done since this one looked
+            if not (index.check() or index.is_stale()):  # another process rebuilt it since the first check
                 return False
             epoch, generation = index.epochs.current, index.epochs.generation  # no GC run begins meanwhile
             _log.warning("%s: rebuilding the index, epoch %s", index.server.name, epoch.name)
@@ -206,29 +206,29 @@ class Rebuilder:
             self._rebuild(RebuildTarget(index, epoch, self._held, reported=reported))
             if not index.epochs.mark_checked(epoch, generation):
                 raise RebuildSuperseded(f"rebuild of epoch {epoch.name}: a server of the index restarted meanwhile")
-            if not index.server.one(Server.call("whole", [index.epochs.key, self._keys[0]], epoch.name, holder)):
-                raise RebuildSuperseded(f"rebuild of epoch {epoch.name}: its lease or its epoch is gone")
+            if not index.server.one(RedisServer.call("whole", [index.epochs.key, self._keys[0]], epoch.name, holder)):
+                raise RebuildSuperseded(f"rebuild of epoch {epoch.name}: its lease or its epoch has ended")
             index.check()
             swept = index.sweep()
             _log.warning("%s: index rebuilt, epoch %s; %d old keys swept", index.server.name, epoch.name, swept)
         finally:
-            over.set()
+            stop_renewal.set()
             renewing.join()
             self._held.clear()
-            with suppress(NearkinError):  # it ends by itself
-                index.server.one(Server.call("release", self._keys[:1], holder))
+            with suppress(NearkinError):  # the lease expires by itself
+                index.server.one(RedisServer.call("release", self._keys[:1], holder))
         self.rebuilt += 1
         metrics.INDEX_WHOLE.labels("redis").set(1)
         metrics.REBUILDS.labels("done").inc()
         self.failure = None
         return True
 
-    def _renew(self, holder: bytes, over: threading.Event) -> None:
-        """Keep the lease; give the rebuild up once it cannot be known to be held."""
+    def _renew(self, holder: bytes, stop_renewal: threading.Event) -> None:
+        """Renew the lease; abandon the rebuild once the lease may have expired."""
         missed = 0
-        while not over.wait(self._lease_ms / 1000 / RENEWALS_A_LEASE):
+        while not stop_renewal.wait(self._lease_ms / 1000 / RENEWALS_A_LEASE):
             try:
-                held = self._index.server.one(Server.call("renew", self._keys[:1], holder, self._lease_ms))
+                held = self._index.server.one(RedisServer.call("renew", self._keys[:1], holder, self._lease_ms))
                 missed = 0 if held else RENEWALS_A_LEASE
             except NearkinError:
                 missed += 1
@@ -240,9 +240,9 @@ class Rebuilder:
 def rebuild_in_background(
     index: RedisIndex, rebuild: Rebuild, *, lease_seconds: float = LEASE_SECONDS, poll_seconds: float = POLL_SECONDS
 ) -> Rebuilder:
-    """Start to keep an index whole; `rebuild` fills the index that it is given from the object store.
+    """Start a thread that keeps an index complete.
 
-    It is called again after an error, and may skip the containers that `index.container_ids()` names: their entries
-    are all there. Stop what is returned before the index is closed.
+    `rebuild` fills its target from the object store. It is called again after an error, and may skip the containers in
+    `index.container_ids()`: all their entries exist. Stop the returned Rebuilder before the index is closed.
     """
     return Rebuilder(index, rebuild, lease_seconds=lease_seconds, poll_seconds=poll_seconds).start()

@@ -1,6 +1,8 @@
-"""Redis server or Cluster. Invariant: commands travel in batches, and a vendor's error never leaves this module.
+"""Connection to a Redis server or Cluster.
 
-Everything that is sent may be sent again: scripts repeat without harm, so a lost answer costs only the repetition.
+Invariant: commands are sent in batches, and redis-py's errors never leave this module.
+
+Every command may be sent again: scripts are idempotent, so a lost reply costs only the repetition.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from nearkin_shared.index.redis.scripts import DAMAGED, SOURCES
 from nearkin_shared.observability import metrics
 
 Command = tuple[Any, ...]
-"""A command as redis-py takes it; a script's is made by `Server.call`."""
+"""Command as redis-py takes it; `RedisServer.call` makes that of a script."""
 
 PIPELINE_COMMANDS = 2048
 PIPELINE_BYTES = 8 << 20
-"""A round trip carries no more; what is larger takes several."""
+"""Limits of one round trip; larger batches take several."""
 BACKOFF_BASE_SECONDS, BACKOFF_CAP_SECONDS = 0.05, 1.0
 CONNECTIONS_MAX = 64
-"""Of one process; a thread that finds them all taken is refused, with an error that may be retried."""
+"""Limit of one process; a thread that finds all in use receives a retryable error."""
 _CLUSTER = "+cluster"
 _SHAS = {name: sha1(source.encode(), usedforsecurity=False).hexdigest() for name, source in SOURCES.items()}
 _TRANSLATIONS: list[tuple[tuple[type[Exception], ...], tuple[str, ...], type[NearkinError], str]] = [
@@ -53,99 +55,106 @@ _TRANSLATIONS: list[tuple[tuple[type[Exception], ...], tuple[str, ...], type[Nea
         (OutOfMemoryError,),
         ("OOM command",),
         StoreUnavailable,
-        "it is full: raise maxmemory or add servers; nothing was lost",
+        "the server is full: raise maxmemory or add servers; nothing was lost",
     ),
     (
         (ReadOnlyError,),
         (),
         StoreUnavailable,
-        "it is a replica, as after a failover: redis.url must lead to the primary. Connections are made anew, and the "
-        "same call may be repeated",
+        "the server is a replica, as after a failover: redis.url must lead to the primary. Connections are reopened, "
+        "and the same call may be repeated",
     ),
     (
         (),
         (DAMAGED, "WRONGTYPE"),
         Corrupt,
-        "a key holds something else than was written: delete all keys of this prefix, and the index is made again",
+        "a key has an unexpected value: delete all keys of this prefix; the index is rebuilt",
     ),
     ((ValueError,), (), ConfigError, "check redis.url"),
 ]
-"""First match counts; all else is a server that is away, restarting, failing over or too slow."""
+"""The first match applies; other errors mean a server that is unreachable, restarting, failing over or too slow."""
 
 
-class Server:
-    """A connection pool to one Redis, or to a Cluster of them. Shared by threads."""
+class RedisServer:
+    """Connection pool of one Redis server or Cluster. Shared by threads."""
 
     def __init__(self, settings: RedisSettings) -> None:
-        """Connect and check. Raises StoreUnavailable, or ConfigError for wrong settings or a policy that evicts."""
+        """Connect and check the eviction policy.
+
+        Raises: StoreUnavailable, or ConfigError for wrong settings or a policy that evicts.
+        """
         self._in_use = False
         parts = urlsplit(settings.url)
         self.name = f"redis {parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
-        """For messages: never with credentials."""
+        """Name for messages, without credentials."""
         scheme = parts.scheme.replace(_CLUSTER, "")
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "socket_timeout": float(settings.timeout_seconds),
             "socket_connect_timeout": float(settings.timeout_seconds),
             "retry": Retry(EqualJitterBackoff(BACKOFF_CAP_SECONDS, BACKOFF_BASE_SECONDS), settings.retries),
             "health_check_interval": 30,
             "max_connections": CONNECTIONS_MAX,
         }
-        given |= {name: value for name in ("username", "password") if (value := getattr(settings, name))}
+        options |= {name: value for name in ("username", "password") if (value := getattr(settings, name))}
         if scheme == "rediss":
             _check_files(settings)
             files = {"ssl_ca_certs": settings.ca_file, "ssl_certfile": settings.cert_file}
             files["ssl_keyfile"] = settings.key_file
-            given |= {name: value for name, value in files.items() if value}
+            options |= {name: value for name, value in files.items() if value}
         self._client: Any
         try:
             if _CLUSTER in parts.scheme:
-                self._client = RedisCluster.from_url(settings.url.replace(_CLUSTER, "", 1), **given)
+                self._client = RedisCluster.from_url(settings.url.replace(_CLUSTER, "", 1), **options)
             else:
-                self._client = redis.Redis.from_url(settings.url, **given)
+                self._client = redis.Redis.from_url(settings.url, **options)
             self.clustered = _CLUSTER in parts.scheme
-            """Whether a script may name keys of one slot only."""
+            """Whether a script may access keys of one slot only."""
             self._check_policy()
         except (RedisError, OSError, ValueError) as err:
-            raise self._translated(err) from err
+            raise self._translate(err) from err
 
     def begin_use(self) -> None:
-        """Take all settings for right: rights that are missing from now on were taken away, and may be given again.
+        """Treat missing rights as temporary from now on: the settings were accepted.
 
-        What is asked for then is not at fault: a worker would put aside every message that it has.
+        Rights that are missing later were revoked and may be granted again. Otherwise a worker would put every message
+        into the dead-letter topic.
         """
         self._in_use = True
 
     def _check_policy(self) -> None:
-        """Refuse a server that may evict: an index that forgets at random answers wrong only by luck."""
+        """Refuse a server that may evict: missing entries would cost dedup at random."""
         for node in self._memory():
             policy = node["maxmemory_policy"]
             if policy != "noeviction":
                 raise ConfigError(
-                    f'{self.name}: maxmemory-policy "{policy}" drops entries at will: '
-                    "run CONFIG SET maxmemory-policy noeviction, and put it into redis.conf"
+                    f'{self.name}: maxmemory-policy "{policy}" evicts entries: '
+                    "run CONFIG SET maxmemory-policy noeviction, and set it in redis.conf"
                 )
 
     def _memory(self) -> Sequence[dict[str, Any]]:
-        """Return what each primary says of its memory."""
+        """Return the memory section of INFO of each primary."""
         nodes = {"target_nodes": RedisCluster.PRIMARIES} if self.clustered else {}
         found = self._client.info("memory", **nodes)
         return [found] if "maxmemory_policy" in found else list(found.values())
 
     def check_memory(self) -> None:
-        """Refuse a server that may evict or is full, as it is now; both are metrics too.
+        """Refuse a server that may evict or is full now; both are metrics too.
 
-        Raises StoreUnavailable: the policy can be changed back, and memory be added, while services run.
+        Raises: StoreUnavailable: the policy can be reset, and memory be added, while services run.
         """
         fault = self.find_memory_fault()
         if fault is not None:
             raise StoreUnavailable(fault)
 
     def find_memory_fault(self) -> str | None:
-        """Return why the server may evict entries or is full; None if neither. Raises StoreUnavailable."""
+        """Return why the server may evict entries or is full, or None.
+
+        Raises: StoreUnavailable.
+        """
         try:
             nodes = self._memory()
         except (RedisError, OSError) as err:
-            raise self._translated(err) from err
+            raise self._translate(err) from err
         evicting = [node for node in nodes if node["maxmemory_policy"] != "noeviction"]
         fullness = max(
             (int(node["used_memory"]) / int(node["maxmemory"]) for node in nodes if node["maxmemory"]), default=0
@@ -155,11 +164,11 @@ class Server:
         metrics.REDIS_EVICTS.set(bool(evicting))
         if evicting:
             return (
-                f'{self.name}: maxmemory-policy "{evicting[0]["maxmemory_policy"]}" drops entries at will since it was '
+                f'{self.name}: maxmemory-policy "{evicting[0]["maxmemory_policy"]}" evicts entries since it was '
                 "changed: run CONFIG SET maxmemory-policy noeviction"
             )
         if fullness >= 1:
-            return f"{self.name}: all of maxmemory is in use: raise it or add servers; nothing was lost"
+            return f"{self.name}: maxmemory is exhausted; raise it or add servers; nothing was lost"
         return None
 
     def memory_bytes(self) -> int:
@@ -167,7 +176,7 @@ class Server:
         try:
             return sum(int(node["used_memory"]) for node in self._memory())
         except (RedisError, OSError) as err:
-            raise self._translated(err) from err
+            raise self._translate(err) from err
 
     @staticmethod
     def call(script: str, keys: Sequence[str], *arguments: Any) -> Command:
@@ -179,24 +188,24 @@ class Server:
         return self.run([command])[0]
 
     def run(self, commands: Sequence[Command]) -> list[Any]:
-        """Return a reply for each command, in one round trip, or several for more than PIPELINE_BYTES or _COMMANDS.
+        """Return a reply for each command, in one round trip within the PIPELINE limits.
 
-        Raises StoreUnavailable, Corrupt where a key is not what was written, ConfigError for rights that were missing
+        Raises: StoreUnavailable. Corrupt, if a key has an unexpected value. ConfigError, for rights that were missing
         from the start.
         """
         replies: list[Any] = []
-        for part in _portions(commands):
+        for part in _batches(commands):
             try:
-                answered = self._send(part)
-                if any(isinstance(reply, NoScriptError) for reply in answered):
+                batch_replies = self._send(part)
+                if any(isinstance(reply, NoScriptError) for reply in batch_replies):
                     self._load_scripts()
-                    answered = self._send(part)
+                    batch_replies = self._send(part)
             except (RedisError, OSError) as err:
-                raise self._translated(err) from err
-            for reply in answered:
+                raise self._translate(err) from err
+            for reply in batch_replies:
                 if isinstance(reply, Exception):
-                    raise self._translated(reply) from reply
-            replies += answered
+                    raise self._translate(reply) from reply
+            replies += batch_replies
         return replies
 
     def _send(self, commands: Sequence[Command]) -> list[Any]:
@@ -211,7 +220,10 @@ class Server:
             self._client.script_load(source)  # on every primary of a Cluster
 
     def keys(self, prefix: str) -> Iterator[list[bytes]]:
-        """Yield the names of all keys that start with `prefix`, some at a time: for sweeping, never on the way."""
+        """Yield the names of all keys that start with `prefix`, in batches.
+
+        It scans the whole server: for sweeps only.
+        """
         pattern = "".join(f"\\{sign}" if sign in "*?[]\\" else sign for sign in prefix) + "*"
         found: list[bytes] = []
         try:
@@ -221,42 +233,45 @@ class Server:
                     yield found
                     found = []
         except (RedisError, OSError) as err:
-            raise self._translated(err) from err
+            raise self._translate(err) from err
         yield found
 
     def close(self) -> None:
         """Close all connections."""
         self._client.close()
 
-    def _translated(self, err: Exception) -> NearkinError:
+    def _translate(self, err: Exception) -> NearkinError:
         if isinstance(err, ReadOnlyError) and not self.clustered:
-            # A primary until now: its address leads to another by the time of the next try, these connections do not.
+            # A primary until now: its address leads to another server by the next try, but not these connections.
             self._client.connection_pool.disconnect(inuse_connections=False)
         text = " ".join(str(err).split()) or type(err).__name__
-        kind, remedy = _kind(err, text)
+        kind, remedy = _classify(err, text)
         if kind is ConfigError and self._in_use:
             kind = StoreUnavailable
         return kind(f"{self.name}: {text}: {remedy}")
 
 
 def _check_files(settings: RedisSettings) -> None:
-    """Refuse files that cannot be read: the library would say that the server cannot be reached. Raises ConfigError."""
+    """Refuse unreadable TLS files; redis-py would report an unreachable server.
+
+    Raises: ConfigError.
+    """
     for name, check in (("ca_file", check_certificates), ("cert_file", check_certificates), ("key_file", check_key)):
         path = getattr(settings, name)
         if path:
             check(f"redis.{name}", path)
 
 
-def _kind(err: Exception, text: str) -> tuple[type[NearkinError], str]:
-    """Return what an error of the library or the server is to a caller, and the remedy."""
+def _classify(err: Exception, text: str) -> tuple[type[NearkinError], str]:
+    """Return the error class for a redis-py or server error, and the remedy."""
     for kinds, signs, translated, remedy in _TRANSLATIONS:
         if isinstance(err, kinds) or any(sign in text for sign in signs):
             return translated, remedy
-    return StoreUnavailable, "nothing was lost: the same call may be repeated"
+    return StoreUnavailable, "nothing was lost; the same call may be repeated"
 
 
-def _portions(commands: Sequence[Command]) -> Iterator[Sequence[Command]]:
-    """Yield the commands in runs of at most PIPELINE_COMMANDS and, single large ones aside, PIPELINE_BYTES."""
+def _batches(commands: Sequence[Command]) -> Iterator[Sequence[Command]]:
+    """Yield the commands in batches within the PIPELINE limits, except single large ones."""
     start = waiting_bytes = 0
     for number, command in enumerate(commands):
         command_bytes = sum(len(part) for part in command if isinstance(part, bytes))

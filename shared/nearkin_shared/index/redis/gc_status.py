@@ -1,7 +1,9 @@
-"""Rounds of garbage collection, as the fleet knows them. Invariant: it only tells and asks; losing it costs one round.
+"""Status and requests of GC runs, shared by the fleet through Redis.
 
-{prefix}:{m}:gc       what the last round came to, JSON: whoever asks, and every maintenance, so that all keep one
-interval {prefix}:{m}:gc-ask   there while a round is asked for; each who asks writes another value
+Invariant: status information only; its loss costs one GC run.
+
+    {prefix}:{m}:gc        result of the last GC run, JSON, read by every maintenance worker to keep one interval
+    {prefix}:{m}:gc-ask    exists while a GC run is requested; each request writes another value
 """
 
 from __future__ import annotations
@@ -10,47 +12,53 @@ import json
 import secrets
 from typing import Any
 
-from nearkin_shared.index.redis.connection import Server
+from nearkin_shared.index.redis.connection import RedisServer
 from nearkin_shared.index.redis.redis_index import RedisIndex
 
 
 class GcStatusStore:
-    """What maintenance workers and gateways tell each other of rounds. All calls raise StoreUnavailable."""
+    """Status of GC runs between maintenance workers and gateways.
+
+    Raises: StoreUnavailable, in all calls.
+    """
 
     def __init__(self, index: RedisIndex) -> None:
         self._server = index.server
-        self._told = f"{index.prefix}:{{m}}:gc"
-        self._asked = f"{index.prefix}:{{m}}:gc-ask"
+        self._status_key = f"{index.prefix}:{{m}}:gc"
+        self._request_key = f"{index.prefix}:{{m}}:gc-ask"
 
     def last(self) -> dict[str, Any] | None:
-        """Return what was told of the last round, by whichever maintenance; None where there was none."""
-        told = self._server.one(("GET", self._told))
-        return None if told is None else dict(json.loads(told))
+        """Return the status of the last GC run of any worker, or None."""
+        status = self._server.one(("GET", self._status_key))
+        return None if status is None else dict(json.loads(status))
 
     def state(self) -> object:
-        """Return what is another as soon as a round has ended, or has failed: it may have written until then."""
-        return self._server.one(("GET", self._told))
+        """Return a token that changes when a GC run has ended or failed.
 
-    def record_run(self, told: dict[str, Any], asked: bytes | None) -> None:
-        """Say what a round came to; whoever had `asked` before it began has it.
-
-        Who asked since wants another one: what was deleted while this one was at work it may not have seen.
+        Until then the run may have written.
         """
-        self._server.one(("SET", self._told, json.dumps(told)))
-        if asked is not None:
-            self._server.one(Server.call("release", [self._asked], asked))
+        return self._server.one(("GET", self._status_key))
 
-    def record_failure(self, at: float, failure: str) -> None:
-        """Say that a round did not end. It stays due, and asked for if it was."""
+    def record_run(self, status: dict[str, Any], request: bytes | None) -> None:
+        """Record the result of a GC run and remove the request that it fulfilled.
+
+        A request made after `request` was read stays: this run may have missed a deletion made while it was active.
+        """
+        self._server.one(("SET", self._status_key, json.dumps(status)))
+        if request is not None:
+            self._server.one(RedisServer.call("release", [self._request_key], request))
+
+    def record_failure(self, failed_at: float, failure: str) -> None:
+        """Record that a GC run failed. It stays due, and requested if it was."""
         last = {name: value for name, value in (self.last() or {}).items() if name != "failure"}
-        self._server.run([("SET", self._told, json.dumps({**last, "failed_at": at, "failure": failure}))])
+        self._server.run([("SET", self._status_key, json.dumps({**last, "failed_at": failed_at, "failure": failure}))])
 
     def request_run(self) -> None:
-        """Ask for a round: the maintenance service that sees it first does one, due or not."""
-        self._server.one(("SET", self._asked, secrets.token_bytes(8)))
+        """Request a GC run: the first worker that reads the request runs one, due or not."""
+        self._server.one(("SET", self._request_key, secrets.token_bytes(8)))
 
     @property
     def requested_run(self) -> bytes | None:
-        """Return what stands for a round that is asked for, None where none is."""
-        found: bytes | None = self._server.one(("GET", self._asked))
+        """Return the token of the pending request, or None."""
+        found: bytes | None = self._server.one(("GET", self._request_key))
         return found

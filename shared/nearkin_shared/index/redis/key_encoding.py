@@ -1,14 +1,15 @@
-"""Rows: names and numbers as a partition keeps them. Invariant: equal rows stand for equal names, but for known odds.
+"""Encoding of names and numbers in a partition.
 
-table     key                                            value
-chunks    check tag 8, fold of SHA-1 and length 5        number 5
-segments  check tag 8, fold of SHA-1 5                   number 5
-features  mix of namespace, rank and super-feature 5     number 5
-counts    mix of container and ordinal 8, ordinal 4      versions 4
+Invariant: equal keys mean equal names, up to known odds.
 
-A number stands for (container, ordinal); `nearkin_shared.index.redis.epoch` knows which. Rows are uint8[n, width].
-Partitions are chosen by bits that no uploader can aim: the check tag is keyed. docs/adr/0007-redis-index.md has the
-odds.
+    table     key                                            value
+    chunks    check tag 8, fold of SHA-1 and length 5        number 5
+    segments  check tag 8, fold of SHA-1 5                   number 5
+    features  mix of namespace, rank and super-feature 5     number 5
+    counts    mix of container and ordinal 8, ordinal 4      versions 4
+
+A number means (container, ordinal) as `nearkin_shared.index.redis.epoch` defines. Rows are uint8[n, width]. Partitions
+are chosen by bits that no uploader can choose: the check tag is keyed. docs/adr/0007-redis-index.md has the odds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _UNMIX_1, _UNMIX_2 = pow(_MIX_1, -1, 1 << 64), pow(_MIX_2, -1, 1 << 64)
 
 @frozen
 class Table:
-    """How a table is named and how wide its entries are."""
+    """Name of a table and the sizes of its entries."""
 
     letter: str
     key_bytes: int
@@ -54,7 +55,7 @@ TABLES = (CHUNKS, SEGMENTS, FEATURES, COUNTS)
 
 @frozen
 class Keys:
-    """Keys uint8[n, k] of one table and, for each, 16 bits uint16[n] whose lowest choose the partition."""
+    """Keys uint8[n, k] of one table, and uint16[n] whose low bits choose the partition."""
 
     rows: U8
     partitions: U16
@@ -69,9 +70,9 @@ class Keys:
 
 
 def chunk_keys(names: U8) -> Keys:
-    """Return the keys of uint8[n, 32] chunk names: every bit of a name has a part in its key."""
+    """Return the keys of uint8[n, 32] chunk names; every bit of a name affects its key."""
     names = np.ascontiguousarray(names).reshape(-1, NAME_BYTES)
-    words = names.view("<u8")  # fingerprint 20 bytes, tag 8, length 4: the tag lies across words
+    words = names.view("<u8")  # fingerprint 20 bytes, tag 8, length 4: the tag spans two words
     tail = words[:, 2]
     tags = (tail >> np.uint64(32)) | (words[:, 3] << np.uint64(32))
     lengths = words[:, 3] & np.uint64(0xFFFFFFFF00000000)
@@ -94,7 +95,7 @@ def _tag_keys(tags: U64, fold: U64) -> Keys:
 
 
 def super_feature_keys(sketch: str, domain: bytes, rank: int, super_features: U64) -> Keys:
-    """Return the keys of uint64[n] super-features: 40 bits of a mix, and those of the partition."""
+    """Return the keys of uint64[n] super-features: 40 bits of a mix, and the partition bits."""
     namespace = feature_keys(sketch, domain, np.zeros((1, rank + 1), np.uint64))[rank, :9].tobytes()
     seed = np.frombuffer(blake2b(namespace, digest_size=8).digest(), "<u8")[0]
     mixed = _mix(super_features ^ seed)
@@ -102,7 +103,7 @@ def super_feature_keys(sketch: str, domain: bytes, rank: int, super_features: U6
 
 
 def count_keys(locations: Locations) -> Keys:
-    """Return the keys of segments' locations; `locations_of` undoes it."""
+    """Return the keys of segments' locations; `locations_of` inverts it."""
     mixed = _mix(locations.containers + locations.ordinals.astype(np.uint64) * np.uint64(_GOLDEN))
     rows = np.empty((len(locations), 12), np.uint8)
     rows[:, :8] = _bytes(mixed)
@@ -111,14 +112,14 @@ def count_keys(locations: Locations) -> Keys:
 
 
 def locations_of(rows: U8) -> Locations:
-    """Return the locations that uint8[n, 12] keys of counts stand for."""
+    """Return the locations of uint8[n, 12] keys of counts."""
     ordinals = np.ascontiguousarray(rows[:, 8:]).view("<u4").ravel().astype(np.uint32)
     mixed = np.ascontiguousarray(rows[:, :8]).view("<u8").ravel().astype(np.uint64)
     return Locations(_unmix(mixed) - ordinals.astype(np.uint64) * np.uint64(_GOLDEN), ordinals)
 
 
 def with_numbers(keys: Keys, numbers: U64) -> U8:
-    """Return entries: each key followed by its number, which is below 2^40."""
+    """Return entries: each key followed by its number, below 2^40."""
     return np.concatenate([keys.rows, _bytes(numbers)[:, :NUMBER_BYTES]], axis=1)
 
 
@@ -134,7 +135,7 @@ def _bytes(values: U64) -> U8:
 
 
 def _mix(values: U64) -> U64:
-    """Return a permutation of 64-bit values in which every bit depends on every one (splitmix64's last steps)."""
+    """Permute 64-bit values so that every bit affects every bit (splitmix64's last steps)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
     return values ^ (values >> np.uint64(31))
@@ -147,13 +148,16 @@ def _unmix(values: U64) -> U64:
 
 
 def _unshift(values: U64, bits: int) -> U64:
-    """Return x for x ^ (x >> bits), with 21 < bits < 64: three turns reach every bit."""
+    """Return x for x ^ (x >> bits), with 21 < bits < 64: three iterations reach every bit."""
     values = values ^ (values >> np.uint64(bits))
     return values ^ (values >> np.uint64(2 * bits)) if 2 * bits < 64 else values
 
 
 def order_by_partition(partitions: U16, count: int) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Return (order, bounds): rows by partition, their own order kept; rows of p are bounds[p] .. bounds[p + 1]."""
+    """Return (order, bounds) of rows by partition; the order within one is kept.
+
+    Rows of p are bounds[p] .. bounds[p + 1].
+    """
     chosen = partitions & np.uint16(count - 1)
     bounds = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(chosen, minlength=count), out=bounds[1:])

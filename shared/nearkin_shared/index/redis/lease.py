@@ -1,8 +1,10 @@
-"""A lease in Redis. Invariant: who works under it stops before it can be another's.
+"""Lease in Redis.
 
-    free -> taken, with a number that grows -> renewed every third of its life -> let go, or over by itself
+Invariant: the holder stops its work before another process can take the lease.
 
-Its holder counts its own time from before it asked: what it holds in its own eyes, Redis holds longer.
+    free -> taken, with a growing number -> renewed every third of its life -> released, or expired
+
+The holder measures the lease from before its request: Redis keeps it longer than the holder assumes.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from nearkin_shared.errors import NearkinError, RetryableError
-from nearkin_shared.index.redis.connection import Server
+from nearkin_shared.index.redis.connection import RedisServer
 from nearkin_shared.index.redis.redis_index import RedisIndex
 from nearkin_shared.utils.failpoints import failpoint
 
@@ -23,7 +25,7 @@ RENEWALS_A_LEASE = 3
 
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Goes on while the machine sleeps, as Redis' does."""
+"""Clock that continues during suspend, like Redis' clock."""
 
 
 def _now() -> float:
@@ -31,61 +33,59 @@ def _now() -> float:
 
 
 class LeaseLost(RetryableError):
-    """The lease is no longer held: another may work, so nothing more is done."""
+    """The lease is no longer held: another process may be working."""
 
 
 class Lease:
-    """The one lease of an index's maintenance workers: who rebuilds it, or collects garbage, holds it."""
+    """GC lease of an index: its holder may run an index rebuild or a GC run."""
 
     def __init__(self, index: RedisIndex, lease_seconds: float = LEASE_SECONDS) -> None:
         self._index = index
         self._seconds = lease_seconds
         self._keys = [f"{index.prefix}:{{m}}:lease", f"{index.prefix}:{{m}}:fence"]
         self._holder: bytes | None = None
-        self._until = 0.0
-        self._over = threading.Event()
+        self._expires_at = 0.0
+        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def take(self) -> bool:
-        """Take it if it is free; it is then renewed until `release`."""
-        asked = _now()
+        """Take the lease if it is free; it is renewed until `release`."""
+        requested_at = _now()
         milliseconds = int(self._seconds * 1000)
-        holder = self._index.server.one(Server.call("take", self._keys, secrets.token_hex(8), milliseconds))
+        holder = self._index.server.one(RedisServer.call("take", self._keys, secrets.token_hex(8), milliseconds))
         if holder is None:
             return False
-        self._holder, self._until = holder, asked + self._seconds
-        self._over.clear()
+        self._holder, self._expires_at = holder, requested_at + self._seconds
+        self._stopping.clear()
         self._thread = threading.Thread(target=self._renew, name="nearkin-lease", daemon=True)
         self._thread.start()
         failpoint("lease.taken")
         return True
 
     def check(self) -> None:
-        """Raise LeaseLost unless it is held."""
-        if _now() >= self._until:
-            raise LeaseLost(
-                "the maintenance service's lease has passed to another, or Redis does not answer: the round ends here"
-            )
+        """Raise LeaseLost unless the lease is held."""
+        if _now() >= self._expires_at:
+            raise LeaseLost("GC lease lost: another worker has it, or Redis does not answer; this GC run ends")
 
     def skew_seconds(self) -> float:
-        """Return how far this machine's clock is ahead of the server's that has the lease; negative: behind."""
-        asked = time.time()
-        seconds, microseconds = map(int, self._index.server.one(Server.call("now", self._keys[:1])))
-        return (asked + time.time()) / 2 - (seconds + microseconds / 1e6)
+        """Return the offset of this machine's clock from the lease server's; positive: ahead."""
+        requested_at = time.time()
+        seconds, microseconds = map(int, self._index.server.one(RedisServer.call("now", self._keys[:1])))
+        return (requested_at + time.time()) / 2 - (seconds + microseconds / 1e6)
 
     def give_up(self) -> None:
-        """Hold it no longer, whatever Redis says."""
-        self._until = 0.0
+        """Stop holding the lease, regardless of its state in Redis."""
+        self._expires_at = 0.0
 
     def release(self) -> None:
-        """Let go of it."""
-        self._over.set()
+        """Release the lease."""
+        self._stopping.set()
         if self._thread is not None:
             self._thread.join()
-        self._until = 0.0
+        self._expires_at = 0.0
         if self._holder is not None:
-            with suppress(NearkinError):  # it ends by itself
-                self._index.server.one(Server.call("release", self._keys[:1], self._holder))
+            with suppress(NearkinError):  # the lease expires by itself
+                self._index.server.one(RedisServer.call("release", self._keys[:1], self._holder))
             self._holder = None
             failpoint("lease.released")
 
@@ -98,13 +98,13 @@ class Lease:
         self.release()
 
     def _renew(self) -> None:
-        while not self._over.wait(self._seconds / RENEWALS_A_LEASE):
-            asked = _now()
-            with suppress(NearkinError):  # what is not renewed ends
-                renew = Server.call("renew", self._keys[:1], self._holder, int(self._seconds * 1000))
+        while not self._stopping.wait(self._seconds / RENEWALS_A_LEASE):
+            requested_at = _now()
+            with suppress(NearkinError):  # without a renewal it expires
+                renew = RedisServer.call("renew", self._keys[:1], self._holder, int(self._seconds * 1000))
                 if not self._index.server.one(renew):
-                    self._until = 0.0
+                    self._expires_at = 0.0
                     return
-                if self._until:
-                    self._until = asked + self._seconds
+                if self._expires_at:
+                    self._expires_at = requested_at + self._seconds
                 failpoint("lease.renewed")

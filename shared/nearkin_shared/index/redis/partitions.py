@@ -1,17 +1,17 @@
-"""Partition states: which GC runs a partition has seen, and whether its server is still the same process.
+"""Partition states: the GC runs that a partition has seen, and its server's identity.
 
-    g  GC generation    lookups name the one of the object store: entries of a partition of an older one are misses
-    r  run_id           differs after a restart, a failover or a restored dump: the epoch is then continued (`adopt`)
-    f  began empty      entries of published containers may be missing: all containers are published again
+    g   GC generation   lookups name that of the object store: entries of a partition of an older one are misses
+    r   run_id          differs after a restart, a failover or a restored dump: the epoch then continues (`adopt`)
+    f   began empty     entries of published containers may be missing: all containers are published again
 
-Invariant: a partition reaches a GC generation only with every entry removed that the run withdrew.
+Invariant: a partition reaches a GC generation only after the removal of all entries that the run withdrew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nearkin_shared.index.redis.connection import Command, Server
+from nearkin_shared.index.redis.connection import Command, RedisServer
 from nearkin_shared.index.redis.key_encoding import CHUNKS, FEATURES, SEGMENTS, TABLES
 from nearkin_shared.utils.frozen import frozen
 
@@ -20,7 +20,7 @@ LETTERS = (*(table.letter for table in TABLES), VERSIONS_LETTER)
 LOOKUP_LETTERS = frozenset(table.letter for table in (CHUNKS, SEGMENTS, FEATURES))
 META = ("containers", "table", "next")
 TAG_BYTES = 24
-"""A field of this length in a partition of versions is a tenant's tag; its value is the tenant's name."""
+"""Length of a field of a versions partition that is a tenant's tag; its value is the tenant's name."""
 
 
 def partition_key(prefix: str, epoch: str, letter: str, number: int) -> str:
@@ -35,7 +35,7 @@ def meta_key(prefix: str, epoch: str, what: str) -> str:
 
 @frozen
 class PartitionState:
-    """One partition, as its server reports it."""
+    """State of one partition, as its server reports it."""
 
     letter: str
     generation: int
@@ -47,7 +47,7 @@ class PartitionState:
 class Partitions:
     """All partitions of one epoch."""
 
-    server: Server
+    server: RedisServer
     prefix: str
     epoch: str
     count: int
@@ -60,21 +60,22 @@ class Partitions:
     def create(self, generation: int) -> list[str]:
         """Create empty partitions of a GC generation; return their keys."""
         keys = [key for _, _, key in self._keys()]
-        self.server.run([Server.call("adopt", [key], generation) for key in keys])
+        self.server.run([RedisServer.call("adopt", [key], generation) for key in keys])
         return keys
 
     def adopt(self, before: str, generation: int) -> None:
-        """Continue epoch `before` under this one's name. Repeating, also concurrently, changes nothing.
+        """Continue epoch `before` under this one's name. Idempotent, also concurrently.
 
-        A partition that was lost is created empty, with this GC generation.
+        A lost partition is created empty, with this GC generation.
         """
         calls: list[Command] = [
-            Server.call("move", [meta_key(self.prefix, name, what) for name in (self.epoch, before)]) for what in META
+            RedisServer.call("move", [meta_key(self.prefix, name, what) for name in (self.epoch, before)])
+            for what in META
         ]
         keys = list(self._keys())
         for letter, number, key in keys:
             old = partition_key(self.prefix, before, letter, number)
-            calls.append(Server.call("adopt", [key, old], generation))
+            calls.append(RedisServer.call("adopt", [key, old], generation))
         highest = max(self.server.run(calls)[len(META) :])
         versions = [(key, number) for letter, number, key in keys if letter == VERSIONS_LETTER]
         tags = self.server.run([("HGETALL", key) for key, _ in versions])
@@ -83,15 +84,15 @@ class Partitions:
             old = partition_key(self.prefix, before, VERSIONS_LETTER, number)
             for tag in tenants_of(fields):
                 for end in ("", ":marks"):
-                    moves.append(Server.call("move", [f"{key}:{tag}{end}", f"{old}:{tag}{end}"]))
-        # A node of a Cluster may hold numbers that the node of {m}, restored from an older dump, would give out again.
-        moves.append(Server.call("raise", [meta_key(self.prefix, self.epoch, "next")], highest))
+                    moves.append(RedisServer.call("move", [f"{key}:{tag}{end}", f"{old}:{tag}{end}"]))
+        # A node of a Cluster may hold numbers that the node of {m}, restored from an older dump, would assign again.
+        moves.append(RedisServer.call("raise", [meta_key(self.prefix, self.epoch, "next")], highest))
         self.server.run(moves)
 
     def inspect(self) -> list[PartitionState] | None:
-        """Return all states, None where a partition was lost."""
+        """Return all states, or None if a partition was lost."""
         keys = list(self._keys())
-        replies = self.server.run([Server.call("inspect", [key]) for _, _, key in keys])
+        replies = self.server.run([RedisServer.call("inspect", [key]) for _, _, key in keys])
         if None in replies:
             return None
         return [
@@ -100,16 +101,20 @@ class Partitions:
         ]
 
     def advance(self, required: int, generation: int) -> bool:
-        """Set the GC generation of all partitions that have `required`; return whether none is lost.
+        """Set the GC generation of the partitions that have `required`.
 
-        A stale partition, or one whose server restarted meanwhile, keeps its own: it has to be checked first.
+        Returns whether no partition was lost.
+
+        A stale partition, or one whose server restarted meanwhile, keeps its own: it must be checked first.
         """
-        calls = [Server.call("advance", [key], required, generation) for _, _, key in self._keys()]
+        calls = [RedisServer.call("advance", [key], required, generation) for _, _, key in self._keys()]
         return None not in self.server.run(calls)
 
     def mark_checked(self, generation: int) -> bool:
-        """Declare all partitions checked against the store; return False where one was lost or its server restarted."""
-        return None not in self.server.run([Server.call("settle", [key], generation) for _, _, key in self._keys()])
+        """Declare all partitions checked; return False if one was lost or its server restarted."""
+        return None not in self.server.run(
+            [RedisServer.call("settle", [key], generation) for _, _, key in self._keys()]
+        )
 
     def tenants(self) -> list[str]:
         """Return the names of all tenants that have versions in the catalog."""
