@@ -24,7 +24,8 @@ from nearkin.local.failed_puts import FailedPutCleaner
 from nearkin.local.index_lifecycle import WRITER_LOCK_TIMEOUT_SECONDS, LocalIndex
 from nearkin.local.index_location import IndexLocation, check_index_path
 from nearkin.local.process_lock import NAMES as LOCKS
-from nearkin.local.writer import LocalPuts, PutItem
+from nearkin.local.source_feed import PutItem
+from nearkin.local.writer import LocalPuts
 from nearkin_shared.config.loader import explicit_names, load
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import RetentionPolicy
@@ -64,6 +65,7 @@ from nearkin_shared.results import (
 from nearkin_shared.retention import Decision, decisions, forget, guard_of, min_age_seconds, policy_of
 from nearkin_shared.storage import chunking_record, descriptor
 from nearkin_shared.storage.chunking_record import ChunkingGuard
+from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.deletions import Deletions, user_and_host
 from nearkin_shared.storage.disk_reserve import SpaceReserve
@@ -112,11 +114,13 @@ class Item:
     created: datetime | None = None
     """Creation time of a version that is copied from another store; None: the moment of the commit."""
     precondition: Precondition | None = None
+    origin: BlobOrigin | None = None
+    """Of a blob that is stored once, however often it is put; None: each put makes a version."""
 
     def as_put(self) -> PutItem:
         """Return the tuple that `LocalPuts.put` takes."""
         created_us = None if self.created is None else us_of(self.created)
-        return self.key, self.source, self.metadata, self.sha256, created_us, self.precondition
+        return PutItem(self.key, self.source, self.metadata, self.sha256, created_us, self.precondition, self.origin)
 
 
 def open_store(
@@ -344,6 +348,7 @@ class Store:
     def after_fork(self) -> None:
         """Begin anew in a process that was forked."""
         self._manifests.locks.after_fork()
+        self._manifests.origins.after_fork()
         self._puts.after_fork()
         self._index.after_fork()
 
@@ -405,6 +410,13 @@ class Store:
         self._check_writable("put")
         self._chunking.prepare_put()
         return self._puts.put(((item if isinstance(item, Item) else Item(*item)).as_put() for item in items), progress)
+
+    def find_origin(self, key: str, origin: BlobOrigin) -> PutResult | None:
+        """Return the result of an earlier put with this origin, None if none was committed. Raises StoreUnavailable."""
+        tenant = self.settings.tenant
+        histories = self._manifests.histories(tenant, key)
+        manifest = self._manifests.find_origin(tenant, key, histories, origin)
+        return None if manifest is None else PutResult(manifest.info, manifest.ledger, manifest.seconds)
 
     # --- get ---------------------------------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from queue import Empty, Queue
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from nearkin.embedded.background_scrub import BackgroundScrubTask
 from nearkin.store import Item, Store, open_store
@@ -30,10 +30,11 @@ from nearkin_gateway.catalog.version_catalog import VersionCatalog
 from nearkin_gateway.setting_changes import ConfigChanges
 from nearkin_gateway.state import HAND_OVERS_MAX, Gateway, shares_of
 from nearkin_gateway.uploads.resumable_store import Resumable
-from nearkin_gateway.uploads.upload_status import UploadIds, UploadStatuses
+from nearkin_gateway.uploads.upload_status import UploadIds, UploadStatuses, new_id
 from nearkin_maintenance.gc.schedule import GcSchedule
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, NearkinError, NotFound, PermanentError, StoreUnavailable
+from nearkin_shared.formats.manifest import us_of
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.objectstore.factory import as_set, local_objects
@@ -41,6 +42,7 @@ from nearkin_shared.observability import counters, metrics
 from nearkin_shared.results import PutResult, Stats
 from nearkin_shared.results_json import gc_json
 from nearkin_shared.storage import descriptor
+from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.private_files import make_private_folder
 from nearkin_shared.validation import check_key, check_metadata
@@ -184,8 +186,19 @@ class EmbeddedIngest:
         # Shielded: a client that goes away now does not take the commit back.
         result = await asyncio.shield(done)
         metrics.count_committed(result.ledger, 0, result.seconds)  # its ledger counts the manifest
-        began = datetime.fromtimestamp(intent.began_us / 1e6, UTC).isoformat(timespec="milliseconds")
-        self._outcomes.add(committed_event(intent, began.replace("+00:00", "Z"), result))
+        began = datetime.fromtimestamp(intent.began_us / 1e6, UTC)
+        self._outcomes.add(committed_event(intent, _text_of(began), result))
+
+    async def find_committed(self, tenant: str, key: str, origin: BlobOrigin) -> dict[str, Any] | None:
+        """Return the event of a version that an earlier attempt committed, also before this process was started."""
+        result = await asyncio.to_thread(self._store.find_origin, key, origin)
+        if result is None:
+            return None
+        began = result.info.created - timedelta(seconds=result.seconds)
+        intent = UploadRequest(tenant, key, new_id(), origin.id, us_of(began))
+        event = committed_event(intent, _text_of(began), result)
+        self._outcomes.add(event)
+        return event
 
     def _run(self) -> None:
         while True:
@@ -320,6 +333,7 @@ class EmbeddedIngest:
                     job.intent.metadata,
                     job.ending.sha256,
                     precondition=job.intent.precondition,
+                    origin=BlobOrigin(job.intent.origin, job.intent.first_attempt_us),
                 )
                 for job in jobs
             )
@@ -425,7 +439,11 @@ class StoreListing:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return _text_of(datetime.now(UTC))
+
+
+def _text_of(moment: datetime) -> str:
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _write_all(file: BinaryIO, data: bytes | bytearray) -> None:

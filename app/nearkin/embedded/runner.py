@@ -32,7 +32,7 @@ from nearkin_resemblance import ResemblanceStage
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError, PermanentError, RetryableError
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.formats.manifest import NO_ORIGIN, Manifest
 from nearkin_shared.index.catalog import summarise
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.pending import PendingIndex
@@ -46,6 +46,7 @@ from nearkin_shared.pipeline.worker_thread import InlineWorker, Worker
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.results import Ledger, PutResult
 from nearkin_shared.retention import retain_until_us
+from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.types import U32, Bools, ContainerId, FreshBatch, Locations, SegmentBatch
@@ -85,6 +86,19 @@ class _Blob:
     ledger: Ledger = field(default_factory=Ledger)
     done: Future[PutResult] = field(default_factory=Future)
     precondition: Precondition | None = None
+    origin: BlobOrigin | None = None
+    """Of a blob that is stored once, however often it is sent; None: each put makes a version."""
+
+
+@frozen
+class EarlierCommit:
+    """A version that an earlier attempt to store the same blob committed."""
+
+    manifest: Manifest
+
+
+_Commitment = tuple[Manifest, int] | EarlierCommit | PermanentError
+"""(manifest, its bytes) of a version made now, or why none was made."""
 
 
 @frozen
@@ -369,14 +383,17 @@ class EmbeddedWriter:
         with ThreadPoolExecutor(MANIFEST_THREADS if len(by_key) > 1 else 1) as threads:
             done = dict(pair for pairs in threads.map(self._put_manifests, by_key.values()) for pair in pairs)  # 3
         failpoint("commit.manifests")
-        if any(not isinstance(put, PermanentError) for put in done.values()):
+        made = [put for put in done.values() if isinstance(put, tuple)]
+        if made:
             self._written, self._attempted = [], []
-        self._index.commit_many([put for put in done.values() if not isinstance(put, PermanentError)])  # 4
+        self._index.commit_many(made)  # 4
         failpoint("commit.catalogued")
         for blob in item.blobs:
             put = done[blob.number]
             if isinstance(put, PermanentError):
                 self._report_refused(blob, put)
+            elif isinstance(put, EarlierCommit):
+                self._report_earlier(blob, put.manifest)
             else:
                 self._report(blob, *put)
         self._reported = self._stored
@@ -388,8 +405,8 @@ class EmbeddedWriter:
             failpoint("put.published")
             self._pending.on_published([claims.directory.container for claims in many])
 
-    def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, tuple[Manifest, int] | PermanentError]]:
-        """Commit the versions of one key, in order; of a conditional put that is refused, return why."""
+    def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, _Commitment]]:
+        """Commit the versions of one key, in order; of a blob that makes no version, return why."""
         return [(blob.number, self._put_manifest(blob)) for blob in blobs]
 
     def _report(self, blob: _Blob, manifest: Manifest, manifest_bytes: int) -> None:
@@ -405,23 +422,31 @@ class EmbeddedWriter:
         del self._by_number[blob.number]
         blob.done.set_result(PutResult(manifest.info, ledger, manifest.seconds))
 
+    def _report_earlier(self, blob: _Blob, manifest: Manifest) -> None:
+        """End a repeated put with the version that was made before; what this one stored is freed by GC."""
+        del self._by_number[blob.number]
+        blob.done.set_result(PutResult(manifest.info, manifest.ledger, manifest.seconds))
+
     def _report_refused(self, blob: _Blob, err: PermanentError) -> None:
         """End a conditional put that was refused; what was stored of it is unreferenced until GC frees it."""
         del self._by_number[blob.number]
         blob.done.set_exception(err)
 
-    def _put_manifest(self, blob: _Blob) -> tuple[Manifest, int] | PermanentError:
+    def _put_manifest(self, blob: _Blob) -> _Commitment:
         """Commit under the next free number; on conflict check again and retry with the following number (I2)."""
         with self._manifests.exclusive_if(blob.precondition, self._settings.tenant, blob.key):
             return self._claim_version_number(blob)
 
-    def _claim_version_number(self, blob: _Blob) -> tuple[Manifest, int] | PermanentError:
+    def _claim_version_number(self, blob: _Blob) -> _Commitment:
         tenant = self._settings.tenant
         seconds = round(time.perf_counter() - blob.started, 3)  # as the manifest keeps it
         # What the index lists is taken too: a manifest that is lost may come back from a copy.
         indexed, version = self._index.versions_of(tenant, blob.key), 0
         for _ in range(VERSION_RACES_MAX):
             histories = self._manifests.histories(tenant, blob.key)
+            earlier = self._manifests.find_origin(tenant, blob.key, histories, blob.origin)
+            if earlier is not None:  # before the precondition, which this version may fail
+                return EarlierCommit(earlier)
             try:
                 self._manifests.check_precondition(tenant, blob.key, histories, blob.precondition)
             except PermanentError as err:  # of this blob alone: the others of its group are committed
@@ -444,6 +469,7 @@ class EmbeddedWriter:
                 segments=Locations.join(blob.segments),
                 known=np.concatenate([np.zeros(0, np.bool_), *blob.known]),
                 metadata=dict(blob.metadata),
+                origin=NO_ORIGIN if blob.origin is None else blob.origin.id,
                 lengths=np.concatenate([np.zeros(0, np.uint32), *blob.lengths]),
                 source_changed=blob.source_changed,
                 previous=self._manifests.find_previous(tenant, blob.key, histories),

@@ -8,16 +8,17 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from nearkin_shared.errors import BadInput, SourceFailed
+from nearkin_shared.preconditions import Precondition
+from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.validation import Progress, Source
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from nearkin.embedded.runner import EmbeddedWriter
-    from nearkin_shared.preconditions import Precondition
     from nearkin_shared.results import PutResult
 
 
@@ -26,24 +27,28 @@ READ_BYTES = 2 * 1024 * 1024
 make a put 1 to 2 % faster, on one they cost nothing. Of 4 MiB what is hashed has left the core's cache."""
 
 
-def feed(
-    writer: EmbeddedWriter,
-    key: str,
-    source: Source,
-    metadata: Mapping[str, str],
-    sha256: bytes | None,
-    progress: Progress | None,
-    created_us: int | None = None,
-    precondition: Precondition | None = None,
-) -> Future[PutResult]:
-    """Stream one source into the writer; return the future of its result. Raises BadInput, SourceFailed.
+class PutItem(NamedTuple):
+    """A blob to put, as `LocalPuts.put` takes it."""
 
-    `created_us`: microseconds since 1970, of a copy of an earlier version; by default the moment of the commit.
-    """
+    key: str
+    source: Source
+    metadata: Mapping[str, str]
+    sha256: bytes | None = None
+    """Digest that the caller announced."""
+    created_us: int | None = None
+    """Creation time of a copied version, in microseconds since 1970; None: the moment of the commit."""
+    precondition: Precondition | None = None
+    """Checked at the commit."""
+    origin: BlobOrigin | None = None
+
+
+def feed(writer: EmbeddedWriter, item: PutItem, progress: Progress | None) -> Future[PutResult]:
+    """Stream one source into the writer; return the future of its result. Raises BadInput, SourceFailed."""
+    key, source, sha256 = item.key, item.source, item.sha256
     if sha256 is not None and (not isinstance(sha256, bytes) or len(sha256) != hashlib.sha256().digest_size):
         raise BadInput(f"key {key!r}: SHA-256 {sha256!r:.100}: want its 32 bytes")
-    blob = writer.begin(key, metadata, sha256, precondition)
-    blob.created_us = created_us
+    blob = writer.begin(key, item.metadata, sha256, item.precondition)
+    blob.created_us, blob.origin = item.created_us, item.origin
     check = hashlib.sha256() if sha256 is not None else None
     with ExitStack() as files:
         file = files.enter_context(_opened(source)) if isinstance(source, Path) else _readable(source)

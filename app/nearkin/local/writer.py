@@ -8,7 +8,7 @@ What is decoded stays at hand within a bound: a put's while one is at work, a re
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from nearkin.local.failed_puts import FailedPutCleaner
 from nearkin.local.index_lifecycle import LocalIndex
-from nearkin.local.source_feed import feed
+from nearkin.local.source_feed import PutItem, feed
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError, PermanentError, StoreLocked
 from nearkin_shared.fingerprints import Fingerprinter
@@ -24,13 +24,12 @@ from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.base import check_tenant
 from nearkin_shared.objectstore.encrypted_store import check_keys
 from nearkin_shared.objectstore.parity import ParityObjectStore
-from nearkin_shared.preconditions import Precondition
 from nearkin_shared.results import PutResult
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.signals import interrupts_wait
-from nearkin_shared.validation import Progress, Source, check_key, check_metadata
+from nearkin_shared.validation import Progress, check_key, check_metadata
 
 if TYPE_CHECKING:
     from nearkin.embedded.runner import EmbeddedWriter, SparePools
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
 GC_MEMORY_BYTES = 48 * MIB
 """Of decoded blocks that puts and restores have at hand while a round writes, which has as many of its own twice
 over."""
-PutItem = tuple[str, Source, Mapping[str, str], bytes | None, int | None, Precondition | None]
-"""Key, content, metadata, expected SHA-256, creation time in microseconds since 1970 (None: at the commit),
-and what must hold at the commit."""
 
 
 class LocalPuts:
@@ -201,10 +197,10 @@ class LocalPuts:
                     )
                 )
             waiting = []
-            for key, source, metadata, sha256, created_us, precondition in items:
-                check_key(key)
-                check_metadata(metadata)
-                waiting.append(feed(writer, key, source, metadata, sha256, progress, created_us, precondition))
+            for item in items:
+                check_key(item.key)
+                check_metadata(item.metadata)
+                waiting.append(feed(writer, item, progress))
                 if waiting[0].done():
                     yield from (_outcome(done) for done in waiting if done.done())
                     waiting = [pending for pending in waiting if not pending.done()]

@@ -35,6 +35,7 @@ from nearkin_shared.objectstore.parity import read_decoded
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.results import VersionInfo
 from nearkin_shared.storage.clock_records import RecordedTime
+from nearkin_shared.storage.committed_origins import BlobOrigin, CommittedOrigins
 from nearkin_shared.storage.key_locks import KeyLocks, ProcessKeyLocks
 from nearkin_shared.storage.retention_records import SUFFIX as RETENTION_SUFFIX
 from nearkin_shared.storage.retention_records import RetentionRecords, record_sequence
@@ -130,6 +131,7 @@ class ManifestStore:
         self.locks = locks or ProcessKeyLocks()
         self._given_key = record_key
         self.known_time = RecordedTime(objects)
+        self.origins = CommittedOrigins(self.get)
         self.retentions = RetentionRecords(objects, _folder, lambda: self._record_key)
 
     @property
@@ -225,6 +227,15 @@ class ManifestStore:
                 except PermanentError:
                     return Previous(version, NO_DIGEST)
         return NO_PREVIOUS
+
+    def find_origin(
+        self, tenant: str, key: str, histories: Mapping[int, History], origin: BlobOrigin | None
+    ) -> Manifest | None:
+        """Return the version that an earlier attempt with this origin committed, if any. Raises StoreUnavailable."""
+        if origin is None:
+            return None
+        versions = [version for version, history in histories.items() if history.committed]
+        return self.origins.find(tenant, key, versions, origin)
 
     def digest(self, tenant: str, key: str, version: int) -> bytes:
         """Return BLAKE3 of a manifest's bytes in clear. Raises NotFound, Corrupt, StoreUnavailable."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.results import PutResult
 from nearkin_shared.results_json import info_json, ledger_json
+from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.utils.frozen import frozen
 
 COMMITTED = "committed"
@@ -34,6 +35,8 @@ class UploadRequest:
     """W3C traceparent of the request."""
     precondition: Precondition | None = None
     """Checked where the version is committed."""
+    first_attempt_us: int | None = None
+    """Earliest time of an attempt with this origin, in microseconds since 1970; None: this is the only one."""
 
 
 @frozen
@@ -78,6 +81,12 @@ class Ingest(Protocol):
 
     async def begin(self, intent: UploadRequest) -> IncomingUpload:
         """Start an upload. Raises RetryableError."""
+
+    async def find_committed(self, tenant: str, key: str, origin: BlobOrigin) -> dict[str, Any] | None:
+        """Return the event of a version that an earlier attempt committed, if the stored versions have to be searched.
+
+        None from an ingest whose outcomes outlive the gateway. Raises StoreUnavailable.
+        """
 
     def check(self) -> None:
         """Raise RetryableError where an upload could not be taken now; may block for some seconds."""

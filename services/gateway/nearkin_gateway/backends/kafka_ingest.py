@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -27,6 +28,7 @@ from nearkin_shared.formats.message import FAILURE_CHARACTERS_MAX, End, Envelope
 from nearkin_shared.kafka.clients import delivery_error, is_final, producer, signed_headers, topic, unavailable
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.record_guard import headers_of
+from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.validation import check_key, check_metadata
 
 POLL_SECONDS = 0.1
@@ -60,6 +62,10 @@ class KafkaIngest:
         self._stop = threading.Event()
         self._poller = threading.Thread(target=self._poll, name="nearkin-gateway-kafka", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def find_committed(self, tenant: str, key: str, origin: BlobOrigin) -> dict[str, Any] | None:
+        """Return None: the topic `committed` has the outcomes, and the committer searches for the origin."""
+        return None
 
     def accepts(self, tenant: str) -> bool:
         """Return True: the pipeline takes all."""

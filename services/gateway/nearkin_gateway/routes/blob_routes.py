@@ -43,7 +43,9 @@ from nearkin_gateway.uploads.upload_service import (
     check_idempotency_key,
     check_replay,
     check_same,
+    find_committed,
     one_at_a_time,
+    origin_of_key,
     take,
 )
 from nearkin_shared.errors import PreconditionFailed
@@ -119,7 +121,8 @@ async def put_blob(
     idempotency_key: Annotated[
         str | None,
         Header(
-            description="Repeats with the same key and Idempotency-Key store once.",
+            description="Repeats with the same key and Idempotency-Key store once. An embedded gateway recognises them "
+            "for at least one day, across restarts too.",
             json_schema_extra=header_bounds.IDEMPOTENCY_KEY,
         ),
     ] = None,
@@ -168,20 +171,21 @@ async def put_blob(
         check_metadata(metadata)
     announced = announced_digests(request.headers)
     precondition = precondition_of_put(request.headers)
-    origin = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
+    repeatable = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
+    origin = None if repeatable is None else origin_of_key(repeatable)
     with ExitStack() as held:
         held.enter_context(gateway.uploads.one(caller.holders))
         body = frames(chunks(request, gateway.bounds, bytes_max, gateway.uploads))
         pieces = check_digests(body, announced, gateway.pools.hashing)
         earlier = None
         if origin is not None:
-            held.enter_context(one_at_a_time(gateway, origin))
-            earlier = gateway.outcomes.of_origin(origin)
+            held.enter_context(one_at_a_time(gateway, origin.id))
+            earlier = await find_committed(gateway, caller.tenant, key, origin)
         if earlier is None and precondition is not None:  # before a large body is sent in vain
             try:
                 await check_newest(gateway, caller.tenant, key, precondition)
             except PreconditionFailed:  # what is in its way may be its own version
-                earlier = None if origin is None else await _await_committed_event(gateway, origin)
+                earlier = None if origin is None else await _await_committed_event(gateway, origin.id)
                 if earlier is None:
                     raise
         if earlier is not None:

@@ -17,10 +17,11 @@ from nearkin_gateway.monitoring.audit_log import Actor
 from nearkin_gateway.state import Gateway
 from nearkin_gateway.uploads.resumable_store import DamagedPart, Meta, StagedUpload, UploadOutcome
 from nearkin_gateway.uploads.upload_preconditions import OUTCOME_SECONDS, check_refused
-from nearkin_gateway.uploads.upload_service import one_at_a_time, take
+from nearkin_gateway.uploads.upload_service import find_committed, one_at_a_time, take
 from nearkin_shared.errors import NearkinError, NotFound, PreconditionFailed
 from nearkin_shared.observability import tracing
 from nearkin_shared.preconditions import PRECONDITION
+from nearkin_shared.storage.committed_origins import BlobOrigin
 
 HAND_OVER_SECONDS = 20.0
 """How long the answer to the last part waits for the hand-over; after that it goes on by itself."""
@@ -89,11 +90,16 @@ async def _store_upload(gateway: Gateway, tenant: str, number: str) -> bool | Pr
 
 async def _store(gateway: Gateway, staged: StagedUpload) -> UploadOutcome:
     """Stream the parts on; return how the upload ended. Raises DamagedPart, NotFound, Problem, NearkinError."""
-    meta, origin = staged.meta, bytes.fromhex(staged.id)
+    meta = staged.meta
+    origin = BlobOrigin(bytes.fromhex(staged.id), meta.created_us)
     with tracing.span("resumable upload", None, begins=True) as trace:
-        earlier = gateway.outcomes.of_origin(origin)  # it was stored, and could not be noted
+        is_known = gateway.outcomes.of_origin(origin.id) is not None  # stored by this process, and could not be noted
+        earlier = await find_committed(gateway, meta.tenant, meta.key, origin)
         if earlier is not None:
-            return UploadOutcome(str(earlier["id"]))
+            done = UploadOutcome(str(earlier["id"]))
+            if not is_known:
+                _record_stored(gateway, staged, done)
+            return done
         try:
             blob, _ = await take(
                 gateway,

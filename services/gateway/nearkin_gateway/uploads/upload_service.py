@@ -26,6 +26,7 @@ from nearkin_gateway.uploads.upload_status import new_id
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.observability import log_setup, tracing
 from nearkin_shared.preconditions import PRECONDITION, Precondition
+from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.utils.failpoints import failpoint
 
 _log = logging.getLogger("nearkin.gateway")
@@ -34,6 +35,8 @@ HASHED_APART_BYTES = 256 * 1024
 """Frames above this are hashed on a thread: 0.9 ms of SHA-256 a frame would hold up every other request."""
 ABORT_SECONDS = 10.0
 IDEMPOTENCY_KEY_CHARACTERS_MAX = 255
+IDEMPOTENCY_SECONDS = 24 * 3600
+"""An embedded gateway recognises an `Idempotency-Key` for at least one day, across restarts too."""
 FOREIGN_TENANT = "foreign-tenant"
 """Name of the problem of a tenant that this gateway does not store for."""
 
@@ -88,6 +91,20 @@ def one_at_a_time(gateway: Gateway, origin: bytes) -> Iterator[None]:
         gateway.origins.discard(origin)
 
 
+def origin_of_key(origin: bytes) -> BlobOrigin:
+    """Return the origin of a request with an `Idempotency-Key`."""
+    return BlobOrigin(origin, time.time_ns() // 1000 - IDEMPOTENCY_SECONDS * 1_000_000)
+
+
+async def find_committed(gateway: Gateway, tenant: str, key: str, origin: BlobOrigin) -> dict[str, Any] | None:
+    """Return the event of the version that an earlier attempt committed, None if there is none.
+
+    Raises StoreUnavailable.
+    """
+    found = gateway.outcomes.of_origin(origin.id)
+    return found if found is not None else await gateway.ingest.find_committed(tenant, key, origin)
+
+
 async def take(
     gateway: Gateway,
     pieces: AsyncIterator[bytearray],
@@ -95,7 +112,7 @@ async def take(
     key: str,
     *,
     metadata: Mapping[str, str],
-    origin: bytes | None = None,
+    origin: BlobOrigin | None = None,
     sha256: bytes | None = None,
     with_sha256: bool = False,
     trace: str | None = None,
@@ -106,7 +123,9 @@ async def take(
     `sha256` is what the caller announced; `pieces` yield frames of at most FRAME_BYTES_MAX.
     """
     blob = new_id()
-    intent = UploadRequest(tenant, key, blob, origin or blob, time.time_ns() // 1000, metadata, trace, precondition)
+    origin = origin or BlobOrigin(blob)
+    now_us = time.time_ns() // 1000
+    intent = UploadRequest(tenant, key, blob, origin.id, now_us, metadata, trace, precondition, origin.first_attempt_us)
     log_setup.bind(blob, tenant, trace)
     tracing.describe(trace, tracing.about(blob, tenant))
     upload = await gateway.ingest.begin(intent)
