@@ -204,7 +204,7 @@ def test_a_source_that_gives_no_bytes_is_refused(store, tmp_path):
             (None, "type NoneType"),
             (7, "type int"),
             (closed, "closed file"),
-            (Lying(b"x"), "says that it read"),
+            (Lying(b"x"), "readinto returned"),
             (Path("a\0b"), "no such file"),
         ]:
             assert_refused(store, BadInput, says, lambda source=source: store.put("k", source))

@@ -1,6 +1,7 @@
-"""Scrubbing beside puts. Invariant: a put waits for one step at most, and damage is dealt with before the next step.
+"""Scrub concurrently with puts.
 
-It runs on the writer's thread: what heals writes containers and index, and nobody else may write this store.
+Invariant: a put waits for at most one step of the scrub; damage is handled before the next step.
+It runs on the writer's thread, because repair writes containers and index entries, and the store has one writer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class BackgroundScrubTask:
             self._put_off(err)
 
     def close(self) -> None:
-        """Make where it stands durable."""
+        """Store the progress durably."""
         try:
             if self._scrubber.state.running:
                 self._scrubber.save()

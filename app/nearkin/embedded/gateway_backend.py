@@ -1,9 +1,10 @@
-"""Embedded ingest. Invariant: `finish` returns when the version is committed and durable in this process's store.
+"""Embedded ingest: uploads of a gateway are put into the store of its own process.
 
-    request tasks                 one writer thread                                       one collector thread, at times
-    spool to disk   -- queue -->  put_many: what waits together is committed together     a round of garbage collection
+    request tasks                 one writer thread                                       one GC thread, at times
+    spool to disk   -- queue -->  put_many: waiting uploads are committed together        a GC run
 
-A body waits on disk, not in the writer: one slow client must not hold up the others, and there is but one writer.
+Invariant: `finish` returns after the version is committed and durable.
+A body is spooled to disk before it is queued, so that a slow client does not delay the one writer.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ MARKED_A_PAGE = 512
 """Entries read at a time where deleted versions are searched."""
 CLOSE_SECONDS_MAX = 60.0
 GC_WAIT_SECONDS = 600.0
-"""So long a round waits for the put that is at work as it begins: a body can be large."""
+"""So long a GC run waits for the put that is at work as it begins: a body can be large."""
 BROKEN_SECONDS = 60.0
-"""After a round or a scrub that could not even begin, the next look is so much later."""
+"""After a GC run or a scrub that could not even begin, the next look is so much later."""
 PAUSED_SECONDS = 2.0
-"""So often it is looked whether a round that is due is still paused; at each passing that took all of a core."""
+"""So often it is looked whether a GC run that is due is still paused; at each passing that took all of a core."""
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -71,13 +72,13 @@ class _Job:
 
 
 class _Wake:
-    """In the queue where a round is asked for, or has ended: the writer has nothing else to wake up for."""
+    """Queue item for a requested or ended GC run; nothing else wakes the idle writer."""
 
 
 def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gateway:
-    """Return the parts of a gateway that is a whole store in one process; its start waits for the store's lock.
+    """Return the parts of a gateway with a store in its own process.
 
-    Raises NearkinError.
+    Its start waits for the store's lock. Raises NearkinError.
     """
     if settings.store is None:
         raise ConfigError("store: gateway.ingest embedded wants the folder of a local store")
@@ -122,7 +123,7 @@ class EmbeddedIngest:
         self._settings = settings
         self.disk = disk
         """Threads that spool bodies."""
-        # Bodies of uploads, of resumable ones handed over, a word that a round is wanted, that one has ended, to stop.
+        # Bodies of uploads, of resumable ones handed over, a word that a GC run is wanted, that one has ended, to stop.
         self._queue: Queue[_Job | _Wake | None] = Queue(settings().gateway.uploads_max + HAND_OVERS_MAX + 3)
         UPLOADS.watch(self, "writer")
         self._scrubbing = BackgroundScrubTask(store)
@@ -141,11 +142,11 @@ class EmbeddedIngest:
         return self._queue.qsize()
 
     def accepts(self, tenant: str) -> bool:
-        """Return whether it is the store's tenant: one folder has one writer, and a writer one tenant."""
+        """Return whether `tenant` is the store's: a writer has one tenant."""
         return tenant == self._store.settings.tenant
 
     async def open(self) -> None:
-        """Take the store's lock, so that a second writer is refused now and not in the middle of an upload."""
+        """Take the store's lock now: a second writer is refused at start, not during an upload."""
         await asyncio.to_thread(lambda: list(self._store.put_many([])))
         self._thread.start()
 
@@ -166,7 +167,7 @@ class EmbeddedIngest:
         return EmbeddedUpload(self, intent)
 
     def check(self) -> None:
-        """Raise where the writer is gone."""
+        """Raise StoreUnavailable if the writer thread has ended."""
         if not self._thread.is_alive():
             raise StoreUnavailable("the store's writer has stopped: start the gateway again")
 
@@ -183,7 +184,7 @@ class EmbeddedIngest:
         done: asyncio.Future[PutResult] = loop.create_future()
         self.check()
         self._queue.put_nowait(_Job(intent, source, ending, done, loop))
-        # Shielded: a client that goes away now does not take the commit back.
+        # Shielded: a client that disconnects now does not cancel the commit.
         result = await asyncio.shield(done)
         metrics.count_committed(result.ledger, 0, result.seconds)  # its ledger counts the manifest
         began = datetime.fromtimestamp(intent.began_us / 1e6, UTC)
@@ -241,7 +242,10 @@ class EmbeddedIngest:
         return None if wait is None else max(wait, self._broken_until - time.monotonic())
 
     def _run_maintenance(self) -> None:
-        """Begin a round that is due, or scrub. What breaks in it must not end this thread, or nothing is put."""
+        """Start a due GC run, or scrub.
+
+        An exception must not end this thread, or no put would run.
+        """
         if self._collects() or time.monotonic() < self._broken_until:
             return
         try:
@@ -268,15 +272,15 @@ class EmbeddedIngest:
             self._scrubbing.step_if_due()
 
     def _collects(self) -> bool:
-        collector = self._collector  # which a round that ends takes away
+        collector = self._collector  # which a GC run that ends takes away
         return collector is not None and collector.is_alive()
 
     def last_run(self) -> dict[str, object] | None:
-        """Return what the last round of garbage collection did, or why it failed; None before the first one."""
+        """Return what the last GC run did, or why it failed; None before the first one."""
         return self._collected
 
     def request_run(self) -> None:
-        """Ask for a round: it begins next, or once the one at work has ended."""
+        """Ask for a GC run: it begins next, or once the one at work has ended."""
         if not self._asked.is_set():
             self._asked.set()
             self._queue.put_nowait(_Wake())
@@ -298,23 +302,23 @@ class EmbeddedIngest:
 
     def _check_open(self) -> None:
         if self._closing.is_set():
-            raise StoreUnavailable("the gateway stops: the next round does the rest")
+            raise StoreUnavailable("the gateway stops: the next GC run does the rest")
 
     def _collect(self) -> None:
-        """Do a round of garbage collection: here, since nobody else may write this store. Puts wait for its steps."""
+        """Do a GC run: here, since no process else may write this store. Puts wait for its steps."""
         due_seconds: float | None = None
         try:
             report = self._store.gc(wait_seconds=GC_WAIT_SECONDS, go_on=self._check_open)
-        except Exception as err:  # damage, or a full disk: the next round tries again
+        except Exception as err:  # damage, or a full disk: the next GC run tries again
             if not isinstance(err, NearkinError):
-                _log.exception("a round of garbage collection broke")
+                _log.exception("a GC run broke")
             self._collected = {"ended": _now(), "failure": str(err)}
             metrics.count_collected(None)
             _log.error("garbage was not collected: %s", err)
         else:
             self._collected = {"ended": _now(), "failure": None, **gc_json(report)}
             metrics.count_collected(report)
-            _log.info("a round of garbage collection freed %d bytes in %.1f s", report.freed_bytes, report.seconds)
+            _log.info("a GC run freed %d bytes in %.1f s", report.freed_bytes, report.seconds)
             if report.due is not None:
                 due_seconds = report.due.timestamp() - time.time()
         interval_seconds = self._settings().gc.interval_seconds
@@ -323,7 +327,7 @@ class EmbeddedIngest:
         self._queue.put(_Wake())
 
     def _put(self, jobs: list[_Job]) -> None:
-        """Commit a group; what was committed before a failure stays committed and is told so."""
+        """Commit a group; uploads committed before a failure stay committed and are reported so."""
         self._store.settings = self._settings()  # the hot ones may have changed
         results = iter(
             self._store.put_outcomes(
@@ -358,7 +362,7 @@ UPLOADS: counters.Gauge[EmbeddedIngest] = counters.level(
 
 
 class EmbeddedUpload:
-    """A body on its way to disk; one of a single frame stays in memory."""
+    """A body in transfer to disk; one of a single frame stays in memory."""
 
     def __init__(self, ingest: EmbeddedIngest, intent: UploadRequest) -> None:
         self._ingest = ingest
@@ -392,7 +396,7 @@ class EmbeddedUpload:
             if self._file is None:
                 self._file = cast(
                     "BinaryIO",
-                    tempfile.TemporaryFile(buffering=0, dir=self._ingest.scratch, suffix=".part"),  # noqa: SIM115 - closed by whoever ends the upload
+                    tempfile.TemporaryFile(buffering=0, dir=self._ingest.scratch, suffix=".part"),  # noqa: SIM115 - closed when the upload ends
                 )
                 _write_all(self._file, self._first or b"")
                 self._first = None
@@ -461,7 +465,7 @@ def _set_result(
         failure = result
     if failure is not None:
         done.set_exception(failure)
-        done.exception()  # looked at: nobody may be waiting any more
+        done.exception()  # looked at: no process may be waiting any more
     else:
         assert isinstance(result, PutResult)
         done.set_result(result)

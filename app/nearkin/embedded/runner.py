@@ -1,11 +1,13 @@
-"""Embedded runner. Invariant: a version's manifest is written only after every container it names is durable (I2).
+"""Run the stages of a put in one process.
 
     caller's thread     cut thread                reduce thread                        commit thread
     read, BLAKE3  -->  cut, name, group  -->  dedup, resemblance, delta  -->  seal and put container, publish, manifest
        some MiB at a time       a batch or a few  | ^                  bounded queue
                                                   v |  encode threads: blocks of a batch, until the next is decided
 
-One thread reduces, so that what is stored depends on the input alone, never on timing. On one core it encodes as well,
+Invariant (I2): a manifest is written after every container that it names is durable.
+One thread reduces, so that the stored bytes depend on the input only, never on timing. On one core it encodes as
+well,
 and the caller's thread cuts and waits for it (ADR 5).
 """
 
@@ -67,7 +69,7 @@ MANIFEST_THREADS = 8
 
 @dataclass(slots=True)
 class _Blob:
-    """A blob on its way."""
+    """A blob in transfer."""
 
     number: int
     key: str
@@ -116,7 +118,7 @@ class SparePools:
 
 @frozen
 class _Commit:
-    """All blobs that ended before this point, to be committed once the containers before it are durable."""
+    """The blobs that ended before this point, to commit once earlier containers are durable."""
 
     blobs: tuple[_Blob, ...]
     seal: bool
@@ -136,7 +138,7 @@ class EmbeddedWriter:
         clock: Callable[[], float] = time.time,
         spares: SparePools | None = None,
     ) -> None:
-        """`spares`: what the writer before this one left, where there was one."""
+        """Create a writer. `spares`: buffers of the previous writer, if any."""
         large_from_system()
         one_heap()
         spares = spares or SparePools.of(settings)
@@ -262,9 +264,11 @@ class EmbeddedWriter:
                 steps.callback(worker.stop)
 
     def abort(self, *, failed: bool = False) -> None:
-        """Stop without committing. What an interrupted put stored stays, and serves the put that resumes it.
+        """Stop without committing.
 
-        What a `failed` one stored is not published: the caller removes what is `uncommitted`.
+        Data of an interrupted put are kept for the put that resumes it. Data of a `failed` put are not published: the
+        caller
+        removes the containers that `uncommitted` returns.
         """
         with ExitStack() as steps:
             steps.callback(self._in_flight.end)
@@ -277,9 +281,9 @@ class EmbeddedWriter:
                 steps.callback(worker.cancel)  # each may wait for room with the next: the cutter's ends first
 
     def uncommitted(self) -> list[ContainerId]:
-        """Return the containers that this writer wrote and no version refers to, once it is aborted.
+        """Return the containers of an aborted writer that no version references.
 
-        Raises StoreUnavailable where that cannot be told.
+        Raises StoreUnavailable if that cannot be determined.
         """
         tenant = self._settings.tenant
         if any(self._manifests.is_committed(tenant, key, version) for key, version in self._attempted):
@@ -287,7 +291,7 @@ class EmbeddedWriter:
         return list(self._written)
 
     def _publish_if_possible(self) -> None:
-        with suppress(NearkinError):  # else whoever writes next finds that the index is behind, and does it
+        with suppress(NearkinError):  # else the writer next finds that the index is behind, and does it
             self._publish()
 
     def _fill(self) -> None:
@@ -339,7 +343,10 @@ class EmbeddedWriter:
         self._committer.put(container)
 
     def _account(self, outcome: DeltaOutcome, lengths: U32) -> None:
-        """Give each blob its segments, of these lengths, and its share of the ledger: sums by blob, a step a blob."""
+        """Give each blob its segments, of these lengths, and its share of the savings.
+
+        Sums are computed for each blob with one numpy call.
+        """
         changes = np.flatnonzero(np.diff(outcome.blobs)) + 1
         for start, stop in pairwise([0, *changes.tolist(), len(outcome.blobs)]):
             blob = self._by_number[int(outcome.blobs[start])]
@@ -356,7 +363,10 @@ class EmbeddedWriter:
             self._make_durable(item)
 
     def _make_durable(self, item: FinishedContainer | _Commit) -> None:
-        """1 put  2 publish  3 manifest  4 catalog: dying in between leaves dead space or a stale index."""
+        """1 put  2 publish  3 manifest  4 catalog.
+
+        A crash in between leaves unreferenced data or a stale index.
+        """
         if isinstance(item, FinishedContainer):
             sealed = item.seal()
             failpoint("put.sealed")
@@ -406,7 +416,7 @@ class EmbeddedWriter:
             self._pending.on_published([claims.directory.container for claims in many])
 
     def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, _Commitment]]:
-        """Commit the versions of one key, in order; of a blob that makes no version, return why."""
+        """Commit the versions of a key in order; return the reason for each blob without a version."""
         return [(blob.number, self._put_manifest(blob)) for blob in blobs]
 
     def _report(self, blob: _Blob, manifest: Manifest, manifest_bytes: int) -> None:
@@ -428,19 +438,19 @@ class EmbeddedWriter:
         blob.done.set_result(PutResult(manifest.info, manifest.ledger, manifest.seconds))
 
     def _report_refused(self, blob: _Blob, err: PermanentError) -> None:
-        """End a conditional put that was refused; what was stored of it is unreferenced until GC frees it."""
+        """End a refused conditional put; its data are unreferenced until GC frees them."""
         del self._by_number[blob.number]
         blob.done.set_exception(err)
 
     def _put_manifest(self, blob: _Blob) -> _Commitment:
-        """Commit under the next free number; on conflict check again and retry with the following number (I2)."""
+        """Commit with the next free version number; on conflict retry with the next (I2)."""
         with self._manifests.exclusive_if(blob.precondition, self._settings.tenant, blob.key):
             return self._claim_version_number(blob)
 
     def _claim_version_number(self, blob: _Blob) -> _Commitment:
         tenant = self._settings.tenant
         seconds = round(time.perf_counter() - blob.started, 3)  # as the manifest keeps it
-        # What the index lists is taken too: a manifest that is lost may come back from a copy.
+        # Numbers in the index count as used too: a lost manifest may be restored from a copy.
         indexed, version = self._index.versions_of(tenant, blob.key), 0
         for _ in range(VERSION_RACES_MAX):
             histories = self._manifests.histories(tenant, blob.key)
@@ -485,7 +495,7 @@ class EmbeddedWriter:
 
 
 def is_all_duplicate(fresh: FreshBatch) -> bool:
-    """Return whether a batch holds known segments alone: the stages behind have nothing to do with it."""
+    """Return whether a batch has only known segments, so that later stages have no work."""
     return bool(fresh.segment_known.all())
 
 

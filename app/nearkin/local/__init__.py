@@ -1,1 +1,1 @@
-"""Store in one folder: writer, index life cycle, garbage collection and repair of one writing process."""
+"""Store in one folder: writer, index life cycle, garbage collection, repair, locks."""

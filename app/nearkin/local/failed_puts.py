@@ -1,9 +1,11 @@
-"""Remove what a failed put stored: containers that no version refers to.
+"""Remove the data of a failed put: containers that no version references.
 
-    1 the index withdraws their entries   2 the containers are removed   3 caches drop what was read of them
+    1 the index withdraws their entries   2 the containers are removed   3 caches evict data read from them
 
-Invariant (I1): the index names no container that is gone. The writer lock is held, so no other put can have found a
-chunk in them, and the lock of GC runs, so no run counts on them; while one is at work they stay, and it frees them.
+Invariant (I1): the index names no removed container. The writer lock is held, so no other put can have found a chunk
+in
+them. The GC lock is held too, so no GC run expects them; while a run is active they are kept, and that run frees
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class FailedPutCleaner:
         self._reserve = reserve
 
     def remove(self, uncommitted: Sequence[ContainerId]) -> int:
-        """Remove containers that a put wrote and did not commit; return how many. Does not raise StoreUnavailable."""
+        """Remove containers of an uncommitted put; return how many. Never raises StoreUnavailable."""
         if not uncommitted:
             return 0
         runs = WriterLock(self._root, "lock.round")

@@ -1,9 +1,11 @@
-"""The index of a local store. Invariant: whoever writes gets it whole: nothing that is stored is missing from it.
+"""Manage the index of a local store: open, recover, rebuild, lock.
 
-missing, older or unfinished -> rebuilt      a writer died -> caught up      damage found -> broken entries forgotten
+missing, older or incomplete -> rebuilt      a writer died -> completed      damage found -> broken entries withdrawn
 
-The store's lock is held from the first write to `close`, or, by a round of garbage collection, for a turn. Threads of
-one Store write and list at once: who reads an index that another one takes the place of asks again.
+Invariant: a writer gets a complete index: it names every stored container and version.
+The store's lock is held from the first write to `close`, or, by a GC run, for an exclusive section. Threads of one
+Store
+write and list concurrently: a reader whose index is replaced repeats its query.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ if TYPE_CHECKING:  # a get needs no index
 Answer = TypeVar("Answer")
 _log = logging.getLogger("nearkin")
 WRITER_LOCK_TIMEOUT_SECONDS = 10.0
-"""So long a turn waits at least for what else writes here: it is no put, which is asked for before, and short."""
+"""Minimum wait for the writer lock in an exclusive section. Puts are checked beforehand; other writers are short."""
 FORGETTING = "forgetting what is broken"
 REBUILD_MISSING = "is missing or unfinished"
 REBUILD_OUTDATED = (
@@ -68,20 +70,20 @@ REBUILD_OUTDATED = (
     "an encrypted store, key names in clear)"
 )
 REBUILD_STALE = (
-    "has an older state of the store (another machine wrote it since, or the store is a copy, or came back from one)"
+    "has an older state of the store (another machine wrote it since, or the store is a copy or was restored from one)"
 )
 SKIPPED_NAMED = 5
-"""So many objects that an index made anew lacks are named, where nobody asked for it."""
+"""So many objects that an index rebuilt lacks are named, where no process asked for it."""
 READ_TRIES_MAX = 8
-"""Each but the first means that another index was put in its place in the milliseconds since it was asked for."""
+"""Each try after the first means that the index was replaced within milliseconds."""
 _CHECKED_FOLDERS: set[Path] = set()
 """Folders of indexes whose filesystem this process has looked at."""
 YIELD_SECONDS = 0.02
-"""So long a step of a round lets those go first who wait."""
+"""Time for which a GC step lets waiting writers run first."""
 
 
 class LocalIndex(DeletionObserver):
-    """Opens, mends and rebuilds the index of one store; holds the writer's lock while there is something to write."""
+    """Open, recover and rebuild the index of one store; hold the writer lock while needed."""
 
     def __init__(
         self,
@@ -108,20 +110,24 @@ class LocalIndex(DeletionObserver):
         self.lock_wait_seconds = 0.0
         """At least this long the store's lock is waited for."""
         self._held = ""
-        """What the lock is held for: WRITING, until `close`; ROUND, for a turn alone; FORGETTING, until that is done.
-        One word, read without a lock."""
+        """Purpose of the lock: WRITING (until `close`), ROUND (one exclusive section) or FORGETTING (until withdrawal
+        ends).
+        One word, so that it can be read without a lock.
+        """
         self._changing = threading.RLock()
-        """Held while the index, or the lock, is taken or let go of. Who waits for the crossing does not hold it."""
+        """Held while the index or the lock is acquired or released. A thread that waits for the write latch does not
+        hold it.
+        """
         self._swapping = threading.Lock()
-        """Held while one index takes another's place; nobody waits with it."""
+        """Held while one index replaces another; no thread waits while it holds it."""
         self._forgetting = 0
         """How many do."""
         self._claimed = False
         """Whether the store has a new token since this Store took the lock: it may be changed."""
         self._noted = False
-        """Whether the index says so because of a note in that turn."""
+        """Whether the index records pending updates because of a note in that section."""
         self._said = False
-        """Whether the index says, because of this Store, that the store may hold more than it."""
+        """Whether the index records, because of this Store, that the store may hold more than it."""
         self._restating = threading.Lock()
         """Held while notes of marks are put back, from the look at what is there on."""
         self._restated = 0
@@ -142,7 +148,7 @@ class LocalIndex(DeletionObserver):
         """Whether the store may hold more than the index: set while a put is at work, left set where one failed."""
 
     def after_fork(self) -> None:
-        """Begin anew in a process that was forked: the index that is open, and the lock, are its parent's."""
+        """Reset in a forked process: the open index and the lock belong to its parent."""
         self._changing, self._swapping, self._restating = threading.RLock(), threading.Lock(), threading.Lock()
         self.crossing = WriteLatch(str(self._root))
         self._index = None
@@ -164,9 +170,9 @@ class LocalIndex(DeletionObserver):
             self._release_lock()
 
     def on_put_start(self) -> LmdbIndex:
-        """Return the index for a put, whole, and count as behind until the put says that all it stored is in it.
+        """Return the complete index for a put, and mark it as behind until all is published.
 
-        Raises TenantCollision too, before anything is stored.
+        Raises TenantCollision too, before any object is stored.
         """
         with self._changing:
             index = self.writable()
@@ -222,7 +228,7 @@ class LocalIndex(DeletionObserver):
         return index
 
     def _claim(self, index: LmdbIndex) -> None:
-        """Invalidate all other indexes before the store is changed, once for each time that the lock is held."""
+        """Invalidate all other indexes before the first change under this lock."""
         if not self._claimed:
             self._location.replace_token(index)
             self._claimed = True
@@ -235,26 +241,29 @@ class LocalIndex(DeletionObserver):
 
     @property
     def has_exclusive_lock(self) -> bool:
-        """Return whether this Store has the lock since it first put, until it is closed: no other process writes."""
+        """Return whether this Store holds the lock from its first put to its close.
+
+        Then no other process writes.
+        """
         return self._held == WRITING
 
     @contextmanager
     def exclusive(self, wait_seconds: float) -> Iterator[LmdbIndex]:
-        """Hold the lock for a step of a round, and give the index, whole; wait so long for who writes.
+        """Hold the lock for a GC step, and give the index, whole; wait so long for who writes.
 
-        Nobody else writes meanwhile, here or elsewhere. Raises StoreLocked, StoreUnavailable, FormatTooNew.
+        No process else writes meanwhile, here or elsewhere. Raises StoreLocked, StoreUnavailable, FormatTooNew.
         """
         with self.crossing.exclusive(max(wait_seconds, WRITER_LOCK_TIMEOUT_SECONDS)):
             if self._held:  # it is this Store's, and stays so
                 yield self.writable()
                 return
             began = time.monotonic()
-            while self._location.is_wanted and time.monotonic() - began < wait_seconds:  # whoever waits goes first
+            while self._location.is_wanted and time.monotonic() - began < wait_seconds:  # waiting writers go first
                 time.sleep(YIELD_SECONDS)
             self._take_lock(wait_seconds, GC_RUN)
             try:
                 index = self._opened()
-                if index.has_pending_updates:  # whoever said so is dead: the lock was free
+                if index.has_pending_updates:  # its writer died: the lock was free
                     self._mending.correct_marks(index)
                     self._mending.catch_up(index)
                     index.set_pending_updates(False)
@@ -269,7 +278,7 @@ class LocalIndex(DeletionObserver):
                     self._release_lock()
 
     def state(self) -> object:
-        """Return what is another after any write of whoever writes the store: first they tell the index."""
+        """Return a token that changes after any write: writers update the index first."""
         index = self._index
         try:
             return object() if index is None or not self._is_current(index) else index.last_written
@@ -277,7 +286,10 @@ class LocalIndex(DeletionObserver):
             return object()
 
     def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> RemovalLookup | None:
-        """Return what the index is to forget in a later turn, looked up beside whoever writes; None: not looked up."""
+        """Find the entries to remove in a later exclusive section, concurrently with writers.
+
+        None if they were not looked up.
+        """
         index = self._index
         try:
             return index.look_up(chunks, segments) if index is not None and self._is_current(index) else None
@@ -285,10 +297,13 @@ class LocalIndex(DeletionObserver):
             return None
 
     def noting(self) -> LmdbIndex:
-        """Return the index for a note beside whatever put is at work here. Raises as `writable` does."""
+        """Return the index for a note, concurrently with a put of this process.
+
+        Raises as `writable` does.
+        """
         index, held = self._index, self._held
         if index is not None and not index.read_only and held:
-            if held == WRITING and self._claimed:  # not one that is only being mended
+            if held == WRITING and self._claimed:  # not one that is only being recovered
                 return index
             if held != WRITING and self.crossing.is_exclusive_here:
                 index.set_pending_updates(True)
@@ -298,9 +313,9 @@ class LocalIndex(DeletionObserver):
             return self.writable()
 
     def rollback_notes(self, tenant: str, key: str, versions: Collection[int]) -> None:
-        """Put what is there of marks of versions in place of what was noted of them: not all were written.
+        """Replace the notes of a deletion that failed by the tombstones that exist.
 
-        Where that fails, too, whoever opens the index next looks.
+        If that fails too, the next process that opens the index corrects them.
         """
         index, held = self._index, self._held
         if index is None or index.read_only or not (held == WRITING or (held and self.crossing.is_exclusive_here)):
@@ -313,18 +328,21 @@ class LocalIndex(DeletionObserver):
             self._in_vain = True
 
     def note_corrections(self) -> int:
-        """Return how often notes of marks were put back: one that is not written yet may have been among them."""
+        """Return how often notes of tombstones were corrected.
+
+        A tombstone that is not written yet may have been among them.
+        """
         with self._restating:
             return self._restated
 
     def outside_gc_step(self) -> AbstractContextManager[None]:
-        """Keep GC steps of this process from beginning; wait for the one at work, unless this is part of it."""
+        """Exclude GC steps of this process; wait for a running one that is not the caller's."""
         return self.crossing.shared()
 
     def correct_collected_notes(self, tenant: str, key: str, versions: Collection[int]) -> None:
-        """Put what is there of marks of versions that a round has collected in place of what was noted of them since.
+        """Correct the notes of versions that a GC run has collected since they were noted.
 
-        A step of a round ends first. Raises as `writable` does.
+        Waits for the end of a GC step. Raises as `writable` does.
         """
         with self.crossing.shared():
             index = self.noting()
@@ -333,10 +351,10 @@ class LocalIndex(DeletionObserver):
                 index.correct_marks(self._mending.marks_of(tenant, key, versions, collected_alone=True))
 
     def readable(self) -> LmdbIndex:
-        """Return the index for reading; one that is not whole is mended first, unless a writer is at work.
+        """Return the index for reading, recovered first unless a writer is active.
 
-        A process that may not write the index, or the lock that mending needs, gets a temporary one; so does one that
-        has no room to mend it.
+        A process that may not write the index or take the lock, or has no room for the recovery, gets a temporary
+        index.
         """
         try:
             return self._own_readable()
@@ -365,7 +383,7 @@ class LocalIndex(DeletionObserver):
                 self._recover()
             except NotWritable:
                 raise
-            except (StoreLocked, StoreUnavailable):  # a writer is at work: what it has committed is there
+            except (StoreLocked, StoreUnavailable):  # a writer is active: the index has what it committed
                 index = self._open(read_only=True)
                 if not index.complete:
                     index.close()
@@ -375,7 +393,7 @@ class LocalIndex(DeletionObserver):
         return self._kept(index)
 
     def _recover_or_skip(self, *, shared: bool) -> None:
-        """Make the index whole. Raises NotWritable where a writer is at work that has another one (`shared`)."""
+        """Recover the index. Raises NotWritable if a writer has another index (`shared`)."""
         try:
             self._recover()
         except StoreLocked as err:
@@ -384,12 +402,12 @@ class LocalIndex(DeletionObserver):
             raise NotWritable(f"index {self._folder} lacks what another machine stores: {err}") from err
 
     def _is_current(self, index: LmdbIndex) -> bool:
-        """Return whether an open index is the one in its folder, and has the store's present state."""
+        """Return whether an open index is the one in its folder and matches the store's state."""
         return index.current and self._location.matches(index)
 
     def _cached_index(self) -> LmdbIndex | None:
-        """Return the index that is open, unless another one lies in its place; a writer's own is what it writes."""
-        index = self._index  # without the lock: whoever has that may wait for another process
+        """Return the open index unless it was replaced in its folder; a writer's own is current."""
+        index = self._index  # without the lock, whose holder may wait for another process
         try:
             return index if index is not None and (self._held or self._is_current(index)) else None
         except IndexClosed:  # by another thread, just now
@@ -407,21 +425,24 @@ class LocalIndex(DeletionObserver):
         return there or index
 
     def _replaced(self, index: LmdbIndex | None) -> None:
-        """Take up an index in the place of the one until now, whose readers ask again."""
+        """Use a new index instead of the previous one, whose readers repeat their queries."""
         with self._swapping:
             before, self._index = self._index, index
         if before is not None:
             before.close()
 
     def read(self, ask: Callable[[LmdbIndex], Answer]) -> Answer:
-        """Return what `ask` makes of the index for reading; asked again where another one took its place meanwhile."""
+        """Return the result of `ask` for the reading index; repeat it if the index was replaced."""
         for _ in range(READ_TRIES_MAX):
             with suppress(IndexClosed):
                 return ask(self.readable())
         raise IndexClosed(f"index {self._folder}: was closed {READ_TRIES_MAX} times while it was read; try again")
 
     def listed_versions(self) -> list[tuple[str, CatalogEntry]]:
-        """Return (tenant, version) of all where there is a sound index: `verify` can do without, and makes none."""
+        """Return (tenant, version) of all indexed versions; empty without an intact index.
+
+        `verify` works without an index, and does not make one.
+        """
         self.damage = None
         return self._query_if_intact(lambda index: list(index.catalogs()))
 
@@ -448,7 +469,7 @@ class LocalIndex(DeletionObserver):
             return []
 
     def lists(self, version: tuple[str, str, int]) -> bool | None:
-        """Return whether the index lists (tenant, key, version) by now; None where none is open or it is damaged."""
+        """Return whether the index lists a version; None without an intact open index."""
         if self.to_check() is None:
             return None
         tenant, key, number = version
@@ -459,8 +480,9 @@ class LocalIndex(DeletionObserver):
             return None
 
     def to_check(self) -> tuple[LmdbIndex, bool] | None:
-        """Return the index that `listed_versions` found, and whether it lists all that is committed; None where none
-        is.
+        """Return the index of `listed_versions`, and whether it lists every committed version.
+
+        None if it found no index.
         """
         index = self._index
         if index is None or not index.complete:
@@ -473,7 +495,10 @@ class LocalIndex(DeletionObserver):
         return bool(due) and not self.read(lambda index: due <= index.excluded)
 
     def rebuild(self, progress: Callable[[int, int], None] | None = None) -> RebuildReport:
-        """Replace the index by one made from containers and manifests alone. No put is at work: it would miss some."""
+        """Rebuild the index from containers and manifests only.
+
+        No put may be active: the new index would lack its data.
+        """
         with interrupts_wait():
             from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 
@@ -495,7 +520,7 @@ class LocalIndex(DeletionObserver):
             failpoint("rebuild.removed")
             try:
                 os.rename(fresh, self._folder)  # the index is whole, or it is missing and made again
-                sync_folder(fresh.parent)  # or a power cut brings the old one back, which says it lacks nothing
+                sync_folder(fresh.parent)  # or a power cut restores the old index, which claims to be complete
             except OSError as err:
                 raise StoreUnavailable(f"index {self._folder}: {err.strerror}; run the same again") from err
             failpoint("rebuild.renamed")
@@ -505,27 +530,31 @@ class LocalIndex(DeletionObserver):
     # --- after damage ------------------------------------------------------------------------------------------------
 
     def republish_containers(self, containers: Collection[int]) -> None:
-        """Name all that lies in these again: it was broken or missing, and let go of. The lock is held."""
+        """Publish all chunks of containers that were broken or missing. The lock is held."""
         if not containers:
             return
         index, there = self.writable(), {container for container, _ in self._containers.ids()}
         if there.intersection(containers).issubset(index.container_ids().tolist()):
             self._mending.republish_containers(index, containers)
-        else:  # one was missing: what it holds is not counted any more, nor who holds its segments
+        else:  # one was missing: the index no longer counts its chunks, nor the versions of its segments
             self.rebuild()
 
     def relist_versions(self) -> None:
-        """List versions whose manifests are back since the index was made without them. The lock is held."""
+        """List versions whose manifests returned after the index was made. The lock is held."""
         self._mending.catch_up(self.writable())
 
     def withdraw_missing(self, listed: Collection[ContainerId]) -> None:
-        """Let go of what lay in containers that are no longer there; `listed` are all that are. The lock is held."""
+        """Withdraw the entries of missing containers; `listed` are all that exist.
+
+        The lock is held.
+        """
         self._mending.withdraw_missing(self.writable(), listed)
 
     def withdraw(self, unsound: Callable[[], CorruptChunks]) -> bool:
-        """Let go of what is broken, `unsound` asked once the lock is held; return whether the index names none of it.
+        """Withdraw broken chunks; return whether the index names none of them.
 
-        False where a put is at work, here or elsewhere, or nothing can be written here.
+        `unsound` is called once the lock is held. False if a put is active here or elsewhere, or the index cannot be
+        written.
         """
         with self.crossing.shared():
             puts, quiet = self._puts, not self.putting
@@ -534,12 +563,12 @@ class LocalIndex(DeletionObserver):
                     self._withdraw(unsound)
             except (StoreLocked, StoreUnavailable, FormatTooNew):
                 return False
-            # One that was at work meanwhile may have leaned on what is broken, and told the index after this did.
+            # A put that was active meanwhile may depend on broken chunks and have published after the withdrawal.
             return quiet and puts == self._puts
 
     @contextmanager
     def _lock_to_withdraw(self) -> Iterator[None]:
-        """Hold the lock; what was not held before is given back, unless somebody writes meanwhile, and keeps it."""
+        """Hold the lock; release it at the end if it was not held before and no put has started."""
         with self._changing:
             self._take_lock(what=FORGETTING)
             self._forgetting += 1
@@ -554,7 +583,7 @@ class LocalIndex(DeletionObserver):
     def _withdraw(self, unsound: Callable[[], CorruptChunks]) -> None:
         found = unsound()
         if not (self._folder / "data.mdb").is_file():
-            return  # made anew by the next writer, without what is broken
+            return  # rebuilt by the next writer, without what is broken
         index = self._index
         if index is None or index.read_only:
             try:
@@ -563,7 +592,9 @@ class LocalIndex(DeletionObserver):
                 return  # as above
         try:
             if index.complete:
-                published = index.container_ids().tolist()  # before the listing: what comes in between is no miss
+                published = (
+                    index.container_ids().tolist()
+                )  # before the listing, so that new containers do not count as missing
                 there = {container for container, _ in self._containers.ids()}
                 missing = [container for container in published if container not in there]
                 index.withdraw({**found.chunks, **dict.fromkeys(missing)}, found.segments, missing)
@@ -580,10 +611,13 @@ class LocalIndex(DeletionObserver):
             self._claimed = False
             if what != GC_RUN:
                 self._prepare_folders()
-            self._containers.evict()  # containers may have gone meanwhile
+            self._containers.evict()  # containers may have been removed meanwhile
 
     def _prepare_folders(self) -> None:
-        """Remove what dead writers left; take access from others that older versions gave: once for each lock."""
+        """Remove files of dead writers, and restrict permissions that older versions gave.
+
+        Once for each time that the lock is taken.
+        """
         try:
             self._raw.sweep_scratch()
             tighten_modes(self._root, (self._folder, self._folder / "gc"))
@@ -610,9 +644,9 @@ class LocalIndex(DeletionObserver):
         return index
 
     def _recover(self) -> None:
-        """Make the index whole, as a writer would, and let go of the lock: readers must never keep writers out.
+        """Recover the index, and release the lock: readers must not block writers.
 
-        Unless this Store had it before: a put may be at work.
+        The lock is kept if this Store held it before: a put may be active.
         """
         with self.crossing.shared(), self._changing:
             held = self._held
@@ -662,7 +696,7 @@ class LocalIndex(DeletionObserver):
         _log.warning("index rebuilt in %.1f s", time.perf_counter() - started)
         for name in report.skipped[:SKIPPED_NAMED]:
             _log.warning(
-                "not in the index, and listed beside other versions of its key alone, since it cannot be read: %s: run "
+                "not in the index, and listed only with other versions of its key, since it cannot be read: %s: run "
                 "`nearkin verify`",
                 name,
             )
@@ -671,7 +705,7 @@ class LocalIndex(DeletionObserver):
         return self._open(read_only=False)
 
     def _warn_of_network(self) -> None:
-        """Warn once a process where the index would be on a network filesystem, which LMDB does not support."""
+        """Warn once if the index is on a network filesystem, which LMDB does not support."""
         folder = self._folder.parent
         found = None if folder in _CHECKED_FOLDERS else network_type(folder)
         _CHECKED_FOLDERS.add(folder)
@@ -712,7 +746,7 @@ class LocalIndex(DeletionObserver):
 
 
 def entry_names_of(objects: ObjectStore) -> Callable[[], EntryNames]:
-    """Return what gives the names under which a store's index keeps versions; asked for only once it is opened."""
+    """Return a function that opens the encoder of an index's version keys on first use."""
 
     @cache
     def names() -> EntryNames:

@@ -1,4 +1,4 @@
-"""Locate the index of a local store, and tell whether it has the store's present state.
+"""Locate the index of a local store, and determine whether it matches the store's state.
 
     index.path not set    ROOT/index
     index.path set        PATH/STORE_ID on a disk of this machine; PATH/STORE_ID.new while it is rebuilt
@@ -6,7 +6,8 @@
     ROOT/index.id         a random token of 32 hex digits; the index keeps the token of the state that it has
 
 Several machines may then have an index each, and an index survives the store's folder being copied or rolled back.
-Invariant: an index is used only while the store has its token. A writer replaces both before its first change and after
+Invariant: an index is used only while the store has its token. A writer replaces both before its first change and
+after
 its last one, so that no other index, and no copy made in between, has the token of its index:
 
     1 the index keeps old and new    2 ROOT/index.id is new    3 the index keeps new alone
@@ -16,10 +17,12 @@ A writer that dies in between leaves an index that matches, or one that is rebui
     ROOT/index.removals   for ROOT/index: a token that is replaced only where entries are removed (GC, purge, repair)
 
     1 the file has old and new    2 one transaction removes the entries and gives the index the new token
-    3 the file has the new one alone; only then is what the entries named deleted
+    3 the file has the new one alone; only then are the objects of the entries deleted
 
-An older copy of ROOT/index that lacks entries is completed. One that still names what was deleted since, or a container
-that was written again without it, would let a put refer to lost chunks: it has another token and is rebuilt. Puts
+An older copy of ROOT/index that lacks entries is completed. One that still names objects deleted since, or a
+container
+that was rewritten without some chunks, would let a put refer to lost chunks: it has another token and is rebuilt.
+Puts
 replace no token here: that would cost each some 20 ms.
 """
 
@@ -63,10 +66,13 @@ _STORE_ID = re.compile("[0-9a-f]{32}", re.ASCII)
 
 
 class IndexLocation:
-    """The folders of one store's index, the writer's lock, and the token that the store and its index share."""
+    """The folders of a store's index, the writer lock, and the token of store and index."""
 
     def __init__(self, root: Path, store_id: str, index_path: str | None) -> None:
-        """Raises ConfigError as `check_index_path` does, Corrupt for a store id that is no file name."""
+        """Open the location.
+
+        Raises ConfigError as `check_index_path` does, Corrupt for a store id that is no file name.
+        """
         check_index_path(root, index_path)
         self.root = root
         self.is_external = index_path is not None
@@ -84,7 +90,10 @@ class IndexLocation:
     # --- the writer's lock -------------------------------------------------------------------------------------------
 
     def acquire(self, wait_seconds: float = 0.0, what: str = WRITING) -> None:
-        """Take the store's lock, and that of an index outside the store. Raises StoreLocked, StoreUnavailable."""
+        """Take the store's lock, and that of an external index.
+
+        Raises StoreLocked, StoreUnavailable.
+        """
         self._lock.acquire(wait_seconds, what)
         if self._index_lock is None:
             return
@@ -106,7 +115,7 @@ class IndexLocation:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether a process waits for the store's lock that is to have it before the next step of a GC run."""
+        """Return whether a process waits for the store's lock and runs before the next GC step."""
         return self._lock.is_wanted
 
     def _make_base(self) -> None:
@@ -118,9 +127,9 @@ class IndexLocation:
     # --- the folder --------------------------------------------------------------------------------------------------
 
     def check_owner(self) -> None:
-        """Refuse a folder outside the store that another user made or may write. Raises NotWritable.
+        """Refuse an external folder that another user made or may write. Raises NotWritable.
 
-        What an index says is believed: a forged one would let a put refer to chunks that are not stored.
+        Index entries are trusted: a forged index would let a put refer to chunks that are not stored.
         """
         if not self.is_external:
             return
@@ -148,7 +157,7 @@ class IndexLocation:
         return token in index.tokens
 
     def _has_removals(self, index: LmdbIndex) -> bool:
-        """Return whether the index has the last removal from ROOT/index; an external one follows index.id alone."""
+        """Return whether the index has the last removal; an external one follows index.id."""
         if self.is_external:
             return True
         tokens = self._read(self._removals_file)
@@ -156,7 +165,7 @@ class IndexLocation:
 
     @contextmanager
     def removal(self, index: LmdbIndex) -> Iterator[str]:
-        """Invalidate older copies of ROOT/index; the block gives the index the token and removes its entries.
+        """Invalidate older copies of ROOT/index; the caller stores the token with its removal.
 
         Raises NoRoom, StoreUnavailable.
         """
@@ -169,10 +178,10 @@ class IndexLocation:
         self._write(self._removals_file, token)  # 3
 
     def give_token(self, index: LmdbIndex, *, renew: bool = False) -> str | None:
-        """Give a token to an index that was made from all that is stored, under the lock.
+        """Give a token to a complete new index, under the lock.
 
-        Returns one that the store is to have once the index is in its place, None where it has that already: another
-        machine's index stays valid where this one is only rebuilt. `renew`: the store has changed under its token.
+        Returns the token for the store, to set after the new index replaced the old one; None if the store has it already:
+        the index of another machine stays valid when only this one is rebuilt. `renew`: the store has changed.
         """
         if not self.is_external:
             self._give_removals(index)
@@ -187,7 +196,7 @@ class IndexLocation:
         return token
 
     def _give_removals(self, index: LmdbIndex) -> None:
-        """Give an index that was made again the token of the last removal; a damaged one is replaced."""
+        """Give a rebuilt index the token of the last removal; a damaged token is replaced."""
         tokens = self._read(self._removals_file)
         if tokens is not None:
             token = tokens[-1] if tokens else secrets.token_hex(TOKEN_BYTES)
@@ -204,7 +213,7 @@ class IndexLocation:
         self._write_token(token)
 
     def replace_token(self, index: LmdbIndex) -> None:
-        """Replace the token of the store and of its index, durably. Raises NoRoom, StoreUnavailable."""
+        """Replace the token of store and index durably. Raises NoRoom, StoreUnavailable."""
         before = self._read_token()
         if before is None and not self.is_external:
             return
@@ -220,7 +229,10 @@ class IndexLocation:
 
     @staticmethod
     def _read(file: Path) -> list[str] | None:
-        """Return the tokens of a file, none of a damaged one; None without a file. Raises StoreUnavailable."""
+        """Return the tokens of a file, [] if damaged, None without a file.
+
+        Raises StoreUnavailable.
+        """
         try:
             data = read_private(file, FILE_BYTES_MAX)
         except FileNotFoundError:
@@ -234,7 +246,10 @@ class IndexLocation:
         self._write(self._token_file, token)
 
     def _write(self, file: Path, *tokens: str) -> None:
-        """Overwrite the tokens in place: a full disk has no room for a second file, and a torn one matches nothing."""
+        """Overwrite the tokens in place.
+
+        A full disk has no room for a second file, and a torn write matches no index.
+        """
         data = "".join(f"{token}\n" for token in tokens).encode()
         try:
             is_new = not file.exists()
@@ -265,7 +280,7 @@ class IndexLocation:
 
 
 def check_index_path(root: Path, index_path: str | None) -> None:
-    """Refuse an `index.path` inside the store's folder: a store owns all that is in it, and sweeps what is not its own.
+    """Refuse an `index.path` inside the store's folder, where unknown files are removed.
 
     Raises ConfigError, also for a home folder that is not known.
     """
@@ -287,11 +302,11 @@ def check_index_path(root: Path, index_path: str | None) -> None:
 
 
 def _linked_folders(root: Path) -> list[Path]:
-    """Return the entries of a store's folder that are links: an operator may keep `containers/` on another disk."""
+    """Return the links in a store's folder: `containers/` may be on another disk."""
     try:
         with os.scandir(root) as entries:
             return [root / entry.name for entry in entries if entry.is_symlink()]
-    except OSError:  # not there yet, or whoever uses it says so
+    except OSError:  # not created yet, or reported by its first user
         return []
 
 

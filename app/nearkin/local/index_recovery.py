@@ -1,8 +1,8 @@
-"""What makes the index of a local store whole. Invariant: containers, manifests and marks alone say what it must name.
+"""Recover the index of a local store from containers, manifests and tombstones.
 
-make: all of it, anew      catch up: what a writer stored and did not tell      restate marks, forget: what is not so
+make: all of it      complete: data that a writer stored and did not publish      correct and withdraw: wrong entries
 
-Whoever asks holds the store's lock: nothing is stored or goes meanwhile but by that one.
+Invariant: these objects alone determine the entries. The caller holds the store's lock, so nothing changes meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nearkin_shared.storage.quarantine import Quarantine, join_records
 from nearkin_shared.types import U8, U32, U64, ContainerId
 from nearkin_shared.utils.signals import interrupts_wait
 
-if TYPE_CHECKING:  # most commands mend nothing
+if TYPE_CHECKING:  # most commands recover no index
     from nearkin_maintenance import DomainOwners
     from nearkin_shared.index.catalog import CatalogEntry
     from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
@@ -38,7 +38,7 @@ _log = logging.getLogger("nearkin")
 
 
 class IndexRecovery:
-    """Reads one store, and tells its index."""
+    """Read one store and correct its index."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class IndexRecovery:
         return report
 
     def fill_catalog(self, index: LmdbIndex) -> list[str]:
-        """Fill an empty index with what listings and sums need; return the names of unreadable objects.
+        """Fill an empty index for listings and statistics; return the names of unreadable objects.
 
-        The store's lock is not needed: objects that a writer adds or deletes meanwhile are listed or not.
+        The store's lock is not needed: objects that a writer adds or deletes meanwhile may be listed or not.
         """
         with interrupts_wait():
             from nearkin_maintenance import fill_catalog
@@ -111,9 +111,9 @@ class IndexRecovery:
         return any(manifest_name(tenant, entry.key, entry.version) not in there for tenant, entry in index.catalogs())
 
     def republish_containers(self, index: LmdbIndex, containers: Collection[int]) -> None:
-        """Name what lies in containers that the index has, and let go of while it was broken.
+        """Publish the chunks of indexed containers whose entries were withdrawn as broken.
 
-        What it keeps of them as a whole stays: who healed one has told that before its older generation went.
+        The summary of a container is kept: its repair updated it before the older generation was deleted.
         """
         from nearkin_maintenance import entries_of_container
 
@@ -130,7 +130,7 @@ class IndexRecovery:
             index.publish_many([claims], summaries=False)
 
     def correct_marks(self, index: LmdbIndex) -> None:
-        """Let go of marks that a deletion noted and died before it wrote: sums would count them for good."""
+        """Withdraw noted tombstones that a killed deletion did not write."""
         by_key: dict[tuple[str, str], list[CatalogEntry]] = {}
         for tenant, entry in index.catalogs():
             if entry.has_records:
@@ -139,7 +139,7 @@ class IndexRecovery:
         for (tenant, key), entries in by_key.items():
             try:
                 histories = self._manifests.histories(tenant, key)
-            except TenantErased:  # its entries go with the next round of garbage collection
+            except TenantErased:  # its entries go with the next GC run
                 continue
             for entry in entries:
                 there = histories.get(entry.version)
@@ -149,7 +149,7 @@ class IndexRecovery:
         index.correct_marks(stated)
 
     def _sequence(self, tenant: str, key: str, history: History) -> int:
-        """Return what is noted of a version's highest mark: of one that a round is ending that it is deleted."""
+        """Return the sequence of a version's newest tombstone, or that of its end during a GC run."""
         if history.sequence and history.sequence % 2 == 0 and history.committed:
             with suppress(PermanentError):
                 mark = self._manifests.mark(tenant, key, history.version, history.sequence)
@@ -159,7 +159,7 @@ class IndexRecovery:
     def marks_of(
         self, tenant: str, key: str, versions: Collection[int], *, collected_alone: bool = False
     ) -> list[MarkedVersion]:
-        """Return what is there of marks of these versions, or of those of them that a round has collected."""
+        """Return the tombstones of these versions, or only of those that a GC run has collected."""
         histories = self._manifests.histories(tenant, key)
         found = [histories.get(version, History(version)) for version in versions]
         return [
@@ -169,9 +169,9 @@ class IndexRecovery:
         ]
 
     def withdraw_missing(self, index: LmdbIndex, listed: Collection[ContainerId]) -> None:
-        """Let go of what lay in containers that are no longer there; `listed` are all that are.
+        """Withdraw the entries of missing containers; `listed` are all that exist.
 
-        Costs one read of the ids that the index has, 8 bytes each, where none is missing.
+        Costs one read of the indexed ids, 8 bytes each, if none is missing.
         """
         missing = sorted(set(index.container_ids().tolist()).difference(listed))
         if not missing:
@@ -180,7 +180,7 @@ class IndexRecovery:
 
         first = object_name(ContainerId(missing[0]))
         _log.warning(
-            "%d of the containers that the index names are missing, the first %s: what lay in them is stored anew when "
+            "%d of the containers that the index names are missing, the first %s: their content is stored again when "
             "it is put again; `nearkin verify` names the versions they break",
             len(missing),
             first,
@@ -190,7 +190,7 @@ class IndexRecovery:
         index.withdraw(unsound.chunks, unsound.segments, missing)
 
     def _excluded(self) -> Record:
-        """Return what is not to be found again: condemned, or broken when it was last read."""
+        """Return chunks to keep out of the index: pending delete, or broken at their last read."""
         return join_records(PendingDeleteStore(self._objects).read(), Quarantine(self._objects, time.time).read())
 
     def _tenants(self) -> DomainOwners:
@@ -200,7 +200,7 @@ class IndexRecovery:
 
 
 def erasures_of(objects: ObjectStore, *, due: bool = False) -> frozenset[tuple[bytes, int]]:
-    """Return owner and time of the erasures of which objects may be left. `due`: those whose grace is over."""
+    """Return (owner, time) of erasures that may have left objects. `due`: their grace is over."""
     if not isinstance(objects, EncryptedObjectStore):
         return frozenset()
     found = objects.keyring.list_due() if due else objects.keyring.erasures()
@@ -208,7 +208,7 @@ def erasures_of(objects: ObjectStore, *, due: bool = False) -> frozenset[tuple[b
 
 
 def super_features_of(sketch: str, payload: U8, offsets: U64, lengths: U32) -> U64:
-    """Return what the sketch of that name gives: what a rebuild needs of the resemblance stage."""
+    """Return the super-features of a sketch, which a rebuild needs from the resemblance stage."""
     from nearkin_resemblance import Sketch
 
     return Sketch.parse(sketch).super_features(payload, offsets, lengths)

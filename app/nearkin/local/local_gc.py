@@ -1,9 +1,11 @@
-"""Garbage collection of a local store. Invariant: one round at a time; each of its effects is done while no put runs.
+"""Run garbage collection in a local store.
 
-a round (nearkin_maintenance.Collector) -> what retention.policies do not keep is deleted, for later rounds to free
+a GC run (nearkin_maintenance.gc.gc_run) -> versions outside retention.policies are deleted, and freed by later runs
 
-The lock of rounds is held throughout, the store's lock for a turn at a time: puts and rounds run side by side, in this
-process and others. docs/adr/0028-gc-concurrent-with-puts.md.
+Invariant: one GC run at a time; each of its effects is applied while no put is active. The GC lock is held
+throughout,
+the store's lock for one exclusive section at a time, so puts and GC runs are concurrent, in this process and others.
+docs/adr/0028-gc-concurrent-with-puts.md.
 """
 
 from __future__ import annotations
@@ -49,16 +51,16 @@ from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 
 EXCLUSIVE_SECONDS_MAX = 60.0
-"""So long, or as long as the first, a turn waits for a put; then the round ends, and what was done stays done."""
+"""Longest wait of an exclusive section for a put; then the GC run ends, and its effects are kept."""
 PREVIEW_TRIES_MAX = 4
-"""Each but the first means that a round has removed, since it began, what a preview was to read."""
+"""Each but the first means that a GC run has removed, since it began, what a preview was to read."""
 KEYS_AT_ONCE = 64
-"""Of so many keys versions are deleted in one turn, by the settings' policies."""
+"""Keys whose versions are deleted by policy in one exclusive section."""
 
 
 @frozen
 class LocalGc:
-    """The parts of an open store that a round works on."""
+    """The parts of an open store that a GC run works on."""
 
     root: Path
     settings: Settings
@@ -71,10 +73,12 @@ class LocalGc:
     clock: Callable[[], float]
     pauses: GcPauseFlag
     writing: Callable[[], None] = lambda: None
-    """Told before each container that a round writes anew or removes."""
+    """Called before a GC run rewrites or removes a container."""
 
     def run(self, wait_seconds: float, go_on: Callable[[], None], steps: Steps | None) -> GcReport:
-        """Do a round; at its beginning wait so long for a put. `go_on` ends it, before a step, by raising.
+        """Run GC, waiting up to `wait_seconds` for a put first.
+
+        `go_on` raises to stop between steps.
 
         Raises Corrupt, GcPaused, StoreLocked, StoreUnavailable.
         """
@@ -90,7 +94,7 @@ class LocalGc:
                     sign_old_marks(self.condemned.objects, index)
                 swept = sweep_erased(self.condemned.objects, index)
             self._check_no_manifest_is_lost()
-            # Directories and blocks of its own: those of puts and of a round are forgotten at other moments.
+            # Directories and blocks of its own: those of puts and of a GC run are forgotten at other moments.
             apart = self.containers.with_own_caches(self.condemned.objects, BLOCKS_BYTES)
             turns = LocalWriterGate(self.index, self.containers, max(wait_seconds, EXCLUSIVE_SECONDS_MAX), self.writing)
             try:
@@ -116,11 +120,11 @@ class LocalGc:
             self._forget(alone=ended and alone and self.index.has_exclusive_lock)
 
     def purge(self, wait_seconds: float, ends: Callable[[Mark], bool], steps: Steps | None) -> GcReport:
-        """End the deleted versions that `ends` names, and remove all that no other version needs, at once.
+        """End the deleted versions that `ends` selects, and remove their unshared data at once.
 
-        Grace and undelete windows are passed over: other writers are kept out from beginning to end instead (I6). What
-        the index keeps in free pages stays until it is made again. Raises Corrupt, GcPaused, StoreLocked,
-        StoreUnavailable.
+        Grace and undelete windows do not apply: other writers are excluded from beginning to end instead (I6). Data
+        in free
+        pages of the index remain until it is rebuilt. Raises Corrupt, GcPaused, StoreLocked, StoreUnavailable.
         """
         started = time.perf_counter()
         self.pauses.check()
@@ -139,7 +143,7 @@ class LocalGc:
                 generations = containers.generations()
                 if not roots.highest and generations:
                     raise StoreUnavailable(
-                        "manifests: there is none, and no mark, beside containers: if they are on a disk of their own "
+                        "manifests: containers exist, but no manifest and no tombstone: if they are on another disk "
                         "mount it; nothing was removed"
                     )
                 LiveSet(containers, manifests, [version.manifest for version in roots.kept], listed=generations)
@@ -151,7 +155,7 @@ class LocalGc:
                 reach = LiveSet(containers, manifests, [version.manifest for version in ended.kept], listed=generations)
                 if reach.by_services is not None and not self.settings.gc.assume_services_stopped:
                     raise BadInput(
-                        f"{reach.by_services} came through services: nothing may be removed at once beside them; stop "
+                        f"{reach.by_services} were written by services: purge is not possible while they run; stop "
                         "them, and set gc.assume_services_stopped if none will ever write this store again"
                     )
                 purge = self._purge(containers, steps)
@@ -176,7 +180,10 @@ class LocalGc:
         )
 
     def check_clock(self) -> None:
-        """Raise ClockSkew if the clock is ahead: graces, retentions and erasures would end too soon."""
+        """Raise ClockSkew if the clock is ahead.
+
+        Graces, retentions and erasures would end too soon.
+        """
         check_clock(self.condemned.objects, list(self.containers.generations()), self.clock(), self.settings.gc)
 
     def _purge(self, containers: ContainerStore, steps: Steps | None) -> Purge:
@@ -185,18 +192,24 @@ class LocalGc:
         return Purge(containers, tenants, any_fingerprinter, BlockRecoder(self.settings), steps)
 
     def _forget(self, *, alone: bool) -> None:
-        """Let go of what has gone: no later put may lean on it. `alone`: nobody but this round can have removed any."""
+        """Evict deleted containers from caches, so that no later put depends on them.
+
+        `alone`: only this GC run can have removed any.
+        """
         try:
             if alone:
                 self.containers.evict_deleted()
-        except (Corrupt, StoreUnavailable):  # the round is done all the same
+        except (Corrupt, StoreUnavailable):  # the GC run is done all the same
             alone = False
         if not alone:
             self.containers.evict()
         self.containers.buffers.release_unused()
 
     def preview(self, steps: Steps | None, *, deleted_too: bool) -> GcReport:
-        """Return what `run` would do, and what holds the rest; takes no lock. Raises Corrupt, RetryableError."""
+        """Return what `run` would do, and why other data are kept, without a lock.
+
+        Raises Corrupt, RetryableError.
+        """
         self._check_no_manifest_is_lost()
         report, objects = self._previewed(steps, deleted_too), self.condemned.objects
         if isinstance(objects, EncryptedObjectStore):
@@ -216,22 +229,21 @@ class LocalGc:
                 self.containers.evict()
                 last = err
         raise RetryableError(
-            f"store {self.root}: a round of garbage collection is at work, and removes what this one reads; try again "
-            "when it is done"
+            f"store {self.root}: a GC run is at work, and removes what this one reads; try again when it is done"
         ) from last
 
     def _check_no_manifest_is_lost(self) -> None:
-        """Raise Corrupt where a version that the index lists has no manifest: what it needs is not known.
+        """Raise Corrupt if an indexed version has no manifest: its containers are not known.
 
-        Whoever ends a version takes it out of the index before its manifest goes, and who commits one adds it after.
+        A version is withdrawn from the index before its manifest is removed, and added after its manifest is written.
         """
         lost = self._lost_manifests()
-        still = self._lost_manifests() if lost else {}  # a round, or an erasure, may have come in between
+        still = self._lost_manifests() if lost else {}  # a GC run, or an erasure, may have come in between
         name = min(lost.keys() & still.keys(), default=None)
         if name is not None:
             key, version = lost[name]
             raise Corrupt(
-                f"{name}: missing, and the index lists {key!r} version {version}: what that needs is not known, so "
+                f"{name}: missing, but the index lists {key!r} version {version}: its chunks are not known, so "
                 "nothing is freed; put it back from a copy (`nearkin repair --from`), or give that version up with "
                 "`nearkin rebuild-index`"
             )
@@ -239,7 +251,7 @@ class LocalGc:
 
     def _lost_manifests(self) -> dict[str, tuple[str, int]]:
         remembered = self.index.listed_versions()
-        # Who erases a tenant tells the index after its keys: killed in between, or at work now, it is told by a round.
+        # An erasure updates the index after it removed the keys: if it was killed in between, a GC run does it.
         gone = {tenant for tenant in {tenant for tenant, _ in remembered} if self._is_erased(tenant)}
         known = {
             manifest_name(tenant, entry.key, entry.version): (entry.key, entry.version)
@@ -303,7 +315,7 @@ class LocalGc:
         )
 
     def _with_retention(self, report: GcReport, *, dry_run: bool) -> GcReport:
-        """Delete what the settings' policies do not keep, of all tenants; marks take bytes, which the report counts."""
+        """Delete versions of all tenants that the policies do not keep; count the tombstones."""
         if not self.settings.retention.policies:
             return report
         catalogs = self.index.read(lambda index: index.catalogs())
@@ -326,27 +338,27 @@ class LocalGc:
 
 @frozen
 class LocalWriterGate:
-    """Turns of a round in a store of one folder."""
+    """Exclusive sections of a GC run in a store of one folder."""
 
     index: LocalIndex
     containers: ContainerStore
-    """What puts and restores of this process read through."""
+    """The containers through which puts and restores of this process read."""
     wait_seconds: float
     on_rewrite_start: Callable[[], None]
-    """Told before each container."""
+    """Called before each container."""
 
     def exclusive(self) -> AbstractContextManager[SupportsCollection]:
         """Hold the store's lock. Raises StoreLocked, StoreUnavailable."""
         return self.index.exclusive(self.wait_seconds)
 
     def change_token(self) -> object:
-        """Return what is another after any write: whoever writes tells the index, before or right after."""
+        """Return a token that changes after any write, because writers update the index."""
         return self.index.state()
 
     def prefetch_removals(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
-        """Look up beside puts what a turn lets the index forget: a scan of all of it."""
+        """Find the entries that an exclusive section will remove, by a scan concurrent with puts."""
         return self.index.look_up(chunks, segments)
 
     def on_container_rewritten(self, container: ContainerId) -> None:
-        """Let go of what was read of a container: no later put may lean on what has gone."""
+        """Evict a container from caches, so that no later put depends on removed chunks."""
         self.containers.evict(container)

@@ -1,6 +1,8 @@
-"""Repair of a local store. Invariant: the store's lock is held; what is sound stays as it is.
+"""Repair a local store.
 
-verify -> parity, copies of objects, copies of chunks -> verify -> quarantine says what is left
+Invariant: the store's lock is held; intact objects are not changed.
+
+verify -> parity, copies of objects, copies of chunks -> verify -> quarantine lists the remaining damage
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ class LocalRepair:
         copies += of_contents
         copies.append(self._merged_source(tenants, tuple(copies)))
         repaired = self._repair_all(repairer, report, copies, given)
-        # What leaned on what was healed is found whole only now, and parity of what is sound again can be made anew.
+        # Chunks that depend on repaired ones are intact only now, and parity of repaired objects can be rebuilt.
         while repaired and report.damage:
             self.containers.evict()
             if any(one.object_name.startswith("manifests/") for one in repaired):
@@ -97,7 +99,7 @@ class LocalRepair:
                 break
             again = {one.object_name for one in more} <= {one.object_name for one in repaired}
             repaired += more
-            if again:  # and then no more: told is what is left after it
+            if again:  # and not a third time: the report lists what remains
                 self.containers.evict()
                 report = self.verify()
                 break
@@ -115,7 +117,7 @@ class LocalRepair:
     def _repair_all(
         self, repairer: Repairer, report: VerifyReport, copies: Sequence[ChunkSource], given: BackupCopies
     ) -> list[Repaired]:
-        """Repair damaged objects, then deltas whose bases stay lost; remove lost chunks that nothing refers to."""
+        """Repair damaged objects, then deltas with lost bases; remove lost unreferenced chunks."""
         damaged = [damage.object_name for damage in report.damage]
         repaired = repairer.repair(damaged, copies, given)
         if damaged:
@@ -124,11 +126,11 @@ class LocalRepair:
         return repaired
 
     def repair_quarantined(self) -> list[Repaired]:
-        """Heal what is quarantined from what was put since, found by the index. The lock is held.
+        """Repair quarantined containers with chunks of later puts, found by the index.
 
-        It runs after every put: only directories are read of what nothing was put again of (40 containers of 4 MiB
-        that were read in whole made a small put four to ten times as slow). Deltas whose base is lost are left to
-        `repair`: stored raw here, they would no longer tell what a joined chunk was made of.
+        The lock is held. Called after every put. Of containers without such chunks only directories are read (reading
+        40 containers of 4 MiB made a small put four to ten times as slow). Deltas with a lost base are left to
+        `repair`: stored raw here, they would no longer record the base of a joined chunk.
         """
         record = self.quarantine.read()
         wanted = [
@@ -139,7 +141,7 @@ class LocalRepair:
         repairer, tenants = self._repairer()
         copies = [IndexCopies(self.index, self.containers, tenants)]  # what was joined wants all directories read
         repaired = repairer.repair([object_name(ContainerId(container)) for container in wanted], copies)
-        if repaired or repairer.sound.issuperset(wanted):  # or who healed them died before it said so
+        if repaired or repairer.sound.issuperset(wanted):  # or their repair died before it was recorded
             self.recheck([ContainerId(container) for container in sorted(record)], tenants)
         return repaired
 
@@ -208,7 +210,7 @@ class LocalRepair:
 
 
 class IndexCopies:
-    """Chunks where the index finds their names: what was put again since they broke."""
+    """Copies of broken chunks that later puts stored, found by the index."""
 
     def __init__(self, index: LocalIndex, containers: ContainerStore, tenants: DomainOwners) -> None:
         self._index = index
@@ -307,7 +309,7 @@ def _agrees(fingerprinter: Fingerprinter, payload: U8, name: U8) -> bool:
 
 
 def _sealed_as(path: Path) -> str:
-    """Return the object name that a copy's file name, and its folder's, say it was sealed under."""
+    """Return the object name under which a copy was encrypted, from its file and folder names."""
     container, folder = _CONTAINER_FILE.fullmatch(path.name), path.parent.name
     if container is not None:
         return object_name(ContainerId(int(container[1], 16)), int(container[2] or "0", 16))
@@ -317,9 +319,10 @@ def _sealed_as(path: Path) -> str:
 def _sorted_out(
     files: Sequence[Path], objects: ParityObjectStore
 ) -> tuple[dict[str, BackupObject], dict[ContainerId, list[BackupObject]], list[Path]]:
-    """Return the copies of manifests and marks by name, those of containers, and all other files: they hold content.
+    """Return copies of manifests and tombstones by name, of containers, and all other files.
 
-    Each is read once, and let go of. Copies of one container come the oldest first, whatever order they were given in.
+    Other files hold content. Each file is read once and released. Copies of a container are ordered from oldest to
+    newest.
     """
     from nearkin_maintenance.repair.backup_copies import parse_backup_object
 
@@ -358,7 +361,7 @@ def _oldest_first(given: BackupObject) -> tuple[int, bool, bytes]:
         -given.chunks_there,
         not given.whole,
         given.digest,
-    )  # a round takes chunks out of a container, and puts none in
+    )  # a GC run takes chunks out of a container, and puts none in
 
 
 def _open_copy(objects: EncryptedObjectStore, name: str, path: Path) -> bytes:

@@ -1,11 +1,11 @@
-"""The writer's lock. Invariant: one process writes a store at a time; a dead holder's lock is free at once.
+"""Lock a store for one writer. Invariant: one process writes a store at a time.
 
-The kernel holds the lock (file_locks.py), so it ends with its process; a file beside it only names the holder.
-A process that is forked does not hold what its parent does.
+The kernel holds the lock (file_locks.py), so it ends with its process; a file next to it only names the holder. A
+forked process does not hold the locks of its parent.
 
-    lock            held by whoever writes, from its first write to its close, or for one step of a round
-    lock.round      held by whoever does a round of garbage collection, from its beginning to its end
-    lock.wanted     held, shared, by whoever waits for a step of a round to end: the round lets them go first
+    lock            held by the writer, from its first write to its close, or for one GC step
+    lock.round      held by a GC run, from its beginning to its end
+    lock.wanted     held, shared, by writers that wait for a GC step to end: the GC run lets them run first
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from nearkin_shared.utils.private_files import LinkRefused, open_private, read_p
 
 POLL_SECONDS = 0.005
 STEP_SECONDS_MAX = 60.0
-"""So long whoever writes waits for a step of a round: it holds the lock for one step at a time (adr/0028)."""
+"""So long the writer waits for a GC step: it holds the lock for one step at a time (adr/0028)."""
 RECHECK_SECONDS = 0.02
-"""Between taking the lock and naming itself a holder needs some 0.1 ms: who is named twice holds it."""
+"""A holder needs some 0.1 ms from taking the lock to writing its name: a name read twice is the holder."""
 HOLDER_BYTES_MAX = 4096
 WRITING = "writing"
 GC_RUN = "a step of garbage collection"
@@ -49,9 +49,9 @@ class WriterLock:
         _LOCKS.add(self)
 
     def acquire(self, wait_seconds: float = 0.0, what: str = WRITING) -> None:
-        """Take the lock, for `what`; wait so long for whoever holds it. Raises StoreLocked, naming the holder.
+        """Take the lock, for `what`; wait up to `wait_seconds` for its holder.
 
-        A step of a round is waited for, up to STEP_SECONDS_MAX, whatever `wait_seconds` is.
+        A GC step is waited for up to STEP_SECONDS_MAX in any case. Raises StoreLocked, naming the holder.
         """
         if self._descriptor is not None:
             return
@@ -91,7 +91,7 @@ class WriterLock:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether somebody waits for the lock who is to have it before the next step of a round."""
+        """Return whether a process waits for the lock and runs before the next GC step."""
         if not self._wanted.exists():
             return False
         with _open_lock_file(self._wanted) as descriptor:
@@ -109,7 +109,7 @@ class WriterLock:
                     being = _BEING.get(held_for, "is being written by")
                     raise StoreLocked(f"store {self._path.parent} {being} {self._named()}; try again when it is done")
                 if wanted is not None:
-                    lock_file(wanted, shared=True)  # False: a round that looks holds it for a moment, next time
+                    lock_file(wanted, shared=True)  # False: a GC run that looks holds it for a moment, next time
                 time.sleep(POLL_SECONDS)
                 if lock_file(descriptor):
                     return
@@ -132,7 +132,7 @@ class WriterLock:
 
 @contextmanager
 def _open_lock_file(path: Path | None) -> Iterator[int | None]:
-    """Open a lock's file; None where that is not possible: nobody is told then that somebody waits."""
+    """Open a lock file; None if that fails: then no other process sees that this one waits."""
     try:
         descriptor = None if path is None else open_private(path, os.O_RDWR | os.O_CREAT)
     except OSError:
@@ -145,7 +145,7 @@ def _open_lock_file(path: Path | None) -> Iterator[int | None]:
 
 
 def _after_fork() -> None:
-    """Leave all to the parent: with a descriptor open here too a lock would be two's, and outlive its holder."""
+    """Leave the locks to the parent: a descriptor open here too would outlive their holder."""
     for lock in list(_LOCKS):
         with suppress(OSError):
             lock.release()

@@ -1,4 +1,7 @@
-"""Read a source into a writer. Invariant: a source that fails never ends a blob as if it were whole."""
+"""Read a source into a writer.
+
+Invariant: a source that fails never ends a blob as complete.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,10 @@ def feed(writer: EmbeddedWriter, item: PutItem, progress: Progress | None) -> Fu
 
 
 def _has_changed(name: str, before: os.stat_result, after: os.stat_result, read_bytes: int) -> bool:
-    """Return whether a file changed while it was read. Raises SourceFailed if it was cut short."""
+    """Return whether a file changed while it was read.
+
+    Raises SourceFailed if it was cut short.
+    """
     # st_size of a file in /proc is not the size of its content, but it does not change
     if read_bytes < before.st_size != after.st_size:
         raise SourceFailed(
@@ -103,8 +109,8 @@ def _readable(source: BinaryIO | bytes) -> Any:
 
 
 def _read_into(file: Any, window: memoryview, name: str) -> int:
-    """Fill the window's start from a file; 0 at its end. Files without `readinto` are read and copied."""
-    window = window[:READ_BYTES]  # what a file says it filled beyond it would be bytes of earlier blobs
+    """Fill the window's start from a file; 0 at its end. Uses `readinto` if the file has it."""
+    window = window[:READ_BYTES]  # a `readinto` that claims more would expose bytes of earlier blobs
     try:
         if hasattr(file, "readinto"):
             count = file.readinto(window)
@@ -123,5 +129,7 @@ def _read_into(file: Any, window: memoryview, name: str) -> int:
     if count is None:  # not the end: taken for it, half a blob would be committed as a whole one
         raise BadInput(f"{name}: has nothing to read yet; open it blocking, not non-blocking")
     if not 0 <= count <= len(window):
-        raise BadInput(f"{name}: says that it read {count} bytes where {len(window)} were asked for")
+        raise BadInput(
+            f"{name}: readinto returned {count} for a buffer of {len(window)} bytes; correct the file object"
+        )
     return int(count)

@@ -1,8 +1,10 @@
-"""A temporary index, for a process that may read a store and not write its index (read-only media, another user's).
+"""Keep a temporary index for a process that may not write the store's index.
 
-    folder in TMPDIR, mode 0700 -> opened -> its files are removed at once: nothing remains, however the process ends
+For read-only media and stores of another user.
 
-Invariant: it is never read without LMDB's table of readers, and never used for writing.
+    folder in TMPDIR, mode 0700 -> opened -> its files are removed at once: none remains, however the process ends
+
+Invariant: it is read only with LMDB's table of readers, and never used for writing.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ class TemporaryIndex:
     """Makes an index of one store when it is asked for, and keeps it until `close`."""
 
     def __init__(self, root: Path, make: Callable[[Path], LmdbIndex], fill: Callable[[LmdbIndex], list[str]]) -> None:
-        """`make` opens an empty index in a folder; `fill` fills one and returns the names of unreadable objects."""
+        """Create the holder of a temporary index.
+
+        `make` opens an empty index in a folder; `fill` fills it and returns the names of unreadable objects.
+        """
         self._root = root
         self._make = make
         self._fill = fill
@@ -43,9 +48,9 @@ class TemporaryIndex:
         self._is_announced = False
 
     def get(self, reason: Exception) -> LmdbIndex:
-        """Return the index, made or made again if it is old; `reason`: why the store's own cannot be used.
+        """Return the index, made on first use and again when old.
 
-        Raises NoRoom, StoreUnavailable.
+        `reason`: why the store's own index cannot be used. Raises NoRoom, StoreUnavailable.
         """
         with self._lock:
             age_seconds = time.monotonic() - self._made_at

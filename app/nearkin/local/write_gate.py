@@ -1,6 +1,8 @@
-"""Who writes one open store, in one process. Invariant: a step of a round is alone; everybody else is side by side.
+"""Exclude GC steps and other threads of one process.
 
-Where both wait they take turns: after a step of a round whoever writes goes first, after a put the step of a round.
+Invariant: a GC step is alone, others are shared.
+
+If both wait they alternate: after a GC step the writers are first, after a put the GC step.
 Between processes the store's lock does about the same (process_lock.py).
 """
 
@@ -24,18 +26,18 @@ class WriteLatch:
         self._named = named
         self._changed = threading.Condition()
         self._inside: set[object] = set()
-        """What entered and has not left: a count would drift where a Ctrl-C falls between two steps."""
+        """Entered and not left. A set, because a count would drift if Ctrl-C falls between two statements."""
         self._waiting = 0
-        """Who waits to write."""
+        """Threads that wait to write."""
         self._steps_waiting = 0
         self._step_was_last = False
         self._alone: int | None = None
-        """The thread whose step of a round, or whatever else is alone, is at work."""
+        """The thread whose GC step, or whatever else is alone, is at work."""
         self._what = GC_STEP
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Be no step of a round; wait for the one at work. Within a step, it is part of it. Raises StoreLocked."""
+        """Exclude GC steps; wait for a running one. Within a GC step, join it. Raises StoreLocked."""
         entry = object()
         try:
             self.enter(entry)
@@ -60,7 +62,7 @@ class WriteLatch:
 
     @property
     def is_exclusive_here(self) -> bool:
-        """Return whether a step of a round is at work in this thread."""
+        """Return whether a GC step is at work in this thread."""
         return self._alone == threading.get_ident()
 
     def leave(self, entry: object) -> None:
@@ -73,7 +75,7 @@ class WriteLatch:
 
     @contextmanager
     def exclusive(self, wait_seconds: float, what: str = GC_STEP) -> Iterator[None]:
-        """Do a step of a round, or `what`; wait so long for whoever writes. Raises StoreLocked."""
+        """Do a GC step, or `what`; wait so long for the writer. Raises StoreLocked."""
         with self._changed:
             self._steps_waiting += 1
             try:
@@ -93,7 +95,7 @@ class WriteLatch:
     def _may_enter(self) -> bool:
         if self._alone is not None:
             return self.is_exclusive_here
-        # Within what somebody has entered, a put that tells the index, say, nobody waits for a step that waits for it.
+        # A thread inside (a put that updates the index) never waits for a GC step that waits for it.
         return bool(self._inside) or not self._steps_waiting or self._step_was_last
 
     def _may_be_exclusive(self) -> bool:

@@ -1,8 +1,10 @@
-"""Puts into a local store. Invariant: one at a time; whatever ends one, interrupts too, leaves the store to the next.
+"""Put blobs into a local store.
 
-items -> an EmbeddedWriter's groups -> committed -> what is quarantined heals from them
+Invariant: one put at a time; a failed or interrupted put blocks no later one.
 
-What is decoded stays at hand within a bound: a put's while one is at work, a restore's or a round's before and after.
+items -> groups of an EmbeddedWriter -> committed -> quarantined containers are repaired with new chunks
+
+Decoded blocks are cached within a bound: that of puts during a put, that of restores or GC runs before and after.
 """
 
 from __future__ import annotations
@@ -35,8 +37,7 @@ if TYPE_CHECKING:
     from nearkin.embedded.runner import EmbeddedWriter, SparePools
 
 GC_MEMORY_BYTES = 48 * MIB
-"""Of decoded blocks that puts and restores have at hand while a round writes, which has as many of its own twice
-over."""
+"""Bound of decoded blocks cached for puts and restores while a GC run writes, which caches twice as many itself."""
 
 
 class LocalPuts:
@@ -55,7 +56,10 @@ class LocalPuts:
         heal: Callable[[], None],
         failed: FailedPutCleaner,
     ) -> None:
-        """`settings` are asked for at each put: hot ones change. `heal` is called once what it stored is committed."""
+        """Create a writer.
+
+        `settings` is called at each put, because settings change at run time. `heal` is called after each commit.
+        """
         self._failed = failed
         self._root = root
         self._settings = settings
@@ -71,7 +75,7 @@ class LocalPuts:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Begin anew in a process that was forked."""
+        """Reset in a forked process."""
         self._claim: object | None = None
         """Of the put at work."""
         self._claiming = threading.Lock()
@@ -110,23 +114,23 @@ class LocalPuts:
         return StoreLocked(f"store {self._root}: this Store is in the middle of {of}; let that end first")
 
     def abort_put_of_thread(self) -> None:
-        """End a put of this thread that was left in the middle: what it has not committed it never will."""
+        """End an unfinished put of this thread: its uncommitted data will never be committed."""
         if self._writer is not None and self.is_put_of_thread:
             self._writer.abort()
 
     def limit_memory_for_reading(self) -> None:
-        """Have as much at hand as restores may, and what is there already: it serves whoever reads next."""
+        """Cache as much as restores may, keeping what is cached for the next readers."""
         if not self.at_work:
             blocks = self._containers.blocks
             blocks.bound(max(self._reading_bytes, blocks.used_bytes))
 
     def limit_memory_for_gc(self) -> None:
-        """Have less at hand while a round writes. A put that is at work takes what it needs."""
+        """Cache less while a GC run writes. A running put takes the memory that it needs."""
         if not self.at_work:
             self._containers.blocks.bound(min(GC_MEMORY_BYTES, self._reading_bytes))
 
     def put(self, items: Iterable[PutItem], progress: Progress | None) -> Iterator[PutResult | PermanentError]:
-        """Put blobs; yield results as groups commit, and the error of each that its precondition refused.
+        """Put blobs; yield results as groups commit, and the error of each refused precondition.
 
         Raises what `Store.put` does.
         """
@@ -140,7 +144,7 @@ class LocalPuts:
             steps.callback(crossing.leave, entry)  # by whichever thread ends this
             crossing.enter(entry)
             steps.callback(self._finish_put, entry)
-            with self._claiming:  # here: two may have waited for the same step of a round
+            with self._claiming:  # here: two may have waited for the same GC step
                 if self.at_work:
                     raise self.is_put_in_progress("another put")
                 self._claim, self._by = entry, threading.get_ident()
@@ -152,13 +156,13 @@ class LocalPuts:
                 raise
 
     def _remove_uncommitted(self) -> None:
-        """Remove what the put at work stored, once it has failed; an interrupted one can be resumed."""
+        """Remove the data of a failed put; an interrupted put keeps them, to be resumed."""
         writer = self._writer
         if writer is None:
             return
         with interrupts_wait(), suppress(NearkinError):  # the error that ended the put is the one to report
             if self._failed.remove(writer.uncommitted()):
-                self.release_memory()  # prefixes of what is gone
+                self.release_memory()  # prefixes of removed chunks
 
     def _finish_put(self, claim: object) -> None:
         with interrupts_wait():
@@ -212,6 +216,9 @@ class LocalPuts:
 
 
 def _outcome(done: Future[PutResult]) -> PutResult | PermanentError:
-    """Return the result, or why the precondition of this blob alone refused it. Raises what ended the whole put."""
+    """Return the result, or the refused precondition of this blob.
+
+    Raises errors of the whole put.
+    """
     err = done.exception()
     return err if isinstance(err, PermanentError) else done.result()
