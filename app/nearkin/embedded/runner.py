@@ -416,7 +416,7 @@ class EmbeddedWriter:
             self._pending.on_published([claims.directory.container for claims in many])
 
     def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, _Commitment]]:
-        """Commit the versions of a key in order; return the reason for each blob without a version."""
+        """Commit the versions of a key in order; return a reason for blobs without version."""
         return [(blob.number, self._put_manifest(blob)) for blob in blobs]
 
     def _report(self, blob: _Blob, manifest: Manifest, manifest_bytes: int) -> None:
@@ -433,7 +433,7 @@ class EmbeddedWriter:
         blob.done.set_result(PutResult(manifest.info, ledger, manifest.seconds))
 
     def _report_earlier(self, blob: _Blob, manifest: Manifest) -> None:
-        """End a repeated put with the version that was made before; what this one stored is freed by GC."""
+        """End a repeated put with its earlier version; GC frees the data of the repeat."""
         del self._by_number[blob.number]
         blob.done.set_result(PutResult(manifest.info, manifest.ledger, manifest.seconds))
 

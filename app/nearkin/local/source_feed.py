@@ -46,7 +46,10 @@ class PutItem(NamedTuple):
 
 
 def feed(writer: EmbeddedWriter, item: PutItem, progress: Progress | None) -> Future[PutResult]:
-    """Stream one source into the writer; return the future of its result. Raises BadInput, SourceFailed."""
+    """Stream one source into the writer; return the future of its result.
+
+    Raises BadInput, SourceFailed.
+    """
     key, source, sha256 = item.key, item.source, item.sha256
     if sha256 is not None and (not isinstance(sha256, bytes) or len(sha256) != hashlib.sha256().digest_size):
         raise BadInput(f"key {key!r}: SHA-256 {sha256!r:.100}: want its 32 bytes")
