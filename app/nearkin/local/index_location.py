@@ -180,8 +180,8 @@ class IndexLocation:
     def give_token(self, index: LmdbIndex, *, renew: bool = False) -> str | None:
         """Give a token to a complete new index, under the lock.
 
-        Returns the token for the store, to set after the new index replaced the old one; None if the store has it already:
-        the index of another machine stays valid when only this one is rebuilt. `renew`: the store has changed.
+        Returns the token for the store, to set after the new index replaced the old one; None if the store has it
+        already: the index of another machine stays valid when only this one is rebuilt. `renew`: the store has changed.
         """
         if not self.is_external:
             self._give_removals(index)
