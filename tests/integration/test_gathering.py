@@ -392,7 +392,7 @@ def test_where_a_block_does_not_decode_again_nothing_is_gathered_in_its_containe
     monkeypatch.setattr("nearkin_delta.merged_block_encoder.encode_merged", fails)
     with caplog.at_level("WARNING"):
         store.gc()
-    assert "check this machine's memory: it is not gathered" in caplog.text
+    assert "check this machine's memory: the container is not merged" in caplog.text
     assert blocks(store) == (0, 0)
     check(store, EVERY)
 

@@ -55,7 +55,7 @@ def test_gc_refuses_a_clock_far_ahead(tmp_path: Path, clock: Clock) -> None:
         store.delete("k")
         clock.now += YEAR
         day = f"(?:{shown(START)[:10]}|{shown(START + DAY)[:10]})"
-        match = rf"clock says {shown(START + YEAR)}, and between {day}.*gc.trust_clock"
+        match = rf"clock shows {shown(START + YEAR)}, and between {day}.*gc.trust_clock"
         for attempt in (store.gc, store.purge, lambda: store.forget("", RetentionPolicy(keep_last=1))):
             with pytest.raises(ClockSkew, match=match):
                 attempt()
@@ -250,7 +250,7 @@ def test_clock_behind_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         check_clock(objects, [container(START + YEAR)], START, GcSettings())
     assert f"written at {shown(START + YEAR)}" in caplog.text
-    assert f"this clock says {shown(START)}" in caplog.text
+    assert f"this clock shows {shown(START)}" in caplog.text
 
 
 def test_gc_refuses_a_clock_ahead_of_the_s3_server(s3_objects: ObjectStore) -> None:

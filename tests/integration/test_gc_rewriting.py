@@ -69,8 +69,8 @@ def test_a_round_tells_how_far_it_is_with_what_it_reads_writes_and_removes(opene
     by_text: dict[str, list[tuple[int, int]]] = {}
     for done, total, text in heard:
         by_text.setdefault(text, []).append((done, total))
-    assert len(by_text["what versions need"]) >= len(kept)
-    assert len(by_text["containers written anew"]) + len(by_text["containers that go, or parts of them"]) >= (
+    assert len(by_text["manifests read"]) >= len(kept)
+    assert len(by_text["containers rebased"]) + len(by_text["containers swept"]) >= (
         report.containers_deleted + report.containers_rewritten
     )
     assert report.containers_rewritten > 1

@@ -20,7 +20,6 @@ from nearkin_shared.reading.restore import Blob
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from tests.support.data.stores import SMALL, objects, settings
 
 CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}})
@@ -53,12 +52,12 @@ def test_rounds_free_there_what_was_told(elsewhere: ObjectStore, tmp_path: Path)
         return Fingerprinter(bytes.fromhex(found.secret), tenant, found.fingerprint_bits)
 
     containers = ContainerStore(elsewhere, domain_of("default"), 8 << 20)
-    manifests, condemned = ManifestStore(elsewhere), PendingDeleteStore(elsewhere)
+    manifests = ManifestStore(elsewhere)
     tenants = DomainOwners(fingerprinter, ["default"], manifests)
     index = LmdbIndex(tmp_path / "index", domain_of("default"), 1 << 28)
     rebuild_index(containers, manifests, index, tenants, super_features_of)
     rewriter = Rewriter(containers, tenants, fingerprinter("default"), BlockRecoder(CHOSEN))
-    collector = GcRun(containers, manifests, condemned, GcSettings(grace_seconds=0), rewriter)
+    collector = GcRun(elsewhere, containers, GcSettings(grace_seconds=0), rewriter)
     first, rewritten = stored(elsewhere), 0
     for _ in range(4):
         told, before = collector.preview(), stored(elsewhere)

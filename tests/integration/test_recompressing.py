@@ -213,7 +213,7 @@ def test_a_block_that_does_not_decode_again_leaves_its_container_as_it_is(store,
     monkeypatch.setattr(block_encoder, "encode_again", encode)
     with caplog.at_level(logging.WARNING):
         assert store.gc().containers_rewritten == 2
-    assert "check this machine's memory: it is not compressed further" in caplog.text
+    assert "check this machine's memory: the container is not recompressed" in caplog.text
     assert second.exists()
     assert not first.exists()
     assert not third.exists()

@@ -58,10 +58,10 @@ class Looking:
 
     def reach(self, now_us: int) -> tuple[LiveSet, int]:
         """Mark; return what is reached, and how many manifests were decoded for it."""
-        summaries = self.ledger.summaries(now_us)
+        summaries = self.ledger.refs_cache(now_us)
         found = LiveSet(self.store._containers, self.store._manifests, self.names(), (), summaries)
         self.ledger.record_marking(now_us)
-        return found, summaries.made
+        return found, summaries.decoded
 
     def check(self, found: LiveSet) -> None:
         expected = LiveSet(self.store._containers, self.store._manifests, self.names())

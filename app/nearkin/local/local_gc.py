@@ -22,7 +22,7 @@ from nearkin.local.process_lock import GC_LOCK_NAME, WriterLock
 from nearkin_maintenance import DomainOwners, GcRun, Purge, ReferenceCounts, Rewriter, Steps
 from nearkin_maintenance.gc.clock_check import check_clock
 from nearkin_maintenance.gc.erased_tenants import count_erasures, remaining_after, sweep_erased
-from nearkin_maintenance.gc.gc_run import BLOCKS_BYTES, meter_writes
+from nearkin_maintenance.gc.gc_run import BLOCKS_BYTES, GcHooks, meter_writes
 from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.gc.rolled_back_keys import check_none_rolled_back, record_heads
 from nearkin_maintenance.gc.roots import find_roots
@@ -146,13 +146,17 @@ class LocalGc:
                         "manifests: containers exist, but no manifest and no tombstone: if they are on another disk "
                         "mount it; nothing was removed"
                     )
-                LiveSet(containers, manifests, [version.manifest for version in roots.kept], listed=generations)
+                LiveSet(
+                    containers, manifests, [version.manifest for version in roots.kept], known_containers=generations
+                )
                 ended = VersionExpiry(manifests, lambda: now_us).expire(roots, NoWriters(index))
                 for container, there in generations.items():  # what a run that died has replaced
                     for older in sorted(there)[:-1]:
                         index.renew(summarise_directory(containers.of(None).directory(container)))
                         containers.delete(container, older)
-                reach = LiveSet(containers, manifests, [version.manifest for version in ended.kept], listed=generations)
+                reach = LiveSet(
+                    containers, manifests, [version.manifest for version in ended.kept], known_containers=generations
+                )
                 if reach.by_services is not None and not self.settings.gc.assume_services_stopped:
                     raise BadInput(
                         f"{reach.by_services} were written by services: purge is not possible while they run; stop "
@@ -301,18 +305,8 @@ class LocalGc:
         tenants = DomainOwners(self.fingerprinter, [tenant], self.manifests)
         recoder = BlockRecoder(self.settings)
         rewriter = Rewriter(containers, tenants, self.fingerprinter(tenant), recoder)
-        chosen, clock = self.settings.gc, self.clock
-        return GcRun(
-            containers,
-            self.manifests,
-            self.condemned,
-            chosen,
-            rewriter,
-            clock=clock,
-            ledger=ledger,
-            go_on=check,
-            steps=steps,
-        )
+        hooks = GcHooks(clock=self.clock, check=check, steps=steps)
+        return GcRun(self.condemned.objects, containers, self.settings.gc, rewriter, hooks=hooks, ledger=ledger)
 
     def _with_retention(self, report: GcReport, *, dry_run: bool) -> GcReport:
         """Delete versions of all tenants that the policies do not keep; count the tombstones."""

@@ -13,7 +13,7 @@ from nearkin_maintenance.domain_owners import DomainOwners
 from nearkin_maintenance.gc.blob_keys import BlobKeys
 from nearkin_maintenance.gc.erased_tenants import remaining_after
 from nearkin_maintenance.gc.gc_run import require_marking
-from nearkin_maintenance.gc.gc_worker import GcWorker
+from nearkin_maintenance.gc.gc_worker import GcWorker, GcWorkerPorts
 from nearkin_maintenance.optimize.compact import Rewriter
 from nearkin_maintenance.redis_index_recovery import recover_index
 from nearkin_maintenance.verify.scrub_worker import BackgroundScrub
@@ -84,11 +84,13 @@ def start(context: Context) -> Callable[[], None]:
     rounds = GcWorker(
         context.index,
         context.objects,
-        lambda: context.current().gc,
-        containers,
-        rewriter,
-        forgetting=forgetting,
-        remaining=lambda finished: remaining_after(context.current(), finished),
+        GcWorkerPorts(
+            lambda: context.current().gc,
+            containers,
+            rewriter,
+            forgetting,
+            lambda finished: remaining_after(context.current(), finished),
+        ),
     ).start()
 
     def stop() -> None:

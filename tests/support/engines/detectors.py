@@ -19,14 +19,13 @@ from nearkin.block_recoder import BlockRecoder
 from nearkin.lab.generated_data import random_bytes
 from nearkin.store import Store, open_store
 from nearkin_maintenance import DomainOwners, GcRun, Rewriter
-from nearkin_maintenance.gc.gc_run import NoIndex
+from nearkin_maintenance.gc.gc_run import GcHooks, NoIndex
 from nearkin_shared.errors import NearkinError, StoreUnavailable
 from nearkin_shared.objectstore.base import LocalObjectStore, Payload
 from nearkin_shared.objectstore.fenced import FencedObjectStore
 from nearkin_shared.reading.restore import Blob
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from tests.support.checks import inspection
 from tests.support.data.stores import containers, flip, manifests, settings
 from tests.support.engines import crash, crash_child, power_cut
@@ -250,4 +249,4 @@ def _collector(store: Store, leased: _LeasedObjects, now: float) -> GcRun:
     found = ContainerStore(fence, store._fingerprinter.domain, 1 << 20)
     tenants = DomainOwners(store._fingerprinters, [store.settings.tenant], ManifestStore(fence))
     rewriter = Rewriter(found, tenants, store._fingerprinter, BlockRecoder(store.settings))
-    return GcRun(found, ManifestStore(fence), PendingDeleteStore(fence), store.settings.gc, rewriter, clock=lambda: now)
+    return GcRun(fence, found, store.settings.gc, rewriter, hooks=GcHooks(clock=lambda: now))

@@ -163,15 +163,15 @@ def container_before_index() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._index, name)
 
-        def forget(self, *said: Any) -> None:
+        def withdraw(self, *said: Any) -> None:
             self._said.append(said)
 
     def sweep(self: Any, plan: Any) -> Any:
         said: list[Any] = []
-        with _other_index(self.since, lambda index: Late(index, said)):
+        with _other_index(self.concurrent_writes, lambda index: Late(index, said)):
             gone = real(self, plan)
         for forgotten in said:
-            with self.since.exclusive() as index:
+            with self.concurrent_writes.exclusive() as index:
                 index.withdraw(*forgotten)
         return gone
 
@@ -181,7 +181,7 @@ def container_before_index() -> None:
 def bases_not_counted() -> None:
     """Marking leaves out what deltas and blocks lean on."""
 
-    def closed(self: Any, chunks: Mapping[int, Any], whole: Any = (), giving_up: Any = None) -> Any:
+    def closed(self: Any, chunks: Mapping[int, Any], complete: Any = (), dropped_bases: Any = None) -> Any:
         return {container: mask.copy() for container, mask in chunks.items()}
 
     _patch(nearkin_maintenance.gc.mark.LiveSet, "transitive_closure", closed)
@@ -200,25 +200,25 @@ def recheck_skipped() -> None:
         }
         return nearkin_maintenance.gc.gc_plan.GcPlan(drops)
 
-    vars(nearkin_maintenance.gc.gc_run)["to_sweep"] = sweep
+    vars(nearkin_maintenance.gc.gc_run)["plan_sweep"] = sweep
 
 
 def pending_delete_still_found() -> None:
     """The index does not forget what is condemned."""
-    real: Any = nearkin_maintenance.gc.gc_run.GcRun._mark_for_deletion
+    real: Any = nearkin_maintenance.gc.gc_run.GcPass._mark_for_deletion
 
     class Keeps:
         def __init__(self, index: Any) -> None:
             self._index = index
 
         def __getattr__(self, name: str) -> Any:
-            return (lambda *_: None) if name == "forget" else getattr(self._index, name)
+            return (lambda *_: None) if name == "withdraw" else getattr(self._index, name)
 
-    def condemn(self: Any, plan: Any, ids: Any, record: Any, before: Any, since: Any, sums: Any) -> Any:
-        with _other_index(since, Keeps):
-            return real(self, plan, ids, record, before, since, sums)
+    def condemn(self: Any, plan: Any, sizes: Any, record: Any, before: Any, writes: Any) -> Any:
+        with _other_index(writes, Keeps):
+            return real(self, plan, sizes, record, before, writes)
 
-    _patch(nearkin_maintenance.gc.gc_run.GcRun, "_mark_for_deletion", condemn)
+    _patch(nearkin_maintenance.gc.gc_run.GcPass, "_mark_for_deletion", condemn)
 
 
 def deletes_in_same_run() -> None:
@@ -234,7 +234,7 @@ def deletes_in_same_run() -> None:
 
 def grace_ignored() -> None:
     """The next round frees, however soon it comes."""
-    _patch(nearkin_maintenance.gc.gc_run.GcRun, "_is_due", lambda *_: True)
+    _patch(nearkin_maintenance.gc.gc_run.GcPass, "_is_due", lambda *_: True)
 
 
 def older_generation_first() -> None:
@@ -243,13 +243,13 @@ def older_generation_first() -> None:
     def anew(self: Any, container: Any, left: Any, make: Any) -> bool:
         data = make()
         generation = self.containers.generation(container)
-        with self.since.exclusive() as index:
+        with self.concurrent_writes.exclusive() as index:
             self.containers.delete(container, generation)
             self.containers.put(container, [data], generation + 1)
-            self.replacing.renew(index, container)
-            self.since.on_container_rewritten(container, generation + 1)
+            self.swap.renew(index, container)
+            self.concurrent_writes.on_container_rewritten(container, generation + 1)
         self.ids[container] = len(data)
-        self.sums.rewritten += 1
+        self.totals.rewritten += 1
         return True
 
     _patch(nearkin_maintenance.gc.sweep.GcExecutor, "_rewrite", anew)

@@ -13,7 +13,7 @@ from pathlib import Path
 from nearkin.block_recoder import BlockRecoder
 from nearkin.local.index_recovery import super_features_of
 from nearkin_maintenance import DomainOwners, Rewriter, rebuild_index
-from nearkin_maintenance.gc.gc_worker import GcWorker
+from nearkin_maintenance.gc.gc_worker import GcWorker, GcWorkerPorts
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import GcSettings
@@ -106,9 +106,8 @@ class Fleet:
         return GcWorker(
             self.index,
             over or self.objects,
-            lambda: replace(gc, trust_clock=True),  # the fleet's clock is set by the test
-            self.containers,
-            rewriter,
+            # The test sets the fleet's clock.
+            GcWorkerPorts(lambda: replace(gc, trust_clock=True), self.containers, rewriter),
             lease_seconds=lease_seconds,
             clock=lambda: self.now,
         )

@@ -1,6 +1,9 @@
-"""Keys of a store. Invariant: they come from manifests, so that no key is passed over because an index was lost.
+# size: a cache of the fleet's worker alone; a GC run does not use it
+"""List the keys of a store from its manifests.
 
-manifests/3f/3fa9...: the folder is a digest of tenant and key -> one of its manifests says which these are
+    manifests/3f/3fa9...: the folder is a digest of tenant and key -> one of its manifests records both
+
+Invariant: a key is listed even if the index was lost.
 """
 
 from __future__ import annotations
@@ -11,27 +14,30 @@ from nearkin_shared.errors import PermanentError
 from nearkin_shared.storage.manifests import ManifestStore
 
 REMEMBERED_MAX = 1 << 16
-"""Folders whose keys are remembered, 20 MB of them: of the others a manifest is read each time."""
+"""Folders whose keys are cached, 20 MB: for others a manifest is read each time."""
 
 
 class BlobKeys:
-    """Tells (tenant, key) of every folder that holds a version; remembers what it has read."""
+    """Reader of the (tenant, key) of every folder with a version; caches the results."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[str, str]] = {}
+        self._cache: dict[str, tuple[str, str]] = {}
 
     def of(self, manifests: ManifestStore) -> Iterator[tuple[str, str]]:
-        """Yield all keys, of every tenant. One of which no manifest can be read is none. Raises StoreUnavailable."""
+        """Yield all keys, of every tenant; a key without a readable manifest is omitted.
+
+        Raises: StoreUnavailable.
+        """
         by_folder: dict[str, list[str]] = {}
         for name, _ in manifests.names():
             by_folder.setdefault(name.rpartition("/")[0], []).append(name)
         for folder, names in by_folder.items():
-            known = self._known.get(folder) or _read(manifests, names)
-            if known is None:
+            found = self._cache.get(folder) or _read(manifests, names)
+            if found is None:
                 continue
-            if len(self._known) < REMEMBERED_MAX:
-                self._known[folder] = known
-            yield known
+            if len(self._cache) < REMEMBERED_MAX:
+                self._cache[folder] = found
+            yield found
 
 
 def _read(manifests: ManifestStore, names: list[str]) -> tuple[str, str] | None:

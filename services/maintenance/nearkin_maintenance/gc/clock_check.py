@@ -1,12 +1,13 @@
-"""Check the clock before a GC run. Invariant: nothing ends by a clock that is ahead of all that the store knows.
+"""Check the clock before a GC run.
 
-    the object store's server: its date of an object that was just written     over 300 s before this clock -> refused
-    the store: containers, the last GC run                                     no sign of time for months   -> refused
+    the object store's server: its date of an object just written     over 300 s before this clock -> refused
+    the store: containers, the last GC run                            no sign of time for months   -> refused
 
-A grace, a retention and the window of an undeletion all end early by a clock that is ahead. By one that is behind they
-end late, which is reported. What begins by a clock that is behind would end early by a right one: deletions count the
-window, and puts `min_age_seconds`, from the last recorded time at least (RecordedTime). Not covered: a grace that a GC
-run begins by a clock that is behind, and a clock that is behind less than a day, or before the first record.
+Invariant: nothing expires by a clock that is ahead of all times that the store knows. Graces, retentions and undelete
+windows would all end early. With a clock that is behind they end late, which is reported. A period that begins by a
+clock that is behind would end early by a correct one: deletions count the undelete window, and puts `min_age_seconds`,
+from the last recorded time at least (RecordedTime). Not covered: a grace that a GC run begins by a clock that is
+behind, and a clock that is behind by less than a day, or before the first record.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.storage.clock_records import ClockRecords
 
 DAY_US = 86_400_000_000
-"""Where no server has a clock, the time is recorded once a day."""
+"""Interval between time records in an object store without a server clock."""
 _SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
 _log = logging.getLogger("nearkin")
 
 
 def check_clock(objects: ObjectStore, containers: Collection[int], now: float, settings: GcSettings) -> None:
-    """Raise ClockSkew if the clock `now` is ahead; else record it. `containers`: ids, which begin with their time.
+    """Raise ClockSkew if the clock `now` is ahead; else record it.
 
-    1 compare with the store  2 record the time  3 compare with the server's date of that record
+    `containers`: ids, which begin with their time of creation. Steps: 1 compare with the store  2 record the time  3
+    compare with the server's date of that record
     """
     now_us = int(now * 1e6)
     if not 0 <= now_us <= CREATED_US_MAX:
@@ -41,7 +43,7 @@ def check_clock(objects: ObjectStore, containers: Collection[int], now: float, s
     newest_us = max(times_us, default=0)
     if newest_us > now_us + _SKEW_US:
         _log.warning(
-            "gc: a container was written at %s by its writer's clock, and this clock says %s: one of them is wrong",
+            "gc: a container was written at %s by its writer's clock, but this clock shows %s: one of them is wrong",
             _time(newest_us),
             _time(now_us),
         )
@@ -51,18 +53,18 @@ def check_clock(objects: ObjectStore, containers: Collection[int], now: float, s
     if last_us is not None and not settings.trust_clock:
         if not records.has_server_clock and now_us - last_us < DAY_US:
             return
-        recorded_us = max(now_us, last_us)  # a clock that is behind does not lower what is known
+        recorded_us = max(now_us, last_us)  # a clock that is behind does not lower the record
     else:
         recorded_us = now_us
     try:
         name = records.write(recorded_us)  # 2
-    except StoreUnavailable as err:  # a full disk, for one: a run that frees space must not fail
+    except StoreUnavailable as err:  # for example a full disk: a run that frees space must not fail
         _log.warning("gc: the time of this run was not recorded: %s", err)
         return
     server = None if name is None else records.server_seconds(name)  # 3
     if server is not None and now - server > CLOCK_SKEW_SECONDS_MAX and not settings.trust_clock:
         raise ClockSkew(
-            f"this machine's clock says {_time(now_us)}, the object store's {_time(int(server * 1e6))}, "
+            f"this machine's clock shows {_time(now_us)}, the object store's {_time(int(server * 1e6))}, "
             f"{now - server:.0f} s less (at most {CLOCK_SKEW_SECONDS_MAX} s are tolerated): nothing is freed; correct "
             "the wrong clock, or set gc.trust_clock for one run if this one is right"
         )
@@ -71,8 +73,8 @@ def check_clock(objects: ObjectStore, containers: Collection[int], now: float, s
 def _check_gap(records: ClockRecords, times_us: list[int], now_us: int, gap_seconds_max: int) -> None:
     """Raise ClockSkew if the store has no sign of a time before `now_us` for too long.
 
-    Every gap since the last record counts, without a record every gap between containers: the newest ones may have been
-    written by the clock that is to be checked.
+    Every gap since the last record counts; without a record, every gap between containers: the newest ones may have
+    been written by the clock under check.
     """
     seen = sorted(time_us for time_us in times_us if time_us <= now_us)
     last_us = records.read()
@@ -81,7 +83,7 @@ def _check_gap(records: ClockRecords, times_us: list[int], now_us: int, gap_seco
     for before_us, after_us in pairwise([*seen, now_us]):
         if after_us - before_us > gap_seconds_max * 1_000_000:
             raise ClockSkew(
-                f"this machine's clock says {_time(now_us)}, and between {_time(before_us)} and {_time(after_us)} the "
+                f"this machine's clock shows {_time(now_us)}, and between {_time(before_us)} and {_time(after_us)} the "
                 f"store has neither a container nor a GC run (at most {gap_seconds_max} s are tolerated, "
                 "gc.clock_gap_seconds_max): nothing is freed; correct the clock, or set gc.trust_clock for one run if "
                 "it is right"

@@ -1,9 +1,10 @@
-"""What came while a round was at work. Invariant: in a turn it is known what every version needs that is there then.
+"""Track writes that arrive during a GC run.
 
-    state of the store, then containers, then manifests     at marking, and whenever the state is another one
-    new manifests, all of new containers, their bases       reached: what of a plan they name stays, with its bases
+    change token, containers, manifests              listed at marking, and whenever the token has changed
+    new manifests, new containers, their bases       added to the live set; removals that touch them are retained
 
-A container that somebody else wrote anew meanwhile (healing does) stays as it is until the next round.
+Invariant (I6): inside an exclusive section, the live set covers every version that exists at that moment. A container
+that another process rewrote meanwhile (a repair does) is left unchanged until the next GC run.
 """
 
 from __future__ import annotations
@@ -24,124 +25,153 @@ from nearkin_shared.utils.failpoints import failpoint
 
 
 class ConcurrentWrites:
-    """Turns of one round, and what others have stored since it listed the store."""
+    """Exclusive sections of one GC run, and the writes since it listed the store."""
 
     def __init__(
         self,
-        turns: WriterGate,
-        state: object,
+        gate: WriterGate,
+        token: object,
         containers: ContainerStore,
         manifests: ManifestStore,
         generations: Mapping[ContainerId, Mapping[int, int]],
-        names: Collection[str],
-        reach: LiveSet,
+        manifest_names: Collection[str],
+        live_set: LiveSet,
     ) -> None:
-        """`state` was asked for before `generations` and `names`, the manifests, were listed; what comes is added to
-        `reach`, what marking found.
+        """Track changes since `token`, which was read before the listings.
+
+        `generations` and `manifest_names` are the containers and manifests of these listings. Data that later writes
+        need are added to `live_set`.
         """
-        self._turns = turns
-        self._state = state
+        self._gate = gate
+        self._token = token
         self._containers = containers
         self._manifests = manifests
         self._newest = {int(container): max(found) for container, found in generations.items()}
-        self._names = set(names)
-        self._came: set[int] = set()
-        self._staying: set[int] = set()
+        self._manifest_names = set(manifest_names)
+        self._new_containers: set[int] = set()
+        self._retained: set[int] = set()
         self._changed: set[int] = set()
         self._segments: Masks = {}
         self._needed: Masks = {}
-        self._reach = reach
+        self._live_set = live_set
 
     @contextmanager
     def exclusive(self) -> Iterator[SupportsCollection]:
-        """Keep others out, look what came, and give the index. Raises StoreLocked, Corrupt, StoreUnavailable."""
-        self.refresh()  # most of it outside: the turn then is as short as it can be
-        with self._turns.exclusive() as index:
+        """Block other writers, refresh the live set, and yield the index.
+
+        Raises: StoreLocked, Corrupt, StoreUnavailable.
+        """
+        self.refresh()  # outside first, so that the exclusive section is short
+        with self._gate.exclusive() as index:
             self.refresh()
             failpoint("gc.turn")
             yield index
-            self._state = self._turns.change_token()  # nobody else wrote meanwhile
+            self._token = self._gate.change_token()  # no other process wrote meanwhile
         failpoint("gc.turned")
 
     def prefetch_removals(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
-        """Look up, outside of a turn, what the index is to forget in one: its `looked_up`."""
-        looked_up = self._turns.prefetch_removals(chunks, segments)
+        """Look up, outside an exclusive section, the index entries that one will remove.
+
+        Returns the `looked_up` argument of the index.
+        """
+        looked_up = self._gate.prefetch_removals(chunks, segments)
         failpoint("gc.looked-up")
         return looked_up
 
     def refresh(self) -> None:
-        """Add what was stored since to what is reached. Raises Corrupt: what it needs is not known."""
-        state = self._turns.change_token()
-        if state == self._state:
+        """Add writes since the last refresh to the live set.
+
+        Raises: Corrupt if the needs of a new version are unknown.
+        """
+        token = self._gate.change_token()
+        if token == self._token:
             return
-        listed = self._containers.generations()  # before the manifests: what they name is there
-        names, _ = self._manifests.names_and_marks()
-        came = [container for container in listed if container not in self._newest]
-        committed = [name for name, _ in names if name not in self._names]
-        changed = {c for c, found in listed.items() if max(found) != self._newest.get(c, max(found))}
+        listing = self._containers.generations()  # before the manifests, which name listed containers
+        manifest_names, _ = self._manifests.names_and_marks()
+        new_containers = [container for container in listing if container not in self._newest]
+        new_manifests = [name for name, _ in manifest_names if name not in self._manifest_names]
+        changed = {c for c, found in listing.items() if max(found) != self._newest.get(c, max(found))}
         if changed:
             self._containers.evict()
-        if came or committed:
-            more = LiveSet(self._containers, self._manifests, committed, came, listed=listed)
-            self._came.update(came)
-            for segments in (self._reach.segments, self._segments):
-                _join(segments, more.segments)
-            for chunks in (self._reach.chunks, self._needed):
-                _join(chunks, more.chunks)
-            self._needed = self._reach.transitive_closure(self._needed, self._came)
+        if new_containers or new_manifests:
+            added = LiveSet(
+                self._containers,
+                self._manifests,
+                new_manifests,
+                new_containers,
+                known_containers=listing,
+            )
+            self._new_containers.update(new_containers)
+            for segments in (self._live_set.segments, self._segments):
+                _join(segments, added.segments)
+            for chunks in (self._live_set.chunks, self._needed):
+                _join(chunks, added.chunks)
+            self._needed = self._live_set.transitive_closure(self._needed, self._new_containers)
         self._changed |= changed
-        self._newest.update((int(container), max(found)) for container, found in listed.items())
-        self._names.update(committed)
-        self._state = state
+        self._newest.update((int(container), max(found)) for container, found in listing.items())
+        self._manifest_names.update(new_manifests)
+        self._token = token
         failpoint("gc.looked")
 
-    def retained(self, drops: Mapping[int, ContainerRemoval]) -> set[int]:
-        """Return the containers of which nothing may go yet, of those in `drops`: others need it, or what leans on it.
+    def retained(self, removals: Mapping[int, ContainerRemoval]) -> set[int]:
+        """Return the containers in `removals` from which nothing may be removed yet.
 
-        Asked in a turn, with all that is still to go.
+        New versions, or chunks that depend on them, need these containers. Call inside an exclusive section, with all
+        removals that are still to be applied.
         """
-        spared = self._staying | self._changed
-        kept, needed = drops.keys() & spared, self._needed
+        fixed = self._retained | self._changed
+        retained, needed = removals.keys() & fixed, self._needed
         while True:
-            if whole := spared | kept:  # what is dead in them decodes too
-                needed = self._reach.transitive_closure(needed, whole)
-            more = {c for c, drop in drops.items() if c not in kept and self._references_any(needed, c, drop)}
-            if not more:
-                return kept
-            kept |= more
+            if all_retained := fixed | retained:  # their dead chunks must stay decodable too
+                needed = self._live_set.transitive_closure(needed, all_retained)
+            added = {c for c, removal in removals.items() if c not in retained and self._needs_any(needed, c, removal)}
+            if not added:
+                return retained
+            retained |= added
 
     def is_rewritten_or_retained(self, container: int) -> bool:
-        """Return, in a turn, whether somebody else wrote a container anew, or it was spared."""
-        return container in self._staying or container in self._changed
+        """Return whether another process rewrote a container, or it was retained.
+
+        Call inside an exclusive section.
+        """
+        return container in self._retained or container in self._changed
 
     def retain(self, container: int) -> None:
-        """Hear that a container was spared: what it leans on stays too."""
-        self._staying.add(container)
+        """Record that a container stays unchanged: its bases stay too."""
+        self._retained.add(container)
 
     def record_deferred(self, containers: Collection[int]) -> None:
-        """Hear that containers stayed for want of room alone: they may be condemned still."""
-        self._staying.difference_update(containers)
+        """Record that containers stayed for lack of disk space only.
+
+        They may become pending deletes as before.
+        """
+        self._retained.difference_update(containers)
 
     def on_container_rewritten(self, container: ContainerId, generation: int | None) -> None:
-        """Hear, in a turn, that a container was written anew, or None: removed."""
+        """Record, inside an exclusive section, the new generation of a container.
+
+        `generation` is None if the container was deleted.
+        """
         if generation is not None:
             self._newest[container] = generation
         else:
             del self._newest[container]
-        self._turns.on_container_rewritten(container)
+        self._gate.on_container_rewritten(container)
 
-    def _references_any(self, needed: Masks, container: int, drop: ContainerRemoval) -> bool:
+    def _needs_any(self, needed: Masks, container: int, removal: ContainerRemoval) -> bool:
         if (
-            drop.whole_container
-        ):  # what that is, is not known where its directory could not be read; it may be mended since
+            removal.whole_container
+        ):  # `removal` lists nothing if the directory was unreadable; repair may have run since
             return any(
                 mask is not None and mask.any() for mask in (needed.get(container), self._segments.get(container))
             )
-        return _any_of(needed.get(container), drop.chunks) or _any_of(self._segments.get(container), drop.segments)
+        return _any_of(needed.get(container), removal.chunks) or _any_of(
+            self._segments.get(container), removal.segments
+        )
 
 
-def _join(masks: Masks, more: Masks) -> None:
-    for container, mask in more.items():
+def _join(masks: Masks, added: Masks) -> None:
+    for container, mask in added.items():
         known = masks.get(container)
         if known is None or len(known) < len(mask):
             wider = mask.copy()

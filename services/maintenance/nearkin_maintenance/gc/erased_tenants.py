@@ -1,9 +1,10 @@
-"""Objects of erased tenants. Invariant: the index lets go of them first; nothing of another tenant is touched.
+"""Delete the objects of erased tenants.
 
-    index forgets -> manifests and marks -> containers, staged uploads -> a local index is made again, since its free
-    pages hold what it forgot -> the erasure counts as swept, once no writer can add to them
+    withdraw from index -> manifests, tombstones -> containers, staged uploads -> rebuild a local index, whose free
+    pages still contain withdrawn entries -> mark the erasure as swept, once no writer can add to it
 
-A tenant's containers lean on its own alone (I9), so no other version reads what goes here.
+Invariant: the index is withdrawn first; no object of another tenant is touched. Bases of a tenant's chunks are in
+containers of the same tenant (I9), so no other version needs these objects.
 """
 
 from __future__ import annotations
@@ -31,72 +32,80 @@ from nearkin_shared.utils.frozen import frozen
 _log = logging.getLogger("nearkin")
 
 WITHDRAWN_PER_STEP = 1024
-"""Containers leave the index so many at a time."""
+"""Containers that are withdrawn from the index per call."""
 
 
 @runtime_checkable
-class _Listing(Protocol):
+class _SupportsTenantRemoval(Protocol):
     def catalogs(self) -> Iterator[tuple[str, CatalogEntry]]: ...
     def withdraw_tenants(self, tenants: Collection[str]) -> None: ...
 
 
 @frozen
-class Swept:
-    """What a run removed of erased tenants."""
+class ErasureSweep:
+    """Objects of erased tenants that one run deleted."""
 
     freed_bytes: int = 0
     finished: tuple[Erasure, ...] = ()
-    """Erasures whose keys or objects this run removed."""
+    """Erasures whose keys or objects this run deleted."""
 
 
-def sweep_erased(objects: ObjectStore, index: SupportsCollection, check: Callable[[], None] = lambda: None) -> Swept:
-    """Remove what erased tenants have left. `check` raises where nothing may be removed any more.
+def sweep_erased(
+    objects: ObjectStore, index: SupportsCollection, check: Callable[[], None] = lambda: None
+) -> ErasureSweep:
+    """Delete the remaining objects of erased tenants.
 
-    `EncryptedObjectStore.confirm_swept` comes once the index has nothing of them either. Raises StoreUnavailable: a
-    later call does the rest.
+    `check` raises if nothing may be deleted any more. `EncryptedObjectStore.confirm_swept` is called later, once the
+    index has no entries of them.
+
+    Raises: StoreUnavailable; a later call deletes the rest.
     """
     if not isinstance(objects, EncryptedObjectStore):
-        return Swept()
+        return ErasureSweep()
     for erasure in objects.keyring.erasures():
         if erasure.problem is not None:
             metrics.CORRUPT.labels("record").inc()
             _log.warning("gc: %s", erasure.problem)
-    due = objects.keyring.list_due()
-    if not due:
-        return Swept()
-    with_keys = {erasure.owner for erasure in due if objects.keyring.has_keys(erasure.owner)}
+    due_erasures = objects.keyring.list_due()
+    if not due_erasures:
+        return ErasureSweep()
+    with_keys = {erasure.owner for erasure in due_erasures if objects.keyring.has_keys(erasure.owner)}
     withdraw_erased(objects, index)
     check()
     VersionHeads(objects).forget(name for name, _ in objects.erased_objects(due=True))
     removed = objects.sweep_erased(check)
-    finished = [erasure for erasure in due if erasure.owner in with_keys]
+    finished = [erasure for erasure in due_erasures if erasure.owner in with_keys]
     if removed and not finished:  # a run that was cut short has removed the keys
-        finished = due
-    return Swept(sum(size_bytes for _, size_bytes in removed), tuple(finished))
+        finished = due_erasures
+    return ErasureSweep(sum(size_bytes for _, size_bytes in removed), tuple(finished))
 
 
 def remaining_after(settings: Settings, finished: Sequence[Erasure]) -> tuple[RemainingCopy, ...]:
-    """Return the copies that erasures do not reach which a run has completed; the latest one decides on times."""
+    """Return the copies that completed erasures do not reach.
+
+    The latest erasure determines the times.
+    """
     if not finished:
         return ()
-    closed_us = max(erasure.erased_us for erasure in finished)
-    return tuple(remaining_copies(settings, moment_of(closed_us), datetime.now(UTC)))
+    latest_us = max(erasure.erased_us for erasure in finished)
+    return tuple(remaining_copies(settings, moment_of(latest_us), datetime.now(UTC)))
 
 
 def withdraw_erased(objects: EncryptedObjectStore, index: SupportsCollection, tenant: str | None = None) -> None:
-    """Let the index name nothing of erased tenants any more; a later put would lean on what cannot be read.
+    """Withdraw the entries of erased tenants from the index.
 
-    `tenant`: one of them, known by name; of others what the index lists tells.
+    Otherwise a later put could use chunks that cannot be decrypted as bases. `tenant`: the name of one erased tenant;
+    the names of others are those that the index lists.
     """
     containers = [
         int(found) for found in (id_of(name) for name, _ in objects.erased_objects(due=True)) if found is not None
     ]
     for start in range(0, len(containers), WITHDRAWN_PER_STEP):
-        some = containers[start : start + WITHDRAWN_PER_STEP]
-        index.withdraw(dict.fromkeys(some), {}, some)
-    if isinstance(index, _Listing):
-        known = {listed for listed, _ in index.catalogs()} | ({tenant} if tenant is not None else set())
-        index.withdraw_tenants([named for named in sorted(known) if _is_erased(objects, named)])
+        batch = containers[start : start + WITHDRAWN_PER_STEP]
+        index.withdraw(dict.fromkeys(batch), {}, batch)
+    if isinstance(index, _SupportsTenantRemoval):
+        known = {name for name, _ in index.catalogs()} | ({tenant} if tenant is not None else set())
+        index.withdraw_tenants([listed for listed in sorted(known) if _is_erased(objects, listed)])
 
 
 def _is_erased(objects: EncryptedObjectStore, tenant: str) -> bool:

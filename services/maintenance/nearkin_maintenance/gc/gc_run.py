@@ -1,22 +1,25 @@
-"""Garbage collection. Invariant: what goes was unreached in two rounds, a grace apart; to die anywhere repeats work.
+"""Run garbage collection: mark, plan, apply.
 
-    1 generations that newer ones have replaced      2 versions gone for good: mark, index, manifest, marks
-    3 what every other version reaches
-    4 what leans on what an earlier round condemned and is due: a new generation that leans on what lives
-    5 what an earlier round condemned, is due and nothing leans on: index, then container, or a new generation of it
-    6 by `gc.merge_block_bytes`, what newer versions changed of a stretch, over and over: into its block
-    7 by `gc.recompress_level`, what puts compressed in a hurry: by a deeper search, once (recompress.py)
-    8 what else is unreached: index, then record
+    1 delete generations that newer ones replaced       2 expire versions: tombstone, index, manifest, tombstones
+    3 mark the live set of all other versions
+    4 rebase: re-encode live chunks whose bases are due
+    5 sweep: delete due data that no chunk depends on: index, then the container or its next generation
+    6 with `gc.merge_block_bytes`: merge repeated changes of one region into a block (merge_planner.py)
+    7 with `gc.recompress_level`: compress raw blocks with a deeper search, once (recompress.py)
+    8 mark other unreachable data for deletion: index, then the pending-delete record
 
-Between the index forgetting what is condemned and its going lies `gc.grace_seconds`: who was told of it before has
-committed by then, and the mark of that round sees the version. docs/adr/0015-two-phase-garbage-collection.md.
-Marking, planning and encoding go on beside puts; each effect is a turn, which first looks what came since
-(concurrent_writes.py).
+Invariant (I6): data are deleted only if two GC runs, at least one grace apart, found them unreachable. A process that
+read an index entry before its withdrawal has committed when the grace (`gc.grace_seconds`) ends, and the next mark
+finds its version. docs/adr/0015-two-phase-garbage-collection.md.
+
+Marking, planning and encoding run concurrently with puts. Each effect is an exclusive section that first refreshes the
+live set (concurrent_writes.py). A run that stops at any step leaves a sound store; the next run repeats the rest.
+
+`GcRun` puts together one pass: over the store (`run`), or over an overlay whose writes are discarded (`preview`).
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,12 +28,21 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from nearkin_maintenance.gc.concurrent_writes import ConcurrentWrites
-from nearkin_maintenance.gc.gc_plan import GcPlan, plan_pending, plan_rebase, plan_sweep, protect_recent, record_of
+from nearkin_maintenance.gc.gc_plan import (
+    GcPlan,
+    carry_over,
+    is_same_record,
+    plan_pending,
+    plan_rebase,
+    plan_sweep,
+    protect_recent,
+    record_of,
+    record_removal,
+)
 from nearkin_maintenance.gc.mark import LiveSet
-from nearkin_maintenance.gc.pending_delete_merge import carry_over, record_deletion, same_record
 from nearkin_maintenance.gc.reference_counts import ReferenceCounts
 from nearkin_maintenance.gc.retained_bytes import bytes_of_chunks, retained_bytes_by_reason
-from nearkin_maintenance.gc.roots import Roots, Version, find_roots
+from nearkin_maintenance.gc.roots import Roots, RootVersion, find_roots
 from nearkin_maintenance.gc.sweep import GcExecutor, GcTotals, Item
 from nearkin_maintenance.gc.version_expiry import VersionExpiry
 from nearkin_maintenance.gc.writer_gate import NoWriters, WriterGate
@@ -64,389 +76,499 @@ from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.pending_deletes import EMPTY_BYTES, PendingDeleteStore, record_bytes
 from nearkin_shared.types import U32, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.frozen import frozen
 
 
 class GcRefused(PermanentError):
-    """A round would not be sound here."""
+    """A GC run would be unsafe in this store."""
 
 
 _log = logging.getLogger("nearkin")
 
 Steps = Callable[[int, int, str], None]
-"""Told how many are done, of how many, and what is being done."""
+"""Progress callback: items done, items in total, and the kind of item."""
 
 LATER_RUNS_MAX = 8
-"""A preview looks so many rounds ahead: what is condemned goes in the next, what held it in the one after."""
+"""GC runs that a preview simulates: pending deletes are freed by the next run, data that they held by the one after."""
 REFUSED_NAMED_MAX = 20
-"""Marks that were refused are named in the log, so many a run."""
+"""Refused tombstones that one run names in the log."""
 _UNBOUNDED = 1 << 62
 BLOCKS_BYTES = 96 * MIB
-"""Of decoded blocks that a round keeps at hand. To gather 16 dumps took 19, 13 and 12 s with 64, 128 and 256 MiB; a
-round over the last 12 of 44 gathered ones peaks at 441 MB with 96, at 504 with 128, and takes 5.5 and 5.2 s."""
+"""Decoded blocks that a GC run caches. Merging 16 dumps took 19, 13 and 12 s with 64, 128 and 256 MiB; a run over the
+last 12 of 44 merged ones peaks at 441 MB with 96 MiB, at 504 MB with 128, and takes 5.5 and 5.2 s."""
 RECENT_GRACES = 2
-"""Beside services, a container is no garbage for so many graces."""
+"""Age in graces below which all of a container counts as live while services write."""
+
+
+@frozen
+class GcHooks:
+    """Callbacks of a GC run."""
+
+    clock: Callable[[], float] = time.time
+    """Seconds since 1970."""
+    check: Callable[[], None] = lambda: None
+    """Called before each container is written or deleted; stops the run by raising."""
+    steps: Steps | None = None
+    """Receives the progress of marking and of each later step."""
+
+    def report_progress(self, items: Sequence[Item], text: str) -> Iterator[Item]:
+        """Yield the items; report before each how many are done."""
+        for done, item in enumerate(items):
+            if self.steps is not None:
+                self.steps(done, len(items), text)
+            yield item
+
+    def now_us(self) -> int:
+        """Return the time in microseconds since 1970."""
+        return int(self.clock() * 1e6)
+
+
+@frozen
+class GcStore:
+    """Objects that a GC pass reads and writes: the store's, or an overlay over them."""
+
+    containers: ContainerStore
+    manifests: ManifestStore
+    pending_deletes: PendingDeleteStore
+    rewriter: Rewriter
+    swap: ContainerSwap
+    metered: MeteredObjectStore
+    """Counts the bytes that the pass writes and deletes."""
 
 
 class GcRun:
-    """One round over a store, all tenants of it. One at a time: its caller holds the lock of rounds, or a lease."""
+    """One GC run over a store, all tenants of it.
+
+    One at a time: the caller holds the GC lock or the GC lease.
+    """
 
     def __init__(
         self,
+        objects: ObjectStore,
         containers: ContainerStore,
-        manifests: ManifestStore,
-        condemned: PendingDeleteStore,
         settings: GcSettings,
         rewriter: Rewriter,
         *,
-        clock: Callable[[], float] = time.time,
+        hooks: GcHooks | None = None,
         online: bool = False,
         ledger: ReferenceCounts | None = None,
-        go_on: Callable[[], None] = lambda: None,
-        steps: Steps | None = None,
     ) -> None:
-        """`online`: services write meanwhile, as docs/adr/0015 says that several writers must.
+        """`online`: services write concurrently, as in docs/adr/0015.
 
-        `ledger`: what says when marking has something to look at; without, a round always marks. `go_on` is asked
-        before each container is written or removed, and ends the round by raising; `steps` hears how far that is, and
-        how many manifests are read. Raises ConfigError.
+        `ledger`: reference counts that decide whether marking can find anything; without, every run marks.
+
+        Raises: ConfigError if `online` and `gc.mode` do not fit.
         """
         if online:
             require_marking(settings)
-        self._ledger = ledger
-        self._go_on = go_on
-        self._steps = steps
+        self._objects = objects
         self._containers = containers.of(None)
+        self._settings = settings
         self._rewriter = rewriter
-        self._compact_below = settings.compact_below
-        self._assume_services_stopped = settings.assume_services_stopped
-        self._replacing = ContainerSwap(self._containers, int(settings.bytes_per_second))
-        self._merge_block_bytes, self._merge_versions_min = int(settings.merge_block_bytes), settings.merge_versions_min
-        self._manifests = manifests
-        self._condemned = condemned
-        self._grace_us = settings.grace_seconds * 1_000_000
-        self._clock = clock
+        self._hooks = hooks or GcHooks()
         self._online = online
+        self._ledger = ledger
 
     def run(self, index: SupportsCollection) -> GcReport:
-        """Do a round that keeps nobody out: nobody else writes, or leases and young containers guard what comes.
+        """Collect garbage without excluding other writers.
 
-        Raises Corrupt (what a version needs cannot be read: nothing is condemned), StoreUnavailable, RetryableError (a
-        tenant was erased meanwhile).
+        Either no other process writes, or leases and the protection of recent containers cover concurrent writes.
+
+        Raises: Corrupt (the needs of a version are unknown: nothing is marked for deletion), StoreUnavailable,
+        RetryableError (a tenant was erased meanwhile).
         """
         return self.run_online(NoWriters(index))
 
-    def run_online(self, turns: WriterGate) -> GcReport:
-        """Do a round that keeps others out for each effect alone. Raises as `run` does, and StoreLocked."""
-        self._go_on()
-        with _erased_meanwhile():
-            counted, objects = meter_writes(self._condemned.objects)
-            return self._with_objects(objects, self._containers.with_objects(objects))._run(turns, counted)
+    def run_online(self, gate: WriterGate) -> GcReport:
+        """Collect garbage; exclude other writers while an effect is applied.
+
+        Raises: the errors of `run`, and StoreLocked.
+        """
+        self._hooks.check()
+        with _translate_erasure():
+            metered, objects = meter_writes(self._objects)
+            containers = self._containers.with_objects(objects)
+            store = self._open(objects, containers, metered, int(self._settings.bytes_per_second))
+            return self._pass(store, gate, self._hooks, self._ledger).run()
 
     def preview(self, *, deleted_too: bool = False) -> GcReport:
-        """Return what `run` would report, and what holds the rest; nothing is changed.
+        """Return the report that `run` would give, and the retained bytes by reason.
 
-        It is a round, and those after it, over what lies in the store; what they write goes to the system's temporary
-        folder, sealed as it would be in the store, and needs room there. `deleted_too`: as if no deleted version could
-        be brought back any more.
+        Changes nothing: runs this GC run and the next ones over an overlay of the store. Their writes are stored in the
+        system's temporary folder, encrypted if the store is, and need space there. `deleted_too`: as if every undelete
+        window had ended.
         """
-        with _erased_meanwhile(), overlaid(self._condemned.objects) as overlay:
-            counted, objects = meter_writes(overlay)
+        with _translate_erasure(), overlaid(self._objects) as overlay:
+            metered, objects = meter_writes(overlay)
             containers = self._containers.with_own_caches(objects, BLOCKS_BYTES)
-            imagined = self._with_objects(objects, containers)
-            imagined._replacing, imagined._ledger = ContainerSwap(containers, _UNBOUNDED), None
-            imagined._go_on = lambda: None
-            told = imagined._run(NoWriters(NoIndex()), counted, deleted_too=deleted_too, dry_run=True)
-            imagined._grace_us = pending_delete_bytes = 0
+            store = self._open(objects, containers, metered, _UNBOUNDED)
+            hooks, gate = replace(self._hooks, check=lambda: None), NoWriters(NoIndex())
+            report = self._pass(store, gate, hooks).run(deleted_too=deleted_too, dry_run=True)
+            later_bytes = 0
             for _ in range(LATER_RUNS_MAX):
-                later = imagined._run(NoWriters(NoIndex()), counted, deleted_too=deleted_too)
-                pending_delete_bytes += later.freed_bytes
+                later = self._pass(store, gate, hooks, grace_us=0).run(deleted_too=deleted_too)
+                later_bytes += later.freed_bytes
                 if not later.pending_delete_containers and not later.freed_bytes:
                     break
-        return replace(told, pending_delete_bytes=pending_delete_bytes)
+        return replace(report, pending_delete_bytes=later_bytes)
 
-    def _with_objects(self, objects: ObjectStore, containers: ContainerStore) -> GcRun:
-        """Return what does the same through another object store."""
-        other = copy.copy(self)
-        other._containers, other._rewriter = containers, self._rewriter.with_containers(containers)
-        other._manifests, other._condemned = ManifestStore(objects), PendingDeleteStore(objects)
-        other._replacing = self._replacing.with_containers(containers)
-        return other
+    def _open(
+        self, objects: ObjectStore, containers: ContainerStore, metered: MeteredObjectStore, bytes_per_second: int
+    ) -> GcStore:
+        return GcStore(
+            containers,
+            ManifestStore(objects),
+            PendingDeleteStore(objects),
+            self._rewriter.with_containers(containers),
+            ContainerSwap(containers, bytes_per_second),
+            metered,
+        )
 
-    def _run(
-        self, turns: WriterGate, counted: MeteredObjectStore, *, deleted_too: bool = False, dry_run: bool = False
-    ) -> GcReport:
-        started, sums, state = time.perf_counter(), GcTotals(counted), turns.change_token()
+    def _pass(
+        self,
+        store: GcStore,
+        gate: WriterGate,
+        hooks: GcHooks,
+        ledger: ReferenceCounts | None = None,
+        grace_us: int | None = None,
+    ) -> GcPass:
+        grace_us = self._settings.grace_seconds * 1_000_000 if grace_us is None else grace_us
+        return GcPass(store, self._settings, gate, hooks, ledger, grace_us, self._online)
+
+
+class GcPass:
+    """One execution of the steps of a GC run over a `GcStore`."""
+
+    def __init__(
+        self,
+        store: GcStore,
+        settings: GcSettings,
+        gate: WriterGate,
+        hooks: GcHooks,
+        ledger: ReferenceCounts | None,
+        grace_us: int,
+        online: bool,
+    ) -> None:
+        self._containers, self._manifests = store.containers, store.manifests
+        self._pending_deletes = store.pending_deletes
+        self._store = store
+        self._settings = settings
+        self._gate = gate
+        self._hooks = hooks
+        self._ledger = ledger
+        self._grace_us = grace_us
+        self._online = online
+        self._totals = GcTotals(store.metered)
+
+    def run(self, *, deleted_too: bool = False, dry_run: bool = False) -> GcReport:
+        """Do all steps. `dry_run`: also sum up the bytes that remain, by reason.
+
+        Raises: the errors of `GcRun.run_online`.
+        """
+        started, token = time.perf_counter(), self._gate.change_token()
         self._check_clock()
-        generations = self._containers.generations()  # before the manifests: a put meanwhile adds no garbage
-        roots = self._roots(generations, sums, deleted_too=deleted_too)
-        if not self._to_mark(generations, roots):
-            return self._report(sums, self._unmarked(generations, roots, turns, sums), started)
-        young = self._recent_containers(generations)
-        summaries = None if self._ledger is None else self._ledger.summaries(self._now_us())
-        named = [version.manifest for version in roots.kept]
-        names_read = self._with_progress(named, "what versions need")
-        reach = LiveSet(self._containers, self._manifests, names_read, young, summaries, generations)
-        if reach.by_services is not None and not (self._assume_services_stopped or self._online):
+        generations = self._containers.generations()  # before the manifests: a concurrent put then adds no garbage
+        roots = self._find_roots(generations, deleted_too=deleted_too)
+        if not self._needs_marking(generations, roots):
+            return self._report(self._run_without_mark(generations, roots), started)
+        recent = self._recent_containers(generations)
+        refs_cache = None if self._ledger is None else self._ledger.refs_cache(self._hooks.now_us())
+        names = [version.manifest for version in roots.kept]
+        reported_names = self._hooks.report_progress(names, "manifests read")
+        live_set = LiveSet(self._containers, self._manifests, reported_names, recent, refs_cache, generations)
+        if live_set.by_services is not None and not (self._settings.assume_services_stopped or self._online):
             raise GcRefused(
-                f"{reach.by_services} came through services: nothing was changed. Their maintenance service collects; "
-                "if none will ever write this store again, set gc.assume_services_stopped"
+                f"{live_set.by_services}: committed by services; nothing was changed. Their maintenance service runs "
+                "GC; if no service will ever write this store again, set gc.assume_services_stopped"
             )
-        ids = self._remove_replaced(generations, turns, sums)  # 1
-        kept = self._expire_versions(roots, turns, sums)  # 2
-        if len(kept) > len(roots.kept):  # some were brought back meanwhile
-            named = [version.manifest for version in kept]
-            reach = LiveSet(self._containers, self._manifests, named, young, summaries, generations)  # 3
+        sizes = self._remove_replaced(generations)  # 1
+        kept = self._expire_versions(roots)  # 2
+        if len(kept) > len(roots.kept):  # some were undeleted meanwhile
+            names = [version.manifest for version in kept]
+            live_set = LiveSet(self._containers, self._manifests, names, recent, refs_cache, generations)  # 3
         failpoint("gc.marked")
-        self._go_on()
+        self._hooks.check()
         names = [version.manifest for version in (*roots.kept, *roots.ended)]
-        since = ConcurrentWrites(turns, state, self._containers, self._manifests, generations, names, reach)
-        before = self._condemned.read()
-        record = {container: entry for container, entry in before.items() if container in ids}
-        due = {container: entry for container, entry in record.items() if self._is_due(entry)}
-        needed = protect_recent(reach, ids, due) if due else reach
-        rebased = plan_rebase(needed, ids, due, self._compact_below)
-        writing = self._writing(since, ids, sums, turns)
-        with self._rewriter.with_helper_thread():
-            if rebased is not None:
-                writing.rebase(needed, rebased, due, reach.chunks)  # 4
-            since.refresh()
-            swept = plan_sweep(reach, ids, due) if due else GcPlan({})
-            failpoint("gc.swept-planned")
-            for container, drop in writing.sweep(swept).items():  # 5
-                record_deletion(record, container, drop)
-            if sums.no_room is not None and not sums.deleted:
-                raise sums.no_room
-            if self._merge_block_bytes and sums.no_room is None:
-                writing.merge(reach, young, self._merge_block_bytes, self._merge_versions_min)  # 6
-            if sums.no_room is None:
-                writing.recompress(reach, young)  # 7
-        since.refresh()
-        plan = plan_pending(reach, ids, self._compact_below)
+        writes = ConcurrentWrites(self._gate, token, self._containers, self._manifests, generations, names, live_set)
+        before = self._pending_deletes.read()
+        record = self._apply(live_set, writes, before, sizes, recent)  # 4 to 7
+        writes.refresh()
+        plan = plan_pending(live_set, sizes, self._settings.compact_below)
         failpoint("gc.condemned-planned")
-        record = self._mark_for_deletion(plan, ids, record, before, since, sums)  # 8
+        record = self._mark_for_deletion(plan, sizes, record, before, writes)  # 8
         if dry_run:
-            undeletable = [version.manifest for version in kept if version.manifest not in roots.undeletable]
-            others = LiveSet(self._containers, self._manifests, undeletable, young, listed=generations)
-            sums.held = retained_bytes_by_reason(reach, others, ids, record)
+            readable = [version.manifest for version in kept if version.manifest not in roots.undeletable]
+            others = LiveSet(self._containers, self._manifests, readable, recent, known_containers=generations)
+            self._totals.held = retained_bytes_by_reason(live_set, others, sizes, record)
         if self._ledger is not None:
-            self._ledger.record_marking(self._now_us())
-        return self._report(sums, record, started, dry_run=dry_run)
+            self._ledger.record_marking(self._hooks.now_us())
+        return self._report(record, started, dry_run=dry_run)
 
-    def _to_mark(self, generations: Collection[ContainerId], roots: Roots) -> bool:
-        """Return whether marking may find something to condemn or to free."""
+    def _apply(
+        self,
+        live_set: LiveSet,
+        writes: ConcurrentWrites,
+        before: Mapping[int, PendingDelete],
+        sizes: dict[int, int],
+        recent: Collection[int],
+    ) -> dict[int, PendingDelete]:
+        """Rebase, sweep, merge and recompress containers.
+
+        Returns the rest of the pending-delete record.
+        """
+        settings, totals = self._settings, self._totals
+        record = {container: entry for container, entry in before.items() if container in sizes}
+        due = {container: entry for container, entry in record.items() if self._is_due(entry)}
+        protected = protect_recent(live_set, sizes, due) if due else live_set
+        dropped_bases = plan_rebase(protected, sizes, due, settings.compact_below)
+        executor = self._make_executor(writes, sizes)
+        with self._store.rewriter.with_helper_thread():
+            if dropped_bases is not None:
+                executor.rebase(protected, dropped_bases, due, live_set.chunks)  # 4
+            writes.refresh()
+            plan = plan_sweep(live_set, sizes, due) if due else GcPlan({})
+            failpoint("gc.swept-planned")
+            for container, removal in executor.sweep(plan).items():  # 5
+                record_removal(record, container, removal)
+            if totals.no_room is not None and not totals.deleted:
+                raise totals.no_room
+            if settings.merge_block_bytes and totals.no_room is None:
+                executor.merge(live_set, recent, int(settings.merge_block_bytes), settings.merge_versions_min)  # 6
+            if totals.no_room is None:
+                executor.recompress(live_set, recent)  # 7
+        return record
+
+    def _needs_marking(self, generations: Collection[ContainerId], roots: Roots) -> bool:
+        """Return whether marking may find data to mark for deletion or to free."""
         if self._ledger is None:
             return True
         names = [version.manifest for version in roots.kept]
-        naming = ValidatingManifestReader(self._manifests, self._containers, generations)
-        told = self._ledger.update(names, generations, naming.read, self._readable, self._now_us())
-        record = self._condemned.read()
-        as_marked = self._condemned.is_consistent() and record.keys() <= set(generations)  # else a crash, or damage
-        return told.marking or not as_marked or any(map(self._is_due, record.values()))
+        reader = ValidatingManifestReader(self._manifests, self._containers, generations)
+        now_us = self._hooks.now_us()
+        candidates = self._ledger.update(names, generations, reader.read, self._read_directory, now_us)
+        record = self._pending_deletes.read()
+        is_as_written = self._pending_deletes.is_consistent() and record.keys() <= set(
+            generations
+        )  # else crash, damage
+        return candidates.marking or not is_as_written or any(map(self._is_due, record.values()))
 
-    def _unmarked(
-        self, generations: Mapping[ContainerId, dict[int, int]], roots: Roots, turns: WriterGate, sums: GcTotals
+    def _run_without_mark(
+        self, generations: Mapping[ContainerId, dict[int, int]], roots: Roots
     ) -> dict[int, PendingDelete]:
-        """End versions, and what was replaced; return the record, which stays."""
-        ids = self._remove_replaced(generations, turns, sums)  # 1
-        self._expire_versions(roots, turns, sums)  # 2
-        record = self._condemned.read()
-        sums.pending_delete_bytes = self._pending_delete_bytes(record, ids)
+        """Do steps 1 and 2 only; return the pending-delete record, which stays as it is."""
+        sizes = self._remove_replaced(generations)  # 1
+        self._expire_versions(roots)  # 2
+        record = self._pending_deletes.read()
+        self._totals.pending_delete_bytes = self._pending_delete_bytes(record, sizes)
         return record
 
-    def _readable(self, container: int) -> Directory | None:
+    def _read_directory(self, container: int) -> Directory | None:
         try:
             return self._containers.directory(ContainerId(container))
         except (Corrupt, NotFound):
             return None
 
-    def _report(
-        self, sums: GcTotals, record: Mapping[int, PendingDelete], started: float, *, dry_run: bool = False
-    ) -> GcReport:
+    def _report(self, record: Mapping[int, PendingDelete], started: float, *, dry_run: bool = False) -> GcReport:
+        totals = self._totals
         all_due_us = [entry.at_us + self._grace_us for entry in record.values()]
-        later_us = [moment_us for moment_us in all_due_us if moment_us > self._now_us()]  # the rest is held by others
+        now_us = self._hooks.now_us()
+        later_us = [moment_us for moment_us in all_due_us if moment_us > now_us]  # other data are kept by dependents
         due_us = min(later_us or all_due_us, default=None)
         return GcReport(
             dry_run=dry_run,
-            versions=sums.versions,
-            refused_records=sums.refused,
-            containers_deleted=sums.deleted,
-            containers_rewritten=sums.rewritten,
-            freed_bytes=sums.freed_bytes,
+            versions=totals.versions,
+            refused_records=totals.refused,
+            containers_deleted=totals.deleted,
+            containers_rewritten=totals.rewritten,
+            freed_bytes=totals.freed_bytes,
             pending_delete_containers=len(record),
-            pending_delete_bytes=sums.pending_delete_bytes,
+            pending_delete_bytes=totals.pending_delete_bytes,
             due=None if due_us is None else datetime.fromtimestamp(min(due_us / 1e6, CREATED_US_MAX // 1_000_000), UTC),
-            held=sums.held,
+            held=totals.held,
             seconds=time.perf_counter() - started,
         )
 
-    def _roots(self, generations: Collection[int], sums: GcTotals, *, deleted_too: bool) -> Roots:
-        """Return all versions. Raises StoreUnavailable where manifests cannot be where they were, Corrupt.
+    def _find_roots(self, generations: Collection[int], *, deleted_too: bool) -> Roots:
+        """Return all versions of the store.
 
-        Of each key a manifest or its last mark stays, whatever is freed: none of either means a disk that is not there,
-        or a first put that is at work, or has failed: what is younger than the grace goes on waiting for it.
+        Each key keeps a manifest or its last tombstone, whatever is freed. A store with containers and neither of them
+        has lost a disk, or its first put is running or has failed: its containers wait until they are older than the
+        grace.
+
+        Raises: StoreUnavailable if the manifests are not accessible, Corrupt.
         """
-        now_us = self._now_us()
+        now_us = self._hooks.now_us()
         roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else now_us)
-        sums.refused = len(roots.refused)
+        self._totals.refused = len(roots.refused)
         metrics.CORRUPT.labels("record").inc(len(roots.refused))
         for name in roots.refused[:REFUSED_NAMED_MAX]:
             _log.warning(
-                "gc: %s: damaged or not authenticated by the store's key, its version is kept; if it is of an older "
-                "release gc.sign_old_records signs it",
+                "gc: %s: damaged or not authenticated by the store's key, its version is kept; if an older release "
+                "wrote it, gc.sign_old_records signs it",
                 name,
             )
         since_ms = (now_us - self._grace_us) // 1000
         if not roots.highest and (old := sum(container >> 20 < since_ms for container in generations)):
             raise StoreUnavailable(
-                f"manifests: there is none, and no mark, beside {old} containers: if they lie on a disk of their own "
-                "mount it. What a put left that failed before any version was committed is freed once one is"
+                f"manifests: the store has {old} containers, but no manifest and no tombstone; if manifests are stored "
+                "on a disk of their own, mount it. Data of puts that failed before the first version was committed are "
+                "freed once a version is"
             )
         return roots
 
     def _recent_containers(self, containers: Collection[int]) -> list[int]:
-        """Return those whose versions may still be on their way: all of them is needed. Ids begin with their time."""
-        since_ms = (self._now_us() - RECENT_GRACES * self._grace_us) // 1000
+        """Return the containers whose versions may be in flight: all their data count as live.
+
+        Container ids begin with the time of their creation.
+        """
+        since_ms = (self._hooks.now_us() - RECENT_GRACES * self._grace_us) // 1000
         return [container for container in containers if container >> 20 >= since_ms] if self._online else []
 
-    def _writing(self, since: ConcurrentWrites, ids: dict[int, int], sums: GcTotals, turns: WriterGate) -> GcExecutor:
-        def go_on() -> None:
-            turns.on_rewrite_start()
-            self._go_on()
+    def _make_executor(self, writes: ConcurrentWrites, sizes: dict[int, int]) -> GcExecutor:
+        def check() -> None:
+            self._gate.on_rewrite_start()
+            self._hooks.check()
 
-        containers, rewriter, replacing = self._containers, self._rewriter, self._replacing
-        return GcExecutor(containers, rewriter, replacing, since, ids, sums, self._with_progress, go_on)
-
-    def _with_progress(self, items: Sequence[Item], text: str) -> Iterator[Item]:
-        """Yield the items, and tell before each how many are done."""
-        for done, item in enumerate(items):
-            if self._steps is not None:
-                self._steps(done, len(items), text)
-            yield item
+        store, report_progress = self._store, self._hooks.report_progress
+        return GcExecutor(
+            store.containers, store.rewriter, store.swap, writes, sizes, self._totals, report_progress, check
+        )
 
     def _check_clock(self) -> None:
-        """Refuse to condemn by a time that no record can hold."""
-        now_us = self._now_us()
+        """Raise BadInput for a time that a pending-delete record cannot hold."""
+        now_us = self._hooks.now_us()
         if not 0 <= now_us <= CREATED_US_MAX:
             raise BadInput(
-                f"the clock says {now_us} us after 1970: want a time from 1970 to 9999; set it, no garbage is "
+                f"the clock shows {now_us} us after 1970: want a time from 1970 to 9999; set it, no garbage is "
                 "collected meanwhile"
             )
 
-    def _now_us(self) -> int:
-        return int(self._clock() * 1e6)
-
     def _is_due(self, entry: PendingDelete) -> bool:
-        return entry.at_us + self._grace_us <= self._now_us()
+        return entry.at_us + self._grace_us <= self._hooks.now_us()
 
-    # --- 1: what was cut short --------------------------------------------------------------------------------------
+    # --- 1, 2: generations and versions that an earlier run did not finish --------------------------------------------
 
-    def _remove_replaced(
-        self, listed: Mapping[ContainerId, dict[int, int]], turns: WriterGate, sums: GcTotals
-    ) -> dict[int, int]:
-        """Remove generations that have been replaced; return the bytes of each container."""
-        ids: dict[int, int] = {}
+    def _remove_replaced(self, listed: Mapping[ContainerId, dict[int, int]]) -> dict[int, int]:
+        """Delete replaced generations; return the bytes of each container."""
+        sizes: dict[int, int] = {}
         for container, generations in listed.items():
             newest = max(generations)
-            ids[container] = generations[newest]
+            sizes[container] = generations[newest]
             if len(generations) == 1:
                 continue
-            with turns.exclusive() as index:  # a put that has read the older one is not in flight then
-                self._replacing.renew(index, container)
+            with self._gate.exclusive() as index:  # no put that has read an older generation is then in flight
+                self._store.swap.renew(index, container)
                 failpoint("gc.renewed")
                 for older in sorted(generations.keys() - {newest}):
                     self._containers.delete(container, older)
                     failpoint("gc.replaced")
-                turns.on_container_rewritten(container)
-        return ids
+                self._gate.on_container_rewritten(container)
+        return sizes
 
-    def _expire_versions(self, roots: Roots, turns: WriterGate, sums: GcTotals) -> tuple[Version, ...]:
-        """Free what is left of versions that are gone for good; return all others, the roots."""
-        ended = VersionExpiry(self._manifests, self._now_us).expire(roots, turns)
-        sums.versions += ended.versions
-        return ended.kept
+    def _expire_versions(self, roots: Roots) -> tuple[RootVersion, ...]:
+        """Delete the objects of versions that cannot be undeleted.
 
-    # --- 7: what is unreached from now on ----------------------------------------------------------------------------
+        Returns all other versions, the roots.
+        """
+        expired = VersionExpiry(self._manifests, self._hooks.now_us).expire(roots, self._gate)
+        self._totals.versions += expired.versions
+        return expired.kept
+
+    # --- 8: data unreachable since this run ---------------------------------------------------------------------------
 
     def _mark_for_deletion(
         self,
         plan: GcPlan,
-        ids: Mapping[int, int],
+        sizes: Mapping[int, int],
         record: dict[int, PendingDelete],
         before: dict[int, PendingDelete],
-        since: ConcurrentWrites,
-        sums: GcTotals,
+        writes: ConcurrentWrites,
     ) -> dict[int, PendingDelete]:
-        """Return the record of this round: what was condemned before and is unreached still, and what is now."""
-        looked_up = since.prefetch_removals(plan.chunks, plan.segments)
-        with since.exclusive() as index:
-            kept = since.retained(plan.removals)
-            plan = GcPlan({c: drop for c, drop in plan.removals.items() if c not in kept}, plan.stale_references)
+        """Withdraw planned data from the index and write the pending-delete record.
+
+        The record lists data of earlier runs that are still unreachable, and the data of `plan`.
+        """
+        looked_up = writes.prefetch_removals(plan.chunks, plan.segments)
+        with writes.exclusive() as index:
+            retained = writes.retained(plan.removals)
+            removals = {c: removal for c, removal in plan.removals.items() if c not in retained}
+            plan = GcPlan(removals, plan.stale_references)
             if plan.removals:
                 index.withdraw(plan.chunks, plan.segments, (), looked_up)
                 failpoint("gc.forgot")
-            now_us = self._now_us()  # after the index has forgotten: the grace begins when nobody is told any more
-            found = record_of(plan, now_us)
-            for container in found.keys() & record.keys():
-                if record[container].at_us <= now_us:  # else condemned by a clock that was ahead
-                    found[container] = carry_over(record[container], found[container])
-            found = fitting(found)
-            if (
-                not same_record(found, before) or not self._condemned.is_consistent()
-            ):  # the latter after a crash, or damage
+            now_us = self._hooks.now_us()  # after the withdrawal: the grace begins when no process finds the data
+            updated = record_of(plan, now_us)
+            for container in updated.keys() & record.keys():
+                if record[container].at_us <= now_us:  # else recorded by a clock that was ahead
+                    updated[container] = carry_over(record[container], updated[container])
+            updated = fitting(updated)
+            # A record is inconsistent after a crash, or if it is damaged: then it is written again.
+            if not is_same_record(updated, before) or not self._pending_deletes.is_consistent():
                 generation = 1
                 if isinstance(index, SupportsGenerations):  # before the record: see GcGeneration
-                    generation = index.advance_generation(max(self._condemned.list_records(), default=0) + 1)
+                    generation = index.advance_generation(max(self._pending_deletes.list_records(), default=0) + 1)
                     failpoint("gc.generation")
-                self._condemned.replace(found, generation)
-        sums.pending_delete_bytes = self._pending_delete_bytes(found, ids)
-        return found
+                self._pending_deletes.replace(updated, generation)
+        self._totals.pending_delete_bytes = self._pending_delete_bytes(updated, sizes)
+        return updated
 
-    def _pending_delete_bytes(self, record: dict[int, PendingDelete], ids: Mapping[int, int]) -> int:
-        """Return what a record and what it names take, beyond an empty record."""
-        pending_delete_bytes = record_bytes(record) - EMPTY_BYTES
+    def _pending_delete_bytes(self, record: dict[int, PendingDelete], sizes: Mapping[int, int]) -> int:
+        """Return the stored bytes of a record and of the data that it lists.
+
+        An empty record counts as 0.
+        """
+        total_bytes = record_bytes(record) - EMPTY_BYTES
         for container, entry in record.items():
-            stored_bytes = ids[container]
+            stored_bytes = sizes[container]
             if not entry.whole:
                 shares = bytes_of_chunks(self._containers.directory(ContainerId(container)))
                 stored_bytes = int(shares[entry.chunks].sum())
-            pending_delete_bytes += takes_bytes(
-                self._condemned.objects, object_name(ContainerId(container)), stored_bytes
-            )
-        return pending_delete_bytes
+            name = object_name(ContainerId(container))
+            total_bytes += takes_bytes(self._pending_deletes.objects, name, stored_bytes)
+        return total_bytes
 
 
 def meter_writes(objects: ObjectStore) -> tuple[MeteredObjectStore, ObjectStore]:
-    """Return the same store, and what counts in it all that is written and removed."""
-    counted: list[MeteredObjectStore] = []
+    """Return a meter of all bytes written and deleted, and the store with it.
+
+    The meter wraps the lowest level of `objects`.
+    """
+    meters: list[MeteredObjectStore] = []
 
     def wrap(lowest: ObjectStore) -> ObjectStore:
-        counted.append(MeteredObjectStore(lowest))
-        return counted[0]
+        meters.append(MeteredObjectStore(lowest))
+        return meters[0]
 
-    through = rewrap_lowest(objects, wrap)
-    return counted[0], through
+    metered_objects = rewrap_lowest(objects, wrap)
+    return meters[0], metered_objects
 
 
 @contextmanager
-def _erased_meanwhile() -> Iterator[None]:
-    """Say of a tenant whose keys go while a round reads what they sealed that the next round finds none of it."""
+def _translate_erasure() -> Iterator[None]:
+    """Make the erasure of a tenant during a GC run a retryable error.
+
+    The next run finds none of its objects.
+    """
     try:
         yield
     except TenantErased as err:
-        raise RetryableError(f"{err}; that came while a round was at work, and ended it: run it again") from err
+        raise RetryableError(f"{err}; the tenant was erased during this GC run, which has stopped; retry it") from err
 
 
 def require_marking(settings: GcSettings) -> None:
-    """Raise ConfigError where rounds beside services are to do what only a store of one process can."""
+    """Raise ConfigError for a GC mode that needs reference counts.
+
+    Services do not keep them.
+    """
     if settings.mode != MARK_SWEEP:
         raise ConfigError(
-            f"gc.mode = {settings.mode!r}: beside services a round always marks, their index keeps no such counts; "
+            f"gc.mode = {settings.mode!r}: a GC run of services always marks, their index has no reference counts; "
             f"set gc.mode to {MARK_SWEEP!r}"
         )
 
 
 class NoIndex:
-    """An index that a preview tells nothing."""
+    """An index that a preview uses in place of the store's."""
 
     def withdraw(
         self,

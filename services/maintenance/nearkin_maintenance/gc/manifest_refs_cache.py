@@ -1,11 +1,11 @@
-"""What manifests name, remembered. Invariant: a summary is of the very bytes that lie in the store, or it is not used.
+"""Cache the segments that manifests name.
 
-manifest's name -> digest 16 of its bytes, 1 if services committed it, check 8 of the row
-                   by container: id 8, length 4, a bit for each segment
+    manifest's name -> digest 16 of its bytes, 1 if services committed it, check 8 of the row
+                       by container: id 8, length 4, a bit for each segment
 
-Every manifest is still listed, read and hashed, in every round: a fifth of what it takes to decode it. A row whose
-digest or check is another is made anew, once a week all are, and rows of manifests that are gone go with them.
-docs/adr/0025-gc-pause-and-schedule.md.
+Invariant: a row is used only if its digest is that of the stored manifest. Every GC run still lists, reads and hashes
+every manifest, which takes a fifth of the time to decode it. A row with another digest or check is replaced, once a
+week all are, and rows of deleted manifests are removed. docs/adr/0025-gc-pause-and-schedule.md.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from nearkin_shared.types import Bools, group_by_container
 from nearkin_shared.utils.frozen import frozen
 
 ORDINAL_MAX = 1 << 20
-"""A manifest that names a higher one is not summarised: 128 KiB of bits. A container of 4 MiB has some thousands."""
+"""Highest ordinal in a row, 128 KiB of bits. Manifests that name a higher one are not cached; a container of 4 MiB has
+some thousand segments.
+"""
 BATCH = 256
-"""Manifests that are looked up, and written back, together."""
+"""Manifests whose rows are read, and written back, together."""
 _DIGEST_BYTES, _CHECK_BYTES = 16, 8
 _HEAD = Struct("<16sB")
 _ENTRY = Struct("<QI")
@@ -35,72 +37,78 @@ assert (_HEAD.size, _ENTRY.size) == (17, 12)
 _log = logging.getLogger("nearkin")
 
 Bits = dict[int, int]
-"""By container: a number whose bit n stands for segment n."""
+"""By container: a number whose bit n is set if segment n is named."""
 
 
 @frozen
 class ManifestRefs:
-    """What one manifest names."""
+    """Segments that one manifest names."""
 
     by_services: bool
     segments: Bits
 
 
 class ManifestRefsTable(Protocol):
-    """Where rows are kept, by manifests' names. All calls raise StoreUnavailable."""
+    """Storage of rows by manifest name.
+
+    Raises: StoreUnavailable, from all methods.
+    """
 
     def get_many(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return the rows that are there."""
+        """Return the rows that exist."""
 
     def put_many(self, rows: Mapping[str, bytes]) -> None:
-        """Write rows, over those that are there."""
+        """Write rows, replacing those that exist."""
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Remove all others."""
+        """Delete the rows of all other manifests."""
 
 
 class ManifestRefsCache:
-    """What manifests name, by their names; made where it is missing or of other bytes."""
+    """References of manifests; decodes a manifest whose row is missing or outdated."""
 
-    def __init__(self, rows: ManifestRefsTable, *, anew: bool) -> None:
-        """`anew`: no row is believed, all are made again."""
-        self._rows, self.anew = rows, anew
-        self.made = 0
-        """How many manifests were decoded."""
+    def __init__(self, rows: ManifestRefsTable, *, rebuild: bool) -> None:
+        """`rebuild`: every manifest is decoded and its row replaced."""
+        self._rows, self.rebuild = rows, rebuild
+        self.decoded = 0
+        """Number of manifests that were decoded."""
 
     def of(
-        self, names: Iterable[str], stored: Callable[[str], bytes], read: Callable[[str], Manifest]
+        self, names: Iterable[str], read_stored: Callable[[str], bytes], read: Callable[[str], Manifest]
     ) -> Iterator[tuple[str, ManifestRefs | Manifest]]:
-        """Yield of each manifest its name and what it names; the manifest itself where that is not summarised.
+        """Yield the name and the references of each manifest.
 
-        `stored` returns an object's bytes, `read` the manifest. Raises what `read` does.
+        The manifest itself in place of references that are not cached. `read_stored` returns an object's bytes, `read`
+        the manifest.
+
+        Raises: the errors of `read`.
         """
         remaining = iter(names)
         while batch := list(islice(remaining, BATCH)):
-            known, new = self._rows.get_many(batch), {}
+            rows, new = self._rows.get_many(batch), {}
             for name in batch:
-                digest = _digest(stored, name)
-                kept = None if digest is None else _decode(name, known.get(name), digest)
-                if kept is not None and not self.anew:
-                    yield name, kept
+                digest = _digest(read_stored, name)
+                cached = None if digest is None else _decode(name, rows.get(name), digest)
+                if cached is not None and not self.rebuild:
+                    yield name, cached
                     continue
                 manifest = read(name)
-                self.made += 1
-                made = _summary(manifest)
-                if kept is not None and kept != made:
-                    _log.error("%s: its summary in index/gc was another; it is made anew, as all are once a week", name)
-                yield name, manifest if made is None else made
-                if made is not None and digest is not None:
-                    new[name] = _encode(name, made, digest)
+                self.decoded += 1
+                decoded = _collect_refs(manifest)
+                if cached is not None and cached != decoded:
+                    _log.error("%s: wrong references in index/gc; replaced, as all are once a week", name)
+                yield name, manifest if decoded is None else decoded
+                if decoded is not None and digest is not None:
+                    new[name] = _encode(name, decoded, digest)
             self._rows.put_many(new)
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget all but `names`. Raises StoreUnavailable."""
+        """Delete the rows of all other manifests. Raises StoreUnavailable."""
         self._rows.keep_only(names)
 
 
 def masks_of(bits: Bits) -> dict[int, Bools]:
-    """Return bool[n] by container, n being one more than the highest segment named."""
+    """Return bool[n] by container; n is the highest named segment + 1."""
     found = {}
     for container, number in bits.items():
         packed = np.frombuffer(number.to_bytes((number.bit_length() + 7) // 8, "little"), np.uint8)
@@ -108,7 +116,7 @@ def masks_of(bits: Bits) -> dict[int, Bools]:
     return found
 
 
-def _summary(manifest: Manifest) -> ManifestRefs | None:
+def _collect_refs(manifest: Manifest) -> ManifestRefs | None:
     segments: Bits = {}
     for container, rows in group_by_container(manifest.segments.containers):
         ordinals = manifest.segments.ordinals[rows]
@@ -120,11 +128,11 @@ def _summary(manifest: Manifest) -> ManifestRefs | None:
     return ManifestRefs(manifest.origin != NO_ORIGIN, segments)
 
 
-def _digest(stored: Callable[[str], bytes], name: str) -> bytes | None:
+def _digest(read_stored: Callable[[str], bytes], name: str) -> bytes | None:
     try:
-        return blake3(stored(name)).digest(_DIGEST_BYTES)
+        return blake3(read_stored(name)).digest(_DIGEST_BYTES)
     except (PermanentError, NotFound):
-        return None  # reading it says why, or mends it
+        return None  # reading the manifest raises the reason, or repairs it
 
 
 def _encode(name: str, summary: ManifestRefs, digest: bytes) -> bytes:
@@ -137,17 +145,17 @@ def _encode(name: str, summary: ManifestRefs, digest: bytes) -> bytes:
 
 
 def _decode(name: str, row: bytes | None, digest: bytes) -> ManifestRefs | None:
-    """Return what a row says; None where there is none, or it is broken, or of other bytes."""
+    """Return the content of a row; None if it is missing, damaged, or of other manifest bytes."""
     if row is None or len(row) < _HEAD.size + _CHECK_BYTES or row[:_DIGEST_BYTES] != digest:
         return None
     end = len(row) - _CHECK_BYTES
     if row[end:] != _check(name, row[:end]):
         return None
-    segments, at = Bits(), _HEAD.size
-    while at < end:
-        container, length = _ENTRY.unpack_from(row, at)
-        at += _ENTRY.size + length
-        segments[container] = int.from_bytes(row[at - length : at], "little")
+    segments, offset = Bits(), _HEAD.size
+    while offset < end:
+        container, length = _ENTRY.unpack_from(row, offset)
+        offset += _ENTRY.size + length
+        segments[container] = int.from_bytes(row[offset - length : offset], "little")
     return ManifestRefs(bool(row[_DIGEST_BYTES]), segments)
 
 

@@ -1,8 +1,9 @@
-"""Reach. Invariant: what a root needs is reached: its recipes, their chunks, the blocks of these, the blocks' bases.
+"""Compute the live set: all chunks and segments that some version needs.
 
-manifest -> segments -> chunks -> blocks -> bases of a delta, all bases of a patch block -> blocks -> ...
+    manifest -> segments -> chunks -> blocks -> bases of a delta, all bases of a patch block -> blocks -> ...
 
-Memory: a byte for each chunk and each segment of the store, and the directories that the cache holds.
+Invariant (I6): the live set covers each root's recipes, their chunks, the blocks of these, and the blocks' bases.
+Memory: one byte for each chunk and each segment of the store, and the cached directories.
 """
 
 from __future__ import annotations
@@ -26,45 +27,52 @@ from nearkin_shared.types import U32, ZERO, Bools, ContainerId, Locations, group
 from nearkin_shared.utils.frozen import frozen
 
 Masks = dict[int, Bools]
-"""By container: a bool for each ordinal; shorter where none of the last ones is set."""
+"""One bool per ordinal, by container; a mask may end after its last True."""
 
 
 @frozen
 class DroppedBases:
-    """Dead chunks on which nothing of `containers` is to lean: their blocks that do are encoded again without."""
+    """Dead chunks that may no longer be bases of the chunks in `containers`.
+
+    Blocks of `containers` that depend on them are re-encoded.
+    """
 
     chunks: Masks
     containers: Collection[int]
 
 
 class LiveSet:
-    """What the roots name, and what that refers to, before any base: chunks and segments of each container."""
+    """Chunks and segments that the roots name, without the bases of the chunks.
+
+    Includes the targets of reference blocks. `transitive_closure` adds the bases.
+    """
 
     def __init__(
         self,
         containers: ContainerStore,
         manifests: ManifestStore,
         names: Iterable[str],
-        young: Iterable[int] = (),
-        summaries: ManifestRefsCache | None = None,
-        listed: Collection[int] | None = None,
+        recent: Iterable[int] = (),
+        refs_cache: ManifestRefsCache | None = None,
+        known_containers: Collection[int] | None = None,
     ) -> None:
-        """Read the manifests named, and the recipes of their segments. Of the containers `young` all is named.
+        """Read the manifests `names` and the recipes of their segments.
 
-        `summaries`: what is known of manifests that lie there as they did; `listed`: the containers, if they were.
+        `recent`: containers of which every chunk and segment counts as live. `refs_cache`: references of manifests
+        whose bytes are unchanged. `known_containers`: ids of a listing, if there is one.
 
-        Raises Corrupt where one cannot be read: what it needs is not known, so nothing may be freed.
+        Raises: Corrupt if a manifest or recipe cannot be read: its needs are unknown, so nothing may be freed.
         """
         self._containers = containers.of(None)
         self.segments: Masks = {}
         self.chunks: Masks = {}
         self.by_services: str | None = None
-        """The name of a manifest, if any is there, that the services behind Kafka have committed."""
+        """Name of some manifest that the services behind Kafka committed."""
         bits = Bits()
-        if listed is None:
-            listed = [container for container, _ in self._containers.ids()]
-        naming = ValidatingManifestReader(manifests, self._containers, listed)
-        for name, manifest in _read(naming.read, manifests.read_stored, names, summaries):
+        if known_containers is None:
+            known_containers = [container for container, _ in self._containers.ids()]
+        reader = ValidatingManifestReader(manifests, self._containers, known_containers)
+        for name, manifest in _read_references(reader.read, manifests.read_stored, names, refs_cache):
             if isinstance(manifest, ManifestRefs):
                 if manifest.by_services:
                     self.by_services = name
@@ -78,39 +86,46 @@ class LiveSet:
                 mark_ordinals(self.segments, container, segments.ordinals[rows])
         for container, mask in masks_of(bits).items():
             mark_ordinals(self.segments, container, np.flatnonzero(mask).astype(np.uint32))
-        for container in young:
-            whole = self.readable(container)
-            if whole is not None:
+        for container in recent:
+            directory = self.readable(container)
+            if directory is not None:
                 mark_ordinals(
-                    self.segments, container, np.flatnonzero(np.diff(whole.segments.bounds)).astype(np.uint32)
+                    self.segments, container, np.flatnonzero(np.diff(directory.segments.bounds)).astype(np.uint32)
                 )
-                mark_ordinals(self.chunks, container, np.flatnonzero(whole.chunks.there).astype(np.uint32))
-        for container, wanted in self.segments.items():
-            directory = self.directory(container)
-            if len(wanted) > len(directory.segments):
-                raise _unknown(
-                    Corrupt(f"container {container:016x}: {len(directory.segments)} recipes, {len(wanted)} are wanted")
-                )
-            rows = np.repeat(mask_of(wanted, len(directory.segments)), np.diff(directory.segments.bounds))
-            _reach(self.chunks, directory.segments.chunks.take(rows))
-        self.referred = False
-        """Whether anything that is named refers to what was gathered."""
+                mark_ordinals(self.chunks, container, np.flatnonzero(directory.chunks.there).astype(np.uint32))
+        self._mark_chunks()
+        self.has_references = False
+        """Whether a live chunk is in a reference block."""
         self.mark_references()
 
-    def mark_references(self) -> None:
-        """Let what is referred to be named as what refers to it is, and with it all that was gathered in its block.
-
-        A part of that takes little besides. Raises Corrupt.
-        """
-        referred: Masks = {}
-        for container, wanted in self.chunks.items():
+    def _mark_chunks(self) -> None:
+        """Mark the chunks that the recipes of live segments name. Raises Corrupt."""
+        for container, live in self.segments.items():
             directory = self.directory(container)
-            chunks, refers = directory.chunks, reference_blocks(directory)
-            if refers.any():
-                rows = mask_of(wanted, len(chunks)) & chunks.there & refers[chunks.blocks]
-                _reach(referred, chunks.bases.take(rows))
-        self.referred = bool(referred)
-        for container, mask in referred.items():
+            if len(live) > len(directory.segments):
+                raise _explain_unknown_needs(
+                    Corrupt(
+                        f"container {container:016x}: a version names segment {len(live) - 1}, but the container has "
+                        f"{len(directory.segments)} segments"
+                    )
+                )
+            rows = np.repeat(mask_of(live, len(directory.segments)), np.diff(directory.segments.bounds))
+            _mark_locations(self.chunks, directory.segments.chunks.take(rows))
+
+    def mark_references(self) -> None:
+        """Mark the targets of live reference blocks, and all chunks of the targets' merged blocks.
+
+        Keeping a part of a merged block saves little. Raises Corrupt.
+        """
+        targets: Masks = {}
+        for container, live in self.chunks.items():
+            directory = self.directory(container)
+            chunks, is_reference = directory.chunks, reference_blocks(directory)
+            if is_reference.any():
+                rows = mask_of(live, len(chunks)) & chunks.there & is_reference[chunks.blocks]
+                _mark_locations(targets, chunks.bases.take(rows))
+        self.has_references = bool(targets)
+        for container, mask in targets.items():
             directory = self.directory(container)
             chunks, used = directory.chunks, np.zeros(len(directory.blocks), np.bool_)
             used[chunks.blocks[mask_of(mask, len(chunks)) & chunks.there]] = True
@@ -118,114 +133,125 @@ class LiveSet:
             mark_ordinals(self.chunks, container, ordinals.astype(np.uint32))
 
     def references(self) -> LiveSet:
-        """Return a copy of its own, to name more in."""
+        """Return a copy whose chunk masks are its own."""
         other = copy.copy(self)
         other.chunks = {container: mask.copy() for container, mask in self.chunks.items()}
         return other
 
     def directory(self, container: int) -> Directory:
-        """Return the directory of a container that is needed. Raises Corrupt: nothing may be freed."""
+        """Return the directory of a live container. Raises Corrupt: nothing may be freed."""
         try:
             return self._containers.directory(ContainerId(container))
         except (Corrupt, NotFound) as err:
-            raise _unknown(err) from err
+            raise _explain_unknown_needs(err) from err
 
     def readable(self, container: int) -> Directory | None:
-        """Return the directory of a container that perhaps nobody needs, None where it cannot be read."""
+        """Return the directory of a container, live or not; None if it cannot be read."""
         try:
             return self._containers.directory(ContainerId(container))
         except PermanentError:
             return None
 
     def transitive_closure(
-        self, chunks: Mapping[int, Bools], whole: Collection[int] = (), giving_up: DroppedBases | None = None
+        self, chunks: Mapping[int, Bools], complete: Collection[int] = (), dropped_bases: DroppedBases | None = None
     ) -> Masks:
-        """Return `chunks` with all that their blocks lean on; of the containers `whole` every block leans.
+        """Return `chunks` with all bases of their blocks.
 
-        From the newest container down: most lean on older ones, so each is read once. Raises Corrupt.
+        Of the containers `complete`, the bases of every block are added. Containers are processed from the newest to
+        the oldest: most depend on older ones, so each is read once. Raises Corrupt.
         """
         found: Masks = {container: mask.copy() for container, mask in chunks.items()}
-        all_of = frozenset(whole)
-        waiting = {-container for container in (*found, *all_of)}
+        complete_containers = frozenset(complete)
+        waiting = {-container for container in (*found, *complete_containers)}
         heap = sorted(waiting)
         while heap:
             newest = heapq.heappop(heap)
             waiting.discard(newest)
-            given = giving_up if giving_up is not None and -newest in giving_up.containers else None
-            for other in self._add_bases(-newest, found, every_block=-newest in all_of, giving_up=given):
+            dropped = dropped_bases if dropped_bases is not None and -newest in dropped_bases.containers else None
+            for other in self._add_bases(
+                -newest, found, every_block=-newest in complete_containers, dropped_bases=dropped
+            ):
                 if -other not in waiting:
                     waiting.add(-other)
                     heapq.heappush(heap, -other)
         return found
 
-    def closure_within(self, container: int, kept: Bools, giving_up: DroppedBases) -> Bools:
-        """Return `kept` with all chunks of the same container that their blocks lean on."""
+    def closure_within(self, container: int, kept: Bools, dropped_bases: DroppedBases) -> Bools:
+        """Return `kept` with all bases of its blocks in the same container."""
         found: Masks = {container: kept.copy()}
-        self._add_bases(container, found, every_block=False, giving_up=giving_up)
+        self._add_bases(container, found, every_block=False, dropped_bases=dropped_bases)
         return found[container]
 
     def _add_bases(
-        self, container: int, found: Masks, *, every_block: bool, giving_up: DroppedBases | None
+        self, container: int, found: Masks, *, every_block: bool, dropped_bases: DroppedBases | None
     ) -> set[int]:
-        """Add the bases of a container's blocks to `found`; return the other containers in which some are new."""
+        """Add the bases of a container's blocks to `found`.
+
+        Returns the other containers in which some of them are new.
+        """
         directory = self.directory(container)
         chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
-        mine = found[container] = mask_of(found.get(container, _NONE), len(chunks))
+        own = found[container] = mask_of(found.get(container, _NONE), len(chunks))
         of_prefix = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
         changed: set[int] = set()
         for depth in range(int(blocks.depths.max(initial=0)), 0, -1):
             used = blocks.depths == depth
             if not every_block:
                 in_use = np.zeros(len(blocks), np.bool_)
-                in_use[chunks.blocks[mine]] = True
+                in_use[chunks.blocks[own]] = True
                 used &= in_use
             deltas = chunks.there & used[chunks.blocks] & (blocks.kinds[chunks.blocks] == container_layout.XDELTA3)
             if not every_block:
-                deltas &= mine
+                deltas &= own
             bases = Locations.join([chunks.bases.take(deltas), prefixes.bases.take(used[of_prefix])])
-            if giving_up is not None:  # what is encoded again leans on none of these any more
-                bases = bases.take(~is_in(giving_up.chunks, bases))
+            if dropped_bases is not None:  # re-encoded blocks no longer depend on these
+                bases = bases.take(~is_in(dropped_bases.chunks, bases))
             for other, rows in group_by_container(bases.containers):
                 if mark_ordinals(found, other, bases.ordinals[rows]) and other != container:
                     changed.add(other)
-            mine = found[container]
+            own = found[container]
         return changed
 
 
-def _read(
-    reading: Callable[[str], Manifest],
-    stored: Callable[[str], bytes],
+def _read_references(
+    read_manifest: Callable[[str], Manifest],
+    read_stored: Callable[[str], bytes],
     names: Iterable[str],
-    summaries: ManifestRefsCache | None,
+    refs_cache: ManifestRefsCache | None,
 ) -> Iterator[tuple[str, ManifestRefs | Manifest]]:
-    """Yield each manifest, or what is known of it, by its name. Raises Corrupt where it cannot be read."""
+    """Yield each manifest, or its cached references, with its name.
+
+    Raises: Corrupt if one cannot be read.
+    """
 
     def read(name: str) -> Manifest:
         try:
-            return reading(name)
+            return read_manifest(name)
         except (Corrupt, NotFound) as err:
-            raise _unknown(err) from err
+            raise _explain_unknown_needs(err) from err
 
-    if summaries is None:
+    if refs_cache is None:
         yield from ((name, read(name)) for name in names)
         return
-    named = list(names)
-    yield from summaries.of(named, stored, read)
-    summaries.keep_only(named)
+    all_names = list(names)
+    yield from refs_cache.of(all_names, read_stored, read)
+    refs_cache.keep_only(all_names)
 
 
 _NONE: Bools = np.zeros(0, np.bool_)
 
 
 def mask_of(mask: Bools, count: int) -> Bools:
-    """Return a mask of `count` rows. Raises Corrupt where it names some beyond."""
+    """Return `mask` extended to `count` entries. Raises Corrupt if it is longer."""
     if len(mask) > count:
-        raise _unknown(Corrupt(f"number {len(mask) - 1} of {count} is wanted"))
+        raise _explain_unknown_needs(
+            Corrupt(f"ordinal {len(mask) - 1} is named, but the container has {count} entries")
+        )
     return mask if len(mask) == count else np.concatenate([mask, np.zeros(count - len(mask), np.bool_)])
 
 
 def is_in(masks: Masks, locations: Locations) -> Bools:
-    """Return which of some chunks a mask names."""
+    """Return bool[n]: whether a mask contains each location."""
     found = np.zeros(len(locations), np.bool_)
     for container, rows in group_by_container(locations.containers):
         mask = masks.get(container)
@@ -236,7 +262,7 @@ def is_in(masks: Masks, locations: Locations) -> Bools:
 
 
 def dependent_blocks(directory: Directory, on: Masks) -> Bools:
-    """Return which blocks of a container lean on any of the chunks `on`."""
+    """Return bool[b]: whether each block of a container depends on any of the chunks `on`."""
     chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
     found = np.zeros(len(blocks), np.bool_)
     deltas = np.flatnonzero(chunks.there & (blocks.kinds[chunks.blocks] == container_layout.XDELTA3))
@@ -247,7 +273,7 @@ def dependent_blocks(directory: Directory, on: Masks) -> Bools:
 
 
 def mark_ordinals(masks: Masks, container: int, ordinals: U32) -> bool:
-    """Set what `ordinals` name of a container; return whether any was new."""
+    """Set `ordinals` in the mask of a container; return whether any was new."""
     needed = int(ordinals.max()) + 1 if len(ordinals) else 0
     mask = masks.get(container, _NONE)
     if len(mask) < needed:
@@ -258,14 +284,14 @@ def mark_ordinals(masks: Masks, container: int, ordinals: U32) -> bool:
     return True
 
 
-def _reach(masks: Masks, chunks: Locations) -> None:
+def _mark_locations(masks: Masks, chunks: Locations) -> None:
     for container, rows in group_by_container(chunks.containers):
         if container != ZERO:
             mark_ordinals(masks, container, chunks.ordinals[rows])
 
 
-def _unknown(err: Exception) -> Corrupt:
+def _explain_unknown_needs(err: Exception) -> Corrupt:
     return Corrupt(
-        f"{err}: what a version needs is not known, so nothing is freed; run `nearkin verify`, then put the object "
-        "back from a copy or delete the versions that it touches"
+        f"{err}: the chunks that a version needs are unknown, so nothing is freed; run `nearkin verify`, then restore "
+        "the object from a copy or delete the affected versions"
     )

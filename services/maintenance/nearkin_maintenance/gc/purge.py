@@ -1,13 +1,13 @@
-"""Remove at once all that no version needs, while no other process writes.
+"""Delete at once all data that no version needs, while no other process writes.
 
-    1 containers of which nothing is needed go          2 blocks that depend on unneeded chunks are stored raw
-    3 containers are written again without unneeded chunks, those that depend on others before these
+    1 delete containers without needed chunks       2 store blocks raw that depend on unneeded chunks
+    3 rewrite containers without unneeded chunks, dependents before their bases
 
-A GC run waits a grace and lets unneeded bytes stay where removing them costs more than it frees; this does neither.
-What is needed is what recipes of live versions name: not the bases of it, nor what a GC run joined for it.
+A GC run waits a grace and leaves unneeded bytes whose removal costs more than it frees; a purge does neither. Needed
+chunks are those that recipes of live versions name: bases and merged blocks are not.
 
-Invariant: the caller holds the writer lock and the lock of GC runs throughout (I6); whatever stays can be decoded at
-each step.
+Invariant (I6): the caller holds the writer lock and the GC lock throughout. Invariant (I8): after each step, every
+remaining chunk can be decoded.
 """
 
 from __future__ import annotations
@@ -34,60 +34,63 @@ from nearkin_shared.types import U32, Bools, ContainerId, Locations
 from nearkin_shared.utils.failpoints import failpoint
 
 BLOCK_BYTES = 4 * MIB
-"""Raw blocks are closed at this."""
+"""Size at which a raw block is finished."""
 _NONE: Bools = np.zeros(0, np.bool_)
 
 
 class Purge:
-    """Removes what no live version needs from the containers of one store."""
+    """Deletion of all data of one store that no live version needs."""
 
     def __init__(
         self,
         containers: ContainerStore,
         tenants: DomainOwners,
         any_fingerprinter: Fingerprinter,
-        recode: BlockEncoderPort,
+        encode_block: BlockEncoderPort,
         step: Callable[[int, int, str], None] | None = None,
     ) -> None:
-        """`step` is called with how many containers are done, of how many, and what is done."""
+        """`step` is called with the containers done, their total, and the kind of work."""
         self._containers = containers.of(None)
         self._reader = VerifiedReader(self._containers, tenants, any_fingerprinter)
-        self._recode = recode
+        self._encode_block = encode_block
         self._step = step or (lambda done, of, what: None)
         self.deleted = 0
         self.rewritten = 0
 
-    def run(self, reach: LiveSet, index: SupportsCollection) -> None:
-        """Remove all but what `reach` names. Raises Corrupt (a needed chunk is damaged), NoRoom, StoreUnavailable."""
-        live, unneeded = _needed_chunks(reach), Masks()
-        directories = {container: reach.readable(container) for container, _ in self._containers.ids()}
+    def run(self, live_set: LiveSet, index: SupportsCollection) -> None:
+        """Delete all data that are not in `live_set`.
+
+        Raises: Corrupt (a needed chunk is damaged), NoRoom, StoreUnavailable.
+        """
+        live, unneeded = _needed_chunks(live_set), Masks()
+        directories = {container: live_set.readable(container) for container, _ in self._containers.ids()}
         for container, directory in directories.items():
             if directory is not None:
                 unneeded[container] = directory.chunks.there & ~mask_of(
                     live.get(container, _NONE), len(directory.chunks)
                 )
-        whole = [c for c in directories if not live.get(c, _NONE).any() and not reach.segments.get(c, _NONE).any()]
-        self._withdraw(index, reach, directories, unneeded, whole)
-        bases = reach.transitive_closure(live)
+        whole = [c for c in directories if not live.get(c, _NONE).any() and not live_set.segments.get(c, _NONE).any()]
+        self._withdraw(index, live_set, directories, unneeded, whole)
+        bases = live_set.transitive_closure(live)
         self._delete([c for c in self._dependents_first(whole) if not bases.get(c, _NONE).any()])  # 1
         self._store_raw(index, directories, live, unneeded)  # 2
         self._delete([c for c in self._dependents_first(whole) if c in dict(self._containers.ids())])
-        self._rewrite(index, reach, unneeded, set(whole))  # 3
+        self._rewrite(index, live_set, unneeded, set(whole))  # 3
 
     def _withdraw(
         self,
         index: SupportsCollection,
-        reach: LiveSet,
+        live_set: LiveSet,
         directories: dict[ContainerId, Directory | None],
         unneeded: Masks,
         whole: list[ContainerId],
     ) -> None:
-        """Let the index name nothing that goes (I1)."""
+        """Withdraw the entries of data that are deleted from the index (I1)."""
         chunks: dict[int, U32 | None] = {c: np.flatnonzero(mask).astype(np.uint32) for c, mask in unneeded.items()}
         chunks = {c: rows for c, rows in chunks.items() if rows is not None and len(rows)}
         segments = {}
         for container, directory in directories.items():
-            if directory is not None and len(rows := _unneeded_recipes(reach, directory)):
+            if directory is not None and len(rows := _unneeded_recipes(live_set, directory)):
                 segments[int(container)] = rows
         index.withdraw({**chunks, **dict.fromkeys(whole)}, segments, whole)
         failpoint("purge.withdrawn")
@@ -116,7 +119,10 @@ class Purge:
         live: Masks,
         unneeded: Masks,
     ) -> None:
-        """Store blocks raw that hold needed chunks and depend on unneeded ones; nothing is left out yet."""
+        """Store blocks raw that hold needed chunks and depend on unneeded ones.
+
+        All chunks are kept for now.
+        """
         wanted = {}
         for container, directory in directories.items():
             if directory is not None:
@@ -129,12 +135,12 @@ class Purge:
                 index, container, self._encode(directory, directory.chunks.there, again, np.zeros(0, np.uint32))
             )
 
-    def _rewrite(self, index: SupportsCollection, reach: LiveSet, unneeded: Masks, whole: set[ContainerId]) -> None:
-        """Write containers again without unneeded chunks and recipes."""
+    def _rewrite(self, index: SupportsCollection, live_set: LiveSet, unneeded: Masks, whole: set[ContainerId]) -> None:
+        """Rewrite containers without unneeded chunks and recipes."""
         wanted = {}
         for container, _ in self._containers.ids():
             directory = self._containers.directory(container)
-            recipes = _unneeded_recipes(reach, directory)
+            recipes = _unneeded_recipes(live_set, directory)
             names_unneeded = len(recipes) and is_in(unneeded, _chunks_of(directory, recipes)).any()
             if container not in whole and (unneeded[container].any() or names_unneeded):
                 wanted[container] = recipes
@@ -148,8 +154,11 @@ class Purge:
             self._replace(index, container, self._encode(directory, kept, mixed, wanted[container]))
 
     def _encode(self, directory: Directory, kept: Bools, raw: Bools, dropped_recipes: U32) -> bytes:
-        """Return the next generation with the chunks `kept`; the blocks `raw` are stored raw, others are copied."""
-        new = NewGeneration(self._containers, directory, kept, self._recode)
+        """Return the next generation with the chunks `kept`.
+
+        The blocks `raw` are stored raw, others are copied.
+        """
+        new = NewGeneration(self._containers, directory, kept, self._encode_block)
         chunks = directory.chunks
         for number in np.flatnonzero(directory.blocks.raw).tolist():
             rows = np.flatnonzero(kept & (chunks.blocks == number))
@@ -164,7 +173,7 @@ class Purge:
                 payload = self._reader.read(directory.domain, Locations(own, part.astype(np.uint32)))
                 none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
                 whole = BlockSlice(container_layout.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
-                new.write(part, self._recode(whole), lengths)
+                new.write(part, self._encode_block(whole), lengths)
                 new.clear_bases(part)
         return new.encode(dropped_recipes)
 
@@ -180,11 +189,11 @@ class Purge:
         failpoint("purge.replaced")
 
 
-def _needed_chunks(reach: LiveSet) -> Masks:
+def _needed_chunks(live_set: LiveSet) -> Masks:
     """Return the chunks that recipes of live versions name."""
     found: Masks = {}
-    for container, wanted in reach.segments.items():
-        directory = reach.directory(container)
+    for container, wanted in live_set.segments.items():
+        directory = live_set.directory(container)
         named = _chunks_of(directory, np.flatnonzero(mask_of(wanted, len(directory.segments))).astype(np.uint32))
         for other in np.unique(named.containers).tolist():
             if other:
@@ -198,14 +207,14 @@ def _chunks_of(directory: Directory, recipes: U32) -> Locations:
     return directory.segments.chunks.take(np.repeat(some, np.diff(directory.segments.bounds)))
 
 
-def _unneeded_recipes(reach: LiveSet, directory: Directory) -> U32:
+def _unneeded_recipes(live_set: LiveSet, directory: Directory) -> U32:
     there = np.diff(directory.segments.bounds) > 0
-    needed = mask_of(reach.segments.get(directory.container, _NONE), len(there))
+    needed = mask_of(live_set.segments.get(directory.container, _NONE), len(there))
     return np.flatnonzero(there & ~needed).astype(np.uint32)
 
 
 def _blocks_with(directory: Directory, live: Masks) -> Bools:
-    """Return which blocks hold needed chunks."""
+    """Return bool[b]: whether each block holds needed chunks."""
     found = np.zeros(len(directory.blocks), np.bool_)
     mask = mask_of(live.get(directory.container, _NONE), len(directory.chunks)) & directory.chunks.there
     found[directory.chunks.blocks[mask]] = True

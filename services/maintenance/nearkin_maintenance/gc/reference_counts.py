@@ -1,20 +1,21 @@
-"""The ledger of a collector. Invariant: it nominates, and nothing goes for its word; it can be deleted at any time.
+"""Count references to segments, to decide whether a GC run has to mark.
 
-Brought up to the manifests at the beginning of each round, in one transaction and in the order of its keys:
+Updated from the manifests at the beginning of each run, in one transaction and in key order:
 
-versions    key digest 16, version 8            -> up to when its segments were said to be needed, 8 (expiry)
-open        key digest 16, segment 12           -> since which version the key's current one holds it, 8 (hybrid)
-past        key digest 16, last 8, segment 12   -> first 8: versions that held it until a later one did not (hybrid)
-held        key digest 16, version 8, segment 12 -> nothing (refcount)
-counts      segment 12 -> how many rows of `open` and `past`, or of `held`, 8; expiry: needed up to when, 8
-nominated   segment 12, or container 8          -> nothing: since marking last looked, nothing needed it any more
-containers  container 8                         -> nothing: it was looked at
-summaries   manifest's name -> what it names (manifest_refs_cache.py)
-meta        mode, marked, whole, services
+    versions    key digest 16, version 8             -> time until which its segments are needed, 8 (expiry)
+    open        key digest 16, segment 12            -> version since which the key's current one holds it, 8 (hybrid)
+    past        key digest 16, last 8, segment 12    -> first 8: interval of versions that held it (hybrid)
+    held        key digest 16, version 8, segment 12 -> nothing (refcount)
+    counts      segment 12 -> number of rows of `open` and `past`, or of `held`, 8; expiry: needed until, 8
+    nominated   segment 12, or container 8           -> nothing: unreferenced since the last mark
+    containers  container 8                          -> nothing: its segments were examined
+    summaries   manifest's name -> its references (manifest_refs_cache.py)
+    meta        mode, marked, whole, services
 
-A row is keyed by who holds what, so counting again, after a crash or whatever, counts nothing twice. Segment: container
-8 (big-endian), ordinal 4. Not counted are chunks: whether one is needed, and by which bases, marking finds.
-Memory: 200 bytes a version and container of the store, 100 a segment of the key that is looked at.
+Invariant: the counts nominate candidates, and nothing is deleted because of them; the folder can be deleted at any
+time. A row's key contains its holder, so counting again, for example after a crash, counts nothing twice. Segment:
+container 8 (big-endian), ordinal 4. Chunks are not counted: marking finds which are needed, and their bases. Memory:
+200 bytes for each version and container of the store, 100 for each segment of the current key.
 """
 
 from __future__ import annotations
@@ -42,46 +43,49 @@ from nearkin_shared.utils.private_files import remove_tree
 
 FORMAT = 1
 TABLES = ("versions", "open", "past", "held", "counts", "nominated", "containers", "summaries", "meta")
-MARK_AT_LEAST_US = 7 * 86_400 * 1_000_000
-"""Marking is the truth: it looks once a week, whatever is nominated."""
-SUMMARISE_AT_LEAST_US = 7 * 86_400 * 1_000_000
-"""So often every manifest is decoded, whatever is known of it."""
+MARK_AFTER_US = 7 * 86_400 * 1_000_000
+"""Time after which a GC run marks whatever is nominated: marking is the truth."""
+REBUILD_REFS_AFTER_US = 7 * 86_400 * 1_000_000
+"""Time after which every manifest is decoded again, whatever is cached."""
 EXPIRY_US = 7 * 86_400 * 1_000_000
-"""No version says at its put when it will be deleted: in mode expiry its segments are needed for a week at a time."""
+"""Time for which a version needs its segments, in mode expiry: no version states at its put when it will be deleted."""
 _KEY_BYTES = 16
 _SEGMENT = np.dtype([("container", ">u8"), ("ordinal", ">u4")])
 
 
 @frozen
 class GcCandidates:
-    """What a round learns from the ledger."""
+    """Result of an update of the reference counts."""
 
     marking: bool
-    """Whether marking has something to confirm, or has not looked for a week."""
+    """Whether marking has candidates to confirm, or was last done a week ago."""
     nominated: int
-    """Segments and containers that nothing needs any more, by the ledger."""
+    """Segments and containers without references, by these counts."""
     touched: int
-    """Rows written or removed to bring the ledger up to the manifests."""
+    """Rows written or deleted by the update."""
 
 
 class ReferenceCounts:
-    """Segments and what holds them, in a folder of its own. One process writes it, under the store's lock."""
+    """Reference counts of segments, in a folder of their own.
+
+    One process writes it, under the writer lock.
+    """
 
     def __init__(self, folder: Path, map_bytes: int, mode: str) -> None:
-        """Raises StoreUnavailable."""
+        """Raises: StoreUnavailable."""
         try:
             self._shared = acquire(folder, map_bytes, TABLES, writable=True)
-        except IndexUnsafe:  # it can be deleted at any time, and reading it may end the process
+        except IndexUnsafe:  # reading it could crash the process; it can be deleted at any time
             remove_tree(folder)
             self._shared = acquire(folder, map_bytes, TABLES, writable=True)
         self._env, self._tables = self._shared.env, self._shared.databases
         self._folder, self._mode = folder, mode
-        self.told = GcCandidates(True, 0, 0)
-        """What was told last."""
-        self._summaries: ManifestRefsCache | None = None
+        self.candidates = GcCandidates(True, 0, 0)
+        """Result of the last update."""
+        self._refs_cache: ManifestRefsCache | None = None
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         release(self._shared)
 
     @contextmanager
@@ -91,7 +95,8 @@ class ReferenceCounts:
                 yield _Rows(txn, self._tables)
         except lmdb.Error as err:
             raise StoreUnavailable(
-                f"{self._folder}: {err}; raise index.map_bytes if it is full, else delete that folder: it is made again"
+                f"{self._folder}: {err}; raise index.map_bytes if it is full, else delete the folder: the next GC "
+                "run rebuilds it"
             ) from err
 
     def update(
@@ -102,15 +107,15 @@ class ReferenceCounts:
         directory: Callable[[int], Directory | None],
         now_us: int,
     ) -> GcCandidates:
-        """Count what was committed since, and no more what is gone for good; tell what that leaves unneeded.
+        """Count new versions, remove deleted ones, and return the candidates.
 
-        `names` are the manifests of all versions that can be read now or later. Where one cannot be read nothing is
-        counted, and marking is to say so.
+        `names` are the manifests of all versions that can be read now or later. If one cannot be read nothing is
+        counted, and marking reports it.
         """
         wanted: dict[bytes, dict[int, str]] = {}
         for name in names:
-            if (named := key_and_version(name)) is not None:  # marking reads, and refuses, what has another name
-                wanted.setdefault(named[0], {})[named[1]] = name
+            if (parsed := key_and_version(name)) is not None:  # marking reads, and refuses, objects with another name
+                wanted.setdefault(parsed[0], {})[parsed[1]] = name
         try:
             with self._writing() as rows:
                 if rows.txn.get(b"mode", db=rows.tables["meta"]) != self._name:
@@ -118,120 +123,127 @@ class ReferenceCounts:
                 count = {HYBRID: self._intervals, REFCOUNT: self._references, EXPIRY: self._expiries}[self._mode]
                 known = rows.known()
                 for key in sorted(wanted.keys() | known.keys()):
-                    count(rows, _Versions(key, wanted.get(key, {}), known.get(key, {}), read, now_us))
+                    count(rows, _KeyVersions(key, wanted.get(key, {}), known.get(key, {}), read, now_us))
                 if self._mode == EXPIRY:
                     rows.expire(now_us)
-                _look_at(rows, containers, directory)
+                _nominate_unreferenced(rows, containers, directory)
                 failpoint("ledger.counted")
                 nominated = rows.count("nominated")
                 marked_us = int(rows.txn.get(b"marked", b"0", db=rows.tables["meta"]))
                 by_services = rows.txn.get(b"services", db=rows.tables["meta"]) is not None
-                late = not marked_us <= now_us < marked_us + MARK_AT_LEAST_US
-                self.told = GcCandidates(bool(nominated) or late or by_services, nominated, rows.touched)
+                is_mark_overdue = not marked_us <= now_us < marked_us + MARK_AFTER_US
+                self.candidates = GcCandidates(
+                    bool(nominated) or is_mark_overdue or by_services, nominated, rows.touched
+                )
             failpoint("ledger.written")
         except PermanentError:
-            self.told = GcCandidates(True, 0, 0)
-        return self.told
+            self.candidates = GcCandidates(True, 0, 0)
+        return self.candidates
 
     def held_segments(self) -> set[tuple[int, int]]:
-        """Return (container, ordinal) of all segments that are held, by the ledger: for tests."""
+        """Return (container, ordinal) of all referenced segments: for tests."""
         with self._writing() as rows:
             found = [bytes(segment) for segment, _ in rows.txn.cursor(rows.tables["counts"])]
         return {(int.from_bytes(segment[:8]), int.from_bytes(segment[8:])) for segment in found}
 
-    def summaries(self, now_us: int) -> ManifestRefsCache:
-        """Return what is known of manifests; once a week nothing is believed, and all is made again."""
+    def refs_cache(self, now_us: int) -> ManifestRefsCache:
+        """Return the cached references of manifests.
+
+        Once a week the cache rebuilds all rows.
+        """
         with self._writing() as rows:
             whole_us = int(rows.txn.get(b"whole", b"0", db=rows.tables["meta"]))
-        anew = not whole_us <= now_us < whole_us + SUMMARISE_AT_LEAST_US
-        self._summaries = ManifestRefsCache(_SummaryRows(self._writing), anew=anew)
-        return self._summaries
+        rebuild = not whole_us <= now_us < whole_us + REBUILD_REFS_AFTER_US
+        self._refs_cache = ManifestRefsCache(_RefsTable(self._writing), rebuild=rebuild)
+        return self._refs_cache
 
     @property
     def _name(self) -> bytes:
         return f"{self._mode} {FORMAT}".encode()
 
     def record_marking(self, now_us: int) -> None:
-        """Note that marking has looked, and has condemned what is to be."""
+        """Record a completed mark, which resolves all nominations."""
         with self._writing() as rows:
             rows.txn.drop(rows.tables["nominated"], delete=False)
             rows.txn.put(b"marked", str(now_us).encode(), db=rows.tables["meta"])
-            if self._summaries is not None and self._summaries.anew:
+            if self._refs_cache is not None and self._refs_cache.rebuild:
                 rows.txn.put(b"whole", str(now_us).encode(), db=rows.tables["meta"])
         failpoint("ledger.confirmed")
 
-    # --- hybrid: the current version of each key counts, what was current before is held by the versions it was in ----
+    # --- hybrid: the current version of each key counts its segments; earlier ones are counted by version intervals ---
 
-    def _intervals(self, rows: _Rows, of: _Versions) -> None:
-        key, wanted, known = of.key, of.wanted, of.known
+    def _intervals(self, rows: _Rows, key_versions: _KeyVersions) -> None:
+        key, wanted, known = key_versions.key, key_versions.wanted, key_versions.known
         first_new = min(wanted.keys() - known.keys(), default=0)
         if first_new and known and (first_new < max(known) or rows.has_from("past", key, _number(first_new))):
-            for table in ("open", "past"):  # one came late, or again: the key is counted anew
+            for table in ("open", "past"):  # a version arrived late, or again: recount the key
                 for row, _ in rows.rows_with_prefix(table, key):
                     rows.delete(table, row)
                     rows.release(row[-_SEGMENT.itemsize :])
-            rows.forget_versions(key, known)
+            rows.delete_versions(key, known)
             known = {}
-        new, gone = sorted(wanted.keys() - known.keys()), known.keys() - wanted.keys()
-        held = {row[_KEY_BYTES:]: first for row, first in rows.rows_with_prefix("open", key)} if new and known else {}
+        new, removed = sorted(wanted.keys() - known.keys()), known.keys() - wanted.keys()
+        open_segments = (
+            {row[_KEY_BYTES:]: first for row, first in rows.rows_with_prefix("open", key)} if new and known else {}
+        )
         last = max(known, default=0)
         for version in new:
-            now_held = set(_segments(rows, of.read(wanted[version])))
-            for segment in sorted(held.keys() - now_held):
+            now_held = set(_segments(rows, key_versions.read(wanted[version])))
+            for segment in sorted(open_segments.keys() - now_held):
                 rows.delete("open", key + segment)
-                rows.put("past", key + _number(last) + segment, held.pop(segment))
-            for segment in sorted(now_held - held.keys()):
-                held[segment] = _number(version)
-                rows.put("open", key + segment, held[segment])
+                rows.put("past", key + _number(last) + segment, open_segments.pop(segment))
+            for segment in sorted(now_held - open_segments.keys()):
+                open_segments[segment] = _number(version)
+                rows.put("open", key + segment, open_segments[segment])
                 rows.hold(segment)
             rows.put("versions", key + _number(version), _number(0))
             last = version
-        if not gone:
+        if not removed:
             return
-        rows.forget_versions(key, gone)
+        rows.delete_versions(key, removed)
         living = sorted(wanted)
         for row, first in rows.rows_with_prefix("past", key):
             if not _any_within(living, int.from_bytes(first), int.from_bytes(row[_KEY_BYTES:][:8])):
                 rows.delete("past", row)
                 rows.release(row[-_SEGMENT.itemsize :])
-        if max(gone) > max(living, default=0):
+        if max(removed) > max(living, default=0):
             for row, first in rows.rows_with_prefix("open", key):
                 if int.from_bytes(first) > max(living, default=0):
                     rows.delete("open", row)
                     rows.release(row[_KEY_BYTES:])
 
-    # --- refcount: every version counts ------------------------------------------------------------------------------
+    # --- refcount: every version counts its segments ------------------------------------------------------------------
 
-    def _references(self, rows: _Rows, of: _Versions) -> None:
-        key, wanted, known = of.key, of.wanted, of.known
+    def _references(self, rows: _Rows, key_versions: _KeyVersions) -> None:
+        key, wanted, known = key_versions.key, key_versions.wanted, key_versions.known
         for version in sorted(wanted.keys() - known.keys()):
-            for segment in _segments(rows, of.read(wanted[version])):
+            for segment in _segments(rows, key_versions.read(wanted[version])):
                 rows.put("held", key + _number(version) + segment, b"")
                 rows.hold(segment)
             rows.put("versions", key + _number(version), _number(0))
-        gone = known.keys() - wanted.keys()
-        for version in gone:
+        removed = known.keys() - wanted.keys()
+        for version in removed:
             for row, _ in rows.rows_with_prefix("held", key + _number(version)):
                 rows.delete("held", row)
                 rows.release(row[-_SEGMENT.itemsize :])
-        rows.forget_versions(key, gone)
+        rows.delete_versions(key, removed)
 
-    # --- expiry: a version that is there says so again before its time is over, one that is gone does nothing ---------
+    # --- expiry: a stored version renews its segments before they expire; a deleted one does nothing ------------------
 
-    def _expiries(self, rows: _Rows, of: _Versions) -> None:
-        key, wanted, known = of.key, of.wanted, of.known
+    def _expiries(self, rows: _Rows, key_versions: _KeyVersions) -> None:
+        key, wanted, known = key_versions.key, key_versions.wanted, key_versions.known
         for version, name in sorted(wanted.items()):
-            if known.get(version, 0) >= of.now_us + EXPIRY_US // 2:
+            if known.get(version, 0) >= key_versions.now_us + EXPIRY_US // 2:
                 continue
-            until = _number(of.now_us + EXPIRY_US)
-            for segment in _segments(rows, of.read(name)):
+            until = _number(key_versions.now_us + EXPIRY_US)
+            for segment in _segments(rows, key_versions.read(name)):
                 rows.put("counts", segment, until)
             rows.put("versions", key + _number(version), until)
-        rows.forget_versions(key, known.keys() - wanted.keys())
+        rows.delete_versions(key, known.keys() - wanted.keys())
 
 
-class _SummaryRows:
-    """The table of summaries, each call in a transaction of its own."""
+class _RefsTable:
+    """Table of cached references; each call is a transaction of its own."""
 
     def __init__(self, writing: Callable[[], AbstractContextManager[_Rows]]) -> None:
         self._writing = writing
@@ -251,14 +263,17 @@ class _SummaryRows:
         wanted = {name.encode() for name in names}
         with self._writing() as rows:
             if rows.count("summaries") > len(wanted):
-                gone = [bytes(name) for name, _ in rows.txn.cursor(rows.tables["summaries"]) if name not in wanted]
-                for name in gone:
+                removed = [bytes(name) for name, _ in rows.txn.cursor(rows.tables["summaries"]) if name not in wanted]
+                for name in removed:
                     rows.delete("summaries", name)
 
 
 @frozen
-class _Versions:
-    """A key's versions: `wanted` those there are, by their manifests' names; `known` those counted, and until when."""
+class _KeyVersions:
+    """Versions of one key.
+
+    `wanted`: stored versions by manifest name; `known`: counted versions and their expiry.
+    """
 
     key: bytes
     wanted: dict[int, str]
@@ -268,7 +283,7 @@ class _Versions:
 
 
 class _Rows:
-    """The tables within a transaction, and how many rows were changed."""
+    """Tables within a transaction, and the number of changed rows."""
 
     def __init__(self, txn: Any, tables: dict[str, Any]) -> None:
         self.txn = txn
@@ -284,7 +299,10 @@ class _Rows:
         self.touched += 1
 
     def rows_with_prefix(self, table: str, head: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the rows whose key starts with `head`: of one key of the store, 36 bytes each segment or less."""
+        """Return the rows whose key starts with `head`.
+
+        For one key of the store: at most 36 bytes per segment.
+        """
         found = []
         cursor = self.txn.cursor(self.tables[table])
         if cursor.set_range(head):
@@ -295,7 +313,7 @@ class _Rows:
         return found
 
     def has_from(self, table: str, head: bytes, start: bytes) -> bool:
-        """Return whether there is a row whose key starts with `head`, and goes on with `start` or what comes after."""
+        """Return whether a row's key starts with `head`, followed by `start` or a later value."""
         cursor = self.txn.cursor(self.tables[table])
         return bool(cursor.set_range(head + start)) and bytes(cursor.key()).startswith(head)
 
@@ -308,7 +326,7 @@ class _Rows:
             found.setdefault(bytes(key[:_KEY_BYTES]), {})[int.from_bytes(key[_KEY_BYTES:])] = int.from_bytes(until)
         return found
 
-    def forget_versions(self, key: bytes, versions: Iterable[int]) -> None:
+    def delete_versions(self, key: bytes, versions: Iterable[int]) -> None:
         for version in versions:
             self.delete("versions", key + _number(version))
 
@@ -327,8 +345,10 @@ class _Rows:
         self.put("nominated", name, b"")
 
     def expire(self, now_us: int) -> None:
-        over = [bytes(segment) for segment, until in self.txn.cursor(self.tables["counts"]) if until < _number(now_us)]
-        for segment in over:
+        expired = [
+            bytes(segment) for segment, until in self.txn.cursor(self.tables["counts"]) if until < _number(now_us)
+        ]
+        for segment in expired:
             self.delete("counts", segment)
             self.nominate(segment)
 
@@ -338,12 +358,17 @@ class _Rows:
         self.txn.put(b"mode", mode, db=self.tables["meta"])
 
 
-def _look_at(rows: _Rows, containers: Collection[int], directory: Callable[[int], Directory | None]) -> None:
-    """Nominate what came with containers that are new here, and no version holds: a put that died left it, say."""
+def _nominate_unreferenced(
+    rows: _Rows, containers: Collection[int], directory: Callable[[int], Directory | None]
+) -> None:
+    """Nominate unreferenced segments and chunks of new containers.
+
+    A put that died leaves them, for example.
+    """
     known = {int.from_bytes(name) for name, _ in rows.txn.cursor(rows.tables["containers"])}
     for container in known - set(containers):
         rows.delete("containers", _number(container))
-    named: Masks = {}
+    referenced: Masks = {}
     there: dict[int, Bools] = {}
     for container in sorted(set(containers) - known):
         rows.put("containers", _number(container), b"")
@@ -358,9 +383,9 @@ def _look_at(rows: _Rows, containers: Collection[int], directory: Callable[[int]
                 rows.nominate(segment)
         for holder, at in group_by_container(found.segments.chunks.containers):
             if holder != ZERO:
-                mark_ordinals(named, holder, found.segments.chunks.ordinals[at])
+                mark_ordinals(referenced, holder, found.segments.chunks.ordinals[at])
     for container, chunks in there.items():
-        mask = named.get(container, np.zeros(0, np.bool_))
+        mask = referenced.get(container, np.zeros(0, np.bool_))
         if len(mask) > len(chunks) or (chunks & ~mask_of(mask, len(chunks))).any():
             rows.nominate(_number(container))
 

@@ -1,6 +1,7 @@
-"""Keys that were rolled back. Invariant: while a version is known to be lost, a GC run frees nothing (I6).
+"""Record the highest version of each key, and refuse GC while keys are rolled back.
 
-A run never lowers a head, so a removed newest version stays reported until the operator gives it up.
+Invariant (I6): while a version is known to be lost, a GC run frees nothing. A run never lowers a head, so the removal of
+a newest version stays reported until the operator gives the version up.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def check_none_rolled_back(objects: ObjectStore) -> None:
 def record_heads(objects: ObjectStore) -> int:
     """Record the highest version of each key; return how many keys were rolled back.
 
-    Raises Corrupt for a name that no record has.
+    Raises: Corrupt for a name that no record has.
     """
     try:
         removed = VersionHeads(objects).update(ManifestStore(objects))
-    except StoreUnavailable as err:  # a full disk, for one: what the run has freed stays freed
+    except StoreUnavailable as err:  # for example a full disk: the run itself has succeeded
         _log.warning("gc: heads of keys were not recorded: %s", err)
         return 0
     _report(removed)
@@ -51,5 +52,7 @@ def record_heads(objects: ObjectStore) -> int:
 
 def _report(removed: Mapping[bytes, int]) -> None:
     for digest, version in list(removed.items())[:NAMED_MAX]:
-        _log.error("gc: %s: removed with its marks, and it was the newest of its key", head_name(digest, version))
+        _log.error(
+            "gc: %s: removed with its tombstones, and it was the newest version of its key", head_name(digest, version)
+        )
     metrics.CORRUPT.labels("rollback").inc(len(removed))

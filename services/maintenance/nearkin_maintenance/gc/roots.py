@@ -1,6 +1,9 @@
-"""Roots. Invariant: a version is a root unless a mark says that it is gone for good; doubt keeps it.
+"""Find the roots of a GC run: all versions that can be read or undeleted.
 
-no mark, undeleted, or deleted and still to be brought back -> root      its time is over, or collected -> goes
+    no tombstone, undeleted, or deleted within the undelete window    root
+    undelete window over, or already collected                        expired
+
+Invariant (I6): a version without a readable, authentic tombstone is a root.
 """
 
 from __future__ import annotations
@@ -15,50 +18,52 @@ from nearkin_shared.utils.frozen import frozen
 
 
 @dataclass(slots=True)
-class Version:
-    """What lies in the folder of a key of one version: its manifest, if that is there, and marks, the highest last."""
+class RootVersion:
+    """Stored objects of one version: its manifest, if committed, and its tombstones."""
 
     manifest: str
     committed: bool = False
     marks: list[tuple[int, str, int]] = field(default_factory=list)
-    """(sequence, object name, bytes), ascending."""
+    """Tombstones as (sequence, object name, bytes), ascending."""
     ended: Mark | None = None
-    """The mark that says that it is gone for good."""
+    """The tombstone by which the version has expired, or None."""
     retentions: list[str] = field(default_factory=list)
     """Object names of its retention records, ascending."""
 
 
 @frozen
 class Roots:
-    """All versions of a store, by what is to become of them. Some 300 bytes each."""
+    """All versions of a store, about 300 bytes each."""
 
-    kept: tuple[Version, ...]
-    """Those that can be read, now or once they are undeleted."""
+    kept: tuple[RootVersion, ...]
+    """Versions that can be read, now or after an undelete."""
     undeletable: frozenset[str]
-    """Manifests' names of those of `kept` that are deleted, and can be brought back."""
-    ended: tuple[Version, ...]
-    """Gone for good: what is left of them goes."""
+    """Manifest names of those in `kept` that are deleted and can be undeleted."""
+    ended: tuple[RootVersion, ...]
+    """Expired versions: their remaining objects are deleted."""
     highest: frozenset[str]
-    """Manifests' names of each key's highest version: its last mark stays, so that its number is not given again."""
+    """Manifest name of each key's highest version: its last tombstone stays, so that no number is reused."""
     refused: tuple[str, ...] = ()
-    """Names of marks that are damaged or not authenticated: their versions are among `kept`."""
+    """Names of damaged or unauthenticated tombstones; their versions are in `kept`."""
 
 
 def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], bool] = lambda mark: False) -> Roots:
-    """List all manifests and marks. Raises Corrupt for a name that is no version's, StoreUnavailable.
+    """List all manifests and tombstones and classify their versions.
 
-    `ends`: of marks of deleted versions, those that are gone for good now, whatever time was left to undelete them.
+    `ends` selects tombstones of deleted versions that expire now, whatever remains of their undelete window.
+
+    Raises: Corrupt for a name that belongs to no version, StoreUnavailable.
     """
-    versions: dict[str, Version] = {}
+    versions: dict[str, RootVersion] = {}
     listed, marks, retentions = manifests.listing()
     for name, _ in listed:
-        versions[name] = Version(name, committed=True)
+        versions[name] = RootVersion(name, committed=True)
     for name, size_bytes in marks:
-        of, sequence = marked_version(name)
-        versions.setdefault(of, Version(of)).marks.append((sequence, name, size_bytes))
+        manifest_name, sequence = marked_version(name)
+        versions.setdefault(manifest_name, RootVersion(manifest_name)).marks.append((sequence, name, size_bytes))
     for name, _ in retentions:
-        of = retained_manifest(name)
-        versions.setdefault(of, Version(of)).retentions.append(name)
+        manifest_name = retained_manifest(name)
+        versions.setdefault(manifest_name, RootVersion(manifest_name)).retentions.append(name)
     highest = {name.rpartition("/")[0]: name for name in sorted(versions)}
     kept, undeletable, ended = [], set(), []
     refused: list[str] = []
@@ -76,10 +81,10 @@ def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], boo
     return Roots(tuple(kept), frozenset(undeletable), tuple(ended), frozenset(highest.values()), tuple(refused))
 
 
-def _highest(manifests: ManifestStore, version: Version, refused: list[str]) -> Mark | None:
-    """Return the mark that holds, None where there is none; a version whose mark does not verify is kept.
+def _highest(manifests: ManifestStore, version: RootVersion, refused: list[str]) -> Mark | None:
+    """Return the valid tombstone of a version, or None.
 
-    `refused` is called with the name of a mark that is not authenticated.
+    None also for a damaged or unauthenticated one, whose name is added to `refused`: its version is kept.
     """
     if not version.marks:
         return None

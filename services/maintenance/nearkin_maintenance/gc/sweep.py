@@ -1,11 +1,12 @@
-"""Containers that a round removes or writes anew. Invariant: what leans goes before what it leans on.
+"""Apply the plans of a GC run: delete and rewrite containers.
 
-Each effect is a turn that first looks what came since.
+    rebase       chunks whose bases are due: re-encoded against other bases, oldest containers first
+    sweep        due data that no other chunk depends on: deleted, or the container rewritten, newest first
+    merge        repeated changes of one region: collected in a merged block, oldest first (merge_planner.py)
+    recompress   raw blocks: compressed with a deeper search, once (recompress.py)
 
-rebase   what leans on what an earlier round condemned: on what lives, the oldest first
-sweep    what is due and nothing leans on: gone, or written anew without it, the newest first
-gather   what newer versions changed of a stretch: into its block, the oldest first (merge_planner.py)
-recompress   what puts compressed in a hurry: by a deeper search, once (recompress.py)
+Each effect is an exclusive section that first refreshes the live set. Invariant (I8): a container is deleted before the
+containers of its bases.
 """
 
 from __future__ import annotations
@@ -42,165 +43,173 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class GcTotals:
-    """What a round did so far."""
+    """Counts of one GC run so far."""
 
-    counted: MeteredObjectStore
+    metered: MeteredObjectStore
     versions: int = 0
     deleted: int = 0
     rewritten: int = 0
     pending_delete_bytes: int = 0
     held: dict[str, int] = field(default_factory=dict)
     refused: int = 0
-    """Marks that are damaged or not authenticated: their versions stay."""
+    """Tombstones that are damaged or not authenticated: their versions are kept."""
     no_room: NoRoom | None = None
-    """Why some container was not written anew: the next round does it, with the room that this one makes."""
+    """Why some container was not rewritten: the next run does it, in the space that this one frees."""
     freed_before_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.freed_before_bytes = self.counted.freed_bytes
+        self.freed_before_bytes = self.metered.freed_bytes
 
     @property
     def freed_bytes(self) -> int:
-        """Return what was removed so far, less what was put."""
-        return self.counted.freed_bytes - self.freed_before_bytes
+        """Return the bytes removed so far, less those written."""
+        return self.metered.freed_bytes - self.freed_before_bytes
 
 
 class GcProgress(Protocol):
-    """Tells how far a round is."""
+    """Progress report of a GC run."""
 
     def __call__(self, items: Sequence[Item], text: str, /) -> Iterator[Item]:
-        """Yield the items, and tell before each how many are done."""
+        """Yield the items; report before each how many are done."""
 
 
 @frozen
 class GcExecutor:
-    """What one round writes. `ids`, the bytes of each container, and `sums` say at any time what was done."""
+    """Writer of the effects of one GC run.
+
+    `ids` (bytes of each container) and `totals` are up to date after each effect.
+    """
 
     containers: ContainerStore
     rewriter: Rewriter
-    replacing: ContainerSwap
-    since: ConcurrentWrites
+    swap: ContainerSwap
+    concurrent_writes: ConcurrentWrites
     ids: dict[int, int]
-    sums: GcTotals
-    counted: GcProgress
-    go_on: Callable[[], None]
-    """Asked before each container; ends the round by raising."""
+    totals: GcTotals
+    report_progress: GcProgress
+    check: Callable[[], None]
+    """Called before each container; stops the run by raising."""
 
-    # --- 4: what leans on what an earlier round condemned ------------------------------------------------------------
+    # --- 4: chunks that depend on pending deletes ---------------------------------------------------------------------
 
-    def rebase(self, reach: LiveSet, rebased: DroppedBases, due: Mapping[int, PendingDelete], living: Masks) -> None:
-        """Write containers anew that lean on what may go, the oldest first: the others then lean on what is in it.
+    def rebase(
+        self, live_set: LiveSet, dropped_bases: DroppedBases, due: Mapping[int, PendingDelete], live_chunks: Masks
+    ) -> None:
+        """Re-encode chunks whose bases are due, oldest containers first.
 
-        What of them is due, and no other container leans on, goes with it. Where one has to stay as it is, so do those
-        after it: they would lean on what it was to become, and be no shallower than what leans on them. So does one
-        that is broken, if it holds nothing of `living`: it is condemned as any that nobody reaches.
+        Due chunks of these containers that are no base of a chunk in another container are removed with it. If a
+        container has to stay unchanged, so do all later ones: their chunks would depend on chunks of its next
+        generation, and be no shallower than their own dependents. A damaged container also stops the rebase, unless it
+        holds chunks of `live_chunks`; it becomes a pending delete like any unreachable container.
         """
-        beside = plan_rebase_removals(reach, self.ids, due, rebased)
-        needed = reach.transitive_closure(reach.chunks)
-        order = list(topological_order(sorted({*needed, *rebased.containers}), self._base_containers))
-        heirs = ReplacementBases(reach, build_base_trees(reach, needed), rebased.containers, order)
-        rebasing = RebasePlan(rebased.chunks, heirs, estimate_positions(reach, needed))
-        chunks: dict[int, U32 | None] = {container: drop.chunks for container, drop in beside.items()}
-        segments = {container: drop.segments for container, drop in beside.items()}
-        looked_up = self.since.prefetch_removals(chunks, segments)
-        with self.since.exclusive() as index:
+        removals = plan_rebase_removals(live_set, self.ids, due, dropped_bases)
+        needed = live_set.transitive_closure(live_set.chunks)
+        order = list(topological_order(sorted({*needed, *dropped_bases.containers}), self._base_containers))
+        replacements = ReplacementBases(live_set, build_base_trees(live_set, needed), dropped_bases.containers, order)
+        rebase_plan = RebasePlan(dropped_bases.chunks, replacements, estimate_positions(live_set, needed))
+        chunks: dict[int, U32 | None] = {container: removal.chunks for container, removal in removals.items()}
+        segments = {container: removal.segments for container, removal in removals.items()}
+        looked_up = self.concurrent_writes.prefetch_removals(chunks, segments)
+        with self.concurrent_writes.exclusive() as index:
             index.withdraw(chunks, segments, (), looked_up)
             failpoint("rebase.forgot")
-        left = dict(beside)
-        containers = [ContainerId(c) for c in order if c in rebased.containers]
-        made = self.rewriter.batch_rebase(beside, rebasing).generations(containers, self._report_tasks)
-        for container in self.counted(containers, "containers written anew"):
+        remaining = dict(removals)
+        containers = [ContainerId(c) for c in order if c in dropped_bases.containers]
+        generations = self.rewriter.batch_rebase(removals, rebase_plan).generations(containers, self._report_tasks)
+        for container in self.report_progress(containers, "containers rebased"):
             try:
-                if not self._rewrite(container, left, partial(next, made)):
+                if not self._rewrite(container, remaining, partial(next, generations)):
                     return
             except NoRoom as err:
-                self.sums.no_room = err
+                self.totals.no_room = err
                 return
             except Corrupt as err:
-                if container in living and living[container].any():
+                if container in live_chunks and live_chunks[container].any():
                     raise
-                _log.warning("%s: dead, and left as it is", err)
+                _log.warning("%s: the container is dead and stays unchanged", err)
                 return
-            del left[container]
+            del remaining[container]
             failpoint("rebase.container")
         failpoint("rebase.done")
 
     def _report_tasks(self, tasks: Sequence[Item]) -> Iterator[Item]:
-        """Yield the parts of containers that are encoded again; before each the round may be ended."""
-        for task in self.counted(tasks, "parts of containers encoded again"):
-            self.go_on()
+        """Yield the re-encoding tasks; before each, the run may be stopped."""
+        for task in self.report_progress(tasks, "parts of containers re-encoded"):
+            self.check()
             yield task
 
-    # --- 5: what an earlier round condemned --------------------------------------------------------------------------
+    # --- 5: pending deletes of earlier runs ---------------------------------------------------------------------------
 
     def sweep(self, plan: GcPlan) -> dict[int, ContainerRemoval]:
-        """Let go of what nothing needs; return what has gone.
+        """Delete the planned data; return what was deleted.
 
-        What a put has come to need meanwhile stays, and what there is no room to write anew.
+        Data that a concurrent put needs are kept, and so are containers for whose next generation there is no space.
         """
         if not plan.removals:
             return {}
-        whole = [container for container, drop in plan.removals.items() if drop.whole_container]
-        looked_up = self.since.prefetch_removals(plan.chunks, plan.segments)
-        with self.since.exclusive() as index:
-            index.withdraw(plan.chunks, plan.segments, whole, looked_up)
+        whole_containers = [container for container, removal in plan.removals.items() if removal.whole_container]
+        looked_up = self.concurrent_writes.prefetch_removals(plan.chunks, plan.segments)
+        with self.concurrent_writes.exclusive() as index:
+            index.withdraw(plan.chunks, plan.segments, whole_containers, looked_up)
             failpoint("gc.forgot-due")
-        left = dict(plan.removals)
-        gone, later = {}, []
-        # What leans goes before what it leans on: whatever is there after a crash can be decoded.
+        remaining = dict(plan.removals)
+        removed, deferred = {}, []
+        # Dependents before their bases: after a crash, every container that is left can be decoded.
         containers = reversed(list(topological_order(sorted(plan.removals), self._base_containers)))
-        for container in self.counted(list(containers), "containers that go, or parts of them"):
-            self.go_on()
-            drop = left[container]
+        for container in self.report_progress(list(containers), "containers swept"):
+            self.check()
+            removal = remaining[container]
             try:
-                if drop.whole_container:
-                    done = self._remove(ContainerId(container), left)
+                if removal.whole_container:
+                    done = self._remove(ContainerId(container), remaining)
                 else:
-                    make = partial(self.rewriter.rewritten, ContainerId(container), drop)
-                    done = self._rewrite(ContainerId(container), left, make)
-            except NoRoom as err:  # others may go as a whole, which makes room
-                self.sums.no_room, done = err, False
-                later.append(container)
-            del left[container]
+                    make = partial(self.rewriter.rewritten, ContainerId(container), removal)
+                    done = self._rewrite(ContainerId(container), remaining, make)
+            except NoRoom as err:  # deleting other containers as a whole frees space
+                self.totals.no_room, done = err, False
+                deferred.append(container)
+            del remaining[container]
             if done:
-                gone[container] = drop
+                removed[container] = removal
             else:
-                self.since.retain(container)
-        self.since.record_deferred(later)
-        return gone
+                self.concurrent_writes.retain(container)
+        self.concurrent_writes.record_deferred(deferred)
+        return removed
 
-    def _remove(self, container: ContainerId, left: Mapping[int, ContainerRemoval]) -> bool:
-        """Remove a container; return False where it has to stay."""
-        with self.since.exclusive() as index:
-            if container in self.since.retained(left):
-                self.replacing.renew(index, container)  # it was no longer counted
+    def _remove(self, container: ContainerId, remaining: Mapping[int, ContainerRemoval]) -> bool:
+        """Delete a container; return False if it has to stay."""
+        with self.concurrent_writes.exclusive() as index:
+            if container in self.concurrent_writes.retained(remaining):
+                self.swap.renew(index, container)  # the index had withdrawn it
                 return False
-            self.sums.deleted += 1
+            self.totals.deleted += 1
             del self.ids[container]
             self.containers.delete(container, self.containers.generation(container))
-            self.since.on_container_rewritten(container, None)
+            self.concurrent_writes.on_container_rewritten(container, None)
             failpoint("gc.container")
         return True
 
-    def _rewrite(self, container: ContainerId, left: Mapping[int, ContainerRemoval], make: Callable[[], bytes]) -> bool:
-        """Put the next generation that is made, then remove the one until now. At a bounded speed.
+    def _rewrite(
+        self, container: ContainerId, remaining: Mapping[int, ContainerRemoval], make: Callable[[], bytes]
+    ) -> bool:
+        """Write the next generation, then delete the previous one, at a bounded speed.
 
-        Returns False where it has to stay as it is.
+        Returns False if the container has to stay unchanged.
         """
-        replaced = self.replacing.replace(
+        result = self.swap.replace(
             container,
             self.ids[container],
             make,
-            lambda: container in self.since.retained(left),
-            self.since,
+            lambda: container in self.concurrent_writes.retained(remaining),
+            self.concurrent_writes,
         )
-        return self._record_replacement(container, replaced)
+        return self._record_replacement(container, result)
 
-    def _record_replacement(self, container: ContainerId, replaced: SwapResult | None) -> bool:
-        if replaced is None:
+    def _record_replacement(self, container: ContainerId, result: SwapResult | None) -> bool:
+        if result is None:
             return False
-        self.ids[container] = replaced.now_bytes
-        self.sums.rewritten += 1
+        self.ids[container] = result.now_bytes
+        self.totals.rewritten += 1
         return True
 
     def _base_containers(self, container: int) -> list[int]:
@@ -209,56 +218,58 @@ class GcExecutor:
         except (PermanentError, NotFound):
             return []
 
-    # --- 6: what chains tell again and again ------------------------------------------------------------------------
+    # --- 6: merged blocks ---------------------------------------------------------------------------------------------
 
-    def merge(self, reach: LiveSet, young: Collection[int], block_bytes: int, versions_min: int) -> None:
-        """Write containers anew that take in what leans on them, and those that refer to it then, the oldest first.
+    def merge(self, live_set: LiveSet, recent: Collection[int], block_bytes: int, versions_min: int) -> None:
+        """Rewrite merge targets and the containers that then reference them, oldest first.
 
-        As `MergePlanner.plan` says. Where one has to stay as it is, so does what would refer to it.
+        See `MergePlanner.plan`. If a target has to stay unchanged, so do the containers that would reference it.
         """
-        gatherer = self.rewriter.gatherer
-        gathering = gatherer.plan(reach, self.ids, young, block_bytes, versions_min)
-        if gathering is None:
+        planner = self.rewriter.gatherer
+        merge_plan = planner.plan(live_set, self.ids, recent, block_bytes, versions_min)
+        if merge_plan is None:
             return
-        anew = gatherer.executor(gathering)
-        known = [container for container in gathering.containers if container in self.ids]  # others came since
-        for container in self._rewrite_each(known, anew.data, "gathered"):
-            anew.on_container_rewritten(container)
+        executor = planner.executor(merge_plan)
+        listed = [
+            container for container in merge_plan.containers if container in self.ids
+        ]  # others are newer than the run
+        for container in self._rewrite_each(listed, executor.data, "merged"):
+            executor.on_container_rewritten(container)
             failpoint("gather.container")
-        reach.mark_references()
+        live_set.mark_references()
 
-    # --- 7: what puts compressed in a hurry --------------------------------------------------------------------------
+    # --- 7: recompression ---------------------------------------------------------------------------------------------
 
-    def recompress(self, reach: LiveSet, young: Collection[int]) -> None:
-        """Write containers anew whose blocks come smaller by a deeper search, the oldest first; once each."""
+    def recompress(self, live_set: LiveSet, recent: Collection[int]) -> None:
+        """Compress raw blocks with a deeper search, once each, oldest containers first."""
         recompressor = self.rewriter.recompressor
-        chosen = recompressor.chosen(self.ids, young, reach)
-        anew = ContainerRecompression(recompressor, chosen)
-        for _ in self._rewrite_each(chosen, anew.data, "compressed further"):
+        containers = recompressor.chosen(self.ids, recent, live_set)
+        executor = ContainerRecompression(recompressor, containers)
+        for _ in self._rewrite_each(containers, executor.data, "recompressed"):
             failpoint("recompress.container")
 
     def _rewrite_each(
         self, containers: Sequence[ContainerId], make: Callable[[ContainerId], bytes | None], done: str
     ) -> Iterator[ContainerId]:
-        """Put the next generation that `make` makes of each, and yield those for which one was put.
+        """Write the next generation that `make` returns for each container; yield those written.
 
-        What somebody else wrote anew, what is broken, and what there is no room for stays as it is.
+        A container stays unchanged if another process rewrote it, if it is damaged, or if there is no space.
         """
-        for container in self.counted(containers, f"containers {done}"):
-            self.go_on()
+        for container in self.report_progress(containers, f"containers {done}"):
+            self.check()
             try:
-                replaced = self.replacing.replace(
+                result = self.swap.replace(
                     container,
                     self.ids[container],
                     partial(make, container),
-                    partial(self.since.is_rewritten_or_retained, container),
-                    self.since,
+                    partial(self.concurrent_writes.is_rewritten_or_retained, container),
+                    self.concurrent_writes,
                 )
             except NoRoom as err:
-                _log.warning("%s: no more is %s in this round", err, done)
+                _log.warning("%s: no further container is %s in this GC run", err, done)
                 return
             except Corrupt as err:
-                _log.warning("%s: it is not %s", err, done)
+                _log.warning("%s: the container is not %s", err, done)
                 continue
-            if self._record_replacement(container, replaced):
+            if self._record_replacement(container, result):
                 yield container

@@ -1,4 +1,4 @@
-"""What an erasure of a tenant has to consider: its retained versions, and copies out of the reach of its keys' removal.
+"""Find retained versions that block a tenant's erasure, and copies that it cannot reach.
 
 Invariant: retention that cannot be read counts as retention; a copy is listed wherever one may exist.
 """
@@ -19,8 +19,8 @@ from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.retention_records import SUFFIX, record_sequence
 from nearkin_shared.utils.frozen import frozen
 
-NAMED_MAX = 3
-"""So many retained versions are named in an error."""
+EXAMPLES_MAX = 3
+"""Retained versions that an error names."""
 
 
 @frozen
@@ -30,10 +30,10 @@ class RetainedVersions:
     count: int = 0
     until: datetime | None = None
     """The latest end of their retentions."""
-    named: tuple[str, ...] = ()
-    """Some of them."""
+    examples: tuple[str, ...] = ()
+    """Some of them, by key and version."""
     unreadable: tuple[str, ...] = ()
-    """Object names of manifests and records that cannot be read: up to when they retain is not known."""
+    """Object names of manifests and records that cannot be read: the end of their retention is unknown."""
 
     def check_none(self, tenant: str) -> None:
         """Raise RetentionActive if there are any."""
@@ -41,10 +41,10 @@ class RetainedVersions:
             return
         problems = []
         if self.until is not None:
-            more = "" if self.count <= len(self.named) else ", ..."
+            more = "" if self.count <= len(self.examples) else ", ..."
             problems.append(
                 f"retained versions: {self.count}, the last one until {self.until:%Y-%m-%dT%H:%M:%SZ} "
-                f"({', '.join(self.named)}{more})"
+                f"({', '.join(self.examples)}{more})"
             )
         if self.unreadable:
             problems.append(
@@ -57,26 +57,28 @@ class RetainedVersions:
 
 
 def find_retained(objects: EncryptedObjectStore, tenant: str, settings: Settings, now: float) -> RetainedVersions:
-    """Return the versions of a tenant that their manifests, retention records or the settings retain.
+    """Return the tenant's versions that manifests, retention records or settings retain.
 
-    Reads the head of every manifest, and the tenant's manifests. A tenant that an authentic erasure has closed already
-    has none. Raises StoreUnavailable.
+    Reads the head of every manifest, and the tenant's manifests. A tenant that an authentic erasure has closed has
+    none.
+
+    Raises: StoreUnavailable.
     """
     erasure = objects.keyring.find_erasure(tenant)
     if erasure is not None and erasure.problem is None:
         return RetainedVersions()
     manifests, now_us = ManifestStore(objects), int(now * 1e6)
-    count, latest_us, named, unreadable = 0, 0, list[str](), list[str]()
+    count, latest_us, examples, unreadable = 0, 0, list[str](), list[str]()
     names = objects.names_of_domain("manifests", domain_of(tenant))
     sequences: dict[str, int] = {}
     for name in names:
         if name.endswith(SUFFIX):
             try:
-                of, sequence = record_sequence(name)
+                manifest_name, sequence = record_sequence(name)
             except PermanentError:
                 unreadable.append(name)
             else:
-                sequences[of] = max(sequences.get(of, 0), sequence)
+                sequences[manifest_name] = max(sequences.get(manifest_name, 0), sequence)
     for name in names:
         if not name.endswith(".nkm"):
             continue
@@ -92,25 +94,28 @@ def find_retained(objects: EncryptedObjectStore, tenant: str, settings: Settings
         until_us = max(until_us, manifest.created_us + seconds * 1_000_000 if seconds else 0)
         if until_us > now_us:
             count, latest_us = count + 1, max(latest_us, until_us)
-            if len(named) < NAMED_MAX:
-                named.append(f"{manifest.key!r} version {manifest.version}")
+            if len(examples) < EXAMPLES_MAX:
+                examples.append(f"{manifest.key!r} version {manifest.version}")
     until = moment_of(min(latest_us, CREATED_US_MAX)) if count else None
-    return RetainedVersions(count, until, tuple(named), tuple(unreadable))
+    return RetainedVersions(count, until, tuple(examples), tuple(unreadable))
 
 
-def remaining_copies(settings: Settings, closed: datetime, removed: datetime) -> list[RemainingCopy]:
-    """Return what an erasure does not reach, given when the tenant is closed and when its keys are removed."""
-    return [*_of_services(settings, closed), *_of_any_store(settings, removed)]
+def remaining_copies(settings: Settings, closed_at: datetime, removed_at: datetime) -> list[RemainingCopy]:
+    """Return the copies that an erasure does not reach.
+
+    `closed_at`: when the tenant is closed; `removed_at`: when its keys are deleted.
+    """
+    return [*_of_services(settings, closed_at), *_of_any_store(settings, removed_at)]
 
 
-def _of_services(settings: Settings, closed: datetime) -> Iterator[RemainingCopy]:
+def _of_services(settings: Settings, closed_at: datetime) -> Iterator[RemainingCopy]:
     url = settings.object_store.url
     if url is None:
         return
     yield RemainingCopy(
         "kafka",
         f"contents and key names in the topics {settings.kafka.topic_prefix}*, dead letters included",
-        closed + timedelta(hours=settings.kafka.retention_hours),
+        closed_at + timedelta(hours=settings.kafka.retention_hours),
         "kafka.retention_hours ends it; `nearkin dlq drop` and kafka-delete-records end it sooner",
     )
     if settings.ingest.topics:
@@ -135,7 +140,7 @@ def _of_services(settings: Settings, closed: datetime) -> Iterator[RemainingCopy
         )
 
 
-def _of_any_store(settings: Settings, removed: datetime) -> Iterator[RemainingCopy]:
+def _of_any_store(settings: Settings, removed_at: datetime) -> Iterator[RemainingCopy]:
     yield RemainingCopy(
         "key-copies",
         "copies of the folder keys/: with the key-encryption key they open everything that is left",
@@ -153,14 +158,14 @@ def _of_any_store(settings: Settings, removed: datetime) -> Iterator[RemainingCo
             "index",
             "digests and sealed names in free pages of the local index",
             None,
-            f"made again by the first GC run after {removed.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}, which frees the "
+            f"made again by the first GC run after {removed_at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}, which frees the "
             "objects; blocks of removed files stay until the disk writes over them",
         )
     hours = settings.gateway.resumable_hours
     yield RemainingCopy(
         "staged-uploads",
         "parts of resumable uploads that an older release began, sealed under the store's key",
-        removed + timedelta(hours=hours),
+        removed_at + timedelta(hours=hours),
         "gateway.resumable_hours ends it; parts of this release are sealed under the tenant's keys",
     )
     yield RemainingCopy(
@@ -172,6 +177,6 @@ def _of_any_store(settings: Settings, removed: datetime) -> Iterator[RemainingCo
     yield RemainingCopy(
         "memory",
         "keys and contents in processes that have used them, their swap and core dumps",
-        removed + timedelta(minutes=1),
+        removed_at + timedelta(minutes=1),
         "processes stop using the keys within a minute; restart them to clear their memory",
     )

@@ -1,6 +1,8 @@
-"""Marks of an older release get a MAC, once, where the operator vouches for them (`gc.sign_old_records`).
+# size: a migration that can be deleted with the releases that need it
+"""Authenticate tombstones of an older release, if the operator vouches for them.
 
-Invariant: a mark keeps what it says; who dies in between leaves some signed, and a later run signs the rest.
+The setting `gc.sign_old_records` requests it, once. Invariant: the content of a tombstone is unchanged. A process that
+dies in between leaves some signed, and a later run signs the rest.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ class _SupportsMarking(Protocol):
 
 
 def sign_old_marks(objects: ObjectStore, index: object, check: Callable[[], None] = lambda: None) -> int:
-    """Give every mark without a MAC one, and tell the index its new size; return how many.
+    """Write a MAC into every tombstone without one, and record its new size in the index.
 
-    A mark that cannot be read is passed over. `check` raises where nothing may be changed any more. Raises
-    StoreUnavailable.
+    Returns the number of versions. An unreadable tombstone is skipped. `check` raises if nothing may be changed any
+    more.
+
+    Raises: StoreUnavailable.
     """
     manifests = ManifestStore(objects)
     if not isinstance(objects, ParityObjectStore) or not manifests.authenticates_marks:
@@ -52,5 +56,5 @@ def sign_old_marks(objects: ObjectStore, index: object, check: Callable[[], None
     if signed and isinstance(index, _SupportsMarking):
         index.mark_many(list(signed.values()))
     if signed:
-        _log.info("gc: marks of %d versions were signed; unset gc.sign_old_records", len(signed))
+        _log.info("gc: tombstones of %d versions were signed; unset gc.sign_old_records", len(signed))
     return len(signed)

@@ -1,10 +1,11 @@
-"""Ends of versions. Invariant: one goes only behind a mark that no undeletion comes before; its number stays taken.
+"""Delete the objects of expired versions.
 
-retained? kept, whatever its marks say
-mark: collected -> index -> manifest -> retention records, lower marks, ascending; of a key's highest version the last
-mark stays
+    retained: the version is kept, whatever its tombstones record
+    tombstone "collected" -> index -> manifest -> retention records, lower tombstones, ascending
+    the highest version of a key keeps its last tombstone
 
-All in one turn: an index that was made anew in between would count marks that go right after.
+Invariant (I6): a version is deleted only after a tombstone that no undelete can precede; its number is never reused.
+All in one exclusive section: an index that was rebuilt in between would count tombstones that are deleted right after.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from nearkin_maintenance.gc.roots import Roots, Version
+from nearkin_maintenance.gc.roots import Roots, RootVersion
 from nearkin_maintenance.gc.writer_gate import WriterGate
 from nearkin_shared.errors import Corrupt, PermanentError
 from nearkin_shared.formats.manifest import Manifest, moment_of
@@ -25,52 +26,55 @@ from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 
 COLLECTED_AT_ONCE = 8
-"""So many versions go in a turn: of each a durable mark, and a manifest and two marks removed, some 5 ms apiece."""
+"""Versions per exclusive section. Each takes about 5 ms: a durable tombstone is written, a manifest and two tombstones
+are deleted.
+"""
 WHO = "gc"
 _log = logging.getLogger("nearkin")
 
 
 @frozen
 class ExpiredVersions:
-    """`kept` are the roots: those that were kept, and those that were brought back meanwhile."""
+    """Result: `kept` are the roots, including versions that were undeleted meanwhile."""
 
-    kept: tuple[Version, ...]
+    kept: tuple[RootVersion, ...]
     versions: int
 
 
 class VersionExpiry:
-    """Step 2 of a round."""
+    """Step 2 of a GC run: delete the objects of versions that cannot be undeleted."""
 
     def __init__(self, manifests: ManifestStore, now_us: Callable[[], int]) -> None:
         self._manifests = manifests
         self._now_us = now_us
 
-    def expire(self, roots: Roots, turns: WriterGate) -> ExpiredVersions:
-        """Free manifests and marks of the versions that are gone for good. Raises Corrupt, StoreUnavailable."""
+    def expire(self, roots: Roots, gate: WriterGate) -> ExpiredVersions:
+        """Delete manifests and tombstones of expired versions. Raises Corrupt, StoreUnavailable."""
         kept, versions = list(roots.kept), 0
         for start in range(0, len(roots.ended), COLLECTED_AT_ONCE):
-            some = roots.ended[start : start + COLLECTED_AT_ONCE]
-            manifests = [self._manifest(version) for version in some]
-            going = []
-            with turns.exclusive() as index:
-                for version, manifest in zip(some, manifests, strict=True):
+            batch = roots.ended[start : start + COLLECTED_AT_ONCE]
+            manifests = [self._manifest(version) for version in batch]
+            finalized = []
+            with gate.exclusive() as index:
+                for version, manifest in zip(batch, manifests, strict=True):
                     if self._is_retained(version, manifest):
                         kept.append(version)
                     elif self._finalize(version):
-                        going.append((version, manifest, self._remaining_mark_bytes(version, roots)))
+                        finalized.append((version, manifest, self._remaining_mark_bytes(version, roots)))
                     else:
-                        kept.append(version)  # brought back meanwhile
-                index.collect_many([_collected_version(*one) for one in going])
+                        kept.append(version)  # undeleted meanwhile
+                index.collect_many([_collected_version(*item) for item in finalized])
                 failpoint("gc.uncatalogued")
-                for version, _, _ in going:
+                for version, _, _ in finalized:
                     versions += bool(version.committed)
                     self._remove(version, roots)
         return ExpiredVersions(tuple(kept), versions)
 
-    def _is_retained(self, version: Version, manifest: Manifest | None) -> bool:
-        """Return whether a deleted version must stay: a process that ignores its retention may have deleted it.
+    def _is_retained(self, version: RootVersion, manifest: Manifest | None) -> bool:
+        """Return whether a deleted version must stay because of its retention.
 
-        One that a run has begun to end goes on ending. A retention record that does not verify keeps its version.
+        A process that ignores retention may have deleted it. A version that a run began to expire is not retained. A
+        retention record that does not verify retains its version.
         """
         assert version.ended is not None
         if manifest is None or version.ended.kind is Kind.COLLECTED:
@@ -85,12 +89,12 @@ class VersionExpiry:
         if self._now_us() >= until_us:
             return False
         _log.warning(
-            "gc: %s is deleted, and retained until %s: kept", name, f"{moment_of(until_us):%Y-%m-%dT%H:%M:%SZ}"
+            "gc: %s is deleted, but retained until %s: it is kept", name, f"{moment_of(until_us):%Y-%m-%dT%H:%M:%SZ}"
         )
         return True
 
-    def _finalize(self, version: Version) -> bool:
-        """Make the mark by which a version never comes back; return False where an undeletion has come first."""
+    def _finalize(self, version: RootVersion) -> bool:
+        """Write the tombstone that makes expiry final; return False if an undelete was first."""
         assert version.ended is not None
         if version.ended.kind is Kind.COLLECTED:
             return True
@@ -105,8 +109,11 @@ class VersionExpiry:
         number, now_us = mark.sequence + 1, self._now_us()
         return Mark(mark.tenant, mark.key, mark.version, number, Kind.COLLECTED, now_us, 0, who=WHO)
 
-    def _remaining_mark_bytes(self, version: Version, roots: Roots) -> int:
-        """Return the bytes of the mark that stays: the last one of the key's highest version."""
+    def _remaining_mark_bytes(self, version: RootVersion, roots: Roots) -> int:
+        """Return the bytes of the tombstone that stays, or 0.
+
+        It is the last tombstone of the key's highest version.
+        """
         assert version.ended is not None
         if version.manifest not in roots.highest:
             return 0
@@ -114,8 +121,8 @@ class VersionExpiry:
             return version.marks[-1][2]
         return len(self._manifests.encode_mark(self._final_tombstone(version.ended)))
 
-    def _manifest(self, version: Version) -> Manifest | None:
-        """Return the manifest of a version that goes, None where it cannot be read."""
+    def _manifest(self, version: RootVersion) -> Manifest | None:
+        """Return the manifest of an expired version, or None if it cannot be read."""
         mark = version.ended
         assert mark is not None
         try:
@@ -123,8 +130,11 @@ class VersionExpiry:
         except PermanentError:
             return None
 
-    def _remove(self, version: Version, roots: Roots) -> None:
-        """Remove the manifest, then marks, ascending: the last one says until the end what became of the version."""
+    def _remove(self, version: RootVersion, roots: Roots) -> None:
+        """Delete the manifest, then the tombstones, ascending.
+
+        The last tombstone records the state of the version until the end.
+        """
         assert version.ended is not None
         mark = version.ended
         self._manifests.delete(mark.tenant, mark.key, mark.version)
@@ -140,7 +150,7 @@ class VersionExpiry:
         failpoint("gc.marks")
 
 
-def _collected_version(version: Version, manifest: Manifest | None, marks_bytes: int) -> CollectedVersion:
+def _collected_version(version: RootVersion, manifest: Manifest | None, marks_bytes: int) -> CollectedVersion:
     mark = version.ended
     assert mark is not None
     sequence = mark.sequence + (mark.kind is Kind.DELETED)

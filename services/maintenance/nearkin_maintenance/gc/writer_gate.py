@@ -1,8 +1,10 @@
-"""Turns of a round. Invariant: an effect that leans on what marking found is done while no put is in flight, or is safe
-beside them; what came since marking was looked at in the same turn.
+"""Interface through which a GC run excludes other writers.
 
-    marking, planning, encoding          outside of turns: puts and rounds side by side
-    turn: look what came -> effect       short: puts wait
+    marking, planning, encoding                      outside exclusive sections, concurrently with puts
+    exclusive section: refresh live set -> effect    short: puts wait
+
+Invariant (I6): an effect that relies on the live set is applied while no put is in flight, or is safe concurrently with
+puts; the live set was refreshed in the same exclusive section.
 """
 
 from __future__ import annotations
@@ -16,33 +18,49 @@ from nearkin_shared.types import U32, ContainerId
 
 
 class WriterGate(Protocol):
-    """How a round comes to write: with everybody else kept out for a moment, or beside them."""
+    """Exclusion of other writers while a GC run changes the store."""
 
     def exclusive(self) -> AbstractContextManager[SupportsCollection]:
-        """Keep out whoever else writes, and give the index. Raises StoreLocked, StoreUnavailable."""
+        """Block all other writers and yield the index.
+
+        Raises: StoreLocked, StoreUnavailable.
+        """
 
     def change_token(self) -> object:
-        """Return what is another as soon as anybody may have stored anything since; None where that never matters."""
+        """Return a value that changes after any write to the store.
+
+        None if no other writer can exist.
+        """
 
     def on_rewrite_start(self) -> None:
-        """Hear, before each, that containers are written anew or removed: what a round takes its memory for."""
+        """Prepare for rewriting or deleting a container, for example by reserving memory.
+
+        Called before each container.
+        """
 
     def on_container_rewritten(self, container: ContainerId) -> None:
-        """Hear, in a turn, that a container was written anew or removed."""
+        """Record, inside `exclusive()`, that a container was rewritten or deleted."""
 
     def prefetch_removals(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
-        """Look up, outside of a turn, what the index is to forget in one: these, or fewer. None: it looks by itself."""
+        """Look up, outside an exclusive section, the index entries that one will remove.
+
+        Returns the value to pass to the index as `looked_up`: these entries or fewer. None: the index looks them up
+        itself.
+        """
 
 
 class NoWriters:
-    """A round that keeps nobody out: nobody else writes, or leases and young containers guard what comes."""
+    """A writer gate without exclusion, for a store in which concurrent writes are safe.
+
+    Either no other process writes, or leases and the protection of recent containers cover concurrent writes.
+    """
 
     def __init__(self, index: SupportsCollection) -> None:
         self._index = index
 
     @contextmanager
     def exclusive(self) -> Iterator[SupportsCollection]:
-        """Give the index."""
+        """Yield the index."""
         yield self._index
 
     def change_token(self) -> object:
@@ -55,4 +73,4 @@ class NoWriters:
         """Do nothing."""
 
     def prefetch_removals(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
-        """Return None: nobody waits for the index meanwhile."""
+        """Return None: no process waits for the index meanwhile."""

@@ -139,7 +139,7 @@ def bases_worth_dropping(reach: LiveSet, families: BaseTrees, needed: Masks, sha
     heir = np.where(sums.roots > 0, sums.roots, sums.dead + mean)
     gain = sums.dead + sums.leaning - heir - np.maximum(sums.leaners - 1, 0) * least
     some_dead = sums.dead > 0
-    given_up = dead_chains(reach, needed, share) if reach.referred else Masks()
+    given_up = dead_chains(reach, needed, share) if reach.has_references else Masks()
     # Of all, not of these families: what is written for it may be all there is, whatever little has changed.
     if gain[some_dead & (gain > 0)].sum() <= share * sums.all_of.sum():
         return given_up
@@ -147,7 +147,9 @@ def bases_worth_dropping(reach: LiveSet, families: BaseTrees, needed: Masks, sha
     for container, family in families.by_container.items():
         live = mask_of(reach.chunks.get(container, _NO_ROWS), len(family))
         directory = reach.directory(container)
-        settled = reach.referred & (merged_blocks(directory) | reference_blocks(directory))[directory.chunks.blocks]
+        settled = (
+            reach.has_references & (merged_blocks(directory) | reference_blocks(directory))[directory.chunks.blocks]
+        )
         dead = ~live & (family != NONE) & chosen[family] & ~settled
         if dead.any():
             given_up[container] = dead | given_up.get(container, np.zeros(len(dead), np.bool_))
