@@ -109,7 +109,7 @@ def test_a_first_put_that_is_at_work_or_has_failed_hinders_no_round(opened, cloc
     many = len(containers(store.root))
     store.gc()
     clock.now += 7 * DAY
-    with pytest.raises(StoreUnavailable, match=f"beside {many} containers"):
+    with pytest.raises(StoreUnavailable, match=f"the store has {many} containers"):
         store.gc()
     store.put("other", b"content")
     assert collect_repeatedly(store, clock) > 9_000_000
