@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from nearkin.local.local_repair import LocalRepair
     from nearkin.salvage import SalvagedBlob
     from nearkin_maintenance import CorruptChunks, Scrubber, Verifier, VerifyScope
-    from nearkin_maintenance.verify.scrubber import Step
+    from nearkin_maintenance.verify.scrubber import ScrubStep
     from nearkin_shared.formats.tombstone import Mark
     from nearkin_shared.index.catalog import CatalogEntry
     from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
@@ -723,24 +723,26 @@ class Store:
         return self._with_index_purged(verifier, report, everything=False)
 
     def _verifier(self) -> Verifier:
-        from nearkin_maintenance import Verifier
+        from nearkin_maintenance import IndexedVersions, Verifier
 
         entries = {
             manifest_name(tenant, entry.key, entry.version): (tenant, entry)
             for tenant, entry in self._index.listed_versions()
         }
-        remembered = {name: (tenant, entry.key, entry.version) for name, (tenant, entry) in entries.items()}
+        indexed = IndexedVersions(
+            {name: (tenant, entry.key, entry.version) for name, (tenant, entry) in entries.items()},
+            self._index.lists,
+            lambda: (self._index.to_check() or (None, False))[1],
+        )
         verifier = Verifier(
             self._containers,
             self._manifests,
             self._fingerprinters,
             self.settings.tenant,
-            remembered,
+            indexed,
             self._condemned,
             self._quarantine,
             self._covered,
-            self._index.lists,
-            lambda: (self._index.to_check() or (None, False))[1],
         )
         verifier.compare_entries({name: entry.listed for name, (_, entry) in entries.items()})
         return verifier
@@ -777,7 +779,7 @@ class Store:
             self._covered, self._containers, tenants, self._fingerprinter, lambda: self.settings.scrub, self._clock
         )
 
-    def attend(self, step: Step) -> tuple[tuple[Repaired, ...], tuple[Damage, ...]]:
+    def attend(self, step: ScrubStep) -> tuple[tuple[Repaired, ...], tuple[Damage, ...]]:
         """Put right what a step of scrubbing found, as far as parity and later puts allow; quarantine the rest.
 
         Returns what was repaired, and what is damaged still with the versions it touches. Raises StoreLocked,

@@ -113,7 +113,7 @@ def test_what_it_cannot_put_right_is_quarantined_forgotten_and_told_with_its_ver
     container = int(name.rpartition("/")[2][:16], 16)
     assert list(Quarantine(store, time.time).read()) == [container]
     assert [list(chunks) for chunks in index.told] == [[container]]
-    assert f"{name} is damaged and touches 'k0' version 1" in caplog.text
+    assert f"{name} is damaged; affected: 'k0' version 1" in caplog.text
 
 
 class Away(Forgetting):

@@ -306,7 +306,7 @@ def _refused(store, clock, what, problem):
     assert ("hostile", 1) in {version for found in damage.values() for version in found.versions}
     assert len(damage) <= len(there) + 1  # the index, which does not list it
     if what == "containers":
-        assert damage[name].problem == f"{name}: names 200000 containers that are not there"
+        assert damage[name].problem == f"{name}: names 200000 containers that do not exist"
     assert containers(store.root) == before
     assert store.get("kept").read() == kept
     (store.root / name).unlink()

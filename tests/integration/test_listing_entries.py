@@ -146,7 +146,7 @@ def test_verify_compares_listed_fields(store: Store) -> None:
         txn.delete(index._names.version_key("default", "k", 1), db=index._versions)
     index.commit(replace(manifest, size_bytes=8), store._manifests.size_bytes(manifest))
     report = store.verify()
-    assert any("listed otherwise" in damage.problem for damage in report.damage)
+    assert any("listed differently" in damage.problem for damage in report.damage)
 
 
 def test_metadata_in_any_order_leave_no_damage(store: Store) -> None:

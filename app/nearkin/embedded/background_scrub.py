@@ -15,7 +15,7 @@ from nearkin_shared.observability import metrics
 
 if TYPE_CHECKING:
     from nearkin.store import Store
-    from nearkin_maintenance.verify.scrubber import Step
+    from nearkin_maintenance.verify.scrubber import ScrubStep
 
 RETRY_SECONDS = 60.0
 """After an error, such as a full disk, the next step is tried so much later."""
@@ -60,7 +60,7 @@ class BackgroundScrubTask:
         except NearkinError as err:
             _log.warning("scrub: %s", err)
 
-    def _attend(self, done: Step) -> None:
+    def _attend(self, done: ScrubStep) -> None:
         for problem in done.damaged.values():
             _log.error("scrub: %s", problem)
         repaired, left = self._store.attend(done)

@@ -11,13 +11,14 @@ from nearkin_maintenance.repair.store_repair import Repairer
 from nearkin_maintenance.verify.integrity import CorruptChunks, IntegrityChecker
 from nearkin_maintenance.verify.scope import VerifyScope
 from nearkin_maintenance.verify.scrubber import Scrubber
-from nearkin_maintenance.verify.verifier import Verifier
+from nearkin_maintenance.verify.verifier import IndexedVersions, Verifier
 
 __all__ = [
     "ContainerRepairer",
     "CorruptChunks",
     "DomainOwners",
     "GcRun",
+    "IndexedVersions",
     "IntegrityChecker",
     "Purge",
     "ReferenceCounts",

@@ -133,7 +133,7 @@ class _Bench:
 
     def damaged_names(self) -> set[str]:
         """Return the damaged objects that a verification names; of a store that cannot be opened the descriptor."""
-        from nearkin_maintenance import Verifier
+        from nearkin_maintenance import IndexedVersions, Verifier
 
         try:
             parts = self._parts()
@@ -144,7 +144,7 @@ class _Bench:
             parts.manifests,
             parts.fingerprinter,
             self._settings.tenant,
-            {},
+            IndexedVersions(),
             PendingDeleteStore(parts.covered),
             Quarantine(parts.covered, time.time),
             parts.covered,

@@ -1,12 +1,13 @@
-"""Index against containers. Invariant: an entry that is found sound names what a reader of its container will get.
+"""Compare the index with the containers.
 
-chunks    name -> (container, ordinal)      the directory has that name there
-segments  id   -> (container, ordinal)      the recipe there, its chunks named by their directories, has that id
-features  SF   -> (container, ordinal)      a chunk is there
-versions  every manifest, if no writer is at work
+    chunks    name -> (container, ordinal)      the directory has that name there
+    segments  id   -> (container, ordinal)      the recipe there, with its chunks' names, has that id
+    features  SF   -> (container, ordinal)      a chunk is stored there
+    versions  every manifest, if no writer is active
 
-Entries of containers that are missing or broken are none of its business: who looks at these names them. Of one that
-the index itself does not list there are none.
+Invariant: an entry without a finding names data that a reader of its container gets. Entries of missing or damaged
+containers are reported by the check of those containers. A container that the index itself does not list must have no
+entries.
 """
 
 from __future__ import annotations
@@ -26,58 +27,61 @@ from nearkin_shared.types import U8, ZERO, Bools, ContainerId, Locations, group_
 from nearkin_shared.utils.frozen import frozen
 
 PROBLEMS_MAX = 3
-"""Of each kind so many are told one by one: the remedy for all is a new index."""
+"""Problems of each kind that are reported one by one: the remedy for all is an index rebuild."""
 TABLES = ("chunks", "segments", "features")
 
 
 class ReadableIndex(Protocol):
-    """What is asked of an index: rows of a table as they lie there, and single ones again."""
+    """Access to an index: all stored rows of a table, and single ones."""
 
     def rows(self, table: str) -> Iterator[tuple[U8, Locations]]:
         """Yield (keys uint8[n, width], locations), some thousand at a time."""
 
     def at(self, table: str, keys: U8) -> tuple[Locations, Bools]:
-        """Return (locations, found) of keys as `rows` yields them."""
+        """Return (locations, found) of keys in the form that `rows` yields."""
 
     def containers(self) -> Iterator[ContainerSummary]:
-        """Yield what is known of each container whose entries are all there."""
+        """Yield the summary of each container whose entries are all published."""
 
 
 @frozen
 class IndexFindings:
-    """Entries looked at, and what is wrong with some."""
+    """Number of entries checked, and the problems found."""
 
     entries: int
     problems: tuple[str, ...]
 
 
 class IndexCheck:
-    """One pass over an index."""
+    """One comparison of an index with the containers."""
 
     def __init__(self, containers: ContainerStore, tenants: DomainOwners) -> None:
         self._containers = containers.of(None)
         self._tenants = tenants
         self._entries = 0
         self._published: set[int] = set()
-        self._wrong: dict[str, list[str]] = {}
+        self._mismatches: dict[str, list[str]] = {}
 
     def run(self, index: ReadableIndex, unlisted: Mapping[str, str]) -> IndexFindings:
-        """Look at every entry. `unlisted`: manifests, and the versions in words, that the index should list."""
+        """Check every entry.
+
+        `unlisted`: versions that the index lacks, described, by manifest name.
+        """
         self._published = {summary.container for summary in index.containers()}
-        for table, check in zip(TABLES, (self._chunks, self._segments, self._features), strict=True):
+        for table, check in zip(TABLES, (self._check_chunks, self._check_segments, self._check_features), strict=True):
             for keys, locations in index.rows(table):
                 self._entries += len(keys)
-                self._batch(index, table, keys, locations, check)
+                self._check_batch(index, table, keys, locations, check)
         for name, version in unlisted.items():
-            self._wrong.setdefault("versions", []).append(f"does not list {version} ({name})")
+            self._mismatches.setdefault("versions", []).append(f"does not list {version} ({name})")
         problems = []
-        for table, wrong in self._wrong.items():
-            problems += wrong[:PROBLEMS_MAX]
-            if len(wrong) > PROBLEMS_MAX:
-                problems.append(f"{len(wrong) - PROBLEMS_MAX} more such of {table}")
+        for table, mismatched in self._mismatches.items():
+            problems += mismatched[:PROBLEMS_MAX]
+            if len(mismatched) > PROBLEMS_MAX:
+                problems.append(f"{len(mismatched) - PROBLEMS_MAX} more problems of {table}")
         return IndexFindings(self._entries, tuple(problems))
 
-    def _batch(
+    def _check_batch(
         self,
         index: ReadableIndex,
         table: str,
@@ -91,50 +95,50 @@ class IndexCheck:
             except PermanentError:
                 if container in self._published:
                     continue
-                wrong = rows
+                mismatched = rows
             else:
-                wrong = rows[~check(directory, keys[rows], locations.take(rows))]
-            if not len(wrong):
+                mismatched = rows[~check(directory, keys[rows], locations.take(rows))]
+            if not len(mismatched):
                 continue
-            # Asked again: a round of garbage collection may have taken entry and chunk away meanwhile.
-            again, found = index.at(table, keys[wrong])
-            same = found & (again.containers == locations.containers[wrong])
-            same &= again.ordinals == locations.ordinals[wrong]
-            for row in wrong[same].tolist():
+            # Read the entries again: a GC run may have removed entry and chunk meanwhile.
+            current, found = index.at(table, keys[mismatched])
+            is_unchanged = found & (current.containers == locations.containers[mismatched])
+            is_unchanged &= current.ordinals == locations.ordinals[mismatched]
+            for row in mismatched[is_unchanged].tolist():
                 key, ordinal = keys[row].tobytes().hex(), int(locations.ordinals[row])
-                said = f"{table[:-1]} {key} is not what container {container:016x} has as number {ordinal}"
-                self._wrong.setdefault(table, []).append(said)
+                problem = f"{table[:-1]} {key} differs from ordinal {ordinal} of container {container:016x}"
+                self._mismatches.setdefault(table, []).append(problem)
 
-    def _chunks(self, directory: Directory, keys: U8, locations: Locations) -> Bools:
-        fine = locations.ordinals < len(directory.chunks)
-        rows = np.flatnonzero(fine)
-        fine[rows] = (directory.chunks.names[locations.ordinals[rows]] == keys[rows]).all(axis=1)
-        return fine
+    def _check_chunks(self, directory: Directory, keys: U8, locations: Locations) -> Bools:
+        is_valid = locations.ordinals < len(directory.chunks)
+        rows = np.flatnonzero(is_valid)
+        is_valid[rows] = (directory.chunks.names[locations.ordinals[rows]] == keys[rows]).all(axis=1)
+        return is_valid
 
-    def _segments(self, directory: Directory, keys: U8, locations: Locations) -> Bools:
+    def _check_segments(self, directory: Directory, keys: U8, locations: Locations) -> Bools:
         table = directory.segments
-        fine = locations.ordinals < len(table)
+        is_valid = locations.ordinals < len(table)
         fingerprinter = self._tenants.fingerprinter(directory.domain)
         if fingerprinter is None:
-            return fine
+            return is_valid
         reader = ChunkReader(self._containers.of(directory.domain))
-        for row in np.flatnonzero(fine).tolist():
+        for row in np.flatnonzero(is_valid).tolist():
             ordinal = int(locations.ordinals[row])
             recipe = table.chunks.take(slice(int(table.bounds[ordinal]), int(table.bounds[ordinal + 1])))
             try:
                 names = reader.plan(recipe).names
-            except PermanentError:  # a container that it names is broken, and told
+            except PermanentError:  # a damaged container, which is reported on its own
                 continue
-            zero = recipe.containers == np.uint64(ZERO)
-            if zero.any():
-                names[zero] = fingerprinter.name_zeros(recipe.ordinals[zero])
+            is_zero = recipe.containers == np.uint64(ZERO)
+            if is_zero.any():
+                names[is_zero] = fingerprinter.name_zeros(recipe.ordinals[is_zero])
             bounds = np.array([0, len(recipe)], np.uint32)
-            fine[row] = fingerprinter.name_segments(names, bounds)[0].tobytes() == keys[row].tobytes()
-        return fine
+            is_valid[row] = fingerprinter.name_segments(names, bounds)[0].tobytes() == keys[row].tobytes()
+        return is_valid
 
     @staticmethod
-    def _features(directory: Directory, _keys: U8, locations: Locations) -> Bools:
-        fine = locations.ordinals < len(directory.chunks)
-        rows = np.flatnonzero(fine)
-        fine[rows] = directory.chunks.there[locations.ordinals[rows]]
-        return fine
+    def _check_features(directory: Directory, _keys: U8, locations: Locations) -> Bools:
+        is_valid = locations.ordinals < len(directory.chunks)
+        rows = np.flatnonzero(is_valid)
+        is_valid[rows] = directory.chunks.there[locations.ordinals[rows]]
+        return is_valid

@@ -1,6 +1,8 @@
-"""Soundness. Invariant: a chunk is sound only if its bytes, and those of every base below it, are what its name says.
+"""Check the integrity of chunks through all their bases.
 
-container -> checksums -> bases -> decode -> names      each broken chunk is kept with the container that broke it
+    container -> checksums -> bases -> decode -> names      each corrupt chunk is recorded with the culprit container
+
+Invariant (I8): a chunk is intact only if its bytes, and those of every base below it, match their names.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 READ_BYTES = 8 * 1024 * 1024
-"""Chunks are decoded and named so many bytes at a time."""
+"""Chunk bytes that are decoded and fingerprinted together."""
 RECHECKS_MAX = 8
-"""So often a container is looked at that rounds write anew meanwhile: each means a round."""
+"""Maximum repeated checks of a container that GC runs rewrite meanwhile; each rewrite needs a GC run."""
 
 
 @frozen
 class CheckResult:
-    """What was found of one container: some 200 bytes, and 12 to 16 for each broken chunk.
+    """Result for one container: about 200 bytes, and 12 to 16 for each corrupt chunk.
 
-    `broken` uint32[b] ordinals, ascending; `blamed` uint64[b] the container in which the damage of each lies. Those
-    that were `collected` are among them, since whatever needs one is broken; they are no damage.
+    `broken` uint32[b]: ordinals, ascending. `blamed` uint64[b]: the container with the damage that affects each.
+    `collected` chunks are in `broken`, because chunks that need one cannot be decoded, but are not damage.
     """
 
     domain: bytes
@@ -46,45 +48,52 @@ class CheckResult:
 
     @property
     def damaged(self) -> U32:
-        """Return the ordinals of broken chunks that should be there."""
+        """Return the ordinals of corrupt chunks that GC has not removed."""
         return np.setdiff1d(self.broken, self.collected, assume_unique=True)
 
 
 @frozen
 class CorruptChunks:
-    """What no later version may lean on: by container, ordinals of chunks and of segments; None: all of them."""
+    """Chunks and segments on which no later version may depend, by container.
+
+    Ordinals; None: all chunks of the container.
+    """
 
     chunks: dict[int, U32 | None]
     segments: dict[int, U32]
 
 
 class IntegrityChecker:
-    """What is sound of the containers of a store, all tenants' alike; `problems` by object name."""
+    """Check of the containers of a store, all tenants alike; `problems` by object name."""
 
     def __init__(self, containers: ContainerStore, tenants: DomainOwners, any_fingerprinter: Fingerprinter) -> None:
         self._containers = containers
-        self._everyones = containers.of(None)
+        self._all_containers = containers.of(None)
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
         self._checked: dict[int, CheckResult | None] = {}
-        self._looked_at: dict[int, tuple[int, bool]] = {}
-        """Of each container which generation was, and whether all of it was read."""
+        self._checks_done: dict[int, tuple[int, bool]] = {}
+        """By container: the generation that was checked, and whether it was read completely."""
         self.problems: dict[str, str] = {}
         self.chunks = 0
         self.bytes_read = 0
         self.untagged = 0
 
     def base_containers(self, container: int) -> list[int]:
-        """Return the other containers in which bases of this one lie; none where it cannot be read."""
+        """Return the other containers with bases of this one.
+
+        Empty if its directory cannot be read.
+        """
         try:
-            return self._everyones.directory(ContainerId(container)).base_containers()
+            return self._all_containers.directory(ContainerId(container)).base_containers()
         except PermanentError:
             return []
 
     def check(self, container: ContainerId, *, deep: bool, helpers: ThreadPool = SERIAL) -> None:
-        """Look at one container, after those that it leans on: `deep` reads and decodes all of it, with `helpers`.
+        """Check one container, after those of its bases.
 
-        One that a round writes anew meanwhile is looked at again before it is called broken.
+        `deep`: read and decode all of it, with `helpers`. A container that a GC run rewrites meanwhile is checked again
+        before it is reported.
         """
         name = object_name(container)
         for _ in range(RECHECKS_MAX):
@@ -95,13 +104,13 @@ class IntegrityChecker:
         self._check(container, name, helpers if deep else None)
 
     def _is_replaced(self, container: ContainerId) -> bool:
-        """Return whether a container is there in a later generation than was looked at."""
-        self._everyones.has_newer_generation([container])
-        return self._everyones.generation(container) > self._looked_at[container][0]
+        """Return whether a later generation than the checked one exists."""
+        self._all_containers.has_newer_generation([container])
+        return self._all_containers.generation(container) > self._checks_done[container][0]
 
     def _check(self, container: ContainerId, name: str, helpers: ThreadPool | None) -> None:
-        """Look at a container; who helps to read all of it, None: its directory alone is read."""
-        self._looked_at[container] = self._everyones.generation(container), helpers is not None
+        """Check a container; with `helpers` None, read only its directory."""
+        self._checks_done[container] = self._all_containers.generation(container), helpers is not None
         try:
             if helpers is not None:
                 data = self._raw(container, name)
@@ -110,21 +119,21 @@ class IntegrityChecker:
                 if directory.container != container:
                     raise Corrupt(f"{name}: holds container {directory.container:016x}")
             else:
-                data, directory = b"", self._everyones.directory(container)
-            self._looked_at[container] = self._everyones.generation(container), helpers is not None
+                data, directory = b"", self._all_containers.directory(container)
+            self._checks_done[container] = self._all_containers.generation(container), helpers is not None
         except PermanentError as err:
             self._checked[container] = None
             if not (isinstance(err, NotFound) or isinstance(err.__cause__, NotFound)):
                 self.problems.setdefault(name, str(err))
-            return  # one that is missing is a problem only once something is found to need it
+            return  # a missing container is a problem only if some version needs it
         blamed = np.zeros(len(directory.chunks), np.uint64)
-        blamed[~directory.chunks.there] = container  # collected: no damage, but whatever needs one is broken
+        blamed[~directory.chunks.there] = container  # removed by GC: no damage, but dependents cannot be decoded
         if helpers is not None:
             self._check_blocks(directory, data, blamed, name, helpers)
         self._check_bases(directory, blamed)
         if helpers is not None:
             self._check_names(directory, blamed, name, helpers)
-        if name in self.problems and self._is_deleted(container):  # a round came by
+        if name in self.problems and self._is_deleted(container):  # by a GC run meanwhile
             del self.problems[name]
             self._checked[container] = None
             return
@@ -134,13 +143,16 @@ class IntegrityChecker:
 
     def _is_deleted(self, container: ContainerId) -> bool:
         try:
-            self._everyones.raw(container)
+            self._all_containers.raw(container)
         except PermanentError as err:
             return isinstance(err, NotFound) or isinstance(err.__cause__, NotFound)
         return False
 
     def _raw(self, container: ContainerId, name: str) -> bytes:
-        """Return a container's bytes; of one of which a part cannot be read, all others. Raises PermanentError."""
+        """Return a container's bytes, or its readable parts.
+
+        Raises: PermanentError if nothing can be read.
+        """
         try:
             return self._containers.raw(container)
         except Corrupt as err:
@@ -151,8 +163,11 @@ class IntegrityChecker:
             return salvaged
 
     def directory(self, container: int, domain: bytes) -> Directory | None:
-        """Return a container's directory for a version of `domain`; None, and a problem, where it is no use to it."""
-        if self._of(container, domain) is None:
+        """Return a container's directory for a version of `domain`.
+
+        None, with a problem recorded, if the version cannot use it.
+        """
+        if self._result_of(container, domain) is None:
             return None
         try:
             return self._containers.of(domain).directory(ContainerId(container))
@@ -160,22 +175,24 @@ class IntegrityChecker:
             self.problems.setdefault(object_name(ContainerId(container)), str(err))
             return None
 
-    def affected_versions(self, chunks: Locations, domain: bytes) -> U64:
-        """Return uint64[n]: the container whose damage breaks each chunk for a user in `domain`, 0 for a sound one."""
+    def culprit_containers(self, chunks: Locations, domain: bytes) -> U64:
+        """Return uint64[n]: the container whose damage affects each chunk for `domain`.
+
+        0 for an intact chunk.
+        """
         blamed = np.zeros(len(chunks), np.uint64)
         for container, rows in group_by_container(chunks.containers):
             if container == ZERO:
                 continue
-            checked, ordinals = self._of(container, domain), chunks.ordinals[rows]
+            checked, ordinals = self._result_of(container, domain), chunks.ordinals[rows]
             if checked is None:
                 blamed[rows] = container
                 continue
             beyond = ordinals >= checked.chunks
-            if beyond.any() and self._is_replaced(
-                ContainerId(container)
-            ):  # what came since may lean on what it took in
-                self.check(ContainerId(container), deep=self._looked_at[container][1])
-                checked = self._of(container, domain)
+            # Chunks written since may depend on chunks that a merge added to the container.
+            if beyond.any() and self._is_replaced(ContainerId(container)):
+                self.check(ContainerId(container), deep=self._checks_done[container][1])
+                checked = self._result_of(container, domain)
                 if checked is None:
                     blamed[rows] = container
                     continue
@@ -183,19 +200,20 @@ class IntegrityChecker:
             if beyond.any():
                 name = object_name(ContainerId(container))
                 self.problems.setdefault(
-                    name, f"{name}: has {checked.chunks} chunks, number {int(ordinals.max())} is wanted"
+                    name, f"{name}: has {checked.chunks} chunks, but a reference names chunk {int(ordinals.max())}"
                 )
             blamed[rows[beyond]] = container
             if len(checked.broken):
                 at = np.minimum(np.searchsorted(checked.broken, ordinals), len(checked.broken) - 1)
-                hit = checked.broken[at] == ordinals
-                blamed[rows[hit]] = checked.blamed[at[hit]]
+                is_corrupt = checked.broken[at] == ordinals
+                blamed[rows[is_corrupt]] = checked.blamed[at[is_corrupt]]
         return blamed
 
     def corrupt_chunks(self, containers: Iterable[ContainerId]) -> CorruptChunks:
-        """Return what is broken or lost of `containers`, looking also at those that came since the others were checked.
+        """Return the corrupt and lost data of `containers`.
 
-        A segment is unsound that names an unsound chunk, wherever that lies.
+        Includes containers that were written since the others were checked. A segment with a corrupt chunk is corrupt,
+        whatever container holds the chunk.
         """
         known = sorted({*containers, *self._checked})
         for container in topological_order([c for c in known if c not in self._checked], self.base_containers):
@@ -214,35 +232,39 @@ class IntegrityChecker:
                 continue
             recipes = directory.segments
             of_chunk = np.repeat(np.arange(len(recipes), dtype=np.uint32), np.diff(recipes.bounds))
-            bad = np.unique(of_chunk[self.affected_versions(recipes.chunks, directory.domain) != 0])
-            if len(bad):
-                segments[container] = bad
+            corrupt = np.unique(of_chunk[self.culprit_containers(recipes.chunks, directory.domain) != 0])
+            if len(corrupt):
+                segments[container] = corrupt
         return CorruptChunks(chunks, segments)
 
-    def _of(self, container: int, domain: bytes) -> CheckResult | None:
-        """Return what is known of a container that something in `domain` needs; None, and a problem, if it is lost."""
+    def _result_of(self, container: int, domain: bytes) -> CheckResult | None:
+        """Return the result for a container that `domain` needs.
+
+        None, with a problem recorded, if it is missing.
+        """
         name = object_name(ContainerId(container))
         if container not in self._checked:  # not listed: lost, or put since
             self.check(ContainerId(container), deep=False)
         checked = self._checked[container]
         if checked is None:
-            self.problems.setdefault(name, f"{name}: missing, and what is needed lies in it")
+            self.problems.setdefault(name, f"{name}: missing, and a version needs its chunks")
         elif checked.domain != domain:
-            self.problems.setdefault(name, f"{name}: belongs to another tenant than what names it")
+            self.problems.setdefault(name, f"{name}: belongs to another tenant than the object that names it")
             return None
         return checked
 
     def _check_blocks(self, directory: Directory, data: bytes, blamed: U64, name: str, helpers: ThreadPool) -> None:
         def problem_of(block: int) -> str:
-            said = int(directory.blocks.raw[block])
+            expected_bytes = int(directory.blocks.raw[block])
             try:
                 decoded = decode_block(memoryview(data)[directory.block_rows[block].place], f"{name} block {block}")
             except PermanentError as err:
                 return str(err)
-            found = (
-                said if directory.blocks.kinds[block] == container_layout.PATCH else len(decoded)
-            )  # when it is decoded
-            return "" if found == said else f"{name} block {block}: {found} bytes, not {said}"
+            if directory.blocks.kinds[block] == container_layout.PATCH:  # its length is checked when it is decoded
+                return ""
+            if len(decoded) == expected_bytes:
+                return ""
+            return f"{name} block {block}: {len(decoded)} bytes, not {expected_bytes}"
 
         blocks: list[int] = np.flatnonzero(directory.blocks.raw).tolist()
         for block, problem in zip(blocks, helpers.map(problem_of, blocks), strict=True):
@@ -251,30 +273,36 @@ class IntegrityChecker:
                 blamed[directory.chunks.blocks == block] = directory.container
 
     def _check_bases(self, directory: Directory, blamed: U64) -> None:
-        """Blame the chunks whose base is lost or broken, shallow ones first: a base may lie in the same container.
+        """Mark chunks whose base is lost or corrupt, lowest depth first.
 
-        In a patch block one broken base breaks every chunk.
+        A base may be in the same container. In a patch block, one corrupt base affects every chunk.
         """
         chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
         for depth in range(1, int(chunks.depths.max(initial=0)) + 1):
             rows = np.flatnonzero((chunks.depths == depth) & (blamed == 0))
-            blamed[rows] = self._affected_by_bases(directory, chunks.bases.take(rows), blamed)
+            blamed[rows] = self._culprits_of_bases(directory, chunks.bases.take(rows), blamed)
             for block in np.flatnonzero((blocks.depths == depth) & (blocks.kinds == container_layout.PATCH)).tolist():
-                culprits = self._affected_by_bases(directory, prefixes.of(block), blamed)
+                culprits = self._culprits_of_bases(directory, prefixes.of(block), blamed)
                 if culprits.any():
                     mine = (chunks.blocks == block) & (blamed == 0)
                     blamed[mine] = culprits[culprits != 0][0]
 
-    def _affected_by_bases(self, directory: Directory, bases: Locations, blamed: U64) -> U64:
-        """Return what breaks each base: of the container's own chunks `blamed` says it."""
+    def _culprits_of_bases(self, directory: Directory, bases: Locations, blamed: U64) -> U64:
+        """Return the container whose damage affects each base, or 0.
+
+        For the container's own chunks, `blamed` has the result.
+        """
         own = bases.containers == np.uint64(directory.container)
         culprits = np.zeros(len(bases), np.uint64)
         culprits[own] = blamed[bases.ordinals[own]]
-        culprits[~own] = self.affected_versions(bases.take(~own), directory.domain)
+        culprits[~own] = self.culprit_containers(bases.take(~own), directory.domain)
         return culprits
 
     def _check_names(self, directory: Directory, blamed: U64, name: str, helpers: ThreadPool) -> None:
-        """Decode every chunk that seems sound and compare it with its name; only SHA-1 where no tenant is known."""
+        """Decode all chunks without a finding and compare them with their names.
+
+        Only by SHA-1 if the tenant is unknown.
+        """
         fingerprinter = self._tenants.fingerprinter(directory.domain)
         self.untagged += fingerprinter is None
         compared = np.ones(32, np.bool_)
@@ -286,23 +314,23 @@ class IntegrityChecker:
         while parts:
             part = parts.pop()
             try:
-                payload, lengths, names = _read(reader, directory.container, part)
+                payload, lengths, names = _read_chunks(reader, directory.container, part)
             except (Corrupt, NotFound) as err:
-                if len(part) > 1:  # which of them it is; only on the way through damage
+                if len(part) > 1:  # bisect to the corrupt chunk; happens for damaged containers only
                     parts += np.array_split(part, 2)
                     continue
-                bad, problem = part, f"{name}: {err}"
+                corrupt, problem = part, f"{name}: {err}"
             else:
-                found = _names(fingerprinter or self._any_fingerprinter, payload, lengths, helpers)
-                bad = part[np.any((found != names)[:, compared], axis=1)]
-                problem = f"{name}: {len(bad)} chunks are not what their names say"
+                computed = _compute_names(fingerprinter or self._any_fingerprinter, payload, lengths, helpers)
+                corrupt = part[np.any((computed != names)[:, compared], axis=1)]
+                problem = f"{name}: {len(corrupt)} chunks failed fingerprint verification"
                 self.chunks += len(part)
-            if len(bad):
+            if len(corrupt):
                 self.problems.setdefault(name, problem)
-                blamed[bad] = directory.container
+                blamed[corrupt] = directory.container
 
 
-def _names(fingerprinter: Fingerprinter, payload: U8, lengths: U32, helpers: ThreadPool) -> U8:
+def _compute_names(fingerprinter: Fingerprinter, payload: U8, lengths: U32, helpers: ThreadPool) -> U8:
     offsets = offsets_of(lengths)
 
     def names(part: slice) -> U8:
@@ -311,7 +339,7 @@ def _names(fingerprinter: Fingerprinter, payload: U8, lengths: U32, helpers: Thr
     return np.concatenate(helpers.map(names, helpers.parts(lengths)))
 
 
-def _read(reader: ChunkReader, container: ContainerId, rows: NDArray[np.intp]) -> tuple[U8, U32, U8]:
+def _read_chunks(reader: ChunkReader, container: ContainerId, rows: NDArray[np.intp]) -> tuple[U8, U32, U8]:
     """Return (bytes, lengths, names) of a container's chunks."""
     plan = reader.plan(Locations(np.full(len(rows), container, np.uint64), rows.astype(np.uint32)))
     return reader.fetch(plan), plan.lengths, plan.names

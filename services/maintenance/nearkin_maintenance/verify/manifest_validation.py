@@ -1,9 +1,11 @@
-"""What a manifest may name. Invariant: memory for what one names is taken once the store is known to hold it.
+"""Read manifests and check that the containers and segments that they name exist.
 
-    containers named -> listed, or looked up one by one      segments far up -> as many as the directory has
+    containers     in a listing, or looked up one by one
+    segments       ordinals from SEGMENTS_ASSUMED on are compared with the directory
 
-Some KB of a manifest can name 2^24 containers, and segment 2^23 of each: a mask of every one of them would end a round
-for want of memory. Such a manifest is damaged: what its version needs is not known, so nothing is freed.
+Invariant: memory for the references of a manifest is allocated only after the store is known to hold their targets. A
+manifest of some KB can name 2^24 containers, and segment 2^23 of each: a mask for every one would end a GC run for lack
+of memory. Such a manifest is damaged: the needs of its version are unknown, so nothing is freed.
 """
 
 from __future__ import annotations
@@ -19,41 +21,43 @@ from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.types import ContainerId, distinct, group_by_container
 
 SEGMENTS_ASSUMED = 1024
-"""A container is taken to have so many without a look at its directory: one of 4 MiB has some dozens of its own."""
+"""Ordinals accepted without reading a directory; a container of 4 MiB has some dozen segments."""
 
 
 class ValidatingManifestReader:
-    """Reads manifests of which every name is one that the store has, or had a moment ago."""
+    """Manifest reader that refuses references to containers and segments that do not exist."""
 
-    def __init__(self, manifests: ManifestStore, containers: ContainerStore, listed: Collection[int]) -> None:
-        """`listed`: the containers of a listing; one that came since is looked up."""
+    def __init__(self, manifests: ManifestStore, containers: ContainerStore, known_containers: Collection[int]) -> None:
+        """`known_containers`: ids of a listing; a later container is looked up."""
         self._manifests = manifests
         self._containers = containers
-        self._listed = np.sort(np.fromiter(listed, np.uint64, len(listed)))
+        self._known_containers = np.sort(np.fromiter(known_containers, np.uint64, len(known_containers)))
 
     def read(self, name: str) -> Manifest:
-        """Return the manifest under an object name. Raises NotFound, StoreUnavailable, Corrupt, FormatTooNew."""
+        """Return the manifest with an object name.
+
+        Raises: NotFound, StoreUnavailable, Corrupt, FormatTooNew.
+        """
         manifest = self._manifests.read(name)
         segments = manifest.segments
-        named = distinct(segments.containers)
-        at = np.searchsorted(self._listed, named)
-        known = np.zeros(len(named), np.bool_)
-        within = at < len(self._listed)
-        known[within] = self._listed[at[within]] == named[within]
-        for container in named[~known].tolist():
-            self._segments_of(name, container, len(named))
-        far = segments.ordinals >= SEGMENTS_ASSUMED
-        ordinals = segments.ordinals[far]
-        for container, rows in group_by_container(segments.containers[far]):
-            highest, count = int(ordinals[rows].max()), self._segments_of(name, container, len(named))
+        containers = distinct(segments.containers)
+        positions = np.searchsorted(self._known_containers, containers)
+        is_known = np.zeros(len(containers), np.bool_)
+        is_within = positions < len(self._known_containers)
+        is_known[is_within] = self._known_containers[positions[is_within]] == containers[is_within]
+        for container in containers[~is_known].tolist():
+            self._count_segments(name, container, len(containers))
+        is_high = segments.ordinals >= SEGMENTS_ASSUMED
+        ordinals = segments.ordinals[is_high]
+        for container, rows in group_by_container(segments.containers[is_high]):
+            highest, count = int(ordinals[rows].max()), self._count_segments(name, container, len(containers))
             if highest >= count:
-                raise Corrupt(
-                    f"{name}: names segment {highest} of {object_name(ContainerId(container))}, which has {count}"
-                )
+                target = object_name(ContainerId(container))
+                raise Corrupt(f"{name}: names segment {highest} of {target}, which has {count} segments")
         return manifest
 
-    def _segments_of(self, name: str, container: int, named: int) -> int:
+    def _count_segments(self, name: str, container: int, containers: int) -> int:
         try:
             return len(self._containers.directory(ContainerId(container)).segments)
         except (Corrupt, NotFound) as err:
-            raise Corrupt(f"{name}: one of the {named} containers that it names: {err}") from err
+            raise Corrupt(f"{name}: one of the {containers} containers that it names: {err}") from err

@@ -1,4 +1,7 @@
-"""Which containers a verification reads in whole. Invariant: of the same containers the same seed draws the same."""
+"""Choose the containers that verify reads completely.
+
+Invariant: the same seed selects the same sample of the same containers.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,21 @@ SEED_MAX = 1 << 63
 
 @frozen
 class VerifyScope:
-    """All of them, or fewer.
+    """Selection of containers: all, a sample, or those written since a time.
 
-    `sample`: a share above 0 and at most 1, drawn by `seed`. `since_us`: those written at or after this time,
-    microseconds since 1970, by their ids; one that was written anew since counts as written, whenever that was. Both:
-    a share of these.
+    `sample`: a share above 0 and at most 1, drawn by `seed`. `since_us`: containers written at or after this time,
+    microseconds since 1970, by their ids; a container that was rewritten counts as written, whenever that was. With
+    both: a sample of these.
     """
 
     sample: float | None = None
     seed: int = 0
     since_us: int | None = None
     only: frozenset[int] | None = None
-    """Of all of them these alone, whatever the rest says."""
+    """Exactly these containers, whatever the other fields select."""
 
     def __post_init__(self) -> None:
-        """Raise BadInput for what is no share, seed or time."""
+        """Raise BadInput for an invalid share or seed."""
         if self.sample is not None and not 0 < self.sample <= 1:
             raise BadInput(f"sample {self.sample}: want a share above 0 and at most 1, such as 0.01")
         if not 0 <= self.seed < SEED_MAX:
@@ -37,21 +40,21 @@ class VerifyScope:
 
     @property
     def is_full(self) -> bool:
-        """Return whether nothing is left out."""
+        """Return whether all containers are selected."""
         return self.sample is None and self.since_us is None and self.only is None
 
     def of(self, ids: Sequence[ContainerId], rewritten: frozenset[ContainerId]) -> set[ContainerId]:
-        """Return which of `ids`, ascending, are read in whole; a sample is at least one."""
+        """Return the selected ones of `ids`, which ascend; a sample has at least one."""
         if self.only is not None:
             return set(ids) & self.only
-        wanted = list(ids)
+        selected = list(ids)
         if self.since_us is not None:
             since = self.since_us
-            wanted = [c for c in ids if c in rewritten or ((c >> _ID_RANDOM_BITS) + 1) * 1000 > since]
-        if self.sample is not None and wanted:
+            selected = [c for c in ids if c in rewritten or ((c >> _ID_RANDOM_BITS) + 1) * 1000 > since]
+        if self.sample is not None and selected:
             draw = random.Random(self.seed)  # noqa: S311 - no secret
-            wanted = draw.sample(wanted, max(1, round(len(wanted) * self.sample)))
-        return set(wanted)
+            selected = draw.sample(selected, max(1, round(len(selected) * self.sample)))
+        return set(selected)
 
 
 EVERYTHING = VerifyScope()

@@ -1,9 +1,9 @@
-"""Scrub. Invariant: a pass reads every byte that was stored when it began, a step at a time, and no faster than it may.
+"""Scrub a store: read all of it, step by step, at a bounded speed.
 
-containers by id, each with its parity -> manifests and marks by name, with theirs -> the descriptor -> the next pass
+    containers by id, each with its parity -> manifests and tombstones by name, with theirs -> descriptor -> next pass
 
-A step is one container or some manifests. Where a pass stands is durable every SAVE_SECONDS: dying in between repeats
-as much.
+A step is one container or some manifests. The position is saved every SAVE_SECONDS: a process that dies in between
+repeats as much. Invariant: a pass reads every byte that was stored when it began.
 """
 
 from __future__ import annotations
@@ -34,27 +34,33 @@ from nearkin_shared.utils.frozen import frozen
 DAY_SECONDS = 86_400
 SAVE_SECONDS = 60.0
 CACHE_BYTES = 16 * 1024 * 1024
-"""Of decoded blocks, for bases that lie in other containers."""
+"""Cache of decoded blocks, for bases in other containers."""
 BUSY_SHARE = 0.25
-"""Most of the time that steps may take: small objects are few bytes and much work, which requests would wait for."""
+"""Maximum share of time that steps take: small objects are few bytes but much work, for which requests would wait."""
 NAMES_STEP = 64
-"""Manifests, marks and keys of one step: some 100 KB."""
+"""Manifests, tombstones and keys per step: about 100 KB."""
 _log = logging.getLogger("nearkin")
 
 
 @frozen
-class Step:
-    """What one step did. `damaged`: object name -> problem, of containers without their generation."""
+class ScrubStep:
+    """Result of one step.
+
+    `damaged`: object name -> problem; containers without their generation.
+    """
 
     read_bytes: int
     objects: int
     damaged: dict[str, str]
     ended: bool
-    """Whether a pass ended with it."""
+    """Whether the pass ended with this step."""
 
 
 class Scrubber:
-    """Reads all of a store, over and over. For one thread; one process of a fleet at a time should."""
+    """Endless reader of a store, for one thread.
+
+    Of a fleet, one process at a time should scrub.
+    """
 
     def __init__(
         self,
@@ -66,7 +72,7 @@ class Scrubber:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._objects = objects
-        # What lies there is looked at, not what parity makes of it.
+        # Check stored bytes, not those that parity corrects.
         self._containers = containers.of(None).with_own_caches(objects.without_parity, CACHE_BYTES)
         self._manifests = ManifestStore(objects.without_parity, record_key=objects.record_key)
         self._tenants = tenants
@@ -75,74 +81,76 @@ class Scrubber:
         self._clock = clock
         self._states = ScrubStates(objects)
         self._state: ScrubState | None = None
-        self._saved = time.monotonic()
-        self._next = time.monotonic()
+        self._saved_at = time.monotonic()
+        self._next_step_at = time.monotonic()
         self._ids: list[ContainerId] | None = None
         self._names: list[str] | None = None
 
     @property
     def state(self) -> ScrubState:
-        """Return where it stands."""
+        """Return the position of the scrub."""
         if self._state is None:
             self._state = self._states.read()
         return self._state
 
     def waits_seconds(self) -> float | None:
-        """Return how long until the next step is due, 0 for now; None where none ever is."""
+        """Return the time until the next step is due, 0 for now, None for never."""
         settings, state = self._settings(), self.state
         if not settings.every_days:
             return None
-        wait = self._next - time.monotonic()
+        wait = self._next_step_at - time.monotonic()
         if not state.running:
-            since_seconds = (int(self._clock() * 1e6) - state.begun_us) / 1e6  # as it was rounded then
-            if state.begun_us and since_seconds >= 0:  # negative: begun by a clock that was wrong
+            since_seconds = (int(self._clock() * 1e6) - state.begun_us) / 1e6  # rounded as `begun_us` was
+            if state.begun_us and since_seconds >= 0:  # negative: begun with a wrong clock
                 wait = max(wait, settings.every_days * DAY_SECONDS - since_seconds)
         return max(0.0, wait)
 
-    def step(self, attend: Callable[[Step], None] | None = None) -> Step:
-        """Do the next step, due or not; the next one is due when `rate_bytes` and BUSY_SHARE allow it.
+    def step(self, handle_damage: Callable[[ScrubStep], None] | None = None) -> ScrubStep:
+        """Do the next step, due or not.
 
-        `attend` deals with what it found, before the pass counts as this far. Raises StoreUnavailable, and what
-        `attend` raises: after a RetryableError the same step is done again.
+        The following step is due when `rate_bytes` and BUSY_SHARE allow it. `handle_damage` receives a step with
+        damage, before the position is saved.
+
+        Raises: StoreUnavailable, and the errors of `handle_damage`; after a RetryableError the same step is repeated.
         """
         if not self.state.running:
             self._begin()
-        before, started = self.state, time.monotonic()
-        done = self._containers_step() or self._names_step()
-        read_seconds = done.read_bytes / max(1, int(self._settings().rate_bytes))
-        self._next = started + max(read_seconds, (time.monotonic() - started) / BUSY_SHARE)
+        previous, started = self.state, time.monotonic()
+        step = self._containers_step() or self._names_step()
+        read_seconds = step.read_bytes / max(1, int(self._settings().rate_bytes))
+        self._next_step_at = started + max(read_seconds, (time.monotonic() - started) / BUSY_SHARE)
         state = self.state
         self._state = replace(
             state,
-            read_bytes=state.read_bytes + done.read_bytes,
-            read_objects=state.read_objects + done.objects,
-            damaged_objects=state.damaged_objects + len(done.damaged),
+            read_bytes=state.read_bytes + step.read_bytes,
+            read_objects=state.read_objects + step.objects,
+            damaged_objects=state.damaged_objects + len(step.damaged),
         )
         try:
-            if done.damaged and attend is not None:
-                attend(done)
-            if done.ended:
+            if step.damaged and handle_damage is not None:
+                handle_damage(step)
+            if step.ended:
                 self._end()
-            elif done.damaged or time.monotonic() - self._saved >= SAVE_SECONDS:
+            elif step.damaged or time.monotonic() - self._saved_at >= SAVE_SECONDS:
                 self.save()
         except RetryableError:
-            self._state, self._ids, self._names = before, None, None
+            self._state, self._ids, self._names = previous, None, None
             raise
-        return done
+        return step
 
     def save(self) -> None:
-        """Make where it stands durable."""
+        """Make the position durable."""
         self._states.write(self.state)
-        self._saved = time.monotonic()
+        self._saved_at = time.monotonic()
 
     def _begin(self) -> None:
-        before, now_us = self.state, int(self._clock() * 1e6)
+        previous, now_us = self.state, int(self._clock() * 1e6)
         self._state = ScrubState(
             begun_us=now_us,
-            ended_us=min(before.ended_us, now_us - 1),  # a pass of the future was one by a clock that was wrong
-            ended_bytes=before.ended_bytes,
-            ended_objects=before.ended_objects,
-            ended_damaged=before.ended_damaged,
+            ended_us=min(previous.ended_us, now_us - 1),  # a pass in the future had a wrong clock
+            ended_bytes=previous.ended_bytes,
+            ended_objects=previous.ended_objects,
+            ended_damaged=previous.ended_damaged,
         )
         self._ids = self._names = None
         self.save()
@@ -159,36 +167,36 @@ class Scrubber:
         self._ids = self._names = None
         self.save()
 
-    def _containers_step(self) -> Step | None:
-        """Read the next container, None where all were read."""
+    def _containers_step(self) -> ScrubStep | None:
+        """Read the next container; return None after the last."""
         state = self.state
         if state.names_from:
             return None
         if self._ids is None:
             self._ids = sorted(container for container, _ in self._containers.ids())
-        at = bisect_left(self._ids, state.containers_below)
-        if at == len(self._ids):
+        position = bisect_left(self._ids, state.containers_below)
+        if position == len(self._ids):
             return None
-        container = self._ids[at]
-        soundness = IntegrityChecker(self._containers, self._tenants, self._any_fingerprinter)
-        soundness.check(container, deep=True)
-        own = object_name(container)
-        damaged = {name: problem for name, problem in soundness.problems.items() if name == own}
+        container = self._ids[position]
+        integrity = IntegrityChecker(self._containers, self._tenants, self._any_fingerprinter)
+        integrity.check(container, deep=True)
+        own_name = object_name(container)
+        damaged = {name: problem for name, problem in integrity.problems.items() if name == own_name}
         if not damaged:
-            damaged = self._parity(object_name(container, self._containers.generation(container)))
+            damaged = self._check_parity(object_name(container, self._containers.generation(container)))
         self._state = replace(state, containers_below=container + 1)
-        return Step(soundness.bytes_read, 1, damaged, ended=False)
+        return ScrubStep(integrity.bytes_read, 1, damaged, ended=False)
 
-    def _names_step(self) -> Step:
-        """Read some manifests and marks; at their end the descriptor, and the pass."""
+    def _names_step(self) -> ScrubStep:
+        """Read some manifests and tombstones; after the last, the descriptor, which ends the pass."""
         state = self.state
         if self._names is None:
-            named = [name for some in self._manifests.listing() for name, _ in some]
-            self._names = sorted([*named, *key_names(self._objects)])
-        at = bisect_left(self._names, state.names_from)
-        some = self._names[at : at + NAMES_STEP]
+            listed = [name for batch in self._manifests.listing() for name, _ in batch]
+            self._names = sorted([*listed, *key_names(self._objects)])
+        position = bisect_left(self._names, state.names_from)
+        batch = self._names[position : position + NAMES_STEP]
         read_bytes, damaged = 0, {}
-        for name in (*some, *([descriptor.NAME, chunking_record.NAME] if len(some) < NAMES_STEP else [])):
+        for name in (*batch, *([descriptor.NAME, chunking_record.NAME] if len(batch) < NAMES_STEP else [])):
             try:
                 self._read(name)
                 read_bytes += self._objects.size_bytes(name)
@@ -197,10 +205,10 @@ class Scrubber:
             except PermanentError as err:
                 damaged[name] = str(err)
             else:
-                damaged |= self._parity(name)
-        if some:
-            self._state = replace(state, names_from=f"{some[-1]}\0")
-        return Step(read_bytes, len(some), damaged, ended=len(some) < NAMES_STEP)
+                damaged |= self._check_parity(name)
+        if batch:
+            self._state = replace(state, names_from=f"{batch[-1]}\0")
+        return ScrubStep(read_bytes, len(batch), damaged, ended=len(batch) < NAMES_STEP)
 
     def _read(self, name: str) -> None:
         if name == descriptor.NAME:
@@ -216,15 +224,15 @@ class Scrubber:
         else:
             self._manifests.read(name)
 
-    def _parity(self, name: str) -> dict[str, str]:
-        """Compare the parity of a sound object; make it where there is none and should be."""
+    def _check_parity(self, name: str) -> dict[str, str]:
+        """Compare the parity of an intact object; add it if it should exist."""
         if not (self._objects.adds or self._objects.has_some):
             return {}
         check = ParityCheck(self._objects)
         check.check(name)
-        for lacking in check.missing:
+        for missing_name in check.missing:
             try:
-                self._objects.add_parity(lacking, self._objects.get(lacking))
+                self._objects.add_parity(missing_name, self._objects.get(missing_name))
             except NearkinError as err:
-                _log.warning("%s: no parity yet: %s", lacking, err)
+                _log.warning("%s: no parity yet: %s", missing_name, err)
         return dict(check.problems)

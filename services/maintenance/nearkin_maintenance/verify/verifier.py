@@ -1,7 +1,9 @@
-"""Verify. Invariant: every broken object is named, with the versions it touches, through bases too (I8).
+"""Verify a store: report every damaged object and the versions that it affects.
 
-containers: soundness of every chunk      manifests: parse -> segments -> chunks all sound?
-index: each entry is what its container says      parity: what it would be made of now
+    containers   integrity of every chunk                        manifests   parse -> segments -> intact chunks
+    index        each entry matches its container                parity      matches what its object yields now
+
+Invariant (I8): every damaged object is reported with all versions that it affects, through bases too.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.storage.retention_records import record_sequence
 from nearkin_shared.storage.scrub_progress import ScrubStates
 from nearkin_shared.types import U64, ZERO, ContainerId, Locations, distinct, group_by_container
+from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
-Progress = Callable[[int, int], None]
+VerifyProgress = Callable[[int, int], None]
 MISSING_MAX = 1 << 16
-"""Of a manifest that names more containers that are not there, itself is called broken, and not each of them."""
+"""Missing containers above which only the manifest that names them is reported."""
 VersionName = tuple[str, str, int]
 """(tenant, key, version)."""
 
@@ -54,31 +57,39 @@ _Records = PendingDeleteStore | Quarantine | GcPauseFlag | ScrubStates | Version
 @dataclass(slots=True)
 class _Findings:
     problems: dict[str, str] = field(default_factory=dict)
-    touched: dict[str, set[VersionName]] = field(default_factory=dict)
+    affected: dict[str, set[VersionName]] = field(default_factory=dict)
 
-    def found(self, name: str, problem: str, *versions: VersionName) -> None:
+    def add(self, name: str, problem: str, *versions: VersionName) -> None:
         self.problems.setdefault(name, problem)
-        self.touched.setdefault(name, set()).update(versions)
+        self.affected.setdefault(name, set()).update(versions)
 
     def damage(self, tenant: str) -> tuple[Damage, ...]:
-        """Return what was found, for the eyes of `tenant`: its own versions apart from others'."""
+        """Return the findings; versions of `tenant` are separate from those of others."""
         return tuple(
             Damage(
                 name,
                 problem,
-                tuple(sorted((key, version) for whose, key, version in self.touched[name] if whose == tenant)),
-                tuple(sorted(touched for touched in self.touched[name] if touched[0] != tenant)),
+                tuple(sorted((key, version) for owner, key, version in self.affected[name] if owner == tenant)),
+                tuple(sorted(affected for affected in self.affected[name] if affected[0] != tenant)),
             )
             for name, problem in sorted(self.problems.items())
         )
 
 
-class Verifier:
-    """One pass over a store, all tenants of it.
+@frozen
+class IndexedVersions:
+    """Versions that an index lists."""
 
-    `remembered` says which version an index knows under which manifest's name: what lists a version whose manifest is
-    lost, or names one whose manifest cannot be read.
-    """
+    by_manifest: Mapping[str, VersionName] = field(default_factory=dict)
+    """By manifest name; identifies versions whose manifest is lost or cannot be read."""
+    is_listed: Callable[[VersionName], bool | None] = lambda _: None
+    """Returns whether the index lists a version now, or None without an index."""
+    is_complete: Callable[[], bool] = lambda: False
+    """Returns whether the index lists all committed versions: no other process writes."""
+
+
+class Verifier:
+    """One verification of a store, all tenants of it."""
 
     def __init__(
         self,
@@ -86,99 +97,105 @@ class Verifier:
         manifests: ManifestStore,
         fingerprinter: Callable[[str], Fingerprinter],
         tenant: str,
-        remembered: Mapping[str, VersionName],
-        condemned: PendingDeleteStore | None = None,
+        indexed: IndexedVersions,
+        pending_deletes: PendingDeleteStore | None = None,
         quarantine: Quarantine | None = None,
         objects: ParityObjectStore | None = None,
-        lists: Callable[[VersionName], bool | None] = lambda _: None,
-        is_whole: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`lists` asks the index of that moment whether it lists a version, None: there is none; `is_whole`, whether it
-        lists all that is committed: nobody writes.
-        """
-        self._lists, self._is_whole = lists, is_whole
         self._manifests = manifests
-        self._containers, self._stored = containers, manifests
-        if objects is not None and objects.has_some:  # what lies there is looked at, not what parity makes of it
+        self._containers, self._stored_manifests = containers, manifests
+        if objects is not None and objects.has_some:  # check stored bytes, not those that parity corrects
             self._containers = containers.with_own_caches(objects.without_parity)
-            self._stored = ManifestStore(objects.without_parity, record_key=objects.record_key)
+            self._stored_manifests = ManifestStore(objects.without_parity, record_key=objects.record_key)
         self._tenant = tenant
-        self._remembered = remembered
-        self._condemned = condemned
+        self._indexed = indexed
+        self._known_versions = indexed.by_manifest
+        self._pending_deletes = pending_deletes
         self._quarantine = quarantine
         self._objects = objects
-        known = {tenant, *(whose for whose, _, _ in remembered.values())}
+        known = {tenant, *(owner for owner, _, _ in indexed.by_manifest.values())}
         self._tenants = DomainOwners(fingerprinter, known, manifests)
-        self._soundness = IntegrityChecker(self._containers, self._tenants, fingerprinter(tenant))
+        self._integrity = IntegrityChecker(self._containers, self._tenants, fingerprinter(tenant))
         self._findings = _Findings()
-        self._seen: dict[str, VersionName] = {}
-        """Versions whose manifests were read, by the name of these."""
-        self._listed: U64 = np.zeros(0, np.uint64)
-        """Containers, all that manifests may name among them."""
+        self._versions_read: dict[str, VersionName] = {}
+        """Versions whose manifests were read, by manifest name."""
+        self._container_ids: U64 = np.zeros(0, np.uint64)
+        """Ids of all containers, including all that the manifests name."""
         self._entries: Mapping[str, bytes] = {}
-        self._marked: set[str] = set()
-        """Names of manifests that have marks: of a collected version none is listed any more."""
+        self._with_tombstones: set[str] = set()
+        """Names of manifests with tombstones: the index lists no collected version."""
 
     def compare_entries(self, listed: Mapping[str, bytes]) -> None:
-        """Compare also what the index shows in listings, by manifest name (`nearkin_shared.index.listing_entry`)."""
+        """Also compare the listing entries of the index, by manifest name.
+
+        Their form: `nearkin_shared.index.listing_entry`.
+        """
         self._entries = listed
 
     def run(
         self,
-        choice: VerifyScope = EVERYTHING,
-        progress: Progress | None = None,
+        scope: VerifyScope = EVERYTHING,
+        progress: VerifyProgress | None = None,
         index: ReadableIndex | None = None,
         *,
         index_whole: bool = False,
         helpers: ThreadPool = SERIAL,
     ) -> VerifyReport:
-        """Read the chosen containers, directories of the others, then every manifest. Raises only StoreUnavailable.
+        """Read the containers of `scope`, directories of the others, then every manifest.
 
-        The entries of `index` are compared where everything is chosen; where it is whole, it must list all versions.
-        `helpers` decode beside the caller.
+        The entries of `index` are compared if the scope is full; if `index_whole`, the index must list all versions.
+        `helpers` decode concurrently.
+
+        Raises: StoreUnavailable only.
         """
         started = time.perf_counter()
-        # Manifests first: all that one of them names is durable by then, so a put meanwhile never looks like damage.
+        # Manifests first: their containers are durable by then, so that a concurrent put never looks like damage.
         names, marks, retentions = ([name for name, _ in some] for some in self._manifests.listing())
         generations = self._containers.generations()
-        sizes = {container: of_each[max(of_each)] for container, of_each in generations.items()}
+        sizes = {
+            container: sizes_by_generation[max(sizes_by_generation)]
+            for container, sizes_by_generation in generations.items()
+        }
         ids, listed = sorted(sizes), set(names)
-        self._listed = np.array(ids, np.uint64)
-        chosen = choice.of(ids, frozenset(container for container, of_each in generations.items() if max(of_each)))
+        self._container_ids = np.array(ids, np.uint64)
+        complete = scope.of(
+            ids,
+            frozenset(container for container, sizes_by_generation in generations.items() if max(sizes_by_generation)),
+        )
         total = len(ids) + len(names) + len(marks) + len(retentions)
-        for done, container in enumerate(topological_order(ids, self._soundness.base_containers)):
-            self._soundness.check(ContainerId(container), deep=container in chosen, helpers=helpers)
+        for done, container in enumerate(topological_order(ids, self._integrity.base_containers)):
+            self._integrity.check(ContainerId(container), deep=container in complete, helpers=helpers)
             if progress is not None:
                 progress(done + 1, total)
-        for name, (whose, key, version) in self._remembered.items():
+        for name, (owner, key, version) in self._known_versions.items():
             if name not in listed and not self._has_ended(name):
                 problem = f"{name}: missing, and the index lists {key!r} version {version}"
-                self._findings.found(name, problem, (whose, key, version))
+                self._findings.add(name, problem, (owner, key, version))
         for done, name in enumerate(names):
-            self._manifest(name)
+            self._check_manifest(name)
             if progress is not None:
                 progress(len(ids) + done + 1, total)
         for done, name in enumerate((*marks, *retentions)):
-            (self._mark if done < len(marks) else self._check_retention)(name)
+            (self._check_tombstone if done < len(marks) else self._check_retention)(name)
             if progress is not None:
                 progress(len(ids) + len(names) + done + 1, total)
         self._check_gaps(retentions)
-        for name, problem in self._soundness.problems.items():
-            self._findings.found(name, problem)
-        self._records()
-        parity_missing = self._parity([*names, *marks, *retentions], chosen)
-        entries = self._index(index, index_whole) if index is not None and choice.is_full else None
+        for name, problem in self._integrity.problems.items():
+            self._findings.add(name, problem)
+        self._check_records()
+        parity_missing = self._check_parity([*names, *marks, *retentions], complete)
+        entries = self._check_index(index, index_whole) if index is not None and scope.is_full else None
         return VerifyReport(
-            containers=len(chosen),
-            chunks=self._soundness.chunks,
+            containers=len(complete),
+            chunks=self._integrity.chunks,
             versions=len(names),
-            bytes_read=self._soundness.bytes_read,
+            bytes_read=self._integrity.bytes_read,
             damage=tuple(map(self._assess, self._findings.damage(self._tenant))),
             seconds=time.perf_counter() - started,
-            untagged_containers=self._soundness.untagged,
+            untagged_containers=self._integrity.untagged,
             containers_total=len(ids),
             container_bytes=sum(sizes.values()),
-            seed=None if choice.sample is None else choice.seed,
+            seed=None if scope.sample is None else scope.seed,
             index_entries=entries,
             parity_missing=parity_missing,
             erased_objects=len(self._objects.erased_objects())
@@ -187,172 +204,193 @@ class Verifier:
         )
 
     def run_versions(
-        self, names: Sequence[str], progress: Progress | None = None, *, helpers: ThreadPool = SERIAL
+        self, names: Sequence[str], progress: VerifyProgress | None = None, *, helpers: ThreadPool = SERIAL
     ) -> VerifyReport:
-        """Read these manifests and the containers that they reach, bases included.
+        """Verify the versions with these manifests, and the containers that they reach.
 
-        Reported is only what damages one of these versions. `names` are object names of manifests; versions that an
-        index lists and whose manifest is missing are among them. Raises only StoreUnavailable.
+        Reports only damage that affects one of these versions. `names` may include manifests that are missing and whose
+        version the index lists.
+
+        Raises: StoreUnavailable only.
         """
         started = time.perf_counter()
-        sizes = {container: of_each[max(of_each)] for container, of_each in self._containers.generations().items()}
-        self._listed = np.array(sorted(sizes), np.uint64)
+        sizes = {
+            container: sizes_by_generation[max(sizes_by_generation)]
+            for container, sizes_by_generation in self._containers.generations().items()
+        }
+        self._container_ids = np.array(sorted(sizes), np.uint64)
         reachable = self._reachable(names)
         reached = sorted(container for container in sizes if container in reachable)
         total = len(reached) + len(names)
-        for done, container in enumerate(topological_order(reached, self._soundness.base_containers)):
-            self._soundness.check(ContainerId(container), deep=True, helpers=helpers)
+        for done, container in enumerate(topological_order(reached, self._integrity.base_containers)):
+            self._integrity.check(ContainerId(container), deep=True, helpers=helpers)
             if progress is not None:
                 progress(done + 1, total)
         for done, name in enumerate(names):
-            self._manifest(name)
+            self._check_manifest(name)
             if progress is not None:
                 progress(len(reached) + done + 1, total)
         return VerifyReport(
             containers=len(reached),
-            chunks=self._soundness.chunks,
+            chunks=self._integrity.chunks,
             versions=len(names),
-            bytes_read=self._soundness.bytes_read,
+            bytes_read=self._integrity.bytes_read,
             damage=tuple(map(self._assess, self._findings.damage(self._tenant))),
             seconds=time.perf_counter() - started,
-            untagged_containers=self._soundness.untagged,
+            untagged_containers=self._integrity.untagged,
             containers_total=len(reached),
             container_bytes=sum(sizes[container] for container in reached),
         )
 
     def _reachable(self, names: Iterable[str]) -> set[int]:
-        """Return the containers that hold segments and chunks of these versions, and all bases of those containers."""
+        """Return the containers that hold segments and chunks of these versions.
+
+        Includes the containers of all bases.
+        """
         reached: set[int] = set()
         for name in names:
-            manifest = self._reconstruct(name)
+            manifest = self._read_with_parity(name)
             if manifest is None:
                 continue
             source = self._containers.of(domain_of(manifest.tenant))
             for container, rows in group_by_container(manifest.segments.containers):
                 reached.add(container)
-                with suppress(PermanentError):  # the check of the container names what is wrong with it
+                with suppress(PermanentError):  # the check of the container reports it
                     table = source.directory(ContainerId(container)).segments
                     ordinals = manifest.segments.ordinals[rows]
-                    wanted = np.bincount(ordinals[ordinals < len(table)], minlength=len(table)) > 0
-                    chunks = table.chunks.take(np.repeat(wanted, np.diff(table.bounds)))
+                    is_needed = np.bincount(ordinals[ordinals < len(table)], minlength=len(table)) > 0
+                    chunks = table.chunks.take(np.repeat(is_needed, np.diff(table.bounds)))
                     reached.update(distinct(chunks.containers).tolist())
         waiting = list(reached)
         while waiting:
-            bases = set(self._soundness.base_containers(waiting.pop())) - reached
+            bases = set(self._integrity.base_containers(waiting.pop())) - reached
             reached |= bases
             waiting += bases
         return reached - {int(ZERO)}
 
     @property
     def broken(self) -> bool:
-        """Return whether any container is broken or missing."""
-        return bool(self._soundness.problems)
+        """Return whether any container is damaged or missing."""
+        return bool(self._integrity.problems)
 
     def corrupt_chunks(self) -> CorruptChunks:
-        """Return what no later version may lean on, as of now: after `run`, by who holds the store's lock."""
-        return self._soundness.corrupt_chunks(container for container, _ in self._containers.ids())
+        """Return the chunks on which no later version may depend, as of now.
 
-    def _manifest(self, name: str) -> None:
+        Call after `run`, with the writer lock held.
+        """
+        return self._integrity.corrupt_chunks(container for container, _ in self._containers.ids())
+
+    def _check_manifest(self, name: str) -> None:
         try:
-            manifest = self._stored.read(name)
+            manifest = self._stored_manifests.read(name)
         except PermanentError as err:
             if isinstance(err, NotFound) and self._has_ended(name):
                 return
-            known = self._reconstruct(name)
-            of = [self._remembered[name]] if name in self._remembered else []
+            known = self._read_with_parity(name)
+            versions = [self._known_versions[name]] if name in self._known_versions else []
             if known is not None:
-                of = [(known.tenant, known.key, known.version)]
-            self._findings.found(name, str(err), *of)
+                versions = [(known.tenant, known.key, known.version)]
+            self._findings.add(name, str(err), *versions)
             if known is None:
                 return
             manifest = known
-        self._seen[name] = manifest.tenant, manifest.key, manifest.version
+        self._versions_read[name] = manifest.tenant, manifest.key, manifest.version
         if self._entries.get(name) and self._entries[name] != pack_listed(manifest):
-            problem = f"{manifest.key!r} version {manifest.version}: listed otherwise than {name} says"
-            self._findings.found("index", f"{problem}: run `nearkin rebuild-index`")
-        missing = len(np.setdiff1d(distinct(manifest.segments.containers), self._listed, assume_unique=True))
+            problem = f"{manifest.key!r} version {manifest.version}: listed differently from {name}"
+            self._findings.add("index", f"{problem}: run `nearkin rebuild-index`")
+        missing = len(np.setdiff1d(distinct(manifest.segments.containers), self._container_ids, assume_unique=True))
         if missing > MISSING_MAX:
-            self._findings.found(name, f"{name}: names {missing} containers that are not there", self._seen[name])
+            self._findings.add(name, f"{name}: names {missing} containers that do not exist", self._versions_read[name])
             return
-        for culprit, problem in self._touching(manifest).items():
-            self._findings.found(culprit, problem, (manifest.tenant, manifest.key, manifest.version))
+        for culprit, problem in self._find_culprits(manifest).items():
+            self._findings.add(culprit, problem, (manifest.tenant, manifest.key, manifest.version))
 
-    def _reconstruct(self, name: str) -> Manifest | None:
+    def _read_with_parity(self, name: str) -> Manifest | None:
         try:
             return self._manifests.read(name)
         except PermanentError:
             return None
 
-    def _mark(self, name: str) -> None:
-        """Read a mark; which version it is of follows from its name, should it not say so itself."""
-        of = ""
+    def _check_tombstone(self, name: str) -> None:
+        """Read a tombstone; its name identifies the version, even if its content does not."""
+        manifest_name = ""
         try:
-            of, _ = marked_version(name)
-            self._marked.add(of)
-            mark = self._stored.read_mark(name)
-            if self._stored.authenticates_marks and not mark.authenticated:
+            manifest_name, _ = marked_version(name)
+            self._with_tombstones.add(manifest_name)
+            mark = self._stored_manifests.read_mark(name)
+            if self._stored_manifests.authenticates_marks and not mark.authenticated:
                 raise not_authentic(name)
         except PermanentError as err:
-            if isinstance(err, NotFound) and self._has_ended(of):
+            if isinstance(err, NotFound) and self._has_ended(manifest_name):
                 return
-            whose = self._seen.get(of) or self._remembered.get(of)
-            self._findings.found(name, str(err), *([whose] if whose is not None else []))
+            version_name = self._versions_read.get(manifest_name) or self._known_versions.get(manifest_name)
+            self._findings.add(name, str(err), *([version_name] if version_name is not None else []))
 
     def _check_retention(self, name: str) -> None:
-        """Read a retention record; a finding names its version, which cannot be deleted until it is resolved."""
-        of = ""
+        """Read a retention record.
+
+        A finding names its version, which cannot be deleted until the finding is resolved.
+        """
+        manifest_name = ""
         try:
-            of = retained_manifest(name)
-            self._stored.retentions.read(name)
+            manifest_name = retained_manifest(name)
+            self._stored_manifests.retentions.read(name)
         except PermanentError as err:
-            if isinstance(err, NotFound) and self._has_ended(of):
+            if isinstance(err, NotFound) and self._has_ended(manifest_name):
                 return
-            whose = self._seen.get(of) or self._remembered.get(of)
-            self._findings.found(name, str(err), *([whose] if whose is not None else []))
+            version_name = self._versions_read.get(manifest_name) or self._known_versions.get(manifest_name)
+            self._findings.add(name, str(err), *([version_name] if version_name is not None else []))
 
     def _check_gaps(self, names: Iterable[str]) -> None:
-        """Name the first retention record that is missing below another one of the same version."""
+        """Report the first missing retention record below another one of the same version."""
         sequences: dict[str, set[int]] = {}
         for name in names:
             with suppress(PermanentError):  # reported by `_check_retention`
-                of, sequence = record_sequence(name)
-                sequences.setdefault(of, set()).add(sequence)
-        for of, there in sequences.items():
-            whose = self._seen.get(of) or self._remembered.get(of)
-            missing = next((sequence for sequence in range(1, max(there)) if sequence not in there), None)
-            if whose is None or missing is None:
+                manifest_name, sequence = record_sequence(name)
+                sequences.setdefault(manifest_name, set()).add(sequence)
+        for manifest_name, stored in sequences.items():
+            version_name = self._versions_read.get(manifest_name) or self._known_versions.get(manifest_name)
+            missing = next((sequence for sequence in range(1, max(stored)) if sequence not in stored), None)
+            if version_name is None or missing is None:
                 continue
-            name = self._stored.retentions.name(*whose, missing)
-            # Written or ended since the listing: GC removes a manifest before the records.
-            if not self._stored.retentions.exists(name) and self._manifests.is_committed(*whose):
-                problem = (
-                    f"{name}: missing, and retention record {max(there)} of {whose[1]!r} version {whose[2]} is there"
-                )
-                self._findings.found(name, problem, whose)
+            name = self._stored_manifests.retentions.name(*version_name, missing)
+            # Written or expired since the listing: GC deletes a manifest before the records.
+            if not self._stored_manifests.retentions.exists(name) and self._manifests.is_committed(*version_name):
+                _, key, version = version_name
+                problem = f"{name}: missing, and retention record {max(stored)} of {key!r} version {version} exists"
+                self._findings.add(name, problem, version_name)
 
     def _has_ended(self, name: str) -> bool:
-        """Return whether a manifest that is not there belongs to a version that a round has ended meanwhile.
+        """Return whether a missing manifest belongs to a version that GC expired meanwhile.
 
-        It leaves the index first: one that is lost is listed still.
+        GC removes it from the index first: a lost version is still listed.
         """
-        whose = self._seen.get(name) or self._remembered.get(name)
-        return whose is None or self._lists(whose) is False or self._is_closed(whose[0])
+        version_name = self._versions_read.get(name) or self._known_versions.get(name)
+        return (
+            version_name is None or self._indexed.is_listed(version_name) is False or self._is_closed(version_name[0])
+        )
 
     def _is_closed(self, tenant: str) -> bool:
-        """Return whether a tenant's objects are hidden: erased, or its erasure record does not verify."""
+        """Return whether a tenant's objects are hidden.
+
+        It was erased, or its erasure record does not verify.
+        """
         return isinstance(self._objects, EncryptedObjectStore) and self._objects.keyring.is_closed(tenant)
 
-    def _records(self) -> None:
-        """Read what is condemned or quarantined, and keys: whose versions a lost key touches, it alone could say."""
+    def _check_records(self) -> None:
+        """Read the records of the store, and its keys.
+
+        A finding of a lost key names no versions: only the key could identify them.
+        """
         if isinstance(self._objects, EncryptedObjectStore):
             for name, problem in self._objects.keyring.problems().items():
-                self._findings.found(name, problem)
-        kept: list[_Records | None] = [self._condemned, self._quarantine]
+                self._findings.add(name, problem)
+        stores: list[_Records | None] = [self._pending_deletes, self._quarantine]
         if self._objects is not None:
             heads = VersionHeads(self._objects)
-            kept += [GcPauseFlag(self._objects), ScrubStates(self._objects), heads, ClockRecords(self._objects)]
-            self._rolled_back(heads)
-        for store in kept:
+            stores += [GcPauseFlag(self._objects), ScrubStates(self._objects), heads, ClockRecords(self._objects)]
+            self._check_heads(heads)
+        for store in stores:
             if store is None:
                 continue
             for sequence in sorted(store.list_records()):
@@ -361,128 +399,152 @@ class Verifier:
                 except NotFound:  # replaced meanwhile
                     continue
                 except PermanentError as err:
-                    self._findings.found(store.name(sequence), str(err))
+                    self._findings.add(store.name(sequence), str(err))
 
-    def _rolled_back(self, heads: VersionHeads) -> None:
-        """Name the keys whose newest version, known from an earlier GC run, was removed with its marks."""
-        folders = {name.rpartition("/")[0]: of for name, of in {**self._remembered, **self._seen}.items()}
+    def _check_heads(self, heads: VersionHeads) -> None:
+        """Report keys whose newest version was removed with its tombstones.
+
+        An earlier GC run recorded that version.
+        """
+        folders = {
+            name.rpartition("/")[0]: known for name, known in {**self._known_versions, **self._versions_read}.items()
+        }
         for digest, version in lowered_heads(heads.read(), listed_heads(self._manifests)).items():
             name = head_name(digest, version)
-            whose = folders.get(name.rpartition("/")[0])
-            if whose is None and isinstance(self._objects, EncryptedObjectStore) and self._objects.keyring.unswept():
-                continue  # perhaps of an erased tenant, whose objects are hidden
-            of = [] if whose is None else [(whose[0], whose[1], version)]
-            self._findings.found(name, f"{name}: removed with its marks; a GC run has listed it as the newest", *of)
+            version_name = folders.get(name.rpartition("/")[0])
+            if (
+                version_name is None
+                and isinstance(self._objects, EncryptedObjectStore)
+                and self._objects.keyring.unswept()
+            ):
+                continue  # perhaps of an erased tenant, version_name objects are hidden
+            versions = [] if version_name is None else [(version_name[0], version_name[1], version)]
+            self._findings.add(
+                name, f"{name}: removed with its tombstones; a GC run has listed it as the newest", *versions
+            )
 
-    def _parity(self, names: Iterable[str], chosen: Collection[int]) -> tuple[str, ...]:
+    def _check_parity(self, names: Iterable[str], complete: Collection[int]) -> tuple[str, ...]:
         """Read descriptor and chunking record, and compare parity with its objects.
 
-        Return the sound objects that lack it.
+        Returns the intact objects without parity.
         """
         if self._objects is None:
             return ()
         try:
             descriptor.read(self._objects.without_parity, fingerprint_bits=None)
         except PermanentError as err:
-            self._findings.found(descriptor.NAME, str(err))
+            self._findings.add(descriptor.NAME, str(err))
         others = [descriptor.NAME]
         if chunking_record.has_record(self._objects):
             others.append(chunking_record.NAME)
             try:
                 chunking_record.check_record(self._objects, self._objects.without_parity)
             except PermanentError as err:
-                self._findings.found(chunking_record.NAME, str(err))
+                self._findings.add(chunking_record.NAME, str(err))
         if not (self._objects.adds or self._objects.has_some):
             return ()
         check = ParityCheck(self._objects)
-        for container in sorted(chosen):
+        for container in sorted(complete):
             check.check(object_name(ContainerId(container), self._containers.generation(ContainerId(container))))
         for name in (*names, *key_names(self._objects), *others):
             check.check(name)
         damaged = set(map(self._stored_name, self._findings.problems))
         for name, problem in check.problems.items():
-            self._findings.found(name, problem)
+            self._findings.add(name, problem)
         return tuple(name for name in check.missing if name not in damaged)
 
     def _assess(self, damage: Damage) -> Damage:
-        there = self._stored_name(damage.object_name)
-        damage = replace(damage, object_name=there, problem=damage.problem.replace(damage.object_name, there))
+        stored_name = self._stored_name(damage.object_name)
+        damage = replace(
+            damage, object_name=stored_name, problem=damage.problem.replace(damage.object_name, stored_name)
+        )
         if self._objects is None or not self._objects.has_some:
             return damage
-        return replace(damage, repairable=self._objects.reconstruct(there) is not None)
+        return replace(damage, repairable=self._objects.reconstruct(stored_name) is not None)
 
     def _stored_name(self, name: str) -> str:
-        """Return the name under which an object lies there that findings name: a container's by its generation."""
+        """Return the name of a stored object that a finding names.
+
+        For a container, its current generation.
+        """
         container = id_of(name)
         return name if container is None else object_name(container, self._containers.generation(container))
 
-    def _index(self, index: ReadableIndex, whole: bool) -> int | None:
-        """Compare the index with what was read; return how many entries. An index that is wrong touches no version."""
-        known = set(self._remembered)
+    def _check_index(self, index: ReadableIndex, whole: bool) -> int | None:
+        """Compare the index with the objects read; return the number of entries.
+
+        A wrong index affects no version.
+        """
+        known = set(self._known_versions)
         unlisted = {
             name: f"{key!r} version {version}"
-            for name, (_, key, version) in self._seen.items()
-            if whole and name not in known and name not in self._marked and self._is_unlisted(name)
+            for name, (_, key, version) in self._versions_read.items()
+            if whole and name not in known and name not in self._with_tombstones and self._is_unlisted(name)
         }
         try:
-            found = IndexCheck(self._containers, self._tenants).run(index, unlisted)
+            findings = IndexCheck(self._containers, self._tenants).run(index, unlisted)
         except IndexDamaged as err:
-            self._findings.found("index", str(err))
+            self._findings.add("index", str(err))
             return None
-        if found.problems:
-            self._findings.found("index", f"{'; '.join(found.problems)}: run `nearkin rebuild-index`")
-        return found.entries
+        if findings.problems:
+            self._findings.add("index", f"{'; '.join(findings.problems)}: run `nearkin rebuild-index`")
+        return findings.entries
 
     def _is_unlisted(self, name: str) -> bool:
-        """Return whether the index of now does not list a version that was read, and that is there still."""
-        whole, listed = self._is_whole(), self._lists(self._seen[name])
-        return whole and listed is False and self._manifests.is_committed(*self._seen[name])
+        """Return whether the index lacks a version that was read and still exists."""
+        whole, listed = self._indexed.is_complete(), self._indexed.is_listed(self._versions_read[name])
+        return whole and listed is False and self._manifests.is_committed(*self._versions_read[name])
 
-    def _touching(self, manifest: Manifest) -> dict[str, str]:
-        """Return what breaks this version: object name -> problem."""
+    def _find_culprits(self, manifest: Manifest) -> dict[str, str]:
+        """Return the damage that affects this version: object name -> problem."""
         culprits: dict[str, str] = {}
         lengths, domain = np.zeros(len(manifest.segments), np.int64), domain_of(manifest.tenant)
         for container, rows in group_by_container(manifest.segments.containers):
             name = object_name(ContainerId(container))
-            directory = self._soundness.directory(container, domain)
+            directory = self._integrity.directory(container, domain)
             if directory is None:
-                culprits[name] = self._soundness.problems[name]
+                culprits[name] = self._integrity.problems[name]
                 continue
             ordinals, table = manifest.segments.ordinals[rows], directory.segments
             if int(ordinals.max()) >= len(table):
-                culprits[name] = f"{name}: has {len(table)} recipes, number {int(ordinals.max())} is wanted"
+                culprits[name] = (
+                    f"{name}: has {len(table)} segments, but a manifest names segment {int(ordinals.max())}"
+                )
                 continue
-            of_each = np.diff(table.bounds)
-            used = np.repeat(np.bincount(ordinals, minlength=len(table)) > 0, of_each)
+            sizes_by_generation = np.diff(table.bounds)
+            used = np.repeat(np.bincount(ordinals, minlength=len(table)) > 0, sizes_by_generation)
             chunks = self._chunks_of(table.chunks.take(used), domain, culprits)
-            segment = np.repeat(np.arange(len(table)), of_each)[used]
+            segment = np.repeat(np.arange(len(table)), sizes_by_generation)[used]
             lengths[rows] = np.bincount(segment, chunks, len(table)).astype(np.int64)[ordinals]
         name = f"{manifest.key!r} version {manifest.version}"
         if not culprits and (total := int(lengths.sum())) != manifest.size_bytes:
-            culprits[name] = f"{name}: its segments hold {total} bytes, the manifest says {manifest.size_bytes}"
+            culprits[name] = f"{name}: its segments hold {total} bytes, the manifest records {manifest.size_bytes}"
         elif not culprits and manifest.lengths is not None and len(wrong := (lengths != manifest.lengths).nonzero()[0]):
-            found, said = int(lengths[wrong[0]]), int(manifest.lengths[wrong[0]])
-            culprits[name] = f"{name}: segment {wrong[0]} holds {found} bytes, the manifest says {said}"
+            held, listed = int(lengths[wrong[0]]), int(manifest.lengths[wrong[0]])
+            culprits[name] = f"{name}: segment {wrong[0]} holds {held} bytes, the manifest records {listed}"
         return culprits
 
     def _chunks_of(self, chunks: Locations, domain: bytes, culprits: dict[str, str]) -> NDArray[np.int64]:
-        """Add what breaks the chunks to `culprits`; return the bytes of each of the others, 0 for these."""
-        blamed = self._soundness.affected_versions(chunks, domain)
+        """Add the damage that affects the chunks to `culprits`.
+
+        Returns the bytes of each intact chunk, 0 for the others.
+        """
+        blamed = self._integrity.culprit_containers(chunks, domain)
         for container in np.unique(blamed[blamed != 0]):
             culprit = object_name(ContainerId(int(container)))
-            culprits.setdefault(culprit, self._soundness.problems.get(culprit, f"{culprit}: a chunk is gone"))
-        found = np.zeros(len(chunks), np.int64)
+            culprits.setdefault(culprit, self._integrity.problems.get(culprit, f"{culprit}: a chunk is missing"))
+        sizes = np.zeros(len(chunks), np.int64)
         for container, named in group_by_container(chunks.containers):
             rows = named[blamed[named] == 0]
             if not len(rows):
                 continue
-            lengths = chunks.ordinals[rows]  # of holes, as they are
+            lengths = chunks.ordinals[rows]  # the length, for a hole
             if container != ZERO:
-                directory = self._soundness.directory(container, domain)
-                if directory is None:  # gone since it was checked
+                directory = self._integrity.directory(container, domain)
+                if directory is None:  # deleted since the check
                     name = object_name(ContainerId(container))
-                    culprits.setdefault(name, self._soundness.problems[name])
+                    culprits.setdefault(name, self._integrity.problems[name])
                     continue
                 lengths = directory.chunks.lengths[lengths]
-            found[rows] = lengths
-        return found
+            sizes[rows] = lengths
+        return sizes
