@@ -119,10 +119,10 @@ class ConcurrentWrites:
         New versions, or chunks that depend on them, need these containers. Call inside an exclusive section, with all
         removals that are still to be applied.
         """
-        fixed = self._retained | self._changed
-        retained, needed = removals.keys() & fixed, self._needed
+        excluded = self._retained | self._changed
+        retained, needed = removals.keys() & excluded, self._needed
         while True:
-            if all_retained := fixed | retained:  # their dead chunks must stay decodable too
+            if all_retained := excluded | retained:  # their dead chunks must stay decodable too
                 needed = self._live_set.transitive_closure(needed, all_retained)
             added = {c for c, removal in removals.items() if c not in retained and self._needs_any(needed, c, removal)}
             if not added:

@@ -132,10 +132,10 @@ def protect_recent(live_set: LiveSet, ids: Collection[int], due: Record) -> Live
         directory = live_set.readable(container)
         if directory is None or (container in due and due[container].whole):
             continue
-        there = directory.chunks.there.copy()
+        is_stored = directory.chunks.there.copy()
         if container in due:
-            there &= ~_mask_of_ordinals(due[container].chunks, len(there))
-        found.chunks[container] = there | mask_of(found.chunks.get(container, _NONE), len(there))
+            is_stored &= ~_mask_of_ordinals(due[container].chunks, len(is_stored))
+        found.chunks[container] = is_stored | mask_of(found.chunks.get(container, _NONE), len(is_stored))
     return found
 
 
@@ -182,15 +182,15 @@ def plan_rebase_removals(
     removals = {}
     for container in dropped_bases.containers:
         directory = live_set.directory(container)
-        there, recipes = directory.chunks.there, np.diff(directory.segments.bounds) > 0
-        chunks, segments = np.zeros(len(there), np.bool_), np.zeros(len(recipes), np.bool_)
+        is_stored, recipes = directory.chunks.there, np.diff(directory.segments.bounds) > 0
+        chunks, segments = np.zeros(len(is_stored), np.bool_), np.zeros(len(recipes), np.bool_)
         if container in due:
             segments = recipes & _mask_of_ordinals(due[container].segments, len(recipes))
             segments &= ~mask_of(live_set.segments.get(container, _NONE), len(recipes))
-            chunks = there & _mask_of_ordinals(due[container].chunks, len(there))
-            chunks &= ~mask_of(live_set.chunks.get(container, _NONE), len(there))
-            chunks &= ~mask_of(external_bases.get(container, _NONE), len(there))
-            chunks &= ~live_set.closure_within(container, there & ~chunks, dropped_bases)
+            chunks = is_stored & _mask_of_ordinals(due[container].chunks, len(is_stored))
+            chunks &= ~mask_of(live_set.chunks.get(container, _NONE), len(is_stored))
+            chunks &= ~mask_of(external_bases.get(container, _NONE), len(is_stored))
+            chunks &= ~live_set.closure_within(container, is_stored & ~chunks, dropped_bases)
         removals[container] = ContainerRemoval(
             np.flatnonzero(chunks).astype(np.uint32), np.flatnonzero(segments).astype(np.uint32), whole_container=False
         )
@@ -226,8 +226,8 @@ class _Shares:
         total, dead = self._total_bytes.get(container, 0.0), self._dead_bytes.get(container, 0.0)
         if not dead or not compact_below or len(self._live_set.directory(container).blocks) > NUMBERS_MAX:
             return False
-        allowed = (1 - compact_below) * total
-        return dead > allowed or dead + self._bytes_held_by_dead(container) > allowed
+        dead_bytes_max = (1 - compact_below) * total
+        return dead > dead_bytes_max or dead + self._bytes_held_by_dead(container) > dead_bytes_max
 
     def _bytes_held_by_dead(self, container: int) -> float:
         """Return the bytes of dead chunks elsewhere that this container's dead blocks depend on.
@@ -300,8 +300,8 @@ def _plan_removal(live_set: LiveSet, kept: Masks, container: int, due: PendingDe
     if directory is None:
         no_ordinals = np.zeros(0, np.uint32)
         return ContainerRemoval(no_ordinals, no_ordinals, is_unneeded and (due is None or due.whole))
-    there, recipes = directory.chunks.there, np.diff(directory.segments.bounds) > 0
-    chunks = there & ~mask_of(_NONE if chunks_kept is None else chunks_kept, len(there))
+    is_stored, recipes = directory.chunks.there, np.diff(directory.segments.bounds) > 0
+    chunks = is_stored & ~mask_of(_NONE if chunks_kept is None else chunks_kept, len(is_stored))
     segments = recipes & ~mask_of(_NONE if segments_kept is None else segments_kept, len(recipes))
     if due is not None and not due.whole:
         chunks &= _mask_of_ordinals(due.chunks, len(chunks))
@@ -309,7 +309,7 @@ def _plan_removal(live_set: LiveSet, kept: Masks, container: int, due: PendingDe
     return ContainerRemoval(
         np.flatnonzero(chunks).astype(np.uint32),
         np.flatnonzero(segments).astype(np.uint32),
-        bool(np.array_equal(chunks, there) and np.array_equal(segments, recipes)) and is_unneeded,
+        bool(np.array_equal(chunks, is_stored) and np.array_equal(segments, recipes)) and is_unneeded,
     )
 
 
@@ -378,8 +378,8 @@ def carry_over(before: PendingDelete, now: PendingDelete) -> PendingDelete:
     chunks, segments = np.intersect1d(before.chunks, now.chunks), np.intersect1d(before.segments, now.segments)
     if not len(chunks) + len(segments):
         return now
-    same = len(chunks) == len(now.chunks) and len(segments) == len(now.segments)
-    return PendingDelete(before.at_us, chunks, segments, now.whole and same)
+    is_equal = len(chunks) == len(now.chunks) and len(segments) == len(now.segments)
+    return PendingDelete(before.at_us, chunks, segments, now.whole and is_equal)
 
 
 def is_same_record(record: Record, other: Record) -> bool:
@@ -390,5 +390,5 @@ def is_same_record(record: Record, other: Record) -> bool:
 
 
 def _is_same(entry: PendingDelete, other: PendingDelete) -> bool:
-    same = np.array_equal(entry.chunks, other.chunks) and np.array_equal(entry.segments, other.segments)
-    return same and entry.whole == other.whole and entry.at_us == other.at_us
+    is_equal = np.array_equal(entry.chunks, other.chunks) and np.array_equal(entry.segments, other.segments)
+    return is_equal and entry.whole == other.whole and entry.at_us == other.at_us

@@ -127,9 +127,9 @@ class LiveSet:
         self.has_references = bool(targets)
         for container, mask in targets.items():
             directory = self.directory(container)
-            chunks, used = directory.chunks, np.zeros(len(directory.blocks), np.bool_)
-            used[chunks.blocks[mask_of(mask, len(chunks)) & chunks.there]] = True
-            ordinals = np.flatnonzero(chunks.there & used[chunks.blocks])
+            chunks, is_used = directory.chunks, np.zeros(len(directory.blocks), np.bool_)
+            is_used[chunks.blocks[mask_of(mask, len(chunks)) & chunks.there]] = True
+            ordinals = np.flatnonzero(chunks.there & is_used[chunks.blocks])
             mark_ordinals(self.chunks, container, ordinals.astype(np.uint32))
 
     def references(self) -> LiveSet:
@@ -195,15 +195,15 @@ class LiveSet:
         of_prefix = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
         changed: set[int] = set()
         for depth in range(int(blocks.depths.max(initial=0)), 0, -1):
-            used = blocks.depths == depth
+            is_used = blocks.depths == depth
             if not every_block:
                 in_use = np.zeros(len(blocks), np.bool_)
                 in_use[chunks.blocks[own]] = True
-                used &= in_use
-            deltas = chunks.there & used[chunks.blocks] & (blocks.kinds[chunks.blocks] == container_layout.XDELTA3)
+                is_used &= in_use
+            deltas = chunks.there & is_used[chunks.blocks] & (blocks.kinds[chunks.blocks] == container_layout.XDELTA3)
             if not every_block:
                 deltas &= own
-            bases = Locations.join([chunks.bases.take(deltas), prefixes.bases.take(used[of_prefix])])
+            bases = Locations.join([chunks.bases.take(deltas), prefixes.bases.take(is_used[of_prefix])])
             if dropped_bases is not None:  # re-encoded blocks no longer depend on these
                 bases = bases.take(~is_in(dropped_bases.chunks, bases))
             for other, rows in group_by_container(bases.containers):
@@ -261,14 +261,14 @@ def is_in(masks: Masks, locations: Locations) -> Bools:
     return found
 
 
-def dependent_blocks(directory: Directory, on: Masks) -> Bools:
-    """Return bool[b]: whether each block of a container depends on any of the chunks `on`."""
+def dependent_blocks(directory: Directory, bases: Masks) -> Bools:
+    """Return bool[b]: whether each block of a container depends on any of `bases`."""
     chunks, blocks, prefixes = directory.chunks, directory.blocks, directory.prefixes
     found = np.zeros(len(blocks), np.bool_)
     deltas = np.flatnonzero(chunks.there & (blocks.kinds[chunks.blocks] == container_layout.XDELTA3))
-    found[chunks.blocks[deltas][is_in(on, chunks.bases.take(deltas))]] = True
+    found[chunks.blocks[deltas][is_in(bases, chunks.bases.take(deltas))]] = True
     of_prefix = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
-    found[of_prefix[is_in(on, prefixes.bases)]] = True
+    found[of_prefix[is_in(bases, prefixes.bases)]] = True
     return found
 
 

@@ -53,7 +53,7 @@ class Purge:
         self._containers = containers.of(None)
         self._reader = VerifiedReader(self._containers, tenants, any_fingerprinter)
         self._encode_block = encode_block
-        self._step = step or (lambda done, of, what: None)
+        self._step = step or (lambda done, total, what: None)
         self.deleted = 0
         self.rewritten = 0
 
@@ -69,13 +69,15 @@ class Purge:
                 unneeded[container] = directory.chunks.there & ~mask_of(
                     live.get(container, _NONE), len(directory.chunks)
                 )
-        whole = [c for c in directories if not live.get(c, _NONE).any() and not live_set.segments.get(c, _NONE).any()]
-        self._withdraw(index, live_set, directories, unneeded, whole)
+        unneeded_containers = [
+            c for c in directories if not live.get(c, _NONE).any() and not live_set.segments.get(c, _NONE).any()
+        ]
+        self._withdraw(index, live_set, directories, unneeded, unneeded_containers)
         bases = live_set.transitive_closure(live)
-        self._delete([c for c in self._dependents_first(whole) if not bases.get(c, _NONE).any()])  # 1
+        self._delete([c for c in self._dependents_first(unneeded_containers) if not bases.get(c, _NONE).any()])  # 1
         self._store_raw(index, directories, live, unneeded)  # 2
-        self._delete([c for c in self._dependents_first(whole) if c in dict(self._containers.ids())])
-        self._rewrite(index, live_set, unneeded, set(whole))  # 3
+        self._delete([c for c in self._dependents_first(unneeded_containers) if c in dict(self._containers.ids())])
+        self._rewrite(index, live_set, unneeded, set(unneeded_containers))  # 3
 
     def _withdraw(
         self,
@@ -83,7 +85,7 @@ class Purge:
         live_set: LiveSet,
         directories: dict[ContainerId, Directory | None],
         unneeded: Masks,
-        whole: list[ContainerId],
+        unneeded_containers: list[ContainerId],
     ) -> None:
         """Withdraw the entries of data that are deleted from the index (I1)."""
         chunks: dict[int, U32 | None] = {c: np.flatnonzero(mask).astype(np.uint32) for c, mask in unneeded.items()}
@@ -92,7 +94,7 @@ class Purge:
         for container, directory in directories.items():
             if directory is not None and len(rows := _unneeded_recipes(live_set, directory)):
                 segments[int(container)] = rows
-        index.withdraw({**chunks, **dict.fromkeys(whole)}, segments, whole)
+        index.withdraw({**chunks, **dict.fromkeys(unneeded_containers)}, segments, unneeded_containers)
         failpoint("purge.withdrawn")
 
     def _dependents_first(self, containers: list[ContainerId]) -> list[ContainerId]:
@@ -106,7 +108,7 @@ class Purge:
 
     def _delete(self, containers: list[ContainerId]) -> None:
         for done, container in enumerate(containers):
-            self._step(done, len(containers), "containers removed")
+            self._step(done, len(containers), "containers deleted")
             self._containers.delete(container, self._containers.generation(container))
             self._containers.evict(container)
             self.deleted += 1
@@ -123,35 +125,41 @@ class Purge:
 
         All chunks are kept for now.
         """
-        wanted = {}
+        blocks_by_container = {}
         for container, directory in directories.items():
             if directory is not None:
-                again = dependent_blocks(directory, unneeded) & _blocks_with(directory, live)
-                wanted.update({container: again} if again.any() else {})
-        for done, (container, again) in enumerate(wanted.items()):
-            self._step(done, len(wanted), "containers without unneeded bases")
+                is_dependent = dependent_blocks(directory, unneeded) & _blocks_with(directory, live)
+                blocks_by_container.update({container: is_dependent} if is_dependent.any() else {})
+        for done, (container, is_dependent) in enumerate(blocks_by_container.items()):
+            self._step(done, len(blocks_by_container), "containers without unneeded bases")
             directory = self._containers.directory(container)
             self._replace(
-                index, container, self._encode(directory, directory.chunks.there, again, np.zeros(0, np.uint32))
+                index, container, self._encode(directory, directory.chunks.there, is_dependent, np.zeros(0, np.uint32))
             )
 
-    def _rewrite(self, index: SupportsCollection, live_set: LiveSet, unneeded: Masks, whole: set[ContainerId]) -> None:
+    def _rewrite(
+        self, index: SupportsCollection, live_set: LiveSet, unneeded: Masks, unneeded_containers: set[ContainerId]
+    ) -> None:
         """Rewrite containers without unneeded chunks and recipes."""
-        wanted = {}
+        recipes_by_container = {}
         for container, _ in self._containers.ids():
             directory = self._containers.directory(container)
             recipes = _unneeded_recipes(live_set, directory)
-            names_unneeded = len(recipes) and is_in(unneeded, _chunks_of(directory, recipes)).any()
-            if container not in whole and (unneeded[container].any() or names_unneeded):
-                wanted[container] = recipes
-        order = [container for container in self._dependents_first(list(wanted)) if container in wanted]
+            has_stale_recipes = len(recipes) and is_in(unneeded, _chunks_of(directory, recipes)).any()
+            if container not in unneeded_containers and (unneeded[container].any() or has_stale_recipes):
+                recipes_by_container[container] = recipes
+        order = [
+            container
+            for container in self._dependents_first(list(recipes_by_container))
+            if container in recipes_by_container
+        ]
         for done, container in enumerate(order):
-            self._step(done, len(order), "containers written again")
+            self._step(done, len(order), "containers rewritten")
             directory = self._containers.directory(container)
             kept = directory.chunks.there & ~mask_of(unneeded[container], len(directory.chunks))
-            mixed = np.zeros(len(directory.blocks), np.bool_)
-            mixed[directory.chunks.blocks[directory.chunks.there & ~kept]] = True
-            self._replace(index, container, self._encode(directory, kept, mixed, wanted[container]))
+            is_partial = np.zeros(len(directory.blocks), np.bool_)
+            is_partial[directory.chunks.blocks[directory.chunks.there & ~kept]] = True
+            self._replace(index, container, self._encode(directory, kept, is_partial, recipes_by_container[container]))
 
     def _encode(self, directory: Directory, kept: Bools, raw: Bools, dropped_recipes: U32) -> bytes:
         """Return the next generation with the chunks `kept`.
@@ -169,11 +177,11 @@ class Purge:
                 continue
             for part in _portions(rows, chunks.lengths):
                 lengths = chunks.lengths[part]
-                own = np.full(len(part), directory.container, np.uint64)
-                payload = self._reader.read(directory.domain, Locations(own, part.astype(np.uint32)))
+                containers = np.full(len(part), directory.container, np.uint64)
+                payload = self._reader.read(directory.domain, Locations(containers, part.astype(np.uint32)))
                 none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
-                whole = BlockSlice(container_layout.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
-                new.write(part, self._encode_block(whole), lengths)
+                block = BlockSlice(container_layout.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
+                new.write(part, self._encode_block(block), lengths)
                 new.clear_bases(part)
         return new.encode(dropped_recipes)
 
@@ -192,25 +200,25 @@ class Purge:
 def _needed_chunks(live_set: LiveSet) -> Masks:
     """Return the chunks that recipes of live versions name."""
     found: Masks = {}
-    for container, wanted in live_set.segments.items():
+    for container, live in live_set.segments.items():
         directory = live_set.directory(container)
-        named = _chunks_of(directory, np.flatnonzero(mask_of(wanted, len(directory.segments))).astype(np.uint32))
-        for other in np.unique(named.containers).tolist():
+        locations = _chunks_of(directory, np.flatnonzero(mask_of(live, len(directory.segments))).astype(np.uint32))
+        for other in np.unique(locations.containers).tolist():
             if other:
-                mark_ordinals(found, other, named.ordinals[named.containers == np.uint64(other)])
+                mark_ordinals(found, other, locations.ordinals[locations.containers == np.uint64(other)])
     return found
 
 
 def _chunks_of(directory: Directory, recipes: U32) -> Locations:
-    some = np.zeros(len(directory.segments), np.bool_)
-    some[recipes] = True
-    return directory.segments.chunks.take(np.repeat(some, np.diff(directory.segments.bounds)))
+    is_selected = np.zeros(len(directory.segments), np.bool_)
+    is_selected[recipes] = True
+    return directory.segments.chunks.take(np.repeat(is_selected, np.diff(directory.segments.bounds)))
 
 
 def _unneeded_recipes(live_set: LiveSet, directory: Directory) -> U32:
-    there = np.diff(directory.segments.bounds) > 0
-    needed = mask_of(live_set.segments.get(directory.container, _NONE), len(there))
-    return np.flatnonzero(there & ~needed).astype(np.uint32)
+    is_stored = np.diff(directory.segments.bounds) > 0
+    needed = mask_of(live_set.segments.get(directory.container, _NONE), len(is_stored))
+    return np.flatnonzero(is_stored & ~needed).astype(np.uint32)
 
 
 def _blocks_with(directory: Directory, live: Masks) -> Bools:

@@ -112,18 +112,18 @@ class ReferenceCounts:
         `names` are the manifests of all versions that can be read now or later. If one cannot be read nothing is
         counted, and marking reports it.
         """
-        wanted: dict[bytes, dict[int, str]] = {}
+        stored: dict[bytes, dict[int, str]] = {}
         for name in names:
             if (parsed := key_and_version(name)) is not None:  # marking reads, and refuses, objects with another name
-                wanted.setdefault(parsed[0], {})[parsed[1]] = name
+                stored.setdefault(parsed[0], {})[parsed[1]] = name
         try:
             with self._writing() as rows:
                 if rows.txn.get(b"mode", db=rows.tables["meta"]) != self._name:
                     rows.empty(self._name)
                 count = {HYBRID: self._intervals, REFCOUNT: self._references, EXPIRY: self._expiries}[self._mode]
                 known = rows.known()
-                for key in sorted(wanted.keys() | known.keys()):
-                    count(rows, _KeyVersions(key, wanted.get(key, {}), known.get(key, {}), read, now_us))
+                for key in sorted(stored.keys() | known.keys()):
+                    count(rows, _KeyVersions(key, stored.get(key, {}), known.get(key, {}), read, now_us))
                 if self._mode == EXPIRY:
                     rows.expire(now_us)
                 _nominate_unreferenced(rows, containers, directory)
@@ -173,8 +173,8 @@ class ReferenceCounts:
     # --- hybrid: the current version of each key counts its segments; earlier ones are counted by version intervals ---
 
     def _intervals(self, rows: _Rows, key_versions: _KeyVersions) -> None:
-        key, wanted, known = key_versions.key, key_versions.wanted, key_versions.known
-        first_new = min(wanted.keys() - known.keys(), default=0)
+        key, stored, known = key_versions.key, key_versions.stored, key_versions.known
+        first_new = min(stored.keys() - known.keys(), default=0)
         if first_new and known and (first_new < max(known) or rows.has_from("past", key, _number(first_new))):
             for table in ("open", "past"):  # a version arrived late, or again: recount the key
                 for row, _ in rows.rows_with_prefix(table, key):
@@ -182,13 +182,13 @@ class ReferenceCounts:
                     rows.release(row[-_SEGMENT.itemsize :])
             rows.delete_versions(key, known)
             known = {}
-        new, removed = sorted(wanted.keys() - known.keys()), known.keys() - wanted.keys()
+        new, removed = sorted(stored.keys() - known.keys()), known.keys() - stored.keys()
         open_segments = (
             {row[_KEY_BYTES:]: first for row, first in rows.rows_with_prefix("open", key)} if new and known else {}
         )
         last = max(known, default=0)
         for version in new:
-            now_held = set(_segments(rows, key_versions.read(wanted[version])))
+            now_held = set(_segments(rows, key_versions.read(stored[version])))
             for segment in sorted(open_segments.keys() - now_held):
                 rows.delete("open", key + segment)
                 rows.put("past", key + _number(last) + segment, open_segments.pop(segment))
@@ -201,27 +201,27 @@ class ReferenceCounts:
         if not removed:
             return
         rows.delete_versions(key, removed)
-        living = sorted(wanted)
+        live_versions = sorted(stored)
         for row, first in rows.rows_with_prefix("past", key):
-            if not _any_within(living, int.from_bytes(first), int.from_bytes(row[_KEY_BYTES:][:8])):
+            if not _any_within(live_versions, int.from_bytes(first), int.from_bytes(row[_KEY_BYTES:][:8])):
                 rows.delete("past", row)
                 rows.release(row[-_SEGMENT.itemsize :])
-        if max(removed) > max(living, default=0):
+        if max(removed) > max(live_versions, default=0):
             for row, first in rows.rows_with_prefix("open", key):
-                if int.from_bytes(first) > max(living, default=0):
+                if int.from_bytes(first) > max(live_versions, default=0):
                     rows.delete("open", row)
                     rows.release(row[_KEY_BYTES:])
 
     # --- refcount: every version counts its segments ------------------------------------------------------------------
 
     def _references(self, rows: _Rows, key_versions: _KeyVersions) -> None:
-        key, wanted, known = key_versions.key, key_versions.wanted, key_versions.known
-        for version in sorted(wanted.keys() - known.keys()):
-            for segment in _segments(rows, key_versions.read(wanted[version])):
+        key, stored, known = key_versions.key, key_versions.stored, key_versions.known
+        for version in sorted(stored.keys() - known.keys()):
+            for segment in _segments(rows, key_versions.read(stored[version])):
                 rows.put("held", key + _number(version) + segment, b"")
                 rows.hold(segment)
             rows.put("versions", key + _number(version), _number(0))
-        removed = known.keys() - wanted.keys()
+        removed = known.keys() - stored.keys()
         for version in removed:
             for row, _ in rows.rows_with_prefix("held", key + _number(version)):
                 rows.delete("held", row)
@@ -231,15 +231,15 @@ class ReferenceCounts:
     # --- expiry: a stored version renews its segments before they expire; a deleted one does nothing ------------------
 
     def _expiries(self, rows: _Rows, key_versions: _KeyVersions) -> None:
-        key, wanted, known = key_versions.key, key_versions.wanted, key_versions.known
-        for version, name in sorted(wanted.items()):
+        key, stored, known = key_versions.key, key_versions.stored, key_versions.known
+        for version, name in sorted(stored.items()):
             if known.get(version, 0) >= key_versions.now_us + EXPIRY_US // 2:
                 continue
             until = _number(key_versions.now_us + EXPIRY_US)
             for segment in _segments(rows, key_versions.read(name)):
                 rows.put("counts", segment, until)
             rows.put("versions", key + _number(version), until)
-        rows.delete_versions(key, known.keys() - wanted.keys())
+        rows.delete_versions(key, known.keys() - stored.keys())
 
 
 class _RefsTable:
@@ -260,10 +260,12 @@ class _RefsTable:
                     rows.put("summaries", name.encode(), row)
 
     def keep_only(self, names: Collection[str]) -> None:
-        wanted = {name.encode() for name in names}
+        encoded_names = {name.encode() for name in names}
         with self._writing() as rows:
-            if rows.count("summaries") > len(wanted):
-                removed = [bytes(name) for name, _ in rows.txn.cursor(rows.tables["summaries"]) if name not in wanted]
+            if rows.count("summaries") > len(encoded_names):
+                removed = [
+                    bytes(name) for name, _ in rows.txn.cursor(rows.tables["summaries"]) if name not in encoded_names
+                ]
                 for name in removed:
                     rows.delete("summaries", name)
 
@@ -272,11 +274,11 @@ class _RefsTable:
 class _KeyVersions:
     """Versions of one key.
 
-    `wanted`: stored versions by manifest name; `known`: counted versions and their expiry.
+    `stored`: versions by manifest name; `known`: counted versions and their expiry.
     """
 
     key: bytes
-    wanted: dict[int, str]
+    stored: dict[int, str]
     known: dict[int, int]
     read: Callable[[str], Manifest]
     now_us: int
@@ -369,14 +371,14 @@ def _nominate_unreferenced(
     for container in known - set(containers):
         rows.delete("containers", _number(container))
     referenced: Masks = {}
-    there: dict[int, Bools] = {}
+    stored_chunks: dict[int, Bools] = {}
     for container in sorted(set(containers) - known):
         rows.put("containers", _number(container), b"")
         found = directory(container)
         if found is None:
             rows.nominate(_number(container))
             continue
-        there[container] = found.chunks.there
+        stored_chunks[container] = found.chunks.there
         for ordinal in np.flatnonzero(np.diff(found.segments.bounds)).tolist():
             segment = _number(container) + ordinal.to_bytes(4)
             if rows.txn.get(segment, db=rows.tables["counts"]) is None:
@@ -384,7 +386,7 @@ def _nominate_unreferenced(
         for holder, at in group_by_container(found.segments.chunks.containers):
             if holder != ZERO:
                 mark_ordinals(referenced, holder, found.segments.chunks.ordinals[at])
-    for container, chunks in there.items():
+    for container, chunks in stored_chunks.items():
         mask = referenced.get(container, np.zeros(0, np.bool_))
         if len(mask) > len(chunks) or (chunks & ~mask_of(mask, len(chunks))).any():
             rows.nominate(_number(container))

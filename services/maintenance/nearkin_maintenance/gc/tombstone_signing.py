@@ -49,10 +49,12 @@ def sign_old_marks(objects: ObjectStore, index: object, check: Callable[[], None
             objects.replace(name, data)
             if objects.has_some:
                 objects.renew_parity(name, data)
-            of, _ = marked_version(name)
+            manifest_name, _ = marked_version(name)
             sizes[name] = len(data)
-            total = sum(size for other, size in sizes.items() if other.startswith(f"{of[:-4]}."))
-            signed[of] = MarkedVersion(mark.tenant, mark.key, mark.version, mark.sequence, total)
+            total = sum(
+                size for tombstone_name, size in sizes.items() if tombstone_name.startswith(f"{manifest_name[:-4]}.")
+            )
+            signed[manifest_name] = MarkedVersion(mark.tenant, mark.key, mark.version, mark.sequence, total)
     if signed and isinstance(index, _SupportsMarking):
         index.mark_many(list(signed.values()))
     if signed:

@@ -284,8 +284,8 @@ class IntegrityChecker:
             for block in np.flatnonzero((blocks.depths == depth) & (blocks.kinds == container_layout.PATCH)).tolist():
                 culprits = self._culprits_of_bases(directory, prefixes.of(block), blamed)
                 if culprits.any():
-                    mine = (chunks.blocks == block) & (blamed == 0)
-                    blamed[mine] = culprits[culprits != 0][0]
+                    is_affected = (chunks.blocks == block) & (blamed == 0)
+                    blamed[is_affected] = culprits[culprits != 0][0]
 
     def _culprits_of_bases(self, directory: Directory, bases: Locations, blamed: U64) -> U64:
         """Return the container whose damage affects each base, or 0.

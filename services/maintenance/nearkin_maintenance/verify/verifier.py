@@ -511,17 +511,21 @@ class Verifier:
                     f"{name}: has {len(table)} segments, but a manifest names segment {int(ordinals.max())}"
                 )
                 continue
-            sizes_by_generation = np.diff(table.bounds)
-            used = np.repeat(np.bincount(ordinals, minlength=len(table)) > 0, sizes_by_generation)
-            chunks = self._chunks_of(table.chunks.take(used), domain, culprits)
-            segment = np.repeat(np.arange(len(table)), sizes_by_generation)[used]
+            chunk_counts = np.diff(table.bounds)
+            is_used = np.repeat(np.bincount(ordinals, minlength=len(table)) > 0, chunk_counts)
+            chunks = self._chunks_of(table.chunks.take(is_used), domain, culprits)
+            segment = np.repeat(np.arange(len(table)), chunk_counts)[is_used]
             lengths[rows] = np.bincount(segment, chunks, len(table)).astype(np.int64)[ordinals]
         name = f"{manifest.key!r} version {manifest.version}"
         if not culprits and (total := int(lengths.sum())) != manifest.size_bytes:
             culprits[name] = f"{name}: its segments hold {total} bytes, the manifest records {manifest.size_bytes}"
-        elif not culprits and manifest.lengths is not None and len(wrong := (lengths != manifest.lengths).nonzero()[0]):
-            held, listed = int(lengths[wrong[0]]), int(manifest.lengths[wrong[0]])
-            culprits[name] = f"{name}: segment {wrong[0]} holds {held} bytes, the manifest records {listed}"
+        elif (
+            not culprits
+            and manifest.lengths is not None
+            and len(mismatches := (lengths != manifest.lengths).nonzero()[0])
+        ):
+            held, listed = int(lengths[mismatches[0]]), int(manifest.lengths[mismatches[0]])
+            culprits[name] = f"{name}: segment {mismatches[0]} holds {held} bytes, the manifest records {listed}"
         return culprits
 
     def _chunks_of(self, chunks: Locations, domain: bytes, culprits: dict[str, str]) -> NDArray[np.int64]:
