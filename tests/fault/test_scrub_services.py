@@ -87,12 +87,12 @@ def test_it_puts_right_containers_manifests_and_parity_in_the_bucket(store: Pari
 
 
 class Forgetting:
-    """An index that notes what it is told to forget."""
+    """An index that records what is withdrawn from it."""
 
     def __init__(self) -> None:
         self.told: list[dict[int, object]] = []
 
-    def forget(self, chunks, segments, containers) -> None:
+    def withdraw(self, chunks, segments, containers) -> None:
         self.told.append(dict(chunks))
 
     def renew(self, summary) -> None: ...
@@ -119,8 +119,8 @@ def test_what_it_cannot_put_right_is_quarantined_forgotten_and_told_with_its_ver
 class Away(Forgetting):
     """An index that is away when it is told for the first time."""
 
-    def forget(self, chunks, segments, containers) -> None:
-        super().forget(chunks, segments, containers)
+    def withdraw(self, chunks, segments, containers) -> None:
+        super().withdraw(chunks, segments, containers)
         if len(self.told) == 1:
             raise StoreUnavailable("redis does not answer")
 
