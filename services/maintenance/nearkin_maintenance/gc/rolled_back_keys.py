@@ -1,7 +1,7 @@
 """Record the highest version of each key, and refuse GC while keys are rolled back.
 
-Invariant (I6): while a version is known to be lost, a GC run frees nothing. A run never lowers a head, so the removal of
-a newest version stays reported until the operator gives the version up.
+Invariant (I6): while a version is known to be lost, a GC run frees nothing. A run never lowers a head, so the removal
+of a newest version stays reported until the operator gives the version up.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _log = logging.getLogger("nearkin")
 
 
 def check_none_rolled_back(objects: ObjectStore) -> None:
-    """Raise Corrupt while a key has a head above its versions: the data of the lost ones may be all that is left.
+    """Raise Corrupt while a key has a head above its versions.
 
-    Raises StoreUnavailable.
+    The stored chunks may be all that is left of the lost versions.
+
+    Raises: Corrupt, StoreUnavailable.
     """
     removed = VersionHeads(objects).find_rolled_back(ManifestStore(objects))
     if not removed:
@@ -30,9 +32,9 @@ def check_none_rolled_back(objects: ObjectStore) -> None:
     _report(removed)
     name = min(head_name(digest, version) for digest, version in removed.items())
     raise Corrupt(
-        f"{name}: removed with its marks, the newest version of its key ({len(removed)} such keys): the data that it "
-        "needs are not known, so nothing is freed; put the manifests back from a copy (`nearkin repair --from`), or "
-        "give the versions up with `nearkin rebuild-index` (for services: remove the folder heads/versions/)"
+        f"{name}: removed with its tombstones, the newest version of its key ({len(removed)} such keys): the data "
+        "that it needs are unknown, so nothing is freed; restore the manifests from a copy (`nearkin repair --from`), "
+        "or give the versions up with `nearkin rebuild-index` (for services: remove the folder heads/versions/)"
     )
 
 
