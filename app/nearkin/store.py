@@ -76,7 +76,7 @@ from nearkin_shared.storage.manifests import object_name as manifest_name
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.storage.scrub_progress import ScrubStates
-from nearkin_shared.storage.version_listing import check_newest, include_unindexed, listing_groups, visible_version
+from nearkin_shared.storage.version_listing import check_newest, list_from_index, list_from_manifests
 from nearkin_shared.types import ContainerId
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
@@ -455,26 +455,33 @@ class Store:
         return explain(manifest.info, manifest, self._containers)
 
     def versions(
-        self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
+        self,
+        prefix: str = "",
+        *,
+        all_versions: bool = False,
+        broken: Callable[[Damage], None] | None = None,
+        read_manifests: bool = False,
     ) -> list[VersionInfo]:
         """Return the newest version, or all, of every key that starts with `prefix`, by key.
 
-        Deleted versions are not among them. One whose manifest is lost or broken is left out and told to `broken`, by
-        default with a warning in the log; an older one never stands in for it. Raises BadInput, StoreUnavailable.
+        Deleted versions are not among them. One whose manifest is missing or of another size is left out and reported
+        to `broken`, by default with a warning in the log; an older one is never returned in its place. Manifests are
+        read of versions with a tombstone or retention record only, unless `read_manifests` is set: then a manifest
+        that is damaged within is reported as well. Raises BadInput, StoreUnavailable.
         """
         check_prefix(prefix)
         tenant = self.settings.tenant
         check_tenant(self._covered, tenant)
-        names = self._index.read(lambda index: index.manifest_names(tenant, prefix))
-        found, retentions = list[VersionInfo](), dict[tuple[str, int], int]()
-        for unit in listing_groups(
-            include_unindexed(self._manifests, tenant, names, retentions), all_versions=all_versions
-        ):
-            retention = retentions.get((unit[0], unit[1][-1]))
-            entry = visible_version(self._manifests, tenant, unit, all_versions=all_versions, retention=retention)
+        if read_manifests:
+            names = self._index.read(lambda index: index.manifest_names(tenant, prefix))
+            entries = list_from_manifests(self._manifests, tenant, names, all_versions=all_versions)
+        else:
+            entries = list_from_index(self._manifests, tenant, self.catalog(tenant, prefix), all_versions=all_versions)
+        found = []
+        for entry in entries:
             if isinstance(entry, Damage):
                 (broken or _warn)(entry)
-            elif entry is not None:
+            else:
                 found.append(entry)
         return found
 
@@ -577,7 +584,7 @@ class Store:
             self._collection().check_clock()
         found = list(
             decisions(
-                self,
+                partial(self.versions, read_manifests=True),
                 prefix,
                 lambda key: policy or policy_of(retention, tenant, key),
                 lambda key: max(min_age, min_age_seconds(retention, tenant, key)),

@@ -201,7 +201,7 @@ class _Rule:
 
 
 def decisions(
-    store: Forgettable,
+    list_versions: Callable[..., list[VersionInfo]],
     prefix: str,
     policy_for: Callable[[str], RetentionPolicy | None],
     min_age_for: Callable[[str], int],
@@ -212,8 +212,8 @@ def decisions(
     """Yield the decision about every version of keys that start with `prefix`.
 
     Ordered by key, newest first. If a version of a key cannot be read, its creation time is unknown, so that all
-    versions
-    of the key are kept. Raises ClockSkew.
+    versions of the key are kept. `list_versions`: as `Forgettable.versions`; it should report every version whose
+    manifest is damaged. Raises ClockSkew.
     """
     damaged: set[str] = set()
 
@@ -221,7 +221,7 @@ def decisions(
         damaged.update(key for key, _ in damage.versions)
         broken(damage)
 
-    found = store.versions(prefix, all_versions=True, broken=record_damage)
+    found = list_versions(prefix, all_versions=True, broken=record_damage)
     check_clock(found, now)
     for key, versions in groupby(found, key=lambda info: info.key):
         policy = policy_for(key)

@@ -307,13 +307,16 @@ def test_a_version_whose_manifest_is_broken_or_lost_hides_no_other(root, caplog)
     lost.unlink()
     with open_store(root, settings=CHOSEN, create=True) as store:
         told: list[Damage] = []
-        found = store.versions(all_versions=True, broken=told.append)
+        found = store.versions(all_versions=True, broken=told.append, read_manifests=True)
         assert {(info.key, info.version) for info in found} == CONTENTS.keys() - {("history", 3), ("alone", 2)}
         assert {d.object_name: d.versions for d in told} == {
             named(root, flipped): (("history", 3),),
             named(root, lost): (("alone", 2),),
         }
         assert caplog.text == ""
+        without_reading: list[Damage] = []
+        assert len(store.versions(all_versions=True, broken=without_reading.append)) == len(CONTENTS) - 1
+        assert [d.object_name for d in without_reading] == [named(root, lost)]
         assert [info.key for info in store.versions()] == ["empty", "history", "mixed", "zeros"]
         assert "'alone' version 2 cannot be read" in caplog.text
         assert "'history' version 3" not in caplog.text  # not the newest

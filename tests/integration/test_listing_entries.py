@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +21,9 @@ from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.storage.manifests import ManifestStore
-from tests.support.data.stores import SMALL, settings
+from nearkin_shared.results import Damage
+from nearkin_shared.storage.manifests import ManifestStore, object_name
+from tests.support.data.stores import ENCRYPTED, SMALL, settings
 
 KEYS = ["a", "ab", "b", "b/1", "b/2", "é", "x" * 400, "x" * 400 + "1", "x" * 401, "x" * 399 + "é"]
 """An index sorts by the first 400 bytes."""
@@ -154,3 +157,43 @@ def test_metadata_in_any_order_leave_no_damage(store: Store) -> None:
     store.put("k", b"content", metadata={"z": "1", "a": "2", "é": "3"})
     assert store.verify().damage == ()
     assert list(store.info("k").metadata) == ["a", "z", "é"]
+
+
+@pytest.mark.parametrize("more", [{}, ENCRYPTED, {"storage": {"parity": "rs-4-2"}}], ids=["clear", "sealed", "parity"])
+def test_local_listing_reads_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
+    """F.18: a local listing opens no manifest of a key without tombstones, whatever kind of put stored it."""
+    read: list[str] = []
+    get = ManifestStore.get
+
+    def counted(manifests: ManifestStore, tenant: str, key: str, version: int) -> Manifest:
+        read.append(key)
+        return get(manifests, tenant, key, version)
+
+    monkeypatch.setattr(ManifestStore, "get", counted)
+    with open_store(tmp_path / "s", settings=settings(SMALL, more), create=True) as store:
+        list(store.put_many([Item(f"k{number}", b"%d" % number) for number in range(50)]))
+        store.put("k7", b"second")
+        read.clear()
+        shown = [(info.key, info.version) for info in store.versions()]
+        every = [(info.key, info.version) for info in store.versions(all_versions=True)]
+        assert read == []
+        assert shown == sorted((f"k{number}", 1 + (number == 7)) for number in range(50))
+        assert every == sorted([*shown, ("k7", 1)])
+        assert store.versions(all_versions=True) == store.versions(all_versions=True, read_manifests=True)
+        store.delete("k8")
+        store.retain("k9", datetime.now(UTC) + timedelta(days=1))
+        read.clear()
+        assert len(store.versions()) == 49
+        assert set(read) == {"k9"}
+
+
+def test_local_listing_reports_missing_and_truncated(store: Store, tmp_path: Path) -> None:
+    """F.18: a manifest that is missing or of another size is reported, though manifests are not read."""
+    list(store.put_many([Item(f"k{number}", b"%d" % number) for number in range(3)]))
+    root = tmp_path / "s"
+    (root / object_name("default", "k0", 1)).unlink()
+    with (root / object_name("default", "k1", 1)).open("r+b") as file:
+        file.truncate(40)
+    broken: list[Damage] = []
+    assert [info.key for info in store.versions(broken=broken.append)] == ["k2"]
+    assert [damage.versions for damage in broken] == [(("k0", 1),), (("k1", 1),)]

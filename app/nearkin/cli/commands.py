@@ -293,15 +293,15 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
             gone = [
                 entry for entry in store.list_deleted(wanted.prefix, broken=broken.append) if wanted.matches(entry.key)
             ]
-            lines, values = map(deletion_line, gone), [deletion_json(entry) for entry in gone]
+            lines, values = map(deletion_line, gone), map(deletion_json, gone)
         else:
             listed = store.versions(wanted.prefix, all_versions=versions, broken=broken.append)
             found = [info for info in listed if wanted.matches(info.key)]
-            lines, values = map(version_line, found), [info_json(info) for info in found]
+            lines, values = map(version_line, found), map(info_json, found)
         warn_if_rolled_back(store)
     broken = [one for one in broken if any(wanted.matches(key) for key, _ in one.versions) or not one.versions]
     if session.as_json:
-        print_json(values)
+        print_json(list(values))
     else:
         for line in lines:
             print_line(line)

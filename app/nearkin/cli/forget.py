@@ -46,7 +46,9 @@ def forget_versions(session: Session, prefix: str, policy: RetentionPolicy, min_
         elif given is None:
             raise BadInput("forget: say what to keep, such as --keep-last 7; the policies are the server's own")
         else:
-            found = list(decisions(store, prefix, lambda _: given, lambda _: min_age, time.time(), broken.append))
+            found = list(
+                decisions(store.versions, prefix, lambda _: given, lambda _: min_age, time.time(), broken.append)
+            )
             if not dry_run:
                 found = forget(store, found, "forget")
     if session.as_json:

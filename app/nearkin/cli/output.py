@@ -123,8 +123,8 @@ def info_lines(info: VersionInfo) -> Iterable[str]:
 
 def version_line(info: VersionInfo) -> str:
     """Return a version as one line of `ls`; the key comes last, since it alone has no width."""
-    created = info.created.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return f"{created}  {human_bytes(info.size_bytes):>8}  v{info.version:<4}  {printable(info.key)}"
+    created = info.created.astimezone(UTC).isoformat()[:19]  # strftime takes four times as long
+    return f"{created}Z  {human_bytes(info.size_bytes):>8}  v{info.version:<4}  {printable(info.key)}"
 
 
 def deletion_line(deletion: Deletion) -> str:

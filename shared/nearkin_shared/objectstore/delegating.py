@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
-from nearkin_shared.objectstore.base import ObjectStore, Payload
+from nearkin_shared.objectstore.base import ObjectStore, Payload, SupportsFileSizes
 
 
 class DelegatingObjectStore:
@@ -24,6 +24,10 @@ class DelegatingObjectStore:
     def takes_bytes(self, name: str, object_bytes: int) -> int:
         """Return what an object of so many bytes takes that is written now, with all that is added to it."""
         return takes_bytes(self.inner, name, object_bytes)
+
+    def clear_bytes(self, name: str, stored_bytes: int) -> int:
+        """Return how many bytes in clear an object has that is stored in so many; negative if it is cut short."""
+        return clear_bytes(self.inner, name, stored_bytes)
 
     @property
     def record_key(self) -> bytes | None:
@@ -63,6 +67,20 @@ class DelegatingObjectStore:
 def takes_bytes(objects: ObjectStore, name: str, object_bytes: int) -> int:
     """Return what an object of so many bytes takes that is written now, with all that wrappers add."""
     return objects.takes_bytes(name, object_bytes) if isinstance(objects, DelegatingObjectStore) else object_bytes
+
+
+def clear_bytes(objects: ObjectStore, name: str, stored_bytes: int) -> int:
+    """Return how many bytes in clear an object has that is stored in so many; negative if it is cut short."""
+    return objects.clear_bytes(name, stored_bytes) if isinstance(objects, DelegatingObjectStore) else stored_bytes
+
+
+def file_sizes(objects: ObjectStore, folders: Iterable[str]) -> Iterator[dict[str, int] | None]:
+    """Yield {file name: stored bytes} of each folder, None for one that `names` has to list."""
+    if isinstance(objects, DelegatingObjectStore):
+        return file_sizes(objects.inner, folders)
+    if isinstance(objects, SupportsFileSizes):
+        return objects.file_sizes(folders)
+    return (None for _ in folders)
 
 
 def record_key_of(objects: ObjectStore) -> bytes | None:

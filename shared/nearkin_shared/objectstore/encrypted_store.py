@@ -14,7 +14,7 @@ from typing import Self
 
 from nearkin_shared.crypto.keyring import Keyring
 from nearkin_shared.errors import Corrupt, NearkinError, PermanentError
-from nearkin_shared.formats.encrypted_object import encrypted_bytes
+from nearkin_shared.formats.encrypted_object import encrypted_bytes, plain_bytes
 from nearkin_shared.formats.parity_object import Scheme
 from nearkin_shared.objectstore.base import ObjectStore, Payload
 from nearkin_shared.objectstore.delegating import rewrap_lowest
@@ -51,6 +51,10 @@ class EncryptedObjectStore(ParityObjectStore):
     def takes_bytes(self, name: str, object_bytes: int) -> int:
         """Return what an object of so many bytes takes that is written now, sealed, its parity included."""
         return super().takes_bytes(name, encrypted_bytes(object_bytes) if is_encrypted(name) else object_bytes)
+
+    def clear_bytes(self, name: str, stored_bytes: int) -> int:
+        """Return how many bytes in clear an object has that is stored in so many; negative if it is cut short."""
+        return plain_bytes(stored_bytes) if is_encrypted(name) else stored_bytes
 
     def check_tenant(self, tenant: str) -> None:
         """Raise TenantErased where a tenant was."""

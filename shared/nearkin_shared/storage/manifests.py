@@ -10,7 +10,7 @@ seen unless its highest mark says that it was deleted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from nearkin_shared.formats.manifest import (
 )
 from nearkin_shared.formats.tombstone import Kind, Mark, decode_mark, encode_mark
 from nearkin_shared.objectstore.base import ObjectStore, check_tenant
-from nearkin_shared.objectstore.delegating import record_key_of, takes_bytes
+from nearkin_shared.objectstore.delegating import clear_bytes, file_sizes, record_key_of, takes_bytes
 from nearkin_shared.objectstore.parity import read_decoded
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.results import VersionInfo
@@ -41,6 +41,7 @@ from nearkin_shared.storage.retention_records import SUFFIX as RETENTION_SUFFIX
 from nearkin_shared.storage.retention_records import RetentionRecords, record_sequence
 from nearkin_shared.utils.frozen import frozen
 
+MANIFEST_SUFFIX = ".nkm"
 MARK_SUFFIX = ".nkt"
 _NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.(nkt|nkr))")
 
@@ -78,7 +79,7 @@ def key_digest(tenant: str, key: str) -> str:
 
 def object_name(tenant: str, key: str, version: int) -> str:
     """Return the object name of one version's manifest."""
-    return f"{_folder(tenant, key)}/{version:016x}.nkm"
+    return f"{_folder(tenant, key)}/{version:016x}{MANIFEST_SUFFIX}"
 
 
 def mark_name(tenant: str, key: str, version: int, sequence: int) -> str:
@@ -211,6 +212,15 @@ class ManifestStore:
             else:
                 found[version] = replace(history, sequence=max(history.sequence, sequence), marks_bytes=marks_bytes)
         return found
+
+    def folder_files(self, tenant: str, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, int] | None]]:
+        """Yield each key's folder and {file name: stored bytes} in it, None for one that `histories` has to list."""
+        folders = [_folder(tenant, key) for key in keys]
+        return zip(folders, file_sizes(self._objects, folders), strict=True)
+
+    def clear_bytes(self, name: str, stored_bytes: int) -> int:
+        """Return how many bytes in clear a manifest has that is stored in so many; negative if it is cut short."""
+        return clear_bytes(self._objects, name, stored_bytes)
 
     def find_previous(self, tenant: str, key: str, histories: Mapping[int, History]) -> Previous:
         """Return the newest manifest of a key for the chain of its next version. Raises StoreUnavailable.

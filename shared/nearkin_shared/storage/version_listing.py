@@ -6,14 +6,16 @@ folder of the key: what an index made anew could not name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
+from operator import attrgetter
 
 from nearkin_shared.errors import Corrupt, NotFound, PermanentError
 from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.results import Damage, VersionInfo
-from nearkin_shared.storage.manifests import History, ManifestStore, object_name
+from nearkin_shared.storage.manifests import MANIFEST_SUFFIX, History, ManifestStore, object_name
 
 ListingGroup = tuple[str, tuple[int, ...]]
 """A key and versions of it, ascending: one line of a listing is made of it, or none."""
@@ -63,6 +65,55 @@ def listing_groups(names: Iterable[tuple[str, int]], *, all_versions: bool) -> I
     if all_versions:
         return ((key, (version,)) for key, version in names)
     return ((key, tuple(version for _, version in same)) for key, same in groupby(names, key=lambda entry: entry[0]))
+
+
+def list_from_index(
+    manifests: ManifestStore, tenant: str, entries: Iterable[CatalogEntry], *, all_versions: bool
+) -> Iterator[VersionInfo | Damage]:
+    """Yield what a listing shows of an index's entries, by key and version, without a read of most manifests.
+
+    The folder of a key decides: if it holds the manifests that the index names, in the sizes that it names, and no
+    tombstone or retention record, the entries say all. The manifests of any other key are read. Raises
+    StoreUnavailable.
+    """
+    groups = [list(same) for _, same in groupby(entries, key=attrgetter("key"))]
+    folders = manifests.folder_files(tenant, [group[0].key for group in groups])
+    for group, (folder, files) in zip(groups, folders, strict=True):
+        infos: list[VersionInfo | None] = [None]
+        if files is not None and _holds_only(manifests, folder, files, group):
+            infos = [entry.info for entry in (group if all_versions else group[-1:])]
+        complete = [info for info in infos if info is not None]
+        if len(complete) == len(infos):
+            yield from complete
+        else:
+            names = [(entry.key, entry.version) for entry in group]
+            yield from list_from_manifests(manifests, tenant, names, all_versions=all_versions)
+
+
+def _holds_only(manifests: ManifestStore, folder: str, files: Mapping[str, int], group: list[CatalogEntry]) -> bool:
+    """Return whether the files of a key's folder are the manifests of these entries, in the sizes that they name."""
+    if len(files) != len(group):
+        return False
+    for entry in group:
+        file_name, expected = f"{entry.version:016x}{MANIFEST_SUFFIX}", entry.manifest_bytes
+        stored_bytes = files.get(file_name)
+        if stored_bytes is None:
+            return False
+        if stored_bytes != expected and manifests.clear_bytes(f"{folder}/{file_name}", stored_bytes) != expected:
+            return False
+    return True
+
+
+def list_from_manifests(
+    manifests: ManifestStore, tenant: str, names: Iterable[tuple[str, int]], *, all_versions: bool
+) -> Iterator[VersionInfo | Damage]:
+    """Yield what a listing shows of (key, version) of an index, from their manifests. Raises StoreUnavailable."""
+    retentions = dict[tuple[str, int], int]()
+    for unit in listing_groups(include_unindexed(manifests, tenant, names, retentions), all_versions=all_versions):
+        retention = retentions.get((unit[0], unit[1][-1]))
+        found = visible_version(manifests, tenant, unit, all_versions=all_versions, retention=retention)
+        if found is not None:
+            yield found
 
 
 def visible_version(

@@ -163,7 +163,7 @@ def test_the_client_forgets_what_the_server_lets_it(gateway: RunningGateway) -> 
         with pytest.raises(RetentionActive):
             remote.delete("worm/a", 1)
         policy = RetentionPolicy(keep_last=1)
-        found = list(decisions(remote, "", lambda _: policy, lambda _: 0, time.time(), lambda _: None))
+        found = list(decisions(remote.versions, "", lambda _: policy, lambda _: 0, time.time(), lambda _: None))
         done = forget(remote, found, "a test")
         assert {d.info.key: d.reasons for d in done if d.info.version == 1} == {"worm/a": ("retained",), "free/a": ()}
         assert [(info.key, info.version) for info in remote.versions(all_versions=True)] == [
