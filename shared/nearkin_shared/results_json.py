@@ -2,7 +2,7 @@
 
     info_json  <-> info_from        put_json      <-> put_from
     stats_json <-> stats_from       explain_json  <-> explanation_from
-                                    deletion_json <-> deletion_from
+    deletion_json <-> deletion_from
 
 Scripts use the names, so a name is never removed; a reader ignores unknown names. Invalid values raise ValueError; the
 caller adds the source.

@@ -20,7 +20,7 @@ from typing import Protocol
 from nearkin_shared.config.storage import RetentionPolicy, RetentionSettings
 from nearkin_shared.errors import BadInput, ClockSkew, NotFound, RetentionActive
 from nearkin_shared.formats.manifest import CREATED_US_MAX
-from nearkin_shared.formats.tombstone import NO_REQUEST, Kind, Mark
+from nearkin_shared.formats.tombstone import NO_REQUEST, Mark, MarkKind
 from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin_shared.results import Damage, VersionInfo
 from nearkin_shared.storage.clock_records import RecordedTime
@@ -290,7 +290,7 @@ def apply_policies(
     """
     count = marks_bytes = 0
     for tenant, info in find_expired(settings, keys, manifests, now) if any(map(has_rules, settings.policies)) else ():
-        mark = Mark(tenant, info.key, info.version, 1, Kind.DELETED, 0, 0, NO_REQUEST, WHO, REASON)
+        mark = Mark(tenant, info.key, info.version, 1, MarkKind.DELETED, 0, 0, NO_REQUEST, WHO, REASON)
         if deletions is not None:
             try:
                 deletions.delete(

@@ -42,7 +42,7 @@ def test_a_store_says_what_to_set_where_the_key_is_missing_or_another(root: Path
     with pytest.raises(ConfigError, match=r"storage\.key: .*wrapped by key-encryption key [0-9a-f]{16}"):
         open_store(root, settings=wrong, create=True)
     clear = make_store(tmp_path / "clear", CLEAR)
-    with pytest.raises(ConfigError, match="was made without"):
+    with pytest.raises(ConfigError, match="is not encrypted"):
         open_store(clear, settings=CHOSEN, create=True)
     with open_store(clear, settings=CLEAR, create=True) as store:
         assert find_broken(store, CONTENTS) == set()
@@ -71,7 +71,7 @@ def test_a_tenant_whose_keys_are_lost_is_not_given_another_that_seals_what_nobod
     with open_store(root, settings=CHOSEN, create=True) as store:
         before = objects(root)
         for content in (CONTENTS["alone", 1], random_bytes(50_000, 9)):
-            with pytest.raises(Corrupt, match=r"data keys of tenant .default. are gone.*from a copy"):
+            with pytest.raises(Corrupt, match=r"data keys of tenant .default. are missing.*from a copy"):
                 store.put("anew", content)
         assert objects(root) == before
     with open_store(root, settings=OTHER, create=True) as store:

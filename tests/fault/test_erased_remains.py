@@ -187,7 +187,7 @@ def test_part_of_another_tenant_is_not_taken(root: Path) -> None:
         staged = uploads.load("other", number)
         for path in (root / "keys" / store.keyring.owner_of(domain_of("acme")).hex()).iterdir():
             path.unlink()
-    with opened(root) as store, pytest.raises(Corrupt, match="sealed by key"):
+    with opened(root) as store, pytest.raises(Corrupt, match="encrypted by key"):
         b"".join(Resumable(store._covered, 10).read(staged))
 
 

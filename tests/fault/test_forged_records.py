@@ -17,7 +17,7 @@ from nearkin_shared.errors import Corrupt, FormatTooNew
 from nearkin_shared.formats.columns import check_bytes
 from nearkin_shared.formats.pending_delete_record import MAGIC, QUARANTINED, PendingDelete, decode_record, encode_record
 from nearkin_shared.formats.record_authentication import record_key
-from nearkin_shared.formats.tombstone import Kind, Mark, decode_mark, encode_mark
+from nearkin_shared.formats.tombstone import Mark, MarkKind, decode_mark, encode_mark
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage import descriptor
@@ -52,7 +52,7 @@ def covered() -> ParityObjectStore:
     return objects
 
 
-MARK = Mark("default", "k", 1, 1, Kind.DELETED, 1, 2)
+MARK = Mark("default", "k", 1, 1, MarkKind.DELETED, 1, 2)
 
 
 @pytest.mark.parametrize("data", [b"", encode_mark(MARK), encode_mark(MARK, WRONG_KEY)], ids=["empty", "v1", "mac"])

@@ -207,7 +207,7 @@ def test_removed_record_of_rotated_key_seals_nothing_new() -> None:
     record = f"keys/{first.owner.hex()}/{number:08x}.0000.nkk"
     keys.below.delete(record)
     fresh = keys.another()
-    with pytest.raises(Corrupt, match=f"key {number} of .* was made, and its record is gone"):
+    with pytest.raises(Corrupt, match=f"key {number} of .* was created, but its record is missing"):
         fresh.newest(domain)
     assert fresh.key(first.owner, first.number, "an object").secret == first.secret
     assert fresh.rotate("db") > number

@@ -14,7 +14,7 @@ import pytest
 from nearkin.store import open_store
 from nearkin_shared.errors import BadInput, Corrupt, NotFound, StoreUnavailable
 from nearkin_shared.formats.manifest import Manifest
-from nearkin_shared.formats.tombstone import SEQUENCE_MAX, Kind, Mark, encode_mark
+from nearkin_shared.formats.tombstone import SEQUENCE_MAX, Mark, MarkKind, encode_mark
 from nearkin_shared.index.protocols import MarkedVersion
 from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
@@ -96,7 +96,7 @@ def test_a_number_is_never_given_again(objects: ObjectStore) -> None:
     assert put(manifests) == 4
     assert seen(manifests) == [4]
     # Its bytes are freed: the collector's mark is made, then the manifest goes.
-    manifests.put_mark(Mark("default", "k", 3, 2, Kind.COLLECTED, 5, 0))
+    manifests.put_mark(Mark("default", "k", 3, 2, MarkKind.COLLECTED, 5, 0))
     objects.delete(object_name("default", "k", 3))
     objects.delete(object_name("default", "k", 4))
     assert put(manifests) == 4  # never deleted, it is a manifest that was lost: verify names it
@@ -172,7 +172,7 @@ def test_what_is_collected_never_comes_back() -> None:
     deletions = Deletions(manifests, silent)
     put(manifests)
     deletions.delete("default", "k", **SETTINGS)
-    manifests.put_mark(Mark("default", "k", 1, 2, Kind.COLLECTED, 5, 0))
+    manifests.put_mark(Mark("default", "k", 1, 2, MarkKind.COLLECTED, 5, 0))
     assert seen(manifests) == []
     assert list(deletions.list_deleted("default", ["k"])) == []
     for call in (deletions.undelete, lambda *given: deletions.delete(*given, **SETTINGS)):
@@ -236,10 +236,10 @@ def test_a_request_that_was_cut_short_is_ended_by_its_repeat() -> None:
     deletions = Deletions(manifests, silent)
     put(manifests)
     put(manifests)
-    manifests.put_mark(Mark("default", "k", 1, 1, Kind.DELETED, 10, 2**52, bytes(16)))
+    manifests.put_mark(Mark("default", "k", 1, 1, MarkKind.DELETED, 10, 2**52, bytes(16)))
     assert deletions.delete("default", "k", request=bytes(16), **SETTINGS) == 1
     assert seen(manifests) == []
-    manifests.put_mark(Mark("default", "k", 2, 2, Kind.UNDELETED, 20, 0, bytes(range(16))))
+    manifests.put_mark(Mark("default", "k", 2, 2, MarkKind.UNDELETED, 20, 0, bytes(range(16))))
     assert deletions.undelete("default", "k", request=bytes(range(16))) == 1
     assert seen(manifests) == [1, 2]
 
@@ -279,7 +279,7 @@ def test_bounds_are_named_before_anything_changes() -> None:
         deletions.delete("default", "k", reason="x" * 1025, **SETTINGS)
     assert seen(manifests) == [1]
     for sequence in range(1, SEQUENCE_MAX + 1):
-        kind = Kind.DELETED if sequence % 2 else Kind.UNDELETED
+        kind = MarkKind.DELETED if sequence % 2 else MarkKind.UNDELETED
         manifests.put_mark(Mark("default", "k", 1, sequence, kind, 5, 6 if sequence % 2 else 0))
     with pytest.raises(BadInput, match="want 1 to 1000"):
         deletions.delete("default", "k", **SETTINGS)
@@ -456,7 +456,7 @@ def test_a_deletion_and_the_collector_never_both_have_their_way(objects: ObjectS
 
         def collect(v: int = version) -> str:
             try:
-                ManifestStore(objects).put_mark(Mark("default", "k", v, 2, Kind.COLLECTED, 5, 0))
+                ManifestStore(objects).put_mark(Mark("default", "k", v, 2, MarkKind.COLLECTED, 5, 0))
             except Exception as err:
                 return type(err).__name__
             return "collected"
@@ -493,7 +493,7 @@ def test_a_version_with_all_marks_that_it_may_have_keeps_no_other_from_being_for
         for key in ("a", "b"):
             for content in (b"1", b"2"):
                 store.put(key, content)
-        mark = Mark("default", "a", 1, 1000, Kind.UNDELETED, 1, 0)
+        mark = Mark("default", "a", 1, 1000, MarkKind.UNDELETED, 1, 0)
         (tmp_path / "s" / mark_name("default", "a", 1, 1000)).write_bytes(encode_mark(mark))
         assert store.gc().forgotten == 1
         left = [(info.key, info.version) for info in store.versions(all_versions=True)]

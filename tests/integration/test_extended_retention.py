@@ -17,7 +17,7 @@ from nearkin_shared.config.storage import RetentionPolicy
 from nearkin_shared.crypto.key_wrapping import generate
 from nearkin_shared.errors import BadInput, Corrupt, NotFound, RetentionActive, StoreUnavailable
 from nearkin_shared.formats.retention_record import RetentionRecord, encode_retention
-from nearkin_shared.formats.tombstone import Kind, Mark
+from nearkin_shared.formats.tombstone import Mark, MarkKind
 from nearkin_shared.utils import failpoints
 from nearkin_shared.utils.failpoints import RETENTION_POINTS
 from tests.support.engines.power_cut import lay_tree, read_tree
@@ -126,7 +126,7 @@ def test_gc_keeps_a_deleted_version_that_is_retained(tmp_path: Path, clock: Cloc
         store.put("k", b"one")
         store.retain("k", LATER)
         now_us = int(clock.now * 1e6)
-        store._manifests.put_mark(Mark("default", "k", 1, 1, Kind.DELETED, now_us, now_us))
+        store._manifests.put_mark(Mark("default", "k", 1, 1, MarkKind.DELETED, now_us, now_us))
         store.rebuild_index()
         clock.now += DAY
         assert store.gc().versions == 0
@@ -170,7 +170,7 @@ def test_gc_keeps_a_deleted_version_whose_retention_is_not_known(
     with opened(tmp_path / "s", clock, kind) as store:
         store.put("k", b"one")
         now_us = int(clock.now * 1e6)
-        store._manifests.put_mark(Mark("default", "k", 1, 1, Kind.DELETED, now_us, now_us))
+        store._manifests.put_mark(Mark("default", "k", 1, 1, MarkKind.DELETED, now_us, now_us))
         name = store._manifests.retentions.name("default", "k", 1, 1)
         (store.root / name).write_bytes(FORGED[forgery])
         store.rebuild_index()

@@ -14,7 +14,7 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.key_wrapping import generate
 from nearkin_shared.errors import Corrupt, RetentionActive
-from nearkin_shared.formats.tombstone import Kind, Mark
+from nearkin_shared.formats.tombstone import Mark, MarkKind
 from tests.support.fakes.clock import DAY, Clock
 
 START = datetime(2026, 11, 2, 6, tzinfo=UTC)
@@ -67,7 +67,7 @@ def test_gc_keeps_a_version_with_a_lost_record(tmp_path: Path, clock: Clock, res
     with opened(tmp_path / "s", clock) as store:
         lose_first_record(store)
         now_us = int(clock.now * 1e6)
-        store._manifests.put_mark(Mark("default", "k", 1, 1, Kind.DELETED, now_us, now_us))
+        store._manifests.put_mark(Mark("default", "k", 1, 1, MarkKind.DELETED, now_us, now_us))
         if restart:
             store.rebuild_index()
         clock.now += DAY

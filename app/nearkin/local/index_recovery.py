@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from nearkin_shared.errors import PermanentError, TenantErased
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.pending_delete_record import Record
-from nearkin_shared.formats.tombstone import Kind
+from nearkin_shared.formats.tombstone import MarkKind
 from nearkin_shared.index.protocols import MarkedVersion
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
@@ -153,7 +153,7 @@ class IndexRecovery:
         if history.sequence and history.sequence % 2 == 0 and history.committed:
             with suppress(PermanentError):
                 mark = self._manifests.mark(tenant, key, history.version, history.sequence)
-                return history.sequence - (mark.kind is Kind.COLLECTED)
+                return history.sequence - (mark.kind is MarkKind.COLLECTED)
         return history.sequence
 
     def marks_of(

@@ -21,7 +21,7 @@ from nearkin_shared.errors import Corrupt, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.pending_delete_record import Record
-from nearkin_shared.formats.tombstone import Kind
+from nearkin_shared.formats.tombstone import MarkKind
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.protocols import Index, MarkedVersion
 from nearkin_shared.reading.chunk_reader import ChunkReader
@@ -229,7 +229,7 @@ def _collected_manifests(manifests: ManifestStore, marks: list[tuple[str, int]])
     for manifest, (sequence, name) in highest.items():
         if sequence % 2 == 0:
             with suppress(PermanentError):
-                if manifests.read_mark(name).kind is Kind.COLLECTED:
+                if manifests.read_mark(name).kind is MarkKind.COLLECTED:
                     found.add(manifest)
     return found
 
@@ -264,7 +264,7 @@ def _marked_versions(
         except PermanentError:
             skipped.append(name)
         else:
-            ending = mark.kind is Kind.COLLECTED and manifest in known  # listed until the round goes on: as deleted
+            ending = mark.kind is MarkKind.COLLECTED and manifest in known  # listed until the round goes on: as deleted
             total_bytes = marks_bytes + records_bytes.get(manifest, 0)
             yield MarkedVersion(mark.tenant, mark.key, mark.version, sequence - ending, total_bytes)
 

@@ -1,13 +1,12 @@
-"""Erasure records of an encrypted store. Invariant: a record that does not verify erases and frees nothing.
+"""Read and write the erasure records of an encrypted store.
 
     keys/erased/<owner>.nke      `keys erase` was run: due at once, or after a grace in which it can be cancelled
-    keys/erased/<owner>.swept    nothing is left of what the owner's keys sealed
+    keys/erased/<owner>.swept    no object under the owner's keys exists any more
 
-Both are authenticated under a key that is derived from the store's first data key. A record without authentication,
-of an older Nearkin, is believed only where no key of the owner is left: nothing can be lost by it then.
+Both are authenticated with a key derived from the store's first data key. A record without a MAC, of an older Nearkin,
+is accepted only if no key of the owner exists: it cannot destroy anything then.
 
-A record holds the erasure epoch of its owner, which `heads/keys/` holds too and a cancel advances before it removes
-the record: a record of an earlier epoch, put back from a copy, erases nothing.
+Invariant: a record that does not verify erases and frees nothing.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class Erasure:
 
     owner: bytes
     erased_us: int = 0
-    """Microseconds since 1970, UTC: when it was asked for."""
+    """Microseconds since 1970, UTC: time of the request."""
     due_us: int = 0
-    """When the keys are removed: `erased_us` plus the grace."""
+    """Time of the removal of the keys: `erased_us` plus the grace."""
     problem: str | None = None
-    """Why the record is not believed: the owner is blocked, and nothing of it is removed."""
+    """Why the record is invalid: the owner is blocked, and no object of it is removed."""
     epoch: int = 0
     """The erasure epoch of the owner when it was recorded."""
 
@@ -45,7 +44,7 @@ class Erasure:
 
 
 class ErasureRecords:
-    """The erasure records of one store. Safe between processes: each record is created exclusively."""
+    """The erasure records of one store, each created exclusively; safe between processes."""
 
     def __init__(
         self,
@@ -54,14 +53,14 @@ class ErasureRecords:
         heads: KeyHeads,
         has_keys: Callable[[bytes], bool],
     ) -> None:
-        """`objects` as they are stored; `has_keys` tells whether an owner has a key record."""
+        """`objects` are unencrypted; `has_keys` returns whether an owner has a key record."""
         self._objects = objects
         self._mac_key = mac_key
         self._heads = heads
         self._has_keys = has_keys
 
     def find(self, owner: bytes) -> Erasure | None:
-        """Return the erasure of an owner, None where there is no record. Raises StoreUnavailable."""
+        """Return the erasure of an owner, or None. Raises StoreUnavailable."""
         name = fmt.erased_name(owner)
         try:
             found = self._read(name)
@@ -91,8 +90,8 @@ class ErasureRecords:
     def all(self) -> dict[bytes, Erasure]:
         """Return every erasure whose objects may still exist, by owner. Raises StoreUnavailable."""
         listed = [fmt.erased_owner(name) for name, _ in self._objects.names(fmt.ERASED_FOLDER)]
-        owners = sorted({said[0] for said in listed if said is not None})
-        swept = {said[0] for said in listed if said is not None and said[1]}
+        owners = sorted({parsed_name[0] for parsed_name in listed if parsed_name is not None})
+        swept = {parsed_name[0] for parsed_name in listed if parsed_name is not None and parsed_name[1]}
         found = {}
         for owner in owners:
             erasure = self.find(owner) or Erasure(owner, problem=f"{fmt.erased_name(owner)}: missing; {_REMEDY}")
@@ -101,9 +100,9 @@ class ErasureRecords:
         return found
 
     def add(self, owner: bytes, erased_us: int, due_us: int) -> Erasure:
-        """Record an erasure, durably; return the one that holds. Raises StoreUnavailable.
+        """Record an erasure, durably; return the one that applies. Raises StoreUnavailable.
 
-        An earlier erasure holds, unless its record does not verify or is due later.
+        An earlier erasure applies, unless its record does not verify or is due later.
         """
         epoch = self._heads.read().epochs.get(owner, erased_us)
         self._heads.note_epoch(owner, epoch)
@@ -112,17 +111,17 @@ class ErasureRecords:
         try:
             self._objects.put_new(fmt.erased_name(owner), data)
         except AlreadyExists:
-            before = self.find(owner)
-            if before is not None and before.problem is None and before.due_us <= due_us:
-                return before
+            earlier = self.find(owner)
+            if earlier is not None and earlier.problem is None and earlier.due_us <= due_us:
+                return earlier
             self._replace(fmt.erased_name(owner), data)
         return made
 
     def _replace(self, name: str, data: bytes) -> None:
-        """Replace a record: were it removed first, a process that dies in between would open the tenant again."""
+        """Replace a record in one step: between a removal and a put the tenant would be open."""
         self._objects.inner.delete(parity_name(name))
         self._objects.replace(name, data)
-        with suppress(StoreUnavailable):  # the record holds; `nearkin repair` adds the parity
+        with suppress(StoreUnavailable):  # the record applies; `nearkin repair` adds the parity
             self._objects.add_parity(name, data)
 
     def cancel(self, owner: bytes, now_us: int) -> None:
@@ -142,7 +141,7 @@ class ErasureRecords:
         self._remove(fmt.erased_name(owner))
 
     def add_swept(self, erasure: Erasure) -> None:
-        """Record that no object of an erased owner is left. Raises StoreUnavailable."""
+        """Record that no object of an erased owner exists. Raises StoreUnavailable."""
         data = fmt.encode_erased(
             erasure.owner, erasure.erased_us, erasure.due_us, self._mac_key(), epoch=erasure.epoch, swept=True
         )
@@ -156,11 +155,11 @@ class ErasureRecords:
                     self._objects.put_new(name, data)
 
     def check(self, name: str) -> None:
-        """Read a record as it is stored, past parity. Raises NotFound, Corrupt, FormatTooNew."""
-        said = fmt.erased_owner(name)
+        """Verify a record as stored, without parity. Raises NotFound, Corrupt, FormatTooNew."""
+        parsed_name = fmt.erased_owner(name)
         data = self._objects.inner.get(name)
         fmt.decode_erased(data, name, self._mac_key())
-        found = None if said is None or said[1] else self.find(said[0])
+        found = None if parsed_name is None or parsed_name[1] else self.find(parsed_name[0])
         if found is not None and found.problem is not None:
             raise Corrupt(found.problem)
 
@@ -171,23 +170,23 @@ class ErasureRecords:
             return False
         if found.authenticated:
             return True
-        # Both records of an older Nearkin: then the keys are gone, as `find` has looked.
+        # Both records are of an older Nearkin: `find` verified that the keys are removed.
         try:
             return not self._read(fmt.erased_name(erasure.owner)).authenticated
         except PermanentError:
             return False
 
     def _read(self, name: str) -> fmt.ErasedRecord:
-        return read_decoded(self._objects, name, lambda data, what: fmt.decode_erased(data, what, self._mac_key()))
+        return read_decoded(self._objects, name, lambda data, name: fmt.decode_erased(data, name, self._mac_key()))
 
     def _remove(self, name: str) -> None:
-        """Remove a record and its parity, whether or not parity is made now."""
+        """Remove a record and its parity, whether or not the settings require parity."""
         self._objects.inner.delete(parity_name(name))
         self._objects.inner.delete(name)
 
 
 _REMEDY = (
-    "the tenant is blocked and nothing of it is removed: if nobody ran `nearkin keys erase`, or it was cancelled, run "
-    "`nearkin keys erase TENANT --cancel`, or remove the file, and find out who can write to the store; else run "
+    "the tenant is blocked and nothing of it is removed: if no operator ran `nearkin keys erase`, or it was cancelled, "
+    "run `nearkin keys erase TENANT --cancel`, or remove the file, and find out who can write to the store; else run "
     "`nearkin keys erase` again"
 )

@@ -1,9 +1,8 @@
-"""Highest key numbers. Invariant: an owner's newest key seals nothing while a later one is known to have been made.
+"""Record the highest key number of each owner.
 
-heads/keys/0000000000000007.nkh     JSON with a MAC under the store's first data key; the highest sequence holds
+    heads/keys/0000000000000007.nkh     JSON with a MAC under the store's first data key; the highest sequence counts
 
-The record also holds the erasure epoch of each owner: a cancel advances it, so that a cancelled erasure record of
-an earlier epoch erases nothing if it is put back.
+Invariant: an owner's newest key encrypts nothing if a later one is known to have been created.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FOLDER = "heads/keys"
 VERSION = 2
 """2 has `epochs`; a record without any is written as version 1."""
 BYTES_MAX = 16 << 20
-"""Some 300,000 owners."""
+"""About 300,000 owners."""
 RACES_MAX = 100
 
 
@@ -40,16 +39,22 @@ class KeyHeadRecord:
 
 
 class KeyHeads:
-    """The highest key number and the erasure epoch of each owner of keys. Safe between processes."""
+    """The highest key number and the erasure epoch of each owner of keys.
+
+    Safe between processes.
+    """
 
     def __init__(self, objects: ObjectStore, mac_key: Callable[[], bytes]) -> None:
         self._records = VersionedRecords(objects, FOLDER, "nkh", "highest key numbers")
         self._mac_key = mac_key
 
     def read(self) -> KeyHeadRecord:
-        """Return the record that holds; an empty one before a key was made. Raises Corrupt, StoreUnavailable."""
-        held = self._records.holding(self.at, _broken_error)
-        return KeyHeadRecord() if held is None else held[1]
+        """Return the newest record; an empty one before a key was created.
+
+        Raises Corrupt, StoreUnavailable.
+        """
+        newest = self._records.holding(self.at, _broken_error)
+        return KeyHeadRecord() if newest is None else newest[1]
 
     def at(self, sequence: int) -> KeyHeadRecord:
         """Return one record. Raises NotFound, Corrupt, StoreUnavailable."""
@@ -57,18 +62,18 @@ class KeyHeads:
         try:
             if len(data) > BYTES_MAX:
                 raise ValueError(f"{len(data)} bytes; at most {BYTES_MAX}")  # noqa: TRY301 - one place names it
-            said = json.loads(data)
-            check_json_mac(said, self._mac_key(), name)
-            if said["version"] not in (1, VERSION) or said["sequence"] != sequence:
-                raise ValueError(f"version {said['version']}, sequence {said['sequence']}")  # noqa: TRY301
-            numbers = _by_owner(said["heads"])
-            epochs = _by_owner(said["epochs"]) if said["version"] == VERSION else {}
+            record = json.loads(data)
+            check_json_mac(record, self._mac_key(), name)
+            if record["version"] not in (1, VERSION) or record["sequence"] != sequence:
+                raise ValueError(f"version {record['version']}, sequence {record['sequence']}")  # noqa: TRY301
+            numbers = _by_owner(record["heads"])
+            epochs = _by_owner(record["epochs"]) if record["version"] == VERSION else {}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
             raise Corrupt(f"{name}: {err}") from err
         return KeyHeadRecord(numbers, epochs)
 
     def note(self, owner: bytes, number: int) -> None:
-        """Record that an owner was given a key number. Raises Corrupt, RetryableError, StoreUnavailable."""
+        """Record a key number of an owner. Raises Corrupt, RetryableError, StoreUnavailable."""
         self._raise_to(owner, number=number)
 
     def note_epoch(self, owner: bytes, epoch: int) -> None:
@@ -83,11 +88,13 @@ class KeyHeads:
                 return
             numbers, epochs = _raised(heads.numbers, owner, number), _raised(heads.epochs, owner, epoch)
             sequence = self._records.following(listed)
-            said: dict[str, object] = {"version": VERSION if epochs else 1, "sequence": sequence, "heads": numbers}
+            record: dict[str, object] = {"version": VERSION if epochs else 1, "sequence": sequence, "heads": numbers}
             if epochs:
-                said["epochs"] = epochs
+                record["epochs"] = epochs
             try:
-                self._records.add(sequence, json.dumps({**said, "mac": mac_of_json(said, self._mac_key())}).encode())
+                self._records.add(
+                    sequence, json.dumps({**record, "mac": mac_of_json(record, self._mac_key())}).encode()
+                )
             except AlreadyExists:
                 continue
             self._records.remove(listed)
@@ -95,8 +102,8 @@ class KeyHeads:
         raise RetryableError(f"{FOLDER}: changed {RACES_MAX} times while it was written; try again")
 
 
-def _by_owner(said: dict[str, int]) -> dict[bytes, int]:
-    found = {bytes.fromhex(owner): int(number) for owner, number in said.items()}
+def _by_owner(record: dict[str, int]) -> dict[bytes, int]:
+    found = {bytes.fromhex(owner): int(number) for owner, number in record.items()}
     if any(len(owner) != OWNER_BYTES for owner in found):
         raise ValueError("an owner of another length")
     return found

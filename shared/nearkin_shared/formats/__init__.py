@@ -1,1 +1,4 @@
-"""Formats: bytes to records and back, without input or output. Invariant: a parser refuses what it does not know."""
+"""Encode and decode stored records, without input or output.
+
+Invariant: a parser refuses unknown formats.
+"""

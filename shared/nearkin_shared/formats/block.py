@@ -1,6 +1,8 @@
-"""Block. Invariant: what is written was decoded and compared; what is read is checksummed before it is decoded.
+"""Encode and decode blocks.
 
 A block is a header and a payload: chunks, VCDIFF deltas, or chunks in a frame that refers to bases.
+
+Invariant: a written block was decoded and compared; a read block is checksummed before it is decoded.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 @frozen
 class EncodedBlock:
-    """A sealed block: its header and payload, ready to write, and what the directory says of it."""
+    """A finished block: header and payload to write, and its values for the directory."""
 
     header: bytes
     payload: bytes | memoryview
@@ -35,22 +37,23 @@ class EncodedBlock:
 
     @property
     def stored_bytes(self) -> int:
-        """Return the payload's bytes, header not counted."""
+        """Bytes of the payload without the header."""
         return len(self.payload)
 
     @property
     def record(self) -> bytes:
-        """Return header and payload, a copy."""
+        """Header and payload, copied."""
         return b"".join([self.header, self.payload])
 
 
 def encode_block(
     raw: U8, kind: int, depth: int, encoder: FrameEncoder, options: Mapping[int, int] | None = None
 ) -> EncodedBlock:
-    """Return `raw` compressed, or as it is where that is not smaller. Decoded and compared before it is kept (I7).
+    """Compress `raw`, or store it if that is not smaller; decode and compare it (I7).
 
-    `options` are those of zstd for this block, None: the encoder's. Raises Corrupt when the decoded bytes differ:
-    memory or the library failed.
+    `options` are zstd parameters for this block, None: the encoder's. Raises Corrupt if the decoded bytes differ:
+    memory
+    or the library failed.
     """
     frame = encoder.encode(raw, None, options)
     if len(frame) < len(raw):
@@ -61,9 +64,9 @@ def encode_block(
 def encode_patch(
     raw: U8, prefix: Buffer, depth: int, encoder: FrameEncoder, options: Mapping[int, int]
 ) -> EncodedBlock:
-    """Return `raw` as one frame that refers to `prefix`, 8 bytes at least; else as `encode_block`.
+    """Compress `raw` as one frame with `prefix` (at least 8 bytes) as its dictionary.
 
-    `options` are those of zstd for this block.
+    `options` are zstd parameters for this block.
     """
     return _frame(raw, ZSTD, PATCH, depth, encoder.encode(raw, prefix, options))
 
@@ -74,21 +77,21 @@ def _frame(raw: U8, codec: int, kind: int, depth: int, payload: bytes | memoryvi
     return EncodedBlock(BLOCK.pack(*fields, check), payload, len(raw), codec, kind, depth)
 
 
-def lost_block(raw_bytes: int, was: bytes) -> EncodedBlock:
-    """Return what stands for chunks whose bytes are lost, `raw_bytes` together: every reader refuses it.
+def lost_block(raw_bytes: int, record: bytes) -> EncodedBlock:
+    """Return the block that replaces `raw_bytes` of lost chunks: every reader refuses it.
 
-    `was` is the broken record that they lay in, kept as it was found; of a block that was lost before, what that kept.
+    `record` is the corrupt record of these chunks, kept as found; of a block that was lost before, its kept bytes.
     """
-    kept = was[BLOCK.size :] if was[:4] == LOST else was
+    kept = record[BLOCK.size :] if record[:4] == LOST else record
     return EncodedBlock(BLOCK.pack(LOST, STORED, RAW, 0, 0, raw_bytes, len(kept), b""), kept, raw_bytes, STORED, RAW, 0)
 
 
-def _new(size_bytes: int) -> U8:
+def _allocate(size_bytes: int) -> U8:
     return np.empty(size_bytes, np.uint8)
 
 
 class CheckedBlock(NamedTuple):
-    """What a block record holds: `payload` as it is stored, of which the checksum agrees."""
+    """The contents of a block record; the checksum of `payload` was verified."""
 
     codec: int
     kind: int
@@ -97,12 +100,12 @@ class CheckedBlock(NamedTuple):
 
 
 def checked_block(record: bytes | memoryview, what: str) -> CheckedBlock:
-    """Return what one block record (header and payload) holds. Raises Corrupt, naming `what`."""
+    """Verify one block record (header and payload). Raises Corrupt, with the name `what`."""
     view = memoryview(record)
     try:
         magic, codec, kind, _depth, reserved, raw_bytes, stored_bytes, check = BLOCK.unpack_from(view)
     except struct.error as err:
-        raise Corrupt(f"{what}: cut short") from err
+        raise Corrupt(f"{what}: truncated") from err
     payload = view[BLOCK.size :]
     if magic == LOST:
         raise Corrupt(f"{what}: its bytes are lost: put the same content again, or run `nearkin repair` with a copy")
@@ -122,12 +125,13 @@ def checked_block(record: bytes | memoryview, what: str) -> CheckedBlock:
 
 
 def decode_block(
-    record: bytes | memoryview, what: str, prefix: Buffer | None = None, take: Callable[[int], U8] = _new
+    record: bytes | memoryview, what: str, prefix: Buffer | None = None, take: Callable[[int], U8] = _allocate
 ) -> U8:
-    """Return the decoded bytes of one block record (header and payload). Raises Corrupt, naming `what`.
+    """Decode one block record (header and payload). Raises Corrupt, with the name `what`.
 
-    `prefix`: the bytes of a patch block's bases; None checks the block and returns no bytes of it. `take` returns room
-    for so many bytes.
+    `prefix`: the bytes of a patch block's bases; None verifies a patch block and returns no bytes. `take` returns a
+    buffer
+    of the given size.
     """
     checked = checked_block(record, what)
     if checked.kind == PATCH and prefix is None:

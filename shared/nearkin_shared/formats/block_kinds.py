@@ -1,7 +1,10 @@
-"""Blocks that a round gathered. Invariant: told by the directory alone, and a wrong guess costs bytes, never chunks.
+# size: needs Directory, which formats of blocks do not import
+"""Recognise merged blocks and reference blocks by the directory.
 
-gathered    holds chunks of several versions, some of them behind all that the container's own recipes name
-referring   is nothing but the bytes of a chunk that lies in a gathered block
+merged      contains chunks of several versions; some follow all chunks that the container's own recipes name
+reference   contains nothing but a slice of a chunk in a merged block
+
+Invariant: only the directory is read, and a wrong guess costs bytes, never chunks.
 """
 
 from __future__ import annotations
@@ -14,31 +17,33 @@ from nearkin_shared.types import Bools
 
 
 def reference_blocks(directory: Directory) -> Bools:
-    """Return which blocks are nothing but the bytes of what they lean on."""
+    """Return a mask of blocks that are slices of chunks in merged blocks."""
     return _with_rank(directory, container_layout.REFERENCE_RANK)
 
 
 def merged_blocks(directory: Directory) -> Bools:
-    """Return which blocks hold what was taken in. Of those that lean on others their chunks tell.
+    """Return a mask of merged blocks.
 
-    Of those that lean on nothing: chunks behind all those that the container's own recipes name; where some of these
-    are gone, blocks whose chunks do not lie one behind the other among those that lean on nothing. What is put lies so.
+    Delta blocks are recognised by the rank of their chunks. Raw blocks are recognised indirectly: they contain chunks
+    after
+    all those that the container's own recipes name. If some recipes were removed, they are those whose chunks are not
+    consecutive among chunks at depth 0, as a put writes them.
     """
     chunks, own_rows = directory.chunks, directory.own_rows
-    found = np.zeros(len(directory.blocks), np.bool_)
+    is_merged = np.zeros(len(directory.blocks), np.bool_)
     rows = np.flatnonzero(chunks.there & (chunks.depths == 0))
     blocks = chunks.blocks[rows]
     if own_rows is not None:
-        found[blocks[rows >= own_rows]] = True
+        is_merged[blocks[rows >= own_rows]] = True
     elif len(rows):
-        first = np.append(True, blocks[1:] != blocks[:-1])
-        found[np.bincount(blocks[first], minlength=len(found)) > 1] = True
+        starts_run = np.append(True, blocks[1:] != blocks[:-1])
+        is_merged[np.bincount(blocks[starts_run], minlength=len(is_merged)) > 1] = True
     raw: Bools = directory.blocks.kinds == container_layout.RAW
-    return (found & raw) | _with_rank(directory, container_layout.MERGED_RANK)
+    return (is_merged & raw) | _with_rank(directory, container_layout.MERGED_RANK)
 
 
 def _with_rank(directory: Directory, rank: int) -> Bools:
     chunks = directory.chunks
-    found = np.zeros(len(directory.blocks), np.bool_)
-    found[chunks.blocks[chunks.there & (chunks.ranks == rank)]] = True
-    return found
+    is_merged = np.zeros(len(directory.blocks), np.bool_)
+    is_merged[chunks.blocks[chunks.there & (chunks.ranks == rank)]] = True
+    return is_merged

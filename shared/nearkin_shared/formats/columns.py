@@ -1,10 +1,11 @@
-"""Columns: a table as one compressed run. Invariant: what `unpack` returns has the dtypes and rows that were packed.
+"""Pack a table as one compressed run of columns.
 
     | rows u32 | stored u32 | zstd frame of the byte planes |
 
 Each column is split into byte planes (all lowest bytes, then all second bytes, ...): high planes of small numbers are
-runs of zeros, which is what brings a chunk's length or a recipe's run down to 1 to 2 bytes
-(docs/internals/formats/columns.md).
+runs of zeros, so that a chunk's length or a recipe's run takes 1 to 2 bytes (docs/internals/formats/columns.md).
+
+Invariant: `unpack` returns the dtypes and rows that were packed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from nearkin_shared.errors import Corrupt
 from nearkin_shared.kernels.zstd_frames import decode_frame
 
 LEVEL = 12
-"""Directories are a few KiB: level 12 costs under 2 ms a container and takes 4 % more off them than level 3."""
+"""Level 12 takes under 2 ms for a directory of a few KiB and makes it 4 % smaller than level 3."""
 CHECK_BYTES = 8
 
 _HEAD = Struct("<II")
@@ -41,7 +42,7 @@ def check_bytes(*parts: bytes | memoryview | NDArray[np.uint8]) -> bytes:
 
 
 def pack(columns: Sequence[Column]) -> bytes:
-    """Return the packed table; each column has one dimension, all the same length, dtypes fixed by the caller."""
+    """Pack columns of equal length and one dimension; the caller fixes the dtypes."""
     rows = len(columns[0])
     if any(len(column) != rows for column in columns):
         raise ValueError(f"columns of {[len(column) for column in columns]} rows: want one length")
@@ -53,14 +54,14 @@ def pack(columns: Sequence[Column]) -> bytes:
 
 
 def unpack(data: memoryview, dtypes: Sequence[np.dtype[Any]], rows_max: int, what: str) -> tuple[list[Column], int]:
-    """Return the columns and how many bytes of `data` they took.
+    """Return the columns and the number of bytes of `data` that they used.
 
-    Raises Corrupt, naming `what`; more than `rows_max` rows are refused before any memory is taken for them.
+    Raises Corrupt, with the name `what`; more than `rows_max` rows are refused before memory is allocated.
     """
     try:
         rows, stored_bytes = _HEAD.unpack_from(data)
     except struct.error as err:
-        raise Corrupt(f"{what}: cut short before a table") from err
+        raise Corrupt(f"{what}: truncated before a table") from err
     end = _HEAD.size + stored_bytes
     if rows > rows_max or end > len(data) or (not rows and stored_bytes):
         raise Corrupt(f"{what}: a table of {rows} rows in {stored_bytes} bytes; at most {rows_max} in {len(data)}")
@@ -77,7 +78,7 @@ def unpack(data: memoryview, dtypes: Sequence[np.dtype[Any]], rows_max: int, wha
 
 
 def inflate(frame: bytes | memoryview, raw_bytes: int, what: str) -> NDArray[np.uint8]:
-    """Return the `raw_bytes` that one zstd frame holds; never allocates more. Raises Corrupt."""
+    """Decompress one zstd frame of `raw_bytes`; allocates no more. Raises Corrupt."""
     raw = np.empty(raw_bytes, np.uint8)
     decode_frame(frame, raw, what)
     return raw

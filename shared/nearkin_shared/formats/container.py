@@ -1,11 +1,13 @@
-"""Container. Invariant: every byte belongs to exactly one checksummed record; a reader needs nothing but the file.
+"""Encode and decode containers.
 
     0        4     6      8              16        32
     | NKC1 | ver | flags | container id | domain  | block ... | directory | footer |
 
 Chunks are numbered in stream order, across blocks; deltas and patch blocks name bases by (container, ordinal), and
-segment recipes name their chunks the same way, so that a fingerprint is written once in the life of a chunk.
-docs/internals/formats/container.md.
+segment recipes name their chunks the same way, so that a fingerprint is written once in the life of a chunk
+(docs/internals/formats/container.md).
+
+Invariant: every byte belongs to exactly one checksummed record; a reader needs nothing but the file.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from nearkin_shared.types import CONTAINER_ID_MIN, ContainerId
 
 
 class EncodedContainer(NamedTuple):
-    """A container in pieces that lie one behind the other; of `directory_bytes` the recipes take `recipe_bytes`."""
+    """The consecutive parts of a container; `recipe_bytes` are a part of `directory_bytes`."""
 
     parts: Sequence[bytes | memoryview]
     directory_bytes: int
@@ -40,16 +42,16 @@ class EncodedContainer(NamedTuple):
 
     @property
     def data(self) -> bytes:
-        """Return the whole, a copy."""
+        """The whole container, copied."""
         return b"".join(self.parts)
 
     def read_back(self, what: str) -> Directory:
-        """Return the directory as its own bytes say it. Raises Corrupt where the parts are not the container."""
+        """Decode the directory from its bytes. Raises Corrupt if the parts are no container."""
         header, directory, footer = self.parts[0], self.parts[-4], b"".join(self.parts[-3:])
         container_bytes = sum(len(part) for part in self.parts)
         _, size, check = footer_of(header, footer, container_bytes, what)
         if size != len(directory):
-            raise Corrupt(f"{what}: a directory of {len(directory)} bytes where its footer says {size}")
+            raise Corrupt(f"{what}: a directory of {len(directory)} bytes but its footer states {size}")
         container, domain = container_id_of(header, what)
         return decode_directory(directory, container, domain, container_bytes, check, what)
 
@@ -64,7 +66,7 @@ def encode_container(
     segments: SegmentTable,
     prefixes: PrefixTable | None = None,
 ) -> EncodedContainer:
-    """Return the container, ready to write. A block that is None is gone."""
+    """Return the container, ready to write. A block that is None was removed."""
     whole = bool(chunks.there.all()) and None not in blocks
     version = VERSION_WHOLE if whole else VERSION
     parts: list[bytes | memoryview] = [HEADER.pack(b"NKC1", version, 0, container, domain)]
@@ -82,7 +84,7 @@ def encode_container(
 
 
 def container_id_of(header: bytes | memoryview, what: str) -> tuple[ContainerId, bytes]:
-    """Return (id, domain) of a container's header. Raises Corrupt, or FormatTooNew naming both versions."""
+    """Return (id, domain) of a container's header. Raises Corrupt, FormatTooNew."""
     try:
         magic, version, flags, container, domain = HEADER.unpack_from(header)
     except struct.error as err:
@@ -101,7 +103,7 @@ def container_id_of(header: bytes | memoryview, what: str) -> tuple[ContainerId,
 def footer_of(
     header: bytes | memoryview, footer: bytes | memoryview, container_bytes: int, what: str
 ) -> tuple[int, int, bytes]:
-    """Return (directory offset, directory bytes, its check). Raises Corrupt."""
+    """Return (directory offset, directory bytes, directory checksum). Raises Corrupt."""
     try:
         offset, size, check, frame_check, magic = FOOTER.unpack(footer)
     except struct.error as err:
@@ -112,25 +114,25 @@ def footer_of(
     ):
         raise Corrupt(f"{what}: footer's checksum does not agree")
     if offset + size + FOOTER.size != container_bytes or offset < HEADER.size:
-        raise Corrupt(f"{what}: {container_bytes} bytes where its footer says {offset + size + FOOTER.size}")
+        raise Corrupt(f"{what}: {container_bytes} bytes but its footer states {offset + size + FOOTER.size}")
     return offset, size, check
 
 
 def decode_container(data: bytes | memoryview, what: str) -> Directory:
-    """Return the directory of a whole container held in memory, after checking header and footer."""
+    """Return the directory of a container in memory, after checking header and footer."""
     view = memoryview(data)
     if len(view) < HEADER.size + FOOTER.size:
         raise Corrupt(f"{what}: {len(view)} bytes are too few for a container")
     if len(view) > CONTAINER_BYTES_MAX:
         raise BadInput(f"{what}: {len(view)} bytes; a container has at most {CONTAINER_BYTES_MAX}")
-    # The footer first: its check covers the header, so that a flipped bit is not taken for a newer format.
+    # Check the footer first: its checksum covers the header, so that a flipped bit is not reported as a newer format.
     offset, size, check = footer_of(view, view[-FOOTER.size :], len(view), what)
     container, domain = container_id_of(view, what)
     return decode_directory(view[offset : offset + size], container, domain, len(view), check, what)
 
 
 def copied_block(directory: Directory, number: int, record: bytes | memoryview) -> EncodedBlock:
-    """Return a block of a container as it is, to be written into another generation."""
+    """Return an unchanged block of a container, for its next generation."""
     blocks = directory.blocks
     return EncodedBlock(
         bytes(record[: BLOCK.size]),

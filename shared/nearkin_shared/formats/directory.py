@@ -1,4 +1,4 @@
-"""What a container says of itself, decoded: tables of its blocks, chunks, segment recipes and patch blocks' bases."""
+"""Define the decoded directory of a container: blocks, chunks, recipes, bases."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from nearkin_shared.types import NAME_BYTES, U8, U32, U64, Bools, ContainerId, L
 from nearkin_shared.utils.frozen import frozen
 
 BLOCK_ROW_BYTES = 320
-"""Of memory for each block: 31 in arrays, and what Python takes for a BlockRow."""
+"""Memory for each block: 31 bytes in arrays, the rest for a BlockRow."""
 DIRECTORY_BYTES = 6 * 1024
-"""Of memory for a directory of no rows: what Python takes for its objects."""
+"""Memory for an empty directory: its Python objects."""
 
 
 @frozen
 class ChunkTable:
-    """How the chunks of one container are kept; all arrays have one row a chunk, in stream order.
+    """The chunks of one container; all arrays have one row a chunk, in stream order.
 
-    `blocks` says in which block the encoding lies, `positions` and `encoded` where in the decoded block (bytes).
-    `bases` is (0, 0) for a chunk at depth 0; of a chunk in a patch block it is the one that gives most of its bytes.
-    `ranks` says which super-feature found that base, or LOCALITY_RANK. A chunk of length 0 is gone: all of it is zero.
+    `blocks` is the block of the encoding, `positions` and `encoded` its bytes in the decoded block. `bases` is (0, 0)
+    for a
+    chunk at depth 0; for a chunk in a patch block it is the base that shares most bytes with it. `ranks` is the
+    super-feature that found the base, or LOCALITY_RANK. A chunk of length 0 was removed: its whole row is zero.
     """
 
     names: U8
@@ -44,16 +45,18 @@ class ChunkTable:
 
     @property
     def there(self) -> Bools:
-        """Return which chunks are not gone."""
-        there: Bools = self.lengths > 0
-        return there
+        """Mask of the chunks that were not removed."""
+        present: Bools = self.lengths > 0
+        return present
 
 
 @frozen
 class BlockTable:
-    """The blocks of one container: `offsets` uint64 and `stored` uint32 bytes of the payload, `raw` bytes decoded.
+    """The blocks of one container.
 
-    A block of no bytes is gone; its number is never given to another.
+    `offsets` uint64 and `stored` uint32: bytes of the payload, `raw`: bytes decoded. A block of no bytes was removed;
+    its
+    number is not reused.
     """
 
     offsets: U64
@@ -68,9 +71,9 @@ class BlockTable:
 
 
 class BlockRow(NamedTuple):
-    """One block in plain numbers, each of which takes 0.1 us to look up in an array.
+    """One block as Python integers, because a lookup in an array takes 0.1 us.
 
-    It lies at bytes start to stop of its container, header and payload; its bases are rows of the prefix table.
+    Header and payload are bytes start to stop of the container; the bases are rows of the prefix table.
     """
 
     start: int
@@ -83,14 +86,15 @@ class BlockRow(NamedTuple):
 
     @property
     def place(self) -> slice:
-        """Return where in its container it lies."""
+        """Byte range in the container."""
         return slice(self.start, self.stop)
 
 
 @frozen
 class PrefixTable:
-    """The bases of patch blocks, in the order in which their bytes are the prefix: block b has rows bounds[b] to
-    bounds[b + 1] of `bases`, none if it is of another kind.
+    """The bases of patch blocks in the order of their bytes in the prefix.
+
+    Block b has rows bounds[b] to bounds[b + 1] of `bases`, none if it is of another kind.
     """
 
     bounds: U32
@@ -98,7 +102,7 @@ class PrefixTable:
 
     @staticmethod
     def empty(blocks: int) -> PrefixTable:
-        """Return the table of `blocks` blocks that lean on nothing."""
+        """Return the table of `blocks` blocks without bases."""
         return PrefixTable(np.zeros(blocks + 1, np.uint32), Locations.empty())
 
     def of(self, block: int) -> Locations:
@@ -108,7 +112,10 @@ class PrefixTable:
 
 @frozen
 class SegmentTable:
-    """Segment recipes: segment j is rows bounds[j] .. bounds[j + 1] of `chunks`; `sketches` how each was sketched."""
+    """Segment recipes: segment j has rows bounds[j] to bounds[j + 1] of `chunks`.
+
+    `sketches` is the number of each segment's sketch name.
+    """
 
     bounds: U32
     sketches: U8
@@ -132,12 +139,12 @@ CHUNK_ROW = np.dtype(
         ("kinds", "u1"),
     ]
 )
-"""How one chunk is kept, all of it side by side: a reader takes rows at random, and each costs one cache line."""
+"""All values of one chunk in one row: readers access rows at random, and a row is one cache line."""
 
 
 @frozen
 class Directory:
-    """What a container says of itself, decoded."""
+    """The decoded directory of a container."""
 
     container: ContainerId
     domain: bytes
@@ -155,7 +162,7 @@ class Directory:
 
     @property
     def memory_bytes(self) -> int:
-        """Return about how much memory the decoded tables take, and what is made of them when it is asked for."""
+        """Approximate memory of the decoded tables and of the caches below."""
         rows = len(self.segments.chunks) + len(self.prefixes.bases)
         chunk_bytes = NAME_BYTES + 30 + CHUNK_ROW.itemsize
         segment_bytes = self.segments.bounds.nbytes + self.segments.sketches.nbytes
@@ -165,9 +172,9 @@ class Directory:
 
     @property
     def own_rows(self) -> int | None:
-        """Return up to which row the container's own recipes name its chunks: behind lies what a round appended.
+        """Number of rows up to the last chunk that the container's own recipes name.
 
-        None where some of these recipes have gone: then nobody can tell.
+        A GC run appended the rows after it. None if some recipes were removed, because the number is unknown then.
         """
         segments = self.segments
         if not len(segments) or np.any(segments.bounds[1:] == segments.bounds[:-1]):
@@ -177,7 +184,7 @@ class Directory:
 
     @property
     def rows(self) -> NDArray[np.void]:
-        """Return CHUNK_ROW[chunks]: the chunk table, and the kind of each chunk's block."""
+        """CHUNK_ROW[chunks]: the chunk table, and the kind of each chunk's block."""
         if not self._rows:
             chunks, rows = self.chunks, np.empty(len(self.chunks), CHUNK_ROW)
             rows["names"] = chunks.names
@@ -190,7 +197,7 @@ class Directory:
 
     @property
     def block_rows(self) -> list[BlockRow]:
-        """Return the block table row by row, and which bases each block has."""
+        """The block table row by row, with the bases of each block."""
         if not self._block_rows:
             blocks, bounds = self.blocks, self.prefixes.bounds
             starts = blocks.offsets - np.uint64(BLOCK.size)
@@ -200,11 +207,14 @@ class Directory:
         return self._block_rows[0]
 
     def base_containers(self) -> list[int]:
-        """Return the other containers in which bases of this one lie, ascending."""
+        """Return the other containers that contain bases of this one, ascending."""
         bases = np.concatenate([self.chunks.bases.containers, self.prefixes.bases.containers])
         return [int(base) for base in distinct(bases) if base not in (0, self.container)]
 
 
 def positions_in_blocks(blocks: U32, encoded: U32) -> U32:
-    """Return where in its decoded block each chunk's encoding starts, bytes: chunks of a block lie in stream order."""
+    """Return the start of each chunk's encoding in its decoded block, bytes.
+
+    The chunks of a block are in stream order.
+    """
     return location_runs.group_totals(blocks, encoded.astype(np.int64)).astype(np.uint32)

@@ -1,6 +1,8 @@
-"""Directory on disk. Invariant: what does not add up is refused, before anything uses it.
+"""Encode and decode the directory of a container.
 
-A head, the chunks' names, then tables as packed columns: docs/internals/formats/container.md.
+A head, the chunks' names, then tables as packed columns (docs/internals/formats/container.md).
+
+Invariant: an inconsistent directory is refused before any value is used.
 """
 
 from __future__ import annotations
@@ -68,24 +70,28 @@ def encode_directory(
     *,
     whole: bool,
 ) -> tuple[bytes, int]:
-    """Return (the directory, of it the recipes' bytes). `whole`: nothing of the container is gone.
+    """Encode a directory; return it and the size of its recipes, bytes.
 
-    Raises BadInput for a chunk in a patch block whose base is not in that block's prefix.
+    `whole`: no chunk or block of the container was removed. Raises BadInput for a chunk in a patch block whose base is
+    not
+    in that block's prefix.
     """
     kinds = np.array([b.kind if b else RAW for b in blocks], np.uint8)
-    of_chunks, there = kinds[chunks.blocks], chunks.there
-    deltas, patched = np.flatnonzero(there & (of_chunks == XDELTA3)), np.flatnonzero(there & (of_chunks == PATCH))
+    of_chunks, present = kinds[chunks.blocks], chunks.there
+    deltas, patched = np.flatnonzero(present & (of_chunks == XDELTA3)), np.flatnonzero(present & (of_chunks == PATCH))
     bases = chunks.bases.take(deltas)
     table, refs = location_runs.container_table(
         np.concatenate([bases.containers, prefixes.bases.containers, segments.chunks.containers]), container
     )
     base_refs, prefix_refs, chunk_refs = np.split(refs, [len(deltas), len(deltas) + len(prefixes.bases)])
-    # One run a base: each written as the step from the base before it in the same container.
-    base_steps = location_runs.compress(base_refs, bases.ordinals, _singles(deltas))[1]
+    # One run a base: each is written as the step from the previous base in the same container.
+    base_steps = location_runs.compress(base_refs, bases.ordinals, _single_bounds(deltas))[1]
     prefix_runs = location_runs.compress(prefix_refs, prefixes.bases.ordinals, prefixes.bounds)
-    # In the same way each chunk's base by its place in the prefix, from that of the chunk before it in its block.
-    places = _places_in_prefix(chunks, patched, prefixes)
-    place_steps = location_runs.compress(chunks.blocks[patched] + np.uint32(2), places, _singles(patched))[1]
+    # Likewise the position of each chunk's base in the prefix, as the step from the previous chunk of its block.
+    positions = _prefix_positions(chunks, patched, prefixes)
+    position_steps = location_runs.compress(chunks.blocks[patched] + np.uint32(2), positions, _single_bounds(patched))[
+        1
+    ]
     run_refs, steps, counts, _ = location_runs.compress(chunk_refs, segments.chunks.ordinals, segments.bounds)
     names = b"".join([len(name.encode()).to_bytes(2, "little") + name.encode() for name in sketch_names])
     recipes = columns.pack([np.diff(segments.bounds).astype("<u4"), segments.sketches]) + columns.pack(
@@ -94,7 +100,7 @@ def encode_directory(
     magic = _MAGIC if whole else _MAGIC_REST
     head = DIRECTORY.pack(magic, len(blocks), len(chunks), len(segments), depth_max, len(sketch_names))
     if not whole:
-        head += _NAMES.pack(int(np.count_nonzero(there)))
+        head += _NAMES.pack(int(np.count_nonzero(present)))
     rest = columns.pack(
         [
             np.array([b.stored_bytes if b else 0 for b in blocks], "<u4"),
@@ -106,19 +112,22 @@ def encode_directory(
     )
     rest += columns.pack([chunks.lengths.astype("<u4"), chunks.blocks.astype("<u2")])
     rest += columns.pack([chunks.encoded[deltas], base_refs, base_steps, chunks.ranks[deltas]])
-    rest += columns.pack([place_steps, chunks.ranks[patched]])
+    rest += columns.pack([position_steps, chunks.ranks[patched]])
     rest += columns.pack([np.diff(prefixes.bounds)[kinds == PATCH].astype("<u4")])
     rest += columns.pack(list(prefix_runs[:3]))
     rest += columns.pack([table.astype("<u8")])
-    return head + names + chunks.names[there, :28].tobytes() + rest + recipes, len(recipes)
+    return head + names + chunks.names[present, :28].tobytes() + rest + recipes, len(recipes)
 
 
-def _singles(rows: NDArray[np.intp]) -> U32:
+def _single_bounds(rows: NDArray[np.intp]) -> U32:
     return np.arange(len(rows) + 1, dtype=np.uint32)
 
 
-def _places_in_prefix(chunks: ChunkTable, patched: NDArray[np.intp], prefixes: PrefixTable) -> U32:
-    """Return where in its block's prefix the base of each patched chunk stands. Raises BadInput where it does not."""
+def _prefix_positions(chunks: ChunkTable, patched: NDArray[np.intp], prefixes: PrefixTable) -> U32:
+    """Return the position of each patched chunk's base in its block's prefix.
+
+    Raises BadInput if it is not in the prefix.
+    """
     bounds = prefixes.bounds.astype(np.int64)
     blocks, bases = chunks.blocks[patched], chunks.bases.take(patched)
     counts = np.diff(bounds)
@@ -127,28 +136,28 @@ def _places_in_prefix(chunks: ChunkTable, patched: NDArray[np.intp], prefixes: P
     ordinals = np.concatenate([prefixes.bases.ordinals, bases.ordinals]).astype(np.uint64)
     if len(ordinals) and int(ordinals.max()) >= ROWS_MAX:
         raise BadInput(f"a base is chunk {int(ordinals.max())} of its container: want them below {ROWS_MAX}")
-    # One number for all three: rows of a structure are compared field by field, ten times as slowly.
+    # One number for all three values: comparing rows of a structured array takes ten times as long.
     _, numbers = np.unique(containers, return_inverse=True)
-    names = (of << np.uint64(_PLACE_BITS * 2)) | (numbers.astype(np.uint64) << np.uint64(_PLACE_BITS)) | ordinals
-    rows, wanted = names[: len(prefixes.bases)], names[len(prefixes.bases) :]
+    names = (of << np.uint64(_NUMBER_BITS * 2)) | (numbers.astype(np.uint64) << np.uint64(_NUMBER_BITS)) | ordinals
+    rows, base_names = names[: len(prefixes.bases)], names[len(prefixes.bases) :]
     order = np.argsort(rows, kind="stable")
-    at = np.minimum(np.searchsorted(rows[order], wanted), max(0, len(rows) - 1))
-    if len(wanted) and (not len(rows) or np.any(rows[order[at]] != wanted)):
+    found_at = np.minimum(np.searchsorted(rows[order], base_names), max(0, len(rows) - 1))
+    if len(base_names) and (not len(rows) or np.any(rows[order[found_at]] != base_names)):
         raise BadInput("a chunk's base is not in the prefix of its block")
-    found = order[at] if len(wanted) else np.zeros(0, np.intp)
-    places: U32 = (found - bounds[blocks]).astype(np.uint32)
-    return places
+    found = order[found_at] if len(base_names) else np.zeros(0, np.intp)
+    positions: U32 = (found - bounds[blocks]).astype(np.uint32)
+    return positions
 
 
-_PLACE_BITS = 24
-"""Of an ordinal, and of a container's number among those that are named, of which there are no more than bases."""
-assert ROWS_MAX <= 1 << _PLACE_BITS
+_NUMBER_BITS = 24
+"""Bits of an ordinal, and of the number of a container in the prefixes: there are no more containers than bases."""
+assert ROWS_MAX <= 1 << _NUMBER_BITS
 
 
 def decode_directory(
     data: bytes | memoryview, container: ContainerId, domain: bytes, container_bytes: int, check: bytes, what: str
 ) -> Directory:
-    """Return the directory. Raises Corrupt, naming `what` and the part, for anything that does not add up."""
+    """Decode a directory. Raises Corrupt, with `what` and the part, if it is inconsistent."""
     view = memoryview(data)
     if columns.check_bytes(view) != check:
         raise Corrupt(f"{what}: directory's checksum does not agree")
@@ -203,15 +212,15 @@ def _decode_directory(
     run_columns = take(_RUN_COLUMNS, ROWS_MAX)
     _expect(position == len(view), what, "bytes left over")
     found = len(block_columns[0]), len(chunk_columns[0]), len(segment_columns[0])
-    _expect(found == (block_count, chunk_count, segment_count), what, "its tables have other rows than its head says")
-    blocks = _blocks(block_columns, depth_max, container_bytes - len(view), what, whole=magic != _MAGIC_REST)
+    _expect(found == (block_count, chunk_count, segment_count), what, "its tables have other rows than its head states")
+    blocks = _build_blocks(block_columns, depth_max, container_bytes - len(view), what, whole=magic != _MAGIC_REST)
     _expect(
         magic != _MAGIC_2 or _all_below(blocks.kinds, PATCH), what, "a patch block in a directory of an older format"
     )
     scope = _Scope(container, table, what)
-    prefixes = _prefixes(prefix_counts, prefix_runs, chunk_count, blocks, scope)
-    chunks = _chunks(names28, chunk_columns, delta_columns, patched_columns, blocks, prefixes, scope)
-    segments = _segments(segment_columns, run_columns, chunk_count, scope)
+    prefixes = _build_prefixes(prefix_counts, prefix_runs, chunk_count, blocks, scope)
+    chunks = _build_chunks(names28, chunk_columns, delta_columns, patched_columns, blocks, prefixes, scope)
+    segments = _build_segments(segment_columns, run_columns, chunk_count, scope)
     _expect(_all_below(segments.sketches, sketch_count), what, "a segment names an unknown sketch")
     directory_bytes, recipe_bytes = len(view), len(view) - recipe_start
     return Directory(
@@ -231,29 +240,36 @@ def _decode_directory(
 
 @frozen
 class _Scope:
-    """What locations in a directory are relative to, and how errors name it."""
+    """The context of locations in a directory, and its name in errors."""
 
     container: ContainerId
     table: U64
     what: str
 
 
-def _blocks(found: list[NDArray[Any]], depth_max: int, other_bytes: int, what: str, *, whole: bool) -> BlockTable:
-    """Return the block table; `other_bytes` of the container are not its directory: header, blocks and footer."""
+def _build_blocks(found: list[NDArray[Any]], depth_max: int, other_bytes: int, what: str, *, whole: bool) -> BlockTable:
+    """Build the block table.
+
+    `other_bytes` of the container are header, blocks and footer.
+    """
     stored, raw, codecs, kinds, depths = found
     _expect(_all_below(raw, BLOCK_RAW_BYTES_MAX + 1), what, "a block is too large")
     _expect(_all_below(codecs, ZSTD + 1) and _all_below(kinds, len(KINDS)), what, "a block of unknown kind")
-    _expect(_all_below(depths, depth_max + 1), what, "a block deeper than its container allows")
+    _expect(_all_below(depths, depth_max + 1), what, "a block at a depth beyond its container's maximum")
     _expect(bool(np.array_equal(kinds == RAW, depths == 0)), what, "a block whose depth its kind does not have")
-    gone = np.zeros(len(raw), np.bool_) if whole else raw == 0
-    _expect(not np.any(stored[gone]) and not np.any(kinds[gone] | codecs[gone]), what, "a block that is half gone")
-    records = np.where(gone, 0, stored.astype(np.int64) + BLOCK.size)
+    is_removed = np.zeros(len(raw), np.bool_) if whole else raw == 0
+    _expect(
+        not np.any(stored[is_removed]) and not np.any(kinds[is_removed] | codecs[is_removed]),
+        what,
+        "a block that is half gone",
+    )
+    records = np.where(is_removed, 0, stored.astype(np.int64) + BLOCK.size)
     _expect(HEADER.size + int(records.sum()) + FOOTER.size == other_bytes, what, "its blocks do not fill the container")
     offsets = HEADER.size + BLOCK.size + np.cumsum(records) - records
     return BlockTable(offsets.astype(np.uint64), stored, raw, codecs, kinds, depths)
 
 
-def _prefixes(
+def _build_prefixes(
     counts: U32, found: list[NDArray[Any]], chunk_count: int, blocks: BlockTable, scope: _Scope
 ) -> PrefixTable:
     what = scope.what
@@ -273,7 +289,7 @@ def _prefixes(
     return PrefixTable(bounds, location_runs.to_locations(refs, ordinals, scope.table, scope.container, what))
 
 
-def _chunks(
+def _build_chunks(
     names28: U8,
     found: list[NDArray[Any]],
     deltas_found: list[NDArray[Any]],
@@ -284,15 +300,15 @@ def _chunks(
 ) -> ChunkTable:
     what, count = scope.what, len(found[0])
     lengths, block_numbers = found[0], found[1].astype(np.uint32)
-    there = lengths > 0
+    present = lengths > 0
     delta_encoded, base_refs, base_steps, delta_ranks = deltas_found
     _expect(_all_below(block_numbers, len(blocks)), what, "a chunk names a block that is not there")
-    fine = len(names28) == np.count_nonzero(there) and _all_below(lengths, SEGMENT_BYTES_MAX + 1)
-    _expect(fine, what, "a chunk is empty, or longer than a segment")
-    _expect(not np.any(block_numbers[~there]), what, "a chunk that is gone, in a block")
-    depths: U8 = np.where(there, blocks.depths[block_numbers], np.uint8(0))
+    has_valid_lengths = len(names28) == np.count_nonzero(present) and _all_below(lengths, SEGMENT_BYTES_MAX + 1)
+    _expect(has_valid_lengths, what, "a chunk is empty, or longer than a segment")
+    _expect(not np.any(block_numbers[~present]), what, "a removed chunk in a block")
+    depths: U8 = np.where(present, blocks.depths[block_numbers], np.uint8(0))
     kinds = blocks.kinds[block_numbers]
-    deltas, patched = np.flatnonzero(there & (kinds == XDELTA3)), np.flatnonzero(there & (kinds == PATCH))
+    deltas, patched = np.flatnonzero(present & (kinds == XDELTA3)), np.flatnonzero(present & (kinds == PATCH))
     _expect(len(deltas) == len(delta_encoded), what, "delta counts differ")
     _expect(len(patched) == len(patched_found[0]), what, "counts of patched chunks differ")
     encoded = lengths.copy()
@@ -311,33 +327,35 @@ def _chunks(
     bases.containers[patched], bases.ordinals[patched] = prefixes.bases.containers[rows], prefixes.bases.ordinals[rows]
     own = np.concatenate([bases.take(deltas).ordinals, prefixes.bases.ordinals])
     own = own[np.concatenate([bases.containers[deltas], prefixes.bases.containers]) == np.uint64(scope.container)]
-    _expect(bool(there[own].all()), what, "a base that is gone")
-    _shallower(bases, depths[deltas], deltas, depths, scope)
+    _expect(bool(present[own].all()), what, "a base that was removed")
+    _check_own_base_depths(bases, depths[deltas], deltas, depths, scope)
     of_row = np.repeat(np.arange(len(blocks)), np.diff(prefixes.bounds))
-    _shallower(prefixes.bases, blocks.depths[of_row], np.arange(len(of_row)), depths, scope)
+    _check_own_base_depths(prefixes.bases, blocks.depths[of_row], np.arange(len(of_row)), depths, scope)
     names = np.zeros((count, NAME_BYTES), np.uint8)
-    names[there, :28] = names28
+    names[present, :28] = names28
     names[:, 28:] = lengths.astype("<u4").view(np.uint8).reshape(count, 4)
     positions = positions_in_blocks(block_numbers, encoded)
     return ChunkTable(names, lengths, block_numbers, positions, encoded, depths, bases, ranks)
 
 
 def _rows_of_prefix(blocks: U32, steps: U32, prefixes: PrefixTable, what: str) -> NDArray[np.int64]:
-    """Return which row of the prefixes each patched chunk's base is."""
-    _, places = location_runs.expand(blocks + np.uint32(2), steps, np.ones(len(steps), np.uint32), ROWS_MAX, what)
-    rows = prefixes.bounds[blocks].astype(np.int64) + places
+    """Return the row in the prefix table of each patched chunk's base."""
+    _, positions = location_runs.expand(blocks + np.uint32(2), steps, np.ones(len(steps), np.uint32), ROWS_MAX, what)
+    rows = prefixes.bounds[blocks].astype(np.int64) + positions
     _expect(not np.any(rows >= prefixes.bounds[blocks + 1]), what, "a base beyond its block's prefix")
     return rows
 
 
-def _shallower(bases: Locations, depths: U8, rows: NDArray[np.intp], chunk_depths: U8, scope: _Scope) -> None:
-    """Refuse bases of the container's own, in `rows`, that are no shallower than what leans on them."""
+def _check_own_base_depths(
+    bases: Locations, depths: U8, rows: NDArray[np.intp], chunk_depths: U8, scope: _Scope
+) -> None:
+    """Refuse own bases, in `rows`, whose depth is not below that of their chunks."""
     own = bases.containers[rows] == np.uint64(scope.container)
     below = chunk_depths[bases.ordinals[rows[own]]]
-    _expect(not np.any(below >= depths[own]), scope.what, "a base is not shallower than its delta")
+    _expect(not np.any(below >= depths[own]), scope.what, "a base whose depth is not below its delta's")
 
 
-def _segments(
+def _build_segments(
     found: list[NDArray[Any]], run_columns: list[NDArray[Any]], chunk_count: int, scope: _Scope
 ) -> SegmentTable:
     what = scope.what
@@ -349,14 +367,14 @@ def _segments(
     _expect(_all_below(ordinals, ROWS_MAX), what, "a recipe names a chunk beyond what a container has")
     _expect(_all_below(ordinals[refs == SELF], chunk_count), what, "a recipe names a chunk that is not there")
     _expect(_all_below(ordinals[refs == ZERO], SEGMENT_BYTES_MAX + 1), what, "a hole longer than a segment")
-    sketches = sketches.copy()  # a view keeps the bytes of all columns: five a row
+    sketches = sketches.copy()  # a view would keep the bytes of all columns: five a row
     return SegmentTable(
         bounds_of(counts), sketches, location_runs.to_locations(refs, ordinals, scope.table, scope.container, what)
     )
 
 
 def _all_below(values: NDArray[Any], limit: int) -> bool:
-    """Return whether all of the values are below the limit."""
+    """Return whether all values are below the limit."""
     return not len(values) or int(values.max()) < limit
 
 

@@ -1,10 +1,12 @@
-"""Heads of keys: the highest version of each key at a moment. Invariant: a head is never lower than the one before.
+"""Encode and decode heads: the highest version of each key at a moment.
 
     0      4     6       8          16        20
     | NKH1 | ver | flags | sequence | entries | digests 16 each, ascending | versions u64 each | MAC 16 | check 8 |
 
-The digest is the one in the object names of a key's manifests. The MAC is there in a store in clear; in an encrypted
-store the record is sealed. docs/internals/formats/heads.md.
+The digest is the one in the object names of a key's manifests. In an unencrypted store the record has a MAC; in an
+encrypted store encryption authenticates it (docs/internals/formats/heads.md).
+
+Invariant: a head is never lower than the previous one.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ FIXED = Struct("<4sHHQI")
 assert FIXED.size == 20  # docs/internals/formats/heads.md
 DIGEST_BYTES = 16
 ENTRIES_MAX = 1 << 22
-"""96 MiB; keys beyond are not covered."""
+"""96 MiB; further keys are not covered."""
 _HAS_MAC = 1
 
 
 def encode_heads(sequence: int, heads: Mapping[bytes, int], key: bytes | None = None) -> bytes:
-    """Return the record of heads, authenticated by `key` if there is one."""
+    """Encode a record of heads, authenticated by `key` if there is one."""
     digests = sorted(heads)
     assert len(digests) <= ENTRIES_MAX
     body = FIXED.pack(MAGIC, VERSION, 0 if key is None else _HAS_MAC, sequence, len(digests))
@@ -40,7 +42,10 @@ def encode_heads(sequence: int, heads: Mapping[bytes, int], key: bytes | None = 
 
 
 def decode_heads(data: bytes, what: str, key: bytes | None = None) -> tuple[int, dict[bytes, int]]:
-    """Return (sequence, heads). Raises Corrupt (also where `key` is given and does not authenticate), FormatTooNew."""
+    """Return (sequence, heads).
+
+    Raises FormatTooNew, Corrupt (also if `key` is given and does not authenticate the record).
+    """
     whole = memoryview(data)
     if len(whole) < FIXED.size + columns.CHECK_BYTES or bytes(whole[:4]) != MAGIC:
         raise Corrupt(f"{what}: not a record of heads ({len(whole)} bytes)")

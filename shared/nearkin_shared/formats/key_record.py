@@ -1,10 +1,4 @@
-"""Data keys at rest. Invariant: what a record holds is a wrapped key, of no use without the key-encryption key.
-
-    keys/<owner: 32 hex>/<number: 8 hex>.<wrapping: 4 hex>.nkk      JSON; of one number the highest wrapping holds
-    keys/erased/<owner: 32 hex>.nke                                 JSON; the owner's keys are gone, for good
-
-`wrapped` is, once unwrapped, JSON again: the key, and whose it is. docs/internals/formats/key-record.md.
-"""
+"""Encode and decode the records of data keys and erasures."""
 
 from __future__ import annotations
 
@@ -30,7 +24,7 @@ ERASED_VERSION = 3
 _AUTHENTICATED_VERSION, _EPOCH_VERSION = 2, 3
 FORMAT, ERASED_FORMAT, STORE_FORMAT = "nearkin-key", "nearkin-erased", "nearkin-store"
 ENCRYPTED_VERSION = 2
-"""Format version of the descriptor of an encrypted store: a Nearkin from before says that it is too new."""
+"""Format version of the descriptor of an encrypted store: an older Nearkin refuses it as too new."""
 ALGORITHM = "aes-256-gcm"
 BYTES_MAX = 64 * 1024
 NUMBER_MAX = (1 << 32) - 1
@@ -43,7 +37,7 @@ _ERASED_NAME = re.compile(r"keys/erased/([0-9a-f]{32})\.(nke|swept)")
 
 @frozen
 class KeyName:
-    """What a record's name says."""
+    """The parsed name of a key record."""
 
     owner: bytes
     number: int
@@ -56,7 +50,7 @@ class KeyName:
 
 @frozen
 class DataKey:
-    """A data key as it is used."""
+    """A data key in use."""
 
     owner: bytes
     number: int
@@ -64,68 +58,72 @@ class DataKey:
     created_us: int
     """Microseconds since 1970, UTC."""
     domain: bytes
-    """16 bytes; none of the store's own."""
+    """16 bytes; empty for the store's own key."""
     tenant: str | None
-    """Where it was known when the key was made or wrapped anew."""
+    """None if unknown when the key was created or rewrapped."""
 
     @property
     def context(self) -> bytes:
-        """Return what is authenticated with the wrapped key: it is no other owner's, and of no other number."""
+        """The bytes authenticated with the wrapped key: its owner and number."""
         return context_of(self.owner, self.number)
 
     def unwrap(self) -> bytes:
-        """Return what is wrapped."""
-        said = {
+        """Return the plaintext to wrap."""
+        record = {
             "secret": self.secret.hex(), "created_us": self.created_us,
             "domain": self.domain.hex(), "tenant": self.tenant,
         }  # fmt: skip
-        return json.dumps(said, separators=(",", ":")).encode()
+        return json.dumps(record, separators=(",", ":")).encode()
 
 
 def context_of(owner: bytes, number: int) -> bytes:
-    """Return what is authenticated with a wrapped key."""
+    """Return the bytes authenticated with a wrapped key."""
     return b"nearkin data key " + owner + number.to_bytes(4, "little")
 
 
 def data_key(owner: bytes, number: int, unwrapped: bytes, what: str) -> DataKey:
-    """Return the key that was unwrapped. Raises Corrupt."""
+    """Parse an unwrapped key. Raises Corrupt."""
     try:
-        said = json.loads(unwrapped)
+        record = json.loads(unwrapped)
         found = DataKey(
-            owner, number, bytes.fromhex(said["secret"]), _when(said["created_us"]), bytes.fromhex(said["domain"]),
-            said["tenant"],
-        )  # fmt: skip
+            owner,
+            number,
+            bytes.fromhex(record["secret"]),
+            _parse_time(record["created_us"]),
+            bytes.fromhex(record["domain"]),
+            record["tenant"],
+        )
         if len(found.secret) != KEY_BYTES:
             raise ValueError("a key of another length")  # noqa: TRY301 - one place names the record
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
-        raise Corrupt(f"{what}: what it unwraps to is no data key") from err
+        raise Corrupt(f"{what}: the unwrapped bytes are no data key") from err
     return found
 
 
 def name_of(name: str) -> KeyName | None:
-    """Return what the name of a record says, None for another object's."""
+    """Parse the name of a key record; None for another object's name."""
     matched = _NAME.fullmatch(name)
     return None if matched is None else KeyName(bytes.fromhex(matched[1]), int(matched[2], 16), int(matched[3], 16))
 
 
 def erased_name(owner: bytes) -> str:
-    """Return the name of what says that an owner's keys are erased."""
+    """Return the name of the erasure record of an owner."""
     return f"{ERASED_FOLDER}/{owner.hex()}.nke"
 
 
 def swept_name(owner: bytes) -> str:
-    """Return the name of what says that the objects of an erased owner are gone too."""
+    """Return the name of the record that no object of an erased owner exists."""
     return f"{ERASED_FOLDER}/{owner.hex()}.swept"
 
 
 def erased_owner(name: str) -> tuple[bytes, bool] | None:
-    """Return (owner, whether swept) of such a name, None for another object's."""
+    """Return (owner, whether swept) of such a name; None for another object's name."""
     matched = _ERASED_NAME.fullmatch(name)
     return None if matched is None else (bytes.fromhex(matched[1]), matched[2] == "swept")
 
 
 def encode_key(name: KeyName, wrapped_by: str, wrapped: bytes) -> bytes:
-    """Return a record."""
+    """Encode a key record."""
     return _encode(
         {
             "format": FORMAT,
@@ -141,34 +139,34 @@ def encode_key(name: KeyName, wrapped_by: str, wrapped: bytes) -> bytes:
 
 def decode_key(data: bytes, what: str) -> tuple[str, bytes]:
     """Return (id of the key-encryption key, wrapped key). Raises Corrupt, FormatTooNew."""
-    said, name = _decode(data, what, FORMAT), name_of(what)
+    record, name = _decode(data, what, FORMAT), name_of(what)
     try:
-        where = KeyName(bytes.fromhex(said["owner"]), said["number"], said["wrapping"])
+        where = KeyName(bytes.fromhex(record["owner"]), record["number"], record["wrapping"])
         if name != where or len(where.owner) != OWNER_BYTES:
             raise Corrupt(f"{what}: is {where}: was it renamed?")
-        return str(said["wrapped_by"]), base64.b64decode(said["wrapped"], validate=True)
+        return str(record["wrapped_by"]), base64.b64decode(record["wrapped"], validate=True)
     except (ValueError, KeyError, TypeError, binascii.Error) as err:
         raise Corrupt(f"{what}: not a wrapped data key") from err
 
 
 @frozen
 class ErasedRecord:
-    """What a record of an erasure says. Times are microseconds since 1970, UTC."""
+    """An erasure record. Times are microseconds since 1970, UTC."""
 
     erased_us: int
     due_us: int
-    """From when on the keys are removed."""
+    """Time of the removal of the keys."""
     authenticated: bool
     """False for format 1, which has no MAC."""
     epoch: int = 0
-    """The owner's erasure epoch; 0 for formats before 3."""
+    """Erasure epoch of the owner at the time of the record; 0 in older formats."""
 
 
 def encode_erased(
     owner: bytes, erased_us: int, due_us: int, mac_key: bytes, *, epoch: int = 0, swept: bool = False
 ) -> bytes:
-    """Return the record of an erasure; `swept`: the one that says that no object is left."""
-    said = {
+    """Encode an erasure record; `swept`: the one that states that no object exists."""
+    record = {
         "format": ERASED_FORMAT,
         "format_version": ERASED_VERSION,
         "owner": owner.hex(),
@@ -177,29 +175,32 @@ def encode_erased(
         "epoch": epoch,
         "swept": swept,
     }
-    return _encode({**said, "mac": mac_of_json(said, mac_key)})
+    return _encode({**record, "mac": mac_of_json(record, mac_key)})
 
 
 def decode_erased(data: bytes, what: str, mac_key: bytes) -> ErasedRecord:
-    """Return the record of an erasure. Raises Corrupt (also for a MAC that does not verify), FormatTooNew."""
-    said, name = _decode(data, what, ERASED_FORMAT, ERASED_VERSION), erased_owner(what)
+    """Decode an erasure record.
+
+    Raises FormatTooNew, Corrupt (also for a MAC that does not verify).
+    """
+    record, name = _decode(data, what, ERASED_FORMAT, ERASED_VERSION), erased_owner(what)
     try:
-        if name is None or bytes.fromhex(said["owner"]) != name[0]:
-            raise Corrupt(f"{what}: is the record of owner {said['owner']:.64}: was it renamed?")
-        erased_us = _when(said["erased_us"])
-        if said["format_version"] < _AUTHENTICATED_VERSION:
+        if name is None or bytes.fromhex(record["owner"]) != name[0]:
+            raise Corrupt(f"{what}: is the record of owner {record['owner']:.64}: was it renamed?")
+        erased_us = _parse_time(record["erased_us"])
+        if record["format_version"] < _AUTHENTICATED_VERSION:
             return ErasedRecord(erased_us, erased_us, authenticated=False)
-        check_json_mac(said, mac_key, what)
-        if said["swept"] is not name[1]:
+        check_json_mac(record, mac_key, what)
+        if record["swept"] is not name[1]:
             raise Corrupt(f"{what}: is of another kind: was it renamed?")
-        epoch = int(said["epoch"]) if said["format_version"] >= _EPOCH_VERSION else 0
-        return ErasedRecord(erased_us, _when(said["due_us"]), authenticated=True, epoch=epoch)
+        epoch = int(record["epoch"]) if record["format_version"] >= _EPOCH_VERSION else 0
+        return ErasedRecord(erased_us, _parse_time(record["due_us"]), authenticated=True, epoch=epoch)
     except (KeyError, TypeError, ValueError, OverflowError) as err:
         raise Corrupt(f"{what}: not the record of an erasure: {err}") from err
 
 
 def encode_envelope(sealed: bytes | memoryview) -> bytes:
-    """Return the descriptor of an encrypted store: what it is in clear, and the descriptor itself sealed."""
+    """Encode the descriptor of an encrypted store: its encryption, and the encrypted descriptor."""
     return _encode(
         {
             "format": STORE_FORMAT,
@@ -211,50 +212,52 @@ def encode_envelope(sealed: bytes | memoryview) -> bytes:
 
 
 def decode_envelope(data: bytes, what: str) -> bytes | None:
-    """Return the sealed descriptor, None where it is one in clear. Raises Corrupt, FormatTooNew."""
+    """Return the encrypted descriptor; None if it is plaintext. Raises Corrupt, FormatTooNew."""
     try:
         if json.loads(data[:BYTES_MAX])["format_version"] < ENCRYPTED_VERSION:
             return None
     except (ValueError, KeyError, TypeError, RecursionError) as err:
         raise Corrupt(f"{what}: {err}; restore it from a copy") from err
-    said = _decode(data, what, STORE_FORMAT, ENCRYPTED_VERSION)
+    record = _decode(data, what, STORE_FORMAT, ENCRYPTED_VERSION)
     try:
-        if said["encryption"] != ALGORITHM:
-            raise FormatTooNew(f"{what}: encrypted by {said['encryption']!r}; this Nearkin knows {ALGORITHM}: upgrade")
-        return base64.b64decode(said["sealed"], validate=True)
+        if record["encryption"] != ALGORITHM:
+            raise FormatTooNew(
+                f"{what}: encrypted by {record['encryption']!r}; this Nearkin supports {ALGORITHM}: upgrade"
+            )
+        return base64.b64decode(record["sealed"], validate=True)
     except (ValueError, KeyError, TypeError, binascii.Error) as err:
         raise Corrupt(f"{what}: not the descriptor of an encrypted store") from err
 
 
-def _when(us: Any) -> int:
-    """Return microseconds since 1970. Raises ValueError, TypeError, or OverflowError for no time that can be told."""
+def _parse_time(us: Any) -> int:
+    """Return microseconds since 1970. Raises ValueError, TypeError or OverflowError."""
     found = int(us)
     moment_of(found)
     return found
 
 
-def _encode(said: Mapping[str, object]) -> bytes:
-    return json.dumps({**said, "check": _check(said)}, indent=1).encode()
+def _encode(record: Mapping[str, object]) -> bytes:
+    return json.dumps({**record, "check": _check(record)}, indent=1).encode()
 
 
 def _decode(data: bytes, what: str, wanted: str, version_max: int = VERSION) -> dict[str, Any]:
     try:
         if len(data) > BYTES_MAX:
             raise ValueError(f"{len(data)} bytes; at most {BYTES_MAX}")  # noqa: TRY301 - one place names it
-        said: dict[str, Any] = json.loads(data)
-        if said.pop("check") != _check(said):
+        record: dict[str, Any] = json.loads(data)
+        if record.pop("check") != _check(record):
             raise ValueError("its check does not agree")  # noqa: TRY301
-        if said["format"] != wanted or type(said["format_version"]) is not int:
+        if record["format"] != wanted or type(record["format_version"]) is not int:
             raise ValueError(f"is no {wanted}")  # noqa: TRY301
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise Corrupt(f"{what}: {err}") from err
-    if said["format_version"] > version_max:
+    if record["format_version"] > version_max:
         raise FormatTooNew(
-            f"{what}: format {said['format_version']}; this Nearkin reads up to {version_max}: upgrade Nearkin"
+            f"{what}: format {record['format_version']}; this Nearkin reads up to {version_max}: upgrade Nearkin"
         )
-    return said
+    return record
 
 
-def _check(said: Mapping[str, object]) -> str:
+def _check(record: Mapping[str, object]) -> str:
     """Return 16 hex digits over all fields, whatever their order and spacing in the file."""
-    return blake3(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest(length=8)
+    return blake3(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest(length=8)

@@ -1,9 +1,11 @@
-"""Manifest. Invariant: it names every segment of one committed version; it is written once and never changed.
+"""Encode and decode manifests.
 
     0      4     6       8    12
     | NKM1 | ver | flags | id ... fixed fields | chain | tenant | key | metadata | segment runs | lengths | check 8 |
 
-Segments are named as runs of (container, ordinal), like chunks in a recipe. docs/internals/formats/manifest.md.
+Segments are runs of (container, ordinal), like chunks in a recipe (docs/internals/formats/manifest.md).
+
+Invariant: a manifest names every segment of one committed version; it is written once and never changed.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ from nearkin_shared.utils.frozen import frozen
 
 VERSION = 4
 """4 has the chain fields. 3 has segment lengths and no chain fields, 2 has neither: both are read, and written for a
-version without chain fields, 2 where the lengths follow from the size (at most one segment) or are not known.
-1 named containers by u16; no release ever wrote it."""
+version without chain fields, 2 if the lengths follow from the size (at most one segment) or are unknown. 1 named
+containers by u16; no release wrote it.
+"""
 VERSION_MIN = 2
 _LENGTHS_VERSION = 3
 NO_DIGEST = bytes(32)
-"""Previous digest of a first version, and of one whose previous manifest could not be read when it was committed."""
+"""Previous digest of a first version, and of one whose previous manifest was unreadable at its commit."""
 NO_ORIGIN = bytes(16)
-"""Of a version that was put by a caller who waited for the answer."""
+"""Origin of a version whose caller waited for the result."""
 HOLDER = 0
-"""A manifest holds no segments itself; locations (0, _) and (1, _) never occur in it."""
+"""Container id of the manifest in location runs; a manifest contains no segment, so (0, _) and (1, _) never occur."""
 
 FIXED = Struct("<4sHHQqQ32s32s16sIHHI" + "Q" * 8)
 assert FIXED.size == 188  # docs/internals/formats/manifest.md
@@ -44,13 +47,13 @@ CHAIN = Struct("<Q32sq")
 """Version and digest of the previous manifest, `retain_until_us`."""
 assert CHAIN.size == 48  # docs/internals/formats/manifest.md
 SEGMENTS_MAX = 1 << 24
-"""2 TiB of segments at their usual 128 KiB; decoded they take 0.2 GiB."""
+"""2 TiB of segments of 128 KiB, the usual size; 0.2 GiB in memory."""
 CREATED_US_MAX = 253_402_300_799_999_999
-"""The last microsecond of the year 9999, where Python's datetime ends."""
+"""The last microsecond of the year 9999, the limit of Python's datetime."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _HAS_SHA256 = 1
 _HAS_LENGTHS = 2
-"""In format 4; in older formats the version says it."""
+"""Used in format 4; in older formats the version implies it."""
 _SOURCE_CHANGED = 4
 _FLAGS = {2: _HAS_SHA256, 3: _HAS_SHA256, 4: _HAS_SHA256 | _HAS_LENGTHS | _SOURCE_CHANGED}
 """Flags that each format version has."""
@@ -71,17 +74,17 @@ _LEDGER_FIELDS = (
     "delta_chunk_bytes",
     "delta_bytes",
 )
-"""What can be said of one version alone; how a shared block compressed can not."""
+"""Fields that are known for one version; the compressed size of shared blocks is not."""
 
 
 @frozen
 class Previous:
-    """The newest manifest of a key at the moment the next version was committed."""
+    """The newest manifest of a key when the next version was committed."""
 
     version: int = 0
-    """0 where there was none, or in formats before 4."""
+    """0 if there was none, or in formats before 4."""
     digest: bytes = NO_DIGEST
-    """BLAKE3 of the manifest object in clear; NO_DIGEST where it could not be read."""
+    """BLAKE3 of the decrypted manifest; NO_DIGEST if it was unreadable."""
 
 
 NO_PREVIOUS = Previous()
@@ -89,7 +92,7 @@ NO_PREVIOUS = Previous()
 
 @frozen
 class Manifest:
-    """A committed version. `segments` in order; `known` bool[s]: this version did not introduce that segment."""
+    """A committed version. `segments` in order; `known` bool[s]: stored before this version."""
 
     tenant: str
     key: str
@@ -105,18 +108,18 @@ class Manifest:
     known: Bools
     metadata: Mapping[str, str] = field(default_factory=dict)
     origin: bytes = NO_ORIGIN
-    """16 bytes that two attempts to store the same thing share, so that it is committed once."""
+    """16 bytes that all attempts to store the same upload share, so that it is committed once."""
     lengths: U32 | None = None
-    """uint32[s], bytes of each segment: where in the blob it lies. None in what was written before these were kept."""
+    """uint32[s], bytes of each segment, which give its offset in the blob. None in manifests of older releases."""
     previous: Previous = NO_PREVIOUS
     retain_until_us: int = 0
-    """Microseconds since 1970 up to which the version must not be deleted; 0 for none."""
+    """End of retention, microseconds since 1970; 0: none."""
     source_changed: bool = False
-    """Whether the source was modified while it was read: the content may mix two states of it."""
+    """Whether the source changed while it was read: the content may mix two states of it."""
 
     @property
     def info(self) -> VersionInfo:
-        """Return the version as callers see it."""
+        """The version as callers see it."""
         return VersionInfo(
             key=self.key,
             version=self.version,
@@ -133,17 +136,23 @@ class Manifest:
 
     @property
     def has_chain(self) -> bool:
-        """Return whether the manifest needs the fields of format 4."""
+        """Whether the manifest needs the fields of format 4."""
         return self.previous != NO_PREVIOUS or self.retain_until_us != 0 or self.source_changed
 
 
 def moment_of(us: int) -> datetime:
-    """Return when it was, in UTC, of microseconds since 1970. As a float the last few of 9999 are the next year's."""
+    """Convert microseconds since 1970 to a UTC time, exactly.
+
+    As a float the last microseconds of 9999 would become the next year's.
+    """
     return _EPOCH + timedelta(microseconds=us)
 
 
 def us_of(moment: datetime) -> int:
-    """Return microseconds since 1970; a time without a zone is UTC. Raises BadInput for a time before 1970."""
+    """Return microseconds since 1970; a time without a zone is UTC.
+
+    Raises BadInput for a time before 1970.
+    """
     aware = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
     found = (aware - _EPOCH) // timedelta(microseconds=1)
     if found < 0:
@@ -152,7 +161,7 @@ def us_of(moment: datetime) -> int:
 
 
 def tenant_of_manifest(data: bytes | memoryview) -> str:
-    """Return the tenant of a manifest that was just encoded."""
+    """Return the tenant of an encoded manifest."""
     view = memoryview(data)
     (tenant_bytes,) = Struct("<H").unpack_from(view, _TENANT_BYTES_AT)
     start = FIXED.size + (CHAIN.size if int.from_bytes(view[4:6], "little") > _LENGTHS_VERSION else 0)
@@ -160,7 +169,7 @@ def tenant_of_manifest(data: bytes | memoryview) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's bytes. Raises BadInput for what `decode_manifest` would not read again."""
+    """Encode a manifest. Raises BadInput if `decode_manifest` would refuse it."""
     try:
         tenant, key = manifest.tenant.encode(), manifest.key.encode()
     except UnicodeEncodeError as err:
@@ -171,7 +180,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if problem is None and len(ordinals) and int(ordinals.max()) >= ROWS_MAX:
         problem = f"segment {int(ordinals.max())} of a container: it has {ROWS_MAX} at most"
     if problem is None and len(ordinals) and int(manifest.segments.containers.min()) < CONTAINER_ID_MIN:
-        problem = f"a segment of container {int(manifest.segments.containers.min())}, which is none"
+        problem = f"a segment of container {int(manifest.segments.containers.min())}; want a container id"
     if problem is None and manifest.lengths is not None:
         problem = _lengths_problem(manifest.lengths, len(ordinals), manifest.size_bytes)
     if problem is None:
@@ -212,7 +221,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def _version_and_flags(manifest: Manifest, *, has_lengths: bool) -> tuple[int, int]:
-    """Return the oldest format version that can hold the manifest, and its flags."""
+    """Return the oldest format version that can represent the manifest, and its flags."""
     flags = _HAS_SHA256 if manifest.sha256 else 0
     if not manifest.has_chain:
         return (_LENGTHS_VERSION if has_lengths else VERSION_MIN), flags
@@ -221,7 +230,7 @@ def _version_and_flags(manifest: Manifest, *, has_lengths: bool) -> tuple[int, i
 
 
 def encode_metadata(metadata: Mapping[str, str]) -> bytes:
-    """Return metadata as a manifest keeps it. Raises BadInput for what is not text, or too much of it."""
+    """Encode metadata. Raises BadInput for metadata that are not text, or too large."""
     if not all(isinstance(part, str) for part in (*metadata, *metadata.values())):
         raise BadInput(f"metadata {dict(metadata)!r:.100}: want names and values of text")
     try:
@@ -234,7 +243,7 @@ def encode_metadata(metadata: Mapping[str, str]) -> bytes:
 
 
 def _problem(tenant_bytes: int, key_bytes: int, metadata_bytes: int, created_us: int, segments: int) -> str | None:
-    """Return what leaves its bound, if anything does: asked before writing and after reading."""
+    """Return which value is out of bounds, if any; used before writing and after reading."""
     for name, found, most in (
         ("tenant", tenant_bytes, TENANT_BYTES_MAX),
         ("key", key_bytes, KEY_BYTES_MAX),
@@ -250,7 +259,7 @@ def _problem(tenant_bytes: int, key_bytes: int, metadata_bytes: int, created_us:
 
 
 def check_manifest_bytes(data: bytes | memoryview, what: str) -> memoryview:
-    """Return the manifest's bytes without the checksum, once that agrees. Raises Corrupt."""
+    """Return the manifest's bytes without the checksum after verifying it. Raises Corrupt."""
     whole = memoryview(data)
     if len(whole) < FIXED.size + columns.CHECK_BYTES:
         raise Corrupt(f"{what}: {len(whole)} bytes are too few for a manifest")
@@ -264,7 +273,7 @@ def check_manifest_bytes(data: bytes | memoryview, what: str) -> memoryview:
 
 
 def decode_manifest(data: bytes | memoryview, what: str) -> Manifest:
-    """Return the manifest. Raises Corrupt, or FormatTooNew naming both versions."""
+    """Decode a manifest. Raises Corrupt, or FormatTooNew with both versions."""
     view = check_manifest_bytes(data, what)
     version, flags = int.from_bytes(view[4:6], "little"), int.from_bytes(view[6:8], "little")
     if version > VERSION or flags & ~_FLAGS.get(version, _HAS_SHA256):
@@ -311,9 +320,9 @@ def _decode(view: memoryview, what: str) -> Manifest:
     if position != len(view):
         raise Corrupt(f"{what}: {len(view) - position} bytes left over")
     if len(run_refs) and (int(run_refs.min()) <= ZERO or int(known.max()) > 1):
-        raise Corrupt(f"{what}: a segment that lies in no container")
+        raise Corrupt(f"{what}: a segment without a container")
     refs, ordinals = location_runs.expand(run_refs, steps, counts, SEGMENTS_MAX, what)
-    if len(ordinals) and int(ordinals.max()) >= ROWS_MAX:  # who marks what is named has a bit or more for each below
+    if len(ordinals) and int(ordinals.max()) >= ROWS_MAX:  # marking allocates a bit or more for each ordinal below it
         raise Corrupt(f"{what}: segment {int(ordinals.max())} of a container: it has {ROWS_MAX} at most")
     if lengths is not None and (problem := _lengths_problem(lengths, len(ordinals), size_bytes)) is not None:
         raise Corrupt(f"{what}: {problem}")
@@ -342,7 +351,7 @@ def _decode(view: memoryview, what: str) -> Manifest:
 
 
 def _chain_problem(version: int, previous: Previous, retain_until_us: int) -> str | None:
-    """Return which of the fields of format 4 is out of its bounds, None where none is."""
+    """Return which chain field is out of bounds, or None."""
     if previous.version >= version and previous.version:
         return f"previous version {previous.version} of version {version}: want a lower one"
     if len(previous.digest) != len(NO_DIGEST) or (not previous.version and previous.digest != NO_DIGEST):
@@ -353,7 +362,7 @@ def _chain_problem(version: int, previous: Previous, retain_until_us: int) -> st
 
 
 def _lengths_problem(lengths: U32, segments: int, size_bytes: int) -> str | None:
-    """Return what is wrong with the lengths of segments, if anything is."""
+    """Return what is wrong with the lengths of segments, or None."""
     total = int(lengths.sum(dtype=np.uint64))
     if len(lengths) != segments or total != size_bytes or not lengths.all():
         return f"{len(lengths)} lengths of {segments} segments, {total} bytes of {size_bytes}"
@@ -361,13 +370,13 @@ def _lengths_problem(lengths: U32, segments: int, size_bytes: int) -> str | None
 
 
 def _metadata(text: str, what: str) -> dict[str, str]:
-    """Return the metadata that `text` holds, one JSON object of strings."""
+    """Parse metadata, one JSON object of strings."""
     try:
         found = json.loads(text) if text else {}
     except RecursionError as err:
-        raise Corrupt(f"{what}: metadata nested too deep") from err
+        raise Corrupt(f"{what}: metadata nested beyond the limit of the parser") from err
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise Corrupt(f"{what}: metadata is not one object of strings")
     for part in (*found, *found.values()):
-        part.encode()  # a lone surrogate, which JSON can spell and UTF-8 can not: ValueError
+        part.encode()  # a lone surrogate, which JSON can express and UTF-8 cannot: ValueError
     return found

@@ -1,8 +1,10 @@
-"""Messages between stages. Invariant: what `decode` returns is inside every bound that a stage relies on.
+"""Encode and decode the messages between stages.
 
-`nearkin_shared.formats.message_layout` has the picture. An envelope's `position` is the byte of the blob at which the
-message's first byte lies, `sequence` the number of its first segment: the two make a repeated message recognisable.
-The payload is cut out of the received buffer, never copied.
+Layout: message_layout.py. `position` of an envelope is the byte of the blob at which the message's first byte is,
+`sequence` the number of its first segment: together they identify a repeated message. The payload is a view of the
+received buffer.
+
+Invariant: a decoded message is within every bound that a stage relies on.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from nearkin_shared.formats.message_layout import (
     Column,
     Counts,
     Envelope,
-    Kind,
+    MessageKind,
     UndecodedMessage,
     join_flags,
     problem_of,
@@ -57,8 +59,8 @@ __all__ = [
     "Envelope",
     "Frame",
     "Fresh",
-    "Kind",
     "Message",
+    "MessageKind",
     "Paired",
     "Placed",
     "Segments",
@@ -73,7 +75,7 @@ __all__ = [
 
 FAILURE_CHARACTERS_MAX = 500
 
-_END = bytes([Kind.END])
+_END = bytes([MessageKind.END])
 
 
 @frozen
@@ -86,7 +88,7 @@ class Frame:
 
 @frozen
 class Segments:
-    """Chunked: payload without the all-zero chunks."""
+    """The output of the chunker; the payload has no all-zero chunks."""
 
     envelope: Envelope
     batch: SegmentBatch
@@ -94,7 +96,7 @@ class Segments:
 
 @frozen
 class Fresh:
-    """After dedup: payload of fresh chunks only."""
+    """The output of dedup; the payload has fresh chunks only."""
 
     envelope: Envelope
     batch: FreshBatch
@@ -102,7 +104,7 @@ class Fresh:
 
 @frozen
 class Paired:
-    """After resemblance."""
+    """The output of resemblance."""
 
     envelope: Envelope
     batch: PairedBatch
@@ -110,9 +112,9 @@ class Paired:
 
 @frozen
 class Placed:
-    """Durable: where the segments lie, and what they cost.
+    """The durable locations of segments, and what they cost.
 
-    `known` bool[s]: not introduced by this blob; `lengths` uint32[s]: bytes of the blob that each stands for.
+    `known` bool[s]: not introduced by this blob; `lengths` uint32[s]: bytes of each segment in the blob.
     """
 
     envelope: Envelope
@@ -124,13 +126,13 @@ class Placed:
 
 @frozen
 class End:
-    """The blob has ended: whole, or with a `failure`. `segments` is how many there are, once it is chunked."""
+    """The end of a blob: complete, or with a `failure`; `segments` is their number if known."""
 
     envelope: Envelope
     began_us: int
-    """Microseconds since 1970 when the upload began."""
+    """Microseconds since 1970 at the start of the upload."""
     origin: bytes
-    """16 bytes that two attempts to store the same thing share: committed once."""
+    """16 bytes that all attempts to store the same upload share: committed once."""
     size_bytes: int = 0
     blake3: bytes = b""
     sha256: bytes | None = None
@@ -138,7 +140,7 @@ class End:
     failure: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     precondition: Precondition | None = None
-    """What the committer checks at the commit."""
+    """Checked by the committer at the commit."""
 
 
 Message = Frame | Segments | Fresh | Paired | Placed | End
@@ -147,27 +149,27 @@ assert len(LEDGER_FIELDS) == 12
 
 
 def encode(message: Message) -> bytes:
-    """Return the message's bytes. Raises BadInput for what `decode` would refuse."""
+    """Encode a message. Raises BadInput if `decode` would refuse it."""
     sketch, counts = "", Counts()
     columns: dict[str, Column] = {}
     payload: bytes | memoryview
     match message:
         case Frame():
-            kind, payload = Kind.FRAME, message.payload.data
+            kind, payload = MessageKind.FRAME, message.payload.data
         case Segments():
-            kind, counts, columns = Kind.SEGMENTS, _counts(message.batch), _segment_columns(message.batch)
+            kind, counts, columns = MessageKind.SEGMENTS, _counts(message.batch), _segment_columns(message.batch)
             payload = _chunk_bytes(message.batch, np.flatnonzero(~message.batch.zero))
         case Fresh():
             fresh = message.batch
-            kind, counts = Kind.FRESH, _counts(fresh.batch, len(fresh.fresh))
+            kind, counts = MessageKind.FRESH, _counts(fresh.batch, len(fresh.fresh))
             columns, payload = _fresh_columns(fresh), _chunk_bytes(fresh.batch, fresh.fresh)
         case Paired():
             fresh = message.batch.fresh
-            kind, sketch = Kind.PAIRED, message.batch.sketch
+            kind, sketch = MessageKind.PAIRED, message.batch.sketch
             counts = _counts(fresh.batch, len(fresh.fresh), message.batch.super_features.shape[1])
             columns, payload = _paired_columns(message.batch), _chunk_bytes(fresh.batch, fresh.fresh)
         case Placed():
-            kind, counts = Kind.PLACED, Counts(segments=len(message.segments))
+            kind, counts = MessageKind.PLACED, Counts(segments=len(message.segments))
             columns = {
                 "containers": message.segments.containers,
                 "ordinals": message.segments.ordinals,
@@ -176,37 +178,37 @@ def encode(message: Message) -> bytes:
             }
             payload = LEDGER.pack(*(getattr(message.ledger, name) for name in LEDGER_FIELDS))
         case End():
-            kind, payload = Kind.END, _end_text(message)
+            kind, payload = MessageKind.END, _end_text(message)
     envelope = message.envelope
-    tenant, key, named = envelope.tenant.encode(), envelope.key.encode(), sketch.encode()
-    problem = problem_of(len(tenant), len(key), len(named), counts, len(payload), kind)
+    tenant, key, sketch_name = envelope.tenant.encode(), envelope.key.encode(), sketch.encode()
+    problem = problem_of(len(tenant), len(key), len(sketch_name), counts, len(payload), kind)
     if problem is not None or len(envelope.blob) != BLOB_BYTES:
         raise BadInput(f"message: {problem or f'blob id of {len(envelope.blob)} bytes: want {BLOB_BYTES}'}")
     conditional = isinstance(message, End) and message.precondition is not None
     version = CONDITIONAL_VERSION if conditional else VERSION
-    header = _header(kind, envelope, counts, len(payload), len(tenant), len(named), len(key), version)
+    header = _header(kind, envelope, counts, len(payload), len(tenant), len(sketch_name), len(key), version)
     written = [np.ascontiguousarray(columns[name], dtype) for name, dtype, _ in COLUMNS[kind]]
-    return _join([header, tenant, key, named, *written, payload])
+    return _join([header, tenant, key, sketch_name, *written, payload])
 
 
 def encode_paired(message: UndecodedMessage, paired: PairedBatch) -> bytes:
-    """Return the bytes of the Paired that a message of kind FRESH became: what it says is copied as it lies there.
+    """Encode the Paired that follows from a message of kind FRESH, copying its bytes.
 
-    Equal to `encode` of the same, without a column being made twice. Raises BadInput.
+    Equal to `encode`, without building the columns again. Raises BadInput.
     """
-    assert message.kind is Kind.FRESH
+    assert message.kind is MessageKind.FRESH
     counts, envelope, sketch = message.counts, message.envelope, paired.sketch.encode()
     fresh, super_features = paired.super_features.shape
     if not len(paired.base_found) == len(paired.bases) == len(paired.base_rank) == fresh == counts.fresh:
         raise BadInput(f"{message.what}: {fresh} pairs for {counts.fresh} fresh chunks")
     tenant, key = envelope.tenant.encode(), envelope.key.encode()
     counts = Counts(counts.segments, counts.chunks, fresh, super_features)
-    problem = problem_of(len(tenant), len(key), len(sketch), counts, message.payload_bytes, Kind.PAIRED)
+    problem = problem_of(len(tenant), len(key), len(sketch), counts, message.payload_bytes, MessageKind.PAIRED)
     if problem is not None:
         raise BadInput(f"message: {problem}")
     return _join(
         [
-            _header(Kind.PAIRED, envelope, counts, message.payload_bytes, len(tenant), len(sketch), len(key)),
+            _header(MessageKind.PAIRED, envelope, counts, message.payload_bytes, len(tenant), len(sketch), len(key)),
             tenant,
             key,
             sketch,
@@ -223,7 +225,7 @@ def encode_paired(message: UndecodedMessage, paired: PairedBatch) -> bytes:
 
 
 def _header(
-    kind: Kind,
+    kind: MessageKind,
     envelope: Envelope,
     counts: Counts,
     payload_bytes: int,
@@ -258,34 +260,34 @@ def _join(parts: Sequence[Buffer]) -> bytes:
 
 
 def is_end(data: bytes) -> bool:
-    """Return whether data begin as an end's do, without reading on: a hint, no promise that they decode."""
+    """Return whether the data begin as an end does: a hint, because nothing else is checked."""
     return data[:4] == MAGIC and data[5:6] == _END
 
 
 def decode(data: bytes, what: str) -> Message:
-    """Return the message; its payload is a view of `data`. Raises Corrupt, or FormatTooNew, naming `what`."""
+    """Decode a message; its payload is a view of `data`. Raises Corrupt, FormatTooNew."""
     return read(read_header(data, what))
 
 
 def read(message: UndecodedMessage) -> Message:
-    """Return what an opened message says. Raises Corrupt."""
+    """Decode a message after its header. Raises Corrupt."""
     envelope = message.envelope
     try:
         match message.kind:
-            case Kind.FRAME:
+            case MessageKind.FRAME:
                 return Frame(envelope, message.payload)
-            case Kind.SEGMENTS:
+            case MessageKind.SEGMENTS:
                 return Segments(envelope, read_segments([message]).part(0))
-            case Kind.FRESH:
+            case MessageKind.FRESH:
                 return Fresh(envelope, read_fresh([message])[0])
-            case Kind.PAIRED:
+            case MessageKind.PAIRED:
                 return Paired(envelope, read_paired([message])[0])
-            case Kind.PLACED:
+            case MessageKind.PLACED:
                 ledger = Ledger(*LEDGER.unpack(message.payload))
                 segments = Locations(message.column("containers"), message.column("ordinals"))
                 known = join_flags([message], "known")
                 return Placed(envelope, segments, known, message.column("lengths"), ledger)
-            case Kind.END:
+            case MessageKind.END:
                 return _end(envelope, message.payload)
     except (BadInput, ValueError, KeyError, TypeError, RecursionError, struct.error) as err:
         raise Corrupt(f"{message.what}: does not parse: {err}") from err
@@ -299,7 +301,7 @@ def _counts(batch: SegmentBatch, fresh: int = 0, super_features: int = 0) -> Cou
 
 
 def _chunk_bytes(batch: SegmentBatch, rows: NDArray[np.intp]) -> memoryview:
-    """Return the bytes of the chosen chunks, one after another; a view where they already lie so."""
+    """Return the bytes of the chosen chunks; a view if they are consecutive."""
     offsets, lengths = batch.offsets[rows], batch.lengths[rows]
     if not len(rows):
         return memoryview(b"")
@@ -351,7 +353,7 @@ def _end_text(end: End) -> bytes:
         "blake3": end.blake3.hex(),
         "sha256": end.sha256.hex() if end.sha256 is not None else None,
         "segments": end.segments,
-        "failure": None if end.failure is None else _legible(end.failure),
+        "failure": None if end.failure is None else _sanitize_reason(end.failure),
         "metadata": dict(end.metadata),
     }
     if end.precondition is not None:
@@ -374,7 +376,7 @@ def _end(envelope: Envelope, payload: U8) -> End:
         blake3=bytes.fromhex(found["blake3"]),
         sha256=None if sha256 is None else bytes.fromhex(sha256),
         segments=None if found["segments"] is None else _check_bound(found["segments"], "segments"),
-        failure=None if found["failure"] is None else _legible(found["failure"]),
+        failure=None if found["failure"] is None else _sanitize_reason(found["failure"]),
         metadata=found["metadata"],
         precondition=_precondition(found),
     )
@@ -393,8 +395,8 @@ def _precondition(found: Mapping[str, object]) -> Precondition | None:
     return None if if_match is None and if_none_match is None else Precondition(if_match, if_none_match)
 
 
-def _legible(failure: object) -> str:
-    """Return why a blob failed, of so many characters at most, all of which UTF-8 has: who tells it must not fail."""
+def _sanitize_reason(failure: object) -> str:
+    """Truncate and sanitize the reason of a failure, so that it can always be encoded."""
     return str(failure)[:FAILURE_CHARACTERS_MAX].encode(errors="replace").decode()
 
 

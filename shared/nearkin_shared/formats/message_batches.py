@@ -1,10 +1,11 @@
-"""Batches out of messages. Invariant: what is read of many messages is what would be read of each alone, or nothing.
+"""Decode columns of several messages together.
 
-    names of message 1 | names of message 2 | ...    one array, checked at once; each message's rows are a slice of it
+    names of message 1 | names of message 2 | ...    one array, validated at once; rows of a message are a slice
 
-A handful of array operations cost the same for one message as for thirty (benchmarks/pipeline.py: reading them one by
-one took most of what Python cost the dedup worker). Where one of several is damaged all are refused: read them alone
-then.
+Array operations cost the same for one message as for thirty (benchmarks/pipeline.py: reading messages one by one took
+most of the Python time of the dedup worker). If one message is damaged, all are refused; read them one by one then.
+
+Invariant: the result is that of reading each message alone, or an error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from numpy.typing import NDArray
 
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.container_layout import ROWS_MAX
-from nearkin_shared.formats.message_layout import Kind, UndecodedMessage, describe_messages, join_column, join_flags
+from nearkin_shared.formats.message_layout import (
+    MessageKind,
+    UndecodedMessage,
+    describe_messages,
+    join_column,
+    join_flags,
+)
 from nearkin_shared.limits import SEGMENT_BYTES_MAX
 from nearkin_shared.types import (
     CONTAINER_ID_MIN,
@@ -33,16 +40,16 @@ from nearkin_shared.types import (
 from nearkin_shared.utils.frozen import frozen
 
 LENGTH_WORD = 7
-"""Which 4 bytes of a name are the length: after fingerprint and check tag."""
+"""Index of the 4-byte word of a name that is the length: after fingerprint and check tag."""
 
 _I64 = NDArray[np.int64]
 
 
 @frozen
 class JoinedSegments:
-    """Segments of several messages. Message m has segments segment_starts[m] to [m + 1], and chunks likewise.
+    """Segments of several messages: message m has segments segment_starts[m] to [m + 1].
 
-    `batch` has no payload: chunk i lies at batch.offsets[i] of its message's payload.
+    Likewise its chunks. `batch` has no payload: chunk i is at batch.offsets[i] of its message's payload.
     """
 
     messages: Sequence[UndecodedMessage]
@@ -52,7 +59,7 @@ class JoinedSegments:
 
     @property
     def payloads(self) -> list[U8]:
-        """Return the messages' payloads."""
+        """The messages' payloads."""
         return [message.payload for message in self.messages]
 
     def part(self, number: int) -> SegmentBatch:
@@ -63,25 +70,25 @@ class JoinedSegments:
 
 
 def read_segments(messages: Sequence[UndecodedMessage]) -> JoinedSegments:
-    """Return what at least one message of kind SEGMENTS says. Raises Corrupt."""
-    _check_kind(messages, Kind.SEGMENTS)
+    """Decode one or more messages of kind SEGMENTS. Raises Corrupt."""
+    _check_kind(messages, MessageKind.SEGMENTS)
     zero = join_flags(messages, "zero")
     return _join(messages, zero, ~zero, *_starts(messages))
 
 
 def read_fresh(messages: Sequence[UndecodedMessage]) -> list[FreshBatch]:
-    """Return what each of at least one message of kind FRESH says. Raises Corrupt."""
-    _check_kind(messages, Kind.FRESH)
+    """Decode one or more messages of kind FRESH. Raises Corrupt."""
+    _check_kind(messages, MessageKind.FRESH)
     return _fresh(messages)
 
 
 def read_paired(messages: Sequence[UndecodedMessage]) -> list[PairedBatch]:
-    """Return what each of at least one message of kind PAIRED says. Raises Corrupt."""
-    _check_kind(messages, Kind.PAIRED)
+    """Decode one or more messages of kind PAIRED. Raises Corrupt."""
+    _check_kind(messages, MessageKind.PAIRED)
     fresh = _fresh(messages)
     found, ranks = join_flags(messages, "base_found"), join_column(messages, "base_rank")
     bases = Locations(join_column(messages, "base_containers"), join_column(messages, "base_ordinals"))
-    _check_places(messages, bases.take(np.flatnonzero(found)))
+    _check_locations(messages, bases.take(np.flatnonzero(found)))
     result, start = [], 0
     for message, batch in zip(messages, fresh, strict=True):
         rows = slice(start, start + message.counts.fresh)
@@ -101,16 +108,14 @@ def read_paired(messages: Sequence[UndecodedMessage]) -> list[PairedBatch]:
     return result
 
 
-def _check_kind(messages: Sequence[UndecodedMessage], kind: Kind) -> None:
+def _check_kind(messages: Sequence[UndecodedMessage], kind: MessageKind) -> None:
     if any(message.kind is not kind for message in messages):
         found = ", ".join(sorted({message.kind.name.lower() for message in messages}))
-        raise TypeError(
-            f"{describe_messages(messages)}: {found}, want {kind.name.lower()}: a kind that does not belong here"
-        )
+        raise TypeError(f"{describe_messages(messages)}: {found}, want {kind.name.lower()}: an unexpected kind")
 
 
 def _starts(messages: Sequence[UndecodedMessage]) -> tuple[_I64, _I64]:
-    """Return where each message's segments and chunks start, and where the last one's end."""
+    """Return the first segment and chunk of each message, and the end of the last one."""
     counts = np.zeros((len(messages) + 1, 2), np.int64)
     counts[1:] = [(message.counts.segments, message.counts.chunks) for message in messages]
     starts = np.cumsum(counts, axis=0)
@@ -120,23 +125,24 @@ def _starts(messages: Sequence[UndecodedMessage]) -> tuple[_I64, _I64]:
 def _join(
     messages: Sequence[UndecodedMessage], zero: Bools, carried: Bools, segment_starts: _I64, chunk_starts: _I64
 ) -> JoinedSegments:
-    """Return the segments; only the `carried` chunks have bytes, the offsets of the others are 0."""
+    """Join the segments; only the `carried` chunks have bytes, the offsets of others are 0."""
     names = join_column(messages, "names").reshape(-1, NAME_BYTES)
     lengths: U32 = names.view("<u4")[:, LENGTH_WORD].astype(np.uint32)
     if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= SEGMENT_BYTES_MAX:
         raise Corrupt(
             f"{describe_messages(messages)}: a chunk of {int(lengths.max())} bytes: want 1 to {SEGMENT_BYTES_MAX}"
         )
-    reached = np.zeros(len(lengths) + 1, np.uint64)
-    np.cumsum(np.where(carried, lengths, np.uint32(0)), out=reached[1:])
-    payload_starts = reached[chunk_starts]
+    payload_ends = np.zeros(len(lengths) + 1, np.uint64)
+    np.cumsum(np.where(carried, lengths, np.uint32(0)), out=payload_ends[1:])
+    payload_starts = payload_ends[chunk_starts]
     announced = np.array([message.payload_bytes for message in messages], np.uint64)
     if np.any(payload_starts[1:] - payload_starts[:-1] != announced):
         raise Corrupt(
-            f"{describe_messages(messages)}: chunks of {int(reached[-1])} bytes, payloads of {int(announced.sum())}"
+            f"{describe_messages(messages)}: chunks of {int(payload_ends[-1])} bytes, "
+            f"payloads of {int(announced.sum())}"
         )
     chunks = chunk_starts[1:] - chunk_starts[:-1]
-    offsets = reached[:-1] - np.repeat(payload_starts[:-1], chunks)
+    offsets = payload_ends[:-1] - np.repeat(payload_starts[:-1], chunks)
     offsets[~carried] = 0
     segments = int(segment_starts[-1])
     batch = SegmentBatch(
@@ -153,7 +159,7 @@ def _join(
 
 
 def _bounds(messages: Sequence[UndecodedMessage], segment_starts: _I64, chunk_starts: _I64) -> U32:
-    """Return the bounds of all segments: where a message ends the next one begins."""
+    """Return the bounds of all segments: a message begins where the previous one ends."""
     found = join_column(messages, "chunk_bounds").astype(np.int64)
     numbers = np.arange(len(messages))
     firsts, lasts = segment_starts[:-1] + numbers, segment_starts[1:] + numbers
@@ -171,27 +177,29 @@ def _bounds(messages: Sequence[UndecodedMessage], segment_starts: _I64, chunk_st
     return bounds.astype(np.uint32)
 
 
-def _check_places(messages: Sequence[UndecodedMessage], places: Locations) -> None:
-    """Refuse places that no container has: one in what is built would make all of that what no reader takes."""
-    if len(places) and (int(places.containers.min()) < CONTAINER_ID_MIN or int(places.ordinals.max()) >= ROWS_MAX):
-        raise Corrupt(f"{describe_messages(messages)}: names a place that no container has")
+def _check_locations(messages: Sequence[UndecodedMessage], locations: Locations) -> None:
+    """Refuse locations outside of containers: readers would refuse a container with such a base."""
+    if len(locations) and (
+        int(locations.containers.min()) < CONTAINER_ID_MIN or int(locations.ordinals.max()) >= ROWS_MAX
+    ):
+        raise Corrupt(f"{describe_messages(messages)}: names a location that no container has")
 
 
 def _fresh(messages: Sequence[UndecodedMessage]) -> list[FreshBatch]:
     segment_starts, chunk_starts = _starts(messages)
     known = join_flags(messages, "chunk_known")
-    before = np.repeat(chunk_starts[:-1], chunk_starts[1:] - chunk_starts[:-1])
+    message_starts = np.repeat(chunk_starts[:-1], chunk_starts[1:] - chunk_starts[:-1])
     first = join_column(messages, "first").astype(np.int64)
-    whole_first = first + before
+    joined_first = first + message_starts
     own = np.arange(len(known), dtype=np.int64)
-    itself = whole_first == own
+    is_first = joined_first == own
     if (
-        np.any(whole_first > own)
-        or np.any(known[whole_first] & ~itself)
-        or np.any(whole_first[whole_first] != whole_first)
+        np.any(joined_first > own)
+        or np.any(known[joined_first] & ~is_first)
+        or np.any(joined_first[joined_first] != joined_first)
     ):
         raise Corrupt(f"{describe_messages(messages)}: a chunk repeats one that is not fresh before it")
-    carried = itself & ~known
+    carried = is_first & ~known
     rows = np.flatnonzero(carried)
     ends = np.searchsorted(rows, chunk_starts)
     announced = np.array([message.counts.fresh for message in messages])
@@ -201,10 +209,10 @@ def _fresh(messages: Sequence[UndecodedMessage]) -> list[FreshBatch]:
     segment_known = join_flags(messages, "segment_known")
     segments = Locations(join_column(messages, "segment_containers"), join_column(messages, "segment_ordinals"))
     chunks = Locations(join_column(messages, "chunk_containers"), join_column(messages, "chunk_ordinals"))
-    _check_places(messages, segments.take(np.flatnonzero(segment_known)))
-    placed = np.flatnonzero(known & (chunks.containers != 0))  # those of known segments are known without a place
-    _check_places(messages, chunks.take(placed))
-    rows -= before[rows]
+    _check_locations(messages, segments.take(np.flatnonzero(segment_known)))
+    located = np.flatnonzero(known & (chunks.containers != 0))  # chunks of known segments are known without a location
+    _check_locations(messages, chunks.take(located))
+    rows -= message_starts[rows]
     result = []
     for number in range(len(messages)):
         of_segments = slice(int(segment_starts[number]), int(segment_starts[number + 1]))

@@ -1,13 +1,14 @@
-"""How a message lies in bytes. Invariant: what is opened has a header inside its bounds and all bytes it announces.
+"""Define the layout of messages, and read headers.
 
-    0      4     5      6       8         24         32         40        44         46       48
+    0     4      5     6       8         24         32         40        44         46       48
     | NKS1 | ver | kind | fresh | blob id | position | sequence | payload | segments | chunks | SFs, name sizes, 0
     64
     | tenant | key | sketch | columns | payload |
 
-Format: docs/internals/formats/message.md.
+Format: docs/internals/formats/message.md. Only the header is read here: columns are validated when they are decoded,
+for one message or for many at once.
 
-Opening reads the header alone: what the columns say is checked by who reads them, for one message or for many at once.
+Invariant: an undecoded message has a header within its bounds and all bytes that the header announces.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from nearkin_shared.utils.frozen import frozen
 MAGIC = b"NKS1"
 VERSION = 1
 CONDITIONAL_VERSION = 2
-"""Of an end with a precondition: a reader that does not know preconditions must refuse it, not commit regardless."""
+"""Format of an end with a precondition: a reader without preconditions must refuse it, not commit regardless."""
 BLOB_BYTES = 16
 MESSAGE_BYTES_MAX = 1_048_576 - 16 * 1024
-"""Kafka's default limit, less what a record batch and our headers take."""
+"""Kafka's default limit, less the overhead of a record batch and of headers."""
 CHUNKS_MAX = 4096
-"""Chunks of a message: with SEGMENT_BYTES_MAX of payload and 24 bytes of SFs they stay below the limit above."""
+"""Chunks of a message: with SEGMENT_BYTES_MAX of payload and 24 bytes of super-features it stays below the limit."""
 SEGMENTS_MAX = CHUNKS_MAX
 END_BYTES_MAX = 2 * METADATA_BYTES_MAX
 SKETCH_BYTES_MAX = 255
@@ -47,8 +48,8 @@ LEDGER = Struct("<12Q")
 Column = NDArray[Any]
 
 
-class Kind(IntEnum):
-    """What a message carries."""
+class MessageKind(IntEnum):
+    """The kind of a message."""
 
     FRAME = 1
     SEGMENTS = 2
@@ -60,7 +61,7 @@ class Kind(IntEnum):
 
 @frozen
 class Envelope:
-    """Whose message it is and where in the blob it belongs. `blob` 16 bytes: one upload attempt."""
+    """The blob and the position that a message belongs to. `blob` 16 bytes: one attempt."""
 
     blob: bytes
     tenant: str
@@ -112,36 +113,39 @@ _PLACED_COLUMNS = (
     ("lengths", "<u4", "segments"),
     ("known", "u1", "segments"),
 )
-COLUMNS: dict[Kind, tuple[tuple[str, str, str], ...]] = {
-    Kind.FRAME: (),
-    Kind.SEGMENTS: _SEGMENT_COLUMNS,
-    Kind.FRESH: _FRESH_COLUMNS,
-    Kind.PAIRED: _PAIRED_COLUMNS,
-    Kind.PLACED: _PLACED_COLUMNS,
-    Kind.END: (),
+COLUMNS: dict[MessageKind, tuple[tuple[str, str, str], ...]] = {
+    MessageKind.FRAME: (),
+    MessageKind.SEGMENTS: _SEGMENT_COLUMNS,
+    MessageKind.FRESH: _FRESH_COLUMNS,
+    MessageKind.PAIRED: _PAIRED_COLUMNS,
+    MessageKind.PLACED: _PLACED_COLUMNS,
+    MessageKind.END: (),
 }
 _ITEMS = ("segments", "segments+1", "segments*20", "chunks", "chunks*32", "fresh", "fresh*super_features")
-_KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
+_KINDS: dict[int, MessageKind] = {int(kind): kind for kind in MessageKind}
 _AT = {kind: {name: at for at, (name, _, _) in enumerate(columns)} for kind, columns in COLUMNS.items()}
 _DTYPES = {kind: [np.dtype(dtype) for _, dtype, _ in columns] for kind, columns in COLUMNS.items()}
 _WIDTHS = {
     kind: [(_ITEMS.index(items), np.dtype(dtype).itemsize) for _, dtype, items in columns]
     for kind, columns in COLUMNS.items()
 }
-_PAYLOAD_MAX = dict.fromkeys(Kind, SEGMENT_BYTES_MAX) | {Kind.END: END_BYTES_MAX, Kind.PLACED: LEDGER.size}
+_PAYLOAD_MAX = dict.fromkeys(MessageKind, SEGMENT_BYTES_MAX) | {
+    MessageKind.END: END_BYTES_MAX,
+    MessageKind.PLACED: LEDGER.size,
+}
 
 
 @frozen
 class UndecodedMessage:
-    """A message whose columns nobody has looked at. `what` names it for people."""
+    """A message with a validated header and undecoded columns. `what` names it in errors."""
 
-    kind: Kind
+    kind: MessageKind
     envelope: Envelope
     counts: Counts
     sketch: str
     data: bytes
     starts: Sequence[int]
-    """Where each column starts, and behind the last one the payload."""
+    """Start of each column, and of the payload after the last one."""
     what: str
 
     def column(self, name: str) -> Column:
@@ -157,17 +161,17 @@ class UndecodedMessage:
 
     @property
     def payload(self) -> U8:
-        """Return the payload, a view of the message."""
+        """The payload, a view of the message."""
         return np.frombuffer(self.data, np.uint8, -1, self.starts[-1])
 
     @property
     def payload_bytes(self) -> int:
-        """Return the payload's size."""
+        """The payload's size."""
         return len(self.data) - self.starts[-1]
 
 
 def join_column(messages: Sequence[UndecodedMessage], name: str) -> Column:
-    """Return a column of messages of one kind, one behind the other; a view where there is one message."""
+    """Concatenate a column of messages of one kind; a view for one message."""
     if len(messages) == 1:
         return messages[0].column(name)
     kind = messages[0].kind
@@ -177,7 +181,7 @@ def join_column(messages: Sequence[UndecodedMessage], name: str) -> Column:
 
 
 def join_flags(messages: Sequence[UndecodedMessage], name: str) -> Bools:
-    """Return a column of flags of messages of one kind. Raises Corrupt."""
+    """Concatenate a column of flags of messages of one kind. Raises Corrupt."""
     column = join_column(messages, name)
     if len(column) and int(column.max()) > 1:
         raise Corrupt(f"{describe_messages(messages)}: {name} has a flag of {int(column.max())}: want 0 or 1")
@@ -185,13 +189,13 @@ def join_flags(messages: Sequence[UndecodedMessage], name: str) -> Bools:
 
 
 def describe_messages(messages: Sequence[UndecodedMessage]) -> str:
-    """Return how messages are called in an error."""
+    """Return the name of messages in an error."""
     more = f" and {len(messages) - 1} more" if len(messages) > 1 else ""
     return f"{messages[0].what}{more}"
 
 
 def read_header(data: bytes, what: str) -> UndecodedMessage:
-    """Read a message's header. Raises Corrupt, or FormatTooNew, naming `what`."""
+    """Parse a message's header. Raises Corrupt, or FormatTooNew, with the name `what`."""
     if len(data) > MESSAGE_BYTES_MAX:
         raise Corrupt(f"{what}: {len(data)} bytes are too many for a message, want at most {MESSAGE_BYTES_MAX}")
     if len(data) < HEADER.size or data[:4] != MAGIC:
@@ -221,14 +225,14 @@ def read_header(data: bytes, what: str) -> UndecodedMessage:
     items = segments, segments + 1, segments * SEGMENT_ID_BYTES, chunks, chunks * NAME_BYTES, fresh, fresh * ranks
     starts = list(accumulate([items[which] * width for which, width in _WIDTHS[kind]], initial=at))
     if starts[-1] + payload_bytes != len(data):
-        raise Corrupt(f"{what}: {len(data) - starts[-1]} bytes of payload, {payload_bytes} announced: cut short?")
+        raise Corrupt(f"{what}: {len(data) - starts[-1]} bytes of payload, {payload_bytes} announced: truncated?")
     return UndecodedMessage(kind, Envelope(blob, tenant, key, position, sequence), counts, sketch, data, starts, what)
 
 
 def problem_of(
-    tenant_bytes: int, key_bytes: int, sketch_bytes: int, counts: Counts, payload_bytes: int, kind: Kind
+    tenant_bytes: int, key_bytes: int, sketch_bytes: int, counts: Counts, payload_bytes: int, kind: MessageKind
 ) -> str | None:
-    """Return what leaves its bound, if anything does: asked before writing and after reading."""
+    """Return which value is out of bounds, if any; used before writing and after reading."""
     if (
         tenant_bytes <= TENANT_BYTES_MAX
         and key_bytes <= KEY_BYTES_MAX

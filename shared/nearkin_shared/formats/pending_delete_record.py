@@ -1,11 +1,12 @@
-"""Condemned: what a round of garbage collection found unreached. Invariant: nothing is freed that no record named.
+"""Encode and decode records of pending deletes and of quarantine.
 
     0      4     6       8          16        20
-    | NKG1 | ver | flags | sequence | entries | condemned at ... | entries' table | runs' table | check 8 |
+    | NKG1 | ver | flags | sequence | entries | times ... | entries' table | runs' table | check 8 |
 
-A record of a store in clear has a MAC of 16 bytes before the check.
-Times are kept as they are, so that a record's size does not depend on the clock.
-docs/internals/formats/pending-deletes.md.
+In an unencrypted store a record has a MAC of 16 bytes before the check. Times are not compressed, so that a record's
+size does not depend on the clock (docs/internals/formats/pending-deletes.md).
+
+Invariant: nothing is freed that no record named.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from nearkin_shared.types import CONTAINER_ID_MIN, U32
 from nearkin_shared.utils.frozen import frozen
 
 VERSION = 2
-"""2 has a MAC before the check; 1, which is sealed or from an older release, has none."""
+"""2 has a MAC before the check; 1, which is encrypted or from an older release, has none."""
 MAGIC, QUARANTINED = b"NKG1", b"NKQ1"
-_OF = {MAGIC: "condemned", QUARANTINED: "quarantined"}
+_CONTENT_NAMES = {MAGIC: "condemned", QUARANTINED: "quarantined"}
 FIXED = Struct("<4sHHQI")
 assert FIXED.size == 20  # docs/internals/formats/pending-deletes.md
 ENTRIES_MAX = 1 << 22
-"""Containers condemned at a time: 16 TiB of them at 4 MiB. What is more waits for a later round."""
+"""Containers in one record: 16 TiB of containers of 4 MiB. Further ones wait for a later run."""
 RUNS_MAX = 1 << 24
 ORDINALS_MAX = 1 << 27
 """In all runs together: a terabyte of chunks of 8 KiB, 512 MiB in memory. A run of any length takes 8 bytes."""
@@ -41,9 +42,11 @@ _RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4")]
 
 @frozen
 class PendingDelete:
-    """What of one container is condemned, and since when. `chunks` and `segments` are ordinals, ascending.
+    """The part of one container that is pending deletion, and since when.
 
-    `whole`: nothing of it is to be kept, whatever its directory says: it may be unreadable.
+    `chunks` and `segments` are ascending ordinals. `whole`: all of the container, whatever its directory contains: it
+    may
+    be unreadable.
     """
 
     at_us: int
@@ -53,19 +56,22 @@ class PendingDelete:
 
 
 Record = Mapping[int, PendingDelete]
-"""By container id."""
+"""Entries by container id."""
 
 
 def encode_record(sequence: int, record: Record, magic: bytes = MAGIC, key: bytes | None = None) -> bytes:
-    """Return a record's bytes. Raises BadInput for more than ENTRIES_MAX containers, RUNS_MAX runs or ORDINALS_MAX."""
+    """Encode a record.
+
+    Raises BadInput for more than ENTRIES_MAX containers, RUNS_MAX runs or ORDINALS_MAX ordinals.
+    """
     ids = sorted(record)
     parts = [_runs(rows) for container in ids for rows in (record[container].chunks, record[container].segments)]
     starts = np.concatenate([np.zeros(0, np.uint32), *(start for start, _ in parts)])
     counts = np.concatenate([np.zeros(0, np.uint32), *(count for _, count in parts)])
     if len(ids) > ENTRIES_MAX or len(starts) > RUNS_MAX:
-        raise BadInput(f"{len(ids)} condemned containers in {len(starts)} runs: want {ENTRIES_MAX} and {RUNS_MAX}")
+        raise BadInput(f"{len(ids)} pending containers in {len(starts)} runs: want {ENTRIES_MAX} and {RUNS_MAX}")
     if (ordinals := _total(counts)) > ORDINALS_MAX:
-        raise BadInput(f"{ordinals} condemned chunks and segments: want at most {ORDINALS_MAX}")
+        raise BadInput(f"{ordinals} pending chunks and segments: want at most {ORDINALS_MAX}")
     of_each = np.array([len(start) for start, _ in parts], "<u4").reshape(-1, 2)
     body = FIXED.pack(magic, 1 if key is None else VERSION, 0, sequence, len(ids))
     body += np.array([record[container].at_us for container in ids], "<i8").tobytes()
@@ -82,10 +88,10 @@ def encode_record(sequence: int, record: Record, magic: bytes = MAGIC, key: byte
     return body + columns.check_bytes(body)
 
 
-def fitting(record: Record) -> dict[int, PendingDelete]:
-    """Return as many containers of a record as one may name, of those condemned first; the rest waits.
+def select_fitting(record: Record) -> dict[int, PendingDelete]:
+    """Return the entries that fit into one record, the oldest first; the others wait.
 
-    2^24 runs are 16,000 containers that are condemned here and there, in 1,000 places each.
+    2^24 runs are 16,000 containers with 1,000 runs of pending chunks each.
     """
     found: dict[int, PendingDelete] = {}
     runs = ordinals = 0
@@ -102,16 +108,17 @@ def fitting(record: Record) -> dict[int, PendingDelete]:
 def decode_record(
     data: bytes, what: str, magic: bytes = MAGIC, key: bytes | None = None
 ) -> tuple[int, dict[int, PendingDelete]]:
-    """Return (sequence, record), its MAC compared where `key` is given.
+    """Return (sequence, record), with its MAC verified if `key` is given.
 
-    What is pending deletion is believed only with a MAC then; what is quarantined without one too, for it removes
-    nothing. Raises Corrupt, or FormatTooNew naming both versions.
+    Pending deletes then require a MAC. Quarantine is accepted without one, because it deletes nothing. Raises Corrupt,
+    or
+    FormatTooNew with both versions.
     """
     whole = memoryview(data)
     if len(whole) < FIXED.size + columns.CHECK_BYTES:
-        raise Corrupt(f"{what}: {len(whole)} bytes are too few for a record of what is {_OF[magic]}")
+        raise Corrupt(f"{what}: {len(whole)} bytes are too few for a record of {_CONTENT_NAMES[magic]}")
     if bytes(whole[:4]) != magic:
-        raise Corrupt(f"{what}: not a record of what is {_OF[magic]} (starts with {bytes(whole[:4])!r})")
+        raise Corrupt(f"{what}: not a record of {_CONTENT_NAMES[magic]} (starts with {bytes(whole[:4])!r})")
     view = whole[: -columns.CHECK_BYTES]
     if columns.check_bytes(view) != bytes(whole[-columns.CHECK_BYTES :]):
         raise Corrupt(f"{what}: checksum does not agree")
@@ -146,7 +153,7 @@ def _decode(view: memoryview, entries: int, what: str) -> dict[int, PendingDelet
     if int(of_each.sum()) != len(starts) or (len(counts) and not counts.min()):
         raise Corrupt(f"{what}: its runs do not add up")
     if (ordinals := _total(counts)) > ORDINALS_MAX:
-        raise Corrupt(f"{what}: {ordinals} chunks and segments, at most {ORDINALS_MAX} are named in one")
+        raise Corrupt(f"{what}: {ordinals} chunks and segments, at most {ORDINALS_MAX} are allowed in one")
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(of_each)])
     found = {}
     for row, container in enumerate(ids.tolist()):

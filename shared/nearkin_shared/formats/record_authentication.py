@@ -1,9 +1,12 @@
-"""Authentication of records that maintenance acts on. Invariant: who does not know the store's secret cannot make one.
+"""Authenticate records that maintenance acts on.
 
-    body | MAC 16 | check 8       a record of bytes          "mac": 32 hex digits     a record of JSON
+    body | MAC 16 | check 8       a binary record          "mac": 32 hex digits     a JSON record
 
-The MAC is keyed BLAKE3 under a key that is derived from the secret in the descriptor. The records of an encrypted store
-have none: they are sealed, which authenticates them. docs/adr/0054-authenticated-records.md.
+The MAC is keyed BLAKE3 under a key that is derived from the secret in the descriptor. Records of an encrypted store
+have
+none: encryption authenticates them (docs/adr/0054-authenticated-records.md).
+
+Invariant: only a process that knows the store's secret can create a valid record.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ _CONTEXT = "nearkin 2026 authentication of records"
 
 
 def record_key(secret: bytes) -> bytes:
-    """Return the key that authenticates the records of a store, from the secret of its descriptor."""
+    """Derive the key that authenticates records from the secret of the descriptor."""
     return blake3(secret, derive_key_context=_CONTEXT).digest()
 
 
@@ -30,13 +33,16 @@ def mac_of(body: bytes | memoryview, key: bytes) -> bytes:
     return blake3(body, key=key).digest(MAC_BYTES)
 
 
-def mac_of_json(said: Mapping[str, object], key: bytes) -> str:
-    """Return the MAC of a record's fields as hex digits, whatever their order and spacing."""
-    return mac_of(json.dumps(said, sort_keys=True, separators=(",", ":")).encode(), key).hex()
+def mac_of_json(record: Mapping[str, object], key: bytes) -> str:
+    """Return the MAC of a record's fields as hex digits, independent of order and spacing."""
+    return mac_of(json.dumps(record, sort_keys=True, separators=(",", ":")).encode(), key).hex()
 
 
 def split_mac(view: memoryview, key: bytes | None, what: str) -> memoryview:
-    """Return the body of bytes that end in a MAC; without a key the MAC is not compared. Raises Corrupt."""
+    """Split off the MAC at the end and verify it; without a key it is not verified.
+
+    Raises Corrupt.
+    """
     if len(view) < MAC_BYTES:
         raise Corrupt(f"{what}: too short for its MAC")
     body, mac = view[:-MAC_BYTES], bytes(view[-MAC_BYTES:])
@@ -45,10 +51,10 @@ def split_mac(view: memoryview, key: bytes | None, what: str) -> memoryview:
     return body
 
 
-def check_json_mac(said: dict[str, object], key: bytes, what: str) -> None:
-    """Take the field `mac` out of `said` and compare it. Raises Corrupt."""
-    mac = said.pop("mac", None)
-    if not isinstance(mac, str) or not compare_digest(mac.encode(), mac_of_json(said, key).encode()):
+def check_json_mac(record: dict[str, object], key: bytes, what: str) -> None:
+    """Remove the field `mac` from `record` and verify it. Raises Corrupt."""
+    mac = record.pop("mac", None)
+    if not isinstance(mac, str) or not compare_digest(mac.encode(), mac_of_json(record, key).encode()):
         raise not_authentic(what)
 
 

@@ -1,8 +1,11 @@
-"""Reed-Solomon over shards. Invariant: any `data` of the `data + parity` shards give all others back, byte for byte.
+"""Compute Reed-Solomon parity over shards.
 
 Byte t of parity shard i is the sum over j of c(i, j) times byte t of data shard j, in GF(256) modulo
-x^8 + x^4 + x^3 + x^2 + 1, where c(i, j) = 1 / ((data + i) xor j): a Cauchy matrix, as ISA-L makes it. pyeclib computes
-it; what it puts before each of its fragments is its own and is stored nowhere.
+x^8 + x^4 + x^3 + x^2 + 1, where c(i, j) = 1 / ((data + i) xor j): a Cauchy matrix, as in ISA-L. pyeclib computes it;
+its
+fragment headers are not stored.
+
+Invariant: any `data` of the `data + parity` shards determine all others, byte for byte.
 """
 
 from __future__ import annotations
@@ -21,21 +24,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SHARDS_MAX = PARITY_SHARDS_MAX
-"""Data and parity together, as liberasurecode has it."""
+"""Data and parity together: the limit of liberasurecode."""
 _CODE = "isa_l_rs_cauchy"
 
 
 def parity_of(data: U8, parity: int) -> U8:
-    """Return uint8[parity, n] for data shards uint8[k, n]. Raises BadInput, ConfigError where pyeclib is missing."""
+    """Return uint8[parity, n] for data shards uint8[k, n].
+
+    Raises BadInput, ConfigError (pyeclib is missing).
+    """
     shards, _ = _check_shards(data, len(data), parity)
     encoded = _driver(shards, parity).encode(np.ascontiguousarray(data).tobytes())
     return _strip_headers(encoded[shards:], data.shape[1])
 
 
 def rebuild_shards(shards: U8, data: int, lost: Sequence[int]) -> U8:
-    """Return uint8[k + m, n] with the rows `lost` computed from the others; what these hold is not looked at.
+    """Return uint8[k + m, n] with the rows `lost` computed from the others.
 
-    Raises BadInput for more lost shards than there is parity, ConfigError where pyeclib is missing.
+    The bytes in lost rows are ignored. Raises BadInput for more lost shards than parity, ConfigError if pyeclib is
+    missing.
     """
     _, parity = _check_shards(shards, data, len(shards) - data)
     if len(lost) > parity:
@@ -44,16 +51,16 @@ def rebuild_shards(shards: U8, data: int, lost: Sequence[int]) -> U8:
         return shards
     missing = sorted(set(lost))
     driver = _driver(data, parity)
-    # A fragment's head tells its number and sizes, nothing of its bytes: those of zeros are those of any data.
+    # A fragment's header has its number and sizes and does not depend on its bytes, so headers of zeros serve.
     heads = [fragment[: len(fragment) - shards.shape[1]] for fragment in driver.encode(bytes(data * shards.shape[1]))]
-    there = [heads[row] + shards[row].tobytes() for row in range(len(shards)) if row not in missing]
+    available = [heads[row] + shards[row].tobytes() for row in range(len(shards)) if row not in missing]
     found = shards.copy()
-    found[missing] = _strip_headers(driver.reconstruct(there, missing), shards.shape[1])
+    found[missing] = _strip_headers(driver.reconstruct(available, missing), shards.shape[1])
     return found
 
 
 def check(data: int, parity: int) -> None:
-    """Raise ConfigError where so many shards cannot be computed here, BadInput where nowhere."""
+    """Raise ConfigError if the scheme is unavailable here, BadInput if it is invalid."""
     _check_shards(np.zeros((data, 1), np.uint8), data, parity)
     _driver(data, parity)
 

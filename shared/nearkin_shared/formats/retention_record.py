@@ -1,9 +1,12 @@
-"""Retention record: a later end of a version's retention. Invariant: a later record never names an earlier time.
+"""Encode and decode retention records: a later end of a version's retention.
 
     0      4     6       8         16         20        28   36      44
     | NKR1 | ver | flags | version | sequence | lengths | at | until | tenant | key | who | reason | MAC | check |
 
-The MAC is there in a store in clear; in an encrypted store the record is sealed. docs/internals/formats/retention.md.
+In an unencrypted store the record has a MAC; in an encrypted store encryption authenticates it
+(docs/internals/formats/retention.md).
+
+Invariant: a later record never names an earlier time.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ MAGIC = b"NKR1"
 FIXED = Struct("<4sHHQIHHHHqq")
 assert FIXED.size == 44  # docs/internals/formats/retention.md
 SEQUENCE_MAX = 1000
-"""Extensions of one version: a reader lists as many names at most."""
+"""Extensions of one version: the names that a reader lists at most."""
 _HAS_MAC = 1
 
 
@@ -36,25 +39,25 @@ class RetentionRecord:
     key: str
     version: int
     sequence: int
-    """1 for the first extension of the version, then one more each."""
+    """1 for the first extension of the version, incremented by each."""
     at_us: int
     """Microseconds since 1970, UTC, by the writer's clock."""
     retain_until_us: int
-    """Microseconds since 1970 up to which the version must not be deleted."""
+    """End of retention, microseconds since 1970."""
     who: str = ""
     reason: str = ""
 
 
 def tenant_of_retention(data: bytes | memoryview) -> str:
-    """Return the tenant of a record that was just encoded."""
+    """Return the tenant of an encoded record."""
     tenant_bytes = FIXED.unpack_from(data)[5]
     return bytes(memoryview(data)[FIXED.size : FIXED.size + tenant_bytes]).decode()
 
 
 def encode_retention(record: RetentionRecord, key: bytes | None = None) -> bytes:
-    """Return the record's bytes, authenticated by `key` if there is one.
+    """Encode the record, authenticated by `key` if there is one.
 
-    Raises BadInput for what `decode_retention` would not read.
+    Raises BadInput if `decode_retention` would refuse it.
     """
     texts = encode_texts(record.tenant, record.key, record.who, record.reason)
     lengths = [len(text) for text in texts]
@@ -71,7 +74,10 @@ def encode_retention(record: RetentionRecord, key: bytes | None = None) -> bytes
 
 
 def decode_retention(data: bytes | memoryview, what: str, key: bytes | None = None) -> RetentionRecord:
-    """Return the record. Raises Corrupt (also if `key` is given and does not authenticate it), FormatTooNew."""
+    """Decode the record.
+
+    Raises FormatTooNew, Corrupt (also if `key` is given and does not authenticate it).
+    """
     whole = memoryview(data)
     if len(whole) < FIXED.size + columns.CHECK_BYTES or bytes(whole[:4]) != MAGIC:
         raise Corrupt(f"{what}: not a retention record ({len(whole)} bytes)")
@@ -96,7 +102,7 @@ def decode_retention(data: bytes | memoryview, what: str, key: bytes | None = No
 
 
 def _find_problem(sequence: int, at_us: int, retain_until_us: int, lengths: list[int]) -> str | None:
-    """Return the first field outside its bound, if any: checked before writing and after reading."""
+    """Return the first field out of its bound, if any; used before writing and after reading."""
     if not 1 <= sequence <= SEQUENCE_MAX:
         return f"extension {sequence} of its retention: want 1 to {SEQUENCE_MAX}; extend it by longer times"
     if not 0 <= at_us <= CREATED_US_MAX or not 0 < retain_until_us <= CREATED_US_MAX:

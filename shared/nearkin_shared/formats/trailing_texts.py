@@ -1,6 +1,9 @@
-"""Texts at the end of marks and retention records, one after the other; the fixed part has their lengths in bytes.
+# size: shared by the formats of tombstones and retention records
+"""Encode and decode the texts at the end of tombstones and retention records.
 
-Invariant: every byte behind the fixed part belongs to a text, and every text is valid UTF-8.
+The fixed part of a record has their lengths in bytes.
+
+Invariant: every byte after the fixed part belongs to a text, and every text is valid UTF-8.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from nearkin_shared.errors import BadInput, Corrupt
 
 
 def encode_texts(tenant: str, key: str, who: str, reason: str) -> list[bytes]:
-    """Return the texts as UTF-8. Raises BadInput for one that has none."""
+    """Encode the texts as UTF-8. Raises BadInput for one that is not encodable."""
     try:
         return [text.encode() for text in (tenant, key, who, reason)]
     except UnicodeEncodeError as err:
@@ -19,7 +22,7 @@ def encode_texts(tenant: str, key: str, who: str, reason: str) -> list[bytes]:
 
 
 def decode_texts(data: memoryview, lengths: Sequence[int], what: str) -> list[str]:
-    """Return the texts of `lengths` bytes each, which are all of `data`. Raises Corrupt, naming `what`."""
+    """Decode texts of `lengths` bytes, which are all of `data`. Raises Corrupt."""
     if sum(lengths) != len(data):
         raise Corrupt(f"{what}: {len(data) - sum(lengths)} bytes left over")
     texts, position = list[str](), 0

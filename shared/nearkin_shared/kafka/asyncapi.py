@@ -24,7 +24,7 @@ from nearkin_shared.formats.message_layout import (
     MESSAGE_BYTES_MAX,
     SEGMENTS_MAX,
     SUPER_FEATURES_MAX,
-    Kind,
+    MessageKind,
 )
 from nearkin_shared.kafka import dead_letters
 from nearkin_shared.kafka.clients import COMPACTED, TOPICS, topic
@@ -43,31 +43,31 @@ HEADER_FIELDS = (
     *("magic", "version", "kind", "fresh_chunks", "blob", "position", "sequence", "payload_bytes", "segments"),
     *("chunks", "super_features", "tenant_bytes", "sketch_bytes", "key_bytes"),
 )
-KINDS_OF: dict[str, tuple[Kind, ...]] = {
-    "frames": (Kind.FRAME, Kind.END),
-    "segments": (Kind.SEGMENTS, Kind.END),
-    "fresh": (Kind.FRESH, Kind.END),
-    "paired": (Kind.PAIRED, Kind.END),
-    "placed": (Kind.PLACED, Kind.END),
+KINDS_OF: dict[str, tuple[MessageKind, ...]] = {
+    "frames": (MessageKind.FRAME, MessageKind.END),
+    "segments": (MessageKind.SEGMENTS, MessageKind.END),
+    "fresh": (MessageKind.FRESH, MessageKind.END),
+    "paired": (MessageKind.PAIRED, MessageKind.END),
+    "placed": (MessageKind.PLACED, MessageKind.END),
 }
 """Which kinds of message a topic between stages carries."""
 SENDS = {"chunker": "segments", "dedup": "fresh", "resemblance": "paired", "delta": "placed", "committer": "committed"}
 """Which topic each group that takes from one (WAITS) hands on to."""
 _SUMMARY = {
-    Kind.FRAME: "A slice of a blob as it was received, at most 900 KiB.",
-    Kind.SEGMENTS: "Segments of chunks with their names; the bytes of all chunks that are not all zero.",
-    Kind.FRESH: "After dedup: the bytes of fresh chunks, and where all others lie.",
-    Kind.PAIRED: "After resemblance: super-features of fresh chunks, and candidates for their bases.",
-    Kind.PLACED: "Durable: where the segments lie, and what they cost.",
-    Kind.END: "The blob has ended: whole, or with a failure.",
+    MessageKind.FRAME: "A slice of a blob as it was received, at most 900 KiB.",
+    MessageKind.SEGMENTS: "Segments of chunks with their names; the bytes of all chunks that are not all zero.",
+    MessageKind.FRESH: "After dedup: the bytes of fresh chunks, and where all others lie.",
+    MessageKind.PAIRED: "After resemblance: super-features of fresh chunks, and candidates for their bases.",
+    MessageKind.PLACED: "Durable: where the segments lie, and what they cost.",
+    MessageKind.END: "The blob has ended: whole, or with a failure.",
 }
 _PAYLOAD = {
-    Kind.FRAME: "the slice",
-    Kind.SEGMENTS: "the chunks that are not all zero, in order",
-    Kind.FRESH: "the fresh chunks, in order",
-    Kind.PAIRED: "the fresh chunks, in order",
-    Kind.PLACED: "the ledger: u64 each",
-    Kind.END: "JSON",
+    MessageKind.FRAME: "the slice",
+    MessageKind.SEGMENTS: "the chunks that are not all zero, in order",
+    MessageKind.FRESH: "the fresh chunks, in order",
+    MessageKind.PAIRED: "the fresh chunks, in order",
+    MessageKind.PLACED: "the ledger: u64 each",
+    MessageKind.END: "JSON",
 }
 _TOPIC_TEXT = {
     "frames": "Uploads as they come in. Keyed by blob id.",
@@ -104,7 +104,7 @@ def document(settings: Settings | None = None) -> Json:
         number = version("nearkin")
     except PackageNotFoundError:  # run from a source tree
         number = "0"
-    messages = {**{kind.name.lower(): _binary(kind) for kind in Kind}, **_others()}
+    messages = {**{kind.name.lower(): _binary(kind) for kind in MessageKind}, **_others()}
     carried = {name: [kind.name.lower() for kind in kinds] for name, kinds in KINDS_OF.items()}
     carried |= {"committed": ["committed", "failed"], "dead": ["letter", "replayed"], "config": ["changes"]}
     carried |= {"workers": ["word"]}
@@ -169,7 +169,7 @@ def _operation(action: str, name: str, summary: str) -> Json:
 # --- binary messages -------------------------------------------------------------------------------------------------
 
 
-def _binary(kind: Kind) -> Json:
+def _binary(kind: MessageKind) -> Json:
     layout: Json = {
         "header": header_layout(),
         "names": ["tenant", "key", "sketch"],
@@ -180,9 +180,9 @@ def _binary(kind: Kind) -> Json:
         "payload": _PAYLOAD[kind],
         "bounds": {"chunks": CHUNKS_MAX, "segments": SEGMENTS_MAX, "super_features": SUPER_FEATURES_MAX},
     }
-    if kind is Kind.PLACED:
+    if kind is MessageKind.PLACED:
         layout["ledger"] = list(LEDGER_FIELDS)
-    if kind is Kind.END:
+    if kind is MessageKind.END:
         layout["payload_schema"] = end_schema()
     return {
         "name": kind.name.lower(),

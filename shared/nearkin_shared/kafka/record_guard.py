@@ -14,8 +14,8 @@ from nearkin_shared.errors import Corrupt, NearkinError, NotAuthentic, Permanent
 from nearkin_shared.formats.message import (
     End,
     Envelope,
-    Kind,
     Message,
+    MessageKind,
     Paired,
     UndecodedMessage,
     decode,
@@ -132,7 +132,7 @@ class RecordGuard:
         try:
             self._authenticate(record)
             found = read_header(record.value, record.label)
-            if found.kind is Kind.END:
+            if found.kind is MessageKind.END:
                 read(found)
         except PermanentError as err:
             send_dead_letter(self._settings, self._outbox, record, self._stage, err)
@@ -142,7 +142,7 @@ class RecordGuard:
     def decode_many(self, records: Sequence[Record]) -> list[Message | None]:
         """Return what `decode` would of each; pairs are read together, and alone where any of them is damaged."""
         found = [self.read_header(record) for record in records]
-        pairs = [message for message in found if message is not None and message.kind is Kind.PAIRED]
+        pairs = [message for message in found if message is not None and message.kind is MessageKind.PAIRED]
         try:
             batches = iter(read_paired(pairs) if pairs else ())
         except Corrupt as err:
@@ -155,7 +155,7 @@ class RecordGuard:
             None
             if message is None
             else Paired(message.envelope, next(batches))
-            if message.kind is Kind.PAIRED
+            if message.kind is MessageKind.PAIRED
             else self._decode(record)
             for record, message in zip(records, found, strict=True)
         ]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import RetryableError
-from nearkin_shared.formats.message import Envelope, Kind, UndecodedMessage
+from nearkin_shared.formats.message import Envelope, MessageKind, UndecodedMessage
 from nearkin_shared.kafka.ack_tracker import AckTracker
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
@@ -69,7 +69,7 @@ class StatelessStageHandler:
             if blob in ended:  # sent again: it shall not meet what came before the end
                 self._carry(taken)
                 taken, ended = [], set()
-            if message.kind is Kind.END:
+            if message.kind is MessageKind.END:
                 ended.add(blob)
             taken.append((record, message))
         self._carry(taken)
@@ -97,7 +97,7 @@ class StatelessStageHandler:
         """Work on messages and send what they become, each where the last one it is made of stands."""
         results = self._process_batch([message for _, message in taken])
         for (record, message), result in zip(taken, results, strict=True):
-            if message.kind is Kind.END:
+            if message.kind is MessageKind.END:
                 self._guard.carry_out(record, message.envelope, lambda: self._pass_on(record, message))  # noqa: B023
             elif isinstance(result, OutgoingMessage):
                 self._guard.carry_out(record, message.envelope, lambda: self._send(record, result))  # noqa: B023
@@ -109,7 +109,7 @@ class StatelessStageHandler:
         results: list[object] = [_ALONE] * len(messages)
         by_tenant: dict[str, dict[bytes, list[int]]] = {}
         for number, message in enumerate(messages):
-            if message.kind is not Kind.END:
+            if message.kind is not MessageKind.END:
                 envelope = message.envelope
                 by_tenant.setdefault(envelope.tenant, {}).setdefault(envelope.blob, []).append(number)
         for tenant, by_blob in by_tenant.items():

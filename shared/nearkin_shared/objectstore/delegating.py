@@ -1,4 +1,7 @@
-"""An object store over another. Invariant: it adds nothing; what a wrapper does not say is what the one below does."""
+"""Delegate all calls of an object store to another one.
+
+Invariant: a call that a wrapper does not override has the effect of the inner store.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ from nearkin_shared.objectstore.base import ObjectStore, Payload, SupportsFileSi
 
 
 class DelegatingObjectStore:
-    """Passes all on to `inner`; wrappers override what they change."""
+    """Delegates all calls to `inner`; wrappers override some."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
 
     def rewrap(self, wrap: Callable[[ObjectStore], ObjectStore]) -> Self:
-        """Return what does the same over what `wrap` makes of the store below all wrappers."""
+        """Return a copy of this wrapper over `wrap` of the innermost store."""
         other = copy.copy(self)
         other.inner = rewrap_lowest(self.inner, wrap)
         return other
 
     def takes_bytes(self, name: str, object_bytes: int) -> int:
-        """Return what an object of so many bytes takes that is written now, with all that is added to it."""
+        """Return the stored size of a new object, with the overhead of all wrappers."""
         return takes_bytes(self.inner, name, object_bytes)
 
     def clear_bytes(self, name: str, stored_bytes: int) -> int:
@@ -31,12 +34,12 @@ class DelegatingObjectStore:
 
     @property
     def record_key(self) -> bytes | None:
-        """Return the key that authenticates records, None where they are sealed or the store has none."""
+        """The key that authenticates records; None if they are encrypted or have no MAC."""
         return record_key_of(self.inner)
 
     @property
     def far(self) -> bool:
-        """Return whether reads of the store below take long."""
+        """Whether reads of the inner store have high latency."""
         return self.inner.far
 
     def put_new(self, name: str, *parts: Payload) -> None:
@@ -48,7 +51,10 @@ class DelegatingObjectStore:
         return self.inner.get(name)
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
-        """Return the byte ranges [start, end) in order. Raises NotFound, Corrupt or StoreUnavailable."""
+        """Return the byte ranges [start, end) in order.
+
+        Raises NotFound, Corrupt or StoreUnavailable.
+        """
         return self.inner.get_ranges(name, starts, ends)
 
     def size_bytes(self, name: str) -> int:
@@ -60,12 +66,12 @@ class DelegatingObjectStore:
         return self.inner.names(prefix)
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is fine. Raises StoreUnavailable."""
+        """Delete an object; a missing one is no error. Raises StoreUnavailable."""
         self.inner.delete(name)
 
 
 def takes_bytes(objects: ObjectStore, name: str, object_bytes: int) -> int:
-    """Return what an object of so many bytes takes that is written now, with all that wrappers add."""
+    """Return the stored size of a new object, with the overhead of all wrappers."""
     return objects.takes_bytes(name, object_bytes) if isinstance(objects, DelegatingObjectStore) else object_bytes
 
 
@@ -84,10 +90,10 @@ def file_sizes(objects: ObjectStore, folders: Iterable[str]) -> Iterator[dict[st
 
 
 def record_key_of(objects: ObjectStore) -> bytes | None:
-    """Return the key that authenticates the records in an object store, None where they have no MAC."""
+    """Return the key that authenticates records of an object store; None without MACs."""
     return objects.record_key if isinstance(objects, DelegatingObjectStore) else None
 
 
 def rewrap_lowest(objects: ObjectStore, wrap: Callable[[ObjectStore], ObjectStore]) -> ObjectStore:
-    """Return the same store over what `wrap` makes of what lies below all wrappers."""
+    """Return the same wrappers over `wrap` of the innermost store."""
     return objects.rewrap(wrap) if isinstance(objects, DelegatingObjectStore) else wrap(objects)

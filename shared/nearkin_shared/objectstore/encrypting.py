@@ -45,14 +45,14 @@ class _Scratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self._room = fmt.room(0)
+        self._room = fmt.allocate(0)
 
     def take(self, size_bytes: int) -> memoryview:
         """Return so many bytes, undefined, until the thread asks again."""
         if size_bytes > SCRATCH_BYTES_MAX:
-            return fmt.room(size_bytes)
+            return fmt.allocate(size_bytes)
         if size_bytes > len(self._room):
-            self._room = fmt.room(size_bytes)
+            self._room = fmt.allocate(size_bytes)
         return self._room[:size_bytes]
 
 

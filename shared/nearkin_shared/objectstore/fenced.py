@@ -1,4 +1,8 @@
-"""A fence before a store. Invariant: nothing is written or removed once the check fails."""
+# size: one wrapper of object stores
+"""Check a fence before each change of an object store.
+
+Invariant: nothing is written or deleted after the check fails.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +15,27 @@ from nearkin_shared.utils.failpoints import failpoint
 
 
 class FencedObjectStore(DelegatingObjectStore):
-    """An ObjectStore that asks, before each effect, whether it still may."""
+    """An object store that checks before each change whether it is permitted."""
 
     def __init__(self, objects: ObjectStore, check: Callable[[], None]) -> None:
-        """`check` raises where it may not."""
+        """`check` raises if changes are not permitted."""
         super().__init__(objects)
         self._check = check
 
-    def _may(self) -> None:
+    def _check_fence(self) -> None:
         self._check()
         failpoint("fence.passed")
 
     def put_new(self, name: str, *parts: Payload) -> None:
-        """Write an object. Raises what the check raises, AlreadyExists, StoreUnavailable."""
-        self._may()
+        """Write an object. Raises the check's error, AlreadyExists, StoreUnavailable."""
+        self._check_fence()
         super().put_new(name, *parts)
 
     def delete(self, name: str) -> None:
-        """Remove an object. Raises what the check raises, StoreUnavailable."""
-        self._may()
+        """Delete an object. Raises the check's error, StoreUnavailable."""
+        self._check_fence()
         super().delete(name)
 
     def reconstruct(self, name: str) -> bytes | None:
-        """Return an object as it was written, None where the store below does not know. Raises StoreUnavailable."""
+        """Return an object as written; None if the inner store cannot. Raises StoreUnavailable."""
         return self.inner.reconstruct(name) if isinstance(self.inner, SupportsReconstruction) else None

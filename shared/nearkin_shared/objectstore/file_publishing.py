@@ -1,8 +1,10 @@
-"""Give a finished file its final name where a filesystem has no hard links (exFAT, SMB, many FUSE filesystems).
+"""Give a finished file its final name on filesystems without hard links.
+
+These are exFAT, SMB, many FUSE filesystems:
 
     link -> not offered: renameat2 without replacing -> not offered: check, then rename under a lock of the store
 
-Invariant: a name that is taken is never replaced. The last step relies on `lock.rename`, which every process takes.
+Invariant: an existing name is never replaced. The last step relies on `lock.rename`, which every process takes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ _renaming = threading.Lock()
 
 
 def is_same_file(one: Path, other: Path) -> bool:
-    """Return whether two names are of one file: NFS may answer EEXIST to a link that it has made."""
+    """Return whether two names are of one file.
+
+    NFS may answer EEXIST to a link that it has made.
+    """
     try:
         return os.path.samestat(os.lstat(one), os.lstat(other))
     except OSError:
@@ -41,7 +46,7 @@ def rename_new(temporary: Path, final: Path, lock: Path) -> None:
 
 
 def _rename_exclusively(temporary: Path, final: Path) -> None:
-    import ctypes  # 10 ms, and wanted on few filesystems
+    import ctypes  # 10 ms, and needed on few filesystems
 
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:

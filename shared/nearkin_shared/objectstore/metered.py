@@ -1,6 +1,9 @@
-"""What a round makes less. Invariant: every byte that is put and removed through it counts, seals and parity too.
+# size: one wrapper of object stores
+"""Count the bytes that a GC run frees.
 
-seal -> parity -> counted -> folder or S3
+|   encryption -> parity -> metered -> folder or S3
+
+Invariant: every byte written or deleted through it is counted, with parity and the overhead of encryption.
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ from nearkin_shared.objectstore.delegating import DelegatingObjectStore
 
 
 class MeteredObjectStore(DelegatingObjectStore):
-    """An object store that counts what goes through it. For one thread that writes."""
+    """An object store that counts the bytes written and deleted, for one writing thread."""
 
     freed_bytes = 0
-    """What was removed, less what was put."""
+    """Bytes deleted minus bytes written."""
 
     def put_new(self, name: str, *parts: Payload) -> None:
         """Write an object. Raises AlreadyExists, StoreUnavailable."""
@@ -22,13 +25,13 @@ class MeteredObjectStore(DelegatingObjectStore):
         self.freed_bytes -= sum(map(len, parts))
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is fine. Raises StoreUnavailable."""
+        """Delete an object; a missing one is no error. Raises StoreUnavailable."""
         before_bytes = self._size_bytes(name)
         super().delete(name)
         self.freed_bytes += before_bytes
 
     def replace(self, name: str, data: Payload) -> None:
-        """Put an object's own bytes in the place of what became of them. Raises StoreUnavailable."""
+        """Replace a damaged object by its original bytes. Raises StoreUnavailable."""
         if not isinstance(self.inner, SupportsReplace):
             raise StoreUnavailable(f"{name}: this object store cannot replace an object")
         before_bytes = self._size_bytes(name)

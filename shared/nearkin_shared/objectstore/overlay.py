@@ -1,8 +1,10 @@
-"""A store as it would be. Invariant: what lies below is read and never changed; all writes and removals stay here.
+"""Overlay an object store with changes that are discarded.
 
-    put_new -> a scratch folder      delete -> remembered      get, names -> the folder, then what lies below
+    put_new -> a scratch folder      delete -> recorded      get, names -> the folder, then the inner store
 
-A preview does a whole round on one, so that it can tell no other bytes than the round.
+A preview executes a complete GC run on an overlay, so that it reports the bytes of a real run.
+
+Invariant: the inner store is read and never changed; all writes and deletions stay in the overlay.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from nearkin_shared.objectstore.parity import SupportsReconstruction
 
 
 class OverlayObjectStore:
-    """An ObjectStore over another. It takes room in the system's temporary folder for what is written.
+    """An object store over another one; writes take space in the system's temporary folder.
 
-    100 bytes of memory for each object that is written or removed. Writes are not durable: nothing outlives it.
+    100 bytes of memory for each object that is written or deleted. Writes are not durable and end with the process.
     """
 
     def __init__(self, below: ObjectStore) -> None:
-        self._below = below
+        self._inner = below
         self._folder = tempfile.TemporaryDirectory(prefix="nearkin-preview-", ignore_cleanup_errors=True)
         self._lock = threading.Lock()
         self._written: dict[str, int] = {}
-        """Bytes of each object that lies here; -1: removed."""
+        """Bytes of each object in the overlay; -1: deleted."""
 
     def __enter__(self) -> OverlayObjectStore:
         return self
@@ -41,13 +43,13 @@ class OverlayObjectStore:
 
     @property
     def far(self) -> bool:
-        """Return whether reads of what lies below take long."""
-        return self._below.far
+        """Whether reads of the inner store have high latency."""
+        return self._inner.far
 
     def put_new(self, name: str, *parts: Payload) -> None:
-        """Keep an object here. Raises AlreadyExists, StoreUnavailable."""
+        """Write an object to the overlay. Raises AlreadyExists, StoreUnavailable."""
         with self._lock:
-            if self._is_there(name):
+            if self._exists(name):
                 raise AlreadyExists(f"{name}: already there")
             path = self._path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,18 +57,21 @@ class OverlayObjectStore:
 
     def get(self, name: str) -> bytes:
         """Return a whole object. Raises NotFound or StoreUnavailable."""
-        return self._path(name).read_bytes() if self._here(name) else self._below.get(name)
+        return self._path(name).read_bytes() if self._is_in_overlay(name) else self._inner.get(name)
 
     def reconstruct(self, name: str) -> bytes | None:
-        """Return an object of the store below as it was written, where that knows; what lies here is whole."""
-        if name in self._written or not isinstance(self._below, SupportsReconstruction):
+        """Return an object as written, if the inner store can reconstruct it.
+
+        Objects in the overlay are undamaged.
+        """
+        if name in self._written or not isinstance(self._inner, SupportsReconstruction):
             return None
-        return self._below.reconstruct(name)
+        return self._inner.reconstruct(name)
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         """Return the byte ranges [start, end) in order. Raises NotFound or StoreUnavailable."""
-        if not self._here(name):
-            return self._below.get_ranges(name, starts, ends)
+        if not self._is_in_overlay(name):
+            return self._inner.get_ranges(name, starts, ends)
         found = []
         with self._path(name).open("rb") as file:
             for start, end in zip(starts, ends, strict=True):
@@ -76,11 +81,11 @@ class OverlayObjectStore:
 
     def size_bytes(self, name: str) -> int:
         """Return an object's size. Raises NotFound or StoreUnavailable."""
-        return self._written[name] if self._here(name) else self._below.size_bytes(name)
+        return self._written[name] if self._is_in_overlay(name) else self._inner.size_bytes(name)
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (name, size in bytes) below `prefix`, in no order."""
-        for name, size_bytes in self._below.names(prefix):
+        for name, size_bytes in self._inner.names(prefix):
             if name not in self._written:
                 yield name, size_bytes
         for name, size_bytes in list(self._written.items()):
@@ -88,20 +93,20 @@ class OverlayObjectStore:
                 yield name, size_bytes
 
     def delete(self, name: str) -> None:
-        """Count an object as removed; one that is not there is fine."""
+        """Record an object as deleted; a missing one is no error."""
         if self._written.get(name, -1) >= 0:
             self._path(name).unlink()
         self._written[name] = -1
 
-    def _here(self, name: str) -> bool:
+    def _is_in_overlay(self, name: str) -> bool:
         size_bytes = self._written.get(name)
         if size_bytes == -1:
             raise NotFound(f"{name}: no such object")
         return size_bytes is not None
 
-    def _is_there(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         try:
-            return self._here(name) or self._below.size_bytes(name) >= 0
+            return self._is_in_overlay(name) or self._inner.size_bytes(name) >= 0
         except NotFound:
             return False
 

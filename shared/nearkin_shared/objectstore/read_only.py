@@ -1,4 +1,8 @@
-"""A folder of objects that is only read. Invariant: no call changes an object."""
+# size: one wrapper of object stores
+"""Read a folder of objects without changing it.
+
+Invariant: no call changes an object.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from nearkin_shared.objectstore.base import LocalObjectStore, Payload
 class ReadOnlyObjectStore(LocalObjectStore):
     """The objects of a folder; every call that would change one raises BadInput.
 
-    It is the lowest store, below all wrappers: a wrapper that imagines changes (a dry run) works above it.
+    It is the innermost store, below all wrappers: a wrapper that simulates changes (a dry run) works above it.
     """
 
     def put_new(self, name: str, *parts: Payload) -> NoReturn:

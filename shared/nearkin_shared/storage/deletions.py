@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 
 from nearkin_shared.errors import Corrupt, NotFound, PermanentError, RetentionActive, RetryableError
 from nearkin_shared.formats.manifest import CREATED_US_MAX, moment_of
-from nearkin_shared.formats.tombstone import Kind, Mark
+from nearkin_shared.formats.tombstone import Mark, MarkKind
 from nearkin_shared.index.protocols import MarkedVersion
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.results import Damage, Deletion, VersionInfo
@@ -112,7 +112,7 @@ class Deletions:
 
         def again() -> int:
             delete(made_by)
-            return self._count(tenant, key, version, made_by, Kind.DELETED)
+            return self._count(tenant, key, version, made_by, MarkKind.DELETED)
 
         return self._reserve.run(lambda: delete(request), again)
 
@@ -133,7 +133,7 @@ class Deletions:
             for _ in range(RACES_MAX):
                 histories = self._histories(tenant, key, version)
                 wanted = [history for history in histories if self._manifests.shows(tenant, key, history)]
-                earlier = self._marks(tenant, key, histories, request, Kind.DELETED)
+                earlier = self._marks(tenant, key, histories, request, MarkKind.DELETED)
                 if earlier:
                     wanted = self._left_of(tenant, key, wanted, earlier)
                 if not wanted:
@@ -152,7 +152,7 @@ class Deletions:
                 until_us = max(now_us + window_us, min(from_us + window_us, CREATED_US_MAX))
                 marks = [
                     Mark(
-                        tenant, key, history.version, history.sequence + 1, Kind.DELETED, now_us, until_us, made_by,
+                        tenant, key, history.version, history.sequence + 1, MarkKind.DELETED, now_us, until_us, made_by,
                         who, reason,
                     )
                     for history in wanted
@@ -187,11 +187,11 @@ class Deletions:
 
         def again() -> int:
             undelete(made_by)
-            return self._count(tenant, key, version, made_by, Kind.UNDELETED)
+            return self._count(tenant, key, version, made_by, MarkKind.UNDELETED)
 
         return self._reserve.run(lambda: undelete(request), again)
 
-    def _count(self, tenant: str, key: str, version: int | None, request: bytes, kind: Kind) -> int:
+    def _count(self, tenant: str, key: str, version: int | None, request: bytes, kind: MarkKind) -> int:
         """Return how many marks one call has made, in all its tries."""
         return len(self._marks(tenant, key, self._histories(tenant, key, version), request, kind))
 
@@ -204,7 +204,7 @@ class Deletions:
             for _ in range(RACES_MAX):
                 histories = self._histories(tenant, key, version)
                 hidden = self._deleted(tenant, key, histories)
-                earlier = self._marks(tenant, key, histories, request, Kind.UNDELETED)
+                earlier = self._marks(tenant, key, histories, request, MarkKind.UNDELETED)
                 if earlier:
                     hidden = self._hidden_with(tenant, key, hidden, earlier)
                 if not hidden:
@@ -224,7 +224,16 @@ class Deletions:
                     )
                 marks = [
                     Mark(
-                        tenant, key, found.version, found.sequence + 1, Kind.UNDELETED, now_us, 0, made_by, who, reason
+                        tenant,
+                        key,
+                        found.version,
+                        found.sequence + 1,
+                        MarkKind.UNDELETED,
+                        now_us,
+                        0,
+                        made_by,
+                        who,
+                        reason,
                     )
                     for _, found in same
                 ]
@@ -346,7 +355,7 @@ class Deletions:
         return [(found, mark) for found, mark in hidden if mark.request in taken and found.version not in earlier]
 
     def _marks(
-        self, tenant: str, key: str, histories: Iterable[History], request: bytes | None, kind: Kind
+        self, tenant: str, key: str, histories: Iterable[History], request: bytes | None, kind: MarkKind
     ) -> dict[int, Mark]:
         """Return by version the marks that an earlier call with this `request` made, whatever became of it since."""
         found: dict[int, Mark] = {}
@@ -392,7 +401,7 @@ class Deletions:
         # The newest one is the last to go and the first to come back: an older one never stands in for it.
         *older, newest = marks
         written: list[bool] = []
-        if newest.kind is Kind.UNDELETED:
+        if newest.kind is MarkKind.UNDELETED:
             written.append(self._written(newest))
             failpoint("undelete.newest")
         if older:
@@ -401,7 +410,7 @@ class Deletions:
                     others = threads.map(self._written, older)
                 written += others  # 2
             failpoint("delete.older")
-        if newest.kind is Kind.DELETED:
+        if newest.kind is MarkKind.DELETED:
             written.append(self._written(newest))  # 3
         return sum(written)
 
@@ -410,7 +419,7 @@ class Deletions:
             self._manifests.put_mark(mark)
         except AlreadyExists:
             return False
-        if mark.kind is Kind.UNDELETED and not self._manifests.is_committed(mark.tenant, mark.key, mark.version):
+        if mark.kind is MarkKind.UNDELETED and not self._manifests.is_committed(mark.tenant, mark.key, mark.version):
             # Its number was free again: a round has collected the version, marks and all, since this call looked.
             self._manifests.delete_mark(mark_name(mark.tenant, mark.key, mark.version, mark.sequence))
             return False

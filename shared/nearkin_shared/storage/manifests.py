@@ -28,7 +28,7 @@ from nearkin_shared.formats.manifest import (
     encode_manifest,
     moment_of,
 )
-from nearkin_shared.formats.tombstone import Kind, Mark, decode_mark, encode_mark
+from nearkin_shared.formats.tombstone import Mark, MarkKind, decode_mark, encode_mark
 from nearkin_shared.objectstore.base import ObjectStore, check_tenant
 from nearkin_shared.objectstore.delegating import clear_bytes, file_sizes, record_key_of, takes_bytes
 from nearkin_shared.objectstore.parity import read_decoded
@@ -347,7 +347,7 @@ class ManifestStore:
             return False
         if not history.sequence:
             return True
-        return self.mark(tenant, key, history.version, history.sequence).kind is Kind.UNDELETED
+        return self.mark(tenant, key, history.version, history.sequence).kind is MarkKind.UNDELETED
 
     # --- marks -------------------------------------------------------------------------------------------------------
 

@@ -127,8 +127,10 @@ def test_a_tenant_whose_keys_are_lost_fails_visibly_until_they_are_back(pipeline
         pipeline.start(service)
     event = uploaded(pipeline, "db", "key", versions[1])
     assert event["state"] == "failed", (event, pipeline.logs())
-    assert re.search(r"keys/[0-9a-f]{32}: the data keys of tenant 'db' are gone.*restore the folder", event["failure"])
-    letters = [letter for letter in list_letters(pipeline.settings) if "'db' are gone" in letter.message]
+    assert re.search(
+        r"keys/[0-9a-f]{32}: the data keys of tenant 'db' are missing.*restore the folder", event["failure"]
+    )
+    letters = [letter for letter in list_letters(pipeline.settings) if "'db' are missing" in letter.message]
     assert letters, pipeline.logs()
     assert not folder.exists()
     assert uploaded(pipeline, "web", "key", versions[1])["state"] == "committed", pipeline.logs()

@@ -20,7 +20,7 @@ from nearkin_shared.formats.manifest import Manifest, Previous
 from nearkin_shared.formats.parity_object import Scheme, encode_parity
 from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.formats.retention_record import RetentionRecord
-from nearkin_shared.formats.tombstone import Kind, Mark
+from nearkin_shared.formats.tombstone import Mark, MarkKind
 from nearkin_shared.kernels.zstd_frames import FrameEncoder
 from nearkin_shared.results import Ledger
 from nearkin_shared.types import NAME_BYTES, U8, ZERO, ContainerId, Locations
@@ -172,7 +172,7 @@ def small_mark() -> Mark:
         key="backups/täglich.tar",
         version=3,
         sequence=1,
-        kind=Kind.DELETED,
+        kind=MarkKind.DELETED,
         at_us=1_764_000_000_123_456,
         until_us=1_764_604_800_123_456,
         request=bytes(range(16)),

@@ -15,7 +15,18 @@ import pytest
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt
-from nearkin_shared.formats.message import COLUMNS, End, Frame, Fresh, Kind, Message, Paired, Placed, Segments, encode
+from nearkin_shared.formats.message import (
+    COLUMNS,
+    End,
+    Frame,
+    Fresh,
+    Message,
+    MessageKind,
+    Paired,
+    Placed,
+    Segments,
+    encode,
+)
 from nearkin_shared.kafka import asyncapi
 from nearkin_shared.kafka.clients import TOPICS, signed_headers
 from nearkin_shared.kafka.dead_letters import send_dead_letter
@@ -33,16 +44,16 @@ MESSAGES: dict[str, Any] = DOCUMENT["components"]["messages"]
 WIDTHS = {"u8": 1, "u16": 2, "u32": 4, "u64": 8}
 SEGMENTED = segment(mixed_content())
 FRESH = mark_known(SEGMENTED)
-SAMPLES: dict[Kind, Message] = {
-    Kind.FRAME: Frame(BLOB, np.frombuffer(b"some bytes", np.uint8)),
-    Kind.SEGMENTS: Segments(BLOB, SEGMENTED),
-    Kind.FRESH: Fresh(BLOB, FRESH),
-    Kind.PAIRED: Paired(BLOB, pair(FRESH)),
-    Kind.PLACED: Placed(
+SAMPLES: dict[MessageKind, Message] = {
+    MessageKind.FRAME: Frame(BLOB, np.frombuffer(b"some bytes", np.uint8)),
+    MessageKind.SEGMENTS: Segments(BLOB, SEGMENTED),
+    MessageKind.FRESH: Fresh(BLOB, FRESH),
+    MessageKind.PAIRED: Paired(BLOB, pair(FRESH)),
+    MessageKind.PLACED: Placed(
         BLOB, Locations(np.array([5, 6], np.uint64), np.array([1, 2], np.uint32)), np.array([True, False]),
         np.array([10, 20], np.uint32), Ledger(*range(12)),
     ),
-    Kind.END: End(BLOB, 1, bytes(16), 10, bytes(32), bytes(32), 3, None, {"host": "db1"}),
+    MessageKind.END: End(BLOB, 1, bytes(16), 10, bytes(32), bytes(32), 3, None, {"host": "db1"}),
 }  # fmt: skip
 
 
@@ -82,8 +93,8 @@ def test_who_takes_from_a_topic_is_told_as_the_lag_watch_has_it() -> None:
     assert receives == set(WAITS.items())
 
 
-@pytest.mark.parametrize("kind", list(Kind), ids=lambda kind: kind.name.lower())
-def test_a_message_can_be_read_by_what_the_document_says_alone(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(MessageKind), ids=lambda kind: kind.name.lower())
+def test_a_message_can_be_read_by_what_the_document_says_alone(kind: MessageKind) -> None:
     data = encode(SAMPLES[kind])
     told = MESSAGES[kind.name.lower()]
     assert len(data) <= told["payload"]["maxLength"]
@@ -99,7 +110,7 @@ def test_a_message_can_be_read_by_what_the_document_says_alone(kind: Kind) -> No
     for name in names:
         names[name] = data[at : at + header[f"{name}_bytes"]].decode()
         at += header[f"{name}_bytes"]
-    assert (names["tenant"], names["key"], bool(names["sketch"])) == (BLOB.tenant, BLOB.key, kind is Kind.PAIRED)
+    assert (names["tenant"], names["key"], bool(names["sketch"])) == (BLOB.tenant, BLOB.key, kind is MessageKind.PAIRED)
     counts = {name: header[name] for name in ("segments", "chunks", "super_features")} | {
         "fresh": header["fresh_chunks"]
     }
@@ -109,11 +120,11 @@ def test_a_message_can_be_read_by_what_the_document_says_alone(kind: Kind) -> No
         columns[column["name"]] = data[at : at + rows * WIDTHS[column["type"]]]
         at += rows * WIDTHS[column["type"]]
     assert len(data) - at == header["payload_bytes"]
-    if kind is Kind.PLACED:
+    if kind is MessageKind.PLACED:
         assert [int.from_bytes(data[at + 8 * n : at + 8 * n + 8], "little") for n in range(12)] == list(range(12))
         assert len(layout["ledger"]) == 12
         assert columns["lengths"] == np.array([10, 20], "<u4").tobytes()
-    if kind is Kind.END:
+    if kind is MessageKind.END:
         valid(json.loads(data[at:]), layout["payload_schema"])
     if "names" in columns:
         assert columns["names"] == SEGMENTED.names.tobytes()
@@ -142,7 +153,7 @@ def test_columns_are_in_the_order_of_the_format_page() -> None:
 
 
 def test_headers_of_messages_are_those_that_are_sent() -> None:
-    for name in (*(kind.name.lower() for kind in Kind), "committed", "failed"):
+    for name in (*(kind.name.lower() for kind in MessageKind), "committed", "failed"):
         headers = headers_of("chunker", name, BLOB, b"00-0-0-01")
         sent = dict(signed_headers(EnvelopeAuthenticator(b"s" * 32), "nearkin.frames", b"k", b"v", headers))
         schema = MESSAGES[name]["headers"]

@@ -231,5 +231,5 @@ def test_what_is_about_to_be_written_is_read_back_from_its_parts() -> None:
     offset, size = len(header) + len(blocks) - 1, len(directory) + 1
     lead = container_layout.FOOTER.pack(offset, size, columns.check_bytes(directory), b"", b"")[:20]
     moved = [header, blocks, directory, lead, columns.check_bytes(header, lead), magic]
-    with pytest.raises(Corrupt, match="its footer says"):
+    with pytest.raises(Corrupt, match="its footer states"):
         EncodedContainer(moved, 0, 0).read_back("made")

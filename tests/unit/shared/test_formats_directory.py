@@ -178,7 +178,7 @@ WRONG = {
     "a prefix of no patch block": lambda p: p.tables.__setitem__(PREFIXES, [np.ones(1, "<u4")]),
     "a table missing": lambda p: p.tables.pop(),
     "a table too many": lambda p: p.tables.append([np.zeros(0, np.uint8)]),
-    "chunk names cut short": lambda p: setattr(p, "chunk_names", p.chunk_names[:-1]),
+    "chunk names truncated": lambda p: setattr(p, "chunk_names", p.chunk_names[:-1]),
 }
 
 

@@ -14,15 +14,15 @@ from nearkin_shared.formats.encrypted_object import (
     HEAD,
     PAGE_BYTES,
     STRIDE_BYTES,
-    Head,
+    EncryptionHead,
     PageCipher,
+    allocate,
     encrypt,
     encrypted_bytes,
     head_of,
     page_runs,
     pages_of,
     plain_bytes,
-    room,
     stored_range,
 )
 
@@ -48,7 +48,7 @@ def test_what_was_sealed_is_what_opens_and_its_size_follows_from_what_is_stored(
     assert opened(stored) == data
     assert len(stored) == encrypted_bytes(size_bytes)
     assert plain_bytes(len(stored)) == size_bytes
-    assert head_of(stored, "a/b") == Head(size_bytes, OWNER, 3, stored[20:40])
+    assert head_of(stored, "a/b") == EncryptionHead(size_bytes, OWNER, 3, stored[20:40])
     if size_bytes > 64:
         assert data[:64] not in stored
 
@@ -82,9 +82,9 @@ def test_a_flipped_bit_of_any_page_is_told_and_no_other_page_suffers() -> None:
             start, end = stored_range(page, page + 1, len(data))
             if page == hit:
                 with pytest.raises(Corrupt, match=f"page {page} "):
-                    cipher.open_into(damaged[start:end], page, page + 1, room(PAGE_BYTES))
+                    cipher.open_into(damaged[start:end], page, page + 1, allocate(PAGE_BYTES))
             else:
-                plain = room(PAGE_BYTES)
+                plain = allocate(PAGE_BYTES)
                 size_bytes = cipher.open_into(damaged[start:end], page, page + 1, plain)
                 assert plain[:size_bytes] == data[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
         salvaged = cipher.salvage(damaged)
@@ -121,10 +121,10 @@ def test_an_object_cut_short_at_any_page_or_filled_up_is_refused() -> None:
         with pytest.raises(Corrupt):
             opened(stored[:cut])
     for more in (b"x", stored[HEAD.size :]):
-        with pytest.raises(Corrupt, match="filled up"):
+        with pytest.raises(Corrupt, match="padded"):
             opened(stored + more)
     # A head that says less, with a check that agrees: the pages were sealed together with another head.
-    shorter = Head(PAGE_BYTES, OWNER, 3, stored[20:40]).pack()
+    shorter = EncryptionHead(PAGE_BYTES, OWNER, 3, stored[20:40]).pack()
     with pytest.raises(Corrupt, match="page 0"):
         opened(shorter + stored[HEAD.size : HEAD.size + STRIDE_BYTES])
 
@@ -156,6 +156,6 @@ def test_runs_of_pages_are_apart_and_hold_what_is_wanted() -> None:
 
 def test_the_bytes_of_the_first_release_are_these_for_ever() -> None:
     data = random_bytes(PAGE_BYTES + 1000, 7)
-    stored = bytes(PageCipher(Head(len(data), OWNER, 3, SALT), "containers/1/2.nkc", KEY).encrypt(data))
+    stored = bytes(PageCipher(EncryptionHead(len(data), OWNER, 3, SALT), "containers/1/2.nkc", KEY).encrypt(data))
     assert opened(stored, "containers/1/2.nkc") == data
     assert blake3(stored).hexdigest(length=16) == "afe0132866922fa0e10720217d423b02"

@@ -235,7 +235,7 @@ def test_a_segment_that_lies_in_no_container_is_not_written(container: int) -> N
     made = samples.small_manifest()
     containers = made.segments.containers.copy()
     containers[3] = container
-    with pytest.raises(BadInput, match=f"a segment of container {container}, which is none"):
+    with pytest.raises(BadInput, match=f"a segment of container {container}; want a container id"):
         encode_manifest(replace(made, segments=Locations(containers, made.segments.ordinals)))
 
 

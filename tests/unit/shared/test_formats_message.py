@@ -18,7 +18,7 @@ from nearkin_shared.formats.message import (
     End,
     Frame,
     Fresh,
-    Kind,
+    MessageKind,
     Paired,
     Placed,
     Segments,
@@ -145,7 +145,7 @@ def test_a_base_that_no_container_has_is_refused(container: int, ordinal: int) -
     where = Locations(pairs.bases.containers.copy(), pairs.bases.ordinals.copy())
     row = int(np.flatnonzero(pairs.base_found)[0])
     where.containers[row], where.ordinals[row] = container, ordinal
-    with pytest.raises(Corrupt, match="a place that no container has"):
+    with pytest.raises(Corrupt, match="a location that no container has"):
         decode(encode(Paired(BLOB, replace(pairs, bases=where))), "test")
     not_found = pairs.base_found.copy()
     not_found[row] = False  # nobody looks there
@@ -158,7 +158,7 @@ def test_a_known_chunk_that_no_container_has_is_refused(container: int, ordinal:
     where = Locations(fresh.chunk_locations.containers.copy(), fresh.chunk_locations.ordinals.copy())
     row = int(np.flatnonzero(fresh.chunk_known)[0])
     where.containers[row], where.ordinals[row] = container, ordinal
-    with pytest.raises(Corrupt, match="a place that no container has"):
+    with pytest.raises(Corrupt, match="a location that no container has"):
         decode(encode(Fresh(BLOB, replace(fresh, chunk_locations=where))), "test")
 
 
@@ -227,10 +227,10 @@ def test_damage_is_refused_or_stays_inside_every_bound(
 def joint(values: list[bytes]) -> list[SegmentBatch | FreshBatch | PairedBatch]:
     """Read messages of one kind together."""
     messages = [fmt.read_header(value, f"message {number}") for number, value in enumerate(values)]
-    if messages[0].kind is Kind.SEGMENTS:
+    if messages[0].kind is MessageKind.SEGMENTS:
         joined = read_segments(messages)
         return [joined.part(number) for number in range(len(messages))]
-    return [*(read_fresh if messages[0].kind is Kind.FRESH else read_paired)(messages)]
+    return [*(read_fresh if messages[0].kind is MessageKind.FRESH else read_paired)(messages)]
 
 
 def assert_equal(found: object, expected: object) -> None:
@@ -284,7 +284,7 @@ def test_a_damaged_message_is_refused_among_others_exactly_when_it_is_refused_al
 
 def test_kinds_are_not_read_together() -> None:
     messages = [fmt.read_header(values[0], "mixed") for values in BY_KIND[:2]]
-    with pytest.raises(TypeError, match="does not belong"):
+    with pytest.raises(TypeError, match="an unexpected kind"):
         read_segments(messages)
 
 

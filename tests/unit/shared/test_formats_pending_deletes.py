@@ -1,4 +1,4 @@
-"""The record of what is condemned: it says what was written, or that it is damaged."""
+"""The record of condemned: it says what was written, or that it is damaged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nearkin_shared.formats.pending_delete_record import (
     PendingDelete,
     decode_record,
     encode_record,
-    fitting,
+    select_fitting,
 )
 from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
@@ -99,11 +99,11 @@ def test_a_few_bytes_do_not_name_more_than_memory_holds():
 
 def test_what_does_not_fit_into_one_record_waits(monkeypatch):
     record = example()
-    assert fitting(record) == record
+    assert select_fitting(record) == record
     monkeypatch.setattr(pending_delete_record, "ORDINALS_MAX", 8)
-    assert plain(fitting(record)) == plain(dict(list(record.items())[:1]))
-    encode_record(1, fitting(record))
-    with pytest.raises(BadInput, match="20 condemned chunks and segments: want at most 8"):
+    assert plain(select_fitting(record)) == plain(dict(list(record.items())[:1]))
+    encode_record(1, select_fitting(record))
+    with pytest.raises(BadInput, match="20 pending chunks and segments: want at most 8"):
         encode_record(1, record)
 
 

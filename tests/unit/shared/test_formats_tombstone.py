@@ -9,7 +9,7 @@ import pytest
 
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
 from nearkin_shared.formats import columns
-from nearkin_shared.formats.tombstone import FIXED, SEQUENCE_MAX, Kind, decode_mark, encode_mark
+from nearkin_shared.formats.tombstone import FIXED, SEQUENCE_MAX, MarkKind, decode_mark, encode_mark
 from tests.support.data import samples
 
 MARK = samples.small_mark()
@@ -23,8 +23,8 @@ def resealed(body: bytes) -> bytes:
 def test_a_mark_comes_back() -> None:
     for mark in (
         MARK,
-        replace(MARK, sequence=2, kind=Kind.UNDELETED, until_us=0, who="", reason=""),
-        replace(MARK, sequence=SEQUENCE_MAX, kind=Kind.COLLECTED, until_us=0),
+        replace(MARK, sequence=2, kind=MarkKind.UNDELETED, until_us=0, who="", reason=""),
+        replace(MARK, sequence=SEQUENCE_MAX, kind=MarkKind.COLLECTED, until_us=0),
     ):
         assert decode_mark(encode_mark(mark), "mark") == mark
 
@@ -88,8 +88,8 @@ def test_what_no_writer_makes_is_refused_under_an_agreeing_checksum(
         {"sequence": 0},
         {"sequence": SEQUENCE_MAX + 1},
         {"sequence": 2},
-        {"kind": Kind.UNDELETED},
-        {"sequence": 2, "kind": Kind.UNDELETED},  # a deletion alone has an end
+        {"kind": MarkKind.UNDELETED},
+        {"sequence": 2, "kind": MarkKind.UNDELETED},  # a deletion alone has an end
         {"at_us": -1},
         {"until_us": 1 << 62},
         {"tenant": "t" * 129},

@@ -41,7 +41,7 @@ def test_the_first_key_wraps_and_all_unwrap() -> None:
 
 
 def test_a_key_that_is_not_at_hand_is_named_and_those_at_hand_too() -> None:
-    with pytest.raises(ConfigError, match=rf"here.*{key_id_of(ONE)}.*{key_id_of(TWO)}.*give that key too"):
+    with pytest.raises(ConfigError, match=rf"here.*{key_id_of(ONE)}.*{key_id_of(TWO)}.*add that key"):
         LocalKeys([TWO], "here").unwrap(key_id_of(ONE), bytes(40), b"")
 
 

@@ -87,10 +87,10 @@ def test_after_a_rotation_new_objects_get_the_new_key_and_others_follow_within_a
 
 def test_a_key_that_is_not_there_is_damage_and_named() -> None:
     keys = MemoryKeys()
-    with pytest.raises(Corrupt, match=r"an object: sealed by key 7 of 00000000"):
+    with pytest.raises(Corrupt, match=r"an object: encrypted by key 7 of 00000000"):
         keys.keyring.key(STORE_OWNER, 7, "an object")
     keys.keyring.check_tenant("db")
-    with pytest.raises(Corrupt, match=r"sealed by key 7 of [0-9a-f]{32} \(tenant 'db'\), which is not in keys/"):
+    with pytest.raises(Corrupt, match=r"encrypted by key 7 of [0-9a-f]{32} \(tenant 'db'\), which is not in keys/"):
         keys.keyring.key(keys.keyring.owner_of(DB), 7, "an object")
 
 
@@ -104,7 +104,7 @@ def test_who_had_an_owners_keys_makes_no_other_once_they_are_gone() -> None:
     assert keys.keyring.newest(DB).secret == secret  # for a minute
     keys.clock.now += FRESH_SECONDS + 1
     for _ in range(2):
-        with pytest.raises(KeysLost, match=r"keys/[0-9a-f]{32}: the data keys of tenant 'db' are gone.*from a copy"):
+        with pytest.raises(KeysLost, match=r"keys/[0-9a-f]{32}: the data keys of tenant 'db' are missing.*from a copy"):
             keys.keyring.newest(DB)
     assert len(records(keys)) == 1
     for name, data in lost.items():
@@ -267,7 +267,7 @@ def test_a_store_is_opened_with_the_keys_that_it_has() -> None:
     wrapper = LocalKeys([ONE], "here")
     clear, below = ParityObjectStore(memory_objects(), None), ParityObjectStore(memory_objects(), None)
     descriptor.create(clear)
-    with pytest.raises(ConfigError, match="was made without"):
+    with pytest.raises(ConfigError, match="is not encrypted"):
         open_keyring(clear, wrapper)
     descriptor.create(EncryptedObjectStore(below.inner, None, open_keyring(below, wrapper)))
     with pytest.raises(ConfigError, match="this store is encrypted: set storage"):
@@ -276,7 +276,7 @@ def test_a_store_is_opened_with_the_keys_that_it_has() -> None:
         open_keyring(below, LocalKeys([TWO], "here"))
     for name, _ in list(below.names("keys")):
         below.delete(name)
-    with pytest.raises(Corrupt, match="the keys of this store are gone"):
+    with pytest.raises(Corrupt, match="the keys of this store are missing"):
         open_keyring(below, wrapper)
 
 

@@ -135,7 +135,7 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
         ({"access_key_id": "a"}, "secret_access_key is not set"),
         ({"secret_access_key": "a"}, "access_key_id is not set"),
         ({"endpoint": "s3.example.org"}, "want a URL such as"),
-        ({"endpoint": "http://s3.example.org"}, "is not encrypted: want https://, or allow_http = true"),
+        ({"endpoint": "http://s3.example.org"}, "is not encrypted; use https:// or set allow_http = true"),
         ({"checksum": "md5"}, "choose crc64nvme, none or sha256"),
         ({"retries": 101}, "want 0 to 100"),
         ({"request_timeout_seconds": 0}, "want 1 to 600"),

@@ -62,7 +62,7 @@ from nearkin_shared.errors import (
 )
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.manifest import CREATED_US_MAX
-from nearkin_shared.formats.pending_delete_record import PendingDelete, fitting
+from nearkin_shared.formats.pending_delete_record import PendingDelete, select_fitting
 from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary, SupportsCollection, SupportsGenerations
 from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.base import ObjectStore
@@ -501,7 +501,7 @@ class GcPass:
             for container in updated.keys() & record.keys():
                 if record[container].at_us <= now_us:  # else recorded by a clock that was ahead
                     updated[container] = carry_over(record[container], updated[container])
-            updated = fitting(updated)
+            updated = select_fitting(updated)
             # A record is inconsistent after a crash, or if it is damaged: then it is written again.
             if not is_same_record(updated, before) or not self._pending_deletes.is_consistent():
                 generation = 1

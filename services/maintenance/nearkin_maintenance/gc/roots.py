@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nearkin_shared.errors import Corrupt
-from nearkin_shared.formats.tombstone import Kind, Mark
+from nearkin_shared.formats.tombstone import Mark, MarkKind
 from nearkin_shared.storage.manifests import ManifestStore, marked_version, retained_manifest
 from nearkin_shared.utils.frozen import frozen
 
@@ -70,7 +70,7 @@ def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], boo
     for name, version in versions.items():
         version.marks.sort()
         mark = _highest(manifests, version, refused)
-        if mark is not None and (_is_over(mark, now_us) or (mark.kind is Kind.DELETED and ends(mark))):
+        if mark is not None and (_is_over(mark, now_us) or (mark.kind is MarkKind.DELETED and ends(mark))):
             version.ended = mark
         if version.ended is not None:
             ended.append(version)
@@ -101,4 +101,4 @@ def _highest(manifests: ManifestStore, version: RootVersion, refused: list[str])
 
 
 def _is_over(mark: Mark, now_us: int) -> bool:
-    return mark.kind is Kind.COLLECTED or (mark.kind is Kind.DELETED and mark.until_us < now_us)
+    return mark.kind is MarkKind.COLLECTED or (mark.kind is MarkKind.DELETED and mark.until_us < now_us)

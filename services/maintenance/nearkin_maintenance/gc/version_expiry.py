@@ -17,7 +17,7 @@ from nearkin_maintenance.gc.roots import Roots, RootVersion
 from nearkin_maintenance.gc.writer_gate import WriterGate
 from nearkin_shared.errors import Corrupt, PermanentError
 from nearkin_shared.formats.manifest import Manifest, moment_of
-from nearkin_shared.formats.tombstone import Kind, Mark
+from nearkin_shared.formats.tombstone import Mark, MarkKind
 from nearkin_shared.index.protocols import CollectedVersion
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.storage.manifests import ManifestStore, mark_name
@@ -77,7 +77,7 @@ class VersionExpiry:
         retention record that does not verify retains its version.
         """
         assert version.ended is not None
-        if manifest is None or version.ended.kind is Kind.COLLECTED:
+        if manifest is None or version.ended.kind is MarkKind.COLLECTED:
             return False
         name = f"{manifest.key!r} version {manifest.version}"
         try:
@@ -96,7 +96,7 @@ class VersionExpiry:
     def _finalize(self, version: RootVersion) -> bool:
         """Write the tombstone that makes expiry final; return False if an undelete was first."""
         assert version.ended is not None
-        if version.ended.kind is Kind.COLLECTED:
+        if version.ended.kind is MarkKind.COLLECTED:
             return True
         try:
             self._manifests.put_mark(self._final_tombstone(version.ended))
@@ -107,7 +107,7 @@ class VersionExpiry:
 
     def _final_tombstone(self, mark: Mark) -> Mark:
         number, now_us = mark.sequence + 1, self._now_us()
-        return Mark(mark.tenant, mark.key, mark.version, number, Kind.COLLECTED, now_us, 0, who=WHO)
+        return Mark(mark.tenant, mark.key, mark.version, number, MarkKind.COLLECTED, now_us, 0, who=WHO)
 
     def _remaining_mark_bytes(self, version: RootVersion, roots: Roots) -> int:
         """Return the bytes of the tombstone that stays, or 0.
@@ -117,7 +117,7 @@ class VersionExpiry:
         assert version.ended is not None
         if version.manifest not in roots.highest:
             return 0
-        if version.ended.kind is Kind.COLLECTED:
+        if version.ended.kind is MarkKind.COLLECTED:
             return version.marks[-1][2]
         return len(self._manifests.encode_mark(self._final_tombstone(version.ended)))
 
@@ -143,7 +143,7 @@ class VersionExpiry:
             self._manifests.retentions.delete(name)
             failpoint("gc.retention")
         names = [name for _, name, _ in version.marks]
-        if mark.kind is Kind.DELETED:
+        if mark.kind is MarkKind.DELETED:
             names.append(mark_name(mark.tenant, mark.key, mark.version, mark.sequence + 1))
         for name in names[:-1] if version.manifest in roots.highest else names:
             self._manifests.delete_mark(name)
@@ -153,5 +153,5 @@ class VersionExpiry:
 def _collected_version(version: RootVersion, manifest: Manifest | None, marks_bytes: int) -> CollectedVersion:
     mark = version.ended
     assert mark is not None
-    sequence = mark.sequence + (mark.kind is Kind.DELETED)
+    sequence = mark.sequence + (mark.kind is MarkKind.DELETED)
     return CollectedVersion(mark.tenant, mark.key, mark.version, manifest, sequence, marks_bytes)
