@@ -416,6 +416,19 @@ def test_a_body_under_an_upgrade_is_refused_and_never_taken_for_an_empty_one(
         assert client.get("/v1/blobs", headers=asked).status_code == 200  # without a body it is passed over
 
 
+@pytest.mark.parametrize("method", ["PUT", "POST", "PATCH"])
+def test_http_1_0_body_without_length_is_411(gateway: RunningGateway, method: str) -> None:
+    """F.19: HTTP/1.0 without Content-Length ends a body by closing; it is refused, not stored as an empty version."""
+    begun = head("/v1/blobs/one-zero", method=method).replace(b"HTTP/1.1", b"HTTP/1.0")
+    answer = gateway.raw(begun + b"hello")
+    assert (status_of(answer), b"urn:nearkin:problem:length-required" in answer) == (411, True)
+    with gateway.client() as client:
+        assert client.get("/v1/blobs/one-zero").status_code == 404
+    whole = head("/v1/blobs/one-zero-whole", "Content-Length: 5").replace(b"HTTP/1.1", b"HTTP/1.0")
+    assert status_of(gateway.raw(whole + b"hello")) == 201
+    assert status_of(gateway.raw(b"GET /v1/blobs/one-zero-whole HTTP/1.0\r\nHost: localhost\r\n\r\n")) == 200
+
+
 def test_trailers_are_bounded_and_are_no_headers(gateway: RunningGateway) -> None:
     begun = head("/v1/blobs/trailers", "Transfer-Encoding: chunked", "Connection: close") + b"3\r\nabc\r\n0\r\n"
     assert status_of(gateway.raw(begun + b"X-Nearkin-Meta-a: b\r\n\r\n")) == 201

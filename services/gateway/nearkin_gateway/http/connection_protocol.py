@@ -3,6 +3,7 @@
 headers above `header_bytes_max` -> 431    no whole head within `slow_seconds` -> closed
 as much beside a body's bytes -> 431       a body under `Upgrade` -> 400: the parser would take it for requests
 garbage -> 400                             a body that nobody wants: DISCARD_BYTES_MAX or DISCARD_SECONDS, then closed
+a body of HTTP/1.0 without length -> 411
 half a head, or idle: the oldest of an address beyond `idle_per_address_max`, or of all at `connections_max` -> closed
 """
 
@@ -25,6 +26,8 @@ from nearkin_shared.config.services import GatewaySettings
 DISCARD_BYTES_MAX = 16 * 1024 * 1024
 DISCARD_SECONDS = 5.0
 """After an early answer: closing at once would reset the connection before the client has read why."""
+BODY_METHODS = frozenset({b"PATCH", b"POST", b"PUT"})
+LENGTH_REQUIRED = "a request of HTTP/1.0 with a body needs Content-Length: send it, or use HTTP/1.1"
 UPGRADE = "only HTTP/1.1 is spoken: send bodies without Upgrade (curl --http1.1, Java HttpClient.Version.HTTP_1_1)"
 
 
@@ -117,7 +120,18 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
                 # httptools ends such a request with its head: an empty blob, and its bytes the next request.
                 self._refuse(400, "upgrade-with-body", UPGRADE)
                 raise _HeadRefused
+            if self._lacks_length():  # httptools ends such a request with its head: an empty blob
+                self._refuse(411, "length-required", LENGTH_REQUIRED)
+                raise _HeadRefused
             super().on_headers_complete()
+
+        def _lacks_length(self) -> bool:
+            """Return whether the end of the request's body could be known by the end of the connection alone."""
+            return (
+                self.parser.get_http_version() < "1.1"
+                and self.parser.get_method() in BODY_METHODS
+                and not any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+            )
 
         def on_header(self, name: bytes, value: bytes) -> None:
             if self._in_head:  # a trailer is no header, and was not counted as one
