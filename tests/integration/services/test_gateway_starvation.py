@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
+import struct
 import threading
 import time
 from contextlib import ExitStack
@@ -17,10 +19,12 @@ import pytest
 from nearkin_gateway.app import THREADS_MAX
 from nearkin_gateway.auth import tokens
 from nearkin_gateway.catalog.version_catalog import VersionCatalog
+from nearkin_gateway.http.connection_protocol import PIPELINED_MAX
 from nearkin_gateway.http.problems import Problem
 from nearkin_gateway.http.request_limits import ConcurrencyLimit, Holders, Holdings, Shares
 from nearkin_gateway.uploads.resumable_store import Meta, Resumable
 from nearkin_shared.errors import NotFound
+from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.base import LocalObjectStore
 from tests.support.checks.waiting import until
 from tests.support.servers.gateways import embedded, running
@@ -191,3 +195,31 @@ def test_empty_upload_expires_and_one_with_bytes_stays(tmp_path: Path) -> None:
     assert uploads.load("default", begun).offset == 1
     with pytest.raises(NotFound):
         uploads.load("default", empty)
+
+
+# --- pipelined requests ----------------------------------------------------------------------------------------------
+
+
+def test_pipelined_requests_of_a_connection_are_bounded(tmp_path: Path) -> None:
+    """F.28: of 50 requests in one write the first PIPELINED_MAX + 1 are answered; then the connection is closed."""
+    with running(embedded(tmp_path)) as gateway:
+        answers = gateway.raw(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
+        assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1") == PIPELINED_MAX + 1
+        assert answers.lower().count(b"connection: close") == 1
+        few = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * PIPELINED_MAX
+        last = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        assert gateway.raw(few + last).count(b"HTTP/1.1 200") == PIPELINED_MAX + 1
+
+
+def test_client_that_leaves_a_pipeline_leaves_no_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F.28: a client that resets its connection while others of its requests wait is no error of the gateway."""
+    with running(embedded(tmp_path)) as gateway, gateway.client() as client:
+        assert client.put("/v1/blobs/large", content=os.urandom(32 * MIB)).status_code == 201
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as leaving:
+                leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets
+                leaving.sendall(b"GET /v1/blobs/large HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
+                assert leaving.recv(100).startswith(b"HTTP/1.1 200")
+            until(lambda: not gateway.gateway.downloads.taken_count)
+        assert client.get("/livez").status_code == 200
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []

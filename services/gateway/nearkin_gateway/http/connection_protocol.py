@@ -3,7 +3,7 @@
 headers above `header_bytes_max` -> 431    no whole head within `slow_seconds` -> closed
 as much beside a body's bytes -> 431       a body under `Upgrade` -> 400: the parser would take it for requests
 garbage -> 400                             a body that nobody wants: DISCARD_BYTES_MAX or DISCARD_SECONDS, then closed
-a body of HTTP/1.0 without length -> 411
+a body of HTTP/1.0 without length -> 411   more than PIPELINED_MAX requests wait: closed once these are answered
 half a head, or idle: the oldest of an address beyond `idle_per_address_max`, or of all at `connections_max` -> closed
 """
 
@@ -16,16 +16,22 @@ import termios
 from asyncio.events import TimerHandle
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from nearkin_gateway.http.idle_connections import IdleConnections
 from nearkin_gateway.http.problems import MEDIA_TYPE, Problem, problem_body
 from nearkin_shared.config.services import GatewaySettings
 
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
+
 DISCARD_BYTES_MAX = 16 * 1024 * 1024
 DISCARD_SECONDS = 5.0
 """After an early answer: closing at once would reset the connection before the client has read why."""
+PIPELINED_MAX = 8
+"""Requests of a connection that may wait for the one before them; one read can hold thousands of heads."""
 BODY_METHODS = frozenset({b"PATCH", b"POST", b"PUT"})
 LENGTH_REQUIRED = "a request of HTTP/1.0 with a body needs Content-Length: send it, or use HTTP/1.1"
 UPGRADE = "only HTTP/1.1 is spoken: send bodies without Upgrade (curl --http1.1, Java HttpClient.Version.HTTP_1_1)"
@@ -60,6 +66,8 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
         _discarded_bytes = 0
         _refused = False
         _timer: TimerHandle | None = None
+        _running: RequestResponseCycle | None = None
+        """The request that is being answered; `cycle` is the last one that was read."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -71,7 +79,14 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
             idle.discard(self)
+            if self._running is not None and self._running is not self.cycle and not self._running.response_complete:
+                self._running.disconnected = True  # uvicorn marks the last request only: others may wait behind this
+                self._running.message_event.set()
             super().connection_lost(exc)
+
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+            self._running = cycle
+            super()._start_asgi_task(cycle, app)
 
         def data_received(self, data: bytes) -> None:
             if self._refused:
@@ -122,6 +137,10 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
                 raise _HeadRefused
             if self._lacks_length():  # httptools ends such a request with its head: an empty blob
                 self._refuse(411, "length-required", LENGTH_REQUIRED)
+                raise _HeadRefused
+            if len(self.pipeline) >= PIPELINED_MAX:
+                self.cycle.keep_alive = False  # of the last one that waits; the client may send the others again
+                self._refused = True
                 raise _HeadRefused
             super().on_headers_complete()
 
