@@ -1,4 +1,4 @@
-"""Encoding again what is kept of a block. Invariant: by the same means and checks as in the delta stage."""
+"""Re-encode blocks for maintenance, with the methods and checks of the delta stage."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from nearkin_shared.formats.block import EncodedBlock
 
 HELPERS_MAX = 1
-"""Threads that encode beside the caller. Each has tables of 20 to 40 MB, and with what it encodes up to 60: a process
-that puts and collects peaked at 474 MiB with one."""
+"""Threads that encode concurrently with the caller. Each has tables of 20 to 40 MB, and up to 60 MB with its data: a
+process that puts and collects peaked at 474 MiB with one.
+"""
 
 
 class BlockRecoder:
@@ -39,27 +40,27 @@ class BlockRecoder:
         self._settings = settings
         put, again = settings.block.level, settings.gc.recompress_level
         self._raw_level = again if again > put else 0
-        """At which blocks are written that lean on nothing; 0: as a put writes them."""
+        """Level for blocks without bases; 0: the level of a put."""
         self._encoder = BlockEncoder(settings.block, settings.delta, raw_level=self._raw_level)
         self.helpers = ThreadPool()
-        """Encode and decode beside the caller."""
+        """Encodes and decodes concurrently with the caller."""
         self._frames = deque[FrameEncoder]()
         """Those that no thread uses."""
         self._room = BufferPool().take
 
     @property
     def depth_max(self) -> int:
-        """Return how deep a chunk may be that is given new bases."""
+        """Return the depth limit of a chunk that is given new bases."""
         return 0 if self._settings.delta.codec == "none" else self._settings.delta.max_depth
 
     @property
     def raw_bytes(self) -> int:
-        """Return how many bytes of chunks a block holds that leans on nothing."""
+        """Return the bytes of chunks in a block without bases."""
         return int(self._settings.block.raw_bytes)
 
     @property
     def delta_bytes(self) -> int:
-        """Return how many bytes of chunks a block holds that leans on others."""
+        """Return the bytes of chunks in a block with bases."""
         return int(self._settings.block.delta_bytes)
 
     @property
@@ -68,7 +69,7 @@ class BlockRecoder:
         return self._settings.delta.codec == "patch"
 
     def encode_merged(self, payload: U8, bases: Locations, base_payload: U8, depth: int) -> PendingBlock:
-        """Begin a block of several versions' chunks, a patch of the bases where there are some: it lies at `depth`."""
+        """Begin a block at `depth` with chunks of several versions, as patch of any bases."""
         from nearkin_delta.merged_block_encoder import encode_merged
 
         level = max(self._settings.block.level, self._raw_level)
@@ -76,18 +77,18 @@ class BlockRecoder:
 
     @property
     def can_recompress(self) -> bool:
-        """Return whether blocks that lean on nothing come out smaller than as a put writes them."""
+        """Return whether blocks without bases become smaller than a put writes them."""
         return self._raw_level > 0
 
     def recompress(self, decoded: U8) -> PendingBlock:
-        """Begin a block that leans on nothing."""
+        """Begin a block without bases."""
         from nearkin_delta.block_encoder import encode_again
 
         return self._begin(partial(encode_again, decoded, self._raw_level))
 
     @contextmanager
     def with_helper_thread(self) -> Iterator[None]:
-        """Have the helper at work, and tables kept from one block to the next, for as long as the block runs."""
+        """Run the helper thread, and keep tables between blocks, inside the `with` block."""
         try:
             with self.helpers.on_other_cores("nearkin-recode", HELPERS_MAX):
                 yield
@@ -127,13 +128,13 @@ class BlockRecoder:
             block.add_bases(bases, rows, part.lengths)
         block.append((part.payload, none), np.zeros(len(rows), np.int32), offsets_of(part.lengths), part.lengths)
         block.record_bases(part.best)
-        self._encoder.forget()  # a dry run tells what each comes to, in whatever order they are written then
+        self._encoder.forget()  # a dry run predicts the size of each block, in whatever order blocks are written then
         closed = self._encoder.close(block)
         return EncodedResult(closed.block, closed.prefix, closed.encoded)
 
 
 class EncodingRegrouper:
-    """Blocks of chunks that are given new bases, one growing a depth; chunks come in stream order."""
+    """Group chunks with new bases into blocks, one open block for each depth, in stream order."""
 
     def __init__(self, settings: Settings, encoder: BlockEncoder) -> None:
         self._encoder = encoder
@@ -144,15 +145,15 @@ class EncodingRegrouper:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of the blocks that are encoded, and of those that grow with their bases."""
+        """Return the bytes of encoded blocks, and of open blocks with their bases."""
         growing = sum(block.used + len(block.prefix) for block, _ in self._growing.values())
         return self._ended_bytes + growing
 
     def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents, max_base_depths: U8) -> U8:
-        """Take chunks, against those of `bases` that are worth it; return how deep each is then at most, 0: as it is.
+        """Add chunks with useful `bases`; return the largest depth of each, 0: unchanged.
 
-        `max_base_depths` uint8[n]: each takes only bases that are less deep. They lie one behind the other in
-        `payload`. Raises Corrupt where a block does not decode again.
+        `max_base_depths` uint8[n]: each chunk takes only bases of smaller depth. Chunks are contiguous in `payload`.
+        Raises Corrupt if a block does not decode again.
         """
         from nearkin_delta.base_choice import Targets, try_shallower
         from nearkin_delta.container_builder import Prefixes
@@ -211,7 +212,10 @@ class EncodingRegrouper:
                 self._close(depth)
 
     def end_patch_blocks(self) -> None:
-        """Let no patch block go on: what comes lies far behind, and leans on other stretches. Raises Corrupt."""
+        """Close the open patch blocks: later chunks are far behind and use other regions.
+
+        Raises Corrupt.
+        """
         for depth in [depth for depth in self._growing if depth]:
             self._close(depth)
 

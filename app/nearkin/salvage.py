@@ -1,12 +1,12 @@
-"""Read what is left of a damaged version: verified bytes where they can be read, zeros and a list of holes elsewhere.
+"""Read the intact parts of a damaged version; the rest becomes zeros and a list of holes.
 
 segment readable          -> its chunks, verified as in every restore
 chunks broken             -> read one by one; broken ones become zeros
-lengths of chunks unknown -> chunks before and after them are placed from both ends; what is between is one hole
+lengths of chunks unknown -> chunks before and after them are placed from both ends; the part between is one hole
 
-Only for a caller who asks for it: every other read raises at the first damage (I8).
+Only for callers that ask for it: every other read raises at the first damage (I8).
 
-Invariant: a byte that is given out was verified by its fingerprint, or lies in a hole.
+Invariant: a returned byte was verified by its fingerprint, or is in a hole.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Hole:
 
 @frozen
 class _Part:
-    """A run of chunks, or segments, in the version: readable ones by their number, or a gap (None)."""
+    """A range of chunks or segments: readable ones by their number, or a gap (None)."""
 
     number: int | None
     offset: int
@@ -52,7 +52,7 @@ class _Part:
 
 
 def place(lengths: Sequence[int | None], total: int) -> list[_Part]:
-    """Return where parts lie in `total` bytes; those between the first and last unknown one are a single gap."""
+    """Return the offsets of parts in `total` bytes; one gap covers all unknown parts."""
     unknown = [number for number, length in enumerate(lengths) if length is None]
     first, last = (unknown[0], unknown[-1]) if unknown else (len(lengths), len(lengths))
     parts: list[_Part] = []
@@ -72,7 +72,7 @@ def place(lengths: Sequence[int | None], total: int) -> list[_Part]:
 
 
 class SalvagedBlob:
-    """A version with its holes: iterate it, or `write_to` a file; `holes` is complete when that has ended."""
+    """A version with holes: iterate it, or `write_to` a file; then `holes` is complete."""
 
     def __init__(self, manifest: Manifest, source: ContainerStore, fingerprinter: Fingerprinter) -> None:
         self.info = manifest.info
@@ -153,7 +153,7 @@ class SalvagedBlob:
                 yield from self._chunk(plans[part.number], at, part.length_bytes)
 
     def _read_intact(self, chunks: Locations, length_bytes: int) -> memoryview | None:
-        """Return the bytes of a segment whose chunks are all sound, which most are; None for another."""
+        """Return the bytes of a segment with intact chunks, which most are; None for another."""
         try:
             plan = self._reader.plan(chunks)
             if int(plan.lengths.sum(dtype=np.int64)) != length_bytes:
@@ -169,7 +169,7 @@ class SalvagedBlob:
         return bool(np.all(found == plan.names[stored]))
 
     def _plan_each(self, chunks: Locations) -> tuple[list[Plan | None], dict[int, str]]:
-        """Return the plan of each chunk, None where its directory cannot be read, and those problems by row."""
+        """Return the plan of each chunk, None for an unreadable directory, and problems by row."""
         plans: list[Plan | None] = [None] * len(chunks)
         problems: dict[int, str] = {}
         waiting = [(0, len(chunks))] if len(chunks) else []
@@ -189,7 +189,7 @@ class SalvagedBlob:
         return plans, problems
 
     def _chunk(self, plan: Plan | None, offset: int, length_bytes: int) -> Iterator[memoryview]:
-        """Yield a chunk's bytes if they are what its fingerprint says, else zeros."""
+        """Yield the bytes of a chunk that matches its fingerprint, else zeros."""
         assert plan is not None  # `place` numbers only what has a length
         name = object_name(ContainerId(int(plan.locations.containers[0])))
         try:
@@ -198,7 +198,7 @@ class SalvagedBlob:
             yield from self._lose(offset, length_bytes, name, str(err))
             return
         if not self._is_sound(plan, payload):
-            yield from self._lose(offset, length_bytes, name, f"{name}: a chunk is not what its fingerprint says")
+            yield from self._lose(offset, length_bytes, name, f"{name}: a chunk does not match its fingerprint")
             return
         yield payload.data[:length_bytes]
 

@@ -1,6 +1,8 @@
-"""The store. Invariant: a put either ends as a committed version or changes nothing that a reader can see.
+"""Open, read and change a store in a folder.
 
-root/nearkin.json   containers/   manifests/      the truth: what is counted as stored
+Invariant: a put either ends as a committed version or changes nothing that a reader can see.
+
+root/nearkin.json   containers/   manifests/      the authoritative data
 root/index/         lock          tmp/            rebuildable, transient
 """
 
@@ -105,7 +107,7 @@ _log = logging.getLogger("nearkin")
 
 @frozen
 class Item:
-    """One of many blobs to put, where it has more to it than key and content; as for `Store.put`."""
+    """A blob for `put_many` with options; the fields are those of `Store.put`."""
 
     key: str
     source: Source
@@ -138,14 +140,15 @@ def open_store(
 
     A missing store is an error by default: an unmounted disk must not get a second, empty store.
 
-    Where the caller set no `chunker.*` and no profile the store's own are used (`Store.settings`), as its first writer
-    recorded them. `explicit`: dotted names of the settings that the caller set; None: those that differ from the
-    defaults. A put under set values that differ from the store's raises ConfigError; with `force` it warns.
+    If the caller set no `chunker.*` and no profile, the settings that the store's first writer recorded are used
+    (`Store.settings`). `explicit`: dotted names of the settings that the caller set; None: those that differ from the
+    defaults. A put with set values that differ from the store's raises ConfigError; with `force` it warns.
 
-    `read_only`: calls that would change an object of the store raise BadInput; the index may still be made or mended.
+    `read_only`: calls that would change an object of the store raise BadInput; the index may still be made or
+    recovered.
 
-    `clock` returns the seconds since 1970 that date versions and that deletion and retention use.
-    `fingerprint_bits` below 160 is for tests of collisions.
+    `clock` returns the seconds since 1970 that date versions and that deletion and retention use. `fingerprint_bits`
+    below 160 is for tests of collisions.
 
     Raises NotFound (no store there), BadInput (`create` in a folder with other files), ConfigError (`index.path` is
     inside the store), FormatTooNew, Corrupt, StoreUnavailable.
@@ -217,7 +220,7 @@ def _store_path(path: str | Path) -> Path:
 
 
 def _has_store(root: Path) -> bool:
-    """Return whether the folder has a store. Raises Corrupt if a store has lost its descriptor."""
+    """Return whether the folder has a store. Raises Corrupt if a store has no descriptor."""
     try:
         if (root / descriptor.NAME).is_file():
             return True
@@ -231,7 +234,7 @@ def _has_store(root: Path) -> bool:
 
 
 def _check_only_store_files(root: Path) -> None:
-    """Raise BadInput if the folder has files that an unfinished creation of a store cannot have left."""
+    """Raise BadInput if the folder has files that creating a store does not leave."""
     if _entry_names(root) - {*LOCKS, "tmp", "keys", "parity", descriptor.NAME, chunking_record.NAME}:
         raise BadInput(
             f"store {root}: the folder is not empty and holds no {descriptor.NAME}; name an empty or new folder"
@@ -250,9 +253,10 @@ _STORES: WeakSet[Store] = WeakSet()
 
 
 class Store:
-    """An open store: one writer (the first write takes the lock, `close` gives it back), any number of readers.
+    """An open store: one writer, any number of readers.
 
-    In a process that is forked it is open too, and holds nothing of its parent's: neither the lock nor a put at work.
+    The first write takes the lock, `close` releases it. In a forked process the store is open too, without the lock
+    and the running put of its parent.
     """
 
     def __init__(
@@ -326,11 +330,11 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Release the lock, the index, and what was read: some 200 MB that would wait for the garbage collector.
+        """Release the lock, the index, and cached data: some 200 MB.
 
-        A step of a round, or a put, in another thread ends first; the round then goes on, and takes the lock for its
-        steps alone. A put_many of this thread that was left in the middle ends here: what it has not committed it never
-        will, for without the lock another process could collect what it leans on.
+        Waits for a GC step or a put of another thread; a GC run then continues, and takes the lock for its steps
+        only. Ends an unfinished put_many of this thread: without the lock another process could collect the chunks
+        that its uncommitted data depend on, so they will never be committed.
         """
         crossing, elsewhere = self._index.crossing, self._puts.is_written_by_other_process
         self._puts.abort_put_of_thread()
@@ -346,14 +350,14 @@ class Store:
         self._containers.buffers.release_unused()
 
     def after_fork(self) -> None:
-        """Begin anew in a process that was forked."""
+        """Reset in a forked process."""
         self._manifests.locks.after_fork()
         self._manifests.origins.after_fork()
         self._puts.after_fork()
         self._index.after_fork()
 
     def wait_for_lock(self, seconds: float) -> None:
-        """Let writes of this Store wait up to `seconds` for the lock of another process; by default they do not."""
+        """Let writes wait up to `seconds` for another process; by default they do not."""
         self._index.lock_wait_seconds = seconds
 
     def _check_writable(self, operation: str) -> None:
@@ -394,9 +398,10 @@ class Store:
     def put_many(
         self, items: Iterable[tuple[str, Source] | Item], *, progress: Progress | None = None
     ) -> Iterator[PutResult]:
-        """Store many blobs, committed in groups: far fewer syncs than one put each. Yields results as groups commit.
+        """Store many blobs, committed in groups with few syncs; yield results as groups commit.
 
-        Raises PreconditionFailed at the first item that its precondition refuses; others of its group are committed.
+        Raises PreconditionFailed at the first item whose precondition does not hold; others of its group are
+        committed.
         """
         for outcome in self.put_outcomes(items, progress=progress):
             if isinstance(outcome, PermanentError):
@@ -406,13 +411,13 @@ class Store:
     def put_outcomes(
         self, items: Iterable[tuple[str, Source] | Item], *, progress: Progress | None = None
     ) -> Iterator[PutResult | PermanentError]:
-        """Store many blobs as `put_many` does; yield the error in place of the result of one that is refused."""
+        """Store many blobs as `put_many` does; yield the error of a refused one as its result."""
         self._check_writable("put")
         self._chunking.prepare_put()
         return self._puts.put(((item if isinstance(item, Item) else Item(*item)).as_put() for item in items), progress)
 
     def find_origin(self, key: str, origin: BlobOrigin) -> PutResult | None:
-        """Return the result of an earlier put with this origin, None if none was committed. Raises StoreUnavailable."""
+        """Return the result of an earlier put with this origin, or None. Raises StoreUnavailable."""
         tenant = self.settings.tenant
         histories = self._manifests.histories(tenant, key)
         manifest = self._manifests.find_origin(tenant, key, histories, origin)
@@ -435,7 +440,7 @@ class Store:
         return Blob(manifest.info, manifest, self._containers.counting(), self._fingerprinter, start, end)
 
     def salvage(self, key: str, version: int | None = None) -> SalvagedBlob:
-        """Return what is left of a damaged version: zeros and a list of holes where its chunks are lost.
+        """Return a damaged version with zeros and a list of holes for lost chunks.
 
         Raises NotFound, TenantErased, StoreUnavailable, and Corrupt if the manifest itself cannot be read.
         """
@@ -462,9 +467,9 @@ class Store:
         broken: Callable[[Damage], None] | None = None,
         read_manifests: bool = False,
     ) -> list[VersionInfo]:
-        """Return the newest version, or all, of every key that starts with `prefix`, by key.
+        """Return the newest version, or all, of each key that starts with `prefix`, by key.
 
-        Deleted versions are not among them. One whose manifest is missing or of another size is left out and reported
+        Deleted versions are not among them. One whose manifest is missing or of another size is omitted and passed
         to `broken`, by default with a warning in the log; an older one is never returned in its place. Manifests are
         read of versions with a tombstone or retention record only, unless `read_manifests` is set: then a manifest
         that is damaged within is reported as well. Raises BadInput, StoreUnavailable.
@@ -486,14 +491,11 @@ class Store:
         return found
 
     def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
-        """Yield what the index keeps of any tenant's versions, by key and version: for servers that answer for many.
-
-        Deleted versions are among them.
-        """
+        """Yield the index entries of any tenant's versions, deleted ones too, by key and version."""
         return self._index.read(lambda index: index.catalog(tenant, prefix))
 
     def catalog_after(self, tenant: str, prefix: str, key: str, version: int | None, count: int) -> list[CatalogEntry]:
-        """Return up to `count` entries as `catalog` does, of what comes after `key`, or after one version of it."""
+        """Return up to `count` entries as `catalog` does, after `key` or after one version of it."""
         return self._index.read(
             lambda index: list(islice(index.catalog_after(tenant, prefix, key, version, count), count))
         )
@@ -501,13 +503,13 @@ class Store:
     # --- delete ------------------------------------------------------------------------------------------------------
 
     def delete(self, key: str, version: int | None = None, *, reason: str = "", who: str | None = None) -> int:
-        """Delete a version, or all that the key has at this moment; return how many are gone.
+        """Delete a version, or all current versions of the key; return how many.
 
-        They are gone for every reader when this returns, and stay gone whatever fails; their bytes are freed later, and
-        until `deletion.undelete_seconds` are over `undelete` brings them back. A number is never given again. A version
-        whose put is committed meanwhile stays. Raises NotFound, BadInput, RetentionActive (one is younger than the
-        settings allow: none goes), TenantErased, StoreLocked, StoreUnavailable (perhaps some are gone: the same call
-        ends it).
+        They are deleted for every reader when this returns, and stay deleted after any failure; their bytes are freed
+        later, and `undelete` restores them for `deletion.undelete_seconds`. Version numbers are not reused. A version
+        that is committed meanwhile is kept. Raises NotFound, BadInput, RetentionActive
+        (retention.min_age_seconds: none is deleted), TenantErased, StoreLocked, StoreUnavailable (some may be
+        deleted: repeat the call).
         """
         self._check_writable("delete")
         return self._deletions.delete(
@@ -520,10 +522,10 @@ class Store:
         )
 
     def undelete(self, key: str, version: int | None = None, *, reason: str = "", who: str | None = None) -> int:
-        """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
+        """Undelete a version, or all that the latest `delete` of the key took; return how many.
 
-        Raises NotFound (nothing of it is deleted, or its time is over), BadInput, TenantErased, StoreLocked,
-        StoreUnavailable.
+        Raises NotFound (no version of it is deleted, or the time to undelete has passed), BadInput, TenantErased,
+        StoreLocked, StoreUnavailable.
         """
         self._check_writable("undelete")
         who = user_and_host() if who is None else who
@@ -532,10 +534,11 @@ class Store:
     def retain(
         self, key: str, until: datetime, version: int | None = None, *, reason: str = "", who: str | None = None
     ) -> VersionInfo:
-        """Retain a version, the newest by default, until a time: no process can delete it before; return it.
+        """Retain a version, the newest by default, until a time; return it.
 
-        A retention is extended, never shortened. Raises NotFound, BadInput (the time is earlier than the one that
-        holds, in the past, or over 100 years away), Corrupt, TenantErased, StoreLocked, StoreUnavailable.
+        Until then it cannot be deleted. A retention is extended, never shortened. Raises NotFound, BadInput (the time
+        is earlier than the current retention, in the past, or over 100 years away), Corrupt, TenantErased,
+        StoreLocked, StoreUnavailable.
         """
         self._check_writable("retain")
         who = user_and_host() if who is None else who
@@ -543,9 +546,9 @@ class Store:
         return self._deletions.extend_retention(self.settings.tenant, key, version, until_us, who=who, reason=reason)
 
     def list_deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
-        """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key.
+        """Return the deleted, not yet collected versions of keys with `prefix`, by key.
 
-        One whose mark cannot be read is told to `broken`, by default with a warning in the log.
+        A version with an unreadable tombstone is passed to `broken`, by default logged as a warning.
         """
         check_prefix(prefix)
         tenant = self.settings.tenant
@@ -554,7 +557,7 @@ class Store:
         return list(self._deletions.list_deleted(tenant, marked, broken or _warn))
 
     def rolled_back_keys(self) -> int:
-        """Return how many keys, of all tenants, have lost their newest version, as an earlier GC run has seen it.
+        """Return how many keys of all tenants had lost their newest version at the last GC run.
 
         Raises StoreUnavailable.
         """
@@ -573,10 +576,11 @@ class Store:
         dry_run: bool = False,
         broken: Callable[[Damage], None] | None = None,
     ) -> list[Decision]:
-        """Delete the versions that no rule keeps, of keys that start with `prefix`; return what became of each.
+        """Delete versions that no rule keeps, of keys with `prefix`; return the decisions.
 
-        By `policy`, or by those of the settings; without one for a key all its versions stay. None goes that is younger
-        than `min_age` seconds or than what the settings say. Raises as `delete` does: the same call goes on.
+        Rules are those of `policy`, or of the settings; without one for a key all its versions are kept. Versions
+        are kept for at least `min_age` seconds, and the minimum of the settings. Raises as `delete` does: repeat the
+        call to continue.
         """
         retention, tenant = self.settings.retention, self.settings.tenant
         if not dry_run:
@@ -597,7 +601,7 @@ class Store:
 
     @property
     def chunking(self) -> chunking_record.ChunkingRecord | None:
-        """Return how the store's data are cut; None for a store of an older release before its next put."""
+        """Return the chunker settings of the store; None before the first put by this release."""
         return self._chunking.record
 
     @property
@@ -629,7 +633,7 @@ class Store:
     # --- the store as a whole ----------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Return sums over the store, all tenants of it, from the index and the object store's listing."""
+        """Return statistics of the store with all tenants, from index and object store listing."""
         from nearkin_shared.stats import OtherObjects, stats
 
         quarantine_bytes = sum(self._quarantine.list_records().values()) + sum(
@@ -652,10 +656,10 @@ class Store:
         return self._index.read(sum_up_index)
 
     def tenant_stats(self) -> Stats:
-        """Return sums over the own tenant alone: for a caller who may not learn what other tenants store.
+        """Return statistics of the own tenant only, for callers that may not see other tenants.
 
-        Where the store has other tenants, a container counts for the tenant in its header; what no tenant owns (index,
-        parity, quarantine, records of GC) is left out then.
+        If the store has other tenants, a container counts for the tenant in its header; data that no tenant owns
+        (index, parity, quarantine, records of GC) are omitted then.
         """
         from nearkin_shared.stats import OtherObjects, sum_up
 
@@ -675,7 +679,7 @@ class Store:
     def _owns(self, container: ContainerId) -> bool:
         try:
             return self._containers.of(None).directory(container).domain == self._fingerprinter.domain
-        except (Corrupt, NotFound):  # whose it is is not known: it is nobody's
+        except (Corrupt, NotFound):  # its tenant is not known
             return False
 
     def verify(
@@ -686,14 +690,14 @@ class Store:
         seed: int = 0,
         since: datetime | None = None,
     ) -> VerifyReport:
-        """Read containers and every manifest; name what is broken, with the versions it touches.
+        """Read containers and every manifest; report damage, with the versions that it affects.
 
-        Of containers all, a `sample` (a share between 0 and 1 of them, drawn by `seed`), or those written `since`; of
-        the others the directories alone. Where all are read, every entry of the index is compared with them too.
-        A read-only store reports the damage alone.
+        All containers are read, or a `sample` (a share between 0 and 1 of them, drawn by `seed`), or those written
+        `since`; of the others only directories. If all are read, every entry of the index is compared with them too.
+        A read-only store only reports damage.
 
-        The index lets go of broken chunks, so that a later put of the same data stores them anew instead of leaning on
-        them; stored objects stay as they are. Raises BadInput, StoreUnavailable.
+        Broken chunks are withdrawn from the index, so that a later put of the same data stores them again; stored
+        objects are not changed. Raises BadInput, StoreUnavailable.
         """
         from nearkin_maintenance import VerifyScope
 
@@ -704,10 +708,10 @@ class Store:
     def verify_key(
         self, key: str, version: int | None = None, progress: Callable[[int, int], None] | None = None
     ) -> VerifyReport:
-        """Read one version of `key`, or all, and the containers that they reach; report what damages these versions.
+        """Read one or all versions of `key` and their containers; report their damage.
 
-        Deleted versions are not read. The index drops broken chunks, as after `verify`. Raises NotFound, BadInput,
-        Corrupt, TenantErased, StoreUnavailable.
+        Deleted versions are not read. Broken chunks are withdrawn from the index, as after `verify`. Raises NotFound,
+        BadInput, Corrupt, TenantErased, StoreUnavailable.
         """
         check_key(key)
         if version is not None:
@@ -765,7 +769,7 @@ class Store:
         return self._with_index_purged(verifier, report, everything=choice.is_full)
 
     def _with_index_purged(self, verifier: Verifier, report: VerifyReport, *, everything: bool) -> VerifyReport:
-        """Quarantine the chunks found broken and drop them from the index; return the report with the outcome."""
+        """Quarantine broken chunks, withdraw them from the index, complete the report."""
         if self._is_read_only or (not verifier.broken and not self._quarantine.list_records()):
             return report
 
@@ -787,9 +791,9 @@ class Store:
         )
 
     def attend(self, step: ScrubStep) -> tuple[tuple[Repaired, ...], tuple[Damage, ...]]:
-        """Put right what a step of scrubbing found, as far as parity and later puts allow; quarantine the rest.
+        """Repair damage that a scrub step found, from parity and later puts; quarantine the rest.
 
-        Returns what was repaired, and what is damaged still with the versions it touches. Raises StoreLocked,
+        Returns the repairs, and the remaining damage with the versions that it affects. Raises StoreLocked,
         StoreUnavailable.
         """
         self._check_writable("attend")
@@ -799,12 +803,12 @@ class Store:
     def repair(
         self, files: Sequence[str | Path] = (), progress: Callable[[int, int], None] | None = None
     ) -> RepairReport:
-        """Verify all, and put right what can be put right; what is left stays in quarantine.
+        """Verify all, and repair damage; the rest remains in quarantine.
 
-        From parity; from `files`, which may be copies of objects or hold content that was put once; from chunks of the
-        same name anywhere in the store. Nothing is put meanwhile: a put heals too, once it is committed, and
-        both would make the same next generation. `progress` hears how far the verification is. Raises BadInput,
-        StoreLocked, StoreUnavailable.
+        Sources are parity; `files`, which are copies of objects or content that was put once; and chunks with the
+        same fingerprint in the store. Puts are excluded: they repair too after their commit, and both would write the
+        same next generation. `progress` is called with the state of the verification. Raises BadInput, StoreLocked,
+        StoreUnavailable.
         """
         self._check_writable("repair")
         if self._puts.is_put_of_thread:
@@ -816,13 +820,13 @@ class Store:
         return sum(size_bytes for _, size_bytes in self._containers.ids())
 
     def _repair_quarantined(self) -> None:
-        """Heal what is quarantined from what was just committed; where that fails, what was committed stays so."""
+        """Repair quarantined containers from committed data; failures are logged."""
         self.reserve.restore(self._container_bytes)
         try:
             if self._quarantine.list_records():
                 self._repairs().repair_quarantined()
         except NearkinError as err:
-            _log.warning("what is quarantined was not healed, `nearkin repair` does it: %s", err)
+            _log.warning("quarantined containers were not repaired, run `nearkin repair`: %s", err)
 
     def _repairs(self, progress: Callable[[int, int], None] | None = None) -> LocalRepair:
         from nearkin.local.local_repair import LocalRepair
@@ -847,23 +851,24 @@ class Store:
         go_on: Callable[[], None] = lambda: None,
         steps: Callable[[int, int, str], None] | None = None,
     ) -> GcReport:
-        """Do a round of garbage collection, of all tenants; with `dry_run` say what it would do, and change nothing.
+        """Run GC for all tenants; with `dry_run` report its effects and change nothing.
 
-        `deleted_too`, of a dry run alone: as if no deleted version could be brought back any more.
+        `deleted_too`, for a dry run only: as if no deleted version could be undeleted any more.
 
-        Puts, deletions and restores go on meanwhile, in this process and others: each effect of the round is a turn of
-        0.1 s or so, for which puts wait. It waits for a put at work, at its beginning `wait_seconds`, and for a turn 60
-        s or as long. `go_on` is asked before each container is written or removed, and ends the round by raising.
-        `steps` hears how many are done, of how many, and of what.
+        Puts, deletions and restores continue meanwhile, in this process and others: each effect of the run is an
+        exclusive section of some 0.1 s, for which puts wait. The run waits for a put at its beginning up to
+        `wait_seconds`, and for an exclusive section up to 60 s or as long. `go_on` is called before each container is
+        written or removed, and stops the run by raising. `steps` is called with the steps done, all steps, and their
+        kind.
 
-        What a round finds unreached it condemns; a later one frees it once `gc.grace_seconds` are over. Versions whose
-        time to come back is over go at once. At its end what `retention.policies` do not keep is deleted. Raises
-        Corrupt (what a version needs cannot be read: nothing is condemned), GcPaused, StoreLocked, StoreUnavailable,
-        RetryableError (a tenant was erased meanwhile).
+        Data that the run finds unreachable become pending delete; a later run frees them after `gc.grace_seconds`.
+        Versions that can no longer be undeleted are removed at once. Finally versions that `retention.policies` do
+        not keep are deleted. Raises Corrupt (a needed object cannot be read: nothing is marked for deletion),
+        GcPaused, StoreLocked, StoreUnavailable, RetryableError (a tenant was erased meanwhile).
         """
         collection = self._collection()
         if deleted_too and not dry_run:
-            raise BadInput("deleted_too: only a dry run goes by what has not happened")
+            raise BadInput("deleted_too: allowed for a dry run only; add dry_run")
         if dry_run:
             return collection.preview(steps, deleted_too=deleted_too)
         self._check_writable("gc")
@@ -879,10 +884,10 @@ class Store:
         return report
 
     def _finish_erasures(self) -> None:
-        """Make the index again where its free pages may hold what it knew of erased tenants, then end the erasures.
+        """Rebuild an index that may hold data of erased tenants, then end the erasures.
 
-        1 the objects are removed  2 the index is made again  3 the erasure is recorded as swept. Until 3 each GC run
-        does what is left; while puts of this process are at work 2 waits for the next run.
+        1 the objects are removed  2 the index is rebuilt  3 the erasure is recorded as swept. Each GC run does the
+        remaining steps; while a put of this process is active, step 2 waits for the next run.
         """
         if not isinstance(self._covered, EncryptedObjectStore) or not self._covered.keyring.list_due():
             return
@@ -904,14 +909,14 @@ class Store:
         wait_seconds: float = 0.0,
         steps: Callable[[int, int, str], None] | None = None,
     ) -> GcReport:
-        """Remove deleted versions for good at once, of one key or of all, and every byte that no other version needs.
+        """Remove deleted versions at once, of one key or all, with all their unshared data.
 
-        For leaked secrets and full disks: neither what `deletion.undelete_seconds` was at their deletion nor
-        `gc.grace_seconds` counts. The writer lock is held throughout; restores that run meanwhile may fail and must be
-        run again. The index is made again, so that nothing stays in its free pages. `get` of other versions answers as
-        before. Raises BadInput (services write this store), Corrupt (a needed chunk is damaged: repair first; nothing
-        that is needed was removed), NotFound (no such version is deleted), GcPaused, StoreLocked (a put, a GC run or
-        another process is at work), StoreUnavailable (`purge()` goes on).
+        For leaked secrets and full disks: neither `deletion.undelete_seconds` nor `gc.grace_seconds` applies. The
+        writer lock is held throughout; concurrent restores may fail and must be repeated. The index is rebuilt, so
+        that its free pages hold no removed data. `get` of other versions is not affected. Raises BadInput (services
+        write this store), Corrupt (a needed chunk is damaged: repair first; nothing needed was removed), NotFound (no
+        such version is deleted), GcPaused, StoreLocked (a put, a GC run or another process is active),
+        StoreUnavailable (`purge()` continues).
         """
         self._check_writable("purge")
         self._puts.check_none()
@@ -952,12 +957,12 @@ class Store:
         )
 
     def erase_tenant(self, tenant: str, grace_seconds: int | None = None, *, despite_retention: bool = False) -> int:
-        """Erase a tenant's data keys, durably: what they sealed can never be read again; return how many there are.
+        """Erase a tenant's data keys, so that its data are unreadable; return how many.
 
         The tenant is closed at once; its keys are removed by the first `gc` after `grace_seconds` (None: the setting
-        deletion.erase_grace_seconds; 0: now). Until then `keyring.cancel_erasure` opens it again. Everything of other
-        tenants stays as it is. `gc` frees the bytes. Again ends what was cut short, and a tenant that has no key can
-        never have one in this store. Raises BadInput (the store is not encrypted), RetentionActive (some of its
+        deletion.erase_grace_seconds; 0: now). Until then `keyring.cancel_erasure` opens it again. Other tenants are
+        not affected. `gc` frees the bytes. A repeat completes an interrupted erasure; a tenant without keys can never
+        have one in this store afterwards. Raises BadInput (the store is not encrypted), RetentionActive (some of its
         versions are retained; `despite_retention` erases them all the same), StoreLocked, StoreUnavailable.
         """
         self._check_writable("erase_tenant")
@@ -991,7 +996,7 @@ class Store:
         return self._covered.keyring
 
     def gc_state(self) -> GcState:
-        """Return whether collection is paused, and what waits for its grace to pass. Raises StoreUnavailable."""
+        """Return whether GC is paused, and the data pending delete. Raises StoreUnavailable."""
         pause, condemned = self.pauses.read(), self._condemned.read()
         at_us = min((entry.at_us for entry in condemned.values()), default=None)
         due = None if at_us is None else min(at_us / 1e6 + self.settings.gc.grace_seconds, CREATED_US_MAX // 1_000_000)

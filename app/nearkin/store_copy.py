@@ -39,7 +39,7 @@ Progress = Callable[[int], None]
 
 
 class ReadableStore(Protocol):
-    """What is needed of a source: `nearkin.store.Store` and `nearkin.client.RemoteStore` have it."""
+    """The methods needed of a source, as `Store` and `RemoteStore` have them."""
 
     def versions(
         self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
@@ -52,7 +52,10 @@ class ReadableStore(Protocol):
 
 @frozen
 class Failure:
-    """A version that was not copied. `version` and all later ones of the key are missing in the target."""
+    """A version that was not copied.
+
+    It and all later ones of the key are missing in the target.
+    """
 
     key: str
     version: int
@@ -94,7 +97,7 @@ def original(info: VersionInfo) -> tuple[datetime, Mapping[str, str]]:
 
 
 def identity(info: VersionInfo) -> tuple[object, ...]:
-    """Return what a version and its copies have in common; times to the millisecond, as servers report them."""
+    """Return the fields that a version and its copies share; times in ms, as servers report them."""
     created, metadata = original(info)
     return info.digest, info.size_bytes, int(created.timestamp() * 1000), tuple(sorted(metadata.items()))
 
@@ -136,7 +139,7 @@ def plan_key(
 
 
 class Copier:
-    """Copies planned keys. `failures` collects versions that cannot be read; the rest of their key is left out."""
+    """Copy planned keys. `failures` has unreadable versions; the rest of their key is skipped."""
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class Copier:
         self.failures: list[Failure] = []
 
     def run(self, plans: Iterable[KeyPlan]) -> Iterator[CopiedVersion]:
-        """Copy and yield what was committed. Raises what puts and gets raise, but for damage of single versions."""
+        """Copy and yield committed versions. Raises errors of puts and gets, except damage."""
         group: list[tuple[VersionInfo, str, bytes]] = []
         group_bytes = 0
         for plan in plans:
@@ -213,7 +216,7 @@ class Copier:
 
 
 class _VersionFile(io.RawIOBase):
-    """A version of the source as a file; seeking to the start reads it again, so that an upload can be repeated."""
+    """A version of the source as a file; seeking to the start reads it again for a new upload."""
 
     def __init__(self, source: ReadableStore, info: VersionInfo) -> None:
         self._source, self._info = source, info
@@ -221,7 +224,7 @@ class _VersionFile(io.RawIOBase):
         self._rest = memoryview(b"")
         self._position = 0
         self.failure: Exception | None = None
-        """What reading the source raised."""
+        """The exception raised by reading the source."""
 
     def readable(self) -> bool:
         return True

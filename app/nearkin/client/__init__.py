@@ -1,14 +1,15 @@
-"""Clients of the gateway. Invariant: what a call returns is committed there; what it raises is one of
-nearkin_shared.errors.
+"""Clients of the gateway.
 
     with nearkin.connect("https://nearkin.example") as store:            # the token from NEARKIN_TOKEN
         store.put("db.dump", Path("db.dump"))
         store.get("db.dump").read()
 
-exchange       calls and answers, and the errors that answers stand for; no input or output
-conversations  what a put, a listing and so on say to the gateway, as generators over calls; no input or output
-transfer       the two streams: a source on its way up, a version on its way down with its digest
-remote, aio    the same store over httpx, for threads and for asyncio
+Invariant: a put that returns is committed; errors are of nearkin_shared.errors.
+
+http           calls and responses, and the errors that responses mean; no input or output
+requests       the requests of a put, a listing and so on, as generators over calls; no input or output streaming
+the two streams: the upload of a source, the download of a version with its digest sync, aio      the same store over
+httpx, for threads and for asyncio
 """
 
 from __future__ import annotations

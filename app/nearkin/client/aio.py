@@ -1,4 +1,4 @@
-"""The store behind a gateway, for asyncio. Invariant: what `remote` says, awaited; both hold the same conversations."""
+"""Access the store behind a gateway from asyncio, with the methods and requests of `sync`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AsyncRemoteStore:
         if_none_match: str | None = None,
         progress: Progress | None = None,
     ) -> PutResult:
-        """Store a new version of `key` as `RemoteStore.put` does; an async iterable of bytes is a source too."""
+        """Store a new version of `key` as `RemoteStore.put` does; accepts an async iterable too."""
         upload, precondition = Upload(source, progress), precondition_of(if_match, if_none_match)
         return await self._hold(requests.put(key, upload, metadata or {}, sha256, self._commit_seconds, precondition))
 
@@ -78,7 +78,7 @@ class AsyncRemoteStore:
         *,
         progress: Progress | None = None,
     ) -> AsyncIterator[PutResult]:
-        """Store many blobs, one sent while those before it are being committed. Yields results in order."""
+        """Store many blobs, each sent while earlier ones are committed. Yields results in order."""
         waiting: deque[AcceptedPut] = deque()
         async for key, source in _each(items):
             upload = Upload(source, progress)
@@ -118,39 +118,42 @@ class AsyncRemoteStore:
     async def versions(
         self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
     ) -> list[VersionInfo]:
-        """Return the newest version, or all, of every key that starts with `prefix`, by key.
+        """Return the newest version, or all, of each key that starts with `prefix`, by key.
 
-        One that cannot be read is left out and told to `broken`, by default with a warning in the log.
+        Unreadable versions are omitted and passed to `broken`, by default logged as a warning.
         """
         return await self._hold(requests.versions(prefix, all_versions, broken))
 
     # --- delete ------------------------------------------------------------------------------------------------------
 
     async def delete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
-        """Delete a version, or all that the key has at this moment; return how many are gone, for every reader.
+        """Delete a version, or all current versions of the key; return how many.
 
-        Sent again where the connection fails; it is done once all the same. Raises NotFound, RetentionActive (one is
-        younger than the settings allow: none goes), AccessDenied, TenantErased, StoreUnavailable.
+        They are deleted for every reader. Sent again if the connection fails, and done once all the same. Raises
+        NotFound, RetentionActive (the minimum age of a version: none is deleted), AccessDenied,
+        TenantErased, StoreUnavailable.
         """
         return await self._hold(requests.delete(key, version, reason))
 
     async def undelete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
-        """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
+        """Undelete a version, or all that the latest `delete` of the key took; return how many.
 
-        Raises NotFound (nothing of it is deleted, or its time is over), AccessDenied, TenantErased, StoreUnavailable.
+        Raises NotFound (no version of it is deleted, or the time to undelete has passed), AccessDenied, TenantErased,
+        StoreUnavailable.
         """
         return await self._hold(requests.undelete(key, version, reason))
 
     async def retain(self, key: str, until: datetime, version: int | None = None, *, reason: str = "") -> VersionInfo:
-        """Retain a version, the newest by default, until a time: no process can delete it before; return it.
+        """Retain a version, the newest by default, until a time; return it.
 
         A retention is extended, never shortened. Sent again if the connection fails; a repeat changes nothing. Raises
-        NotFound, BadInput (the time is earlier than the one that holds), AccessDenied, TenantErased, StoreUnavailable.
+        NotFound, BadInput (the time is earlier than the current retention), AccessDenied, TenantErased,
+        StoreUnavailable.
         """
         return await self._hold(requests.retain(key, until, version, reason))
 
     async def list_deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
-        """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key."""
+        """Return the deleted, not yet collected versions of keys that start with `prefix`, by key."""
         return await self._hold(requests.list_deleted(prefix, broken))
 
     # --- the store as a whole ----------------------------------------------------------------------------------------
@@ -164,7 +167,10 @@ class AsyncRemoteStore:
         return await self._hold(requests.config())
 
     async def change_config(self, changes: Mapping[str, object]) -> dict[str, Any]:
-        """Change settings of the running services; return what holds now. Raises BadInput, AccessDenied."""
+        """Change settings of the running services; return all settings.
+
+        Raises BadInput, AccessDenied.
+        """
         return await self._hold(requests.change_config(changes))
 
     # --- the wire ----------------------------------------------------------------------------------------------------
@@ -226,7 +232,7 @@ class AsyncRemoteStore:
         return f"{call.method} {self.url}{call.path}"
 
     async def open_download(self, download: Download) -> tuple[httpx.Response, AsyncIterator[bytes], bytes]:
-        """Return an answer that has begun, the rest of its pieces, and the first. Raises what `get` does."""
+        """Return a started response, the rest of its pieces, and the first. Raises as `get` does."""
         call = download.call()
         async for attempt in AsyncRetrying(**retry_options(call), sleep=anyio.sleep):
             with attempt:
@@ -257,7 +263,10 @@ class AsyncRemoteBlob:
         self._start, self._stop = start, stop
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:
-        """Yield the range's bytes in order, as `RemoteBlob` does. Raises Corrupt, StoreUnavailable."""
+        """Yield the range's bytes in order, as `RemoteBlob` does.
+
+        Raises Corrupt, StoreUnavailable.
+        """
         download = Download(self.info, self._start, self._stop)
         while not download.is_complete:
             response, pieces, piece = await self._store.open_download(download)
@@ -280,7 +289,10 @@ class AsyncRemoteBlob:
         return b"".join([bytes(piece) async for piece in self])
 
     async def write_to(self, file: BinaryIO, progress: Progress | None = None) -> int:
-        """Write the range's bytes, in a thread; return how many. `progress` hears of each piece's bytes."""
+        """Write the range's bytes in a thread; return how many.
+
+        `progress` is called with the size of each piece.
+        """
         written = 0
         async for piece in self:
             written += await anyio.to_thread.run_sync(write_pieces, [piece], file, None)

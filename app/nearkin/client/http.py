@@ -1,5 +1,7 @@
-"""Calls and answers. Invariant: an answer that is not a success becomes an error of ours, by its problem document
-(RFC 9457) where there is one and by its status where there is none; the token is in no message.
+"""Send calls and map responses.
+
+Invariant: a response that is no success becomes an error of Nearkin, by its problem document (RFC 9457) or else by
+its status; no message contains the token.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ ATTEMPTS_MAX = 6
 BACKOFF_SECONDS_MAX = 5.0
 RETRY_AFTER_SECONDS_MAX = 30.0
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
-"""What OpenSSL, old and new, calls an answer in clear."""
+"""Errors that OpenSSL, old and new, reports for a response without TLS."""
 
 T = TypeVar("T")
 
@@ -92,7 +94,7 @@ class Endpoint:
             headers["Authorization"] = f"Bearer {self.token}"
         return {
             "headers": headers,
-            "follow_redirects": False,  # the token goes to nobody who was not named
+            "follow_redirects": False,  # the token must not be sent to another server
             "trust_env": not self.loopback,  # a proxy is not asked for this machine
             "verify": _trusted_certificates()
             if self.url.startswith("https:")
@@ -102,7 +104,10 @@ class Endpoint:
 
 
 def _trusted_certificates() -> ssl.SSLContext:
-    """Return the certificates that are trusted, SSL_CERT_FILE's or SSL_CERT_DIR's where set. Raises ConfigError."""
+    """Return the trusted certificates: SSL_CERT_FILE's or SSL_CERT_DIR's if set.
+
+    Raises ConfigError.
+    """
     try:
         return httpx.create_ssl_context()
     except OSError as err:  # ssl.SSLError is one
@@ -137,7 +142,7 @@ class Call:
 
     @property
     def is_repeatable(self) -> bool:
-        """Return whether it may be sent once more: reading changes nothing, and what changes has an idempotency key."""
+        """Return whether the call may be repeated: it only reads, or has an idempotency key."""
         if self.upload is not None:
             return self.upload.repeatable
         return self.method == "GET" or "Idempotency-Key" in self.headers
@@ -169,7 +174,7 @@ class Answer:
 
 
 Conversation: TypeAlias = Generator[Call, Answer, T]
-"""What is said to the gateway: it is given the answer to each call, errors are raised past it."""
+"""Requests to the gateway: the generator is sent the response to each call; errors are raised past it."""
 
 
 def blob_path(key: str, prefix: str = "/v1/blobs") -> str:
@@ -188,7 +193,7 @@ class ReadOnly(StoreUnavailable):
 
 
 class StillRunning(StoreUnavailable):
-    """What an earlier sending of the same began is at work still: asked again later, its answer is ours."""
+    """An earlier sending of the same request is still running; ask again later."""
 
 
 _BY_NAME: dict[str, type[NearkinError]] = {
@@ -221,7 +226,7 @@ _BY_STATUS: dict[int, type[NearkinError]] = {
 
 
 def error_of(named: str, status: int, headers: Mapping[str, str], body: bytes) -> NearkinError:
-    """Return the error that an answer stands for. `named` is the call, for answers that say nothing themselves."""
+    """Return the error for a response. `named`: the call, for responses without a problem."""
     problem = _problem(headers, body)
     name = str(problem.get("type", "")).rpartition(":")[2]
     kind = _BY_NAME.get(name) or _BY_STATUS.get(status)
@@ -286,7 +291,7 @@ def closed_error(url: str) -> PermanentError:
 
 
 def _broken_tls(err: BaseException | None) -> ssl.SSLError | None:
-    """Return what TLS said, which httpx wraps twice."""
+    """Return the TLS error, which httpx wraps twice."""
     while err is not None and not isinstance(err, ssl.SSLError):
         err = err.__cause__ or err.__context__
     return err
@@ -298,10 +303,10 @@ _jitter = wait_random_exponential(multiplier=0.2, max=BACKOFF_SECONDS_MAX)
 
 
 def retry_options(call: Call) -> dict[str, Any]:
-    """Return tenacity's arguments for a call: full jitter, or what the gateway asks for.
+    """Return tenacity's arguments for a call: full jitter, or the requested delay.
 
-    A body of gigabytes is committed for longer than anybody should be silent: once an earlier sending of it is said to
-    be running it is asked for up to `commit_seconds`, which is no failure and not counted as one.
+    A body of gigabytes takes longer to commit than a connection should be idle: while an earlier sending is reported
+    as running, the call is repeated for up to `commit_seconds`, and that is not counted as a failure.
     """
     failed, running_until = 0, 0.0
 

@@ -1,7 +1,7 @@
-"""What is said to the gateway. Invariant: no input or output here; a put is over when it is committed or has failed.
+"""Build the requests to the gateway. Invariant: no input or output in this module.
 
 put     PUT ?wait= -> 201: committed
-                   -> 202: GET /v1/status/{id} until it is committed, or failed, or time is up
+                   -> 202: GET /v1/status/{id} until it is committed or failed, or a timeout
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from nearkin_shared.validation import check_key, check_metadata, check_prefix, c
 _log = logging.getLogger("nearkin.client")
 
 Broken = Callable[[Damage], None] | None
-"""Hears of what a listing leaves out since it cannot be read."""
+"""Called with each version that a listing omits because it cannot be read."""
 
 PAGE_ENTRIES = 1000
 DEAD_LETTERS_MAX = 1000
-"""Letters of one request: what the gateway takes."""
+"""Most letters in one request that the gateway accepts."""
 LISTED_MAX = 1_000_000
 """Versions of one listing: 1 GB of memory."""
 WAIT_SECONDS = 20.0
@@ -92,7 +92,7 @@ def accept(
 
 
 def metadata_headers(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return `X-Nearkin-Meta-NAME: VALUE` headers, percent-encoded; names so that their case survives."""
+    """Return percent-encoded `X-Nearkin-Meta-NAME: VALUE` headers that keep the case of names."""
     return {f"X-Nearkin-Meta-{_header_name(name)}": quote(text, safe=_VALUE_SAFE) for name, text in metadata.items()}
 
 
@@ -177,7 +177,7 @@ def info(key: str, version: int | None) -> Conversation[VersionInfo]:
 
 
 def versions(prefix: str, all_versions: bool, broken: Broken) -> Conversation[list[VersionInfo]]:
-    """Ask for the newest version, or all, of every key that starts with `prefix`, page by page."""
+    """Request the newest version, or all, of each key that starts with `prefix`, by page."""
     check_prefix(prefix)
     params = {"prefix": prefix} if prefix else {}
     if all_versions:
@@ -203,7 +203,7 @@ def undelete(key: str, version: int | None, reason: str) -> Conversation[int]:
 
 
 def retain(key: str, until: datetime, version: int | None, reason: str) -> Conversation[VersionInfo]:
-    """Extend the retention of a version, the newest by default; a repeat after a break changes nothing."""
+    """Extend the retention of a version, the newest by default; a repeat changes nothing."""
     check_key(key)
     check_reason(reason)
     if version is not None:

@@ -1,6 +1,6 @@
-"""Is a gateway well? `python -m nearkin.client.smoke`, as `helm test` runs it inside the cluster.
+"""Check a gateway: `python -m nearkin.client.smoke`; `helm test` runs it in the cluster.
 
-It is ready, it lets no stranger in; and with NEARKIN_TOKEN what is put comes back byte for byte.
+The gateway is ready and refuses a request without token. With NEARKIN_TOKEN a blob is put and read, and must be equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECONDS_MAX = 60.0
 
 
 class NotWell(NearkinError):
-    """What a gateway did that it should not have, or the other way round."""
+    """The gateway accepted a request that it should refuse, or the reverse."""
 
 
 def smoke(server: str, token: str | None) -> list[str]:
@@ -41,7 +41,7 @@ def smoke(server: str, token: str | None) -> list[str]:
         with connect(server, token=token) as store:
             version = store.put(KEY, sent).info.version
             if store.get(KEY, version=version).read() != sent:
-                raise NotWell(f"{server}: {KEY} version {version}: other bytes came back than were put")
+                raise NotWell(f"{server}: {KEY} version {version}: content differs from the put; run `nearkin verify`")
         well.append(f"{KEY} version {version}: {BLOB_BYTES} bytes put and got back")
     return well
 

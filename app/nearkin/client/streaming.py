@@ -1,6 +1,7 @@
-"""The two streams. Invariant: neither side holds a blob, and both know its digest when it ends.
+"""Stream a source to the gateway, and a version from it.
 
-A download's last piece is kept back until the whole's BLAKE3 agrees: a wrong whole never looks like a good one (I8).
+Invariant (I8): neither side holds a whole blob, and both compute its digest. The last piece of a download is held
+until the BLAKE3 of the whole matches, so a damaged version never looks complete.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ AsyncSource = Source | AsyncIterable[bytes]
 
 
 class Upload:
-    """A source on its way to the gateway, from the start as often as needed if it can be read again."""
+    """A source to upload, read again from its start if it can be, after a disconnect."""
 
     def __init__(self, source: AsyncSource, progress: Progress | None = None) -> None:
         self.idempotency_key = secrets.token_hex(16)
         self.digest = ""
-        """`blake3:...` of what the last reading gave, once it came to its end."""
+        """`blake3:...` of the last complete reading."""
         self._stream = source if isinstance(source, AsyncIterable) else None
         self._source: Source = b"" if isinstance(source, AsyncIterable) else _take(source)
         self._progress = progress
@@ -49,13 +50,13 @@ class Upload:
         return rereadable or not self._touched
 
     def headers(self) -> dict[str, str]:
-        """Return what the gateway is told of it: a size lets it refuse before a byte is sent."""
+        """Return the request headers: with a size the gateway can refuse before any byte is sent."""
         return {"Idempotency-Key": self.idempotency_key, "Content-Type": "application/octet-stream"} | (
             {"Content-Length": str(self.size_bytes)} if self.size_bytes is not None else {}
         )
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the source from its start. Raises BadInput for a file that cannot be read, or that shrank."""
+        """Yield the source from its start. Raises BadInput for an unreadable or shrinking file."""
         self._touched = True
         hasher, taken = blake3(), 0
         file = self._open()
@@ -93,7 +94,7 @@ class Upload:
         self.digest = f"blake3:{hasher.hexdigest()}"
 
     def _position(self) -> int | None:
-        """Return where a file that can go back stands; None where it cannot, or is not one."""
+        """Return the position of a seekable file; None for any other source."""
         if isinstance(self._source, Path | bytes):
             return None
         try:
@@ -102,7 +103,7 @@ class Upload:
             return None
 
     def _known_bytes(self) -> int | None:
-        """Return the size that is sent, whatever is appended meanwhile; 0 is what /proc says of anything: not told."""
+        """Return the size to send, None if unknown: 0 is the size of every file in /proc."""
         if self._stream is not None:
             return None
         if isinstance(self._source, bytes):
@@ -161,7 +162,7 @@ def _take(source: Source) -> Source:
 
 
 class Download:
-    """The bytes [start, stop) of a version on their way here, over as many connections as it takes."""
+    """The bytes [start, stop) of a version, over as many connections as needed."""
 
     def __init__(self, info: VersionInfo, start: int, stop: int) -> None:
         self._info = info
@@ -194,7 +195,7 @@ class Download:
         if found != self._info.digest:
             raise Corrupt(f"{self.label}: the gateway sends {found or 'no ETag'}, not {self._info.digest}")
         if headers.get("content-encoding", "identity") != "identity":
-            raise Corrupt(f"{self.label}: came encoded, which nobody asked for; a proxy on the way must not do that")
+            raise Corrupt(f"{self.label}: response is compressed without request; configure the proxy not to do that")
         self._skip_bytes = self._position if status == 200 else 0
         if status == 206 and not headers.get("content-range", "").startswith(f"bytes {self._position}-"):
             raise Corrupt(f"{self.label}: asked from byte {self._position}, got {headers.get('content-range')!r}")
@@ -217,11 +218,11 @@ class Download:
             return before
         found = f"blake3:{self._hasher.hexdigest()}"
         if found != self._info.digest:
-            raise Corrupt(f"{self.label}: {found} came, {self._info.digest} was stored: get it again, then verify")
+            raise Corrupt(f"{self.label}: digest {found}, want {self._info.digest}: get it again, then verify")
         return self._held + piece
 
     def on_disconnect(self, err: NearkinError | None) -> None:
-        """Note that a connection ended before the range did. Raises what ended it once that is too often."""
+        """Count a disconnect before the end of the range. Raises `err` when there were too many."""
         self._resumes += 1
         if err is not None and not isinstance(err, RetryableError):
             raise err

@@ -1,6 +1,6 @@
-"""The store behind a gateway, for threads. Invariant: the same calls and results as `nearkin.store.Store`.
+"""Access the store behind a gateway from threads, with the methods of `Store`.
 
-One RemoteStore may be used by many threads; it holds at most 32 connections.
+A RemoteStore may be used by many threads; it holds at most 32 connections.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RemoteStore:
         return self._hold(requests.put(key, upload, metadata or {}, sha256, self._commit_seconds, precondition))
 
     def put_many(self, items: Iterable[tuple[str, Source]], *, progress: Progress | None = None) -> Iterator[PutResult]:
-        """Store many blobs, one sent while those before it are being committed. Yields results in order."""
+        """Store many blobs, each sent while earlier ones are committed. Yields results in order."""
         waiting: deque[AcceptedPut] = deque()
         for key, source in items:
             upload = Upload(source, progress)
@@ -122,39 +122,42 @@ class RemoteStore:
     def versions(
         self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
     ) -> list[VersionInfo]:
-        """Return the newest version, or all, of every key that starts with `prefix`, by key.
+        """Return the newest version, or all, of each key that starts with `prefix`, by key.
 
-        One that cannot be read is left out and told to `broken`, by default with a warning in the log.
+        Unreadable versions are omitted and passed to `broken`, by default logged as a warning.
         """
         return self._hold(requests.versions(prefix, all_versions, broken))
 
     # --- delete ------------------------------------------------------------------------------------------------------
 
     def delete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
-        """Delete a version, or all that the key has at this moment; return how many are gone, for every reader.
+        """Delete a version, or all current versions of the key; return how many.
 
-        Sent again where the connection fails; it is done once all the same. Raises NotFound, RetentionActive (one is
-        younger than the settings allow: none goes), AccessDenied, TenantErased, StoreUnavailable.
+        They are deleted for every reader. Sent again if the connection fails, and done once all the same. Raises
+        NotFound, RetentionActive (retention.min_age_seconds: none is deleted), AccessDenied,
+        TenantErased, StoreUnavailable.
         """
         return self._hold(requests.delete(key, version, reason))
 
     def undelete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
-        """Bring back a version, or all that the latest `delete` of the key took; return how many are there again.
+        """Undelete a version, or all that the latest `delete` of the key took; return how many.
 
-        Raises NotFound (nothing of it is deleted, or its time is over), AccessDenied, TenantErased, StoreUnavailable.
+        Raises NotFound (no version of it is deleted, or the time to undelete has passed), AccessDenied, TenantErased,
+        StoreUnavailable.
         """
         return self._hold(requests.undelete(key, version, reason))
 
     def retain(self, key: str, until: datetime, version: int | None = None, *, reason: str = "") -> VersionInfo:
-        """Retain a version, the newest by default, until a time: no process can delete it before; return it.
+        """Retain a version, the newest by default, until a time; return it.
 
-        A retention is extended, never shortened. Sent again if the connection fails; a repeat changes nothing. Raises
-        NotFound, BadInput (the time is earlier than the one that holds), AccessDenied, TenantErased, StoreUnavailable.
+        Until then it cannot be deleted. A retention is extended, never shortened. Sent again if the connection fails;
+        a repeat changes nothing. Raises NotFound, BadInput (the time is earlier than the current retention),
+        AccessDenied, TenantErased, StoreUnavailable.
         """
         return self._hold(requests.retain(key, until, version, reason))
 
     def list_deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
-        """Return the versions that are deleted and not collected, of keys that start with `prefix`, by key."""
+        """Return the deleted, not yet collected versions of keys that start with `prefix`, by key."""
         return self._hold(requests.list_deleted(prefix, broken))
 
     # --- the store as a whole ----------------------------------------------------------------------------------------
@@ -164,16 +167,14 @@ class RemoteStore:
         return self._hold(requests.stats())
 
     def gc_state(self) -> dict[str, Any]:
-        """Return what the last round of garbage collection did, and whether collection is paused.
-
-        Raises AccessDenied.
-        """
+        """Return the result of the last GC run, and whether GC is paused. Raises AccessDenied."""
         return self._hold(requests.gc_state())
 
     def change_gc(self, action: str) -> dict[str, Any]:
-        """Ask for a round (`run`), `pause` collection or `resume` it. Raises BadInput, AccessDenied, GcPaused.
+        """Request a GC run (`run`), `pause` GC or `resume` it; return the state.
 
-        Returns how it stands; after `run` as it did before the round, which is done later: `last.ended` will differ.
+        After `run` it is the state before the run, which is done later: poll until `last.ended` changes. Raises
+        BadInput, AccessDenied, GcPaused.
         """
         return self._hold(requests.change_gc(action))
 
@@ -182,9 +183,9 @@ class RemoteStore:
         return self._hold(requests.config())
 
     def change_config(self, changes: Mapping[str, object]) -> dict[str, Any]:
-        """Change settings of the running services, such as {"features": {"algorithm": "odess"}}; return what holds now.
+        """Change settings of the running services; return all settings.
 
-        Raises BadInput (nothing is changed) and AccessDenied.
+        Example: {"features": {"algorithm": "odess"}}. Raises BadInput (nothing is changed), AccessDenied.
         """
         return self._hold(requests.change_config(changes))
 
@@ -193,11 +194,17 @@ class RemoteStore:
         return self._hold(requests.dead_letters())
 
     def dead_letter(self, name: str, value_bytes_max: int) -> dict[str, Any]:
-        """Return a dead letter with its headers and the first bytes of its value. Raises NotFound, AccessDenied."""
+        """Return a dead letter with its headers and the first bytes of its value.
+
+        Raises NotFound, AccessDenied.
+        """
         return self._hold(requests.dead_letter(name, value_bytes_max))
 
     def settle_dead_letters(self, action: str, names: Sequence[str]) -> list[str]:
-        """`replay` or `drop` dead letters, each once; return their names. Raises BadInput, NotFound, AccessDenied."""
+        """`replay` or `drop` dead letters, each once; return their names.
+
+        Raises BadInput, NotFound, AccessDenied.
+        """
         return self._hold(requests.settle_dead_letters(action, names))
 
     # --- the wire ----------------------------------------------------------------------------------------------------
@@ -259,7 +266,7 @@ class RemoteStore:
         return f"{call.method} {self.url}{call.path}"
 
     def open_download(self, download: Download) -> tuple[httpx.Response, Iterator[bytes], bytes]:
-        """Return an answer that has begun, the rest of its pieces, and the first. Raises what `get` does."""
+        """Return a started response, the rest of its pieces, and the first. Raises as `get` does."""
         call = download.call()
         for attempt in Retrying(**retry_options(call)):
             with attempt:
@@ -317,7 +324,10 @@ class RemoteBlob:
         return b"".join(self)
 
     def write_to(self, file: BinaryIO, progress: Progress | None = None) -> int:
-        """Write the range's bytes; return how many. `progress` hears of each piece's bytes."""
+        """Write the range's bytes; return how many.
+
+        `progress` is called with the size of each piece.
+        """
         return write_pieces(self, file, progress)
 
 

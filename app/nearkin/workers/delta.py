@@ -1,3 +1,4 @@
+# size: the entry point names the two parts that this process runs
 """Run the delta stage and the committer in one worker: `python -m nearkin.workers.delta`."""
 
 from nearkin_committer.__main__ import committer

@@ -1,4 +1,8 @@
-"""Run a gateway that may embed a store: `python -m nearkin.workers.gateway [--config FILE]`."""
+# size: the entry point only
+"""Run a gateway, with an embedded store if so configured.
+
+python -m nearkin.workers.gateway [--config FILE]
+"""
 
 from nearkin.embedded.gateway_backend import embedded_gateway
 from nearkin_gateway.command import main

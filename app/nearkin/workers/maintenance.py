@@ -1,5 +1,6 @@
-"""`python -m nearkin.workers.maintenance`: makes a lost index in Redis again, scrubs the object store, collects
-garbage.
+"""Run the maintenance service: `python -m nearkin.workers.maintenance`.
+
+It rebuilds a lost index in Redis, scrubs the object store, and runs garbage collection.
 """
 
 from __future__ import annotations
