@@ -80,7 +80,7 @@ def test_both_refuse_the_same_slices_in_the_same_words_and_move_nothing(slices: 
         out = bytearray(b"." * 16)
         words: list[str | None] = []
         for call in (
-            lambda: module.merge([b"0123456789", b"abc"], counts[0], counts[1], counts[2], out, counts[3]),
+            lambda: module.gather([b"0123456789", b"abc"], counts[0], counts[1], counts[2], out, counts[3]),
             lambda: module.gather_new([b"0123456789", b"abc"], *counts[:3]),
         ):
             try:
@@ -97,7 +97,7 @@ def test_both_refuse_the_same_slices_in_the_same_words_and_move_nothing(slices: 
 
 def test_no_slices_and_no_buffers_gather_nothing(kernel: Any) -> None:
     which, offsets, lengths, places = arrays([])
-    kernel.merge([], which, offsets, lengths, bytearray(), places)
+    kernel.gather([], which, offsets, lengths, bytearray(), places)
     assert kernel.gather_new([], which, offsets, lengths).shape == (0,)
     assert kernel.gather_new([b"", b"x"], *arrays([(0, 0, 0, 0), (1, 1, 0, 0)])[:3]).shape == (0,)
 
@@ -105,14 +105,14 @@ def test_no_slices_and_no_buffers_gather_nothing(kernel: Any) -> None:
 def test_where_places_overlap_the_later_slice_wins(kernel: Any) -> None:
     out = bytearray(6)
     which, offsets, lengths, places = arrays([(0, 0, 4, 0), (1, 0, 4, 2)])
-    kernel.merge([b"aaaa", b"bbbb"], which, offsets, lengths, out, places)
+    kernel.gather([b"aaaa", b"bbbb"], which, offsets, lengths, out, places)
     assert out == b"aabbbb"
 
 
 def test_a_buffer_may_be_its_own_destination(kernel: Any) -> None:
     out = bytearray(b"0123456789")
     which, offsets, lengths, places = arrays([(0, 0, 8, 2)])
-    kernel.merge([out], which, offsets, lengths, out, places)
+    kernel.gather([out], which, offsets, lengths, out, places)
     assert out == b"0101234567"
 
 
@@ -121,7 +121,7 @@ def test_what_is_checked_holds_where_it_is_the_memory_that_is_written(kernel: An
     lengths = memory[:16].view(np.uint32)
     lengths[:] = 8, 4, 0, 0
     which, offsets, _, places = arrays([(0, 0, 0, 4), (0, 0, 0, 20), (0, 0, 0, 0), (0, 0, 0, 0)])
-    kernel.merge([np.full(1000, 0x7F, np.uint8)], which, offsets, lengths, memory, places)
+    kernel.gather([np.full(1000, 0x7F, np.uint8)], which, offsets, lengths, memory, places)
     assert np.flatnonzero(memory == 0x7F).tolist() == [*range(4, 12), *range(20, 24)]
 
 
@@ -129,7 +129,7 @@ def test_any_contiguous_buffer_is_read_and_any_writable_one_written(kernel: Any)
     wide = np.arange(4, dtype=np.uint16).reshape(2, 2)
     out = np.zeros((2, 4), np.uint16)
     which, offsets, lengths, places = arrays([(0, 2, 4, 0), (1, 0, 3, 5), (2, 1, 2, 8), (3, 0, 1, 15)])
-    kernel.merge([wide, b"abc", memoryview(b"wxyz"), bytearray(b"!")], which, offsets, lengths, out, places)
+    kernel.gather([wide, b"abc", memoryview(b"wxyz"), bytearray(b"!")], which, offsets, lengths, out, places)
     assert out.tobytes() == wide.tobytes()[2:6] + b"\0abcxy\0\0\0\0\0!"
 
 
@@ -145,7 +145,7 @@ def test_any_contiguous_buffer_is_read_and_any_writable_one_written(kernel: Any)
 def test_other_buffers_are_refused_by_name(kernel: Any, buffers: list[Any], out: Any, words: str) -> None:
     which, offsets, lengths, places = arrays([(0, 0, 4, 0)])
     with pytest.raises(BadInput, match=words):
-        kernel.merge(buffers, which, offsets, lengths, out, places)
+        kernel.gather(buffers, which, offsets, lengths, out, places)
 
 
 @pytest.mark.parametrize("wrong", range(4))
@@ -154,7 +154,7 @@ def test_other_dtypes_are_refused_by_name(kernel: Any, wrong: int) -> None:
     every[wrong] = every[wrong].astype(np.int16)
     name = ("which", "offsets", "lengths", "out_offsets")[wrong]
     with pytest.raises(BadInput, match=rf"{name} int16\[1\]: pass a one-dimensional numpy array of"):
-        kernel.merge([b"abcd"], *every[:3], bytearray(4), every[3])
+        kernel.gather([b"abcd"], *every[:3], bytearray(4), every[3])
 
 
 def test_lengths_that_no_buffer_backs_allocate_nothing(kernel: Any) -> None:

@@ -38,7 +38,7 @@ class Watcher:
         self.foreign: list[str] = []
         self._next: dict[int, int] = {}
 
-    def assigned(self, partition: int, metadata: str) -> None:
+    def on_assigned(self, partition: int, metadata: str) -> None:
         self.mine.add(partition)
 
     def handle(self, records: list[Record]) -> None:
@@ -55,7 +55,7 @@ class Watcher:
     def drain(self, partition: int) -> None:
         pass
 
-    def dropped(self, partition: int) -> None:
+    def on_dropped(self, partition: int) -> None:
         self.mine.discard(partition)
         self._next.pop(partition, None)
         self.given_away += 1
@@ -138,8 +138,8 @@ class Upset(Watcher):
         self.consumer: Consumer | None = None
         self.loops = 0
 
-    def assigned(self, partition: int, metadata: str) -> None:
-        super().assigned(partition, metadata)
+    def on_assigned(self, partition: int, metadata: str) -> None:
+        super().on_assigned(partition, metadata)
         if self.loops == 1:
             assert self.consumer is not None
             self.consumer.seek(TopicPartition("no such topic", 0, 5))
@@ -217,11 +217,11 @@ def tell():
     os.replace(folder / f"{name}.new", folder / name)
 
 class Handler:
-    def assigned(self, partition, metadata):
+    def on_assigned(self, partition, metadata):
         mine.add(partition)
         tell()
 
-    def dropped(self, partition):
+    def on_dropped(self, partition):
         mine.discard(partition)
         tell()
 

@@ -31,6 +31,7 @@ from nearkin_shared.kafka.clients import (
 from nearkin_shared.kafka.consumer_loop import patiently
 from nearkin_shared.kafka.fleet_store import connect_fleet
 from nearkin_shared.kafka.topics import prepare_topics
+from tests.support.checks.waiting import until
 
 
 @pytest.fixture
@@ -93,10 +94,14 @@ def test_topics_of_older_versions_are_warned_of_and_changed(made: Settings, capl
         assert text in told
     changed = ("committed", "config", "workers")
     assert prepare_topics(made)[1] == sorted(topic(made, name) for name in changed)
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "nearkin.kafka"):
+
+    def is_durable() -> bool:
+        caplog.clear()
         patiently(lambda: check_durability(made))
-    assert not caplog.records
+        return not caplog.records
+
+    with caplog.at_level(logging.WARNING, "nearkin.kafka"):
+        until(is_durable)
     alter(made, "config", segment_ms="600000")
     assert prepare_topics(made)[1] == []
 
