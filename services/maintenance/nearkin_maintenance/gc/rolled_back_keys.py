@@ -33,8 +33,9 @@ def check_none_rolled_back(objects: ObjectStore) -> None:
     name = min(head_name(digest, version) for digest, version in removed.items())
     raise Corrupt(
         f"{name}: removed with its tombstones, the newest version of its key ({len(removed)} such keys): the data "
-        "that it needs are unknown, so nothing is freed; restore the manifests from a copy (`nearkin repair --from`), "
-        "or give the versions up with `nearkin rebuild-index` (for services: remove the folder heads/versions/)"
+        "that it needs are unknown, so nothing is freed; put the manifests back from a copy "
+        "(`nearkin repair --from`), or give the versions up with `nearkin rebuild-index` (for services: remove the "
+        "folder heads/versions/)"
     )
 
 
