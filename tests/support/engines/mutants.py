@@ -190,15 +190,18 @@ def bases_not_counted() -> None:
 def recheck_skipped() -> None:
     """What is due goes without being looked at again."""
 
-    def sweep(reach: Any, ids: Any, due: Mapping[int, PendingDelete]) -> Any:
-        drops = {
-            container: nearkin_maintenance.gc.gc_plan.ContainerRemoval(
-                entry.chunks, entry.segments, whole_container=entry.whole
+    def sweep(live_set: Any, ids: Any, due: Mapping[int, PendingDelete]) -> Any:
+        plan = nearkin_maintenance.gc.gc_plan
+        removals = {
+            container: plan.ContainerRemoval(
+                plan.ContainerAction.DELETE if entry.whole else plan.ContainerAction.REWRITE,
+                entry.chunks,
+                entry.segments,
             )
             for container, entry in due.items()
             if container in ids
         }
-        return nearkin_maintenance.gc.gc_plan.GcPlan(drops)
+        return plan.GcPlan(removals)
 
     vars(nearkin_maintenance.gc.gc_run)["plan_sweep"] = sweep
 

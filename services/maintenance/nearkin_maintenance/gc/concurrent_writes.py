@@ -159,9 +159,7 @@ class ConcurrentWrites:
         self._gate.on_container_rewritten(container)
 
     def _needs_any(self, needed: Masks, container: int, removal: ContainerRemoval) -> bool:
-        if (
-            removal.whole_container
-        ):  # `removal` lists nothing if the directory was unreadable; repair may have run since
+        if removal.whole_container:  # it lists nothing if the directory was unreadable; repair may have run since
             return any(
                 mask is not None and mask.any() for mask in (needed.get(container), self._segments.get(container))
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import field
+from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,19 +36,29 @@ With 0.5, 30 days of small edits took up to 1.19 times a fresh store, with 0.2 u
 _NONE: Bools = np.zeros(0, np.bool_)
 
 
+class ContainerAction(Enum):
+    """Action of a GC run on one container."""
+
+    KEEP = auto()  # no data to remove, or removal costs more than it frees
+    MARK_CHUNKS = auto()  # some data are unreachable since this run: withdraw them, wait one grace
+    MARK_CONTAINER = auto()  # all data are unreachable since this run: withdraw them, wait one grace
+    REWRITE = auto()  # some data are due: write the next generation without them
+    REBASE = auto()  # live chunks depend on due bases: re-encode them against others, without due data
+    DELETE = auto()  # all data are due
+
+
 @frozen
 class ContainerRemoval:
-    """Chunks and segments to remove from a container.
+    """Chunks and segments to remove from a container, and the action that removes them."""
 
-    `whole_container`: the container is deleted; `chunks` and `segments` are all that it has.
-    """
-
+    action: ContainerAction
     chunks: U32
     segments: U32
-    whole_container: bool
 
-    def __len__(self) -> int:
-        return len(self.chunks) + len(self.segments) + self.whole_container
+    @property
+    def whole_container(self) -> bool:
+        """Return whether `chunks` and `segments` are all data of the container."""
+        return self.action in {ContainerAction.MARK_CONTAINER, ContainerAction.DELETE}
 
 
 @frozen
@@ -192,7 +203,7 @@ def plan_rebase_removals(
             chunks &= ~mask_of(external_bases.get(container, _NONE), len(is_stored))
             chunks &= ~live_set.closure_within(container, is_stored & ~chunks, dropped_bases)
         removals[container] = ContainerRemoval(
-            np.flatnonzero(chunks).astype(np.uint32), np.flatnonzero(segments).astype(np.uint32), whole_container=False
+            ContainerAction.REBASE, np.flatnonzero(chunks).astype(np.uint32), np.flatnonzero(segments).astype(np.uint32)
         )
     return removals
 
@@ -288,7 +299,7 @@ def _plan_removals(
     removals = {}
     for container in selected:
         removal = _plan_removal(live_set, kept, container, None if due is None else due[container])
-        if len(removal):
+        if removal.action is not ContainerAction.KEEP:
             removals[container] = removal
     return GcPlan(removals, _find_stale_references(live_set, removals, ids))
 
@@ -299,18 +310,30 @@ def _plan_removal(live_set: LiveSet, kept: Masks, container: int, due: PendingDe
     is_unneeded = (chunks_kept is None or not chunks_kept.any()) and (segments_kept is None or not segments_kept.any())
     if directory is None:
         no_ordinals = np.zeros(0, np.uint32)
-        return ContainerRemoval(no_ordinals, no_ordinals, is_unneeded and (due is None or due.whole))
+        is_whole = is_unneeded and (due is None or due.whole)
+        return ContainerRemoval(_choose_action(is_whole, False, due), no_ordinals, no_ordinals)
     is_stored, recipes = directory.chunks.there, np.diff(directory.segments.bounds) > 0
     chunks = is_stored & ~mask_of(_NONE if chunks_kept is None else chunks_kept, len(is_stored))
     segments = recipes & ~mask_of(_NONE if segments_kept is None else segments_kept, len(recipes))
     if due is not None and not due.whole:
         chunks &= _mask_of_ordinals(due.chunks, len(chunks))
         segments &= _mask_of_ordinals(due.segments, len(segments))
-    return ContainerRemoval(
-        np.flatnonzero(chunks).astype(np.uint32),
-        np.flatnonzero(segments).astype(np.uint32),
-        bool(np.array_equal(chunks, is_stored) and np.array_equal(segments, recipes)) and is_unneeded,
-    )
+    is_whole = is_unneeded and np.array_equal(chunks, is_stored) and np.array_equal(segments, recipes)
+    removed_chunks, removed_segments = (np.flatnonzero(mask).astype(np.uint32) for mask in (chunks, segments))
+    has_any = bool(len(removed_chunks) or len(removed_segments))
+    return ContainerRemoval(_choose_action(is_whole, has_any, due), removed_chunks, removed_segments)
+
+
+def _choose_action(is_whole: bool, has_any: bool, due: PendingDelete | None) -> ContainerAction:
+    """Return the action that removes all data of a container, some, or none.
+
+    `due` is None when data become pending.
+    """
+    if is_whole:
+        return ContainerAction.MARK_CONTAINER if due is None else ContainerAction.DELETE
+    if has_any:
+        return ContainerAction.MARK_CHUNKS if due is None else ContainerAction.REWRITE
+    return ContainerAction.KEEP
 
 
 def _find_stale_references(

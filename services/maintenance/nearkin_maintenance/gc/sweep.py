@@ -18,7 +18,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from nearkin_maintenance.gc.concurrent_writes import ConcurrentWrites
-from nearkin_maintenance.gc.gc_plan import ContainerRemoval, GcPlan, plan_rebase_removals
+from nearkin_maintenance.gc.gc_plan import ContainerAction, ContainerRemoval, GcPlan, plan_rebase_removals
 from nearkin_maintenance.gc.mark import DroppedBases, LiveSet, Masks
 from nearkin_maintenance.optimize.base_trees import build_base_trees
 from nearkin_maintenance.optimize.compact import Rewriter
@@ -160,7 +160,7 @@ class GcExecutor:
             self.check()
             removal = remaining[container]
             try:
-                if removal.whole_container:
+                if removal.action is ContainerAction.DELETE:
                     done = self._remove(ContainerId(container), remaining)
                 else:
                     make = partial(self.rewriter.rewritten, ContainerId(container), removal)
