@@ -364,7 +364,7 @@ def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
             store.delete("k", number)
             store.delete("alone", 2 * number)
         store.gc()
-    real, step, steps, anew = integrity._read, 0, 1, 0
+    real, step, steps, anew = integrity._read_chunks, 0, 1, 0
     while step < steps:
         shutil.copytree(place / "s", place / str(step))
         passed = [0]
@@ -380,7 +380,7 @@ def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
             passes()
             return real(*arguments)
 
-        monkeypatch.setattr(integrity, "_read", read)
+        monkeypatch.setattr(integrity, "_read_chunks", read)
         with open_store(place / str(step), settings=chosen, create=True) as store:
             assert store.verify(progress=lambda *_, passes=passes: passes()).damage == ()
             assert store.get("k").read() == content

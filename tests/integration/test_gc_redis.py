@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,10 +76,10 @@ def test_a_round_that_is_asked_for_while_one_is_at_work_comes_after_it(fleet: De
         told.request_run()
         return 0, 0
 
-    rounds._forgetting = asked_again
+    rounds._ports = replace(rounds._ports, apply_policies=asked_again)
     assert rounds.run_once() is not None
     assert told.requested_run is not None
-    rounds._forgetting = None
+    rounds._ports = replace(rounds._ports, apply_policies=None)
     assert rounds.run_once() is not None
     assert told.requested_run is None
     assert rounds.run_once() is None
