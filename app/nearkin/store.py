@@ -306,6 +306,7 @@ class Store:
             guard=guard_of(settings.retention, clock),
             notes=self._index,
             reserve=self.reserve,
+            heads=self._heads,
         )
         self._puts = LocalPuts(
             root,
@@ -623,6 +624,7 @@ class Store:
                 )
             return newest
         check_version(version)
+        self._heads.check_marks(self._manifests, tenant, key, version)
         try:
             return self._manifests.read_visible(tenant, key, version)
         except NotFound as err:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,12 @@ from nearkin.store import Store
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.key_wrapping import generate
-from nearkin_shared.errors import Corrupt, KeysLost
+from nearkin_shared.errors import Corrupt, KeysLost, RetentionActive
 from nearkin_shared.fingerprints import domain_of
-from nearkin_shared.formats.head_record import decode_heads, encode_heads
+from nearkin_shared.formats.head_record import Heads, Sequences, decode_heads, encode_heads
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.storage.heads import VersionHeads
-from nearkin_shared.storage.manifests import ManifestStore, object_name
+from nearkin_shared.storage.manifests import ManifestStore, mark_name, object_name
 from tests.support.data.test_keys import MemoryKeys
 from tests.support.servers.gateways import running
 
@@ -84,7 +85,7 @@ def test_gc_frees_nothing_while_versions_are_rolled_back(root: Path, capsys: pyt
         store.put("new", b"another content" * 1000)
         before = {p for p in (root / "containers").rglob("*") if p.is_file()}
         for _ in range(3):
-            with pytest.raises(Corrupt, match=r"4 such keys.*put the manifests back"):
+            with pytest.raises(Corrupt, match=r"4 such keys.*restore the manifests"):
                 store.gc()
             with pytest.raises(Corrupt, match="4 such keys"):
                 store.gc(dry_run=True)
@@ -145,6 +146,98 @@ def test_gateway_does_not_answer_older_version(root: Path, index: str) -> None:
         assert client.get("/v1/blobs/db", params={"version": 1}).status_code == 200
 
 
+@pytest.mark.parametrize("index", ["kept", "lost"])
+def test_lost_undelete_mark_ends_no_version(root: Path, index: str) -> None:
+    """F.22: a version whose undelete mark was removed is kept by gc, reported, and readable once it is put back."""
+    with opened(root) as store:
+        store.put("e", os.urandom(100_000))
+        content = store.get("e").read()
+        store._deletions.delete("default", "e", undelete_seconds=3600)
+        store.undelete("e")
+        store.gc()
+    name = mark_name("default", "e", 1, 2)
+    mark = (root / name).read_bytes()
+    (root / name).unlink()
+    if index == "lost":
+        shutil.rmtree(root / "index")
+    later = time.time() + 7200
+    with open_store(root, settings=chosen(root), clock=lambda: later) as store:
+        for read in (lambda: store.get("e"), lambda: store.get("e", 1)):
+            with pytest.raises(Corrupt, match=f"{name}: removed"):
+                read()
+        for _ in range(3):
+            report = store.gc()
+            assert (report.rolled_back_keys, report.versions) == (1, 0)
+        assert name in [found.object_name for found in store.verify().damage]
+    (root / name).write_bytes(mark)
+    with open_store(root, settings=chosen(root), clock=lambda: later) as store:
+        assert store.gc().rolled_back_keys == 0
+        assert store.get("e").read() == content
+        assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("index", ["kept", "lost"])
+def test_lost_tombstone_is_noticed(root: Path, index: str) -> None:
+    """F.22: a deleted version whose tombstone was removed is not answered, and is named until it is given up."""
+    with opened(root) as store:
+        store._deletions.delete("default", "db", 2, undelete_seconds=3600)
+        store.gc()
+    name = mark_name("default", "db", 2, 1)
+    (root / name).unlink()
+    if index == "lost":
+        shutil.rmtree(root / "index")
+    with opened(root) as store:
+        with pytest.raises(Corrupt, match=f"{name}: removed"):
+            store.get("db")
+        with pytest.raises(Corrupt, match=f"{name}: removed"):
+            store.get("db", 2)
+        assert store.get("db", 1).read() == b"version one" * 1000
+        assert store.gc().rolled_back_keys == 1
+        assert name in [found.object_name for found in store.verify().damage]
+        store.rebuild_index()
+        assert store.gc().rolled_back_keys == 0
+        assert store.get("db").read() == b"version two" * 1000
+
+
+@pytest.mark.parametrize("index", ["kept", "lost"])
+def test_lost_retention_record_refuses_deletion(root: Path, index: str) -> None:
+    """F.22: a version whose retention record was removed is not deleted, by rm or by a policy; verify names it."""
+    until_us = int((time.time() + 3600) * 1e6)
+    with opened(root) as store:
+        store._deletions.extend_retention("default", "db", 2, until_us)
+        store.gc()
+    name = mark_name("default", "db", 2, 1).replace(".nkt", ".nkr")
+    (root / name).unlink()
+    if index == "lost":
+        shutil.rmtree(root / "index")
+    with opened(root) as store:
+        with pytest.raises(RetentionActive, match=f"{name} was removed"):
+            store.delete("db")
+        assert store.gc().rolled_back_keys == 1
+        assert name in [found.object_name for found in store.verify().damage]
+        store._deletions.extend_retention("default", "db", 2, until_us)
+        assert store.gc().rolled_back_keys == 0
+        assert store.verify().damage == ()
+
+
+def test_ended_versions_lose_no_marks(root: Path) -> None:
+    """F.22: marks and retention records that gc removes with their versions are not reported as removed."""
+    with opened(root) as store:
+        for n in range(3):
+            store.put("many", os.urandom(1000))
+            store._deletions.extend_retention("default", "many", n + 1, int((time.time() + 30) * 1e6))
+        store._deletions.delete("default", "db", 1, undelete_seconds=3600)
+        store.undelete("db", 1)
+        store.gc()
+    later = time.time() + 3600
+    with open_store(root, settings=chosen(root), clock=lambda: later) as store:
+        store.delete("many")
+        store.delete("db", 1)
+        for _ in range(3):
+            assert store.gc().rolled_back_keys == 0
+        assert store.verify().damage == ()
+
+
 def test_deleted_and_expired_versions_are_no_roll_back(root: Path) -> None:
     """F.25: deletion and the removal of old versions by GC leave a mark, or a later version: neither is reported."""
     with opened(root) as store:
@@ -166,7 +259,7 @@ def test_forged_heads_are_reported_and_hide_nothing(tmp_path: Path) -> None:
         store.put("db", b"content")
     path = tmp_path / "s" / "heads" / "versions" / f"{9:016x}.nkh"
     path.parent.mkdir(parents=True)
-    path.write_bytes(encode_heads(9, {bytes(16): 5}, bytes(32)))
+    path.write_bytes(encode_heads(9, Heads({bytes(16): 5}), bytes(32)))
     with open_store(tmp_path / "s") as store:
         assert store.get("db").read() == b"content"
         assert [found.object_name for found in store.verify().damage] == [f"heads/versions/{9:016x}.nkh"]
@@ -175,9 +268,12 @@ def test_forged_heads_are_reported_and_hide_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", [None, bytes(range(32))])
-def test_heads_round_trip_and_tell_damage(key: bytes | None) -> None:
+@pytest.mark.parametrize("with_marks", [False, True])
+def test_heads_round_trip_and_tell_damage(key: bytes | None, with_marks: bool) -> None:
     """F.25: heads are read as written, and any changed byte is told."""
-    heads = {bytes([n]) * 16: n + 1 for n in (7, 3, 200)}
+    versions = {bytes([n]) * 16: n + 1 for n in (7, 3, 200)}
+    marks = {bytes([7]) * 16: {1: Sequences(2, 0), 8: Sequences(1, 3)}, bytes([200]) * 16: {201: Sequences(0, 1)}}
+    heads = Heads(versions, marks if with_marks else {})
     data = encode_heads(4, heads, key)
     assert decode_heads(data, "h", key) == (4, heads)
     for at in range(len(data)):
@@ -194,9 +290,9 @@ def test_heads_are_never_lowered_by_a_run() -> None:
     """F.25: a later run keeps the higher head of a key that it does not list any more."""
     objects = memory_objects()
     heads = VersionHeads(objects)
-    objects.put_new(heads.name(1), encode_heads(1, {bytes(16): 5}))
-    assert heads.update(ManifestStore(objects)) == {bytes(16): 5}
-    assert heads.read() == {bytes(16): 5}
+    objects.put_new(heads.name(1), encode_heads(1, Heads({bytes(16): 5})))
+    assert heads.update(ManifestStore(objects)).versions == {bytes(16): 5}
+    assert heads.read() == Heads({bytes(16): 5})
 
 
 def test_removed_record_of_rotated_key_seals_nothing_new() -> None:

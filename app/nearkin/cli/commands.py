@@ -549,12 +549,15 @@ def repair(files: tuple[Path, ...]) -> int:
     "--status", is_flag=True, help="Tell whether it is paused, and what is condemned; of a server, the last round too."
 )
 @shared_options
-def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool, now: bool, yes: bool) -> None:
+def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool, now: bool, yes: bool) -> int:
     """Free what no version needs: one round.
 
     Versions that were deleted, and can no longer be brought back, go at once. What nothing needs any more is
     condemned, and freed by a later round when gc.grace_seconds are over (12 hours, if not set otherwise). At its end a
     round deletes the versions that retention.policies do not keep, as rm does.
+
+    Exit code 5 if a version, mark or retention record was removed that an earlier run has listed: nothing of a
+    removed version is freed before it is put back, or given up by nearkin rebuild-index.
 
     put, rm, get and all that only reads go on meanwhile: a put waits for a step of the round, some 0.1 s. A round does
     not begin while another process writes; beside `nearkin serve` ask that for one, with --server.
@@ -576,13 +579,13 @@ def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool
         raise BadInput("--yes: only with --now")
     if now:
         purge(None, None, "", confirmed=yes)
-        return
+        return ExitCode.DONE
     if actions:
         change(actions[0])
-        return
+        return ExitCode.DONE
     if deleted_too and not dry_run:
         raise BadInput("--deleted-too: only with --dry-run")
-    collect(dry_run=dry_run, deleted_too=deleted_too)
+    return collect(dry_run=dry_run, deleted_too=deleted_too)
 
 
 @nearkin.command("rebuild-index")

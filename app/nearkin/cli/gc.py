@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
+from nearkin.cli.exit_codes import ExitCode
 from nearkin.cli.session import current_session
 from nearkin_shared.errors import GcPaused
 
@@ -28,8 +29,11 @@ RUN_SECONDS_MAX = 3600.0
 POLL_SECONDS = 0.5
 
 
-def collect(*, dry_run: bool, deleted_too: bool) -> None:
-    """Do a round, or look what it would do, and print what it did. Behind a server it is asked for and waited for."""
+def collect(*, dry_run: bool, deleted_too: bool) -> ExitCode:
+    """Do a round, or look what it would do, and print what it did. Behind a server it is asked for and waited for.
+
+    Return DAMAGED where versions, marks or retention records were removed, else DONE.
+    """
     from nearkin.cli.output import print_json, print_line
     from nearkin.cli.output import report as report_line
     from nearkin.cli.progress import steps_bar
@@ -45,7 +49,7 @@ def collect(*, dry_run: bool, deleted_too: bool) -> None:
         else:
             for line in status_lines(last):
                 report_line(line)
-        return
+        return ExitCode.DAMAGED if last.get("rolled_back_keys") else ExitCode.DONE
     with session.open_local(read_only=dry_run) as store, steps_bar("gc", shown=not session.as_json) as steps:
         report = store.gc(dry_run=dry_run, deleted_too=deleted_too, steps=steps)
     if session.as_json:
@@ -54,6 +58,7 @@ def collect(*, dry_run: bool, deleted_too: bool) -> None:
         show = print_line if dry_run else report_line
         for line in gc_lines(report):
             show(line)
+    return ExitCode.DAMAGED if report.rolled_back_keys else ExitCode.DONE
 
 
 def _run_on_server(store: RemoteStore) -> Mapping[str, Any]:
@@ -184,7 +189,7 @@ def gc_lines(report: GcReport) -> Iterator[str]:
         yield f"erasures     {plural(report.pending_erasures, 'tenant')} in the grace of an erasure"
     if report.rolled_back_keys:
         keys = plural(report.rolled_back_keys, "key")
-        yield f"rolled back  {keys} whose newest version was removed: `nearkin verify` names them"
+        yield f"rolled back  {keys} of which a version, mark or retention record was removed: `nearkin verify` names it"
     if report.refused_records:
         records = plural(report.refused_records, "record")
         yield f"refused      {records} not authenticated by the store's key: `nearkin verify` names them"

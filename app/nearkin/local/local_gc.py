@@ -43,6 +43,7 @@ from nearkin_shared.retention import apply_policies
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.gc_pause import GcPauseFlag
+from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.manifests import object_name as manifest_name
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
@@ -139,7 +140,7 @@ class LocalGc:
                 counted, objects = meter_writes(self.condemned.objects)
                 containers, manifests = self.containers.with_objects(objects), ManifestStore(objects)
                 now_us = int(self.clock() * 1e6)
-                roots = find_roots(manifests, now_us, ends)
+                roots = find_roots(manifests, now_us, ends, VersionHeads(objects).read())
                 generations = containers.generations()
                 if not roots.highest and generations:
                     raise StoreUnavailable(

@@ -29,6 +29,7 @@ from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.retention import apply_policies, guard_of
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.deletions import Deletions
+from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.storage.quarantine import Quarantine, join_records
@@ -77,7 +78,7 @@ def start(context: Context) -> Callable[[], None]:
             check()
             context.index.mark_many(marks)
 
-        deletions = Deletions(listed, note, guard=guard_of(settings.retention, time.time))
+        deletions = Deletions(listed, note, guard=guard_of(settings.retention, time.time), heads=VersionHeads(objects))
         undelete_seconds = settings.deletion.undelete_seconds
         found = keys.of(listed) if settings.retention.policies else ()
         return apply_policies(settings.retention, found, listed, deletions, undelete_seconds, time.time())

@@ -23,8 +23,10 @@ from nearkin_shared.index.protocols import MarkedVersion
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.results import Damage, Deletion, VersionInfo
 from nearkin_shared.storage.disk_reserve import SpaceReserve
+from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import History, ManifestStore, mark_name
 from nearkin_shared.storage.retention_extension import RetentionExtender
+from nearkin_shared.storage.retention_records import SUFFIX as RETENTION_SUFFIX
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.signals import interrupts_wait
 from nearkin_shared.validation import check_key, check_reason, check_version
@@ -74,8 +76,13 @@ class Deletions:
         guard: Guard | None = None,
         notes: DeletionObserver | None = None,
         reserve: SpaceReserve | None = None,
+        heads: VersionHeads | None = None,
     ) -> None:
-        """`reserve`: disk space that deleting and undeleting may use once the disk is full."""
+        """`reserve`: disk space that deleting and undeleting may use once the disk is full.
+
+        `heads`: where a version's retention record was removed, they refuse its deletion.
+        """
+        self._heads = heads
         self._reserve = reserve
         self._guard = guard
         self._notes = notes or DeletionObserver()
@@ -272,9 +279,10 @@ class Deletions:
         nothing and it has no retention record. Returns when the newest was created, microseconds since 1970, 0 where
         none can be read. Raises RetentionActive, Corrupt.
         """
+        histories = list(histories)
+        self._check_retention_records(tenant, key, histories)
         newest_us = 0
         check = None if self._guard is None else self._guard(tenant, key)
-        histories = list(histories)
         others = "; other versions of the key can be deleted by their numbers" if len(histories) > 1 else ""
         for history in histories:
             try:
@@ -294,6 +302,18 @@ class Deletions:
                     f"settings are now); nothing was deleted{others}"
                 )
         return newest_us
+
+    def _check_retention_records(self, tenant: str, key: str, histories: Iterable[History]) -> None:
+        """Raise RetentionActive where a retention record that a GC run has listed was removed."""
+        lost = {} if self._heads is None else self._heads.find_lost_records(self._manifests, tenant, key)
+        for history in histories:
+            name = lost.get(history.version, "")
+            if name.endswith(RETENTION_SUFFIX):
+                raise RetentionActive(
+                    f"key {key!r} version {history.version}: its retention record {name} was removed, until when the "
+                    "version is retained is not known; nothing was deleted: put the record back from a copy, extend "
+                    "the retention (`nearkin retain`), or give the record up with `nearkin rebuild-index`"
+                )
 
     def extend_retention(
         self, tenant: str, key: str, version: int | None, retain_until_us: int, *, who: str = "", reason: str = ""

@@ -136,6 +136,11 @@ class ManifestStore:
         self.retentions = RetentionRecords(objects, _folder, lambda: self._record_key)
 
     @property
+    def objects(self) -> ObjectStore:
+        """Return the object store that holds the manifests."""
+        return self._objects
+
+    @property
     def authenticates_marks(self) -> bool:
         """Return whether marks have a MAC: not those of an encrypted store, which are sealed."""
         return self._record_key is not None

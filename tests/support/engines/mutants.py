@@ -262,8 +262,8 @@ def number_given_again() -> None:
     """The last mark of a key's highest version goes too."""
     real = nearkin_maintenance.gc.roots.find_roots
 
-    def roots(manifests: Any, now_us: int) -> Any:
-        return replace(real(manifests, now_us), highest=frozenset())
+    def roots(manifests: Any, now_us: int, **more: Any) -> Any:
+        return replace(real(manifests, now_us, **more), highest=frozenset())
 
     vars(nearkin_maintenance.gc.gc_run)["find_roots"] = roots
 

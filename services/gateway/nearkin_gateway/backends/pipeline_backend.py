@@ -36,6 +36,7 @@ from nearkin_shared.retention import guard_of
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.gc_pause import GcPauseFlag
+from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore
 
 CONNECT_SECONDS_MAX = 120.0
@@ -97,7 +98,10 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
         tickets=UploadIds(bytes.fromhex(found.secret)),
         catalogue=VersionCatalog(objects, found, settings, PipelineListing(index, found, objects)),
         deletions=Deletions(
-            ManifestStore(objects, RedisKeyLocks(index)), index.mark_many, guard=guard_of(settings.retention, time.time)
+            ManifestStore(objects, RedisKeyLocks(index)),
+            index.mark_many,
+            guard=guard_of(settings.retention, time.time),
+            heads=VersionHeads(objects),
         ),
         resumable=Resumable(objects, settings.gateway.resumable_max, shares_of(settings.gateway)),
         collecting=FleetGcControl(index),

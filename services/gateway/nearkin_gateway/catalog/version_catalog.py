@@ -159,6 +159,7 @@ class VersionCatalog:
             if newest is None:
                 raise NotFound(f"key {key!r}: there is none")
             return newest
+        self._heads.check_marks(self._manifests, tenant, key, version)
         try:
             return self._manifests.read_visible(tenant, key, version)
         except NotFound as err:

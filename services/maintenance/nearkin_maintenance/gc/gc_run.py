@@ -72,6 +72,7 @@ from nearkin_shared.objectstore.metered import MeteredObjectStore
 from nearkin_shared.observability import metrics
 from nearkin_shared.results import GcReport
 from nearkin_shared.storage.containers import ContainerStore, object_name
+from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.pending_deletes import EMPTY_BYTES, PendingDeleteStore, record_bytes
 from nearkin_shared.types import U32, ContainerId
@@ -398,7 +399,8 @@ class GcPass:
         Raises: StoreUnavailable if the manifests are not accessible, Corrupt.
         """
         now_us = self._hooks.now_us()
-        roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else now_us)
+        heads = VersionHeads(self._manifests.objects).read()
+        roots = find_roots(self._manifests, CREATED_US_MAX + 1 if deleted_too else now_us, heads=heads)
         self._totals.refused = len(roots.refused)
         metrics.CORRUPT.labels("record").inc(len(roots.refused))
         for name in roots.refused[:REFUSED_NAMED_MAX]:

@@ -7,7 +7,7 @@ of a newest version stays reported until the operator gives the version up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.objectstore.base import ObjectStore
@@ -29,7 +29,7 @@ def check_none_rolled_back(objects: ObjectStore) -> None:
     removed = VersionHeads(objects).find_rolled_back(ManifestStore(objects))
     if not removed:
         return
-    _report(removed)
+    _report([head_name(digest, version) for digest, version in removed.items()])
     name = min(head_name(digest, version) for digest, version in removed.items())
     raise Corrupt(
         f"{name}: removed with its tombstones, the newest version of its key ({len(removed)} such keys): the data "
@@ -40,7 +40,7 @@ def check_none_rolled_back(objects: ObjectStore) -> None:
 
 
 def record_heads(objects: ObjectStore) -> int:
-    """Record the highest version of each key; return how many keys were rolled back.
+    """Record the highest version of each key, and its marks; return how many keys were rolled back.
 
     Raises: Corrupt for a name that no record has.
     """
@@ -49,13 +49,11 @@ def record_heads(objects: ObjectStore) -> int:
     except StoreUnavailable as err:  # for example a full disk: the run itself has succeeded
         _log.warning("gc: heads of keys were not recorded: %s", err)
         return 0
-    _report(removed)
-    return len(removed)
+    _report(removed.names)
+    return len(removed.keys)
 
 
-def _report(removed: Mapping[bytes, int]) -> None:
-    for digest, version in list(removed.items())[:NAMED_MAX]:
-        _log.error(
-            "gc: %s: removed with its tombstones, and it was the newest version of its key", head_name(digest, version)
-        )
+def _report(removed: Sequence[str]) -> None:
+    for name in sorted(removed)[:NAMED_MAX]:
+        _log.error("gc: %s: removed, and an earlier GC run has listed it; its version is kept", name)
     metrics.CORRUPT.labels("rollback").inc(len(removed))

@@ -12,9 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nearkin_shared.errors import Corrupt
+from nearkin_shared.formats.head_record import Heads, Sequences
 from nearkin_shared.formats.tombstone import Mark, MarkKind
-from nearkin_shared.storage.manifests import ManifestStore, marked_version, retained_manifest
+from nearkin_shared.storage.heads import lost_record
+from nearkin_shared.storage.manifests import ManifestStore, key_and_version, marked_version, retained_manifest
+from nearkin_shared.storage.retention_records import record_sequence
 from nearkin_shared.utils.frozen import frozen
+
+NO_HEADS = Heads()
 
 
 @dataclass(slots=True)
@@ -47,10 +52,16 @@ class Roots:
     """Names of damaged or unauthenticated tombstones; their versions are in `kept`."""
 
 
-def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], bool] = lambda mark: False) -> Roots:
+def find_roots(
+    manifests: ManifestStore,
+    now_us: int,
+    ends: Callable[[Mark], bool] = lambda mark: False,
+    heads: Heads = NO_HEADS,
+) -> Roots:
     """List all manifests and tombstones and classify their versions.
 
-    `ends` selects tombstones of deleted versions that expire now, whatever remains of their undelete window.
+    `ends` selects tombstones of deleted versions that expire now, whatever remains of their undelete window. A version
+    without a tombstone or retention record that `heads` have is kept.
 
     Raises: Corrupt for a name that belongs to no version, StoreUnavailable.
     """
@@ -70,7 +81,9 @@ def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], boo
     for name, version in versions.items():
         version.marks.sort()
         mark = _highest(manifests, version, refused)
-        if mark is not None and (_is_over(mark, now_us) or (mark.kind is MarkKind.DELETED and ends(mark))):
+        if _has_lost_record(version, heads):
+            version.ended = None
+        elif mark is not None and (_is_over(mark, now_us) or (mark.kind is MarkKind.DELETED and ends(mark))):
             version.ended = mark
         if version.ended is not None:
             ended.append(version)
@@ -79,6 +92,17 @@ def find_roots(manifests: ManifestStore, now_us: int, ends: Callable[[Mark], boo
             if version.marks and version.marks[-1][0] % 2:
                 undeletable.add(name)
     return Roots(tuple(kept), frozenset(undeletable), tuple(ended), frozenset(highest.values()), tuple(refused))
+
+
+def _has_lost_record(version: RootVersion, heads: Heads) -> bool:
+    """Return whether a committed version lacks a tombstone or retention record that an earlier run has listed."""
+    named = key_and_version(version.manifest) if version.committed and heads.sequences else None
+    if named is None:
+        return False
+    mark = version.marks[-1][0] if version.marks else 0
+    retention = max((record_sequence(name)[1] for name in version.retentions), default=0)
+    known = heads.sequences.get(named[0], {}).get(named[1])
+    return lost_record(*named, known, Sequences(mark, retention)) is not None
 
 
 def _highest(manifests: ManifestStore, version: RootVersion, refused: list[str]) -> Mark | None:

@@ -11,11 +11,13 @@ from datetime import UTC, datetime, timedelta
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NotFound, PermanentError, RetentionActive
 from nearkin_shared.fingerprints import domain_of
+from nearkin_shared.formats.head_record import Heads, Sequences
 from nearkin_shared.formats.manifest import CREATED_US_MAX, moment_of
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.results import RemainingCopy
 from nearkin_shared.retention import min_age_seconds
-from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.heads import VersionHeads, lost_record
+from nearkin_shared.storage.manifests import ManifestStore, key_and_version
 from nearkin_shared.storage.retention_records import SUFFIX, record_sequence
 from nearkin_shared.utils.frozen import frozen
 
@@ -79,8 +81,12 @@ def find_retained(objects: EncryptedObjectStore, tenant: str, settings: Settings
                 unreadable.append(name)
             else:
                 sequences[manifest_name] = max(sequences.get(manifest_name, 0), sequence)
+    heads = VersionHeads(objects).read()
     for name in names:
         if not name.endswith(".nkm"):
+            continue
+        if (lost := _lost_retention(heads, name, sequences.get(name, 0))) is not None:
+            unreadable.append(lost)
             continue
         try:
             manifest = manifests.read(name)
@@ -98,6 +104,15 @@ def find_retained(objects: EncryptedObjectStore, tenant: str, settings: Settings
                 examples.append(f"{manifest.key!r} version {manifest.version}")
     until = moment_of(min(latest_us, CREATED_US_MAX)) if count else None
     return RetainedVersions(count, until, tuple(examples), tuple(unreadable))
+
+
+def _lost_retention(heads: Heads, manifest: str, sequence: int) -> str | None:
+    """Return the name of a removed retention record that an earlier GC run has listed, or None."""
+    named = key_and_version(manifest)
+    known = None if named is None else heads.sequences.get(named[0], {}).get(named[1])
+    if named is None or known is None:
+        return None
+    return lost_record(*named, known, Sequences(known.mark, sequence))
 
 
 def remaining_copies(settings: Settings, closed_at: datetime, removed_at: datetime) -> list[RemainingCopy]:
