@@ -1,1 +1,4 @@
-"""Kafka runtime of the workers. Invariant: an offset is committed only after its record's effects are durable (I4)."""
+"""Run workers on Kafka.
+
+Invariant (I4): an offset is committed only after its record's effects are durable.
+"""

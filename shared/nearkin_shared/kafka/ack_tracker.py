@@ -1,9 +1,12 @@
-"""Offsets that wait for Kafka. Invariant: one may be committed once all that was sent for it is acknowledged (I4).
+# size: one class, used by all stateless stages
+"""Track offsets whose messages Kafka has not acknowledged.
 
     batch 1 sent ... batch 2 sent ... batch 1 acknowledged -> offsets of batch 1
 
-Nobody waits: while Kafka stores one batch's messages the next is worked on. Waiting instead took five times as long
-as the work (a chunker's 30 ms on 14 MiB, then 150 ms for acknowledgements).
+The next batch is processed while Kafka stores the messages of the previous one. Waiting took five times as long as the
+work (a chunker's 30 ms on 14 MiB, then 150 ms for acknowledgements).
+
+Invariant (I4): an offset is committed after everything sent for it is acknowledged.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ from collections.abc import Iterable, Mapping
 from nearkin_shared.kafka.clients import Outbox
 
 BATCHES_MAX = 1024
-"""Batches whose messages are on their way; the outbox's own bound in bytes is mostly met before."""
+"""Batches with messages in flight; usually the outbox's bound in bytes is reached first."""
 
 
 class AckTracker:
-    """What may be committed of each partition: an offset and its metadata."""
+    """The committable offset and metadata of each partition."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -26,7 +29,10 @@ class AckTracker:
         self._ready: dict[int, tuple[int, str]] = {}
 
     def batch(self, reached: Mapping[int, tuple[int, str]]) -> None:
-        """Say what may be committed when all that was sent up to now is acknowledged. Raises what the outbox does."""
+        """Record the offsets that are committable when all messages sent so far are acknowledged.
+
+        Raises as the outbox does.
+        """
         self._waiting.append((self._outbox.sent_messages, dict(reached)))
         if len(self._waiting) > BATCHES_MAX:
             self._outbox.flush()

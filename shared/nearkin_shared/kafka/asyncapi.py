@@ -1,7 +1,9 @@
-"""The topics as an AsyncAPI 3.0 document. Invariant: made of the definitions that the services themselves use.
+"""Describe the topics as an AsyncAPI 3.0 document.
 
-A test encodes every kind of message and holds it to what is said here. Binary messages have no JSON schema: their
-fields and columns stand under `x-nearkin-layout`, as docs/internals/formats/message.md has them.
+A test encodes every kind of message and compares it with this description. Binary messages have no JSON schema: their
+fields and columns are under `x-nearkin-layout`, as in docs/internals/formats/message.md.
+
+Invariant: the document is derived from the definitions that the services use.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ _TOPIC_TEXT = {
     "fresh": "After dedup. Keyed by blob id.",
     "paired": "After resemblance. Keyed by blob id.",
     "placed": "Durable in containers. Keyed by 16 bytes of BLAKE3 over tenant, a zero byte, and key.",
-    "committed": "What became of each upload, once. Keyed by blob id.",
+    "committed": "The result of each upload, once. Keyed by blob id.",
     "dead": "Records that could not be processed, with where and why. Keyed as the record was.",
     "config": "Compacted, key `settings`: all changes of hot settings over the file, and which of them are new.",
     "workers": "Compacted, key SERVICE/WORKER: the newest word of each worker.",
@@ -114,7 +116,7 @@ def document(settings: Settings | None = None) -> Json:
         "info": {
             "title": "Nearkin's topics",
             "version": number,
-            "description": "What the services say to one another on Kafka, and what others may read: `committed`.",
+            "description": "Messages between services on Kafka; other programs may read `committed`.",
         },
         "defaultContentType": "application/json",
         "servers": {
@@ -150,7 +152,7 @@ def _operations() -> Json:
     for service, name in WAITS.items():
         found[f"{service}Receives{name.title()}"] = _operation("receive", name, f"The group `{service}`.")
         sent = SENDS[service]
-        found[f"{service}Sends{sent.title()}"] = _operation("send", sent, f"What `{service}` made of it.")
+        found[f"{service}Sends{sent.title()}"] = _operation("send", sent, f"The result of `{service}`.")
     found |= {
         "gatewayReceivesCommitted": _operation("receive", "committed", "Each gateway for itself, without a group."),
         "stageSendsDead": _operation("send", "dead", "Any stage, and the ingest."),
@@ -294,7 +296,9 @@ def _others() -> Json:
         "committed": _json("committed", "An upload is committed.", committed, _headers("committed")),
         "failed": _json("failed", "An upload has failed; nothing of it is committed.", failed, _headers("failed")),
         "changes": _json("changes", "All changes of hot settings over the file.", _object(changes)),
-        "word": _json("word", "What a worker runs.", _object({**word, "state": {"type": "string", "enum": [*STATES]}})),
+        "word": _json(
+            "word", "Settings in use by a worker.", _object({**word, "state": {"type": "string", "enum": [*STATES]}})
+        ),
         "letter": _dead("letter", "A record as it was, unless it was too large to be kept.", dead_headers()),
         "replayed": _dead(
             "replayed",
@@ -305,7 +309,10 @@ def _others() -> Json:
 
 
 def dead_headers() -> Json:
-    """Return the headers that say where a dead letter came from, and why it is one; its own stand beside them."""
+    """Return the headers of a dead letter: its origin and its reason.
+
+    The record's own headers are kept next to them.
+    """
     whole: Json = {"type": "string", "pattern": "^[0-9]+$"}
     numbers = {dead_letters.PARTITION_HEADER, dead_letters.OFFSET_HEADER}
     return {
@@ -331,7 +338,7 @@ def _json(name: str, summary: str, payload: Json, headers: Json | None = None) -
 
 
 def _info() -> Json:
-    """Return the fields of a version as `info_json` says them."""
+    """Return the fields of a version as in `info_json`."""
     sample = VersionInfo("key", 1, 0, datetime(2026, 1, 1, tzinfo=UTC), "blake3:", None, 0, 0, {})
     found = {name: _shape(value) for name, value in info_json(sample).items()}
     return found | {
@@ -351,6 +358,6 @@ def _shape(value: object) -> Json:
 
 
 def _object(properties: Json, *, further: bool = False) -> Json:
-    """Return an object that has all of these; `further`: readers pass over names they do not know."""
+    """Return the schema of an object; `further`: readers ignore unknown names."""
     found = {"type": "object", "properties": properties, "required": list(properties)}
     return found if further else {**found, "additionalProperties": False}

@@ -1,8 +1,10 @@
-"""Spans over a batch of records. Invariant: each blob's trace goes on below its own message; the batch links to all.
+"""Trace batches of records.
 
-record of blob A ──> span "dedup" of A ──> its context goes on with what the stage sends for A
+record of blob A ──> span "dedup" of A ──> its context continues in the messages that the stage sends for A
 record of blob B ──> span "dedup" of B
-                     span "dedup batch", a trace of its own, linked to the contexts of A's and B's records
+                       span "dedup batch", a trace of its own, linked to the contexts of A's and B's records
+
+Invariant: each blob's trace continues below its own message; the batch links to all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def trace_records(tracing: Tracing, stage: str, records: Sequence[Record]) -> Iterator[list[Record]]:
-    """Trace the block inside; give the records, each with its blob's span of this stage as its context."""
+    """Trace the block; yield the records, each with its blob's span of this stage."""
     found: dict[tuple[int, bytes], list[tuple[int, SpanContext]]] = {}
     for number, record in enumerate(records):
         context = tracing.context_of(record.headers.get("traceparent"))
@@ -51,7 +53,7 @@ def trace_records(tracing: Tracing, stage: str, records: Sequence[Record]) -> It
 
 
 def _blob(record: Record) -> bytes:
-    """Return what tells a record's blob from others: our own messages say it in their id, as `blob/kind/...`."""
+    """Return the identity of a record's blob; ids of stage messages are `blob/kind/...`."""
     return record.headers.get("ce_id", b"").partition(b"/")[0]
 
 
@@ -67,6 +69,6 @@ def _counts(records: Sequence[Record]) -> dict[str, str | int]:
 def _about(record: Record) -> dict[str, str]:
     try:
         envelope = read_header(record.value, record.label).envelope
-    except PermanentError:  # whoever works on it will say so
+    except PermanentError:  # reported when the record is processed
         return {}
     return about(envelope.blob, envelope.tenant)

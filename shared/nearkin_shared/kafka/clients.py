@@ -1,4 +1,7 @@
-"""Kafka clients. Invariant: what `Outbox.flush` let pass is acknowledged by Kafka, in the order it was sent by key."""
+"""Create Kafka clients, and send messages.
+
+Invariant: messages that `Outbox.flush` waited for are acknowledged by Kafka, in the order sent for each key.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +48,16 @@ NOT_NOW = frozenset(
         *(KafkaError.REQUEST_TIMED_OUT, KafkaError.NOT_CONTROLLER, KafkaError.NETWORK_EXCEPTION),
     }
 )
-"""What brokers, and the client, say while a controller is away or moves."""
+"""Errors of brokers and the client while a controller is unavailable or moves."""
 REPEAT_SECONDS = 10.0
 REPORTED_MAX = 256
 _said: dict[str, float] = {}
-"""When it was said last, in this process."""
+"""Time of the last log line of each error, in this process."""
 _said_lock = threading.Lock()
 
 Headers = Mapping[str, bytes]
 OnParts = Callable[[Consumer, list[TopicPartition]], None]
-"""What a consumer calls when partitions come and go."""
+"""Callback of a consumer when partitions are assigned or revoked."""
 
 
 def topic(settings: Settings, name: str) -> str:
@@ -68,7 +71,7 @@ def group(settings: Settings, service: str) -> str:
 
 
 def connection(settings: Settings, client_id: str) -> dict[str, Any]:
-    """Return librdkafka's settings that all clients share. Raises ConfigError for those that it would refuse."""
+    """Return the librdkafka settings that all clients share. Raises ConfigError."""
     kafka = settings.kafka
     found: dict[str, Any] = {
         "bootstrap.servers": kafka.bootstrap_servers,
@@ -98,10 +101,10 @@ def connection(settings: Settings, client_id: str) -> dict[str, Any]:
 
 
 def _on_error(err: KafkaError) -> None:
-    """Librdkafka reconnects by itself: what it tells here is for people, and the same only once in REPEAT_SECONDS.
+    """Log a client's error, each at most once in REPEAT_SECONDS; librdkafka reconnects by itself.
 
-    While a broker is away each client tells of each try: 1,200 lines of one maintenance worker in a chaos run of a
-    minute.
+    While a broker is unavailable each client reports each attempt: 1,200 lines of one maintenance worker in a chaos run
+    of a minute.
     """
     said, now = err.str(), time.monotonic()
     with _said_lock:
@@ -128,7 +131,7 @@ def durability(settings: Settings) -> dict[str, str]:
 
 
 def durability_problem(found: Mapping[str, str | None], wanted: Mapping[str, str]) -> str | None:
-    """Return what of a topic's configuration may lose acknowledged messages, None where nothing may."""
+    """Return which setting of a topic may lose acknowledged messages, or None."""
     if found.get("unclean.leader.election.enable") != wanted["unclean.leader.election.enable"]:
         return "unclean.leader.election.enable is not false: a replica that lacks acknowledged messages may lead"
     in_sync = found.get("min.insync.replicas") or "1"
@@ -140,10 +143,11 @@ def durability_problem(found: Mapping[str, str | None], wanted: Mapping[str, str
 
 
 def check_durability(settings: Settings) -> None:
-    """Refuse topics that may lose what was acknowledged (I3). Raises ConfigError, StoreUnavailable.
+    """Refuse topics that may lose acknowledged messages (I3).
 
-    Topics that an older version made keep other settings, a codec or no compaction: a warning names them. Without the
-    right to describe configurations nothing is known; a warning says so.
+    Topics that an older version created keep other settings, a codec or no compaction: a warning names them. Without
+    the
+    right to describe configurations the check is skipped with a warning. Raises ConfigError, StoreUnavailable.
     """
     wanted = durability(settings)
     admin = AdminClient(connection(settings, "nearkin-topics"))
@@ -183,7 +187,7 @@ def topic_config(settings: Settings, name: str) -> dict[str, str]:
 
 
 def is_stricter(setting: str, held: str, wanted: str) -> bool:
-    """Return whether an operator asks for more of a topic than Nearkin does: more replicas, sooner compaction."""
+    """Return whether an operator's setting is stricter: more replicas, or earlier compaction."""
     match setting:
         case "min.insync.replicas":
             return int(held) > int(wanted)
@@ -193,7 +197,7 @@ def is_stricter(setting: str, held: str, wanted: str) -> bool:
 
 
 def create_topics(settings: Settings) -> list[str]:
-    """Make those of TOPICS that are missing; return their names. Raises StoreUnavailable, PermanentError."""
+    """Create the missing TOPICS; return their names. Raises StoreUnavailable, PermanentError."""
     return _create(
         settings,
         [
@@ -289,10 +293,11 @@ def unavailable(settings: Settings, err: KafkaException) -> StoreUnavailable:
 
 
 def on_parts(settings: Settings, told: OnParts) -> OnParts:
-    """Return what a consumer may call when partitions come and go.
+    """Wrap a callback for assigned or revoked partitions.
 
-    An error of the client in such a call that nobody takes hold of comes out of `poll` as a bare KafkaError, which is
-    no exception: no `except` but a bare one sees it. Here it becomes StoreUnavailable.
+    An uncaught error of the client in such a callback leaves `poll` as a bare KafkaError, which is no exception and
+    passes
+    every `except` clause with a type. Here it becomes StoreUnavailable.
     """
 
     def call(client: Consumer, parts: list[TopicPartition]) -> None:
@@ -310,7 +315,7 @@ def as_bytes(value: str | bytes | None) -> bytes | None:
 
 
 def delivery_error(problem: KafkaError, full: str, value_bytes: int) -> NearkinError:
-    """Return the error for a message that did not reach a topic: PermanentError where it is larger than that takes."""
+    """Return the error for an undelivered message: PermanentError if it is too large."""
     if problem.code() == KafkaError.MSG_SIZE_TOO_LARGE:
         return PermanentError(
             f"kafka topic {full}: a message of {value_bytes} bytes was refused as too large: want max.message.bytes "
@@ -322,9 +327,9 @@ def delivery_error(problem: KafkaError, full: str, value_bytes: int) -> NearkinE
 
 
 def is_final(problem: KafkaError) -> bool:
-    """Return whether the client that told this is of no use any more: only a new one goes on.
+    """Return whether the client that reported this must be replaced.
 
-    What arrives as a message's error carries the code of a fatal error, but not its flag.
+    The error of a message has the code of a fatal error, but not its flag.
     """
     return problem.fatal() or problem.code() in (KafkaError._FATAL, KafkaError.FENCED_INSTANCE_ID)
 
@@ -340,12 +345,12 @@ def signed_headers(
 
 
 class Outbox:
-    """Messages on their way to Kafka. Not to be shared between threads."""
+    """Messages in flight to Kafka. Not shared between threads."""
 
     authenticator: EnvelopeAuthenticator | None = None
 
     def __init__(self, settings: Settings, client_id: str, authenticator: EnvelopeAuthenticator | None) -> None:
-        """`authenticator` signs what `send` takes; None: for a process that sends only to topics of others."""
+        """`authenticator` signs the messages of `send`; None: for topics of other programs only."""
         self._settings = settings
         self.authenticator = authenticator
         self._producer = producer(settings, client_id)
@@ -356,7 +361,7 @@ class Outbox:
 
     @property
     def acknowledged_messages(self) -> int:
-        """Return how many of the messages sent are acknowledged, counted up to the first that is not."""
+        """Number of messages acknowledged before the first one that is not."""
         return self._unanswered.committable or 0
 
     def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
@@ -370,7 +375,7 @@ class Outbox:
     def send_to(
         self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
     ) -> None:
-        """Queue a message for any topic. Raises as `send` does, also for one that was queued before."""
+        """Queue a message for any topic. Raises as `send` does, also for earlier messages."""
         deadline = time.monotonic() + FLUSH_SECONDS_MAX
         while True:
             self._check()
@@ -398,14 +403,17 @@ class Outbox:
         self._check()
 
     def flush(self) -> None:
-        """Wait until all that was sent is acknowledged. Raises StoreUnavailable, PermanentError (one is too large)."""
+        """Wait until all messages are acknowledged. Raises StoreUnavailable, PermanentError.
+
+        PermanentError: a message is too large.
+        """
         left = self._producer.flush(FLUSH_SECONDS_MAX)
         self._check()
         if left:
             raise StoreUnavailable(f"kafka: {left} messages not acknowledged in {FLUSH_SECONDS_MAX:.0f} s")
 
     def close(self) -> None:
-        """Drop what is queued: whoever needed it has not committed its offset."""
+        """Drop the queued messages: their offsets are not committed."""
         self._producer.purge(in_queue=True, in_flight=True)
         self._producer.flush(1.0)
 

@@ -1,9 +1,11 @@
-"""Messages of one blob as one. Invariant: a merged message says what its parts said, and fits at every later stage.
+"""Merge consecutive messages of one blob.
 
-    segments 0..6, payload | segments 7..13, payload | ...   ->   segments 0..13, fresh payload
+      segments 0..6, payload | segments 7..13, payload | ...   ->   segments 0..13, fresh payload
 
-After dedup most of a message's bytes are gone: what sixteen messages still say mostly fits into two, and every later
-stage and the broker handle two.
+Dedup removes most bytes of a message: the rest of sixteen messages usually fits into two, so that later stages and the
+broker handle two.
+
+Invariant: a merged message has the contents of its parts, and is within the bounds of every later stage.
 """
 
 from __future__ import annotations
@@ -24,25 +26,25 @@ from nearkin_shared.types import U8, Bools, FreshBatch, Locations, PairedBatch, 
 from nearkin_shared.utils.frozen import frozen
 
 CHUNK_BYTES_SENT = 48
-"""What a chunk takes in the largest message besides its bytes and its super-features."""
+"""Bytes of a chunk in the largest message besides its payload and super-features."""
 FRESH_CHUNK_BYTES_SENT = 16
-"""What a fresh one takes besides: its base candidate."""
+"""Further bytes of a fresh chunk: its base candidate."""
 SEGMENT_BYTES_SENT = 40
 ROOM_BYTES = MESSAGE_BYTES_MAX - KEY_BYTES_MAX - TENANT_BYTES_MAX - 1024
 """For payload and columns, whatever the names in front of them."""
 
 
 @frozen
-class Size:
-    """What counts against a message's bounds."""
+class MessageSize:
+    """The values of a message that have bounds."""
 
     segments: int
     chunks: int
     payload_bytes: int
     sent_bytes: int
 
-    def __add__(self, other: Size) -> Size:
-        return Size(
+    def __add__(self, other: MessageSize) -> MessageSize:
+        return MessageSize(
             self.segments + other.segments,
             self.chunks + other.chunks,
             self.payload_bytes + other.payload_bytes,
@@ -61,9 +63,9 @@ class Size:
 
 
 def runs_of(joined: JoinedSegments, fresh: FreshBatch, super_features: int) -> list[slice]:
-    """Return which messages leave as one: they follow one another in one blob, and together they fit.
+    """Return the runs of messages to merge: consecutive in one blob, and within the bounds.
 
-    `fresh` is what is known of `joined.batch`, each message decided for itself.
+    `fresh` is the result of dedup for `joined.batch`, each message decided separately.
     """
     starts = joined.chunk_starts
     logical = np.concatenate([np.zeros(1, np.int64), np.cumsum(joined.batch.lengths, dtype=np.int64)])[starts]
@@ -72,12 +74,12 @@ def runs_of(joined: JoinedSegments, fresh: FreshBatch, super_features: int) -> l
     np.cumsum(joined.batch.lengths[fresh.fresh], out=carried[1:])
     payloads, counts = np.diff(carried[rows]).tolist(), np.diff(rows).tolist()
     runs: list[slice] = []
-    size, ends = Size(0, 0, 0, 0), None
+    size, ends = MessageSize(0, 0, 0, 0), None
     for number, message in enumerate(joined.messages):
         one, segments, chunks = message.envelope, message.counts.segments, message.counts.chunks
         columns_bytes = SEGMENT_BYTES_SENT * segments + CHUNK_BYTES_SENT * chunks
         columns_bytes += (FRESH_CHUNK_BYTES_SENT + 8 * super_features) * counts[number]
-        own = Size(segments, chunks, payloads[number], payloads[number] + columns_bytes)
+        own = MessageSize(segments, chunks, payloads[number], payloads[number] + columns_bytes)
         if ends == (one.blob, one.sequence, one.position) and (whole := size + own).fits:
             size = whole
             runs[-1] = slice(runs[-1].start, number + 1)
@@ -89,7 +91,7 @@ def runs_of(joined: JoinedSegments, fresh: FreshBatch, super_features: int) -> l
 
 
 def fresh_of_run(joined: JoinedSegments, fresh: FreshBatch, run: slice) -> FreshBatch:
-    """Return what is known of a run's messages as one batch; a chunk that two of them bring is fresh once."""
+    """Return the messages of a run as one batch; a chunk in two of them is fresh once."""
     segments = slice(int(joined.segment_starts[run.start]), int(joined.segment_starts[run.stop]))
     chunks = slice(int(joined.chunk_starts[run.start]), int(joined.chunk_starts[run.stop]))
     known = fresh.chunk_known[chunks]
@@ -184,7 +186,10 @@ def merged_fresh(parts: Sequence[FreshBatch]) -> FreshBatch:
 def _merge(
     apart: SegmentBatch, payloads: Sequence[U8], source: NDArray[np.int32], known: Bools
 ) -> tuple[SegmentBatch, NDArray[np.int64], NDArray[np.intp]]:
-    """Return (batch, first, fresh): chunk i of `apart` lies in payloads[source[i]], fresh ones get one payload."""
+    """Return (batch, first, fresh): chunk i of `apart` is in payloads[source[i]].
+
+    Fresh chunks are copied into one payload.
+    """
     first = np.arange(len(apart.lengths), dtype=np.int64)
     unknown = np.flatnonzero(~known)
     first[unknown] = unknown[first_occurrence(apart.names[unknown])]

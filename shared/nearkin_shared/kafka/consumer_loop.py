@@ -1,9 +1,11 @@
-"""The loop of a worker. Invariant: offsets are committed after effects, on revocation as in steady state (I4).
+"""Run the loop of a worker.
 
-    1 take  2 work: read, decide, put, claim  3 emit  4 flush  5 commit offsets
+      1 fetch  2 process: read, decide, put, publish  3 emit  4 flush  5 commit offsets
 
-Dying between any two only repeats work: every effect is idempotent. Who loses a dependency starts over from Kafka's
-own offsets (`run_forever`), since what is in memory may belong to a partition that somebody else works on by then.
+A crash between two steps only repeats work: every effect is idempotent. After the loss of a dependency the loop starts
+again from Kafka's offsets (`run_forever`), because the data in memory may belong to a partition of another worker.
+
+Invariant (I4): offsets are committed after effects, on revocation as during normal work.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ Made = TypeVar("Made")
 
 @frozen
 class Record:
-    """One record as received."""
+    """A record as received."""
 
     topic: str
     partition: int
@@ -58,12 +60,12 @@ class Record:
 
     @property
     def label(self) -> str:
-        """Return where the record lies, for messages to people."""
+        """Name the topic, partition and offset of the record, for messages."""
         return f"{self.topic}[{self.partition}] offset {self.offset}"
 
 
 class Handler(Protocol):
-    """What one kind of worker does; called from one thread."""
+    """The work of one kind of worker; called from one thread."""
 
     def on_assigned(self, partition: int, metadata: str) -> None:
         """Begin a partition; `metadata` is what was committed with its offset."""
@@ -72,7 +74,7 @@ class Handler(Protocol):
         """Work on records, in order. Raises RetryableError when a dependency is away for long."""
 
     def idle(self) -> float:
-        """Do what is due when nothing, or nothing more, is there; return in how many seconds to come again at last."""
+        """Do work that is due without records; return the seconds until the next call at most."""
 
     def drain(self, partition: int) -> None:
         """Bring all effects of a partition to their end, before it is given up."""
@@ -84,11 +86,11 @@ class Handler(Protocol):
         """Yield (partition, offset, metadata) that may be committed."""
 
     def close(self) -> None:
-        """Release all; what is not yet effective is dropped."""
+        """Release all resources; incomplete work is dropped."""
 
 
 class Runnable(Protocol):
-    """What `run_forever` runs."""
+    """A worker that `run_forever` runs."""
 
     def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
         """Work until `stop`. Raises RetryableError after a dependency was away for long."""
@@ -106,9 +108,9 @@ class Loop:
         handler: Handler,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """`worker` is a name of its own in the group that stays over a restart: static membership (KIP-345).
+        """`worker` is a static member id of the group, kept over restarts (KIP-345).
 
-        `beat` is called after each step, the idle ones too.
+        `beat` is called after each step, idle ones included.
         """
         self._settings = settings
         self._topic = topic(settings, name)
@@ -128,7 +130,7 @@ class Loop:
         """Partitions that the handler has."""
         self._streaming = False
         self._taken: list[KafkaMessage] = []
-        """Not handled yet. Whoever waits for more of them may lose a partition meanwhile, and theirs with it."""
+        """Records not processed yet. Waiting for more of them may lose a partition, and their work with it."""
         self._idle_seconds = 0.0
         self._consumer: Consumer = consumer(
             settings, group(settings, service), worker, **{"group.instance.id": self._name}
@@ -162,7 +164,7 @@ class Loop:
             self._second_round.end()
             self._closing = True
             try:
-                self._consumer.close()  # revokes: what is whole is committed, what failed is dropped
+                self._consumer.close()  # revokes: complete work is committed, failed work is dropped
             finally:
                 self._handler.close()
 
@@ -180,7 +182,10 @@ class Loop:
         failpoint("worker.handled")
 
     def _take(self) -> list[Record]:
-        """Return what is there. In a stream of messages also what comes within GATHER_SECONDS, but not after an end."""
+        """Return available records.
+
+        In a stream of messages also those that arrive within GATHER_SECONDS, unless an end is among them.
+        """
         room = self._settings.kafka.batch_messages
         first = self._consumer.poll(self._idle_seconds)
         metrics.RECORD_AGE.labels(self._stage).set(_age_seconds(first))
@@ -288,7 +293,7 @@ class Loop:
 
     def _forget(self, parts: list[TopicPartition]) -> None:
         gone = {part.partition for part in parts}
-        # Whoever has the partition next begins at what is committed, which lies before them.
+        # The next owner of the partition begins at the committed offsets, which are before them.
         self._taken[:] = [message for message in self._taken if message.partition() not in gone]
         for part in parts:
             if part.partition in self._mine:
@@ -309,8 +314,8 @@ class Loop:
         try:
             self._consumer.commit(offsets=offsets, asynchronous=False)
         except KafkaException as err:
-            # Another member has the partition, or the coordinator moves: whoever works on it next repeats a little.
-            # A final error comes again as a message; raised here it would end a rebalance in its midst.
+            # Another member has the partition, or the coordinator moves: the next owner repeats a little work. A fatal
+            # error is reported again as a message; raised here it would interrupt a rebalance.
             _log.warning("%s: offsets not committed: %s", self._topic, err.args[0].str())
             return
         self._committed.update(changed)
@@ -330,9 +335,9 @@ def _ends(message: KafkaMessage) -> bool:
 
 
 def patiently(work: Callable[[], Made]) -> Made:
-    """Return what `work` returns; tried again while a dependency is away, as `retrying` says.
+    """Call `work`; retry while a dependency is unavailable, as `retrying` states.
 
-    The first try is plain: to set up the others takes 60 us, which were a third of a stage's work on a segment.
+    The first attempt is plain, because setting up the retries takes 60 us, a third of a stage's work on a segment.
     """
     try:
         return work()
@@ -341,7 +346,7 @@ def patiently(work: Callable[[], Made]) -> Made:
 
 
 def retrying() -> Retrying:
-    """Return how a call is tried again while a dependency is away: with jitter, up to RETRY_SECONDS_MAX."""
+    """Return the retry policy for unavailable dependencies: jitter, up to RETRY_SECONDS_MAX."""
     return Retrying(
         retry=retry_if_exception_type(RetryableError),
         wait=wait_random_exponential(multiplier=0.1, max=5.0),
@@ -352,7 +357,7 @@ def retrying() -> Retrying:
 
 
 def run_forever(make: Callable[[], Runnable], stop: threading.Event, paused: Callable[[], bool], stage: str) -> None:
-    """Run loops one after another: whoever loses a dependency for long starts over from Kafka's offsets."""
+    """Run loops one after another: after a long outage, restart from Kafka's offsets."""
     metrics.RESTARTS.labels(stage)  # there from the start, so that the first one is seen as a change
     while not stop.is_set():
         try:

@@ -10,9 +10,9 @@ if TYPE_CHECKING:  # brings Kafka's client, which an embedded gateway does witho
     from nearkin_shared.kafka.dead_letter_replay import DeadLetter
 
 NAME_PATTERN = "^[0-9]{1,18}:[0-9]{1,18}$"
-"""The names of letters: what `parse_place` accepts."""
+"""Names of letters: the format that `parse_place` accepts."""
 PREVIEW_BYTES = 4096
-"""What is shown of a key, a header or, by default, a value."""
+"""Bytes of a key, a header or, by default, a value that are displayed."""
 PREVIEW_BYTES_MAX = 1024 * 1024
 """The most that is shown of a value."""
 
@@ -38,7 +38,7 @@ def letter_json(letter: DeadLetter) -> dict[str, Any]:
 
 
 def content_json(letter: DeadLetter, value_bytes_max: int = PREVIEW_BYTES) -> dict[str, Any]:
-    """Return a letter with its key, its headers, and at most `value_bytes_max` bytes of its value."""
+    """Return a letter with key, headers, and `value_bytes_max` bytes of its value."""
     return {
         **letter_json(letter),
         "key": preview_json(letter.key),

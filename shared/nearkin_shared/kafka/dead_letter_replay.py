@@ -1,8 +1,10 @@
-"""Read, replay and drop dead letters. Invariant: a letter is replayed or dropped at most once.
+"""List, replay and drop dead letters.
 
-A mark is a record of the dead topic without value whose header names the letter; DROPPED_HEADER tells a drop from a
-replay. Replay and mark are one transaction. A second replay or drop, even a concurrent one, is fenced by the
+A mark is a record of the dead topic without value whose header names the letter; DROPPED_HEADER distinguishes a drop
+from a replay. Replay and mark are one transaction. A second replay or drop, even a concurrent one, is fenced by the
 transactional id before it reads the marks.
+
+Invariant: a letter is replayed or dropped at most once.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from nearkin_shared.utils.frozen import frozen
 
 MARK_HEADER = "__nearkin.replay.of"
 REPLAYED_HEADER = "__nearkin.replayed.from"
-"""What a record carries that was sent back: the dead topic, partition and offset it came from."""
+"""Header of a replayed record: the dead topic, partition and offset of its letter."""
 DROPPED_HEADER = "__nearkin.dropped.by"
-"""What the mark of a dropped letter carries besides MARK_HEADER: the user or token that dropped it."""
+"""Header of the mark of a dropped letter, next to MARK_HEADER: the user or token that dropped it."""
 DROPPED_BY_BYTES_MAX = 256
 LISTED_MAX = 10_000
 """Letters of one listing: 2 kB of memory each."""
@@ -56,7 +58,10 @@ Place = tuple[int, int]
 
 @frozen
 class DeadLetter:
-    """A record that could not be processed. `key` and `value` None: it had none, or see `omitted`."""
+    """A record that could not be processed.
+
+    `key` and `value` are None if the record had none, or see `omitted`.
+    """
 
     partition: int
     offset: int
@@ -72,7 +77,7 @@ class DeadLetter:
 
     @property
     def place(self) -> Place:
-        """Return where the letter lies."""
+        """Location of the letter."""
         return self.partition, self.offset
 
     @property
@@ -96,12 +101,12 @@ class DeadLetter:
 
     @property
     def message(self) -> str:
-        """Return what the error said."""
+        """Text of the error."""
         return self.ours.get(MESSAGE_HEADER, "")
 
     @property
     def omitted(self) -> bool:
-        """Return whether the record was too large to be kept whole: it lies where it came from."""
+        """Whether the record was too large to be copied: its value is in its original topic."""
         return any(name in self.ours for name in (OMITTED_VALUE_HEADER, OMITTED_KEY_HEADER, OMITTED_HEADERS_HEADER))
 
 
@@ -121,7 +126,7 @@ def list_letters(
     replayed: bool = False,
     dropped: bool = False,
 ) -> list[DeadLetter]:
-    """Return the newest `limit` letters without values and the records' own headers, oldest first.
+    """Return the newest `limit` letters, oldest first, without values and headers.
 
     Only those of the topic `source` if given. Replayed letters are included if `replayed`, dropped ones if `dropped`.
     Raises StoreUnavailable.
@@ -147,10 +152,10 @@ def read_letter(settings: Settings, place: Place) -> DeadLetter:
 
 
 def replay(settings: Settings, places: Iterable[Place]) -> list[DeadLetter]:
-    """Send letters back to where they came from, each once; return them without their values.
+    """Replay letters, each once; return them without their values.
 
-    All that can be refused is refused before the first is sent. Raises NotFound, BadInput (replayed or dropped before,
-    or a letter that does not say where it came from), PermanentError (the record is gone), StoreUnavailable.
+    All checks precede the first send. Raises NotFound, BadInput (replayed or dropped before, or a letter without an
+    origin), PermanentError (the record was deleted), StoreUnavailable.
     """
     producer = _transactional(settings)
     try:
@@ -167,10 +172,11 @@ def replay(settings: Settings, places: Iterable[Place]) -> list[DeadLetter]:
 
 
 def drop(settings: Settings, places: Iterable[Place], dropped_by: str = "") -> list[DeadLetter]:
-    """Mark letters as dropped, so that they are neither listed nor replayed; return them without their values.
+    """Mark letters as dropped, so that they are neither listed nor replayed; return them.
 
-    The records themselves stay in the topic until its retention removes them. All that can be refused is refused before
-    the first mark is written. Raises NotFound, BadInput (replayed or dropped before), StoreUnavailable.
+    They are returned without values. The records stay in the topic until its retention removes them. All checks precede
+    the
+    first mark. Raises NotFound, BadInput (replayed or dropped before), StoreUnavailable.
     """
     producer = _transactional(settings)
     header = (DROPPED_HEADER, dropped_by.encode(errors="replace")[:DROPPED_BY_BYTES_MAX])
@@ -185,7 +191,10 @@ def drop(settings: Settings, places: Iterable[Place], dropped_by: str = "") -> l
 
 
 def _begin(settings: Settings, producer: Producer, places: Iterable[Place]) -> list[DeadLetter]:
-    """Fence out every other replay or drop, then return the letters. Raises NotFound, BadInput, KafkaException."""
+    """Fence every other replay or drop, then return the letters.
+
+    Raises NotFound, BadInput, KafkaException.
+    """
     wanted = list(dict.fromkeys(places))
     producer.init_transactions(SILENCE_SECONDS)
     known = _known_letters(settings, wanted)
@@ -211,7 +220,10 @@ def _batches(letters: Iterable[DeadLetter]) -> Iterator[list[DeadLetter]]:
 
 
 def _commit(producer: Producer, letters: list[DeadLetter], produce: Callable[[DeadLetter], None]) -> None:
-    """Call `produce` for each letter in one transaction. Raises KafkaException, BufferError: nothing was sent."""
+    """Call `produce` for each letter in one transaction.
+
+    Raises KafkaException, BufferError: nothing was sent.
+    """
     producer.begin_transaction()
     try:
         for letter in letters:
@@ -244,7 +256,7 @@ def _produce_mark(
 
 
 def _restore_letter(settings: Settings, reading: Consumer, known: DeadLetter) -> DeadLetter:
-    """Return a letter with all that its record had; what did not fit is read where it came from.
+    """Return a letter with its complete record; omitted parts are read from the origin.
 
     Raises PermanentError.
     """
@@ -282,7 +294,7 @@ def _record_at(reading: Consumer, name: str, partition: int, offset: int) -> Dea
 
 
 def _known_letters(settings: Settings, places: list[Place]) -> dict[Place, DeadLetter]:
-    """Return these letters without values, and whether they were replayed or dropped. Raises NotFound."""
+    """Return these letters without values, with their marks. Raises NotFound."""
     starts: dict[int, int] = {}
     for partition, offset in places:
         starts[partition] = min(offset, starts.get(partition, offset))
@@ -301,7 +313,10 @@ def _known_letters(settings: Settings, places: list[Place]) -> dict[Place, DeadL
 
 
 def _scan(settings: Settings, starts: dict[int, int] | None) -> Iterator[tuple[DeadLetter, Place | None]]:
-    """Yield (letter, None) and (mark, the place it names), up to what is there now; `starts` offsets by partition."""
+    """Yield (letter, None) and (mark, location of its letter), up to the current end.
+
+    `starts` are offsets by partition.
+    """
     dead = topic(settings, "dead")
     with _reader(settings) as reading:
         try:
@@ -323,7 +338,10 @@ def _scan(settings: Settings, starts: dict[int, int] | None) -> Iterator[tuple[D
 
 
 def _parts(reading: Consumer, dead: str, starts: dict[int, int] | None) -> list[TopicPartition]:
-    """Return where to read from; nothing for a topic that is not there: nothing ran yet, so nothing failed."""
+    """Return the partitions and offsets to read; none if the topic does not exist.
+
+    No worker ran then, so that nothing failed.
+    """
     about = reading.list_topics(dead, timeout=ASK_SECONDS).topics[dead]
     if about.error is not None:
         if about.error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC):
@@ -339,7 +357,10 @@ def _parts(reading: Consumer, dead: str, starts: dict[int, int] | None) -> list[
 
 
 def _bounds(reading: Consumer, part: TopicPartition) -> tuple[int, int]:
-    """Return where a partition begins and ends. Its leader may just be changing: asked again for ASK_SECONDS."""
+    """Return the first and last offset of a partition; retries for ASK_SECONDS.
+
+    Its leader may be changing.
+    """
     deadline = time.monotonic() + ASK_SECONDS
     while True:
         try:

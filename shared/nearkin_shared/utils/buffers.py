@@ -179,6 +179,6 @@ class SlabAllocator:
 
 
 def round_up_size(size_bytes: int) -> int:
-    """Return the room that is taken for `size_bytes`: the next of STEPS sizes to each power of two."""
+    """Return the size allocated for `size_bytes`: the next of STEPS per power of two."""
     step = max(1, (1 << (size_bytes - 1).bit_length()) // (2 * STEPS))
     return -(-size_bytes // step) * step

@@ -17,7 +17,7 @@ FOLDER_MODE = 0o777
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` to a file that its owner alone may read, in place of what it held. Raises OSError."""
+    """Replace the content of a file atomically, with mode 0600. Raises OSError."""
     fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
         write_durably(fresh, [data], drop=False)

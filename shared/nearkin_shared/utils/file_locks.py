@@ -1,7 +1,8 @@
-"""Lock a file for one process: flock, or a lock of the open file description (fcntl) where a filesystem has no flock.
+"""Lock a file for one process, by flock or by a lock of the open file description.
 
-Both end with the last descriptor of the open file, so that a dead holder's lock is free at once. All processes of one
-mount use the same kind: whether flock is offered is a property of the mount.
+The latter (fcntl) is used on filesystems without flock. Both end with the last descriptor of the open file, so that a
+dead holder's lock is free at once. All processes of one mount use the same kind: support of flock is a property of the
+mount.
 """
 
 from __future__ import annotations

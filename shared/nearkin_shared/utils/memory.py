@@ -1,6 +1,8 @@
-"""Large memory, from the system itself. Invariant: it goes back to the system when the last view of it is gone.
+"""Map large memory from the system.
 
-malloc keeps what it is given back, in pieces, once it was given back a large one; what it maps it maps in small pages.
+malloc keeps freed memory in pieces after the first large free, and maps memory in small pages.
+
+Invariant: memory returns to the system when the last view of it is released.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from nearkin_shared.types import U8
 HUGE_BYTES = 2 * MIB
 """From here on memory asks for huge pages."""
 CACHED_SECONDS_MAX = 1e-3
-"""A huge page that takes longer to touch is one that the machine's host has to give first: 4 to 5 ms. One that another
-process has let go of takes 0.26."""
+"""Seconds to touch a huge page that the machine's host must provide first: 4 to 5 ms. A page that another process
+released takes 0.26 ms.
+"""
 SMALL_BYTES = 64 * MIB
-"""So much is mapped in small pages then, before a huge one is tried again."""
+"""Bytes that are then mapped in small pages, before a huge page is tried again."""
 MADV_HUGEPAGE: int | None = getattr(mapping, "MADV_HUGEPAGE", None)
 MADV_NOHUGEPAGE: int | None = getattr(mapping, "MADV_NOHUGEPAGE", None)
 MAP_POPULATE: int = getattr(mapping, "MAP_POPULATE", 0)
@@ -32,23 +35,25 @@ PRIVATE = mapping.MAP_PRIVATE | mapping.MAP_ANONYMOUS
 
 
 class Mapper:
-    """Maps memory, in huge pages where these are at hand. Safe between threads.
+    """Maps memory, in huge pages if they are available. Safe between threads.
 
-    A virtual machine may give free memory back to its host within seconds. Huge pages come from just that, at 2.0 to
-    2.7 ms a MB; small ones first from what the system has kept, at 0.5 to 0.8. At hand a MB takes 0.13 and 0.7.
+    A virtual machine may return free memory to its host within seconds. Huge pages then take 2.0 to 2.7 ms a MB; small
+    pages use memory that the system kept first, at 0.5 to 0.8 ms. If available, a MB takes 0.13 and 0.7 ms.
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        """`clock`: seconds that this thread has worked, page faults included and its waiting for a core not."""
+        """`clock`: seconds of work of this thread, page faults included and waiting for a core excluded."""
         self._clock = clock
         self._small_bytes_left = 0
 
     def map(self, size_bytes: int) -> U8:
-        """Return uint8[size_bytes] zeros: huge pages where it holds some and the system has them at hand, else small.
+        """Return uint8[size_bytes] zeros, in huge pages if it holds some and they are available.
 
-        Less than a huge page has its pages at once: 4 KiB are touched in 1.7 us, in 0.7 where they are asked for
-        together. Linux lays a mapping where huge pages begin only if it is a whole number of them: it is, and what is
-        too much is never touched.
+        Pages of a mapping smaller than a huge page are populated at once: 4 KiB take 1.7 us when touched, 0.7 us when
+        populated
+        together. Linux aligns a mapping to huge pages only if its size is a multiple of them, so the size is rounded
+        up; the
+        rest is never touched.
         """
         if not size_bytes:
             return np.zeros(0, np.uint8)
@@ -62,7 +67,7 @@ class Mapper:
         return array
 
     def _choose(self, memory: mmap, array: U8) -> None:
-        """Say which pages a mapping shall have, by how long its first huge one takes."""
+        """Choose the pages of a mapping by the time that its first huge page takes."""
         assert MADV_HUGEPAGE is not None
         assert MADV_NOHUGEPAGE is not None
         if self._small_bytes_left > 0:
@@ -81,7 +86,7 @@ class Mapper:
 
 
 mapped = Mapper().map
-"""The process's own: what one part of it finds out holds for all."""
+"""The mapper of the process, so that all parts of it share the measurement."""
 
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
@@ -89,30 +94,32 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def give_back_free() -> None:
-    """Give back to the system what glibc's malloc holds and nobody uses; elsewhere nothing. It takes some 10 ms.
+    """Return free memory of glibc's malloc to the system, in about 10 ms; elsewhere do nothing.
 
-    What is not large malloc cuts out of a heap that shrinks from its end alone. A round over 28 dumps took 110 MiB so,
-    and every put and get of the process peaked higher by as much from then on.
+    malloc takes smaller allocations from a heap that shrinks from its end only. A GC run over 28 dumps took 110 MiB
+    this way, and the peak of every later put and get of the process rose by as much.
     """
     with suppress(OSError, AttributeError):  # musl, macOS
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 def large_from_system() -> None:
-    """Let glibc's malloc map what is large, each by itself, from now on and for the whole process; elsewhere nothing.
+    """Let glibc's malloc map each large allocation separately, in the whole process.
 
-    By itself it does so only until a large piece is first given back, and then cuts small ones out of it: a process
-    that put three Debian images held 502 MiB, and so holds 455. What a user set by MALLOC_MMAP_THRESHOLD_ stays.
+    Elsewhere do nothing. By default malloc does so only until the first large free, and then splits large areas: a
+    process
+    that put three Debian images held 502 MiB, and holds 455 with this setting. MALLOC_MMAP_THRESHOLD_ of a user is
+    kept.
     """
     _set_malloc(M_MMAP_THRESHOLD, HUGE_BYTES, "MALLOC_MMAP_THRESHOLD_")
 
 
 def one_heap() -> None:
-    """Let the threads that come share one heap of glibc's malloc, for the whole process; elsewhere nothing.
+    """Let threads that start later share one heap of glibc's malloc, in the whole process.
 
-    By itself it has one for each of up to eight threads a core, and each keeps what is free between what is in use: a
-    process that put 24 dumps on two cores held 522 MiB, and so holds 450, as fast. What a user set by MALLOC_ARENA_MAX
-    stays.
+    Elsewhere do nothing. By default there is one heap for each of up to eight threads a core, and each keeps its free
+    memory: a process that put 24 dumps on two cores held 522 MiB, and holds 450 at the same speed with this setting.
+    MALLOC_ARENA_MAX of a user is kept.
     """
     _set_malloc(M_ARENA_MAX, 1, "MALLOC_ARENA_MAX")
 

@@ -1,4 +1,5 @@
-"""Tell the type of the filesystem that a folder is on, and whether it is a network filesystem."""
+# size: one reason to change, the kinds of filesystems
+"""Find out the type of a folder's filesystem, and whether it is a network filesystem."""
 
 from __future__ import annotations
 
@@ -36,6 +37,6 @@ def filesystem_type(path: Path) -> str | None:
 
 
 def network_type(path: Path) -> str | None:
-    """Return the type of the network filesystem that a file or folder is on, None if it is on none."""
+    """Return the type of the network filesystem that a path is on, or None."""
     found = filesystem_type(path)
     return found if found in NETWORK_TYPES else None

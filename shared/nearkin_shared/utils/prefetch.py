@@ -1,9 +1,11 @@
-"""One item ahead. Invariant: who drops it half-way waits for nothing, so that anybody may; who closes it waits.
+"""Compute the next item of an iterator in a thread.
 
-reader -- asks --> thread: makes the next item while one is out -- tells --> reader
+    reader -- request --> thread: computes the next item while one is in use -- item --> reader
 
-A generator that waits for its thread as it is closed is closed by whoever collects garbage, where it is part of a
-cycle: with whatever locks that thread holds. A restore's thread wanted one of them, and both waited for ever.
+A generator that waits for its thread when it is closed may be closed by the garbage collector, if it is part of a
+cycle, in a thread that holds locks. The thread of a restore needed such a lock, and both waited forever.
+
+Invariant: dropping an iterator waits for nothing; `close` waits for the thread.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ Item = TypeVar("Item")
 
 
 class _End(NamedTuple):
-    """Nothing more comes: all was told, or this is why."""
+    """The end of the items: the iterable ended, or raised this error."""
 
     failure: BaseException | None
 
 
 class _PrefetchQueue(Generic[Item]):
-    """Between a reader and its thread, which does not hold the reader: else nobody could drop it.
+    """The queue between a reader and its thread, which must not refer to the reader.
 
-    One item lies in it at most, since one is asked for at a time, and the end.
+    Otherwise the reader would never be dropped. It contains at most one item, since one is requested at a time, and the
+    end.
     """
 
     def __init__(self) -> None:
@@ -39,8 +42,9 @@ class _PrefetchQueue(Generic[Item]):
 
 
 class PrefetchIterator(Generic[Item]):
-    """Items that a thread makes, each while the one before is out; begun by the first `next`. One reads it; any thread
-    may close it.
+    """Items that a thread computes, each while the previous one is in use.
+
+    The first `next` starts the thread. One thread reads; any thread may close it.
     """
 
     def __init__(self, name: str, making: Callable[[], AbstractContextManager[Iterator[Item]]]) -> None:
@@ -76,7 +80,7 @@ class PrefetchIterator(Generic[Item]):
             del failure  # not kept by its own traceback
 
     def _next(self) -> Item | _End:
-        """Return what is told next, and ask for what comes after it."""
+        """Return the next result, and request the one after it."""
         if not self._begun_by:
             self._begin()
         elif self._begun_by != os.getpid():
@@ -103,7 +107,10 @@ class PrefetchIterator(Generic[Item]):
             self._line.ended.wait()
 
     def __del__(self) -> None:
-        """Make no more. This may run anywhere: it takes no lock (SimpleQueue is made for that), and waits for none."""
+        """Stop the thread without waiting, because this may run in any thread.
+
+        It takes no lock (SimpleQueue is made for that).
+        """
         self._line.asked.put(False)
 
 

@@ -1,9 +1,10 @@
-"""Open files and make folders that a store or a cache owns: readable by their owner alone, never through links.
+"""Open files and make folders that only their owner may read, never through links.
 
-Whoever may write a store's folder could else have a privileged process overwrite any file: through `lock.holder`, say.
+They belong to a store or a cache. Otherwise a user who may write a store's folder could make a privileged process
+overwrite any file, for example through `lock.holder`.
 
-    file      0600, opened with O_NOFOLLOW; anything but a regular file is refused
-    folder    0700; a link in its place is refused
+      file      0600, opened with O_NOFOLLOW; anything but a regular file is refused
+      folder    0700; a link in its place is refused
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ def write_error(path: Path, err: OSError) -> StoreUnavailable:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return a folder, or the nearest one above it that exists: it is, or would be, on the same device."""
+    """Return a folder, or its nearest existing parent: both are on the same device."""
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), path)
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a regular file that a store owns and return its descriptor; a new file has mode 0600.
+    """Open a regular file of a store and return its descriptor; a new file has mode 0600.
 
     Raises LinkRefused: the last part of the path is a symbolic link. Raises OSError.
     """
@@ -78,7 +79,10 @@ def _check_regular(descriptor: int, path: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace the content of a file that a store owns, not that of another name of it. Raises LinkRefused, OSError."""
+    """Replace the content of a store's file, but not of a hard link to it.
+
+    Raises LinkRefused, OSError.
+    """
     descriptor = open_private(path, os.O_WRONLY | os.O_CREAT)
     try:
         if os.fstat(descriptor).st_nlink > 1:  # a hard link to another file, or a store that was copied as links
@@ -101,7 +105,7 @@ def read_private(path: Path, bytes_max: int) -> bytes:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder of mode 0700 unless it exists. Raises LinkRefused for a link in its place, OSError."""
+    """Make a folder of mode 0700 unless it exists. Raises LinkRefused, OSError."""
     check_no_link(folder)
     try:
         os.mkdir(folder, FOLDER_MODE)
@@ -111,7 +115,10 @@ def make_private_folder(folder: Path) -> None:
 
 
 def make_private_folders(folder: Path) -> None:
-    """Make a folder of mode 0700, and those above it that are missing with the user's umask. Raises as the above."""
+    """Make a folder of mode 0700, and missing parents with the user's umask.
+
+    Raises LinkRefused, OSError.
+    """
     if not folder.parent.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
     make_private_folder(folder)
@@ -124,7 +131,7 @@ def check_no_link(path: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder and all in it, or what is in its place: of a link the link alone."""
+    """Remove a folder with its contents; of a link remove the link only."""
     if folder.is_symlink() or not folder.is_dir():
         with suppress(FileNotFoundError):
             folder.unlink()
@@ -133,23 +140,25 @@ def remove_tree(folder: Path) -> None:
 
 
 def check_linked_folder(folder: Path) -> None:
-    """Raise LinkRefused where a link leads to a folder of objects and neither this user nor root has made the link.
+    """Raise LinkRefused if a folder of objects is a link of another user.
 
-    An operator may keep `containers/` on another disk; a link that another user made could lead anywhere.
+    An operator may keep `containers/` on another disk: links of this user or root are accepted. A link that another
+    user
+    made could lead anywhere.
     """
     try:
         status = os.lstat(folder)
-    except OSError:  # not there, or no name that can be: whoever uses it says so
+    except OSError:  # missing, or an invalid name: the caller's own access reports it
         return
     if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
         raise refuse_link(folder)
 
 
 def tighten_modes(root: Path, folders: Iterable[Path] = ()) -> int:
-    """Take other users' access to what older versions left in a store's folder; return how many entries had some.
+    """Remove other users' access to files of older versions; return how many entries had it.
 
-    The entries of the root and of `folders`, up to TIGHTENED_MAX of each, as far as this user owns them: what is
-    below a folder of mode 0700 is out of reach whatever its own mode. The root itself stays as its owner set it.
+    Covers the entries of the root and of `folders`, up to TIGHTENED_MAX of each, as far as this user owns them: entries
+    below a folder of mode 0700 are out of reach whatever their own mode. The root keeps its mode.
     """
     count = 0
     for folder in (root, *folders):

@@ -1,4 +1,8 @@
-"""Ctrl-C. Invariant: it ends what runs, by KeyboardInterrupt, also where it falls into an import that was put off."""
+# size: one reason to change, the handling of signals in the main thread
+"""Handle Ctrl-C during deferred imports and waits.
+
+Invariant: Ctrl-C ends the process by KeyboardInterrupt, also during an import that was deferred.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,12 @@ LOOK_SECONDS = 0.5
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold Ctrl-C, and SIGTERM and SIGHUP where Python handles them, back for as long as the block runs.
+    """Defer Ctrl-C, and handled SIGTERM and SIGHUP, until the block ends.
 
-    One that falls into the import of a compiled module is lost, one that falls into the making of a dataclass becomes
-    a RuntimeError. For imports that a put waits for: they take milliseconds. A mask of signals would not do: they are
-    one thread's, and a library's threads (numpy's) would take what the process is sent.
+    A KeyboardInterrupt during the import of a compiled module is lost; one while a dataclass is created becomes a
+    RuntimeError. For imports that a put waits for: they take milliseconds. A mask of signals would not work: it applies
+    to
+    one thread, and a library's threads (numpy's) would receive the signals of the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # no signal is handled in this thread

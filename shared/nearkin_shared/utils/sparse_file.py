@@ -1,7 +1,9 @@
-"""Writing with holes. Invariant: the file reads back as what was written, and ends where that ends.
+"""Write files with holes for zeros.
 
-data | zeros, 64 KiB or more | data      ->      data | hole | data     nothing is written for a hole, and
-                                                                        no space taken: half a disk image
+    data | zeros, 64 KiB or more | data      ->      data | hole | data     a hole takes no write and no space:
+                                                                            half of a disk image
+
+Invariant: the file reads back as the bytes that were written, and has their length.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ class Output:
             self._file.truncate(self._position)
 
     def write(self, piece: memoryview) -> None:
-        """Write all of uint8 `piece`. Raises BadInput for a file that takes none without saying why, OSError."""
+        """Write all of uint8 `piece`.
+
+        Raises BadInput for a file that accepts no bytes without an error, OSError.
+        """
         if not self._may_have_holes:
             _write(self._file, piece)
             return
@@ -56,9 +61,9 @@ class Output:
 
 
 def grows(file: BinaryIO) -> bool:
-    """Return whether this is a file of the system, nothing around it, and ends where it stands.
+    """Return whether this is a plain file of the system whose position is its end.
 
-    What is skipped there reads as zeros. Not so where a file was opened to append: it writes at its end as it is then.
+    Skipped bytes read as zeros there. A file opened for appending is excluded: it writes at its current end.
     """
     raw = getattr(file, "raw", file)
     if type(file) not in (FileIO, BufferedWriter, BufferedRandom) or type(raw) is not FileIO:
@@ -74,7 +79,7 @@ def grows(file: BinaryIO) -> bool:
 
 
 def _runs(piece: memoryview, position: int) -> Iterator[tuple[bool, memoryview]]:
-    """Yield (whether it is a hole, its bytes): runs of `piece`, which stands at `position` of the file."""
+    """Yield (whether it is a hole, its bytes): runs of `piece` at `position` of the file."""
     start, at = 0, -position % HOLE_BYTES
     hole = False
     while at + HOLE_BYTES <= len(piece):
@@ -91,7 +96,7 @@ def _runs(piece: memoryview, position: int) -> Iterator[tuple[bool, memoryview]]
 
 
 def _all_zero(piece: memoryview, at: int) -> bool:
-    """Return whether HOLE_BYTES from `at` on are zeros; three bytes tell for most of what is not."""
+    """Return whether HOLE_BYTES from `at` on are zeros; three bytes rule out most data."""
     end = at + HOLE_BYTES
     if piece[at] or piece[end - 1] or piece[at + HOLE_BYTES // 2]:
         return False

@@ -1,4 +1,8 @@
-"""Text for people. Invariant: what is shown is one line, and nothing of it acts on a terminal."""
+# size: one function, used by errors and the command
+"""Escape text for terminals.
+
+Invariant: the result is one line without terminal control.
+"""
 
 from __future__ import annotations
 

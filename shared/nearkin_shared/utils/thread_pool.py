@@ -1,8 +1,11 @@
-"""Parts of one question, answered side by side. Invariant: the answers are those that one thread alone would give.
+"""Compute parts of a result in several threads.
 
-    parts -> the caller's thread and those of an executor that are free take one after another -> answers, in order
+      parts -> the caller's thread and free threads of an executor take one after another -> results, in order
 
-For kernels without the GIL: how the parts are shared out follows from who is free, what comes out from the parts alone.
+For kernels that release the GIL. The division among threads depends on which of them are free, the result only on the
+parts.
+
+Invariant: the result is the one that a single thread would compute.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ PART_BYTES = MIB
 """So much a part has: half a millisecond of work and more, for 30 us that it takes to hand it over."""
 
 THREADS_MAX = 4
-"""Of one restore, or one look through a store: each has a decoder, and room for what a block leans on."""
+"""Threads of one restore, or one scan of a store: each has a decoder, and memory for bases."""
 
 
 def cores() -> int:
@@ -36,9 +39,9 @@ def cores() -> int:
 
 
 class ThreadPool:
-    """Threads that take parts beside the caller's, whichever of them are free.
+    """Threads that take parts in addition to the caller's thread.
 
-    Safe between threads, but for `on_other_cores` and `begin`: those are for the one thread that has the others.
+    Safe between threads, except `on_other_cores` and `begin`: only the thread that started the others may call these.
     """
 
     def __init__(self, threads: Executor | None = None, count: int = 1) -> None:
@@ -49,9 +52,10 @@ class ThreadPool:
 
     @contextmanager
     def on_other_cores(self, name: str, most: int) -> Iterator[None]:
-        """Have threads for as long as the block runs, `name` and a number: one for each core but one, up to `most`.
+        """Start threads for the duration of the block: one for each other core, up to `most`.
 
-        What was begun, and nobody has waited for, is not done any more when the block ends.
+        Their names are `name` and a number. Work that was begun and not waited for is cancelled at the end of the
+        block.
         """
         count = min(cores() - 1, most)
         if count < 1:
@@ -71,24 +75,25 @@ class ThreadPool:
         return self._threads is None
 
     def parts(self, lengths: U32 | NDArray[np.int64]) -> list[slice]:
-        """Return slices of rows for `map`: of PART_BYTES each, or all in one where nobody helps.
+        """Return slices of rows for `map`: of PART_BYTES each, or one slice without threads.
 
-        A call checks all that it is given: `shared_bytes` with 100 buffers takes 47 us for 2 rows, 57 for 128 and 130
-        for 1,280, a sketch 8, 9 and 14.
+        A call validates all its arguments: `shared_bytes` with 100 buffers takes 47 us for 2 rows, 57 for 128 and 130
+        for
+        1,280, a sketch 8, 9 and 14.
         """
         return [slice(0, len(lengths))] if self._threads is None else parts_of(lengths)
 
     def run_on_all(self, work: Callable[[], None]) -> None:
-        """Call `work` here and on threads that are free, a call a core: each takes what others have left of one task.
+        """Call `work` here and in free threads, once per core: each takes the tasks that remain.
 
-        Raises what one of these calls raised.
+        Raises an error that one of these calls raised.
         """
         self.map(lambda _hand: work(), range(self._count))
 
     def begin(self, work: Callable[[], Answer]) -> Callable[[], Answer]:
-        """Begin a piece of work; return what gives its answer once it is there, or raises what it raised.
+        """Begin a piece of work; return a function that waits for its result or error.
 
-        The caller does it at once where as many are begun as there are cores: the others each have one, and one waits.
+        The caller executes it at once if as many are begun as there are cores: the others each have one, and one waits.
         """
         self._begun = [one for one in self._begun if not one.done()]
         if self._threads is not None and len(self._begun) < self._count:
@@ -104,11 +109,14 @@ class ThreadPool:
         return lambda: answer
 
     def map(self, work: Callable[[Part], Answer], parts: Sequence[Part]) -> list[Answer]:
-        """Return work(part) for each part. Raises what one of them raised; no further part is begun then."""
+        """Return work(part) for each part; after an error no further part is begun.
+
+        Raises an error that one of them raised.
+        """
         if self._threads is None or len(parts) < 2:
             return [work(part) for part in parts]
         found: dict[int, Answer] = {}
-        left = iter(range(len(parts)))  # a step of it is one of C's: nobody else gets the same number
+        left = iter(range(len(parts)))  # next() of a range iterator is atomic: no other thread gets the same number
 
         def take() -> None:
             try:
@@ -137,10 +145,11 @@ class ThreadPool:
 
 
 def _help(task: list[Callable[[], Answer]], told: Future[Answer]) -> None:
-    """Do a task, unless what comes of it was cancelled.
+    """Execute a task, unless its future was cancelled.
 
-    An executor that can start no thread says so, and keeps what it was given nevertheless: a thread that it has already
-    may begin it at any time, so that the executor's own word is not enough; or none ever does, and it stays for good.
+    An executor that cannot start a thread raises, but keeps the task: an existing thread may still begin it at any
+    time, or
+    none ever does, so that the executor's error does not settle it.
     """
     if not told.set_running_or_notify_cancel():
         return
@@ -153,12 +162,15 @@ def _help(task: list[Callable[[], Answer]], told: Future[Answer]) -> None:
 
 
 SERIAL = ThreadPool()
-"""Nobody helps."""
+"""Runs everything in the caller's thread."""
 
 
 @contextmanager
 def all_cores(name: str) -> Iterator[ThreadPool]:
-    """Have threads for as long as the block runs, named `name`: one a core, up to THREADS_MAX; on one core none."""
+    """Start threads for the duration of the block: one a core, up to THREADS_MAX.
+
+    They are named `name`; on one core none is started.
+    """
     count = min(cores(), THREADS_MAX)
     if count < 2:
         yield SERIAL
@@ -168,7 +180,7 @@ def all_cores(name: str) -> Iterator[ThreadPool]:
 
 
 def parts_of(lengths: U32 | NDArray[np.int64], part_bytes: int = PART_BYTES) -> list[slice]:
-    """Return slices of rows that have `part_bytes` together, or a row more; one at least, empty where no row is."""
+    """Return slices of rows with about `part_bytes` each; at least one slice."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total_bytes = int(ends[-1]) if len(ends) else 0
     cuts = np.searchsorted(ends, np.arange(part_bytes, total_bytes, part_bytes)) + 1

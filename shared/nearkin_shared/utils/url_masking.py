@@ -1,10 +1,11 @@
-"""Mask secrets in URLs: in settings that are shown, in errors, and in log lines.
+# size: one rule, used by settings, errors and log lines
+"""Mask secrets in URLs: in displayed settings, in errors, and in log lines.
 
     redis://user:password@host      s3://id:secret@bucket      redis://host?password=secret
     redis://***@host                s3://***@bucket            redis://host?password=***
 
-Invariant: the masked text holds neither the user information of a URL nor the value of a query parameter whose name
-says that it is a secret.
+Invariant: the masked text has neither the user information of a URL nor the value of a query parameter whose name marks
+it as a secret.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def mask_urls(text: str) -> str:
 
 
 def url_secrets(url: str) -> Iterator[str]:
-    """Yield the secrets of a URL, as they are written and percent-decoded: what a log line must not hold."""
+    """Yield the secrets of a URL, as written and percent-decoded, to remove from log lines."""
     pairs = [match[0][:-1] for match in _USER_INFORMATION.finditer(url) if ":" in match[0]]
     written = [*pairs, *(pair.partition(":")[2] for pair in pairs)]
     written += [match[2] for match in _SECRET_PARAMETER.finditer(_USER_INFORMATION.sub("", url))]
