@@ -18,7 +18,7 @@ Made from the source by `python -m tests.support.checks.settings_page`; `nearkin
 the values in force. A setting comes from its default, from `profile`, from a TOML file (`--config FILE`: `[delta]`,
 `max_depth = 2`), from a variable such as `NEARKIN_DELTA__MAX_DEPTH`, or from an option of the command: the later wins
 ([ADR 4](../adr/0004-plain-settings-without-pydantic.md)).
-Sizes are numbers of bytes or texts such as `"8KiB"`. What cannot be is
+Sizes are numbers of bytes or texts such as `"8KiB"`. An invalid value is
 refused by name when a process starts.
 
 **hot**: running services take it from a changed file, or from `PATCH /v1/config`; all else needs a restart.
