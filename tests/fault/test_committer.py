@@ -19,14 +19,17 @@ from nearkin_committer import handler as committer_handler
 from nearkin_committer.handler import CommitterHandler
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
+from nearkin_shared.formats.head_record import Heads, encode_heads
 from nearkin_shared.formats.message import End, Envelope, Placed, encode
 from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.tenant_context import tenant_contexts
+from nearkin_shared.objectstore.delegating import record_key_of
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.results import Ledger
-from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.heads import VersionHeads
+from nearkin_shared.storage.manifests import ManifestStore, key_digest
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.types import Locations
 from tests.support.fakes.committers import EmptyBacklog, RecordingOutbox
@@ -337,3 +340,14 @@ def test_where_too_many_records_gather_the_blob_with_most_of_them_fails(
     assert log.read() == {"k2": "failed", "k1": "committed"}
     assert log.handler._records == 0
     assert log.committable() == len(log.records)
+
+
+def test_number_of_a_lost_manifest_is_not_given_again(log: Log) -> None:
+    """F.22: a version takes the number after the highest that a GC run has listed, though its manifest was lost."""
+    heads = VersionHeads(log.objects)
+    listed = Heads({bytes.fromhex(key_digest("t", "k1")): 4})
+    log.objects.put_new(heads.name(1), encode_heads(1, listed, record_key_of(log.objects)))
+    log.placed(1, 0)
+    log.end(1, 1)
+    assert log.read() == {"k1": "committed"}
+    assert log.manifests.versions("t", "k1") == [5]

@@ -85,7 +85,7 @@ def test_gc_frees_nothing_while_versions_are_rolled_back(root: Path, capsys: pyt
         store.put("new", b"another content" * 1000)
         before = {p for p in (root / "containers").rglob("*") if p.is_file()}
         for _ in range(3):
-            with pytest.raises(Corrupt, match=r"4 such keys.*restore the manifests"):
+            with pytest.raises(Corrupt, match=r"4 such keys.*rebuild-index"):
                 store.gc()
             with pytest.raises(Corrupt, match="4 such keys"):
                 store.gc(dry_run=True)
@@ -236,6 +236,20 @@ def test_ended_versions_lose_no_marks(root: Path) -> None:
         for _ in range(3):
             assert store.gc().rolled_back_keys == 0
         assert store.verify().damage == ()
+
+
+def test_number_of_a_rolled_back_version_is_not_given_again(root: Path) -> None:
+    """F.22: with index and newest manifest lost a put takes the number after the lost one, which may come back."""
+    name = object_name("default", "db", 2)
+    lost = (root / name).read_bytes()
+    (root / name).unlink()
+    shutil.rmtree(root / "index")
+    with opened(root) as store:
+        assert store.put("db", b"version three").info.version == 3
+    (root / name).write_bytes(lost)
+    with opened(root) as store:
+        assert store.get("db", 2).read() == b"version two" * 1000
+        assert store.get("db").read() == b"version three"
 
 
 def test_deleted_and_expired_versions_are_no_roll_back(root: Path) -> None:

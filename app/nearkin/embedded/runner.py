@@ -50,6 +50,7 @@ from nearkin_shared.results import Ledger, PutResult
 from nearkin_shared.retention import retain_until_us
 from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.types import U32, Bools, ContainerId, FreshBatch, Locations, SegmentBatch
 from nearkin_shared.utils.failpoints import failpoint
@@ -146,6 +147,7 @@ class EmbeddedWriter:
         self._clock = clock
         self._containers = containers
         self._manifests = manifests
+        self._heads = VersionHeads(manifests.objects)
         self._index = index
         self._pending = PendingIndex(index, fingerprinter.domain)
         self._in_flight = InFlight(containers)
@@ -451,7 +453,7 @@ class EmbeddedWriter:
         tenant = self._settings.tenant
         seconds = round(time.perf_counter() - blob.started, 3)  # as the manifest keeps it
         # Numbers in the index count as used too: a lost manifest may be restored from a copy.
-        indexed, version = self._index.versions_of(tenant, blob.key), 0
+        indexed, version = self._index.versions_of(tenant, blob.key), self._heads.highest_taken(tenant, blob.key)
         for _ in range(VERSION_RACES_MAX):
             histories = self._manifests.histories(tenant, blob.key)
             earlier = self._manifests.find_origin(tenant, blob.key, histories, blob.origin)

@@ -40,6 +40,7 @@ from nearkin_shared.preconditions import PRECONDITION
 from nearkin_shared.results import LEDGER_FIELDS, Ledger
 from nearkin_shared.results_json import info_json, ledger_json
 from nearkin_shared.retention import retain_until_us
+from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.types import U32, Bools, Locations
 from nearkin_shared.utils.failpoints import failpoint
@@ -123,6 +124,7 @@ class CommitterHandler:
         self._settings = settings
         self._backlog = backlog
         self._manifests = manifests
+        self._heads = VersionHeads(manifests.objects)
         self._lanes = lanes
         self._outbox = Outbox(settings, f"{worker}-committed", authenticator)
         self._guard = RecordGuard(settings, "committer", self._outbox, None)
@@ -351,6 +353,7 @@ class CommitterHandler:
         self, lane: TenantContext, end: End, gathered: _VersionContent
     ) -> tuple[Manifest, int, int]:
         tenant, key = end.envelope.tenant, end.envelope.key
+        taken = self._heads.highest_taken(tenant, key)  # a lost manifest may be restored from a copy
         for _ in range(VERSION_RACES_MAX):
             histories = self._manifests.histories(tenant, key)
             earlier = self._earlier(end, sorted(histories))
@@ -362,7 +365,7 @@ class CommitterHandler:
             manifest = Manifest(
                 tenant=tenant,
                 key=key,
-                version=max(histories, default=0) + 1,
+                version=max((taken, *histories)) + 1,
                 created_us=now_us,
                 retain_until_us=retain_until_us(
                     self._settings.retention, tenant, key, now_us, self._manifests.known_time

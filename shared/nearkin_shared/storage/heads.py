@@ -79,6 +79,17 @@ class VersionHeads:
         """Return the highest version of a key as a GC run has seen it, 0 for none. Raises StoreUnavailable."""
         return self._recent().versions.get(bytes.fromhex(key_digest(tenant, key)), 0)
 
+    def highest_taken(self, tenant: str, key: str) -> int:
+        """Return the highest version number of a key that a GC run has listed, 0 if the heads cannot be read.
+
+        For a put, which a stray file among the records must not stop. Raises StoreUnavailable.
+        """
+        try:
+            return self.head_of(tenant, key)
+        except Corrupt as err:
+            _log.warning("%s: the number of a removed version may be reused", err)
+            return 0
+
     def check(self, manifests: ManifestStore, tenant: str, key: str, seen: int) -> None:
         """Raise Corrupt where the key had a version above all that exist now, or a version of it has lost a mark.
 
