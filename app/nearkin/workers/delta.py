@@ -3,7 +3,7 @@
 
 from nearkin_committer.__main__ import committer
 from nearkin_delta.__main__ import placer
-from nearkin_shared.kafka.worker import Part, command
+from nearkin_shared.kafka.worker import WorkerPart, command
 
 if __name__ == "__main__":
-    command("delta", [Part("delta", "paired", placer), Part("committer", "placed", committer)])()
+    command("delta", [WorkerPart("delta", "paired", placer), WorkerPart("committer", "placed", committer)])()

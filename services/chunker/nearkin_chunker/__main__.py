@@ -4,7 +4,7 @@ from nearkin_chunker import ChunkerStage
 from nearkin_chunker.handler import ChunkerHandler
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.lag import Backlog
-from nearkin_shared.kafka.worker import Context, Part, command
+from nearkin_shared.kafka.worker import Context, WorkerPart, command
 
 
 def handler(context: Context) -> ChunkerHandler:
@@ -19,4 +19,4 @@ def handler(context: Context) -> ChunkerHandler:
 
 
 if __name__ == "__main__":
-    command("chunker", [Part("chunker", "frames", handler)])()
+    command("chunker", [WorkerPart("chunker", "frames", handler)])()

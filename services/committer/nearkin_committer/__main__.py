@@ -3,7 +3,7 @@
 from nearkin_committer.handler import CommitterHandler
 from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
 from nearkin_shared.kafka.lag import Backlog
-from nearkin_shared.kafka.worker import Context, Part, command
+from nearkin_shared.kafka.worker import Context, WorkerPart, command
 from nearkin_shared.storage.manifests import ManifestStore
 
 
@@ -16,4 +16,4 @@ def committer(context: Context) -> CommitterHandler:
 
 
 if __name__ == "__main__":
-    command("committer", [Part("committer", "placed", committer)])()
+    command("committer", [WorkerPart("committer", "placed", committer)])()

@@ -3,7 +3,7 @@
 from nearkin_dedup.handler import dedup_work
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.relay_handler import StatelessStageHandler
-from nearkin_shared.kafka.worker import Context, Part, command
+from nearkin_shared.kafka.worker import Context, WorkerPart, command
 
 
 def handler(context: Context) -> StatelessStageHandler:
@@ -15,4 +15,4 @@ def handler(context: Context) -> StatelessStageHandler:
 
 
 if __name__ == "__main__":
-    command("dedup", [Part("dedup", "segments", handler)])()
+    command("dedup", [WorkerPart("dedup", "segments", handler)])()

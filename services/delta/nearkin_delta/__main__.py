@@ -1,7 +1,7 @@
 """`python -m nearkin_delta`: encodes and stores chunks."""
 
 from nearkin_delta.handler import DeltaHandler
-from nearkin_shared.kafka.worker import Context, Part, command
+from nearkin_shared.kafka.worker import Context, WorkerPart, command
 
 
 def placer(context: Context) -> DeltaHandler:
@@ -11,4 +11,4 @@ def placer(context: Context) -> DeltaHandler:
 
 
 if __name__ == "__main__":
-    command("delta", [Part("delta", "paired", placer)])()
+    command("delta", [WorkerPart("delta", "paired", placer)])()

@@ -3,7 +3,7 @@
 from nearkin_resemblance.handler import resemblance_work
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.relay_handler import StatelessStageHandler
-from nearkin_shared.kafka.worker import Context, Part, command
+from nearkin_shared.kafka.worker import Context, WorkerPart, command
 
 
 def handler(context: Context) -> StatelessStageHandler:
@@ -14,4 +14,4 @@ def handler(context: Context) -> StatelessStageHandler:
 
 
 if __name__ == "__main__":
-    command("resemblance", [Part("resemblance", "fresh", handler)])()
+    command("resemblance", [WorkerPart("resemblance", "fresh", handler)])()

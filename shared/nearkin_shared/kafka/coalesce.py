@@ -1,6 +1,6 @@
 """Merge consecutive messages of one blob.
 
-      segments 0..6, payload | segments 7..13, payload | ...   ->   segments 0..13, fresh payload
+    segments 0..6, payload | segments 7..13, payload | ...   ->   segments 0..13, fresh payload
 
 Dedup removes most bytes of a message: the rest of sixteen messages usually fits into two, so that later stages and the
 broker handle two.

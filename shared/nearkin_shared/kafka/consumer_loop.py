@@ -1,6 +1,6 @@
 """Run the loop of a worker.
 
-      1 fetch  2 process: read, decide, put, publish  3 emit  4 flush  5 commit offsets
+    1 fetch  2 process: read, decide, put, publish  3 emit  4 flush  5 commit offsets
 
 A crash between two steps only repeats work: every effect is idempotent. After the loss of a dependency the loop starts
 again from Kafka's offsets (`run_forever`), because the data in memory may belong to a partition of another worker.

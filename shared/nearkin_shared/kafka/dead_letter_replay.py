@@ -395,7 +395,7 @@ def _is_drop(mark: DeadLetter) -> bool:
 
 
 def _with_mark(letter: DeadLetter, mark: DeadLetter) -> DeadLetter:
-    """Return a letter with what its mark says."""
+    """Return a letter with the state that its mark records."""
     return replace(letter, dropped=True) if _is_drop(mark) else replace(letter, replayed=True)
 
 

@@ -1,6 +1,9 @@
-"""Dead letters. Invariant: a record that cannot be processed is kept, with where and why, and stalls nobody.
+"""Keep records that cannot be processed in a topic of their own.
 
-It is kept whole if that fits a message; of one that does not, what is left out is told: it lies where it came from.
+A record is copied whole if it fits into a message; otherwise the letter states what was omitted: it is in its original
+topic.
+
+Invariant: an unprocessable record is kept, with its origin and reason, and blocks no other.
 """
 
 from __future__ import annotations
@@ -30,16 +33,16 @@ CONNECT_HEADERS = (TOPIC_HEADER, PARTITION_HEADER, OFFSET_HEADER, STAGE_HEADER, 
 OUR_HEADERS = frozenset({*CONNECT_HEADERS, OMITTED_VALUE_HEADER, OMITTED_KEY_HEADER, OMITTED_HEADERS_HEADER})
 MESSAGE_CHARACTERS_MAX = 1000
 HEADERS_BYTES_MAX = 12 * 1024
-"""What a record's own headers may take in its dead letter."""
+"""Bound of the record's own headers in its dead letter, bytes."""
 LETTER_BYTES_MAX = TOPIC_BYTES_MAX - 4 * 1024
-"""What a letter may take so that the broker takes it, whatever a batch adds."""
+"""Bound of a letter that the broker accepts, with the overhead of a batch, bytes."""
 KEY_BYTES_KEPT = 64 * 1024
 HEADER_BYTES = 10
-"""What a header takes besides its name and value."""
+"""Overhead of a header besides its name and value, bytes."""
 
 
 class Sender(Protocol):
-    """What dead letters need of an outbox."""
+    """The methods of an outbox that dead letters need."""
 
     def send_to(
         self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
@@ -48,7 +51,7 @@ class Sender(Protocol):
 
 
 class RejectedRecord(Protocol):
-    """What dead letters need of a record."""
+    """The fields of a record that dead letters need."""
 
     @property
     def topic(self) -> str:

@@ -1,4 +1,8 @@
-"""What a worker tells of itself. Invariant: telling fails quietly; the work goes on."""
+# size: one class, which every worker uses
+"""Report the state of a worker to gateways.
+
+Invariant: a failed report does not affect the work.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ STATES = ("running", "paused", "stopped")
 
 
 def word(service: str, worker: str, revision: str, started: str, state: str) -> dict[str, str]:
-    """Return what a worker says now; `state` is one of STATES."""
+    """Return the current report of a worker; `state` is one of STATES."""
     return {
         "worker": f"{service}/{worker}",
         "service": service,
@@ -39,7 +43,7 @@ def report(
     worker: str,
     stop: threading.Event,
 ) -> None:
-    """Tell, now and then until `stop`, what this worker runs: gateways list it."""
+    """Send reports periodically until `stop`: gateways list the worker."""
     outbox = Outbox(settings, f"{service}-{worker}-report", authenticator)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     name = f"{service}/{worker}"

@@ -1,4 +1,7 @@
-"""How far each group is behind. Invariant: told from outside, by whoever watches: a stage that is down is seen too."""
+"""Measure the lag of each consumer group.
+
+Invariant: any process can measure it, so that a stage that is down is measured too.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ AGE_PASSES = 8
 exponent, so that eight tell it within 5 %."""
 AGE_MS_MIN = 1000
 SIZED_SECONDS = 120.0
-"""How long a mean of a group's records' bytes counts: to weigh them anew reads READ_BYTES_MAX of each group."""
+"""Seconds for which a mean record size of a group is used: measuring it reads READ_BYTES_MAX of each group."""
 SIZED_RECORDS = 16
 SIZED_WAIT_SECONDS = 2.0
 READ_BYTES_MAX = 2 * 1024 * 1024
@@ -54,7 +57,10 @@ def watched_groups(settings: Settings) -> list[tuple[str, list[str]]]:
 
 @frozen
 class GroupLag:
-    """How far one group is. `taken` sums up the offsets that it will begin at: its growth is what it takes."""
+    """The progress of one group.
+
+    `taken` is the sum of its committed offsets: its growth is the group's rate.
+    """
 
     group: str
     behind: Mapping[Place, int]
@@ -75,7 +81,7 @@ class LagReader:
     """
 
     def __init__(self, settings: Settings, *, ages: bool = False) -> None:
-        """`ages`: find `oldest_seconds` and `bytes_behind` too, by AGE_PASSES more questions of a group."""
+        """`ages`: also determine `oldest_seconds` and `bytes_behind`, by AGE_PASSES more requests."""
         self._ages = ages
         bounds = {"fetch.max.bytes": READ_BYTES_MAX // 2, "queued.max.messages.kbytes": READ_BYTES_MAX // 1024}
         self._watched = [
@@ -95,7 +101,7 @@ class LagReader:
             yield self._lag(name, asking, topics)
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         for _, _, asking in self._watched:
             asking.close()
 
@@ -117,7 +123,7 @@ class LagReader:
             behind[place] = end - following
             begins[place] = following
             taken += following
-            # A negative offset: nothing younger is there.
+            # A negative offset: there is no newer record.
             old[place] = max(0, (young[place] if young[place] >= 0 else end) - following)
         for place in _without_record(
             asking, [TopicPartition(*place, begins[place]) for place in behind if behind[place] == 1]
@@ -132,11 +138,14 @@ class LagReader:
         return GroupLag(name, behind, sum(old.values()), taken, self._oldest_seconds(asking, waiting), bytes_behind)
 
     def _mean_bytes(self, name: str, asking: Consumer, begin: TopicPartition | None) -> float:
-        """Return the mean bytes of the records at an offset, keys and values; known for SIZED_SECONDS."""
+        """Return the mean size of records at an offset, keys and values; cached.
+
+        It is used for SIZED_SECONDS.
+        """
         weighed, mean_bytes = self._means.get(name, (-math.inf, 0.0))
         if begin is None or time.monotonic() - weighed < SIZED_SECONDS:
             return mean_bytes
-        asking.assign([begin])  # no member of the group: nothing is committed, and nobody's partitions move
+        asking.assign([begin])  # not a member of the group: nothing is committed, and no partition moves
         try:
             found = [one for one in asking.consume(SIZED_RECORDS, SIZED_WAIT_SECONDS) if one.error() is None]
         finally:
@@ -147,14 +156,14 @@ class LagReader:
         return mean_bytes
 
     def _oldest_seconds(self, asking: Consumer, waiting: Sequence[TopicPartition]) -> float:
-        """Return the age of the oldest of the records at these offsets. Kafka is asked by time: none is read."""
+        """Return the age of the oldest record at these offsets, found by time, without reading it."""
         now_ms = time.time_ns() // 1_000_000
         young_ms, old_ms = AGE_MS_MIN, max(AGE_MS_MIN, self._retention_ms)
         for _ in range(AGE_PASSES if waiting else 0):
             middle_ms = round(math.sqrt(young_ms * old_ms))
             times = [TopicPartition(part.topic, part.partition, now_ms - middle_ms) for part in waiting]
             since = _offsets(asking.offsets_for_times(times, timeout=ADMIN_SECONDS_MAX))
-            # A negative offset: nothing is as young as that.
+            # A negative offset: no record is that recent.
             older = [part for part in waiting if not 0 <= since[part.topic, part.partition] <= part.offset]
             if older:
                 waiting, young_ms = older, middle_ms
@@ -164,7 +173,7 @@ class LagReader:
 
 
 class Backlog:
-    """Whether what somebody misses may still be on its way. What Kafka does not tell counts as: it may."""
+    """Whether records that a caller misses may be in flight; if unknown, they may be."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -193,7 +202,10 @@ class Backlog:
         return end > offset
 
     def oldest_seconds(self, services: Collection[str]) -> float:
-        """Return the age of the oldest record that waits for one of these stages; infinite where Kafka is away."""
+        """Return the age of the oldest record that waits for one of these stages.
+
+        Infinite if Kafka is unavailable.
+        """
         asked, age_seconds = self._told
         if time.monotonic() - asked < BACKLOG_SECONDS:
             return age_seconds
@@ -209,7 +221,7 @@ class Backlog:
         return age_seconds
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         if self._asking is not None:
             self._asking.close()
         if self._reader is not None:
@@ -266,7 +278,7 @@ def _without_record(asking: Consumer, parts: Sequence[TopicPartition]) -> list[P
     if not parts:
         return []
     ended: dict[Place, bool] = {}
-    asking.assign(list(parts))  # no member of the group: nothing is committed, and nobody's partitions move
+    asking.assign(list(parts))  # not a member of the group: nothing is committed, and no partition moves
     try:
         deadline = time.monotonic() + BACKLOG_SECONDS
         while len(ended) < len(parts):
@@ -282,7 +294,7 @@ def _without_record(asking: Consumer, parts: Sequence[TopicPartition]) -> list[P
 
 
 def _offsets(parts: Sequence[TopicPartition]) -> dict[Place, int]:
-    """Return the offset of each partition. Raises KafkaException for one that could not be told."""
+    """Return the offset of each partition. Raises KafkaException if one is unknown."""
     for part in parts:
         if part.error is not None:
             raise KafkaException(part.error)

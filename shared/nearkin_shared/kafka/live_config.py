@@ -1,14 +1,18 @@
-"""Hot settings. Invariant: a value that is refused changes nothing; what is read is always one whole revision.
+"""Apply changes of hot settings while a service runs.
 
-    file as started --edited--> its hot fields  \
-                                                 > validated together > current, revision
-    topic `config`  --newest--> its changes     /
+      file as started --edited--> its hot fields  \
+                                                   > validated together > current, revision
+      topic `config`  --newest--> its changes     /
 
-What is not hot needs a restart and is ignored here. A revision is a digest of the hot values: equal on every worker
-that runs the same, whichever way they came.
+Other settings need a restart and are ignored here. A revision is a digest of the hot values: equal on every worker with
+the same values, from the file or the topic.
 
-A message has all changes, so that the newest is enough, and names the one that its sender knew (`over`). Where another
-came in between, all readers take its `patch` alone, over what that one left: of two senders at once neither loses.
+A message contains all changes, so that the newest is sufficient, and names the message that its sender knew (`over`).
+If
+another message arrived between them, all readers apply its `patch` only, over the result of that message: neither of
+two concurrent senders loses its change.
+
+Invariant: a refused value changes nothing; readers always see one complete revision.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ POLL_SECONDS = 0.5
 AGAIN_SECONDS, AGAIN_SECONDS_MAX = 0.5, 30.0
 """How long a watcher that failed waits, by lot: at most the first, then twice as long each time, up to the second."""
 LOOK_MS = 5_000
-"""How often the file is looked at whatever the watcher says: it tells nothing of what came before it began."""
+"""Interval of reading the file regardless of the watcher, which does not report changes before its start."""
 WATCH_MS = 500
 """How often the watcher of the file looks up: each time it takes the interpreter's lock from the work."""
 
@@ -119,7 +123,7 @@ class LiveConfig:
         self._settled = True
         self._awaited: dict[str, Future[None]] = {}
         self._next_offset = 0
-        """Of the topic: who begins anew must not go back to what was in force before."""
+        """Changes from the topic: a restarted reader must not return to an older state."""
         metrics.CONFIG.info({"revision": self.revision})
 
     @property
@@ -139,9 +143,9 @@ class LiveConfig:
 
     @property
     def audit(self) -> list[dict[str, Any]]:
-        """Return the changes by the topic that came into force since this began, newest last: by whom, when, what.
+        """Return the changes from the topic since the start, newest last: by whom, when, what.
 
-        The topic is read from its start: what its compaction has left of the time before is among them.
+        The topic is read from its start, so that the changes that compaction left are included.
         """
         with self._lock:
             return list(self._audit)
@@ -159,12 +163,15 @@ class LiveConfig:
 
     @property
     def is_self_contained(self) -> bool:
-        """Return whether the newest message, which is all that compaction leaves, says by itself what is in force."""
+        """Whether the newest message states all values by itself: compaction keeps only this one."""
         with self._lock:
             return self._settled
 
     def await_message(self, ident: str) -> Future[None]:
-        """Return what is done once a message with this id was taken; its error is why it was refused."""
+        """Return a future that ends when a message with this id was applied or refused.
+
+        Its error is the reason of a refusal.
+        """
         with self._lock:
             return self._awaited.setdefault(ident, Future())
 
@@ -174,7 +181,7 @@ class LiveConfig:
             self._awaited.pop(ident, None)
 
     def start(self) -> None:
-        """Watch the file, where there is one, and the topic; returns when the topic was read to its end once."""
+        """Watch the file, if there is one, and the topic; return when the topic was read once."""
         watchers: dict[str, Callable[[], None]] = {"topic": self._watch_topic}
         if self._file is not None:
             watchers["file"] = self._watch_file
@@ -194,7 +201,10 @@ class LiveConfig:
             thread.join(10.0)
 
     def on_message(self, value: bytes, what: str) -> None:
-        """Take a message of the topic; all of them in order, from one thread. What is refused is logged."""
+        """Apply a message of the topic; messages are in order, from one thread.
+
+        A refused message is logged.
+        """
         ident, whole = "", None
         failure: Exception | None = None
         try:
@@ -221,11 +231,11 @@ class LiveConfig:
         at, by = (str(message.get(name, ""))[:AUDIT_TEXT_MAX] for name in ("at", "by"))
         entry = {"at": at, "by": by, "changes": changes, "revision": self.revision}
         with self._lock:
-            if entry not in self._audit:  # who made a change hears it again from the topic
+            if entry not in self._audit:  # the sender of a change receives it again from the topic
                 self._audit.append(entry)
 
     def reread(self) -> None:
-        """Take the file's hot fields as they are now. What is refused is logged."""
+        """Apply the current hot fields of the file; a refused value is logged."""
         try:
             content = self._file.read_bytes() if self._file is not None and self._file.is_file() else b""
             if content == self._content:
@@ -239,9 +249,11 @@ class LiveConfig:
     def _apply(
         self, *, from_file: Mapping[str, Any] | None = None, from_topic: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Put in force what one watcher found, over what the other one found last: which is asked under the lock.
+        """Apply the changes of one source over the latest ones of the other.
 
-        Asked before, what the topic said meanwhile was undone, and with the gateway's next change everywhere.
+        The latter are read under the lock. Read before, a concurrent message of the topic was undone, and with the
+        gateway's
+        next change everywhere.
         """
         with self._lock:
             from_file = self._from_file if from_file is None else from_file
@@ -263,7 +275,7 @@ class LiveConfig:
                 _log.warning("revision %s -> %s: %s", before, revision, changed)
 
     def _watch_with_restart(self, what: str, watcher: Callable[[], None]) -> None:
-        """Watch until the stop: a watcher that ends by an error begins anew, where it was."""
+        """Watch until the stop; a watcher that fails is started again."""
 
         def failed(state: RetryCallState) -> None:
             problem = None if state.outcome is None else state.outcome.exception()
@@ -280,7 +292,7 @@ class LiveConfig:
 
     def _watch_file(self) -> None:
         assert self._file is not None
-        # It tells of every change in the folder: where a log lies beside the file, each line would cause the next.
+        # The watcher reports every change in the folder: each line of a log in the same folder would cause the next.
         logging.getLogger("watchfiles").setLevel(logging.WARNING)
         # The folder: editors and Kubernetes replace a file, they do not write into it.
         folder = self._file.absolute().parent
@@ -347,6 +359,9 @@ class LiveConfig:
 def config_message(
     changes: Mapping[str, Any], by: str, at: str, patch: Mapping[str, Any], ident: str, over: str
 ) -> bytes:
-    """Return the message that puts changes in force everywhere: what `patch` has made of those up to message `over`."""
+    """Encode the message that applies changes everywhere.
+
+    `changes` are the result of `patch` on those up to message `over`.
+    """
     message = {"changes": changes, "by": by, "at": at, "patch": patch, "id": ident, "over": over}
     return json.dumps(message, sort_keys=True).encode()

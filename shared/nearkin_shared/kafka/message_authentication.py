@@ -1,8 +1,10 @@
-"""Authentication of records between processes. Invariant: a record acted on was made by a holder of the store's secret.
+"""Authenticate records between processes.
 
 The header `nearkin-mac` is keyed BLAKE3 over the topic, the record's key and its value, under a key that is derived
-from the secret in the store's descriptor. It says who made a record, not when: a record sent once more has the same
-MAC, and changes nothing, because every effect of a record is idempotent.
+from the secret in the store's descriptor. It proves who made a record, not when: a record that is sent again has the
+same MAC and changes nothing, because every effect of a record is idempotent.
+
+Invariant: only records of holders of the store's secret are processed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class EnvelopeAuthenticator:
     """Compute and compare the MACs of records. May be shared between threads."""
 
     def __init__(self, secret: bytes, *, required: bool = True) -> None:
-        """`secret` is of the store's descriptor; `required`: refuse records without a MAC, not only wrong ones."""
+        """`secret` of the descriptor; `required`: refuse records without a MAC, not only wrong ones."""
         self._key = blake3(secret, derive_key_context=_CONTEXT).digest()
         self._required = required
 
@@ -39,7 +41,7 @@ class EnvelopeAuthenticator:
         return hasher.digest(MAC_BYTES)
 
     def check(self, reader: str, full: str, key: bytes | None, value: bytes | None, mac: bytes | None) -> None:
-        """Refuse a record of the topic `full` that is not authentic, and count it for `reader`. Raises NotAuthentic."""
+        """Refuse a record that is not authentic and count it for `reader`. Raises NotAuthentic."""
         if mac is None and not self._required:
             return
         if mac is not None and compare_digest(mac, self.mac_of(full, key, value)):

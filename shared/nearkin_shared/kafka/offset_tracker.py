@@ -1,4 +1,8 @@
-"""Offsets. Invariant: what may be committed lies before everything that is not yet done (I4)."""
+# size: one data structure without Kafka
+"""Track which offsets of a partition are processed.
+
+Invariant (I4): the committable offset is before every record that is not processed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ class PartitionOffsets:
         self._next: int | None = None
 
     def start(self, offset: int) -> None:
-        """Say that a record is being worked on; records are taken in order, a repeated one starts over from there."""
+        """Record the start of work on a record; a repeated offset starts again from there.
+
+        Records start in order.
+        """
         while self._open and self._open[-1] >= offset:
             self._done.discard(self._open.pop())
         self._open.append(offset)
@@ -28,7 +35,7 @@ class PartitionOffsets:
 
     @property
     def committable(self) -> int | None:
-        """Return the offset of the first record still needed, or of the next to come; None before the first."""
+        """Return the first offset still needed, or the next one; None before the first record."""
         return self._open[0] if self._open else self._next
 
     @property

@@ -1,6 +1,8 @@
-"""Whether what a worker needs answers. Invariant: a check is quick and has connections of its own.
+"""Check the dependencies of a worker.
 
-The work itself waits for a dependency up to a minute and retries; a probe that did the same would say nothing in time.
+The work waits up to a minute for a dependency and retries; a probe that did so would not answer in time.
+
+Invariant: a check is quick and has connections of its own.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ def _with_short_timeouts(settings: Settings) -> Settings:
 
 
 def redis_memory_check(settings: Settings) -> Check:
-    """Return a check that fails if Redis may evict entries or is full, but not if Redis is away.
+    """Return a check that fails if Redis may evict entries or is full.
 
-    A gateway accepts uploads while Redis is away: they wait in Kafka.
+    It passes if Redis is unreachable: a gateway accepts uploads then, which wait in Kafka.
     """
     redis = _Kept(lambda: RedisIndex(_with_short_timeouts(settings).redis, b""))
 
@@ -71,7 +73,7 @@ def redis_memory_check(settings: Settings) -> Check:
 
 
 def checks_of(settings: Settings) -> dict[str, Check]:
-    """Return what tells whether Kafka, Redis and the object store answer, each within some seconds."""
+    """Return the checks of Kafka, Redis and the object store, each within some seconds."""
     quick = _with_short_timeouts(settings)
     admin = _Kept(lambda: AdminClient(connection(settings, "nearkin-check")))
     redis = _Kept(lambda: RedisIndex(quick.redis, b""))

@@ -1,9 +1,12 @@
-"""Members that come back. Invariant: whoever died, and when, each partition of a group has an owner soon after.
+"""Trigger a rebalance after the start of a group member.
 
-A group hands partitions over in two rounds (cooperative): in the first their owner gives them away, in the second they
-are given to another, and it is the owner who asks for the second. One that dies between the two and is back before its
-session is over (static membership, KIP-345) is told what the first round has left it: it has nothing to give away, asks
-for nothing, and what nobody has stays so, for as long as nobody else comes or goes. So each that begins asks.
+A group moves partitions in two steps (cooperative rebalancing): in the first their owner revokes them, in the second
+they are assigned to another member, and the owner requests the second. A member that dies between the two and returns
+before its session ends (static membership, KIP-345) receives the result of the first step: it has nothing to revoke and
+requests nothing, so that the revoked partitions have no owner until another member joins or leaves. So each member that
+starts triggers a rebalance.
+
+Invariant: however members die and return, each partition of a group soon has an owner.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ _log = logging.getLogger("nearkin.worker")
 POLL_SECONDS = 0.2
 AGAIN_SECONDS = 5.0
 JOIN_SECONDS = 60.0
-"""A round waits for members that are in the midst of a step."""
+"""A rebalance waits for members that are in the middle of a step."""
 END_SECONDS = 10.0
 
 
 class RebalanceTrigger:
-    """Has a group divide its partitions once more, on a thread of its own, at the first `begin`.
+    """Makes a group rebalance once, in a thread of its own, at the first `begin`.
 
-    Another member comes and goes; it wants none of the partitions, so none changes its owner for that.
+    Another member joins and leaves; it subscribes to none of the partitions, so that none moves because of it.
     """
 
     def __init__(self, settings: Settings, group_id: str) -> None:
@@ -61,7 +64,7 @@ class RebalanceTrigger:
             self._over.wait(AGAIN_SECONDS)
 
     def _has_rebalanced(self) -> bool:
-        """Return whether a round took place with another member."""
+        """Return whether a rebalance with another member took place."""
         divided = threading.Event()
 
         def told(client: Consumer, parts: list[TopicPartition]) -> None:

@@ -1,4 +1,7 @@
-"""Handling one record. Invariant: it ends done, or is repeated after a restart, or is put aside and fails its blob."""
+"""Process one record: complete it, repeat it after a restart, or make it a dead letter.
+
+Invariant: a dead letter fails its blob.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from nearkin_shared.observability.log_setup import about
 _log = logging.getLogger("nearkin.worker")
 
 SURPRISES_MAX = 3
-"""How often a record is tried that raises what nobody foresaw, before it is put aside."""
+"""Attempts for a record that raises an unexpected error, before it becomes a dead letter."""
 TENANTS_MAX = 256
 """Tenants whose stages a worker keeps: each holds an open container of a few MiB at most."""
 
@@ -43,7 +46,7 @@ Key = TypeVar("Key")
 
 
 class BoundedCache(Generic[Key, Made]):
-    """What is made once by key and kept while it is among the latest used."""
+    """A cache of objects made once by key, limited to the most recently used."""
 
     def __init__(
         self, make: Callable[[Key], Made], entries_max: int, check: Callable[[Key], None] = lambda _: None
@@ -69,7 +72,7 @@ class BoundedCache(Generic[Key, Made]):
 
 
 def headers_of(stage: str, kind: str, envelope: Envelope, traceparent: bytes | None) -> dict[str, bytes]:
-    """Return CloudEvents attributes in binary mode, and the W3C trace context where there is one."""
+    """Return CloudEvents attributes in binary mode, and the W3C trace context if there is one."""
     found = {
         "ce_specversion": b"1.0",
         "ce_type": f"io.nearkin.{kind}.v1".encode(),
@@ -95,7 +98,7 @@ class RecordGuard:
         next_topic: str | None,
         next_key: Callable[[Envelope], bytes] = lambda envelope: envelope.blob,
     ) -> None:
-        """`next_topic` None: the last stage, who tells failures itself. `next_key`: what that topic is keyed by."""
+        """`next_topic` None: the last stage, which reports failures. `next_key`: key of that topic."""
         self._settings = settings
         self._stage = stage
         self._outbox = outbox
@@ -128,7 +131,10 @@ class RecordGuard:
             return None
 
     def read_header(self, record: Record) -> UndecodedMessage | None:
-        """Return the record's message, its columns unread unless it is an end; None after putting it aside."""
+        """Return the message of a record; None after making it a dead letter.
+
+        Its columns are not decoded unless it is an end.
+        """
         try:
             self._authenticate(record)
             found = read_header(record.value, record.label)
@@ -140,7 +146,7 @@ class RecordGuard:
         return found
 
     def decode_many(self, records: Sequence[Record]) -> list[Message | None]:
-        """Return what `decode` would of each; pairs are read together, and alone where any of them is damaged."""
+        """Decode records together; decode them one by one if any is damaged."""
         found = [self.read_header(record) for record in records]
         pairs = [message for message in found if message is not None and message.kind is MessageKind.PAIRED]
         try:
@@ -161,7 +167,10 @@ class RecordGuard:
         ]
 
     def belongs(self, record: Record, envelope: Envelope, blob: Envelope) -> bool:
-        """Return whether a message is of the blob that has its id; False after putting it aside (I9)."""
+        """Return whether a message belongs to the blob of its id (I9).
+
+        Otherwise it becomes a dead letter.
+        """
         if (envelope.tenant, envelope.key) == (blob.tenant, blob.key):
             return True
         problem = Corrupt(
@@ -191,7 +200,10 @@ class RecordGuard:
 
     @staticmethod
     def _try(work: Callable[[], None]) -> None:
-        """Do `work` up to SURPRISES_MAX times where it raises what nobody foresaw; the first try is plain, as above."""
+        """Call `work`, up to SURPRISES_MAX times if it raises unexpected errors.
+
+        The first attempt is plain, as in `retrying`.
+        """
         try:
             return patiently(work)
         except NearkinError:
@@ -207,7 +219,7 @@ class RecordGuard:
         return None
 
     def fail(self, envelope: Envelope, failure: str, traceparent: bytes | None) -> None:
-        """End a blob as failed: the committer tells everyone."""
+        """End a blob as failed: the committer publishes the failure."""
         if self._next_topic is None:
             return
         end = End(envelope, began_us=0, origin=envelope.blob, failure=failure[:500])

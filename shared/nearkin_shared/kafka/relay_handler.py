@@ -1,9 +1,12 @@
-"""Stages without state. Invariant: what a message says leaves once, in its blob's order.
+"""Run stages without state.
 
-    open all -> read as one -> one question to the index for all -> decide -> what is one blob's as one -> send
+    read all headers -> decode together -> one index request for all -> decide -> merge per blob -> send
 
-A message that fails takes no other with it: when the joint work fails, each is worked on alone, and the one that
-fails again is put aside.
+A message that fails does not affect others: if the joint work fails, each message is processed alone, and one that
+fails
+again becomes a dead letter.
+
+Invariant: each message has one result, in the order of its blob.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _log = logging.getLogger("nearkin.worker")
 
 @frozen
 class OutgoingMessage:
-    """A message for the next stage; `encoded` is asked when it is sent, so that few lie in memory at once."""
+    """A message for the next stage, encoded when it is sent, so that few are in memory."""
 
     kind: str
     envelope: Envelope
@@ -34,9 +37,9 @@ class OutgoingMessage:
 
 
 Work = Callable[[str, Sequence[UndecodedMessage]], Sequence[OutgoingMessage | None]]
-"""(tenant, messages) -> what each becomes; None: a later one of the same blob says it too.
+"""(tenant, messages) -> the result of each; None: a later result of the same blob includes it.
 
-Raises Corrupt or TypeError where any of them is damaged or does not belong here.
+Raises Corrupt or TypeError if any message is damaged or of a wrong kind.
 """
 
 _ALONE = object()
@@ -58,7 +61,7 @@ class StatelessStageHandler:
         self._awaiting.forget(partition)
 
     def handle(self, records: list[Record]) -> None:
-        """Work on what came, and send the results on."""
+        """Process records, and send the results."""
         taken: list[tuple[Record, UndecodedMessage]] = []
         ended: set[bytes] = set()
         for record in records:
@@ -87,14 +90,14 @@ class StatelessStageHandler:
         self._awaiting.forget(partition)
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
-        """Yield what lies behind the last batch whose results Kafka has."""
+        """Yield the committable offsets after the last acknowledged batch."""
         return self._awaiting.committable()
 
     def close(self) -> None:  # noqa: D102
         self._outbox.close()
 
     def _carry(self, taken: Sequence[tuple[Record, UndecodedMessage]]) -> None:
-        """Work on messages and send what they become, each where the last one it is made of stands."""
+        """Process messages and send results, each at the position of its last source message."""
         results = self._process_batch([message for _, message in taken])
         for (record, message), result in zip(taken, results, strict=True):
             if message.kind is MessageKind.END:
@@ -105,7 +108,7 @@ class StatelessStageHandler:
                 self._guard.carry_out(record, message.envelope, lambda: self._process_one(record, message))  # noqa: B023
 
     def _process_batch(self, messages: Sequence[UndecodedMessage]) -> list[object]:
-        """Return what each message becomes: Told, None, or _ALONE where it must be worked on by itself."""
+        """Return the result of each message: outgoing, None, or _ALONE to process it alone."""
         results: list[object] = [_ALONE] * len(messages)
         by_tenant: dict[str, dict[bytes, list[int]]] = {}
         for number, message in enumerate(messages):

@@ -1,4 +1,7 @@
-"""What a worker keeps for a tenant. Invariant: two tenants share connections, never names, bases or containers (I9)."""
+"""Keep the resources of a worker for each tenant.
+
+Invariant (I9): tenants share connections, but no names, bases or containers.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +45,13 @@ def tenant_contexts(
     index_of: Callable[[bytes], Index],
     rounds: Callable[[], object] = lambda: None,
 ) -> TenantContexts:
-    """Return the lanes of all tenants, each made when it is first asked for.
+    """Return the contexts of all tenants, each created on first use.
 
-    `rounds` returns what is another once a round of garbage collection has ended. Of an erased tenant they raise
-    TenantErased, of one whose keys are gone KeysLost.
+    `rounds` returns a value that changes after each GC run. Raises TenantErased for an erased tenant, KeysLost for one
+    whose keys are missing.
     """
     watch = PendingDeleteWatcher(PendingDeleteStore(objects), settings.gc.grace_seconds, rounds)
-    # One cache for all: each tenant's own came to TENANTS_MAX times `base.cache_bytes`, and as often 48 MiB.
+    # One cache for all: a cache for each tenant took TENANTS_MAX times `base.cache_bytes`, and as often 48 MiB.
     every = ContainerStore(objects, b"", int(settings.base.cache_bytes))
 
     def make(tenant: str) -> TenantContext:

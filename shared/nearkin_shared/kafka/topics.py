@@ -1,7 +1,7 @@
-"""Making topics: `python -m nearkin_shared.kafka.topics [--config FILE]`, before anything else runs.
+"""Create topics: `python -m nearkin_shared.kafka.topics [--config FILE]`, before services start.
 
-Invariant: a topic that is there keeps its partitions. They decide which keys meet where: a blob whose frames were on
-their way would be torn. Another number than the settings' is an error that says so.
+Invariant: an existing topic keeps its partitions, which determine the partition of each key: a blob with frames in
+flight would be split. A number that differs from the settings is an error.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from nearkin_shared.kafka.consumer_loop import patiently
 
 
 def prepare_topics(settings: Settings) -> tuple[list[str], list[str]]:
-    """Make missing topics and give the others the settings of `topic_config`; return (made, changed).
+    """Create missing topics and update the settings of others; return (created, changed).
 
-    Raises ConfigError where a topic has another number of partitions, StoreUnavailable, PermanentError.
+    Raises ConfigError if a topic has another number of partitions, StoreUnavailable, PermanentError.
     """
     made = create_topics(settings)
     admin = AdminClient(connection(settings, "nearkin-topics"))
@@ -88,7 +88,7 @@ def _with_settings(admin: AdminClient, wanted: Mapping[str, Mapping[str, str]]) 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file of settings.")
 def main(config_file: Path | None) -> None:
-    """Make the topics that are missing; set durability, retention, compaction and codec of the others."""
+    """Create missing topics; set durability, retention, compaction and codec of the others."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     try:
         settings = load(config_file)[0]

@@ -1,10 +1,12 @@
-"""Find logs that were truncated below a committed offset: by an unclean leader election, or a disk that lost writes.
+"""Detect logs that were truncated below a committed offset.
+
+Causes are an unclean leader election, or a disk that lost writes.
 
     commit  the offset, and the leader epoch of the last record that was read
-    resume  one record earlier: is it of a later epoch, the log was truncated and written again
+    resume  one record earlier: if it has a later epoch, the log was truncated and written again
 
-Invariant: a consumer that resumes at an offset skips no record that was put after the log was truncated below it. The
-client checks this itself (KIP-320), but only where the leader changes while it reads, not where it resumes.
+Invariant: a consumer that resumes at an offset skips no record that was written after a truncation below it. The client
+checks this itself (KIP-320), but only if the leader changes while it reads, not when it resumes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from confluent_kafka import Message as KafkaMessage
 
 
 class Reading(Enum):
-    """What a message is to a consumer that has resumed."""
+    """The meaning of a message for a consumer that resumed."""
 
     NEW = auto()
     HANDLED = auto()
@@ -26,7 +28,7 @@ class Reading(Enum):
 
 
 class LeaderEpochs:
-    """The leader epochs of the partitions that a consumer reads. Not to be shared between threads."""
+    """The leader epochs of the partitions that a consumer reads. Not shared between threads."""
 
     def __init__(self) -> None:
         self._read: dict[tuple[str, int], int] = {}

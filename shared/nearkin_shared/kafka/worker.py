@@ -1,6 +1,8 @@
-"""A worker's process. Invariant: it ends only after what it holds is effective, or is left for whoever comes next.
+"""Run the process of a worker.
 
-settings -> connections -> hot settings -> loops, until SIGTERM or SIGINT
+    settings -> connections -> hot settings -> loops, until SIGTERM or SIGINT
+
+Invariant: it ends only when its work is complete, or is left for the next owner.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ REFUSED = 2
 
 @frozen
 class Context:
-    """What a service's loops are made from."""
+    """The resources that a service's loops are made from."""
 
     settings: Settings
     hot: LiveConfig
@@ -62,7 +64,7 @@ class Context:
         return bytes.fromhex(self.found.secret)
 
     def lanes(self) -> TenantContexts:
-        """Return fresh lanes: what the last ones held in memory may belong to somebody else by now."""
+        """Return new tenant contexts: data in old ones may belong to another worker by now."""
         rounds, bits = GcStatusStore(self.index).state, self.found.fingerprint_bits
         return tenant_contexts(self.settings, self.objects, self.secret, bits, self.index.for_domain, rounds)
 
@@ -72,7 +74,7 @@ class Context:
 
 
 @frozen
-class Part:
+class WorkerPart:
     """One loop of a service: its consumer group, its topic, and how its handler is made."""
 
     service: str
@@ -81,9 +83,12 @@ class Part:
 
 
 def command(
-    service: str, parts: Sequence[Part], background: Callable[[Context], Callable[[], None]] | None = None
+    service: str, parts: Sequence[WorkerPart], background: Callable[[Context], Callable[[], None]] | None = None
 ) -> click.Command:
-    """Return the command that runs a service's worker. `background` starts what runs beside and returns its stop."""
+    """Return the command that runs a service's worker.
+
+    `background` starts additional work and returns the function that stops it.
+    """
 
     @click.command(help=f"Run a {service} worker: it takes messages from Kafka until SIGTERM, and then ends cleanly.")
     @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file of settings; watched.")
@@ -92,7 +97,7 @@ def command(
         default=lambda: f"{socket.gethostname()}",
         help="This worker's name, its own in the fleet and the same after a restart. Default: the host's name.",
     )
-    @click.option("--verbose", is_flag=True, help="Tell more.")
+    @click.option("--verbose", is_flag=True, help="More detailed log.")
     def run(config_file: Path | None, worker: str, verbose: bool) -> None:
         try:
             settings = load(config_file)[0]
@@ -115,7 +120,7 @@ def command(
 
 def run_worker(
     service: str,
-    parts: Sequence[Part],
+    parts: Sequence[WorkerPart],
     settings: Settings,
     config_file: Path | None,
     worker: str,
@@ -155,9 +160,9 @@ def run_worker(
 
 
 def exit_code(service: str, failures: Sequence[BaseException], *, alive: bool) -> int:
-    """Tell what a worker's loops failed with; return its exit code: 2 for a setting that one refused.
+    """Log the failures of a worker's loops; return its exit code: 2 for a refused setting.
 
-    `alive`: whether one would not end.
+    `alive`: whether a loop did not end.
     """
     refused = [failure for failure in failures if isinstance(failure, ConfigError)]
     for failure in failures:
@@ -175,7 +180,7 @@ def _connect(
     stop: threading.Event,
     monitor: Monitor,
 ) -> Context | None:
-    """Return all connections, waiting for servers that are not up yet. Raises NearkinError after a while."""
+    """Open all connections, waiting for servers. Raises NearkinError after a while."""
     deadline = time.monotonic() + CONNECT_SECONDS_MAX
     while not stop.is_set():
         try:
@@ -193,7 +198,9 @@ def _connect(
     return None
 
 
-def _thread(context: Context, part: Part, stop: threading.Event, failures: list[BaseException]) -> threading.Thread:
+def _thread(
+    context: Context, part: WorkerPart, stop: threading.Event, failures: list[BaseException]
+) -> threading.Thread:
     pulse = context.monitor.pulse(part.service)
 
     def make() -> Loop:

@@ -1,1 +1,4 @@
-"""Object stores and their wrappers. Invariant: what `put_new` has returned for survives a crash."""
+"""Store objects in folders and buckets, and wrap object stores.
+
+Invariant: an object that `put_new` returned for survives a crash.
+"""

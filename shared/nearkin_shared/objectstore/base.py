@@ -1,6 +1,8 @@
-"""Object stores. Invariant: an object appears whole and durable, or not at all, and is never overwritten.
+"""Define the object store, and store objects in a folder.
 
 `put_new` returns only when the bytes would survive a power cut; a second `put_new` of a name raises AlreadyExists.
+
+Invariant: an object appears whole and durable, or not at all, and is never overwritten.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class ObjectStore(Protocol):
 
     @property
     def far(self) -> bool:
-        """Return whether a read takes so long that others should be on their way meanwhile."""
+        """Whether reads have such a latency that others should be in flight meanwhile."""
 
     def put_new(self, name: str, *parts: Payload) -> None:
         """Write an object, its parts one behind the other, durably.
@@ -53,19 +55,22 @@ class ObjectStore(Protocol):
         """
 
     def get(self, name: str) -> bytes:
-        """Return a whole object. Raises NotFound, StoreUnavailable, or Corrupt for one that is too large to be one."""
+        """Return a whole object.
+
+        Raises NotFound, StoreUnavailable, Corrupt (the object exceeds the bound of objects).
+        """
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         """Return the byte ranges [start, end) in order. Raises NotFound or StoreUnavailable.
 
-        Short ones that join may share memory, TOGETHER_BYTES_MAX of it: who keeps one for long copies it.
+        Short adjacent ranges may share TOGETHER_BYTES_MAX of memory: a caller that keeps one for long copies it.
         """
 
     def size_bytes(self, name: str) -> int:
         """Return an object's size. Raises NotFound or StoreUnavailable."""
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield (name, size in bytes) below `prefix`, in no order. An error is raised, never taken for "empty"."""
+        """Yield (name, size in bytes) below `prefix`, in no order; errors are raised."""
 
     def delete(self, name: str) -> None:
         """Remove an object, durably; one that is not there is fine."""
@@ -73,26 +78,32 @@ class ObjectStore(Protocol):
 
 @runtime_checkable
 class SupportsReplace(Protocol):
-    """An object store that replaces damaged bytes by the object's own, and an erasure record by one due earlier."""
+    """An object store that can replace damaged bytes by the original ones.
+
+    Also an erasure record by one that is due earlier.
+    """
 
     def replace(self, name: str, data: Payload) -> None:
-        """Make `data` the object, durably, whatever is there: a reader sees the one or the other, never half of it.
+        """Replace an object, durably: a reader sees the old or the new bytes, never a mixture.
 
-        Raises StoreUnavailable: the one or the other is there.
+        Raises StoreUnavailable: one of the two exists.
         """
 
 
 @runtime_checkable
 class SupportsStamps(Protocol):
-    """An object store that tells whether an object of other programs was replaced."""
+    """An object store that detects whether another program replaced an object."""
 
     def stamp(self, name: str) -> tuple[int, str | None]:
-        """Return an object's size, and what changes with its bytes. Raises NotFound or StoreUnavailable."""
+        """Return an object's size and a value that changes with its bytes.
+
+        Raises NotFound or StoreUnavailable.
+        """
 
 
 @runtime_checkable
 class SupportsErasure(Protocol):
-    """An object store in which a tenant can be erased: what is left of it can never be read again."""
+    """An object store in which tenants can be erased."""
 
     def check_tenant(self, tenant: str) -> None:
         """Raise TenantErased where a tenant was. Raises StoreUnavailable."""
@@ -103,7 +114,7 @@ class SupportsSalvage(Protocol):
     """An object store whose objects may be readable in part."""
 
     def salvage(self, name: str) -> bytes | None:
-        """Return an object with zeros in the place of what cannot be read, None where nothing can."""
+        """Return an object with zeros for unreadable parts; None if nothing is readable."""
 
 
 @runtime_checkable
@@ -111,7 +122,7 @@ class SupportsFileSizes(Protocol):
     """An object store that lists the files of many small folders quickly."""
 
     def file_sizes(self, folders: Iterable[str]) -> Iterator[dict[str, int] | None]:
-        """Yield {file name: bytes} of each folder, None for one that holds anything but regular files."""
+        """Yield {file name: bytes} of each folder, None for one with other entries than files."""
 
 
 def check_tenant(objects: ObjectStore, tenant: str) -> None:
@@ -130,15 +141,17 @@ SWEPT_TRIES_MAX = 8
 
 
 class LocalObjectStore:
-    """A folder. Writing is ours, since obstore's LocalStore does not fsync (I1 needs it); so are reading and listing.
+    """The objects of a folder, written, read and listed without obstore.
 
-    A range takes 10 us so, where a trip through obstore takes 400, and to import it 6 ms of every command.
+    obstore's LocalStore does not fsync, which I1 needs. A range takes 10 us; through obstore it takes 400, and the
+    import
+    adds 6 ms to every command.
     """
 
     far = False
 
     def __init__(self, root: Path, *, dropped: tuple[str, ...] = ()) -> None:
-        """`dropped`: large objects whose names begin so leave the page cache once they are durable (ADR 31)."""
+        """Evict large objects with a prefix in `dropped` from the page cache once durable (ADR 31)."""
         self._root = root
         self._dropped = dropped
         self._scratch = root / "tmp"
@@ -151,11 +164,13 @@ class LocalObjectStore:
         self._client: ObstoreObjectStore | None = None
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield (name, size in bytes) below the folder `prefix`, in no order. Raises StoreUnavailable.
+        """Yield (name, size in bytes) below the folder `prefix`, in no order.
 
-        What is no file, or went meanwhile, is left out. Bytes of other programs' names that are no UTF-8 are escaped.
-        What stands where the folder should be, and a link to what is not there, are errors: a disk that is not mounted
-        would else be taken for a store that holds nothing, and all be freed that its manifests name.
+        Entries that are no file, or were deleted meanwhile, are skipped. Names that are not UTF-8 are escaped. A file
+        in place
+        of the folder, and a dangling link, are errors: an unmounted disk would otherwise look like an empty store, and
+        data
+        that its manifests name would be freed. Raises StoreUnavailable.
         """
         folders = [prefix.rstrip("/")]
         self._check_folders(self._root / folders[0])
@@ -173,7 +188,7 @@ class LocalObjectStore:
                             yield os.fsencode(name).decode(errors="backslashreplace"), size_bytes
                         elif (
                             entry.is_symlink() and "." not in entry.name
-                        ):  # a folder's; an object's is damage, told as such
+                        ):  # a link of a folder; one of an object is reported as damage
                             self._check_link(name)
             except FileNotFoundError:
                 self._check_link(folder)
@@ -181,7 +196,7 @@ class LocalObjectStore:
                 raise unavailable(folder, err) from err
 
     def file_sizes(self, folders: Iterable[str]) -> Iterator[dict[str, int] | None]:
-        """Yield {file name: bytes} of each folder, None for one that is missing or holds anything but regular files.
+        """Yield {file name: bytes} of each folder; None if it is missing or has other entries.
 
         It takes a fifteenth of the time of `names`, which also reports errors and other users' links.
         """
@@ -200,7 +215,7 @@ class LocalObjectStore:
                 yield found if len(found) == len(names) else None
 
     def _check_link(self, name: str) -> None:
-        """Raise StoreUnavailable where a name is there, as a link to what is not."""
+        """Raise StoreUnavailable for a dangling link."""
         path = self._root / name
         if path.is_symlink() and not path.exists():
             raise StoreUnavailable(
@@ -209,7 +224,10 @@ class LocalObjectStore:
             )
 
     def stamp(self, name: str) -> tuple[int, str | None]:
-        """Return an object's size, and what changes with its bytes. Raises NotFound or StoreUnavailable."""
+        """Return an object's size and a value that changes with its bytes.
+
+        Raises NotFound or StoreUnavailable.
+        """
         if self._client is None:
             from nearkin_shared.objectstore.obstore_adapter import (
                 local_client,  # 6 ms of each command, and asked for by services alone
@@ -219,7 +237,10 @@ class LocalObjectStore:
         return self._client.stamp(name)
 
     def put_new(self, name: str, *parts: Payload) -> None:
-        """Write, fsync, link to the final name (fails if there), fsync the folder: no crash leaves half an object."""
+        """Write, fsync, link to the final name (fails if it exists), fsync the folder.
+
+        No crash leaves half an object.
+        """
         final = self._root / name
         failpoint("object.begun")
         try:
@@ -227,7 +248,7 @@ class LocalObjectStore:
             self._make_folder(final.parent)
             check_no_link(self._scratch)
             _make(self._scratch)
-            self._named(name, parts, lambda temporary: _link(temporary, final, self._root / "lock.rename"))
+            self._write_and_rename(name, parts, lambda temporary: _link(temporary, final, self._root / "lock.rename"))
             failpoint("object.scratch-removed")
             try:
                 sync_folder(final.parent)  # 3 the name itself is durable
@@ -258,22 +279,23 @@ class LocalObjectStore:
             self._make_folder(final.parent)
             check_no_link(self._scratch)
             _make(self._scratch)
-            self._named(name, [data], lambda temporary: os.replace(temporary, final))
+            self._write_and_rename(name, [data], lambda temporary: os.replace(temporary, final))
             failpoint("object.replaced")
             sync_folder(final.parent)
         except OSError as err:
             raise unavailable(name, err) from err
 
-    def _named(self, name: str, parts: Sequence[Payload], give: Callable[[Path], None]) -> None:
-        """Make an object's bytes durable under a name nobody reads, and let `give` give them theirs.
+    def _write_and_rename(self, name: str, parts: Sequence[Payload], give: Callable[[Path], None]) -> None:
+        """Make an object's bytes durable under a temporary name, and let `give` rename it.
 
-        Whoever takes the store's lock sweeps the scratch folder; a pause, say, or a new store is written without that
-        lock, and then once more.
+        A process that takes the store's lock sweeps the scratch folder. A pause, for example, is written without that
+        lock, and
+        then written again.
         """
         for tries_left in reversed(range(SWEPT_TRIES_MAX)):
             temporary = self._scratch / f"{secrets.token_hex(8)}.part"
             try:
-                # 1 bytes durable under a name nobody reads
+                # 1 bytes durable under a temporary name
                 write_durably(temporary, parts, drop=name.startswith(self._dropped))
                 failpoint("object.synced")
                 give(temporary)  # 2 visible, atomically
@@ -286,15 +308,16 @@ class LocalObjectStore:
                 _remove(temporary)
 
     def get(self, name: str) -> bytes:
-        """Return a whole object. Raises NotFound, StoreUnavailable, or Corrupt where the device cannot read it, or no
-        object is so large.
+        """Return a whole object.
+
+        Raises NotFound, StoreUnavailable, Corrupt (the device cannot read it, or it exceeds the bound of objects).
         """
         with self._reading(name) as (descriptor, size_bytes):
             check_size(name, size_bytes)
             return _read_bytes(descriptor, 0, size_bytes)
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
-        """Return the byte ranges [start, end); those that join are read together, and share memory."""
+        """Return the byte ranges [start, end); adjacent ones are read together and share memory."""
         found = list[Payload]()
         with self._reading(name) as (descriptor, _):
             for run in _runs(list(zip(starts, ends, strict=True))):
@@ -328,7 +351,10 @@ class LocalObjectStore:
         return network_type(self._root) is not None
 
     def modified_seconds(self, name: str) -> float:
-        """Return when an object was written, seconds since 1970. Raises NotFound, StoreUnavailable."""
+        """Return the time at which an object was written, seconds since 1970.
+
+        Raises NotFound, StoreUnavailable.
+        """
         with self._reading(name) as (descriptor, _):
             return os.fstat(descriptor).st_mtime
 
@@ -336,7 +362,7 @@ class LocalObjectStore:
     def _reading(self, name: str) -> Iterator[tuple[int, int]]:
         """Open an object for as long as the block runs: (descriptor, bytes)."""
         try:
-            # O_NONBLOCK: a pipe in its place would have this wait for ever for who writes into it
+            # O_NONBLOCK: opening a pipe would wait forever for a writer
             descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
             try:
                 status = os.fstat(descriptor)
@@ -357,7 +383,7 @@ class LocalObjectStore:
             raise unavailable(name, err) from err
 
     def delete(self, name: str) -> None:
-        """Remove an object and make that durable: what leaned on nothing but it must not come back without it."""
+        """Delete an object, durably: it must not return without objects deleted after it."""
         path = self._root / name
         try:
             self._check_folders(path.parent)
@@ -372,7 +398,10 @@ class LocalObjectStore:
             raise unavailable(name, err) from err
 
     def _sync_removal(self, folder: Path) -> None:
-        """Make removals from a folder durable; remember the folder where that fails. Raises StoreUnavailable."""
+        """Sync the removals from a folder; remember the folder if that fails.
+
+        Raises StoreUnavailable.
+        """
         try:
             sync_folder(folder)
         except OSError as err:
@@ -381,9 +410,9 @@ class LocalObjectStore:
         self._unsynced.discard(folder)
 
     def sweep_scratch(self) -> None:
-        """Remove what a dead writer left half-written; only the holder of the store's lock may call this.
+        """Remove half-written files of a dead writer.
 
-        Raises LinkRefused.
+        Only the holder of the store's lock may call this. Raises LinkRefused.
         """
         check_no_link(self._scratch)
         for left in self._scratch.glob("*.part"):
@@ -412,7 +441,7 @@ class LocalObjectStore:
         self._settled.add(folder.parent)
 
     def _check_folders(self, folder: Path) -> None:
-        """Raise LinkRefused where another user's link leads to a folder of objects, or to one above it."""
+        """Raise LinkRefused if a folder of objects or a parent is a link of another user."""
         while folder != self._root:
             check_linked_folder(folder)
             folder = folder.parent
@@ -424,7 +453,10 @@ def join_parts(parts: Sequence[Payload]) -> Payload:
 
 
 def write_durably(path: Path, parts: Sequence[Payload], *, drop: bool) -> None:
-    """Write and sync a new file of mode 0600. `drop`: a large one leaves the page cache to the next one, still warm."""
+    """Write and sync a new file of mode 0600.
+
+    `drop`: a large file is evicted from the page cache.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         _write_all(descriptor, parts)
@@ -438,7 +470,7 @@ def write_durably(path: Path, parts: Sequence[Payload], *, drop: bool) -> None:
 
 
 def _write_all(descriptor: int, parts: Sequence[Payload]) -> None:
-    """Write the parts where they lie: of a container put together first, that was the dearest copy of a put."""
+    """Write the parts without joining them: joining was the most expensive copy of a put."""
     left = deque(memoryview(part).cast("B") for part in parts if len(part))
     while left:
         count = os.writev(descriptor, list(islice(left, PARTS_WRITTEN_MAX)))
@@ -449,7 +481,10 @@ def _write_all(descriptor: int, parts: Sequence[Payload]) -> None:
 
 
 def _link(temporary: Path, final: Path, lock: Path) -> None:
-    """Give a file its final name, only if that is free. `lock`: taken where the filesystem has no other way."""
+    """Give a file its final name if that is free.
+
+    `lock` is taken on filesystems without an atomic way.
+    """
     try:
         os.link(temporary, final)
     except FileExistsError:
@@ -482,7 +517,7 @@ def _remove(path: Path) -> None:
 
 
 def _runs(ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-    """Yield runs of ranges, each of which begins where the one before it ends, TOGETHER_BYTES_MAX long at most."""
+    """Yield runs of adjacent ranges, at most TOGETHER_BYTES_MAX long."""
     first = 0
     while first < len(ranges):
         after, end_max = first + 1, ranges[first][0] + TOGETHER_BYTES_MAX

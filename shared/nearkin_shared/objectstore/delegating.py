@@ -29,7 +29,7 @@ class DelegatingObjectStore:
         return takes_bytes(self.inner, name, object_bytes)
 
     def clear_bytes(self, name: str, stored_bytes: int) -> int:
-        """Return how many bytes in clear an object has that is stored in so many; negative if it is cut short."""
+        """Return the plaintext size of a stored object; negative if it is truncated."""
         return clear_bytes(self.inner, name, stored_bytes)
 
     @property
@@ -76,7 +76,7 @@ def takes_bytes(objects: ObjectStore, name: str, object_bytes: int) -> int:
 
 
 def clear_bytes(objects: ObjectStore, name: str, stored_bytes: int) -> int:
-    """Return how many bytes in clear an object has that is stored in so many; negative if it is cut short."""
+    """Return the plaintext size of a stored object; negative if it is truncated."""
     return objects.clear_bytes(name, stored_bytes) if isinstance(objects, DelegatingObjectStore) else stored_bytes
 
 

@@ -1,8 +1,10 @@
-"""An encrypted store's objects. Invariant: parity is of what is stored, sealed; what is read was authenticated.
+"""Store encrypted objects with parity.
 
-    readers, writers -> sealed or opened here -> parity -> local folder or S3
+    readers, writers -> encrypted or decrypted here -> parity -> local folder or S3
 
-So damage is mended, byte for byte, without a key, and what was erased stays so: its parity is of no more use than it.
+So damage is repaired, byte for byte, without a key, and erased data stay unreadable, their parity included.
+
+Invariant: parity covers the encrypted bytes; every byte that is read was authenticated.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _log = logging.getLogger("nearkin")
 
 
 class EncryptedObjectStore(ParityObjectStore):
-    """Objects with parity, as they are in clear; what lies in `inner`, and its parity, is sealed."""
+    """Plaintext objects with parity; the bytes in `inner`, and their parity, are encrypted."""
 
     def __init__(self, inner: ObjectStore, scheme: Scheme | None, keyring: Keyring) -> None:
         super().__init__(inner, scheme)
@@ -37,35 +39,41 @@ class EncryptedObjectStore(ParityObjectStore):
         self._bare = EncryptingObjectStore(inner, sealing)
 
     def authenticate_records(self, secret: bytes) -> None:
-        """Do nothing: records are sealed, which authenticates them."""
+        """Do nothing: encryption authenticates records."""
 
     @property
     def without_parity(self) -> ObjectStore:
-        """Return the objects in clear as they lie there, whatever parity would make of them."""
+        """Return the plaintext objects without the use of parity."""
         return self._bare
 
     def rewrap(self, wrap: Callable[[ObjectStore], ObjectStore]) -> Self:
-        """Return what does the same over what `wrap` makes of the store below all wrappers."""
+        """Return a copy of this wrapper over `wrap` of the innermost store."""
         return type(self)(rewrap_lowest(self.inner, wrap), self._scheme, self.keyring)
 
     def takes_bytes(self, name: str, object_bytes: int) -> int:
-        """Return what an object of so many bytes takes that is written now, sealed, its parity included."""
+        """Return the stored size of a new object, encrypted and with parity."""
         return super().takes_bytes(name, encrypted_bytes(object_bytes) if is_encrypted(name) else object_bytes)
 
     def clear_bytes(self, name: str, stored_bytes: int) -> int:
-        """Return how many bytes in clear an object has that is stored in so many; negative if it is cut short."""
+        """Return the plaintext size of a stored object; negative if it is truncated."""
         return plain_bytes(stored_bytes) if is_encrypted(name) else stored_bytes
 
     def check_tenant(self, tenant: str) -> None:
-        """Raise TenantErased where a tenant was."""
+        """Raise TenantErased if the tenant was erased."""
         self.keyring.check_tenant(tenant)
 
     def put_new(self, name: str, *parts: Payload) -> None:
-        """Seal and write an object, then its parity. Raises AlreadyExists, TenantErased, StoreUnavailable."""
+        """Encrypt and write an object, then its parity.
+
+        Raises AlreadyExists, TenantErased, StoreUnavailable.
+        """
         self._sealed.put_new(name, *parts)
 
     def put_new_of_tenant(self, tenant: str, name: str, *parts: Payload) -> None:
-        """Write an object under a tenant's keys. Raises AlreadyExists, TenantErased, StoreUnavailable."""
+        """Write an object under a tenant's keys.
+
+        Raises AlreadyExists, TenantErased, StoreUnavailable.
+        """
         self._sealed.put_new_of_tenant(tenant, name, *parts)
 
     def get(self, name: str) -> bytes:
@@ -73,7 +81,10 @@ class EncryptedObjectStore(ParityObjectStore):
         return self._sealed.get(name)
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
-        """Return the byte ranges [start, end) in order. Raises NotFound, TenantErased, Corrupt or StoreUnavailable."""
+        """Return the byte ranges [start, end) in order.
+
+        Raises NotFound, TenantErased, Corrupt or StoreUnavailable.
+        """
         return self._sealed.get_ranges(name, starts, ends)
 
     def size_bytes(self, name: str) -> int:
@@ -89,11 +100,14 @@ class EncryptedObjectStore(ParityObjectStore):
         self._sealed.delete(name)
 
     def add_parity(self, name: str, data: bytes) -> None:
-        """Make the parity of an object that is what was written. Raises Corrupt, StoreUnavailable, ConfigError."""
+        """Write the parity of an undamaged object.
+
+        Raises Corrupt, StoreUnavailable, ConfigError.
+        """
         self._stored.add_parity(name, self._stored_of(name, data))
 
     def reconstruct(self, name: str) -> bytes | None:
-        """Return an object as it was written, None where too much of it or of its parity is lost, or it was erased."""
+        """Return an object as written; None if it was erased or too much of it is lost."""
         stored = self._stored.reconstruct(name)
         try:
             return None if stored is None else self._sealed.sealing.open(name, stored)
@@ -102,17 +116,19 @@ class EncryptedObjectStore(ParityObjectStore):
             return None
 
     def damage_of(self, name: str, data: bytes) -> str | None:
-        """Return what is wrong with the parity of an object that is what was written. Raises NotFound, Corrupt."""
+        """Return the problem of an undamaged object's parity, or None. Raises NotFound, Corrupt."""
         return self._stored.damage_of(name, self._stored_of(name, data))
 
     def renew_parity(self, name: str, data: bytes) -> None:
-        """Put the parity of a sound object in the place of a broken one."""
+        """Replace the damaged parity of an undamaged object."""
         self._stored.renew_parity(name, self._stored_of(name, data))
 
     def replace(self, name: str, data: Payload) -> None:
-        """Put an object's own bytes in the place of what became of them: just as they were stored where parity knows.
+        """Replace a damaged object by its original bytes.
 
-        Else sealed anew, with new parity. Raises StoreUnavailable.
+        They are the stored bytes if parity can reconstruct them, otherwise the object is encrypted again, with new
+        parity.
+        Raises StoreUnavailable.
         """
         stored = self._stored.reconstruct(name)
         try:
@@ -139,7 +155,7 @@ class EncryptedObjectStore(ParityObjectStore):
     # --- as a whole --------------------------------------------------------------------------------------------------
 
     def decrypt(self, name: str, stored: bytes) -> bytes:
-        """Return the object of that name from a copy as it was stored. Raises TenantErased, Corrupt, FormatTooNew."""
+        """Decrypt a copy of a stored object. Raises TenantErased, Corrupt, FormatTooNew."""
         return self._sealed.sealing.open(name, stored)
 
     def encryption_bytes(self) -> int:
@@ -151,27 +167,31 @@ class EncryptedObjectStore(ParityObjectStore):
         return added
 
     def erased_objects(self, *, due: bool = False) -> list[tuple[str, int]]:
-        """Return (name, bytes with its parity) of the objects of erased tenants that exist: manifests and marks first.
+        """Return (name, bytes with parity) of existing objects of erased tenants.
 
-        `due`: only of those whose grace is over.
+        Manifests and marks first. `due`: only of tenants whose grace is over.
         """
         found = self._sealed.erased_objects(self.keyring.due_erasures() if due else self.keyring.unswept())
         parity = dict(self.inner.names(FOLDER)) if found else {}
         return [(name, size_bytes + parity.get(parity_name(name), 0)) for name, size_bytes in found]
 
     def names_of_domain(self, folder: str, domain: bytes) -> list[str]:
-        """Return the names of all objects below a folder that a domain's keys sealed. Raises StoreUnavailable."""
+        """Return the names of all objects below a folder under a domain's keys.
+
+        Raises StoreUnavailable.
+        """
         return self._sealed.names_of_owner(folder, self.keyring.owner_of(domain))
 
     def salvage(self, name: str) -> bytes | None:
-        """Return an object as far as it can be read, zeros where it cannot; None where its head is broken."""
+        """Return an object with zeros for unreadable parts; None if its head is damaged."""
         return self._sealed.salvage(name)
 
     def sweep_erased(self, check: Callable[[], None] = lambda: None) -> list[tuple[str, int]]:
-        """Remove keys and objects of erased tenants; return (name, bytes) of each. Who dies in between begins anew.
+        """Remove keys and objects of erased tenants; return (name, bytes) of each.
 
-        `check` is asked before each, and raises where nothing may be removed any more. `confirm_swept` comes after all
-        else that the erasure removes.
+        An interrupted call is repeated as a whole. `check` is called before each removal, and raises if removals are no
+        longer
+        permitted. `confirm_swept` follows after everything else that the erasure removes.
         """
         self.keyring.finish_erasures()
         found = self.erased_objects(due=True)
@@ -187,7 +207,7 @@ class EncryptedObjectStore(ParityObjectStore):
 
 
 def put_new_of_tenant(objects: ObjectStore, tenant: str, name: str, *parts: Payload) -> None:
-    """Write an object that belongs to a tenant: in an encrypted store under its keys, whatever the object says.
+    """Write an object of a tenant: in an encrypted store under the tenant's keys.
 
     Raises AlreadyExists, TenantErased, StoreUnavailable.
     """
@@ -198,18 +218,21 @@ def put_new_of_tenant(objects: ObjectStore, tenant: str, name: str, *parts: Payl
 
 
 def key_names(objects: ObjectStore) -> list[str]:
-    """Return the names of all wrapped keys, and of what says that some were erased; none of a store in clear."""
+    """Return the names of all key and erasure records; none if the store is not encrypted."""
     return [name for name, _ in objects.keyring.names()] if isinstance(objects, EncryptedObjectStore) else []
 
 
 def check_keys(objects: ObjectStore, tenant: str, catalog: Callable[[str], Iterator[object]]) -> None:
-    """Raise TenantErased where a tenant was, KeysLost where its keys are gone and `catalog` knows versions of it."""
+    """Raise TenantErased if the tenant was erased, KeysLost if its keys are missing.
+
+    Keys are missing if there are none and `catalog` has versions of the tenant.
+    """
     if isinstance(objects, EncryptedObjectStore):
         objects.keyring.check_not_lost(tenant, lambda: next(catalog(tenant), None) is not None)
 
 
 @contextmanager
 def overlaid(objects: ObjectStore) -> Iterator[ObjectStore]:
-    """Return a store as it would be: what is written stays apart, sealed and with parity as it would be there."""
+    """Overlay a store: new objects are kept apart, encrypted and with parity as in the store."""
     with ExitStack() as overlays:
         yield rewrap_lowest(objects, lambda lowest: overlays.enter_context(OverlayObjectStore(lowest)))

@@ -1,8 +1,10 @@
-"""Sealed objects. Invariant: what lies below tells of an object its size, its owner's key and its name, and no more.
+"""Encrypt the objects of an object store.
 
-    put_new -> seal -> below      get, ranges -> below -> open (each page authenticated) -> the bytes
+    put_new -> encrypt -> inner      get, ranges -> inner -> decrypt (each page authenticated) -> the bytes
 
-Sizes are those of the objects in clear. The keys themselves, and parity, are no sealed objects: they lie beside.
+Sizes are those of plaintext objects. Key records and parity are stored unencrypted, next to the objects.
+
+Invariant: the inner store reveals an object's size, its owner's key and its name, and no more.
 """
 
 from __future__ import annotations
@@ -30,18 +32,19 @@ from nearkin_shared.objectstore.parity import SupportsReconstruction
 from nearkin_shared.storage import descriptor
 
 HEADS_MAX = 4096
-"""Of objects that were read: 600 bytes each, and two questions less for the next range."""
+"""Heads and sizes in the cache: 600 bytes each, and two requests less for the next range."""
 SCRATCH_BYTES_MAX = 8 * MIB
-"""That a thread keeps; a range of more has memory of its own."""
+"""Buffer that each thread keeps, bytes; a larger range has memory of its own."""
 HEAD_THREADS = 16
-"""Heads are read side by side where the store is far: only while a tenant is erased and not swept."""
+"""Concurrent reads of heads if the store is remote: only while a tenant is erased and not swept."""
 OWNED = ("containers", "manifests", "uploads")
 """Folders of objects that belong to tenants."""
 
 
 class _Scratch(threading.local):
-    """Room of each thread for pages on their way out, used again: a page of memory that is touched for the first time
-    costs as much as opening what goes into it (3.9 MB: 8 ms in new memory, 3 in this).
+    """Buffers of each thread for encrypted pages, used again.
+
+    The first touch of memory costs as much as decrypting into it (3.9 MB: 8 ms in new memory, 3 ms in this).
     """
 
     def __init__(self) -> None:
@@ -60,7 +63,10 @@ _scratch = _Scratch()
 
 
 class ObjectEncryption:
-    """Seals and opens objects of one store, with the heads of those that were read. Safe between threads."""
+    """Encrypts and decrypts objects of one store, with the heads of objects read before.
+
+    Safe between threads.
+    """
 
     def __init__(self, keyring: Keyring) -> None:
         self.keyring = keyring
@@ -70,9 +76,10 @@ class ObjectEncryption:
         self._lock = threading.Lock()
 
     def seal(self, name: str, data: Payload, tenant: str | None = None) -> Payload:
-        """Return what is stored of an object, under the keys of `tenant` if it does not say itself whose it is.
+        """Return the stored bytes of an object, under its tenant's keys.
 
-        Raises TenantErased, ConfigError, Corrupt, StoreUnavailable.
+        `tenant` is needed for an object that does not name its owner. Raises TenantErased, ConfigError, Corrupt,
+        StoreUnavailable.
         """
         if not is_encrypted(name) and name != descriptor.NAME:
             return data
@@ -81,7 +88,7 @@ class ObjectEncryption:
         return keys.encode_envelope(made) if name == descriptor.NAME else made
 
     def open(self, name: str, stored: bytes) -> bytes:
-        """Return an object from all that is stored. Raises TenantErased, Corrupt, FormatTooNew."""
+        """Decrypt a whole stored object. Raises TenantErased, Corrupt, FormatTooNew."""
         if not is_encrypted(name) and name != descriptor.NAME:
             return stored
         if name == descriptor.NAME:
@@ -92,7 +99,7 @@ class ObjectEncryption:
         return self.cipher(name, stored).decrypt_object(stored, _scratch.take)
 
     def cipher(self, name: str, stored: bytes) -> fmt.PageCipher:
-        """Return what opens an object that begins with these bytes."""
+        """Return the cipher of an object that begins with these bytes."""
         head = fmt.head_of(stored, name)
         key = self.keyring.key(head.owner, head.number, name)
         made = fmt.PageCipher(head, name, key.secret)
@@ -104,7 +111,7 @@ class ObjectEncryption:
         return made
 
     def known(self, name: str) -> fmt.PageCipher | None:
-        """Return what opened an object before, if its key is there still. Raises TenantErased."""
+        """Return the cached cipher of an object if its key exists. Raises TenantErased."""
         with self._lock:
             entry = self._heads.get(name)
         if entry is None:
@@ -115,12 +122,12 @@ class ObjectEncryption:
         return made
 
     def size_of(self, name: str) -> int | None:
-        """Return the size in clear that `note_size` was told, None where that is not known any more."""
+        """Return the plaintext size that `note_size` recorded, or None if it is not cached."""
         with self._lock:
             return self._sizes.get(name)
 
     def note_size(self, name: str, object_bytes: int) -> None:
-        """Remember an object's size."""
+        """Cache an object's size."""
         with self._lock:
             self._sizes[name] = object_bytes
             self._sizes.move_to_end(name)
@@ -128,7 +135,7 @@ class ObjectEncryption:
                 self._sizes.popitem(last=False)
 
     def forget(self, name: str) -> None:
-        """Let go of an object's head and size."""
+        """Remove an object's head and size from the cache."""
         with self._lock:
             self._heads.pop(name, None)
             self._sizes.pop(name, None)
@@ -155,7 +162,10 @@ class EncryptingObjectStore:
         self.below.put_new(name, self.sealing.seal(name, join_parts(parts)))
 
     def put_new_of_tenant(self, tenant: str, name: str, *parts: Payload) -> None:
-        """Write an object under a tenant's keys. Raises AlreadyExists, TenantErased, StoreUnavailable."""
+        """Write an object under a tenant's keys.
+
+        Raises AlreadyExists, TenantErased, StoreUnavailable.
+        """
         self.check_tenant(tenant)
         self.below.put_new(name, self.sealing.seal(name, join_parts(parts), tenant))
 
@@ -164,13 +174,16 @@ class EncryptingObjectStore:
         return self.sealing.open(name, self.below.get(name))
 
     def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
-        """Return the byte ranges [start, end) in order. Raises NotFound, TenantErased, Corrupt or StoreUnavailable."""
+        """Return the byte ranges [start, end) in order.
+
+        Raises NotFound, TenantErased, Corrupt or StoreUnavailable.
+        """
         if not is_encrypted(name):
             whole = self.get(name)
             return [whole[start:end] for start, end in zip(starts, ends, strict=True)]
         try:
             return self._ranges(name, self.sealing.known(name), starts, ends)
-        except (Corrupt, NotFound) as err:  # or it was replaced since, sealed anew; or put again
+        except (Corrupt, NotFound) as err:  # or it was replaced and encrypted again, or put again
             self.sealing.forget(name)
             if isinstance(err, NotFound):
                 raise
@@ -179,7 +192,7 @@ class EncryptingObjectStore:
     def _ranges(
         self, name: str, cipher: fmt.PageCipher | None, starts: Sequence[int], ends: Sequence[int]
     ) -> list[bytes]:
-        """Read whole pages, and the head with them where it is not known."""
+        """Read whole pages, and the head if it is not cached."""
         object_bytes = self._object_bytes(name) if cipher is None else cipher.head.object_bytes
         bounds = [(min(start, object_bytes), min(end, object_bytes)) for start, end in zip(starts, ends, strict=True)]
         runs = fmt.page_runs([start for start, _ in bounds], [end for _, end in bounds])
@@ -190,7 +203,7 @@ class EncryptingObjectStore:
         if cipher is None:
             cipher = self.sealing.cipher(name, bytes(stored.pop(0)))
             if cipher.head.object_bytes != object_bytes:
-                raise Corrupt(f"{name}: its head says {cipher.head.object_bytes} bytes, its size {object_bytes}")
+                raise Corrupt(f"{name}: its head states {cipher.head.object_bytes} bytes, its size {object_bytes}")
         places = list(accumulate(((end - first) * fmt.PAGE_BYTES for first, end in runs), initial=0))
         plain = _scratch.take(places[-1])
         for at, (first, end), data in zip(places, runs, stored, strict=False):
@@ -203,23 +216,23 @@ class EncryptingObjectStore:
         return found
 
     def _object_bytes(self, name: str) -> int:
-        """Return an object's size in clear, which never changes: asked for once, mostly by whoever wants a range."""
+        """Return an object's plaintext size, which never changes: requested once, then cached."""
         known = self.sealing.size_of(name)
         return self.size_bytes(name) if known is None else known
 
     def size_bytes(self, name: str) -> int:
-        """Return an object's size in clear. Raises NotFound, Corrupt where no object has such a size, and so on."""
+        """Return an object's plaintext size. Raises NotFound, Corrupt (an impossible size)."""
         stored_bytes = self.below.size_bytes(name)
         if not is_encrypted(name):
             return stored_bytes
         found = fmt.plain_bytes(stored_bytes)
         if found < 0:
-            raise Corrupt(f"{name}: no sealed object has {stored_bytes} bytes: cut short or filled up")
+            raise Corrupt(f"{name}: no encrypted object has {stored_bytes} bytes: truncated or padded")
         self.sealing.note_size(name, found)
         return found
 
     def reconstruct(self, name: str) -> bytes | None:
-        """Return an object in clear as it was written, where the store below knows what that was sealed."""
+        """Return a plaintext object as written, if the inner store can reconstruct it."""
         stored = self.below.reconstruct(name) if isinstance(self.below, SupportsReconstruction) else None
         try:
             return None if stored is None else self.sealing.open(name, stored)
@@ -227,10 +240,7 @@ class EncryptingObjectStore:
             return None
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield (name, size in clear) below `prefix`; what belongs to an erased tenant is not there any more.
-
-        One that was cut short counts as it lies there: who reads it is told.
-        """
+        """Yield (name, plaintext size) below `prefix`, without objects of erased tenants."""
         listed = self.below.names(prefix)
         if prefix.partition("/")[0] in OWNED and (hidden := self.sealing.keyring.unswept()):
             entries = list(listed)
@@ -244,7 +254,7 @@ class EncryptingObjectStore:
                 yield name, stored_bytes
 
     def salvage(self, name: str) -> bytes | None:
-        """Return an object as far as it can be read, zeros where it cannot; None where its head is broken.
+        """Return an object with zeros for unreadable parts; None if its head is damaged.
 
         Raises NotFound, TenantErased, StoreUnavailable.
         """
@@ -255,12 +265,15 @@ class EncryptingObjectStore:
             return None
 
     def delete(self, name: str) -> None:
-        """Remove an object, durably."""
+        """Delete an object, durably."""
         self.below.delete(name)
         self.sealing.forget(name)
 
     def replace(self, name: str, data: Payload) -> None:
-        """Put an object's own bytes in the place of what became of them, sealed anew. Raises StoreUnavailable."""
+        """Replace a damaged object by its original bytes, encrypted again.
+
+        Raises StoreUnavailable.
+        """
         if not isinstance(self.below, SupportsReplace):
             raise StoreUnavailable(f"{name}: this object store cannot replace an object")
         self.below.replace(name, self.sealing.seal(name, data))
@@ -269,7 +282,7 @@ class EncryptingObjectStore:
     # --- erased tenants ----------------------------------------------------------------------------------------------
 
     def erased_objects(self, owners: frozenset[bytes]) -> list[tuple[str, int]]:
-        """Return (name, bytes as stored) of all objects of these owners: manifests and marks first."""
+        """Return (name, stored bytes) of all objects of these owners: manifests and marks first."""
         if not owners:
             return []
         found = []
@@ -279,7 +292,7 @@ class EncryptingObjectStore:
         return found
 
     def names_of_owner(self, folder: str, owner: bytes) -> list[str]:
-        """Return the names of all objects below a folder that one owner's keys sealed: reads the head of each."""
+        """Return the names of objects below a folder under one owner's keys; reads each head."""
         return list(self._of_owners(sorted(name for name, _ in self.below.names(folder)), frozenset([owner])))
 
     def _of_owners(self, names: Iterable[str], owners: frozenset[bytes]) -> Iterator[str]:
@@ -299,12 +312,12 @@ class EncryptingObjectStore:
 
 
 def is_encrypted(name: str) -> bool:
-    """Return whether an object of this name is a sealed one, byte for byte."""
+    """Return whether an object of this name is encrypted."""
     return name != descriptor.NAME and not name.startswith((f"{PARITY}/", f"{keys.FOLDER}/"))
 
 
 def domain_of_object(name: str, data: Payload) -> bytes | None:
-    """Return the dedup domain that an object in clear says it belongs to, None for the store's own."""
+    """Return the dedup domain that a plaintext object names; None for the store's own."""
     head = bytes(memoryview(data)[:4])
     if name.startswith("containers/") and head == b"NKC1":
         domain: bytes = CONTAINER_HEADER.unpack_from(data)[4]

@@ -1,4 +1,7 @@
-"""The object store that the settings name. Invariant: every process of one deployment opens the same one."""
+"""Open the object store that the settings name.
+
+Invariant: every process of one deployment opens the same one.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,11 @@ from nearkin_shared.utils.private_files import make_private_folders
 
 
 def open_objects(settings: Settings, *, services: bool = True) -> ObjectStore:
-    """Return `object_store.url`, or the folder `store` where that is not set; `storage.create` makes the folder.
+    """Open `object_store.url`, or the folder `store` if that is not set.
 
-    `services`: the error for a missing folder names their remedy, else that of the command.
+    `storage.create` creates the folder. `services`: the error for a missing folder names their remedy, otherwise that
+    of
+    the command.
 
     Raises NotFound for a missing folder; ConfigError when neither is set or the address is none; StoreUnavailable with
     the remedy when it cannot be reached: no such bucket, wrong keys, no server, no permission.
@@ -52,15 +57,15 @@ def open_objects(settings: Settings, *, services: bool = True) -> ObjectStore:
 
 
 def local_objects(root: Path, settings: Settings) -> LocalObjectStore:
-    """Return the folder of a store; what takes room in it stays in the page cache only where the settings say so."""
+    """Return the folder of a store; `storage.page_cache` controls its large objects."""
     large = f"{containers.FOLDER}/", f"{objectstore_parity.FOLDER}/"
     return LocalObjectStore(root, dropped=large if settings.storage.page_cache == "drop" else ())
 
 
 def with_parity(objects: ObjectStore, settings: Settings) -> ParityObjectStore:
-    """Return `objects` with the parity that the settings name; what others have added is used in any case.
+    """Return `objects` with the parity of the settings; existing parity is always used.
 
-    Raises ConfigError where the library for it is not installed.
+    Raises ConfigError if the parity library is not installed.
     """
     scheme = scheme_of(settings.storage.parity)
     if scheme is not None:
@@ -69,10 +74,11 @@ def with_parity(objects: ObjectStore, settings: Settings) -> ParityObjectStore:
 
 
 def as_set(objects: ObjectStore, settings: Settings) -> ParityObjectStore:
-    """Return `objects` with the parity and the encryption that the settings name: what all of a store is read through.
+    """Return `objects` with the parity and the encryption of the settings.
 
-    The first key of a new store is made. Raises ConfigError: a library or a key is missing, it is another key's store,
-    or one without encryption; Corrupt: its keys are gone; StoreUnavailable.
+    Creates the first key of a new store. Raises ConfigError: a library or key is missing, the key belongs to another
+    store,
+    or the store is not encrypted; Corrupt: its keys are missing; StoreUnavailable.
     """
     covered = with_parity(objects, settings)
     if settings.storage.encryption == "none":
@@ -82,13 +88,13 @@ def as_set(objects: ObjectStore, settings: Settings) -> ParityObjectStore:
 
 
 def open_encrypted(settings: Settings) -> EncryptedObjectStore:
-    """Return all of an encrypted store that exists. Raises NoStore, ConfigError, Corrupt, StoreUnavailable."""
+    """Open an existing encrypted store. Raises NoStore, ConfigError, Corrupt, StoreUnavailable."""
     keyring = open_keys(settings)
     return EncryptedObjectStore(open_objects(settings, services=False), scheme_of(settings.storage.parity), keyring)
 
 
 def open_keys(settings: Settings) -> Keyring:
-    """Return the keys of a store that is there. Raises NoStore, and as `as_set` does."""
+    """Return the keys of an existing store. Raises NoStore, and as `as_set` does."""
     covered = with_parity(open_objects(settings, services=False), settings)
     try:
         covered.size_bytes(descriptor.NAME)
@@ -100,18 +106,22 @@ def open_keys(settings: Settings) -> Keyring:
 def open_store_of(
     settings: Settings, indexed_store_id: str | None = None
 ) -> tuple[ParityObjectStore, descriptor.Descriptor]:
-    """Return the object store of the services and its descriptor; `storage.create` creates a missing store.
+    """Return the services' object store and its descriptor.
 
-    `indexed_store_id` is the store whose index the services have: if it is known, the store is never created again.
+    `storage.create` creates a missing store. `indexed_store_id` is the store whose index the services have: if it is
+    known,
+    the store is never created again.
+
     Raises NotFound: there is no store, and it may not be created; ConfigError: the store is written with other
-    `chunker.*` or another profile; otherwise as `open_objects` and `as_set`.
+    `chunker.*`
+    or another profile; otherwise as `open_objects` and `as_set`.
     """
     inner = open_objects(settings)
     exists = _has_store(inner)
     if not exists and indexed_store_id is not None:
-        place = settings.object_store.url or settings.store
+        location = settings.object_store.url or settings.store
         raise NoStore(
-            f"no store at {place}, but redis.prefix has the index of store {indexed_store_id}; is the disk mounted, "
+            f"no store at {location}, but redis.prefix has the index of store {indexed_store_id}; is the disk mounted, "
             "the bucket the right one? For a new store set another redis.prefix"
         )
     if not exists and not settings.storage.create:
@@ -131,7 +141,7 @@ def open_store_of(
 
 
 def read_descriptor(settings: Settings) -> descriptor.Descriptor:
-    """Return the descriptor of the services' store, which is only read. Raises NoStore, and as `open_store_of`."""
+    """Read the descriptor of the services' store. Raises NoStore, and as `open_store_of`."""
     inner = open_objects(settings)
     if not _has_store(inner):
         raise no_store(str(settings.object_store.url or settings.store), services=True)
@@ -139,7 +149,7 @@ def read_descriptor(settings: Settings) -> descriptor.Descriptor:
 
 
 def _has_store(objects: ObjectStore) -> bool:
-    """Return whether a store is there. Raises Corrupt if one has lost its descriptor, StoreUnavailable."""
+    """Return whether a store exists. Raises Corrupt (the descriptor is lost), StoreUnavailable."""
     try:
         objects.size_bytes(descriptor.NAME)
     except NotFound:
@@ -153,14 +163,14 @@ def _has_store(objects: ObjectStore) -> bool:
     return True
 
 
-def no_store(place: str, *, services: bool = False) -> NoStore:
-    """Return the error for a place without a store."""
+def no_store(location: str, *, services: bool = False) -> NoStore:
+    """Return the error for a location without a store."""
     remedy = "`storage.create = true` makes one at the first start" if services else "`nearkin init` makes one"
-    return NoStore(f"no store at {place}; is the disk mounted? {remedy}")
+    return NoStore(f"no store at {location}; is the disk mounted? {remedy}")
 
 
 def _check_refuses(objects: ObjectStore) -> None:
-    """Raise ConfigError where a server overwrites what is there: one that does gets the very bytes that it has."""
+    """Raise ConfigError if a server overwrites objects; the test writes identical bytes."""
     try:
         objects.put_new(descriptor.NAME, objects.get(descriptor.NAME))
     except AlreadyExists:

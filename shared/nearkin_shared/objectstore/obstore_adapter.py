@@ -1,4 +1,7 @@
-"""Object stores behind obstore's clients. Invariant: each refusal is told in the project's errors, with its cause."""
+"""Adapt obstore's clients to the object store interface.
+
+Invariant: each failure is one of the project's errors, with its cause.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,14 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
 
 REFUSALS = (BaseError, OSError)
-"""What obstore raises; a missing object is its FileNotFoundError, thus an OSError."""
+"""Errors of obstore; a missing object is its FileNotFoundError, thus an OSError."""
 
 
 class ObstoreObjectStore:
-    """Any obstore client as an ObjectStore; what it acknowledges must be durable (memory is for tests)."""
+    """An object store on any obstore client whose acknowledgement means durable.
+
+    The memory client is for tests.
+    """
 
     far = False
 
@@ -52,7 +58,7 @@ class ObstoreObjectStore:
             found = iter(
                 obstore.get_ranges(self._client, name, starts=[s for s, _ in wanted], ends=[e for _, e in wanted])
             )
-            # An empty range is refused by the client, but not by whoever reads an empty directory or object.
+            # The client refuses an empty range; readers of an empty directory or object request one.
             return [bytes(next(found)) if start < end else b"" for start, end in zip(starts, ends, strict=True)]
         except REFUSALS as err:
             raise self._translated(name, err) from err
@@ -61,7 +67,10 @@ class ObstoreObjectStore:
         return self._meta(name)["size"]
 
     def stamp(self, name: str) -> tuple[int, str | None]:
-        """Return an object's size, and what changes with its bytes. Raises NotFound or StoreUnavailable."""
+        """Return an object's size and a value that changes with its bytes.
+
+        Raises NotFound or StoreUnavailable.
+        """
         found = self._meta(name)
         return found["size"], found["e_tag"]
 
@@ -95,7 +104,7 @@ class ObstoreObjectStore:
             raise self._translated(name, err) from err
 
     def _translated(self, name: str, err: Exception) -> NearkinError:
-        """Return NotFound where `err` says that the object is not there, and nothing else; else StoreUnavailable."""
+        """Return NotFound if `err` is about a missing object only, else StoreUnavailable."""
         if isinstance(err, FileNotFoundError):
             return NotFound(f"{name}: no such object")
         return unavailable(name, err)

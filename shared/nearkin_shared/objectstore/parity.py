@@ -1,9 +1,11 @@
-"""Objects with parity. Invariant: an object is durable before its parity is made, and whatever becomes of that.
+"""Store objects with parity.
 
     containers/1a200/1a2...nkc      parity/containers/1a200/1a2...nkc.nkp
 
-What reads an object, and finds that it is not what was written, asks `reconstruct` for what was; nothing is changed by
-that. `replace` puts it back: the only way in which an object is ever overwritten.
+A reader that finds a damaged object calls `reconstruct` for its original bytes, which changes nothing. `replace` writes
+them: the only way in which an object is overwritten.
+
+Invariant: an object is durable before its parity is written, whether or not that succeeds.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from nearkin_shared.utils.failpoints import failpoint
 FOLDER = "parity"
 SUFFIX = ".nkp"
 COVERED = ("containers/", "manifests/", "keys/", "nearkin.json", "chunking.json")
-"""What has parity: the truth. What is condemned or quarantined is found again."""
+"""Folders with parity: the primary data. Pending deletes and quarantine are found again."""
 Decoded = TypeVar("Decoded")
 _log = logging.getLogger("nearkin")
 
@@ -34,7 +36,7 @@ class SupportsReconstruction(Protocol):
     """An object store that may know what an object was that is damaged."""
 
     def reconstruct(self, name: str) -> bytes | None:
-        """Return an object as it was written, None where that is not known. Raises StoreUnavailable."""
+        """Return an object as written; None if that is unknown. Raises StoreUnavailable."""
 
 
 def parity_name(name: str) -> str:
@@ -48,7 +50,10 @@ def is_covered(name: str) -> bool:
 
 
 class ParityObjectStore(DelegatingObjectStore):
-    """An object store whose objects get parity where `scheme` says so; that of others is used, and goes with them."""
+    """An object store that adds parity if `scheme` is set, and uses existing parity.
+
+    Parity is deleted with its object.
+    """
 
     def __init__(self, inner: ObjectStore, scheme: Scheme | None) -> None:
         super().__init__(inner)
@@ -77,7 +82,10 @@ class ParityObjectStore(DelegatingObjectStore):
         return object_bytes + fmt.bytes_of_parity(object_bytes, self._scheme)
 
     def put_new(self, name: str, *parts: Payload) -> None:
-        """Write an object, then its parity. Raises AlreadyExists, StoreUnavailable: of the object alone."""
+        """Write an object, then its parity.
+
+        Raises AlreadyExists, StoreUnavailable: only for the object itself.
+        """
         self.inner.put_new(name, *parts)
         if self._scheme is not None and is_covered(name):
             failpoint("parity.begun")
@@ -87,7 +95,7 @@ class ParityObjectStore(DelegatingObjectStore):
                 _log.warning("%s has no parity yet, the next scrub or `nearkin repair` adds it: %s", name, err)
 
     def add_parity(self, name: str, data: bytes) -> None:
-        """Make the parity of an object that is what was written. Raises StoreUnavailable, ConfigError."""
+        """Write the parity of an undamaged object. Raises StoreUnavailable, ConfigError."""
         if self._scheme is None:
             return
         made, of_it = fmt.encode_parity(name, data, self._scheme), parity_name(name)
@@ -99,9 +107,10 @@ class ParityObjectStore(DelegatingObjectStore):
                 self._replace(of_it, made)
 
     def delete(self, name: str) -> None:
-        """Remove an object's parity, then the object. Again is fine.
+        """Delete an object's parity, then the object; a repeated call is no error.
 
-        In this order, since nobody would come for parity whose object is gone, and a round comes for the object again.
+        In this order, because nothing would delete parity without an object, but a GC run deletes a remaining object
+        again.
         """
         if is_covered(name) and self.has_some:
             self.inner.delete(parity_name(name))
@@ -124,7 +133,7 @@ class ParityObjectStore(DelegatingObjectStore):
         return self._scheme is not None
 
     def is_stored(self, name: str, data: bytes) -> bool:
-        """Return whether an object is `data`; False where it is damaged, so that it cannot be read. Raises NotFound."""
+        """Return whether an object is `data`; False if it is damaged. Raises NotFound."""
         try:
             return self.get(name) == data
         except Corrupt:
@@ -154,9 +163,9 @@ class ParityObjectStore(DelegatingObjectStore):
             return None
 
     def damage_of(self, name: str, data: bytes) -> str | None:
-        """Return what is wrong with the parity of an object that is what was written, None where nothing is.
+        """Return the problem of an undamaged object's parity, or None.
 
-        Every byte is compared with what it would be made of now. Raises NotFound where it has none.
+        Every byte is compared with newly computed parity. Raises NotFound if the object has none.
         """
         stored = self.inner.get(parity_name(name))
         try:
@@ -168,9 +177,9 @@ class ParityObjectStore(DelegatingObjectStore):
         return f"{parity_name(name)}: not the parity of its object"
 
     def renew_parity(self, name: str, data: bytes) -> None:
-        """Put the parity of a sound object in the place of a broken one, by the scheme that it had if that is known.
+        """Replace damaged parity of an undamaged object, by its former scheme if known.
 
-        Where no scheme is known the broken one goes: it mends nothing, and would be told as damage for ever.
+        Without a scheme the damaged parity is deleted: it repairs nothing, and would be reported as damage forever.
         """
         scheme = self._scheme
         try:
@@ -185,7 +194,7 @@ class ParityObjectStore(DelegatingObjectStore):
             self._replace(parity_name(name), fmt.encode_parity(name, data, scheme))
 
     def replace(self, name: str, data: Payload) -> None:
-        """Put an object's own bytes in the place of what became of them. Raises StoreUnavailable."""
+        """Replace a damaged object by its original bytes. Raises StoreUnavailable."""
         self._replace(name, data)
 
     def _replace(self, name: str, data: Payload) -> None:
@@ -203,7 +212,7 @@ class ParityObjectStore(DelegatingObjectStore):
 
 
 def read_decoded(objects: ObjectStore, name: str, decode: Callable[[bytes, str], Decoded]) -> Decoded:
-    """Return what `decode` makes of an object; of what it was, where that is known, should it be damaged.
+    """Return the result of `decode` for an object, reconstructed if it is damaged.
 
     Raises NotFound, Corrupt, FormatTooNew, StoreUnavailable.
     """

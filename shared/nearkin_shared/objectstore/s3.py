@@ -1,13 +1,16 @@
-"""S3 as an object store. Invariant: `put_new` answers what happened to *this* put, also when replies were lost.
+"""Store objects in S3.
 
-Each put carries a token of its own as metadata. Whenever a try does not end in a plain yes, the object is looked at:
+Each put has a token of its own as metadata. If an attempt does not end in a clear success, the object is inspected:
 
-    our token        it was this put: done
-    another's token  somebody else's object: AlreadyExists (if ours lands later, `If-None-Match: *` refuses it)
-    no object        try again, up to `retries` times within `retry_seconds`; then StoreUnavailable
+    our token        this put created it: done
+    another token    another writer's object: AlreadyExists (if ours arrives later, `If-None-Match: *` refuses it)
+    no object        retry, up to `retries` times within `retry_seconds`; then StoreUnavailable
 
-A "no such object" is believed only where the server says `NoSuchKey`: a wrong bucket or an unknown key id is a 404 to
-some servers. Threads of the client do not survive a fork: processes that use this are spawned.
+A missing object is accepted only with the code `NoSuchKey`: some servers answer 404 for a wrong bucket or key id.
+Threads
+of the client do not survive a fork: processes that use this are spawned.
+
+Invariant: `put_new` reports the result of this put, even if replies were lost.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ TOKEN = "nearkin-put"  # noqa: S105 - the name of a metadata field
 BACKOFF_SECONDS = 0.1
 BACKOFF_SECONDS_MAX = 5.0
 SPAN_GAP_BYTES = 1024 * 1024
-"""What lies between two ranges is read with them up to so much: as the client itself would."""
+"""Gaps between ranges up to this size are read with them, as the client does."""
 
 _WRONG_KEYS = "check object_store.access_key_id and object_store.secret_access_key, or AWS_ACCESS_KEY_ID and so on"
 _NO_KEYS_REMEDY = (
@@ -63,14 +66,17 @@ _REMEDIES = {
     "PermanentRedirect": "correct object_store.region or object_store.endpoint",
 }
 _TELLING = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect"})
-"""Codes whose own message says which region or address would be right."""
+"""Codes whose message names the right region or address."""
 _SETTLED = frozenset({*_REMEDIES, "EntityTooLarge", "InvalidRequest", "NotImplemented", "MethodNotAllowed"})
-"""Codes that say: not done, and not for a second try."""
+"""Codes of final refusals, without a retry."""
 _NO_KEYS = re.compile(r"/latest/(api/token|meta-data)|169\.254\.1")  # where an instance's role would be asked for
 
 
 class S3ObjectStore(ObstoreObjectStore):
-    """A bucket, or what is below a prefix in it. What it acknowledges is durable when the server says so (I1)."""
+    """The objects of a bucket, or below a prefix in it.
+
+    An acknowledged object is durable, as the server guarantees (I1).
+    """
 
     far = True
 
@@ -83,7 +89,7 @@ class S3ObjectStore(ObstoreObjectStore):
         super().__init__(_client(self._where, settings, self._tries))
 
     def put_new(self, name: str, *parts: Payload) -> None:
-        """Write an object. Raises AlreadyExists, or StoreUnavailable when that could not be settled in time."""
+        """Write an object. Raises AlreadyExists, StoreUnavailable (the result is unknown in time)."""
         from tenacity import (
             Retrying,
             retry_if_exception_type,
@@ -140,11 +146,17 @@ class S3ObjectStore(ObstoreObjectStore):
         return True
 
     def modified_seconds(self, name: str) -> float:
-        """Return when the server wrote an object, seconds since 1970. Raises NotFound, StoreUnavailable."""
+        """Return the time at which the server wrote an object, seconds since 1970.
+
+        Raises NotFound, StoreUnavailable.
+        """
         return self._meta(name)["last_modified"].timestamp()
 
     def _meta(self, name: str) -> ObjectMeta:
-        """Return what is said of an object. The answer to a HEAD has no body to say what is wrong, a GET's has."""
+        """Return an object's metadata.
+
+        The response to a HEAD has no body with an error code; that of a GET has.
+        """
         try:
             found = obstore.head(self._client, name)
         except REFUSALS as err:
@@ -158,16 +170,22 @@ class S3ObjectStore(ObstoreObjectStore):
         return found
 
     def _check_answer(self, name: str, found: ObjectMeta) -> None:
-        """Raise StoreUnavailable for a yes that is not S3's: the page of a proxy, or of a server's console."""
+        """Raise StoreUnavailable for a success that is not S3's: a page of a proxy or console."""
         if found["e_tag"] is None:
             raise StoreUnavailable(f"{name}: {self._where}: answers, but not as S3 does; correct object_store.endpoint")
 
     def check(self) -> None:
-        """Ask for one page of names. Raises StoreUnavailable with the remedy: no such bucket, wrong keys, no server."""
+        """Request one page of names. Raises StoreUnavailable with the remedy.
+
+        Reasons: no such bucket, wrong keys, no server.
+        """
         next(iter(self.names("")), None)
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield names and sizes. The client takes any page for a listing of nothing: an object is asked for then."""
+        """Yield names and sizes.
+
+        The client takes any page for an empty listing, so that an object is requested if there are no names.
+        """
         empty = True
         for entry in super().names(prefix):
             empty = False
@@ -177,7 +195,10 @@ class S3ObjectStore(ObstoreObjectStore):
                 self._meta(descriptor.NAME)
 
     def _try_to_put(self, name: str, data: Payload, token: str) -> None:
-        """Put once, then find out. Raises AlreadyExists, StoreUnavailable (never to be done), or _Unsettled."""
+        """Put once, then determine the result.
+
+        Raises AlreadyExists, StoreUnavailable (final), or _OutcomeUnknown.
+        """
         cause: Exception
         try:
             obstore.put(self._once, name, data, mode="create", use_multipart=False, attributes={TOKEN: token})
@@ -198,7 +219,7 @@ class S3ObjectStore(ObstoreObjectStore):
         raise _OutcomeUnknown(found) from cause
 
     def _holder(self, name: str) -> str | None:
-        """Return the token of the put that made an object, "" for one without, None where there is no object."""
+        """Return the token of an existing object, "" without one; None if there is no object."""
         try:
             # HEAD is not enough: a 404 without a body may be a wrong bucket's
             found = obstore.get(self._once, name)
@@ -336,7 +357,7 @@ def _code(err: Exception) -> str:
 
 
 def _reason(err: Exception, code: str) -> str:
-    """Return one line: what the server said, or what became of the connection, and what to do."""
+    """Return one line: the server's message or the connection's failure, and the remedy."""
     text = str(err)
     if _NO_KEYS.search(text):
         return f"no keys found: {_NO_KEYS_REMEDY}"
@@ -349,7 +370,7 @@ def _reason(err: Exception, code: str) -> str:
         status = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
         if status and status[1].startswith("403"):
             return f"{status[1].strip()}: {_WRONG_KEYS}"
-        # `HTTP error: error sending request` says nothing: the innermost cause does
+        # `HTTP error: error sending request` has no reason: the innermost cause has
         causes = re.findall(r"(?:kind: |Custom|error: )\"?(Timeout|TimedOut|ConnectionRefused|[a-z][^\"{}\n,]+)", text)
         reason = status[1].strip() if status else (causes[-1] if causes else text.splitlines()[0])
     remedy = _REMEDIES.get(code or reason)

@@ -1,7 +1,9 @@
-"""What the engine counts as it works. Invariant: counting needs no library, keeps nothing alive and fails no work.
+"""Count the work of the engine.
 
-The engine runs without the services' packages, thus without a library of metrics. Where a process is asked,
-nearkin_shared.observability.metrics shows what is declared here. No label's values grow with the data.
+The engine runs without the services' packages, so without a metrics library. nearkin_shared.observability.metrics
+exposes the metrics declared here. The number of label values does not grow with the data.
+
+Invariant: counting needs no library, keeps no object alive and never fails.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ class Counter:
 
 
 class Histogram:
-    """How values of one kind are spread, by a label; from any thread. `bounds` ascend; the last is followed by +Inf."""
+    """A histogram by one label, safe between threads.
+
+    `bounds` ascend; +Inf follows the last one.
+    """
 
     def __init__(self, name: str, text: str, label: str | None, bounds: tuple[float, ...]) -> None:
         self.name, self.text, self.bounds = name, text, bounds
@@ -71,7 +76,7 @@ class Histogram:
 
 
 class Gauge(Generic[Owner]):
-    """A size that is asked of those who have it, when somebody looks: summed over all that are alive, by a label."""
+    """A size read from its owners on request, summed over all live ones by one label."""
 
     def __init__(self, name: str, text: str, label: str, read: Callable[[Owner], float]) -> None:
         self.name, self.text, self.labels = name, text, (label,)
@@ -85,7 +90,10 @@ class Gauge(Generic[Owner]):
             self._owners.setdefault(label, weakref.WeakSet()).add(owner)
 
     def leave(self, owner: Owner, label: str) -> None:
-        """Ask this one no more. Where it ends by itself Python code runs, and a Ctrl-C that falls into that is lost."""
+        """Remove an owner explicitly.
+
+        A finalizer would run Python code, in which a KeyboardInterrupt is lost.
+        """
         with self._lock:
             if label in self._owners:
                 self._owners[label].discard(owner)

@@ -1,8 +1,10 @@
-"""How a process tells how it is. Invariant: asking costs the work nothing that grows, and never waits for the work.
+"""Report the health of a process over HTTP.
 
-/livez     503 once a loop has done no step for `monitor.stall_seconds`: whoever runs the process starts it again
-/readyz    503 until connected, while something it needs is away, and while it stops
-/metrics   Prometheus' text format
+    /livez     503 once a loop did no step for `monitor.stall_seconds`: the supervisor restarts the process
+    /readyz    503 until connected, while a dependency is unavailable, and while it stops
+    /metrics   Prometheus text format
+
+Invariant: a probe costs a bounded time, and never waits for the work.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Monitor:
         self._pulses.pop(name, None)
 
     def on_connect(self, checks: Mapping[str, Check]) -> None:
-        """Say that work begins; from now on `checks` tell whether it is ready."""
+        """Record the start of work; from now on `checks` determine readiness."""
         self._readiness = Readiness(checks)
 
     def stopping(self) -> None:
@@ -83,7 +85,10 @@ class Monitor:
         return {name: seconds for name, seconds in found.items() if seconds > self._settings.stall_seconds}
 
     def missing(self) -> dict[str, str]:
-        """Return what is away, with why; blocks for some seconds at most (`nearkin_shared.observability.readiness`)."""
+        """Return the unavailable dependencies with reasons; blocks for some seconds at most.
+
+        See nearkin_shared.observability.readiness.
+        """
         if self._readiness is None or self._stopping:
             return self._unready()
         return self._readiness.missing()
@@ -140,7 +145,7 @@ class Monitor:
         return _health("stalled", told)
 
     async def readyz(self, _request: Request) -> Response:
-        """Say whether what the work needs is there; callers that wait hold no thread that other answers need."""
+        """Report readiness; waiting callers hold no thread that other responses need."""
         if self._readiness is None or self._stopping:
             return _health("not ready", self._unready())
         return _health("not ready", await self._readiness.missing_soon())

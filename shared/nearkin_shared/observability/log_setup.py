@@ -1,9 +1,11 @@
-"""What a service writes on stderr. Invariant: no secret of the settings and no token is in it, whoever logs it and how.
+"""Set up the logs of a service on stderr.
 
-text   2026-01-31 12:00:00,000 INFO nearkin.gateway: ...
-       2026-01-31 12:00:00,000 INFO nearkin.audit: blob.read tenant="shop" bytes=5     (`log_event`; in json: fields)
-json   one object a line: timestamp, level, logger, event; of work on a blob also blob, tenant, and where there is a
-       trace trace_id and span_id; exception
+    text   2026-01-31 12:00:00,000 INFO nearkin.gateway: ...
+           2026-01-31 12:00:00,000 INFO nearkin.audit: blob.read tenant="shop" bytes=5    (`log_event`)
+    json   one object a line: timestamp, level, logger, event; for work on a blob also blob, tenant, and with a trace
+           trace_id and span_id; exception
+
+Invariant: no secret of the settings and no token appears in a log line.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _BEARER = re.compile(r"(?i)(bearer\s+)(?!nk_[0-9a-f]{8})[A-Za-z0-9._~+/=-]{6,}")
 
 
 class Hiding(logging.Formatter):
-    """Formats as another one does, and hides secrets in what comes out: in a message, a value, or a traceback."""
+    """Masks secrets in the output of another formatter: messages, values, tracebacks."""
 
     def __init__(self, inner: logging.Formatter, secrets: Iterator[str]) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class Hiding(logging.Formatter):
 
 
 def start(settings: Settings, level: int, stream: TextIO | None = None) -> None:
-    """Let all that this process logs from `level` on go to `stream` (stderr), in the settings' format."""
+    """Send log records from `level` on to `stream` (stderr), in the settings' format."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     inner = _json() if settings.logs.format == "json" else logging.Formatter(TEXT)
     handler.setFormatter(Hiding(inner, _secrets(settings)))
@@ -83,7 +85,7 @@ class _Pairs:
 
 @contextmanager
 def audit_file(settings: Settings) -> Iterator[None]:
-    """Write the audit log to `audit.path` while the block runs, where that is set. Raises ConfigError."""
+    """Write the audit log to `audit.path`, if set, during the block. Raises ConfigError."""
     if settings.audit.path is None or not settings.audit.enabled:
         yield
         return
@@ -105,7 +107,7 @@ def audit_file(settings: Settings) -> Iterator[None]:
 
 
 class _PrivateFile(logging.Handler):
-    """Append records to a file that its owner alone may read; open it again after it was moved, removed or replaced.
+    """Append records to a file of mode 0600; reopen it after it was moved or replaced.
 
     Invariant: no error reaches the code that logs. A record that cannot be written is counted, and the next one opens
     the path again.
@@ -135,7 +137,7 @@ class _PrivateFile(logging.Handler):
             self._report_recovery()
 
     def _current_descriptor(self) -> int:
-        """Return the descriptor of the file that the path names now, which is opened where it is another one."""
+        """Return the descriptor of the file at the path, reopened if it is another one."""
         if self._descriptor is not None:
             held = os.fstat(self._descriptor)
             with suppress(OSError):
@@ -197,7 +199,10 @@ def _open_for_records(path: Path) -> int:
 
 @contextmanager
 def about(blob: bytes, tenant: str, trace: bytes | str | None) -> Iterator[None]:
-    """Say in what is logged inside which blob it is about. `trace`: the W3C traceparent, where there is one."""
+    """Add a blob's identity to the records logged in the block.
+
+    `trace`: the W3C traceparent, if there is one.
+    """
     with structlog.contextvars.bound_contextvars(**_known(blob, tenant, trace)):
         yield
 
@@ -243,7 +248,7 @@ def _json() -> logging.Formatter:
 
 
 def _written(text: str) -> Iterator[str]:
-    """Yield how a text can look in a line: as it is, as `repr` shows it, and each as JSON writes it."""
+    """Yield the forms of a text in a line: as it is, as in `repr`, and each in JSON."""
     for form in (text, repr(text)[1:-1]):
         yield form
         yield json.dumps(form)[1:-1]
@@ -254,7 +259,7 @@ def _secrets(settings: Settings) -> Iterator[str]:
     for name in SECRETS:
         value = reduce(getattr, name.split("."), settings)
         if isinstance(value, str):
-            parts = {value, *value.replace(",", " ").split()}  # several keys stand in one setting, each a secret
+            parts = {value, *value.replace(",", " ").split()}  # one setting may contain several keys, each a secret
             yield from (part for part in parts if len(part) >= SECRET_CHARACTERS_MIN)
     for url in filter(None, (settings.redis.url, settings.object_store.url, settings.server)):
         yield from (secret for secret in url_secrets(url) if len(secret) >= SECRET_CHARACTERS_MIN)

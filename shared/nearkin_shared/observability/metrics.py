@@ -1,6 +1,8 @@
-"""What a process counts. Invariant: names and labels are declared here alone, and no label's values grow with the data.
+"""Declare the metrics of a process.
 
-Alerts and dashboard (deploy/helm/nearkin) are written over these names; tests/helm holds them to it.
+Alerts and dashboard (deploy/helm/nearkin) use these names; tests/helm compares them.
+
+Invariant: names and labels are declared here only, and the number of label values does not grow with the data.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ RECORDS = Counter("nearkin_records", "Records taken from Kafka.", ["stage"])
 RECORD_BYTES = Counter("nearkin_record_bytes", "Bytes of their values.", ["stage"])
 STEP_SECONDS = Histogram("nearkin_step_seconds", "Work on one batch of records.", ["stage"], buckets=STEP_BUCKETS)
 RECORD_AGE = Gauge("nearkin_record_age_seconds", "Age of the newest batch's oldest record; 0 while idle.", ["stage"])
-RESTARTS = Counter("nearkin_restarts", "Times a stage lost a dependency for long and began anew.", ["stage"])
+RESTARTS = Counter("nearkin_restarts", "Restarts of a stage after a long outage of a dependency.", ["stage"])
 DEAD_LETTERS = Counter("nearkin_dead_letters", "Records that were put aside.", ["stage"])
 UNAUTHENTICATED = Counter("nearkin_unauthenticated", "Records refused for a missing or wrong MAC.", ["stage"])
 CORRUPT = Counter("nearkin_corrupt", "Times that stored or sent bytes were not what they should be.", ["where"])
 
 # --- what became of blobs: the committer -----------------------------------------------------------------------------
 
-BLOBS = Counter("nearkin_blobs", "Blobs that came to their end.", ["state"])
+BLOBS = Counter("nearkin_blobs", "Completed blobs.", ["state"])
 BLOB_SECONDS = Histogram("nearkin_blob_seconds", "From an upload's beginning to its commit.", buckets=BLOB_BUCKETS)
 BYTES = Counter("nearkin_bytes", "Bytes of committed blobs: as sent, after dedup, after delta, as stored.", ["after"])
 CHUNKS = Counter("nearkin_chunks", "Chunks of committed blobs.", ["kind"])
@@ -44,7 +46,7 @@ CHUNKS = Counter("nearkin_chunks", "Chunks of committed blobs.", ["kind"])
 INDEX_WHOLE = Gauge(
     "nearkin_index_complete", "1 where the index holds what the store does, 0 until rebuilt.", ["index"]
 )
-"""By a label, so that only who knows it says it: without one every process of ours would say 0."""
+"""Labelled, so that only the process with the value exposes it: otherwise all would expose 0."""
 REDIS_BYTES = Gauge("nearkin_redis_bytes", "Memory that Redis uses, all primaries together.")
 REDIS_FULLNESS = Gauge("nearkin_redis_memory_ratio", "Memory used of maxmemory by the fullest primary.")
 REDIS_EVICTS = Gauge("nearkin_redis_evictions_enabled", "1 where a primary's maxmemory-policy is not noeviction.")
@@ -65,12 +67,12 @@ SCRUB_ENDED = Gauge("nearkin_scrub_last_success_timestamp_seconds", "When the la
 
 # --- garbage collection: the maintenance service, or an embedded gateway
 
-GC_RUNS = Counter("nearkin_gc_runs", "Rounds of garbage collection, by how they ended.", ["outcome"])
-GC_FREED_BYTES = Counter("nearkin_gc_freed_bytes", "Bytes that rounds removed, less what they wrote.")
-GC_CONTAINERS = Counter("nearkin_gc_containers", "Containers that rounds removed or wrote anew.", ["how"])
-GC_SECONDS = Histogram("nearkin_gc_run_seconds", "A round of garbage collection.", buckets=BLOB_BUCKETS)
-GC_PENDING = Gauge("nearkin_gc_pending_delete_containers", "Containers that the last round left for a later one.")
-GC_ENDED = Gauge("nearkin_gc_last_success_timestamp_seconds", "When the last round ended well.")
+GC_RUNS = Counter("nearkin_gc_runs", "GC runs by outcome.", ["outcome"])
+GC_FREED_BYTES = Counter("nearkin_gc_freed_bytes", "Bytes that GC runs deleted, minus bytes written.")
+GC_CONTAINERS = Counter("nearkin_gc_containers", "Containers that GC runs deleted or rewrote.", ["how"])
+GC_SECONDS = Histogram("nearkin_gc_run_seconds", "Duration of a GC run.", buckets=BLOB_BUCKETS)
+GC_PENDING = Gauge("nearkin_gc_pending_delete_containers", "Containers that the last GC run left pending deletion.")
+GC_ENDED = Gauge("nearkin_gc_last_success_timestamp_seconds", "Time of the last successful GC run.")
 
 # --- the gateway -----------------------------------------------------------------------------------------------------
 
@@ -95,7 +97,7 @@ for _counter, _label in (
     (DEAD_LETTERS, "ingest"),
     *((UNAUTHENTICATED, reader) for reader in ("config", "committed", "workers")),
 ):
-    _counter.labels(_label)  # there from the start: a first one that comes as 1 is no increase to Prometheus
+    _counter.labels(_label)  # present from the start: Prometheus sees no increase in a counter that begins at 1
 
 
 def count_scrubbed(read_bytes: int, objects: int, ended: bool) -> None:
@@ -126,11 +128,12 @@ def count_committed(ledger: Ledger, manifest_bytes: int, seconds: float) -> None
 
 
 def count_collected(report: GcReport | None) -> None:
-    """Count a round of garbage collection; None: one that failed."""
+    """Count a GC run; None: it failed."""
     GC_RUNS.labels("failed" if report is None else "done").inc()
     if report is None:
         return
-    GC_FREED_BYTES.inc(max(0, report.freed_bytes))  # negative where a round only condemns, by what it noted down
+    # negative if a run only marks for deletion, by the bytes of its record
+    GC_FREED_BYTES.inc(max(0, report.freed_bytes))
     GC_CONTAINERS.labels("removed").inc(report.containers_deleted)
     GC_CONTAINERS.labels("rewritten").inc(report.containers_rewritten)
     GC_SECONDS.observe(report.seconds)

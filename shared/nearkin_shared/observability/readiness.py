@@ -1,6 +1,8 @@
-"""Ask once for all callers whether what a process needs is there. Invariant: no caller waits longer than a deadline.
+"""Check the dependencies of a process once for all callers.
 
-Each check has one thread and runs at most once at a time, however many callers ask and however long it hangs.
+Each check has one thread and runs at most once at a time, however many callers wait and however long it hangs.
+
+Invariant: no caller waits longer than a deadline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What stages decided, counted. Invariant: each chunk of a batch counts once, by what kept it from being stored."""
+# size: the metrics that two stages share
+"""Count the decisions of stages.
+
+Invariant: each chunk of a batch counts once, by the reason why it was not stored.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Traces by OpenTelemetry. Invariant: nothing waits for the collector, and what is not traced costs one comparison.
+"""Trace requests with OpenTelemetry.
 
     request -> chunker -> dedup -> resemblance -> delta -> committer      a blob's own trace, each span below the last
 
-A span says which blob, of which tenant, how much and how long. Keys, contents, tokens and messages of errors are in
-none. The library (`pip install 'nearkin[tracing]'`) is imported by us only where `tracing.endpoint` is set.
+A span has blob, tenant, sizes and durations, but no keys, contents, tokens or error messages. The library
+(`pip install 'nearkin[tracing]'`) is imported only if `tracing.endpoint` is set.
+
+Invariant: no work waits for the collector, and an untraced operation costs one comparison.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("nearkin.tracing")
 
 LINKS_MAX = 128
-"""The library's own bound of a span's links; what lies behind it is dropped."""
+"""The library's bound of links of a span; further ones are dropped."""
 QUEUE_SPANS_MAX = 4096
 """Spans that wait for the collector; those beyond are dropped, and the library says so in the log."""
 BATCH_SPANS_MAX = 512
@@ -41,12 +43,12 @@ Attributes = Mapping[str, str | int | float]
 
 
 class Tracing:
-    """What makes spans, in a process that is traced."""
+    """The source of spans in a process that is traced."""
 
     def __init__(self, settings: Settings, service: str, instance: str, exporter: SpanExporter | None = None) -> None:
-        """`instance`: what tells this process from the service's others. Raises ConfigError without the library.
+        """`instance` distinguishes the processes of a service. Raises ConfigError.
 
-        `exporter` takes the place of the one to `tracing.endpoint`.
+        ConfigError: the library is missing. `exporter` replaces the exporter to `tracing.endpoint`.
         """
         try:
             from opentelemetry import trace
@@ -74,7 +76,7 @@ class Tracing:
             max_queue_size=QUEUE_SPANS_MAX,
             max_export_batch_size=BATCH_SPANS_MAX,
         )
-        # Two providers, one way out: a batch is told where any blob in it is, whatever the ratio says of it.
+        # Two providers with one exporter: a batch is recorded if a blob in it is, regardless of the ratio.
         sampled = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(settings.tracing.ratio)), resource=resource, shutdown_on_exit=False
         )
@@ -108,7 +110,7 @@ class Tracing:
         links: Iterable[SpanContext] = (),
         attributes: Attributes | None = None,
     ) -> Span:
-        """Begin a span below `parent`; without one a trace begins, in the share `tracing.ratio` of all cases."""
+        """Begin a span below `parent`; without one begin a trace at the rate `tracing.ratio`."""
         context = self._api.set_span_in_context(
             self._api.INVALID_SPAN if parent is None else self._api.NonRecordingSpan(parent)
         )
@@ -136,7 +138,7 @@ class Tracing:
         return found
 
     def close(self, span: Span, err: BaseException | None = None) -> None:
-        """End a span; what it ended with is told by the error's name alone."""
+        """End a span; an error is recorded by its name only."""
         self._open.pop(self.traceparent(span), None)
         if err is not None:
             self._mark(span, err)
@@ -199,9 +201,9 @@ def current() -> Tracing | None:
 def span(
     name: str, traceparent: bytes | None, attributes: Attributes | None = None, *, begins: bool = False
 ) -> Iterator[bytes | None]:
-    """Trace the block inside; give the context for what it leads to. `begins`: a trace may begin here.
+    """Trace the block; yield the context for subsequent work. `begins`: a trace may begin.
 
-    Nothing is traced, and `traceparent` is given back, where this process traces nothing or the trace is not recorded.
+    If this process does not trace or the trace is not recorded, it yields `traceparent`.
     """
     tracing = _current
     parent = None if tracing is None else tracing.context(traceparent)
@@ -215,7 +217,7 @@ def span(
 
 @contextmanager
 def linked_span(name: str, traceparents: Iterable[bytes | None], attributes: Attributes) -> Iterator[None]:
-    """Trace the block inside where it works for any trace that is recorded, as a span with links to those."""
+    """Trace the block in a span with links to the recorded ones among `traceparents`."""
     tracing = _current
     links = [] if tracing is None else [found for one in traceparents if (found := tracing.context_of(one)) is not None]
     if tracing is None or not links:
@@ -249,7 +251,7 @@ def describe(traceparent: str | None, attributes: Attributes) -> None:
 
 
 def about(blob: bytes, tenant: str) -> dict[str, str]:
-    """Return what a span says of whose work it is."""
+    """Return the span attributes of a blob."""
     return {"nearkin.blob": blob.hex(), "nearkin.tenant": tenant}
 
 

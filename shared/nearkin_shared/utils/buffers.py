@@ -1,9 +1,11 @@
-"""Large memory, used again. Invariant: memory comes back when the last view of it is gone, never before.
+"""Reuse large memory.
 
-    take -> array -> views of it in caches, readers, batches -> the last one dies -> loans that ended -> the next take
-    Buffers: decoded blocks, containers, records, each in memory of its own; Slabs: frames, many in one
+    take -> array -> views of it in caches, readers, batches -> last view released -> ended leases -> next take
+    BufferPool: decoded blocks, containers, records, each in own memory; SlabAllocator: frames in slabs
 
-A page that was never touched costs 2 us on a virtual machine, as much as decoding what goes into it.
+The first touch of a page takes 2 us on a virtual machine, as much as decoding into it.
+
+Invariant: memory is reused when its last view is released, never before.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ LARGEST_BYTES = 32 * MIB
 ROOMY_BYTES = MIB
 """From here on a spare of up to twice the room will do: no two pieces of a restore are of the same size."""
 MAPPED_BYTES = 256 * KIB
-"""From here on memory is mapped: of malloc's, what lies between pieces in use stays taken (ten botocore releases put
-and read in one process: 383 MiB, mapped 375)."""
+"""Size from which memory is mapped: between pieces of malloc in use, freed memory stays allocated (ten botocore
+releases put and read in one process: 383 MiB, mapped 375).
+"""
 SPARE_BYTES_MAX = 16 * MIB
 """Unused memory that is held, of all sizes together."""
 STEPS = 16
@@ -75,14 +78,14 @@ class BufferPool:
 
     @property
     def leased_bytes(self) -> int:
-        """Return how much memory somebody looks at."""
+        """Bytes in memory with views."""
         with self._lock:
             self._collect()
-            loans = list(self._loans.values())  # in one step: who takes memory notes that without the lock
+            loans = list(self._loans.values())  # in one step: `take` adds leases without the lock
         return sum(map(_ROOM_BYTES, loans))
 
     def release_unused(self) -> None:
-        """Hold no unused memory any more: what is lent still is noted, and comes back as ever."""
+        """Release all unused memory; leased memory is collected later as usual."""
         with self._lock:
             self._collect()
             self._spares.clear()
@@ -130,19 +133,19 @@ class BufferPool:
         return None
 
     def _collect(self) -> None:
-        """Take back what was lent and is looked at no more."""
+        """Collect the memory of leases that ended."""
         while self._ended:
             loan = self._loans.pop(id(self._ended.popleft()), None)
-            if loan is None:  # a Ctrl-C fell between its beginning and its note: its memory went with it
+            if loan is None:  # a KeyboardInterrupt between the lease and its record: the memory was freed with it
                 continue
             mine = self._spares.pop(loan.room_bytes, None) or deque()
             mine.append(loan.memory)
-            self._spares[loan.room_bytes] = mine  # the newest size stands last
+            self._spares[loan.room_bytes] = mine  # the newest size is last
 
     def _trim(self) -> None:
-        """Let go of what is too much, once what is wanted has been taken from all there is.
+        """Release excess memory after the current request was served.
 
-        What is wanted now makes room for itself: sizes that nobody has given back for longest go first.
+        The current request makes room for itself: sizes unused for the longest time are released first.
         """
         unused_bytes = self._counted_bytes()
         while unused_bytes > self._spare_bytes_max:
@@ -158,9 +161,9 @@ class BufferPool:
 
 
 class SlabAllocator:
-    """Pieces of large memory, cut one behind the other. Not to be shared between threads.
+    """Pieces of large memory, allocated consecutively. Not shared between threads.
 
-    A slab goes back when the last of its pieces is gone: for what comes and goes together, of any sizes.
+    A slab is reused when its last piece is released: for pieces of any size with a common lifetime.
     """
 
     def __init__(self, take: Callable[[int], U8]) -> None:

@@ -3,8 +3,8 @@
 They belong to a store or a cache. Otherwise a user who may write a store's folder could make a privileged process
 overwrite any file, for example through `lock.holder`.
 
-      file      0600, opened with O_NOFOLLOW; anything but a regular file is refused
-      folder    0700; a link in its place is refused
+    file      0600, opened with O_NOFOLLOW; anything but a regular file is refused
+    folder    0700; a link in its place is refused
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compute parts of a result in several threads.
 
-      parts -> the caller's thread and free threads of an executor take one after another -> results, in order
+    parts -> the caller's thread and free threads of an executor take one after another -> results, in order
 
 For kernels that release the GIL. The division among threads depends on which of them are free, the result only on the
 parts.
