@@ -17,6 +17,7 @@ from nearkin_shared.errors import IndexUnsafe
 from nearkin_shared.index.lmdb.environments import acquire
 from nearkin_shared.index.lmdb.page_check import find_page_damage
 from nearkin_shared.index.lmdb.session_notes import CRASHES_MAX, dead_notes, write_note
+from tests.support.checks.waiting import until
 from tests.support.data.stores import SMALL, process, settings
 
 CHOSEN = settings(SMALL)
@@ -107,6 +108,32 @@ def test_many_deaths_without_a_close_rebuild_the_index(root):
     code, out, err = listing(root)
     assert (code, out) == (0, "2\n")
     assert "set aside" in err
+
+
+def test_killed_processes_that_had_settled_cost_no_rebuild(root):
+    """F.27: The count of dead processes begins again once one has had the checked index open for some time."""
+    for number in range(CRASHES_MAX):
+        (root / "index" / f"open.0123456789abcdef.1.1.{number}").touch()
+    settling = "from nearkin_shared.index.lmdb import environments\nenvironments.SETTLED_SECONDS = 0.1\n"
+    child = process(settling + LISTING + "    sys.stdin.readline()\n", root)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "2\n"
+    until(lambda: not dead_notes(root / "index"), lambda: str(dead_notes(root / "index")))
+    child.kill()
+    child.communicate()
+    assert len(dead_notes(root / "index")) == 1
+    assert listing(root) == (0, "2\n", "")
+
+
+def test_process_that_dies_at_opening_keeps_the_notes(root):
+    """F.27: A process that is killed before it has settled adds its note to those of the processes before it."""
+    for number in range(CRASHES_MAX):
+        (root / "index" / f"open.0123456789abcdef.1.1.{number}").touch()
+    child = process("import os\n" + LISTING + "    os.kill(os.getpid(), 9)\n", root)
+    child.communicate()
+    assert len(dead_notes(root / "index")) == CRASHES_MAX + 1
+    code, out, err = listing(root)
+    assert (code, out, "set aside" in err) == (0, "2\n", True)
 
 
 def test_note_of_a_living_process_is_not_dead(tmp_path):

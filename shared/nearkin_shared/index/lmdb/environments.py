@@ -36,6 +36,8 @@ from nearkin_shared.utils.private_files import (
 
 FULL_BYTES = 1 << 20
 """Free bytes below which a device is regarded as full after LMDB's write to it was cut short."""
+SETTLED_SECONDS = 5.0
+"""After so long an open index is not what ended earlier processes: their notes are removed, and count no more."""
 READERS_MAX = 512
 LOCK_BYTES = 64 * READERS_MAX + 4096
 """Size of LMDB's reader table: a header, and a slot of 64 bytes per reader."""
@@ -79,7 +81,9 @@ class Environment:
     note: Path | None
     """Note that this process has the environment open; removed on close."""
     dead: Sequence[Path] = ()
-    """Notes of processes that died with it open; removed on close too."""
+    """Notes of processes that died with it open; removed on close or after SETTLED_SECONDS."""
+    settling: threading.Timer | None = None
+    """Removes the notes of dead processes."""
     users: int = 0
     process: int = field(default_factory=os.getpid)
     """The process that opened it. A process forked from it must not use it (LMDB's rule)."""
@@ -149,6 +153,11 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
                     shared.env.close()
                     remove_note(shared.note)
                 raise
+            if shared.dead and shared.settling is None:
+                shared.settling = threading.Timer(SETTLED_SECONDS, _forget_crashes, [shared])
+                shared.settling.daemon = True
+                with suppress(RuntimeError):  # no more threads: the notes stay until the index is closed
+                    shared.settling.start()
             _OPEN[shared.file] = shared
             shared.users += 1
             return shared
@@ -156,6 +165,19 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
         raise IndexUnfinished(f"index {folder}: creation was interrupted; run rebuild-index") from err
     except (lmdb.Error, OSError) as err:
         raise _open_error(folder, err, map_bytes) from err
+
+
+def _forget_crashes(shared: Environment) -> None:
+    """Remove the notes of dead processes while an index that was checked is open and in use."""
+    with _LOCK:
+        if shared.users:
+            _remove_dead_notes(shared)
+
+
+def _remove_dead_notes(shared: Environment) -> None:
+    for note in shared.dead:
+        remove_note(note)
+    shared.dead = ()
 
 
 def is_out_of_room(folder: Path, err: Exception) -> bool:
@@ -220,8 +242,10 @@ def release(shared: Environment) -> None:
         if not shared.users:
             _OPEN.pop(shared.file, None)
             shared.env.close()
-            for note in (shared.note, *shared.dead):
-                remove_note(note)
+            if shared.settling is not None:
+                shared.settling.cancel()
+            remove_note(shared.note)
+            _remove_dead_notes(shared)
 
 
 def _open_environment(folder: Path, map_bytes: int, *, writable: bool, durable: bool) -> Environment:

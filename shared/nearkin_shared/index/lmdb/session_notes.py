@@ -22,7 +22,10 @@ from nearkin_shared.utils.private_files import open_private
 
 PREFIX = "open."
 CRASHES_MAX = 5
-"""Notes of dead processes, without a close in between, that mean damage even if the page check finds none."""
+"""Notes of dead processes, without a close in between, that mean damage even if the page check finds none.
+
+A process that has had the index open for SETTLED_SECONDS (environments.py) removes the notes of earlier ones.
+"""
 _numbers = count(1)
 _written: set[Path] = set()
 """Notes of this process."""
