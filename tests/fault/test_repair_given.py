@@ -164,5 +164,5 @@ def test_a_copy_that_changes_while_it_is_used_is_not_used(root, tmp_path) -> Non
     with open_store(root, settings=CHOSEN, create=True) as store:
         _, kept, _ = _sorted_out([copy], store._covered)
         flip(copy, 100)
-        with pytest.raises(SourceFailed, match="was changed while"):
+        with pytest.raises(SourceFailed, match="changed while"):
             len(kept[ContainerId(int(path.name[:16], 16))][0].data)

@@ -82,7 +82,7 @@ def test_what_all_of_them_lean_on_is_decoded_once_not_once_for_each(tmp_path, cl
     with aged(tmp_path / "side", clock) as side:
         together = decoded_by_a_round(side, monkeypatch)
         check(side)
-    monkeypatch.setattr(RebaseContext, "places_at", lambda _self, _container, rows: np.zeros(len(rows), np.int64))
+    monkeypatch.setattr(RebaseContext, "positions_at", lambda _self, _container, rows: np.zeros(len(rows), np.int64))
     with aged(tmp_path / "one", clock) as one:
         assert together < 0.6 * decoded_by_a_round(one, monkeypatch)
         check(one)

@@ -20,7 +20,7 @@ import redis
 from nearkin import open_store
 from nearkin.local.index_recovery import super_features_of
 from nearkin.store import Store
-from nearkin_maintenance import DomainOwners, entries_of_container, rebuild_index
+from nearkin_maintenance import DomainOwners, KnownObjects, entries_of_container, rebuild_index
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
@@ -61,7 +61,7 @@ def connect(server: RedisServer, store: Store) -> RedisIndex:
 def fill(store: Store, index: Index, known: Collection[int] = ()) -> None:
     """What a service hands in: the store's containers and versions, less the containers that are there."""
     tenants = DomainOwners(store._fingerprinters, ["default"], store._manifests)
-    rebuild_index(store._containers, store._manifests, index, tenants, super_features_of, known_containers=known)
+    rebuild_index(store._containers, store._manifests, index, tenants, super_features_of, known=KnownObjects(known))
 
 
 def assert_same_answers(store: Store, one: Index, other: Index) -> None:

@@ -67,7 +67,7 @@ class IndexRecovery:
             self._tenants(),
             super_features_of,
             progress,
-            condemned=self._excluded(),
+            pending_deletes=self._excluded(),
         )
         index.record_excluded(closed)
         index.mark_complete()
@@ -88,7 +88,7 @@ class IndexRecovery:
     def catch_up(self, index: LmdbIndex) -> None:
         """Add what a writer had stored, and not yet put into the index, when it died or failed."""
         with interrupts_wait():
-            from nearkin_maintenance import rebuild_index
+            from nearkin_maintenance import KnownObjects, rebuild_index
 
         known = {manifest_name(tenant, entry.key, entry.version): entry.sequence for tenant, entry in index.catalogs()}
         rebuild_index(
@@ -97,10 +97,8 @@ class IndexRecovery:
             index,
             self._tenants(),
             super_features_of,
-            known_containers=set(index.container_ids().tolist()),
-            known_manifests=set(known),
-            known_marks=known,
-            condemned=self._excluded(),
+            known=KnownObjects(set(index.container_ids().tolist()), known),
+            pending_deletes=self._excluded(),
         )
 
     def names_lost_objects(self, index: LmdbIndex) -> bool:

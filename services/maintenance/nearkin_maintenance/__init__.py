@@ -1,10 +1,10 @@
-"""The maintenance service: rebuilds the index and verifies the store; works on containers and manifests, the truth."""
+"""Maintenance service: garbage collection, verify, scrub, repair and index rebuild."""
 
 from nearkin_maintenance.domain_owners import DomainOwners
 from nearkin_maintenance.gc.gc_run import GcRun, Steps
 from nearkin_maintenance.gc.purge import Purge
 from nearkin_maintenance.gc.reference_counts import ReferenceCounts
-from nearkin_maintenance.index_rebuild import entries_of_container, fill_catalog, rebuild_index
+from nearkin_maintenance.index_rebuild import KnownObjects, entries_of_container, fill_catalog, rebuild_index
 from nearkin_maintenance.optimize.compact import Rewriter
 from nearkin_maintenance.repair.container_repair import ContainerRepairer
 from nearkin_maintenance.repair.store_repair import Repairer
@@ -20,6 +20,7 @@ __all__ = [
     "GcRun",
     "IndexedVersions",
     "IntegrityChecker",
+    "KnownObjects",
     "Purge",
     "ReferenceCounts",
     "Repairer",

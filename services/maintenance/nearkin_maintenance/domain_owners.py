@@ -1,6 +1,9 @@
-"""Tenants of a store. Invariant: whose a container is follows from a version that names its tenant, never from a guess.
+# size: gc, verify, optimize and repair use it
+"""Map dedup domains to tenants.
 
 container header: domain 16 bytes      manifest: tenant      domain_of(tenant) == domain
+
+Invariant: the owner of a container follows from a version that names its tenant, never from a guess.
 """
 
 from __future__ import annotations
@@ -13,13 +16,13 @@ from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.storage.manifests import ManifestStore
 
 TENANTS_MAX = 1 << 16
-"""Tenants known by name, 10 MB of them; containers of any further ones count as no version's."""
+"""Tenants held in memory, 10 MB; containers of any further ones count as ownerless."""
 FINGERPRINTERS_MAX = 64
-"""Kept made: each holds 4 KiB of keys."""
+"""Fingerprinters held in memory: each has 4 KiB of keys."""
 
 
 class DomainOwners:
-    """Who owns which dedup domain; asks the manifests only when it meets a domain that it does not know."""
+    """Owners of dedup domains; reads the manifests only when it meets an unknown domain."""
 
     def __init__(
         self, fingerprinter: Callable[[str], Fingerprinter], known: Iterable[str], manifests: ManifestStore
@@ -30,13 +33,19 @@ class DomainOwners:
         self._fingerprinter = lru_cache(FINGERPRINTERS_MAX)(fingerprinter)
 
     def owner(self, domain: bytes) -> str | None:
-        """Return the tenant of a domain, None where no readable version is of it. Raises StoreUnavailable."""
+        """Return the tenant of a domain, or None if no readable version has it.
+
+        Raises: StoreUnavailable.
+        """
         if domain not in self._by_domain and not self._all_read:
             self._read_all()
         return self._by_domain.get(domain)
 
     def fingerprinter(self, domain: bytes) -> Fingerprinter | None:
-        """Return what names the chunks of a domain, None where its tenant is not known. Raises StoreUnavailable."""
+        """Return the fingerprinter of a domain, or None if its tenant is unknown.
+
+        Raises: StoreUnavailable.
+        """
         tenant = self.owner(domain)
         return None if tenant is None else self._fingerprinter(tenant)
 
@@ -46,7 +55,7 @@ class DomainOwners:
                 break
             try:
                 tenant = self._manifests.read(name).tenant
-            except PermanentError:  # broken or just deleted: whoever reads the manifests themselves says so
+            except PermanentError:  # damaged or just deleted: the callers that read manifests report it
                 continue
             self._by_domain.setdefault(domain_of(tenant), tenant)
         self._all_read = True

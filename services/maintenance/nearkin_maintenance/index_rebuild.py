@@ -1,7 +1,9 @@
-"""Index rebuild. Invariant: containers in stream order, then manifests, give the lost index, entry by entry.
+"""Rebuild the index from containers in stream order and then from manifests.
 
-Every tenant's containers are claimed, each under its own domain. Where no version names a container's tenant, its
-segments cannot be named and are not claimed; its chunks and bases are.
+Containers of all tenants are published, each under its own dedup domain. Segments of a container whose tenant no
+version names cannot be identified and are left out; its chunks and bases are published.
+
+Invariant: the result equals the lost index, entry by entry.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import field
 from types import MappingProxyType
 from typing import Protocol, Self
 
@@ -42,24 +45,37 @@ from nearkin_shared.types import (
     offsets_of,
 )
 from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.frozen import frozen
 
 READ_BYTES = 8 * 1024 * 1024
-"""Chunks are decoded and sketched so many bytes at a time."""
-NO_MARKS: Mapping[str, int] = MappingProxyType({})
+"""Chunks are decoded and sketched in portions of this many bytes."""
+NO_TOMBSTONES: Mapping[str, int] = MappingProxyType({})
 NO_PENDING_DELETES: Record = MappingProxyType({})
 PUBLISH_CHUNKS = 1 << 16
-"""Chunks go into the index so many at a time, all of their containers: 6 MB of claims, while the next are decoded."""
+"""Chunks per index write, whole containers: 6 MB of entries, while the next ones are decoded."""
 COMMIT_VERSIONS = 256
-"""Versions go into the catalog so many a transaction."""
+"""Versions per catalog transaction."""
 
 
 class Sketches(Protocol):
-    """Computes the super-features that a sketch's name stands for."""
+    """Computes the super-features of a named sketch."""
 
     def __call__(self, sketch: str, payload: U8, offsets: U64, lengths: U32) -> U64:
-        """Return uint64[n, k]. Raises Corrupt for a name it does not know."""
+        """Return uint64[n, k]. Raises Corrupt for an unknown name."""
 
 
+@frozen
+class KnownObjects:
+    """Containers and versions that an index holds already.
+
+    `versions`: by manifest name the number of the highest tombstone that the index has recorded, 0 for none.
+    """
+
+    containers: Collection[int] = ()
+    versions: Mapping[str, int] = field(default_factory=dict)
+
+
+NOTHING_KNOWN = KnownObjects()
 Progress = Callable[[int, int], None]
 """(objects done, objects in all)."""
 
@@ -71,58 +87,58 @@ def rebuild_index(
     tenants: DomainOwners,
     sketches: Sketches,
     progress: Progress | None = None,
-    known_containers: Collection[int] = (),
-    known_manifests: Collection[str] = (),
-    known_marks: Mapping[str, int] = NO_MARKS,
-    condemned: Record = NO_PENDING_DELETES,
+    known: KnownObjects = NOTHING_KNOWN,
+    pending_deletes: Record = NO_PENDING_DELETES,
 ) -> RebuildReport:
-    """Fill `index` with all but what it is known to hold: an empty one, or one whose writer died between two steps.
+    """Add to `index` all entries and versions that it is not known to hold.
 
-    `known_marks` are the highest by their manifest's name. What is `condemned` is not to be found again, nor are
-    versions that a mark calls collected: their manifests are about to go.
-    What cannot be read is left out and named; nothing is written to the object store.
+    It may be empty, or lack the last steps of a crashed writer. Not published are chunks and segments in
+    `pending_deletes`, and versions with a tombstone of kind COLLECTED: their manifests are about to be deleted.
+    Unreadable objects are left out and reported; nothing is written to the object store.
     """
     started = time.perf_counter()
     failpoint("rebuild.begun")
-    ids = sorted(container for container, _ in containers.ids() if container not in known_containers)
+    ids = sorted(container for container, _ in containers.ids() if container not in known.containers)
     listed, marks, retentions = manifests.listing()
-    names = [entry for entry in listed if entry[0] not in known_manifests]
+    names = [entry for entry in listed if entry[0] not in known.versions]
     total = len(ids) + len(names)
     skipped: list[str] = []
-    sound = {int(container) for container in known_containers}
+    sound = {int(container) for container in known.containers}
     chunks = segments = 0
-    everyones = containers.of(None)
+    all_containers = containers.of(None)
     with _Publisher(index) as publisher:
         for done, container in enumerate(
-            topological_order(ids, lambda container: _base_containers(everyones, container))
+            topological_order(ids, lambda container: _base_containers(all_containers, container))
         ):
             try:
-                directory = everyones.directory(ContainerId(container))
+                directory = all_containers.directory(ContainerId(container))
                 own = containers.of(directory.domain)
-                if container in condemned and condemned[container].whole:  # it may lean on what is gone already
+                if (
+                    container in pending_deletes and pending_deletes[container].whole
+                ):  # its bases may be deleted already
                     publisher.add(_summary_only(directory))
                     continue
-                claims = entries_of_container(
-                    directory, own, tenants.fingerprinter(directory.domain), sketches, sound, condemned
+                entries = entries_of_container(
+                    directory, own, tenants.fingerprinter(directory.domain), sketches, sound, pending_deletes
                 )
             except PermanentError:
                 skipped.append(object_name(ContainerId(container)))
             else:
-                publisher.add(claims)
+                publisher.add(entries)
                 sound.add(container)
-                chunks += int(np.count_nonzero(claims.directory.chunks.there))  # collected ones leave their numbers
-                segments += int(np.count_nonzero(np.diff(claims.directory.segments.bounds)))
+                chunks += int(np.count_nonzero(entries.directory.chunks.there))  # deleted chunks leave empty rows
+                segments += int(np.count_nonzero(np.diff(entries.directory.segments.bounds)))
             if progress is not None:
                 progress(done + 1, total)
         publisher.finish()
 
-    def committed(done: int) -> None:
+    def on_commit(done: int) -> None:
         if progress is not None:
             progress(len(ids) + done, total)
 
-    versions = _commit_versions(manifests, index, names, marks, committed, skipped)
+    versions = _commit_versions(manifests, index, names, marks, on_commit, skipped)
     index.mark_many(
-        list(_marked_versions(manifests, marks, known_marks, skipped, _retention_bytes(retentions, skipped)))
+        list(_marked_versions(manifests, marks, known.versions, skipped, _retention_bytes(retentions, skipped)))
     )
     index.mark_many(list(_retained_versions(manifests, marks, retentions, skipped)))
     failpoint("rebuild.marks")
@@ -130,22 +146,26 @@ def rebuild_index(
 
 
 def fill_catalog(containers: ContainerStore, manifests: ManifestStore, index: Index) -> list[str]:
-    """Fill an empty index with what listings and sums need; return the names of objects that cannot be read.
+    """Fill an empty index with what listings and totals need.
 
-    Reads directories and manifests alone: no chunk, segment or super-feature is found in such an index.
+    Return the names of unreadable objects.
+
+    Reads directories and manifests only: such an index finds no chunk, segment or super-feature.
     """
     skipped: list[str] = []
-    everyones = containers.of(None)
+    all_containers = containers.of(None)
     with _Publisher(index) as publisher:
         for container in sorted(container for container, _ in containers.ids()):
             try:
-                publisher.add(_summary_only(everyones.directory(ContainerId(container))))
+                publisher.add(_summary_only(all_containers.directory(ContainerId(container))))
             except PermanentError:
                 skipped.append(object_name(ContainerId(container)))
         publisher.finish()
     names, marks, retentions = manifests.listing()
     _commit_versions(manifests, index, names, marks, lambda _: None, skipped)
-    index.mark_many(list(_marked_versions(manifests, marks, NO_MARKS, skipped, _retention_bytes(retentions, skipped))))
+    index.mark_many(
+        list(_marked_versions(manifests, marks, NO_TOMBSTONES, skipped, _retention_bytes(retentions, skipped)))
+    )
     index.mark_many(list(_retained_versions(manifests, marks, retentions, skipped)))
     return skipped
 
@@ -158,7 +178,10 @@ def _commit_versions(
     progress: Callable[[int], None],
     skipped: list[str],
 ) -> int:
-    """Add the versions of manifests to an index, by their time; return how many. `skipped` gains the unreadable."""
+    """Add versions to an index, by their time; return their count.
+
+    Appends unreadable names to `skipped`.
+    """
     found = []
     collected = _collected_manifests(manifests, marks)
     for name, size_bytes in names:
@@ -177,7 +200,10 @@ def _commit_versions(
 
 
 class _Publisher:
-    """Publishes beside whoever decodes: one batch waits at most. The order stays."""
+    """Publish entries on a thread of its own, in order, while the caller decodes.
+
+    At most one batch waits.
+    """
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -192,19 +218,19 @@ class _Publisher:
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
 
-    def add(self, claims: ContainerEntries) -> None:
-        """Take what a container claims. Raises what publishing those before it did."""
-        self._batch.append(claims)
-        self._chunks += len(claims.directory.chunks)
+    def add(self, entries: ContainerEntries) -> None:
+        """Add the entries of a container. Raises the errors of earlier batches."""
+        self._batch.append(entries)
+        self._chunks += len(entries.directory.chunks)
         if self._chunks >= PUBLISH_CHUNKS:
-            self._next()
+            self._submit_batch()
 
     def finish(self) -> None:
-        """Return when all is published. Raises what publishing did."""
-        self._next()
-        self._next()
+        """Wait until all entries are published. Raises the errors of publishing."""
+        self._submit_batch()
+        self._submit_batch()
 
-    def _next(self) -> None:
+    def _submit_batch(self) -> None:
         before, self._running = self._running, None
         if before is not None:
             before.result()
@@ -219,10 +245,10 @@ class _Publisher:
 
 
 def _collected_manifests(manifests: ManifestStore, marks: list[tuple[str, int]]) -> set[str]:
-    """Return the names of the manifests whose versions are collected: only an even mark can say so."""
+    """Return the manifest names of collected versions: those with an even last tombstone."""
     highest: dict[str, tuple[int, str]] = {}
     for name, _ in marks:
-        with suppress(Corrupt):  # told by `_marked`
+        with suppress(Corrupt):  # reported by `_marked_versions`
             manifest, sequence = marked_version(name)
             highest[manifest] = max(highest.get(manifest, (0, "")), (sequence, name))
     found = set()
@@ -241,9 +267,9 @@ def _marked_versions(
     skipped: list[str],
     records_bytes: Mapping[str, int],
 ) -> Iterator[MarkedVersion]:
-    """Yield what an index notes of marks, from their names and the highest mark of each version.
+    """Yield the catalog record of each version with tombstones.
 
-    `records_bytes`: of retention records, by manifest name.
+    `records_bytes`: bytes of retention records, by manifest name.
     """
     highest: dict[str, tuple[int, int, str]] = {}
     for name, size_bytes in marks:
@@ -264,13 +290,16 @@ def _marked_versions(
         except PermanentError:
             skipped.append(name)
         else:
-            ending = mark.kind is MarkKind.COLLECTED and manifest in known  # listed until the round goes on: as deleted
+            is_ending = mark.kind is MarkKind.COLLECTED and manifest in known  # the GC run continues: listed as deleted
             total_bytes = marks_bytes + records_bytes.get(manifest, 0)
-            yield MarkedVersion(mark.tenant, mark.key, mark.version, sequence - ending, total_bytes)
+            yield MarkedVersion(mark.tenant, mark.key, mark.version, sequence - is_ending, total_bytes)
 
 
 def _retention_bytes(retentions: list[tuple[str, int]], skipped: list[str]) -> dict[str, int]:
-    """Return the bytes of each version's retention records by its manifest's name. `skipped` gains unknown names."""
+    """Return the bytes of retention records by manifest name.
+
+    Appends unknown names to `skipped`.
+    """
     found: dict[str, int] = {}
     for name, size_bytes in retentions:
         try:
@@ -285,10 +314,10 @@ def _retention_bytes(retentions: list[tuple[str, int]], skipped: list[str]) -> d
 def _retained_versions(
     manifests: ManifestStore, marks: list[tuple[str, int]], retentions: list[tuple[str, int]], skipped: list[str]
 ) -> Iterator[MarkedVersion]:
-    """Yield what an index notes of versions with retention records and no mark: listings of them read the records."""
+    """Yield catalog records of versions that have retention records but no tombstone."""
     marked = set()
     for name, _ in marks if retentions else ():
-        with suppress(Corrupt):  # reported by `_marked`
+        with suppress(Corrupt):  # reported by `_marked_versions`
             marked.add(marked_version(name)[0])
     named = {f"{name.rsplit('.', 2)[0]}.nkm": name for name, _ in retentions}
     for manifest, records_bytes in _retention_bytes(retentions, []).items():
@@ -302,7 +331,10 @@ def _retained_versions(
 
 
 def _base_containers(containers: ContainerStore, container: int) -> list[int]:
-    """Return the other containers that one names, in bases and recipes; none where it cannot be read."""
+    """Return the other containers that bases and recipes of one name.
+
+    None if it is unreadable.
+    """
     try:
         directory = containers.directory(ContainerId(container))
     except PermanentError:
@@ -317,20 +349,19 @@ def entries_of_container(
     fingerprinter: Fingerprinter | None,
     sketches: Sketches,
     sound: Collection[int],
-    condemned: Record = NO_PENDING_DELETES,
+    pending_deletes: Record = NO_PENDING_DELETES,
 ) -> ContainerEntries:
-    """Return what a container claims, from its bytes and those of the `sound` containers before it.
+    """Return the index entries of a container; its segments may use `sound` containers.
 
-    What is `condemned` is not claimed, nor any segment that names some of it.
+    Left out: chunks and segments in `pending_deletes`, and any segment with a chunk of these or in an unsound
+    container, since a version stored later would not restore. Without a `fingerprinter`, all segments.
 
-    A segment with a chunk in any other container is not claimed: a version put later would not restore; nor is any
-    without a `fingerprinter`, which names them. Raises Corrupt where a chunk of its own cannot be decoded, or names
-    another domain's.
+    Raises: Corrupt if a chunk cannot be decoded or names a chunk of another dedup domain.
     """
     reader = ChunkReader(containers)
-    mine = condemned.get(directory.container)
+    own_deletes = pending_deletes.get(directory.container)
     there = np.flatnonzero(directory.chunks.there).astype(np.uint32)
-    only = None if mine is None else np.setdiff1d(there, mine.chunks)
+    only = None if own_deletes is None else np.setdiff1d(there, own_deletes.chunks)
     features = _super_features(directory, reader, sketches)
     if only is not None:
         features = {sketch: _select_bases(only, *found) for sketch, found in features.items()}
@@ -340,57 +371,65 @@ def entries_of_container(
     recipes, bounds = directory.segments.chunks, directory.segments.bounds
     named, which = np.unique(recipes.containers, return_inverse=True)
     usable = [int(holder) in sound or holder in (ZERO, directory.container) for holder in named]
-    lost = ~np.array(usable, np.bool_)[which]
+    is_lost = ~np.array(usable, np.bool_)[which]
     for at, holder in enumerate(named.tolist()):
         if usable[at] and holder != ZERO:
             rows = np.flatnonzero(which == at)
-            lost[rows] = ~_findable(containers.directory(ContainerId(holder)), recipes.ordinals[rows], condemned)
+            is_lost[rows] = ~_findable(
+                containers.directory(ContainerId(holder)), recipes.ordinals[rows], pending_deletes
+            )
     names = np.zeros((len(recipes), NAME_BYTES), np.uint8)
-    names[~lost] = reader.plan(recipes.take(~lost)).names
+    names[~is_lost] = reader.plan(recipes.take(~is_lost)).names
     zero = recipes.containers == np.uint64(ZERO)
     if zero.any():
         names[zero] = fingerprinter.name_zeros(recipes.ordinals[zero])
     segment_ids = fingerprinter.name_segments(names, bounds)
     segment_ids[np.diff(bounds) == 0] = 0
     of_segment = np.repeat(np.arange(len(directory.segments)), np.diff(bounds))
-    segment_ids[of_segment[lost]] = 0
-    if mine is not None:
-        segment_ids[mine.segments] = 0
+    segment_ids[of_segment[is_lost]] = 0
+    if own_deletes is not None:
+        segment_ids[own_deletes.segments] = 0
     return ContainerEntries(directory, segment_ids, features, only)
 
 
 def _summary_only(directory: Directory) -> ContainerEntries:
-    """Return the claims of a container that takes up room until it goes, and in which nothing is to be found."""
+    """Return a container without findable entries: it takes up bytes until it is deleted."""
     none = np.zeros((len(directory.segments), SEGMENT_ID_BYTES), np.uint8)
     return ContainerEntries(directory, none, {}, np.zeros(0, np.uint32))
 
 
-def _findable(directory: Directory, ordinals: U32, condemned: Record) -> Bools:
-    """Return which of a container's chunks are there and not condemned. Raises Corrupt for what it never had."""
+def _findable(directory: Directory, ordinals: U32, pending_deletes: Record) -> Bools:
+    """Return a mask of the chunks that exist and are not pending delete.
+
+    Raises: Corrupt for an unknown ordinal.
+    """
     if len(ordinals) and int(ordinals.max()) >= len(directory.chunks):
-        raise Corrupt(f"{object_name(directory.container)}: {len(directory.chunks)} chunks, {ordinals.max()} is wanted")
+        raise Corrupt(
+            f"{object_name(directory.container)}: has {len(directory.chunks)} chunks, but a recipe names chunk "
+            f"{ordinals.max()}; run `nearkin verify`"
+        )
     found = directory.chunks.there[ordinals]
-    if directory.container in condemned:
-        found &= ~np.isin(ordinals, condemned[directory.container].chunks)
+    if directory.container in pending_deletes:
+        found &= ~np.isin(ordinals, pending_deletes[directory.container].chunks)
     return found
 
 
 def _select_bases(ordinals: U32, bases: U32, super_features: U64) -> tuple[U32, U64]:
-    """Return the bases that are among `ordinals`, and their super-features."""
+    """Return the bases among `ordinals` and their super-features."""
     kept = np.isin(bases, ordinals)
     return bases[kept], super_features[kept]
 
 
 def _super_features(directory: Directory, reader: ChunkReader, sketches: Sketches) -> dict[str, tuple[U32, U64]]:
-    """Sketch again, by each segment's own algorithm, the chunks that it introduced and that may serve as bases."""
+    """Sketch the base candidates that a container introduced, by each segment's algorithm."""
     segments, chunks = directory.segments, directory.chunks
     introduced_by = np.full(len(chunks), -1, np.int64)
     own = np.flatnonzero(segments.chunks.containers == np.uint64(directory.container))[::-1]
     of_segment = np.repeat(np.arange(len(segments), dtype=np.int64), np.diff(segments.bounds))
-    introduced_by[segments.chunks.ordinals[own]] = of_segment[own]  # written backwards: the first mention wins
+    introduced_by[segments.chunks.ordinals[own]] = of_segment[own]  # reversed order: the first mention wins
     eligible = np.flatnonzero((chunks.depths < directory.depth_max) & (introduced_by >= 0) & chunks.there)
     for rows in _portions(chunks.lengths, np.setdiff1d(np.flatnonzero(chunks.there), eligible)):
-        _read(directory, reader, rows)  # no base of anything, but it is claimed, so it must decode
+        _read(directory, reader, rows)  # no base candidates, but they are published and so must decode
     by_sketch = segments.sketches[introduced_by[eligible]]
     found: dict[str, tuple[U32, U64]] = {}
     for number, sketch in enumerate(directory.sketch_names):
@@ -405,13 +444,16 @@ def _super_features(directory: Directory, reader: ChunkReader, sketches: Sketche
 
 
 def _portions(lengths: U32, ordinals: NDArray[np.integer]) -> list[NDArray[np.integer]]:
-    """Return the ordinals cut into runs of about READ_BYTES."""
+    """Return the ordinals in runs of about READ_BYTES."""
     portion = np.cumsum(lengths[ordinals], dtype=np.int64) // READ_BYTES
     return [rows for rows in np.split(ordinals, np.flatnonzero(np.diff(portion)) + 1) if len(rows)]
 
 
 def _read(directory: Directory, reader: ChunkReader, ordinals: NDArray[np.integer]) -> tuple[U8, U32]:
-    """Return the bytes of a container's chunks, one after another, and the length of each. Raises Corrupt."""
+    """Return the bytes of a container's chunks, concatenated, and the length of each.
+
+    Raises: Corrupt.
+    """
     holders = np.full(len(ordinals), directory.container, np.uint64)
     plan = reader.plan(Locations(holders, ordinals.astype(np.uint32)))
     return reader.fetch(plan), plan.lengths

@@ -1,4 +1,4 @@
-"""Recover an index that a server kept over a restart: check what it holds, add what it lacks.
+"""Recover an index that a server kept over a restart: check its entries, add missing ones.
 
     1 versions     names of the store against the catalog: remove what was deleted, add what is missing
     2 entries      those of chunks and segments that the store no longer has are removed: only where a GC run may have
@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from nearkin_maintenance.domain_owners import DomainOwners
-from nearkin_maintenance.index_rebuild import Sketches, rebuild_index
+from nearkin_maintenance.index_rebuild import KnownObjects, Sketches, rebuild_index
 from nearkin_shared.errors import PermanentError
 from nearkin_shared.formats.directory import SegmentTable
 from nearkin_shared.formats.pending_delete_record import Record
@@ -33,7 +33,7 @@ _log = logging.getLogger("nearkin.maintenance")
 
 
 class RecoverableIndex(Index, Protocol):
-    """What recovery needs of an index beyond adding to it."""
+    """Abilities of an index that recovery needs beyond adding entries."""
 
     @property
     def is_incomplete(self) -> bool:
@@ -50,7 +50,7 @@ class RecoverableIndex(Index, Protocol):
 
     @property
     def has_unchecked(self) -> bool:
-        """Return whether entries may name what the store no longer has."""
+        """Return whether entries may name chunks that the store no longer has."""
 
     def container_numbers(self) -> NumberedContainers:
         """Return which numbers containers have by now."""
@@ -61,7 +61,10 @@ class RecoverableIndex(Index, Protocol):
         chunks: Mapping[int, Bools | None],
         segments: Mapping[int, Bools | None],
     ) -> int:
-        """Remove entries of chunks and segments that are not there; by container, None for all of them."""
+        """Remove entries of chunks and segments that are not there.
+
+        By container, None for all of them.
+        """
 
     def declare_catalog(self) -> None:
         """Declare that the catalog lists every version."""
@@ -73,28 +76,29 @@ def recover_index(
     index: RecoverableIndex,
     tenants: DomainOwners,
     sketches: Sketches,
-    condemned: Record,
+    pending_deletes: Record,
 ) -> RebuildReport:
-    """Bring an index to what the store has; an empty one is filled. Raises StoreUnavailable, Corrupt."""
-    numbered = index.container_numbers()  # before the store is listed: what is published meanwhile is not checked
+    """Bring an index to what the store has; an empty one is filled.
+
+    Raises: StoreUnavailable, Corrupt.
+    """
+    numbered = index.container_numbers()  # before the store is listed: containers published meanwhile are not checked
     listed = containers.of(None).generations()
     marks = _remove_versions(manifests, index)  # 1
-    everything = [int(container) for container in listed]
+    all_containers = [int(container) for container in listed]
     rebuild_index(
         containers,
         manifests,
         index,
         tenants,
         sketches,
-        known_containers=everything,
-        known_manifests=marks.keys(),
-        known_marks=marks,
-        condemned=condemned,
+        known=KnownObjects(all_containers, marks),
+        pending_deletes=pending_deletes,
     )
     index.declare_catalog()
     removed = 0
     if index.has_unchecked:
-        removed = index.withdraw_missing(numbered, *_findable(containers.of(None), listed, condemned))  # 2
+        removed = index.withdraw_missing(numbered, *_findable(containers.of(None), listed, pending_deletes))  # 2
     published = () if index.is_incomplete else index.container_ids().tolist()
     known = [container for container in published if container in listed]
     marks = dict(_list_versions(index))
@@ -104,10 +108,8 @@ def recover_index(
         index,
         tenants,
         sketches,
-        known_containers=known,
-        known_manifests=marks.keys(),
-        known_marks=marks,
-        condemned=condemned,
+        known=KnownObjects(known, marks),
+        pending_deletes=pending_deletes,
     )  # 3
     _log.warning(
         "index recovered: %d containers kept, %d published, %d entries removed", len(known), report.containers, removed
@@ -123,19 +125,22 @@ def _list_versions(index: RecoverableIndex) -> Iterator[tuple[str, int]]:
 
 
 def _remove_versions(manifests: ManifestStore, index: RecoverableIndex) -> dict[str, int]:
-    """Take versions out of the catalog that the store no longer has; return the highest mark of each other one."""
+    """Take versions out of the catalog that the store no longer has.
+
+    Return the highest mark of each other one.
+    """
     entries = [(tenant, entry) for tenant in index.tenants() for entry in index.catalog(tenant)]
     listed, _ = manifests.names_and_marks()  # after the catalog: a version committed meanwhile is in both
-    there = {name for name, _ in listed}
+    stored_names = {name for name, _ in listed}
     kept: dict[str, int] = {}
-    gone: list[CollectedVersion] = []
+    missing: list[CollectedVersion] = []
     for tenant, entry in entries:
         name = object_name(tenant, entry.key, entry.version)
-        if name in there:
+        if name in stored_names:
             kept[name] = entry.sequence
         else:
-            gone.append(CollectedVersion(tenant, entry.key, entry.version, None))
-    index.collect_many(gone)
+            missing.append(CollectedVersion(tenant, entry.key, entry.version, None))
+    index.collect_many(missing)
     return kept
 
 
@@ -143,9 +148,9 @@ Masks = dict[int, Bools | None]
 
 
 def _findable(
-    containers: ContainerStore, listed: Mapping[ContainerId, Mapping[int, int]], condemned: Record
+    containers: ContainerStore, listed: Mapping[ContainerId, Mapping[int, int]], pending_deletes: Record
 ) -> tuple[Masks, Masks]:
-    """Return which chunks and which segments of each container may be found: there, not condemned, of such chunks."""
+    """Return masks of the findable chunks and segments of each container."""
     chunks: Masks = {}
     recipes: dict[int, SegmentTable] = {}
     for container in listed:
@@ -154,16 +159,18 @@ def _findable(
         except PermanentError:  # damaged: scrub reports it
             chunks[int(container)] = np.zeros(0, np.bool_)
             continue
-        there = directory.chunks.there.copy()
-        entry = condemned.get(int(container))
+        is_findable = directory.chunks.there.copy()
+        entry = pending_deletes.get(int(container))
         if entry is not None:
-            there[entry.chunks[entry.chunks < len(there)]] = False
-            there &= not entry.whole
-        chunks[int(container)], recipes[int(container)] = there, directory.segments
-    return chunks, {container: _sound(container, recipes.get(container), chunks, condemned) for container in chunks}
+            is_findable[entry.chunks[entry.chunks < len(is_findable)]] = False
+            is_findable &= not entry.whole
+        chunks[int(container)], recipes[int(container)] = is_findable, directory.segments
+    return chunks, {
+        container: _usable_segments(container, recipes.get(container), chunks, pending_deletes) for container in chunks
+    }
 
 
-def _sound(container: int, recipes: SegmentTable | None, chunks: Masks, condemned: Record) -> Bools:
+def _usable_segments(container: int, recipes: SegmentTable | None, chunks: Masks, pending_deletes: Record) -> Bools:
     """Return which segments of a container name nothing but chunks that may be found."""
     if recipes is None:
         return np.zeros(0, np.bool_)
@@ -179,7 +186,7 @@ def _sound(container: int, recipes: SegmentTable | None, chunks: Masks, condemne
         found = inside.copy()
         found[inside] = mask[ordinals[inside]]
         sound[of_row[rows[~found]]] = False
-    if container in condemned:
-        ended = condemned[container].segments
-        sound[ended[ended < len(sound)]] = False
+    if container in pending_deletes:
+        withdrawn = pending_deletes[container].segments
+        sound[withdrawn[withdrawn < len(sound)]] = False
     return sound

@@ -337,14 +337,14 @@ def directory_unchecked() -> None:
 def block_number_given_again() -> None:
     """Compaction gives the number of a block that is gone to another one."""
     laying = nearkin_maintenance.optimize.block_writer.BlockWriter
-    real = laying.raw
+    real = laying.write_raw
 
     def raw(self: Any, new: Any, directory: Any, rows: Any) -> None:
         laid = [number for number, block in enumerate(new._blocks) if block is not None]
         new._next = max(laid, default=-1) + 1
         real(self, new, directory, rows)
 
-    _patch(laying, "raw", raw)
+    _patch(laying, "write_raw", raw)
 
 
 def scrub_skips_a_container() -> None:

@@ -9,7 +9,7 @@ from nearkin_maintenance.optimize.unreferenced_merged_blocks import Chain
 KIB = 1024
 TEXT = Chain(
     root_bytes=220 * KIB, root_raw_bytes=4096 * KIB, own_bytes=512 * KIB, live_bytes=150 * KIB, dead_bytes=220 * KIB,
-    leaning_bytes=150 * KIB, leaning_raw_bytes=3584 * KIB, roots=1,
+    dependent_bytes=150 * KIB, dependent_raw_bytes=3584 * KIB, roots=1,
 )  # fmt: skip
 """A dead root of eight versions, and a live block of seven that leans on it."""
 
@@ -20,14 +20,14 @@ def changed(**fields: int) -> Chain:
 
 def test_a_dead_root_goes_where_what_leans_on_it_needs_but_a_stretch_of_it() -> None:
     assert TEXT.new_root_bytes() == pytest.approx(0.35 * 512 * KIB)
-    assert TEXT.is_given_up(0.05)
-    assert not TEXT.is_given_up(0.2)
+    assert TEXT.should_drop(0.05)
+    assert not TEXT.should_drop(0.2)
 
 
 def test_a_dead_root_stays_that_is_little_more_than_its_stretch() -> None:
-    noise = changed(root_bytes=530 * KIB, dead_bytes=530 * KIB, leaning_bytes=20 * KIB, live_bytes=20 * KIB)
+    noise = changed(root_bytes=530 * KIB, dead_bytes=530 * KIB, dependent_bytes=20 * KIB, live_bytes=20 * KIB)
     assert 500 * KIB < noise.new_root_bytes() < 530 * KIB
-    assert not noise.is_given_up(0.05)
+    assert not noise.should_drop(0.05)
 
 
 def test_a_new_root_is_never_expected_to_take_more_than_the_old_one() -> None:
@@ -35,9 +35,9 @@ def test_a_new_root_is_never_expected_to_take_more_than_the_old_one() -> None:
 
 
 def test_each_block_that_is_to_be_a_root_takes_a_stretch() -> None:
-    assert not changed(roots=2).is_given_up(0.05)
+    assert not changed(roots=2).should_drop(0.05)
 
 
-def test_nothing_is_given_up_while_the_root_lives_or_nothing_leans_on_it() -> None:
-    assert not changed(root_lives=True).is_given_up(0.0)
-    assert not changed(roots=0).is_given_up(0.0)
+def test_nothing_should_drop_while_the_root_lives_or_nothing_leans_on_it() -> None:
+    assert not changed(root_lives=True).should_drop(0.0)
+    assert not changed(roots=0).should_drop(0.0)

@@ -1,7 +1,9 @@
-"""Blocks of what is kept. Invariant: a chunk's bytes are compared with its name before they are encoded again.
+"""Write the blocks of a rewritten container.
 
-some chunks of a block -> decoded, compared -> a block of them that leans on what they use of its bases
-chunks that are to lean on nothing -> blocks of them
+some chunks of a block -> decode, verify -> encode as one block, with the bases that these chunks use
+chunks without bases   -> decode, verify -> encode as raw blocks
+
+Invariant: a chunk's bytes are verified against its fingerprint before they are encoded again.
 """
 
 from __future__ import annotations
@@ -26,38 +28,44 @@ from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import U8, U32, Bools, Locations, offsets_of
 
 READ_BYTES = 8 * 1024 * 1024
-"""Chunks that lean on nothing are read so many bytes at a time."""
+"""Raw chunks are read in portions of this many bytes."""
 SHARED_BYTES_MIN = 64
-"""A base that gives fewer bytes than this to what is kept of a block is not worth its place in the prefix."""
+"""A base that shares fewer bytes with the kept chunks of a block costs more in the prefix than it saves."""
 
 
 class BlockWriter:
-    """Lays blocks into new generations."""
+    """Encode, copy and verify the blocks of new container generations."""
 
-    def __init__(self, containers: ContainerStore, verified: VerifiedReader, recode: BlockEncoderPort) -> None:
+    def __init__(self, containers: ContainerStore, verified: VerifiedReader, encoder: BlockEncoderPort) -> None:
         self._containers = containers
-        self._reader = ChunkReader(containers, recode.helpers)
+        self._reader = ChunkReader(containers, encoder.helpers)
         self._verified = verified
-        self._recode = recode
+        self._encoder = encoder
 
     def read_verified(self, directory: Directory, rows: NDArray[np.intp]) -> U8:
-        """Return the bytes of chunks of a container, one behind the other. Raises Corrupt."""
+        """Return the bytes of chunks of a container, concatenated. Raises Corrupt."""
         here = Locations(np.full(len(rows), directory.container, np.uint64), rows.astype(np.uint32))
         return self._verified.read(directory.domain, here)
 
     def blocks_to_merge(self, directory: Directory, kept: Bools) -> Bools:
-        """Return which raw blocks become one: those of which little is kept, if there are several; gathered ones stay.
+        """Return a mask of raw blocks to write as one: those with little left, if several.
 
-        Apart they took 50 % of their bytes, together 43 (30 days of small edits, benchmarks/gc_days.py).
+        Not merged blocks.
+
+        Written separately they kept 50 % of their bytes, together 43 % (30 days of small edits,
+        benchmarks/gc_days.py).
         """
         blocks = directory.blocks
-        left = np.bincount(directory.chunks.blocks, directory.chunks.lengths * kept, len(blocks))
-        small: Bools = (blocks.raw > 0) & (blocks.kinds == container_layout.RAW) & ~merged_blocks(directory)
-        small &= (left > 0) & (left * 2 < self._recode.raw_bytes)
-        return small if np.count_nonzero(small) > 1 else np.zeros(len(blocks), np.bool_)
+        kept_bytes = np.bincount(directory.chunks.blocks, directory.chunks.lengths * kept, len(blocks))
+        is_small: Bools = (blocks.raw > 0) & (blocks.kinds == container_layout.RAW) & ~merged_blocks(directory)
+        is_small &= (kept_bytes > 0) & (kept_bytes * 2 < self._encoder.raw_bytes)
+        return is_small if np.count_nonzero(is_small) > 1 else np.zeros(len(blocks), np.bool_)
 
     def copy_remaining(self, new: NewGeneration, directory: Directory, kept: Bools, others: Bools) -> None:
-        """Lay what is kept of all blocks but `others`: as it is where it is all of one. Raises Corrupt."""
+        """Write the kept chunks of all blocks but `others`; copy a block that is kept whole.
+
+        Raises: Corrupt.
+        """
         old = directory.chunks
         for number in np.flatnonzero((directory.blocks.raw > 0) & ~others).tolist():
             rows = np.flatnonzero(old.there & (old.blocks == number))
@@ -65,14 +73,14 @@ class BlockWriter:
             if len(rows_kept) == len(rows):
                 new.copy(number)
             elif len(rows_kept):
-                self.some_of(new, directory, number, rows_kept)
+                self.write_some(new, directory, number, rows_kept)
 
-    def some_of(self, new: NewGeneration, directory: Directory, number: int, rows: NDArray[np.intp]) -> None:
-        """Encode some chunks of a block again. Raises Corrupt."""
-        part = self._part(directory, number, rows, self.read_verified(directory, rows))
-        recoded = self._recode(part)
-        new.write(rows, recoded, part.lengths if recoded.encoded is None else recoded.encoded)
-        if recoded.block.kind == container_layout.RAW:
+    def write_some(self, new: NewGeneration, directory: Directory, number: int, rows: NDArray[np.intp]) -> None:
+        """Encode the chunks `rows` of a block again. Raises Corrupt."""
+        block_slice = self._slice_of(directory, number, rows, self.read_verified(directory, rows))
+        result = self._encoder(block_slice)
+        new.write(rows, result, block_slice.lengths if result.encoded is None else result.encoded)
+        if result.block.kind == container_layout.RAW:
             new.clear_bases(rows)
         else:
             new.keep_bases(rows)
@@ -86,10 +94,10 @@ class BlockWriter:
         without: Masks,
         depths_of: Callable[[Plan], U8],
     ) -> None:
-        """Encode chunks of a block again that leans on its bases as deep as these lie now, and on none of `without`.
+        """Encode `rows` of a block against its bases at their current depths.
 
-        `depths_of` tells how deep. One that is gathered, or refers: what it holds is near to what it holds besides.
-        Raises Corrupt.
+        Bases in `without` are dropped; `depths_of` returns the current depths of bases. For merged blocks and
+        reference blocks, whose chunks are near each other in the stream. Raises Corrupt.
         """
         prefix = directory.prefixes.of(number)
         plan = self._reader.plan(prefix.take(~is_in(without, prefix)))
@@ -98,42 +106,46 @@ class BlockWriter:
         bases = plan.locations
         depth = int(depths_of(plan).max(initial=0)) + 1 if len(bases) else 0
         base_payload, payload = self._reader.fetch(plan), self.read_verified(directory, rows)
-        best, lengths = directory.chunks.bases.take(rows), directory.chunks.lengths[rows]
+        best_bases, lengths = directory.chunks.bases.take(rows), directory.chunks.lengths[rows]
         kind = container_layout.PATCH if len(bases) else container_layout.RAW
-        part = BlockSlice(kind, depth, payload, lengths, best, bases, base_payload, plan.lengths)
-        recoded = self._write_merged(part) if merged_blocks(directory)[number] else self._recode(part)
-        new.write(rows, recoded, lengths if recoded.encoded is None else recoded.encoded)
-        if recoded.block.kind == container_layout.RAW:
+        block_slice = BlockSlice(kind, depth, payload, lengths, best_bases, bases, base_payload, plan.lengths)
+        result = self._write_merged(block_slice) if merged_blocks(directory)[number] else self._encoder(block_slice)
+        new.write(rows, result, lengths if result.encoded is None else result.encoded)
+        if result.block.kind == container_layout.RAW:
             new.clear_bases(rows)
             return
-        gone = is_in(without, best)
-        best.containers[gone], best.ordinals[gone] = bases.containers[-1], bases.ordinals[-1]
-        new.set_bases(rows, best, container_layout.LOCALITY_RANK)
+        is_dropped = is_in(without, best_bases)
+        best_bases.containers[is_dropped], best_bases.ordinals[is_dropped] = bases.containers[-1], bases.ordinals[-1]
+        new.set_bases(rows, best_bases, container_layout.LOCALITY_RANK)
         new.keep_ranks(rows)
 
-    def _write_merged(self, part: BlockSlice) -> EncodedResult:
-        block = self._recode.encode_merged(part.payload, part.bases, part.base_payload, part.depth)()
-        return EncodedResult(block, part.bases if block.kind == container_layout.PATCH else Locations.empty(), None)
+    def _write_merged(self, block_slice: BlockSlice) -> EncodedResult:
+        block = self._encoder.encode_merged(
+            block_slice.payload, block_slice.bases, block_slice.base_payload, block_slice.depth
+        )()
+        return EncodedResult(
+            block, block_slice.bases if block.kind == container_layout.PATCH else Locations.empty(), None
+        )
 
-    def raw(self, new: NewGeneration, directory: Directory, rows: NDArray[np.intp]) -> None:
-        """Put chunks into blocks that lean on nothing. Raises Corrupt."""
-        blocks, lengths = self._recode.new_regrouper(), directory.chunks.lengths
+    def write_raw(self, new: NewGeneration, directory: Directory, rows: NDArray[np.intp]) -> None:
+        """Write chunks as raw blocks. Raises Corrupt."""
+        blocks, lengths = self._encoder.new_regrouper(), directory.chunks.lengths
         portion = np.cumsum(lengths[rows], dtype=np.int64) // READ_BYTES
-        for some in np.split(rows, np.flatnonzero(np.diff(portion)) + 1) if len(rows) else []:
-            blocks.add_raw(some, self.read_verified(directory, some), lengths[some])
+        for portion_rows in np.split(rows, np.flatnonzero(np.diff(portion)) + 1) if len(rows) else []:
+            blocks.add_raw(portion_rows, self.read_verified(directory, portion_rows), lengths[portion_rows])
         self.copy_encoded(new, directory, blocks.end())
 
     def copy_encoded(self, new: NewGeneration, directory: Directory, blocks: list[RebasedChunks]) -> None:
-        """Lay blocks that are encoded."""
+        """Write blocks that a regrouper encoded."""
         for one in blocks:
-            rows, recoded = one.rows, one.recoded
-            new.write(rows, recoded, directory.chunks.lengths[rows] if recoded.encoded is None else recoded.encoded)
-            if recoded.block.kind != container_layout.RAW:
+            rows, result = one.rows, one.result
+            new.write(rows, result, directory.chunks.lengths[rows] if result.encoded is None else result.encoded)
+            if result.block.kind != container_layout.RAW:
                 new.set_bases(rows, one.best, container_layout.LOCALITY_RANK)
 
-    def _part(self, directory: Directory, number: int, rows: NDArray[np.intp], payload: U8) -> BlockSlice:
+    def _slice_of(self, directory: Directory, number: int, rows: NDArray[np.intp], payload: U8) -> BlockSlice:
         old, kind = directory.chunks, int(directory.blocks.kinds[number])
-        lengths, best = old.lengths[rows], old.bases.take(rows)
+        lengths, best_bases = old.lengths[rows], old.bases.take(rows)
         none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
         depth = int(directory.blocks.depths[number])
         if kind == container_layout.RAW:
@@ -145,27 +157,29 @@ class BlockWriter:
                 deltas[start : start + length]
                 for start, length in zip(old.positions[rows].tolist(), old.encoded[rows].tolist(), strict=True)
             ]
-            return BlockSlice(kind, depth, np.concatenate(pieces), old.encoded[rows], best, none, no_bytes, no_lengths)
+            return BlockSlice(
+                kind, depth, np.concatenate(pieces), old.encoded[rows], best_bases, none, no_bytes, no_lengths
+            )
         plan = self._reader.plan(directory.prefixes.of(number))
         base_payload = self._reader.fetch(plan)
-        used = _used_bases(payload, lengths, base_payload, plan.lengths) | plan.locations.is_in(best)
+        used = _used_bases(payload, lengths, base_payload, plan.lengths) | plan.locations.is_in(best_bases)
         offsets = offsets_of(plan.lengths)
-        wanted = np.flatnonzero(used)
-        pieces = [base_payload[int(offsets[i]) : int(offsets[i]) + int(plan.lengths[i])] for i in wanted.tolist()]
+        used_rows = np.flatnonzero(used)
+        pieces = [base_payload[int(offsets[i]) : int(offsets[i]) + int(plan.lengths[i])] for i in used_rows.tolist()]
         return BlockSlice(
             kind,
             depth,
             payload,
             lengths,
-            best,
-            plan.locations.take(wanted),
+            best_bases,
+            plan.locations.take(used_rows),
             np.concatenate([no_bytes, *pieces]),
-            plan.lengths[wanted],
+            plan.lengths[used_rows],
         )
 
 
 def _used_bases(payload: U8, lengths: U32, base_payload: U8, base_lengths: U32) -> NDArray[np.bool_]:
-    """Return which bases give what is kept enough bytes."""
+    """Return a mask of the bases that share enough bytes with the kept chunks."""
     one = np.array([0, len(lengths)], np.uint32)
     all_bases = np.array([0, len(base_lengths)], np.uint32)
     bases = (base_payload,), np.zeros(len(base_lengths), np.int32), offsets_of(base_lengths), base_lengths

@@ -1,10 +1,12 @@
-"""Compaction. Invariant: a container written anew keeps its id, and every number in it means what it did.
+"""Rewrite containers: compaction, and the writers of merge, rebase and recompression.
 
     generation 0   block 0 | block 1 | block 2          chunks 0 1 2 3 4 5 6 7 8
     generation 1   block 0 |         |         | block 3      0 1 2 . . . 6 . 8
 
-So no recipe, base, manifest or index entry that names a chunk has to change. Blocks that stay whole are copied as they
-are; of the others what is kept is decoded, compared with its name, and encoded again under a number of its own.
+No recipe, base, manifest or index entry that names a chunk has to change. A block that is kept whole is copied; the
+kept chunks of any other are decoded, verified, and encoded again in a block with a new number.
+
+Invariant: a rewritten container keeps its id, and every chunk, segment and block number keeps its meaning.
 """
 
 from __future__ import annotations
@@ -29,48 +31,51 @@ from nearkin_shared.types import ContainerId
 
 
 class Rewriter:
-    """Makes new generations of containers. Reads one container's blocks, and what they lean on, at a time."""
+    """Make new generations of containers.
+
+    Reads the blocks of one container, and their bases, at a time.
+    """
 
     def __init__(
         self,
         containers: ContainerStore,
         tenants: DomainOwners,
         any_fingerprinter: Fingerprinter,
-        recode: BlockEncoderPort,
+        encoder: BlockEncoderPort,
     ) -> None:
         self._containers = containers.of(None)
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
-        self._recode = recode
-        verified = VerifiedReader(self._containers, tenants, any_fingerprinter, recode.helpers)
-        self._laying = BlockWriter(self._containers, verified, recode)
-        self.gatherer = MergePlanner(self._containers, tenants, verified, recode)
-        """Makes the generations that hold what was gathered."""
-        self.recompressor = Recompressor(self._containers, recode)
-        """Makes the generations that hold the same in fewer bytes."""
+        self._encoder = encoder
+        verified = VerifiedReader(self._containers, tenants, any_fingerprinter, encoder.helpers)
+        self._block_writer = BlockWriter(self._containers, verified, encoder)
+        self.gatherer = MergePlanner(self._containers, tenants, verified, encoder)
+        """Plans merges and writes the containers of a merge."""
+        self.recompressor = Recompressor(self._containers, encoder)
+        """Selects and writes the containers to recompress."""
 
     def with_containers(self, containers: ContainerStore) -> Rewriter:
-        """Return what does the same for the containers of another store, such as one that is a preview's."""
-        return Rewriter(containers, self._tenants, self._any_fingerprinter, self._recode)
+        """Return a rewriter of another store's containers, such as a preview's."""
+        return Rewriter(containers, self._tenants, self._any_fingerprinter, self._encoder)
 
     def with_helper_thread(self) -> AbstractContextManager[None]:
-        """Use a second core, where there is one, for as long as the block runs."""
-        return self._recode.with_helper_thread()
+        """Use a second core, where one exists, for as long as the `with` block runs."""
+        return self._encoder.with_helper_thread()
 
-    def rewritten(self, container: ContainerId, drop: ContainerRemoval) -> bytes:
-        """Return a container without what is dropped.
+    def rewritten(self, container: ContainerId, removal: ContainerRemoval) -> bytes:
+        """Return the next generation of a container without the chunks and segments of `removal`.
 
-        Raises Corrupt where what is kept is not what its name says.
+        Raises: Corrupt if a kept chunk fails fingerprint verification.
         """
         directory = self._containers.directory(container)
         kept = directory.chunks.there.copy()
-        kept[drop.chunks] = False
-        new = NewGeneration(self._containers, directory, kept, self._recode)
-        joined = self._laying.blocks_to_merge(directory, kept)
-        self._laying.copy_remaining(new, directory, kept, joined)
-        self._laying.raw(new, directory, np.flatnonzero(kept & joined[directory.chunks.blocks]))
-        return new.encode(drop.segments)
+        kept[removal.chunks] = False
+        new = NewGeneration(self._containers, directory, kept, self._encoder)
+        is_joined = self._block_writer.blocks_to_merge(directory, kept)
+        self._block_writer.copy_remaining(new, directory, kept, is_joined)
+        self._block_writer.write_raw(new, directory, np.flatnonzero(kept & is_joined[directory.chunks.blocks]))
+        return new.encode(removal.segments)
 
-    def batch_rebase(self, drops: Mapping[int, ContainerRemoval], rebasing: RebasePlan) -> BatchRebase:
-        """Return what makes containers without what is dropped, and of which nothing leans on what is given up."""
-        return BatchRebase(self._containers, self._laying, self._recode, rebasing, drops)
+    def batch_rebase(self, removals: Mapping[int, ContainerRemoval], rebase_plan: RebasePlan) -> BatchRebase:
+        """Return a rebase that removes `removals` and all dependence on dropped bases."""
+        return BatchRebase(self._containers, self._block_writer, self._encoder, rebase_plan, removals)

@@ -1,6 +1,8 @@
-"""The next generation of a container. Invariant: it keeps its id, and every number in it means what it did.
+"""Build the next generation of a container, and read verified chunks.
 
-old rows, blocks copied under their numbers, others under numbers of their own, rows behind the last one -> bytes
+old rows; blocks copied under their numbers; blocks with new numbers; rows appended after the last -> bytes
+
+Invariant: the container keeps its id, and every chunk, segment and block number keeps its meaning.
 """
 
 from __future__ import annotations
@@ -26,24 +28,26 @@ from nearkin_shared.types import U8, U32, U64, Bools, ContainerId, Locations, of
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 INCOMPRESSIBLE = 0.95
-"""A block that a quick search brings to no less than this share is packed already: a deep one finds no more."""
+"""A block that a fast search compresses to no less than this share is incompressible for a slow one too."""
 
 
 class NewGeneration:
-    """The rows of the new generation while they are filled in."""
+    """Rows and blocks of a new generation while it is filled."""
 
-    def __init__(self, containers: ContainerStore, directory: Directory, kept: Bools, recode: BlockEncoderPort) -> None:
-        """`kept` bool[n]: the chunks that stay; the others' rows will be of zeros.
+    def __init__(
+        self, containers: ContainerStore, directory: Directory, kept: Bools, encoder: BlockEncoderPort
+    ) -> None:
+        """`kept` is bool[n]: the chunks that stay; the rows of all others become zeros.
 
-        `recode` compresses again, once, what a put compressed.
+        `encoder` recompresses the raw blocks of a generation 0, once.
         """
         count = len(directory.chunks)
         self._containers = containers
         self._directory = directory
         first = containers.generation(directory.container) == 0
-        self._recompressed = recode.recompress
-        self._smaller = may_compress_further(directory) & (first and recode.can_recompress)
-        """Blocks that are compressed again when they are copied."""
+        self._recompress = encoder.recompress
+        self._to_recompress = may_compress_further(directory) & (first and encoder.can_recompress)
+        """Mask of blocks to recompress when they are copied."""
         self._blocks: list[PendingBlock | None] = []
         self._prefixes: list[Locations] = []
         self._names = np.where(kept[:, None], directory.chunks.names, np.uint8(0))
@@ -53,77 +57,76 @@ class NewGeneration:
         self._bases = Locations.empty(count)
         self._ranks = np.zeros(count, np.uint8)
         self._next = len(directory.blocks)
-        self._laid: list[tuple[NDArray[np.intp], U32]] = []
-        """The rows of each block that was laid, in the order of their bytes in it, and how many bytes each has."""
+        self._written_rows: list[tuple[NDArray[np.intp], U32]] = []
+        """Rows of each written block in payload order, and the encoded length of each."""
         self.held_bytes = 0
-        """Of what was laid, and is encoded."""
+        """Bytes of the blocks that are encoded."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def blocks_used(self) -> int:
-        """Return how many numbers of blocks are taken."""
+        """Return the number of block numbers in use, empty ones included."""
         return self._next
 
     def copy(self, number: int, depth: int | None = None) -> None:
-        """Take a block as it is, or compressed again; at another `depth` where its bases lie less deep.
+        """Copy a block, recompressed if eligible.
 
-        Raises Corrupt where its checksum disagrees.
+        `depth` is its new depth if its bases became shallower.
+
+        Raises: Corrupt if its checksum fails.
         """
         directory = self._directory
         record = self._containers.record(directory.container, number)
-        decoded = decode_block(record, f"{object_name(directory.container)} block {number}")  # its checksum, at least
+        decoded = decode_block(record, f"{object_name(directory.container)} block {number}")  # verifies the checksum
         block = copied_block(directory, number, record)
         block = block if depth is None else replace(block, depth=depth)
-        later = _now(block)
-        if self._smaller[number]:  # it leans on nothing, and so does what comes of it
-            later = partial(_smallest, self._recompressed(decoded), block)
-        self._put(number, later, directory.prefixes.of(number))
+        pending = _ready(block)
+        if self._to_recompress[number]:  # a raw block, and so is its recompressed form
+            pending = partial(_wait_for_smaller, self._recompress(decoded), block)
+        self._set_block(number, pending, directory.prefixes.of(number))
         rows = np.flatnonzero(directory.chunks.there & (directory.chunks.blocks == number))
         self.keep_bases(rows)
         self._numbers[rows], self._encoded[rows] = number, directory.chunks.encoded[rows]
         self.depths[rows] = block.depth
 
     def keep_bases(self, rows: NDArray[np.intp]) -> None:
-        """Let rows have the best bases that they had."""
+        """Keep the stored best bases of rows."""
         old = self._directory.chunks
         self._bases.containers[rows], self._bases.ordinals[rows] = old.bases.containers[rows], old.bases.ordinals[rows]
         self._ranks[rows] = old.ranks[rows]
 
     def keep_ranks(self, rows: NDArray[np.intp]) -> None:
-        """Let rows say that their bases were found as ever."""
+        """Keep the stored ranks of rows, which record how their bases were found."""
         self._ranks[rows] = self._directory.chunks.ranks[rows]
 
     def set_bases(self, rows: NDArray[np.intp], best: Locations, ranks: U8 | int) -> None:
-        """Let rows have other best bases, found by what `ranks` says."""
+        """Set the best bases of rows; `ranks` records how they were found."""
         self._bases.containers[rows], self._bases.ordinals[rows] = best.containers, best.ordinals
         self._ranks[rows] = ranks
 
     def clear_bases(self, rows: NDArray[np.intp]) -> None:
-        """Let rows have no bases."""
+        """Remove the bases of rows."""
         self.set_bases(rows, Locations.empty(len(rows)), 0)
 
-    def write(self, rows: NDArray[np.intp], recoded: EncodedResult, encoded: U32) -> None:
-        """Take a block of `rows` under the next number; `encoded` the lengths of their encodings, bytes.
-
-        In the block they lie in the order in which they are given.
-        """
-        self.write_pending(rows, _now(recoded.block), recoded.block.depth, recoded.prefix, encoded)
-        self.held_bytes += len(recoded.block.payload)
+    def write(self, rows: NDArray[np.intp], result: EncodedResult, encoded: U32) -> None:
+        """Write chunks `rows`, in payload order, of `encoded` bytes each, as the next block."""
+        self.write_pending(rows, _ready(result.block), result.block.depth, result.prefix, encoded)
+        self.held_bytes += len(result.block.payload)
 
     def write_pending(
         self, rows: NDArray[np.intp], block: PendingBlock, depth: int, prefix: Locations, encoded: U32
     ) -> None:
-        """Take a block that is being encoded, as `write` does: all is known of it but its bytes."""
-        self._laid.append((rows, encoded))
+        """Write a block that is still being encoded: all but its payload is known."""
+        self._written_rows.append((rows, encoded))
         number = self._next
         self._next += 1
-        self._put(number, block, prefix)
+        self._set_block(number, block, prefix)
         self._numbers[rows], self._encoded[rows], self.depths[rows] = number, encoded, depth
 
     def append(self, names: U8, lengths: U32) -> NDArray[np.intp]:
-        """Add chunks behind all others, `names` uint8[m, 32]; return their rows."""
+        """Append chunks after the last row, `names` uint8[m, 32]; return their rows."""
         first, more = len(self), len(lengths)
         self._names = np.concatenate([self._names, names])
         self.lengths = np.concatenate([self.lengths, lengths])
@@ -134,31 +137,32 @@ class NewGeneration:
         self._bases = Locations.join([self._bases, Locations.empty(more)])
         return np.arange(first, first + more)
 
-    def _put(self, number: int, block: PendingBlock, prefix: Locations) -> None:
-        self._end(number + 1)
+    def _set_block(self, number: int, block: PendingBlock, prefix: Locations) -> None:
+        self._extend_blocks(number + 1)
         self._blocks[number], self._prefixes[number] = block, prefix
 
-    def _end(self, count: int) -> None:
-        """Make room for blocks up to `count`: those that are not laid are gone, and their numbers stay taken."""
+    def _extend_blocks(self, count: int) -> None:
+        """Extend the block list to `count`; numbers that are not written stay reserved and empty."""
         while len(self._blocks) < count:
             self._blocks.append(None)
             self._prefixes.append(Locations.empty())
 
     def encode(self, dropped_segments: U32) -> bytes:
-        """Return the container, without some of its recipes, once all its blocks are there.
+        """Return the container bytes without some recipes, once all blocks are encoded.
 
-        Raises Corrupt where one of them does not decode again, or the container does not read as one.
-        What was laid was compared with its names, and encoded and decoded as it was laid: what is left to be seen is
-        that the rows say just that of where it lies.
+        Chunks were verified and blocks decoded again as they were written; the remaining check is that the rows give
+        the offsets at which the chunks were written.
+
+        Raises: Corrupt if a block does not decode again, an offset differs, or the container does not parse.
         """
-        self._end(self._next)
+        self._extend_blocks(self._next)
         directory = self._directory
         positions = positions_in_blocks(self._numbers, self._encoded)
-        for rows, encoded in self._laid:
+        for rows, encoded in self._written_rows:
             if not np.array_equal(positions[rows], offsets_of(encoded)):
                 raise Corrupt(
-                    f"{object_name(directory.container)}: written anew, its chunks would not lie where its rows say; "
-                    "it stays as it is: report this"
+                    f"{object_name(directory.container)}: rewrite aborted, verification of chunk offsets failed (bug); "
+                    "container left unchanged; report this"
                 )
         chunks = ChunkTable(
             self._names,
@@ -170,22 +174,22 @@ class NewGeneration:
             self._bases,
             self._ranks,
         )
-        segments = _segments(directory.segments, dropped_segments)
+        segments = _without_segments(directory.segments, dropped_segments)
         blocks = [None if block is None else block() for block in self._blocks]
-        return encode_generation(directory, blocks, self._prefixes, chunks, segments, "written anew")
+        return encode_generation(directory, blocks, self._prefixes, chunks, segments, "rewritten")
 
 
-def _now(block: EncodedBlock) -> PendingBlock:
+def _ready(block: EncodedBlock) -> PendingBlock:
     return lambda: block
 
 
-def _smallest(again: PendingBlock, block: EncodedBlock) -> EncodedBlock:
-    found = again()
+def _wait_for_smaller(recompressed: PendingBlock, block: EncodedBlock) -> EncodedBlock:
+    found = recompressed()
     return found if found.stored_bytes < block.stored_bytes else block
 
 
 def may_compress_further(directory: Directory) -> Bools:
-    """Return which blocks a deeper search may make smaller: they lean on nothing, and compress."""
+    """Return a mask of raw blocks that a slower search may shrink: those that compress at all."""
     blocks = directory.blocks
     raw: Bools = (blocks.raw > 0) & (blocks.kinds == container_layout.RAW) & (blocks.codecs == container_layout.ZSTD)
     return raw & (blocks.stored < blocks.raw * INCOMPRESSIBLE)
@@ -199,8 +203,9 @@ def encode_generation(
     segments: SegmentTable,
     what: str,
 ) -> bytes:
-    """Return a container with other blocks, None: gone, and all that they lean on. Raises Corrupt where it does not
-    read as one, and says `what` it is.
+    """Return a container with other blocks (None: removed) and their prefixes.
+
+    Raises: Corrupt, with `what` in its text, if the result does not parse.
     """
     bounds = np.cumsum([0, *(len(prefix) for prefix in prefixes)]).astype(np.uint32)
     data = encode_container(
@@ -218,7 +223,7 @@ def encode_generation(
 
 
 class VerifiedReader:
-    """Bytes of chunks, each compared with its name."""
+    """Read chunks and verify each against its fingerprint."""
 
     def __init__(
         self,
@@ -227,33 +232,34 @@ class VerifiedReader:
         any_fingerprinter: Fingerprinter,
         helpers: ThreadPool = SERIAL,
     ) -> None:
-        """`helpers` decode beside the caller."""
+        """`helpers` decode concurrently with the caller."""
         self._reader = ChunkReader(containers, helpers)
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
 
     def read(self, domain: bytes, locations: Locations) -> U8:
-        """Return the bytes of chunks, one behind the other; only SHA-1 is compared where no tenant is known.
+        """Return the bytes of chunks, concatenated; without a known tenant only SHA-1 is compared.
 
-        Raises Corrupt where one is not what its name says.
+        Raises: Corrupt if a chunk does not match its fingerprint.
         """
         plan = self._reader.plan(locations)
         payload = self._reader.fetch(plan)
         fingerprinter = self._tenants.fingerprinter(domain)
         found = (fingerprinter or self._any_fingerprinter).name_chunks(payload, offsets_of(plan.lengths), plan.lengths)
-        compared = np.ones(32, np.bool_)
-        compared[20:28] = fingerprinter is not None
-        wrong = np.flatnonzero(np.any((found != plan.names)[:, compared], axis=1))
+        is_compared = np.ones(32, np.bool_)
+        is_compared[20:28] = fingerprinter is not None
+        wrong = np.flatnonzero(np.any((found != plan.names)[:, is_compared], axis=1))
         if len(wrong):
-            broken = object_name(ContainerId(int(locations.containers[wrong[0]])))
+            container_name = object_name(ContainerId(int(locations.containers[wrong[0]])))
             raise Corrupt(
-                f"{broken}: chunks are not what their names say, so it is not written anew: run `nearkin verify`"
+                f"{container_name}: {len(wrong)} chunks failed fingerprint verification; container left unchanged: "
+                "run `nearkin verify`"
             )
         return payload
 
 
-def _segments(table: SegmentTable, dropped: U32) -> SegmentTable:
-    """Return the table without some recipes; the others keep their ordinals."""
+def _without_segments(table: SegmentTable, dropped: U32) -> SegmentTable:
+    """Return the table with the recipes `dropped` emptied; the others keep their ordinals."""
     kept = np.ones(len(table), np.bool_)
     kept[dropped] = False
     counts = np.diff(table.bounds)

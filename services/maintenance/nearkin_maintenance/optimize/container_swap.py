@@ -1,6 +1,8 @@
-"""Another generation of a container in place of the one until now. Invariant: one of the two is there at every moment.
+"""Replace the stored generation of a container by its next one.
 
-made, beside others -> in a turn: put, the index told what is left, the older one removed -> a pause, for the speed
+make, concurrently with writers -> exclusive section: put, renew index entries, delete the old one -> rate-limit pause
+
+Invariant: one of the two generations exists at every moment.
 """
 
 from __future__ import annotations
@@ -19,25 +21,25 @@ from nearkin_shared.utils.frozen import frozen
 
 @frozen
 class SwapResult:
-    """What became of a container: bytes before and now."""
+    """Bytes of a container before and after its rewrite."""
 
     before_bytes: int
     now_bytes: int
 
 
 class ContainerSwap:
-    """Puts generations, at a bounded speed."""
+    """Write new generations at a bounded speed."""
 
     def __init__(self, containers: ContainerStore, bytes_per_second: int) -> None:
         self._containers = containers
         self._bytes_per_second = bytes_per_second
 
     def with_containers(self, containers: ContainerStore) -> ContainerSwap:
-        """Return what does the same, at the same speed, for the containers of another store."""
+        """Return the same swap, at the same speed, over another container store."""
         return ContainerSwap(containers, self._bytes_per_second)
 
     def renew(self, index: SupportsCollection, container: ContainerId) -> None:
-        """Tell the index what is left of a container, before what was goes."""
+        """Update the index summary of a container before its old generation is deleted."""
         index.renew(summarise_directory(self._containers.directory(container)))
 
     def replace(
@@ -45,20 +47,22 @@ class ContainerSwap:
         container: ContainerId,
         before_bytes: int,
         make: Callable[[], bytes | None],
-        stays: Callable[[], bool],
-        since: ConcurrentWrites,
+        should_skip: Callable[[], bool],
+        concurrent: ConcurrentWrites,
     ) -> SwapResult | None:
-        """Put what `make` makes; return None where it is None, or where the container `stays`, asked in the turn.
+        """Store the bytes that `make` returns.
 
-        Raises Corrupt, NoRoom, StoreLocked, StoreUnavailable.
+        None if it returns None or `should_skip()` holds in the exclusive section.
+
+        Raises: Corrupt, NoRoom, StoreLocked, StoreUnavailable.
         """
         started = time.perf_counter()
         data = make()
         if data is None:
             return None
         failpoint("compact.made")
-        with since.exclusive() as index:
-            if stays():
+        with concurrent.exclusive() as index:
+            if should_skip():
                 return None
             generation = self._containers.generation(container)
             self._containers.put(container, [data], generation + 1)
@@ -66,7 +70,7 @@ class ContainerSwap:
             self.renew(index, container)
             failpoint("compact.renewed")
             self._containers.delete(container, generation)
-            since.on_container_rewritten(container, generation + 1)
+            concurrent.on_container_rewritten(container, generation + 1)
             failpoint("compact.replaced")
         allowed_seconds = (before_bytes + len(data)) / self._bytes_per_second
         time.sleep(max(0.0, allowed_seconds - (time.perf_counter() - started)))

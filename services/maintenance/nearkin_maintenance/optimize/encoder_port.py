@@ -1,5 +1,6 @@
-"""How blocks are encoded again. Invariant: the maintenance service knows no codec; who does keeps what the delta
-stage keeps.
+"""Declare the encoder that maintenance needs. The delta service implements it.
+
+Invariant: maintenance knows no codec; the implementation keeps the bounds of the delta stage.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.thread_pool import ThreadPool
 
 PendingBlock = Callable[[], EncodedBlock]
-"""Waits for a block that is being encoded. Raises Corrupt where it does not decode again."""
+"""Wait for a block that is being encoded. Raises Corrupt if it does not decode again."""
 
 
 @frozen
 class BlockSlice:
-    """What is kept of a block: its encodings, `lengths` of each, and of a patch block each chunk's best base and all
-    bases: `bases` with the bytes of each in `base_payload`.
+    """The kept chunks of one block, as encodings of `lengths` bytes each.
+
+    For a patch block: the best base of each chunk, all `bases`, and their bytes concatenated in `base_payload`.
     """
 
     kind: int
@@ -39,7 +41,7 @@ class BlockSlice:
 
 @frozen
 class EncodedResult:
-    """A block as it will be stored, the bases that it leans on as a whole, and its encodings' lengths if others."""
+    """A block to store, its prefix bases, and encoded lengths (None: the chunks' own)."""
 
     block: EncodedBlock
     prefix: Locations
@@ -48,74 +50,82 @@ class EncodedResult:
 
 @frozen
 class RebasedChunks:
-    """A block of chunks that were given new bases: their `rows`, ascending, and the best base of each."""
+    """A block of rebased chunks: their `rows`, ascending, and the best base of each."""
 
     rows: NDArray[np.intp]
-    recoded: EncodedResult
+    result: EncodedResult
     best: Locations
 
 
 class ChunkRegrouper(Protocol):
-    """Gathers chunks into blocks as the delta stage would."""
+    """Collects chunks into blocks as the delta stage would."""
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of the blocks that are encoded, and of those that grow with their bases."""
+        """Return the bytes of the encoded blocks and of those that still grow, bases included."""
 
     def add(self, rows: NDArray[np.intp], payload: U8, lengths: U32, bases: Contents, max_base_depths: U8) -> U8:
-        """Take chunks, against those of `bases` that are worth it; return how deep each is at most, 0: as it is.
+        """Add chunks, encoded against those of `bases` that save bytes.
 
-        `max_base_depths` uint8[n]: each takes only bases that are less deep.
+        Return the depth bound of each (0: raw).
+
+        `max_base_depths` is uint8[n]: a chunk takes only bases below its bound.
         """
 
     def add_raw(self, rows: NDArray[np.intp], payload: U8, lengths: U32) -> None:
-        """Take chunks as they are."""
+        """Add chunks without bases."""
 
     def end_patch_blocks(self) -> None:
-        """Let no block go on that leans on others: what comes lies far behind. Raises Corrupt as `end` does."""
+        """Close all growing patch blocks: the next chunks are far away in the stream.
+
+        Raises: Corrupt.
+        """
 
     def end(self) -> list[RebasedChunks]:
-        """Return all blocks. Raises Corrupt where one does not decode again."""
+        """Return all blocks. Raises Corrupt if one does not decode again."""
 
 
 class BlockEncoderPort(Protocol):
-    """Encodes what is kept of a block as the delta stage would."""
+    """Encodes the kept chunks of a block as the delta stage would."""
 
     @property
     def depth_max(self) -> int:
-        """Return how deep a chunk may be that is given new bases."""
+        """Return the maximum depth of a rebased chunk."""
 
     @property
     def raw_bytes(self) -> int:
-        """Return how many bytes of chunks a block holds that leans on nothing."""
+        """Return the chunk bytes that a raw block holds."""
 
     @property
     def delta_bytes(self) -> int:
-        """Return how many bytes of chunks a block holds that leans on others."""
+        """Return the chunk bytes that a delta block holds."""
 
     @property
     def can_merge(self) -> bool:
-        """Return whether blocks are to hold what newer versions changed of their chunks."""
+        """Return whether the configured format writes merged blocks."""
 
     def new_regrouper(self) -> ChunkRegrouper:
-        """Return what encodes chunks as if they were put now."""
+        """Return a regrouper that encodes chunks as a put would."""
 
     def encode_merged(self, payload: U8, bases: Locations, base_payload: U8, depth: int) -> PendingBlock:
-        """Begin a block of several versions' chunks, a patch of the bases where there are some: it lies at `depth`."""
+        """Start to encode a merged block at `depth`: a patch of `bases`, or raw if there are none."""
 
     @property
     def can_recompress(self) -> bool:
-        """Return whether blocks that lean on nothing come out smaller than as a put writes them."""
+        """Return whether recompression shrinks raw blocks, compared with a put."""
 
     def recompress(self, decoded: U8) -> PendingBlock:
-        """Begin a block that leans on nothing."""
+        """Start to encode a raw block."""
 
     @property
     def helpers(self) -> ThreadPool:
-        """Return those that encode what is begun, and decode, beside the caller while they are at work."""
+        """Return the threads that encode and decode concurrently with the caller."""
 
     def with_helper_thread(self) -> AbstractContextManager[None]:
-        """Have the helpers at work for as long as the block runs; else what is begun is done when it is."""
+        """Run the helper threads for as long as the `with` block runs.
+
+        Else encoding is synchronous.
+        """
 
     def __call__(self, part: BlockSlice) -> EncodedResult:
-        """Return the smallest way to keep it. Raises Corrupt where it does not decode again."""
+        """Return the smallest encoding of the slice. Raises Corrupt if it does not decode again."""

@@ -1,11 +1,13 @@
-"""Other bases in several containers. Invariant: what is decided leans on what was decided, or is as deep as ever.
+"""Rebase several containers together.
 
-    place   1  2  3        what lies at one place of the stream is decided in each container, the oldest first, and
-    c1      a  d  g        then what lies at the next: what all of them lean on is decoded once, not once for each
-    c2      b  e  h
-    c3      c  f  i
+    position   1  2  3        the tasks of one stream position run in all containers, oldest first, then those of the
+    c1         a  d  g        next position: a base that several containers share is decoded once
+    c2         b  e  h
+    c3         c  f  i
 
-One container after another, the last 16 of 20 dumps had 10.9 GB decoded for 1.3 that differ.
+One container after another, the last 16 of 20 dumps decoded 10.9 GB for 1.3 GB of distinct blocks.
+
+Invariant: a rebased chunk depends on decided chunks only, or keeps its depth.
 """
 
 from __future__ import annotations
@@ -24,80 +26,89 @@ from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.types import ContainerId
 
 SIDE_CHUNKS_MAX = 1 << 20
-"""Of the containers that are made side by side: 60 bytes each."""
+"""Chunks of the containers of one batch: 60 bytes each."""
 SIDE_BYTES_MAX = 64 * MIB
-"""Of what is encoded of them. Where it becomes more, the last ones wait, and are made with those that come then."""
+"""Encoded bytes of one batch. Above it, the last containers are released, and rebased in the next batch."""
 
 
 class BatchRebase:
-    """Makes next generations of which chunks lean on others than before."""
+    """Makes the next generations of containers whose chunks get new bases."""
 
     def __init__(
         self,
         containers: ContainerStore,
-        laying: BlockWriter,
-        recode: BlockEncoderPort,
-        rebasing: RebasePlan,
-        drops: Mapping[int, ContainerRemoval],
+        block_writer: BlockWriter,
+        encoder: BlockEncoderPort,
+        rebase_plan: RebasePlan,
+        removals: Mapping[int, ContainerRemoval],
     ) -> None:
-        self._means = RebaseContext(containers, laying, recode, BaseReader(containers, recode.helpers), rebasing, {})
-        self._drops = drops
+        self._context = RebaseContext(
+            containers, block_writer, encoder, BaseReader(containers, encoder.helpers), rebase_plan, {}
+        )
+        self._removals = removals
 
     def generations(
-        self, order: Sequence[ContainerId], told: Callable[[Sequence[RebaseTask]], Iterable[RebaseTask]]
+        self, order: Sequence[ContainerId], run_tasks: Callable[[Sequence[RebaseTask]], Iterable[RebaseTask]]
     ) -> Iterator[bytes]:
-        """Yield the next generation of each container, in an order in which each comes after those it leans on.
+        """Yield the next generation of each container.
 
-        `told` yields tasks, and may end all by raising. Raises Corrupt in the turn of one that cannot be made.
+        `order` lists each after the containers of its bases.
+
+        `run_tasks` iterates over tasks and may raise to stop. Raises Corrupt when a broken container is next.
         """
         left = list(order)
         while left:
-            for data in self._some(left, told):
+            for data in self._make_batch(left, run_tasks):
                 yield data
                 del left[0]
 
-    def _some(
-        self, order: Sequence[ContainerId], told: Callable[[Sequence[RebaseTask]], Iterable[RebaseTask]]
+    def _make_batch(
+        self, order: Sequence[ContainerId], run_tasks: Callable[[Sequence[RebaseTask]], Iterable[RebaseTask]]
     ) -> Iterator[bytes]:
-        """Yield the first of them, one at least, made side by side. Raises Corrupt where the next one is broken."""
-        underway, broken = self._begin_all(order)
-        tasks = sorted(task for which, one in enumerate(underway) for task in one.tasks(which))
+        """Yield generations of the first containers, at least one.
+
+        Raises: Corrupt if the next one is broken.
+        """
+        rebases, error = self._open_batch(order)
+        tasks = sorted(
+            task for container_number, rebase in enumerate(rebases) for task in rebase.tasks(container_number)
+        )
         held_bytes = 0
-        for task in told(tasks):
-            if task.which >= len(underway):
+        for task in run_tasks(tasks):
+            if task.container_number >= len(rebases):
                 continue
             try:
-                held_bytes += underway[task.which].execute(task)
+                held_bytes += rebases[task.container_number].execute(task)
             except Corrupt as err:
-                held_bytes = _release_from(underway, task.which)
-                broken = err
-            while held_bytes > SIDE_BYTES_MAX and len(underway) > 1:
-                held_bytes = _release_from(underway, len(underway) - 1)
-                broken = None  # it comes later, and is broken then
-        waiting = deque(underway)
-        del underway
+                held_bytes = _release_from(rebases, task.container_number)
+                error = err
+            while held_bytes > SIDE_BYTES_MAX and len(rebases) > 1:
+                held_bytes = _release_from(rebases, len(rebases) - 1)
+                error = None  # the next batch reaches it again
+        waiting = deque(rebases)
+        del rebases
         while waiting:
             yield waiting.popleft().encode()
-        if broken is not None:
-            raise broken
+        if error is not None:
+            raise error
 
-    def _begin_all(self, order: Sequence[ContainerId]) -> tuple[list[ContainerRebase], Corrupt | None]:
-        underway, chunks = list[ContainerRebase](), 0
+    def _open_batch(self, order: Sequence[ContainerId]) -> tuple[list[ContainerRebase], Corrupt | None]:
+        rebases, chunks = list[ContainerRebase](), 0
         for container in order:
             try:
-                directory = self._means.containers.directory(container)
+                directory = self._context.containers.directory(container)
             except Corrupt as err:
-                return underway, err
+                return rebases, err
             chunks += len(directory.chunks)
-            if underway and chunks > SIDE_CHUNKS_MAX:
+            if rebases and chunks > SIDE_CHUNKS_MAX:
                 break
-            underway.append(ContainerRebase(self._means, directory, self._drops[container]))
-        return underway, None
+            rebases.append(ContainerRebase(self._context, directory, self._removals[container]))
+        return rebases, None
 
 
-def _release_from(underway: list[ContainerRebase], first: int) -> int:
-    """Let go of containers from one on; return the bytes that are encoded of the others."""
-    for one in underway[first:]:
-        one.rollback_depths()
-    del underway[first:]
-    return sum(one.held_bytes for one in underway)
+def _release_from(rebases: list[ContainerRebase], first: int) -> int:
+    """Release all rebases from `first` on; return the encoded bytes of the others."""
+    for rebase in rebases[first:]:
+        rebase.rollback_depths()
+    del rebases[first:]
+    return sum(rebase.held_bytes for rebase in rebases)

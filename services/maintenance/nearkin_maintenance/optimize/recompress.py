@@ -1,10 +1,12 @@
-"""Blocks that a deeper search makes smaller. Invariant: each decodes to what it did, under the number that it had.
+"""Recompress raw blocks with a slower search.
 
-    a put    4 MiB at 180 to 600 MB/s, since somebody waits      generation 0
-    a round  the same at 50 to 150 MB/s, a fifth smaller         generation 1
+    put      4 MiB at 180 to 600 MB/s, since a caller waits      generation 0
+    GC run   the same at 50 to 150 MB/s, a fifth smaller         generation 1
 
-Once: what is of a later generation was compressed so with whatever else was done to it (container_rewriter.py). Nothing
-that leans on a chunk sees a difference. docs/adr/0036-recompression-by-gc.md
+Once: a container of a later generation was recompressed when it was rewritten (container_rewriter.py). Dependents of a
+chunk are unaffected. docs/adr/0036-recompression-by-gc.md
+
+Invariant: each block decodes to the same bytes as before, under the same number.
 """
 
 from __future__ import annotations
@@ -25,35 +27,37 @@ from nearkin_shared.types import ContainerId
 from nearkin_shared.utils.frozen import frozen
 
 SHARE_MIN = 4
-"""Blocks that may come smaller take one byte in so many of a container at least: about a fifth of that is saved."""
+"""Compressible blocks take at least one byte in this many of a container: about a fifth of them is saved."""
 BYTES_MIN = 32 * KIB
-"""And so many: to put a container anew costs a request, a rename, a sync."""
+"""Minimum of such bytes: to rewrite a container costs a request, a rename and a sync."""
 RUN_BYTES_MAX = 4 * GIB
-"""Of containers in one round, which takes minutes then: the next one goes on."""
+"""Containers per GC run, a few minutes of work; the next run continues."""
 
 
 @frozen
 class Recompressor:
-    """Tells which containers are worth it, and begins their next generations."""
+    """Selects containers to recompress and starts their next generations."""
 
     containers: ContainerStore
-    recode: BlockEncoderPort
+    encoder: BlockEncoderPort
 
-    def chosen(self, ids: Mapping[int, int], young: Collection[int], reach: LiveSet) -> list[ContainerId]:
-        """Return those that are as they were put, and may come smaller; `ids`: the bytes of each. The oldest first.
+    def chosen(self, ids: Mapping[int, int], recent: Collection[int], live_set: LiveSet) -> list[ContainerId]:
+        """Return containers of generation 0 that may shrink, oldest first.
 
-        What no version needs, and nothing that one needs leans on, goes as it is. Raises Corrupt where something that
-        is needed cannot be read.
+        `ids`: the bytes of each.
+
+        A container without needed chunks is left out: it is deleted later. Raises Corrupt if a needed object cannot be
+        read.
         """
-        if not self.recode.can_recompress:
+        if not self.encoder.can_recompress:
             return []
-        too_young = set(young)
-        worth = [
-            ContainerId(c) for c in sorted(ids) if c not in too_young and self._saves_bytes(ContainerId(c), ids[c])
+        recent_ids = set(recent)
+        eligible = [
+            ContainerId(c) for c in sorted(ids) if c not in recent_ids and self._saves_bytes(ContainerId(c), ids[c])
         ]
-        needed = reach.transitive_closure(reach.chunks) if worth else {}
+        needed = live_set.transitive_closure(live_set.chunks) if eligible else {}
         chosen, total_bytes = list[ContainerId](), 0
-        for container in worth:
+        for container in eligible:
             if container in needed and needed[container].any():
                 total_bytes += ids[container]
                 if chosen and total_bytes > RUN_BYTES_MAX:
@@ -62,7 +66,7 @@ class Recompressor:
         return chosen
 
     def _saves_bytes(self, container: ContainerId, container_bytes: int) -> bool:
-        """Return whether a container is as it was put, and much of it may come smaller."""
+        """Return whether a container is of generation 0 and has enough bytes that may shrink."""
         if container_bytes < BYTES_MIN or self.containers.generation(container):
             return False
         try:
@@ -72,29 +76,32 @@ class Recompressor:
         stored_bytes = int(directory.blocks.stored[may_compress_further(directory)].sum(dtype=np.int64))
         return stored_bytes >= max(BYTES_MIN, container_bytes // SHARE_MIN)
 
-    def begin(self, container: ContainerId) -> NewGeneration:
-        """Begin the next generation: no larger. Raises Corrupt."""
+    def start(self, container: ContainerId) -> NewGeneration:
+        """Start the next generation, which is no larger. Raises Corrupt."""
         directory = self.containers.directory(container)
-        new = NewGeneration(self.containers, directory, directory.chunks.there, self.recode)
+        new = NewGeneration(self.containers, directory, directory.chunks.there, self.encoder)
         for number in np.flatnonzero(directory.blocks.raw > 0).tolist():
             new.copy(number)
         return new
 
 
 class ContainerRecompression:
-    """Makes the next generations of some containers, in order; begins one while the one before it ends."""
+    """Makes the next generations of containers in order.
+
+    Starts one while the previous one is encoded.
+    """
 
     def __init__(self, recompressor: Recompressor, containers: Sequence[ContainerId]) -> None:
         self._recompressor = recompressor
         self._following = dict(pairwise(containers))
-        self._ahead: tuple[ContainerId, NewGeneration] | None = None
+        self._started: tuple[ContainerId, NewGeneration] | None = None
 
     def data(self, container: ContainerId) -> bytes:
-        """Return the next generation of a container: no larger. Raises Corrupt."""
-        ahead, self._ahead = self._ahead, None
-        new = ahead[1] if ahead is not None and ahead[0] == container else self._recompressor.begin(container)
+        """Return the next generation of a container, which is no larger. Raises Corrupt."""
+        started, self._started = self._started, None
+        new = started[1] if started is not None and started[0] == container else self._recompressor.start(container)
         following = self._following.get(container)
-        if following is not None and not self._recompressor.recode.helpers.is_serial:
-            with suppress(Corrupt, NotFound):  # it is said when its turn comes
-                self._ahead = following, self._recompressor.begin(following)
+        if following is not None and not self._recompressor.encoder.helpers.is_serial:
+            with suppress(Corrupt, NotFound):  # raised again when this container is next
+                self._started = following, self._recompressor.start(following)
         return new.encode(np.zeros(0, np.uint32))

@@ -1,9 +1,11 @@
-"""Given objects. Invariant: of all copies that somebody gives, HELD_BYTES and one object more are in memory at most.
+"""Read backup objects that are supplied to `repair --from`.
 
-file -> checked, and let go of, but for what finds it again -> read anew when it is needed, and the same still
+file -> verified, and released but for its fingerprint heads -> read again when needed, if unchanged
 
-Several of one container may be of different generations. In place of one that is lost goes what the store needs most
-of, in whatever order they were given: the others' chunks are looked for by name (chunk_sources.py).
+Several copies of one container may be of different generations. A lost container is replaced by the copy that lacks the
+fewest needed chunks, in whatever order they were supplied; chunks of the others are found by name (chunk_sources.py).
+
+Memory: at most HELD_BYTES plus one object, however many copies are supplied.
 """
 
 from __future__ import annotations
@@ -35,33 +37,36 @@ _NO_HEADS: U64 = np.zeros(0, np.uint64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackupObject:
-    """A whole object that somebody has kept elsewhere, checked: 200 bytes, and 8 for each chunk."""
+    """A whole object from a backup, verified: 200 bytes of memory, and 8 per chunk."""
 
     name: str
-    """Where it belongs; of a container, whatever its generation."""
+    """Name of the object in the store; of a container, that of generation 0."""
     what: str
-    """The file."""
+    """Path of the file."""
     digest: bytes
     read: Callable[[], bytes]
     sealed_as: str | None = None
-    """Under which name, its generation in it, it was sealed by a key of this store: no other object has that name."""
+    """Object name, with its generation, to which its authenticated encryption binds it, if encrypted by this store."""
     whole: bool = True
-    """Of a container: whether it is of generation 0, which holds all that any later one does."""
+    """Of a container: whether it is of generation 0, which holds all chunks of any later one."""
     chunks_there: int = 0
     heads: U64 = field(default_factory=lambda: _NO_HEADS)
-    """Of a container: the first 8 bytes of each chunk's name that is there, ascending."""
+    """Of a container: the first 8 bytes of each existing chunk's fingerprint, ascending."""
 
     @property
     def data(self) -> bytes:
-        """Return its bytes, read anew. Raises SourceFailed: they are not what they were."""
+        """Return its bytes, read again. Raises SourceFailed if they have changed."""
         data = self.read()
         if blake3(data).digest() != self.digest:
-            raise SourceFailed(f"{self.what}: was changed while the repair used it; try again")
+            raise SourceFailed(f"{self.what}: changed while the repair was reading it; run the repair again")
         return data
 
 
 def parse_backup_object(read: Callable[[], bytes], what: str, sealed_as: str | None = None) -> BackupObject | None:
-    """Return what object a file is a copy of, None where it is none of a store's. Raises Corrupt for a broken one."""
+    """Return the object of which a file is a copy, or None if it is none.
+
+    Raises: Corrupt for a damaged copy.
+    """
     data = read()
     digest = blake3(data).digest()
     match data[:4]:
@@ -88,7 +93,7 @@ def parse_backup_object(read: Callable[[], bytes], what: str, sealed_as: str | N
 
 
 class BackupCache:
-    """Containers among what is given, read and decoded; the least used go once they are more than HELD_BYTES."""
+    """Decoded containers of a backup; evicts the least recently used above HELD_BYTES."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[BackupObject, tuple[bytes, Directory]] = OrderedDict()
@@ -113,9 +118,9 @@ def _held_bytes(held: tuple[bytes, Directory]) -> int:
 
 
 class RequiredChunks:
-    """What versions, and what other containers hold, name of the containers that several copies are given of.
+    """Chunks and segments that the store needs of containers with several copies.
 
-    Memory: a byte for each segment of the store.
+    Memory: a byte per segment of the store.
     """
 
     def __init__(
@@ -133,10 +138,10 @@ class RequiredChunks:
         self._chunks: Masks | None = None
 
     def best(self, container: ContainerId) -> BackupObject:
-        """Return the copy in whose place the fewest things that are needed would be missing.
+        """Return the copy that lacks the fewest needed chunks and segments.
 
-        Among equals the one with the fewest chunks: what a round has freed since does not come back. Then the oldest,
-        which goes where it was.
+        Among equals the one with the fewest chunks, so that chunks which a GC run has freed do not return; then a copy
+        of generation 0, whose object name is unchanged.
         """
         copies = self._given[container]
         if len(copies) == 1:
@@ -146,7 +151,7 @@ class RequiredChunks:
         )
 
     def _lacking(self, container: ContainerId, copy: BackupObject) -> tuple[int, int]:
-        """Return how many chunks and segments are needed of a copy that it has not; how many lean on what is gone."""
+        """Count the needed chunks and segments that a copy lacks, and its missing bases."""
         wanted = self._referenced_chunks()
         _, directory = self._held.of(copy)
         chunks, segments, prefixes = directory.chunks, directory.segments, directory.prefixes
@@ -172,7 +177,7 @@ class RequiredChunks:
         return missing, gone
 
     def _count_missing(self, container: int, ordinals: U32, mine: Directory) -> int:
-        """Return how many of some bases are in no container that can be read."""
+        """Return how many of some bases no readable container holds."""
         if container == mine.container:
             found = mine
         else:
@@ -184,14 +189,14 @@ class RequiredChunks:
         return len(ordinals) - int(found.chunks.there[ordinals[inside]].sum())
 
     def _referenced_chunks(self) -> Masks:
-        """Return which chunks of the containers in question are named, by recipes that versions need and by bases."""
+        """Return masks of the referenced chunks of containers with several copies."""
         if self._chunks is not None:
             return self._chunks
         wanted: Masks = {int(container): _NONE for container, copies in self._given.items() if len(copies) > 1}
         for name, _ in self._manifests.names_and_marks()[0]:
             try:
                 segments = self._manifests.read(name).segments
-            except PermanentError:  # it is damaged itself
+            except PermanentError:  # a damaged manifest needs nothing
                 continue
             for container, rows in group_by_container(segments.containers):
                 mark_ordinals(self._segments, container, segments.ordinals[rows])
@@ -219,5 +224,5 @@ def _name(masks: Masks, chunks: Locations, only: Collection[int]) -> None:
 
 
 def _within(mask: Bools, count: int) -> Bools:
-    """Return a mask of `count` rows; what it names beyond is left out."""
+    """Return a mask of `count` rows; rows beyond are cut off."""
     return mask_of(mask[:count], count)

@@ -1,15 +1,17 @@
-"""Copies of chunks. Invariant: what is given out was decoded, and agrees with the name that was asked for.
+"""Find copies of chunks by fingerprint.
 
-DuplicateChunkSource       other containers of the store: what was put again
-MergedChunkSource       what a round joined to one chunk and took in, from the chunks that it was before
-BackupChunkSource    containers as somebody has kept them elsewhere, of whatever generation, and what they lean on:
+DuplicateChunkSource   other containers of the store, to which the same content was stored again
+MergedChunkSource      the original chunks of which a GC run joined a merged chunk
+BackupChunkSource      backup copies of containers, of any generation, with their bases:
 
-    copy, generation 0    c leans on g        read from the copy, and g from a copy of its own or from the store
-    store, generation 1   c leans on h        since a round took g away
+    copy, generation 0    c is a delta of g     read from the copy, and g from its own copy or from the store
+    store, generation 1   c is a delta of h     since a GC run deleted g
 
-Of several copies of a container each is looked at, with bases from copies as old as it, and with those of the store.
-A number means the same chunk in every generation. So a copy is read chunk by chunk: put in the place of a later
-generation it would take with it what that has sound, and lean on what is gone.
+Each copy of a container is tried with bases from copies of the same age, then with those of the store. An ordinal means
+the same chunk in every generation. So a copy is read chunk by chunk: stored in place of a later generation it would
+lose undamaged chunks of that one and depend on deleted ones.
+
+Invariant: each returned chunk was decoded and verified against its fingerprint.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from nearkin_shared.types import NAME_BYTES, U8, ContainerId, Locations
 from nearkin_shared.utils.buffers import BufferPool
 
 JOINED_AT_ONCE_BYTES = 64 * MIB
-"""Of joined chunks whose parts are looked for together: each time all sources are asked anew."""
+"""Joined chunks whose parts are searched together: each search asks all sources again."""
 
 
 class _FingerprintChecker:
-    """Decodes chunks, and compares them with their names; only SHA-1 where no tenant is known."""
+    """Decodes chunks and verifies their fingerprints; only SHA-1 if the tenant is unknown."""
 
     def __init__(
         self, reader: ChunkReader, domain: bytes, tenants: DomainOwners, any_fingerprinter: Fingerprinter
@@ -50,7 +52,7 @@ class _FingerprintChecker:
         self._compared[20:28] = known is not None
 
     def among(self, directory: Directory, missing: set[Name]) -> Iterator[tuple[Name, U8]]:
-        """Yield (name, bytes) of a container's chunks that are `missing`, and take them out of it."""
+        """Yield (name, bytes) of a container's chunks among `missing`, and remove them from it."""
         whole = directory.chunks.names.tobytes()
         for row in range(len(directory.chunks)):
             name = whole[row * NAME_BYTES : (row + 1) * NAME_BYTES]
@@ -64,18 +66,18 @@ class _FingerprintChecker:
         try:
             plan = self._reader.plan(here)
             payload = self._reader.fetch(plan)
-        except PermanentError:  # it is the broken one, or leans on it, or on what is gone
+        except PermanentError:  # it is the damaged chunk itself, or its base is damaged or deleted
             return None
         return payload if self.agrees(payload, plan.names) else None
 
     def agrees(self, content: U8, name: U8) -> bool:
-        """Return whether a chunk is what its name, uint8[1, 32], says."""
+        """Return whether a chunk matches its fingerprint, uint8[1, 32]."""
         found = self._fingerprinter.name_chunks(content, np.zeros(1, np.uint64), np.array([len(content)], np.uint32))
         return not np.any((found != name)[:, self._compared])
 
 
 class DuplicateChunkSource:
-    """Chunks of other containers of the same domain, found by reading all directories once."""
+    """Finds chunks in other containers of the same domain by reading all directories once."""
 
     def __init__(self, containers: ContainerStore, tenants: DomainOwners, any_fingerprinter: Fingerprinter) -> None:
         self._containers = containers
@@ -83,13 +85,13 @@ class DuplicateChunkSource:
         self._any_fingerprinter = any_fingerprinter
 
     def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
-        """Yield (name, bytes): each decoded, and compared with its name."""
+        """Yield (name, bytes), decoded and verified."""
         own = self._containers.of(domain)
         checked, missing = (
             _FingerprintChecker(ChunkReader(own), domain, self._tenants, self._any_fingerprinter),
             set(names),
         )
-        for container, _ in sorted(self._containers.ids(), reverse=True):  # what was put again is new
+        for container, _ in sorted(self._containers.ids(), reverse=True):  # repeated content is in recent containers
             if not missing:
                 return
             try:
@@ -100,7 +102,7 @@ class DuplicateChunkSource:
 
 
 class MergedChunkSource:
-    """Chunks that a round joined: no version has one as it is, but each refers to one from where its parts were."""
+    """Finds chunks that a GC run joined, by their parts, which reference blocks list."""
 
     def __init__(
         self,
@@ -109,14 +111,14 @@ class MergedChunkSource:
         any_fingerprinter: Fingerprinter,
         copies: Sequence[ChunkSource],
     ) -> None:
-        """`copies`: where the parts are looked for."""
+        """`copies`: sources in which the parts are searched."""
         self._containers = containers
         self._tenants = tenants
         self._any_fingerprinter = any_fingerprinter
         self._copies = copies
 
     def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
-        """Yield (name, bytes): put together again, and compared with its name. Raises what the copies raise."""
+        """Yield (name, bytes), joined again and verified. Raises the errors of `copies`."""
         own = self._containers.of(domain)
         checked = _FingerprintChecker(ChunkReader(own), domain, self._tenants, self._any_fingerprinter)
         some, some_bytes = dict[Name, list[Name]](), 0
@@ -129,7 +131,7 @@ class MergedChunkSource:
         yield from self._joined(domain, some, checked)
 
     def _parts(self, own: ContainerStore, names: frozenset[Name]) -> Iterator[tuple[Name, list[Name], int]]:
-        """Yield a name, those of the chunks that it was, in order, and their bytes."""
+        """Yield (name, names of the parts in order, size in bytes) of joined chunks."""
         for container, _ in self._containers.ids():
             try:
                 directory = own.directory(container)
@@ -161,7 +163,7 @@ class MergedChunkSource:
 
 
 class BackupChunkSource:
-    """Chunks of copies of containers, in memory as far as `Held` has them."""
+    """Finds chunks in backup copies of containers, cached in memory by a BackupCache."""
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class BackupChunkSource:
         tenants: DomainOwners,
         any_fingerprinter: Fingerprinter,
     ) -> None:
-        """`copies`: whole containers, checked; those of one container the oldest first."""
+        """`copies`: whole containers, verified; those of one container oldest first."""
         self._containers = containers
         self._held = held
         self._tenants = tenants
@@ -180,11 +182,11 @@ class BackupChunkSource:
         self._together = [
             {container: of[min(age, len(of) - 1)] for container, of in copies.items()} for age in range(ages)
         ]
-        if ages > 1:  # those of one time were kept together; what was taken now and then may lean on the store alone
+        if ages > 1:  # copies of one age match each other; a copy made at another time may depend on the store only
             self._together += [{container: one} for container, of in copies.items() for one in of]
 
     def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
-        """Yield (name, bytes): each decoded, and compared with its name. Raises SourceFailed."""
+        """Yield (name, bytes), decoded and verified. Raises SourceFailed."""
         missing = set(names)
         for copies in self._together:
             source = _BackupSource(self._containers.of(domain), copies, self._held)
@@ -201,7 +203,7 @@ class BackupChunkSource:
 
 
 class _BackupSource:
-    """A ContainerSource: copies of containers, and the store where there is none."""
+    """A ContainerSource over backup copies, with the store as fallback."""
 
     def __init__(self, below: ContainerStore, copies: Mapping[ContainerId, BackupObject], held: BackupCache) -> None:
         self._below = below
@@ -226,7 +228,7 @@ class _BackupSource:
             return self._below.record(container, block)
         data, directory = self._held.of(given)
         if block >= len(directory.blocks) or not directory.blocks.raw[block]:
-            raise NotFound(f"the copy of {object_name(container)}: has no block {block}")
+            raise NotFound(f"copy of {object_name(container)}: has no block {block}; supply a copy of another date")
         return memoryview(data)[directory.block_rows[block].place]
 
     def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:

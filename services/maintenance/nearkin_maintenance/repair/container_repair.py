@@ -1,10 +1,12 @@
-"""Healing. Invariant: the new generation holds all that could be read of the one before, under the same numbers.
+"""Repair a container block by block.
 
-    generation 0   block 0 | block 1 (broken) | block 2      chunks 0 1 | 2 3 4 | 5
-    generation 1   block 0 |         | block 2 | block 3: 2 4 | block 4, lost: 3, and block 1 as it lies on the disk
+    generation 0   block 0 | block 1 (damaged) | block 2      chunks 0 1 | 2 3 4 | 5
+    generation 1   block 0 |         | block 2 | block 3: 2 4 | block 4, lost: 3, and the stored bytes of block 1
 
-Bytes of broken chunks come from wherever the same name is found and agrees with them: other containers, or files that
-somebody gives. What is found nowhere keeps its name in a lost block, so that a later run can go on.
+The bytes of damaged chunks come from any source with the same fingerprint: other containers, or backup files. A chunk
+that no source has keeps its name in a lost block, so that a later run can continue.
+
+Invariant: the new generation holds every readable chunk of the previous one, under the same ordinals.
 """
 
 from __future__ import annotations
@@ -28,24 +30,24 @@ from nearkin_shared.types import U8, U32, ContainerId, Locations
 from nearkin_shared.utils.frozen import frozen
 
 REPAIRED_BLOCK_BYTES = 4 * 1024 * 1024
-"""Blocks of chunks that were found again are closed at this."""
+"""Size at which a block of recovered chunks is closed."""
 FOUND_BYTES_MAX = 1 << 30
-"""Of chunks found for one container, at most: they are held in memory until it is written."""
+"""Maximum of recovered chunks per container: they are in memory until it is written."""
 Name = bytes
-"""Of a chunk, 32 bytes."""
+"""Fingerprint of a chunk, 32 bytes."""
 _NO_ROWS: U32 = np.zeros(0, np.uint32)
 
 
 class ChunkSource(Protocol):
-    """Where bytes of chunks may be found by their names."""
+    """A source of chunks by fingerprint."""
 
     def find(self, domain: bytes, names: frozenset[Name]) -> Iterator[tuple[Name, U8]]:
-        """Yield (name, bytes) of some of the names, each as it should be. Raises StoreUnavailable."""
+        """Yield (name, bytes) of the names it has, verified. Raises StoreUnavailable."""
 
 
 @frozen
 class RepairedContainer:
-    """A new generation of a container, None where nothing was found; chunks found, and chunks that are lost still."""
+    """A new generation (None if nothing was found), and counts of found and lost chunks."""
 
     data: bytes | None
     found: int
@@ -54,7 +56,7 @@ class RepairedContainer:
 
 @dataclass(slots=True)
 class _Rows:
-    """The tables of the new generation while they are filled in."""
+    """Tables of the new generation while they are filled in."""
 
     old: ChunkTable
     blocks: list[EncodedBlock | None]
@@ -72,7 +74,7 @@ class _Rows:
         self.bases = Locations(old.bases.containers.copy(), old.bases.ordinals.copy())
 
     def move(self, rows: NDArray[np.intp], block: EncodedBlock) -> None:
-        """Let chunks lie raw in a block of a number never used before."""
+        """Move chunks to a raw block with a number that was never used."""
         self.numbers[rows], self.encoded[rows], self.depths[rows] = len(self.blocks), self.old.lengths[rows], 0
         self.ranks[rows], self.bases.containers[rows], self.bases.ordinals[rows] = 0, 0, 0
         self.blocks.append(block)
@@ -80,7 +82,10 @@ class _Rows:
 
 
 class ContainerRepairer:
-    """Makes new generations of containers with broken blocks. Holds what is found for one container in memory."""
+    """Makes new generations of damaged containers.
+
+    Holds the recovered chunks of one container in memory.
+    """
 
     def __init__(self, containers: ContainerStore, recode: BlockEncoderPort) -> None:
         self._containers = containers.of(None)
@@ -89,10 +94,12 @@ class ContainerRepairer:
     def repair(
         self, container: ContainerId, copies: Iterable[ChunkSource], undecodable: U32 = _NO_ROWS
     ) -> RepairedContainer:
-        """Return a container whose broken blocks were filled from copies. Raises Corrupt where its directory is lost.
+        """Return a container whose damaged blocks are filled from `copies`.
 
-        A block whose checksum agrees is left as it is, whatever its chunks are: others may lean on just these bytes.
-        But one of `undecodable` deltas (a base is lost) is replaced by raw chunks if all its chunks are found.
+        A block with a valid checksum stays, whatever its chunks are: dependents need exactly these bytes. But a block
+        of `undecodable` deltas (a base is lost) is replaced by raw chunks if all its chunks are found.
+
+        Raises: Corrupt if its directory is lost.
         """
         directory = self._containers.directory(container)
         chunks, name = directory.chunks, object_name(container)
@@ -111,10 +118,11 @@ class ContainerRepairer:
         return RepairedContainer(healed.data, healed.found, healed.lost + stays)
 
     def raw(self, data: bytes, copies: Iterable[ChunkSource]) -> bytes:
-        """Return a copy of a container with all deltas raw that can be decoded: how deep they were later nobody knows.
+        """Return a copy of a container with all decodable deltas stored raw.
 
-        What was put since leans on them as they lay in a generation that is lost, perhaps less deep than in this one.
-        Raises Corrupt for a broken copy, and where no numbers of blocks are left.
+        Chunks stored since depend on the depths of a lost generation, which may be lower than in this copy.
+
+        Raises: Corrupt for a damaged copy, or if no block numbers are left.
         """
         directory = decode_container(data, "a copy of a container")
         blocks, chunks = directory.blocks, directory.chunks
@@ -131,7 +139,7 @@ class ContainerRepairer:
     def _record(self, container: ContainerId, number: int) -> bytes:
         try:
             return bytes(self._containers.record(container, number))
-        except Corrupt:  # the device cannot read it: nothing of it is there to be kept
+        except Corrupt:  # unreadable on the device: there are no bytes to keep
             return b""
 
     def _find_chunks(self, domain: bytes, wanted: frozenset[Name], copies: Iterable[ChunkSource]) -> dict[Name, U8]:
@@ -175,16 +183,19 @@ class ContainerRepairer:
             was = records[number]
             for part in _portions(rows[~there], chunks.lengths):
                 new.move(part, lost_block(int(chunks.lengths[part].sum(dtype=np.uint64)), was))
-                was = b""  # kept once
+                was = b""  # kept in the first lost block only
             count += int(np.count_nonzero(there))
             lost_count += int(np.count_nonzero(~there))
-        if len(new.blocks) > container_layout.BLOCKS_MAX:  # one that was written anew some ten thousand times
-            raise Corrupt(f"{object_name(directory.container)}: no numbers of blocks are left, so it is not healed")
+        if len(new.blocks) > container_layout.BLOCKS_MAX:  # after some ten thousand rewrites
+            raise Corrupt(
+                f"{object_name(directory.container)}: not repaired, {len(new.blocks)} block numbers needed and at most "
+                f"{container_layout.BLOCKS_MAX} exist; restore the container from a backup"
+            )
         positions = positions_in_blocks(new.numbers, new.encoded)
         table = ChunkTable(
             chunks.names, chunks.lengths, new.numbers, positions, new.encoded, new.depths, new.bases, new.ranks
         )
-        data = encode_generation(directory, new.blocks, new.prefixes, table, directory.segments, "healed")
+        data = encode_generation(directory, new.blocks, new.prefixes, table, directory.segments, "repaired")
         return RepairedContainer(data, count, lost_count)
 
 
@@ -197,7 +208,7 @@ def _is_sound(record: bytes, what: str) -> bool:
 
 
 def _portions(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:
-    """Return the rows cut into runs of about REPAIRED_BLOCK_BYTES."""
+    """Return the rows in runs of about REPAIRED_BLOCK_BYTES."""
     if not len(rows):
         return []
     portion = np.cumsum(lengths[rows], dtype=np.int64) // REPAIRED_BLOCK_BYTES

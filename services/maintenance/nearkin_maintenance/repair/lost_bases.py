@@ -26,7 +26,7 @@ from nearkin_shared.types import U32, Bools, Locations
 
 
 def undecodable_rows(containers: ContainerStore, directory: Directory, rows: U32) -> U32:
-    """Return those of `rows` whose deltas cannot be decoded, though their own blocks are undamaged."""
+    """Return those of `rows` whose deltas cannot be decoded in an undamaged block."""
     chunks, reader = directory.chunks, ChunkReader(containers.of(directory.domain))
     found = []
     for row in rows[rows < len(chunks)].tolist():
@@ -41,7 +41,10 @@ def undecodable_rows(containers: ContainerStore, directory: Directory, rows: U32
 
 
 def lost_rows(containers: ContainerStore, directory: Directory) -> U32:
-    """Return the chunks whose block is not readable, or holds the place of lost bytes. Raises StoreUnavailable."""
+    """Return the chunks whose block is unreadable or stands for lost bytes.
+
+    Raises: StoreUnavailable.
+    """
     name = object_name(directory.container)
     lost = np.zeros(len(directory.blocks), np.bool_)
     for number in np.flatnonzero(directory.blocks.raw).tolist():
@@ -53,7 +56,7 @@ def lost_rows(containers: ContainerStore, directory: Directory) -> U32:
 
 
 def referenced_rows(containers: ContainerStore, wanted: Iterable[int]) -> dict[int, U32] | None:
-    """Return by container the ordinals that recipes or deltas refer to, or None if a directory is unreadable."""
+    """Return by container the referenced ordinals, or None if a directory is unreadable."""
     everyones = containers.of(None)
     found: dict[int, list[U32]] = {container: [] for container in wanted}
     for container, _ in everyones.ids():
@@ -69,7 +72,10 @@ def referenced_rows(containers: ContainerStore, wanted: Iterable[int]) -> dict[i
 
 
 def encode_without(containers: ContainerStore, directory: Directory, removed: U32) -> bytes:
-    """Return a container without some chunks that are lost. Raises Corrupt if a block cannot be copied."""
+    """Return a container without some chunks that are lost.
+
+    Raises: Corrupt if a block cannot be copied.
+    """
     chunks, blocks = directory.chunks, directory.blocks
     stays: Bools = chunks.there.copy()
     stays[removed] = False

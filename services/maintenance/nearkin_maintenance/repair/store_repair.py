@@ -1,10 +1,12 @@
-"""Repair. Invariant: an object is overwritten by nothing but its own bytes; a container healed otherwise gets a new
-generation, and the one before goes only after that is durable.
+"""Repair damaged objects of a store.
 
 parity -> the object's own bytes      a copy of the object -> its own bytes      copies of chunks -> a new generation
 
-A copy of another generation is taken as a whole only where the directory of the one that is there is lost. Its chunks
-may lie deeper in it than in that one, and newer ones lean on them: so its deltas are made raw.
+A copy of another generation replaces a container as a whole only if the directory of the stored one is lost. Its chunks
+may be deeper there than in the lost generation, on which recent chunks depend: so its deltas are stored raw.
+
+Invariant: an object is overwritten by its own bytes only; a container repaired otherwise gets a new generation, and the
+previous one is deleted once that is durable.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ _log = logging.getLogger("nearkin")
 
 @frozen
 class BackupCopies:
-    """What copies of objects are given."""
+    """Backup copies of objects."""
 
     others: Mapping[str, BackupObject]
-    """Manifests and marks, by name."""
+    """Manifests and tombstones, by object name."""
     containers: Mapping[ContainerId, Sequence[BackupObject]]
-    """Of whatever generations."""
+    """Of any generation."""
     needs: RequiredChunks | None
-    """What says which of several to take."""
+    """Decides among several copies of a container."""
 
 
 class Repairer:
-    """Puts right what is damaged, one object at a time. Who calls it holds the store's lock or lease."""
+    """Repairs damaged objects one at a time. The caller holds the store's lock or lease."""
 
     def __init__(
         self,
@@ -58,18 +60,21 @@ class Repairer:
         healer: ContainerRepairer,
         renew: Callable[[Directory], None],
     ) -> None:
-        """`renew` tells the index what a new generation holds, before the one until now goes."""
+        """`renew` updates the index for a new generation before the previous one is deleted."""
         self._renew = renew
         self._objects = objects
         self._containers = containers.of(None)
         self._healer = healer
         self.sound: set[ContainerId] = set()
-        """Containers in which nothing of their own was broken."""
+        """Containers without damage of their own."""
 
     def repair(
         self, damaged: Iterable[str], copies: Sequence[ChunkSource] = (), given: BackupCopies | None = None
     ) -> list[Repaired]:
-        """Put right what can be, of the objects named as `verify` names them. Raises StoreUnavailable, SourceFailed."""
+        """Repair the objects that `verify` named, as far as possible.
+
+        Raises: StoreUnavailable, SourceFailed.
+        """
         wanted, found = dict.fromkeys(damaged), []
         objects = {id_of(name) or name for name in wanted}
         for name in wanted:
@@ -85,10 +90,12 @@ class Repairer:
         return found
 
     def repair_dependents(self, unsound: Mapping[int, PendingDelete], copies: Sequence[ChunkSource]) -> list[Repaired]:
-        """Store raw the deltas whose bases are lost, as far as copies have their content. Raises as `repair` does.
+        """Store raw the deltas whose bases are lost, as far as copies have their content.
 
-        `unsound` is what the quarantine names. Containers are taken in the order of their bases: what is stored raw may
-        be the base that others lack.
+        Raises as `repair` does.
+
+        `unsound`: the content of the quarantine. Containers are processed in the order of their bases: a chunk stored
+        raw may be the base that others lack.
         """
         found = []
         for number in topological_order(unsound, self._base_containers):
@@ -125,7 +132,7 @@ class Repairer:
             try:
                 data = encode_without(self._containers, self._containers.directory(container), removed)
             except Corrupt as err:
-                _log.warning("%s: its lost chunks are not removed", err)
+                _log.warning("lost chunks not removed: %s", err)
                 continue
             self._new_generation(container, self._containers.generation(container), data)
             self._containers.evict(container)
@@ -176,12 +183,12 @@ class Repairer:
         reads = self._reads(container)
         wholes = [one for one in given.containers[container] if one.whole]
         if reads and (generation or not wholes):
-            return False  # chunk by chunk: what is sound in the generation that is there stays
+            return False  # repair chunk by chunk, which keeps the undamaged chunks of the stored generation
         chosen = wholes[0] if reads or given.needs is None else given.needs.best(container)
         data = chosen.data
         if reads or (chosen.whole and not generation and not self._too_deep(data)):
-            self._replace(stored, data)  # it is not known that there was a later one
-        else:  # of whatever generation: there is nothing else
+            self._replace(stored, data)  # no later generation is known
+        else:  # a copy of any generation: no other source is left
             self._new_generation(container, generation, self._raw(container, data, copies))
         self._containers.evict()
         return True
@@ -190,11 +197,11 @@ class Repairer:
         try:
             return self._healer.raw(data, copies)
         except Corrupt as err:
-            _log.warning("%s: %s: its copy is taken as it is", object_name(container), err)
+            _log.warning("%s: deltas of its copy not stored raw, copy used as it is: %s", object_name(container), err)
             return data
 
     def _too_deep(self, data: bytes) -> bool:
-        """Return whether anything leans on a chunk that is no shallower in this copy: it was less deep later."""
+        """Return whether a delta is no deeper than its base in this copy (its depth shrank later)."""
         copy = decode_container(data, "a copy of a container")
         for other, _ in self._containers.ids():
             try:
@@ -211,7 +218,7 @@ class Repairer:
         return False
 
     def _reads(self, container: ContainerId) -> bool:
-        """Return whether the directory of a container can be read."""
+        """Return whether the directory of a container is readable."""
         self._containers.evict(container)
         try:
             self._containers.directory(container)
@@ -225,7 +232,7 @@ class Repairer:
         try:
             healed = self._healer.repair(container, copies, undecodable)
         except Corrupt as err:
-            _log.warning("%s: it is not healed chunk by chunk", err)
+            _log.warning("container not repaired from copies of chunks: %s", err)
             return None
         if healed.data is None:
             if not healed.lost:
@@ -235,7 +242,10 @@ class Repairer:
         return Repaired(object_name(container), "copies of chunks", healed.found, healed.lost)
 
     def _new_generation(self, container: ContainerId, generation: int, data: bytes) -> None:
-        """1 put  2 index  3 the one until now goes: whoever dies in between leaves two, and a round ends it."""
+        """1 put 2 renew index entries 3 delete the previous one.
+
+        After a crash a GC run deletes the older of two.
+        """
         self._containers.put(container, [data], generation + 1)
         failpoint("heal.put")
         self._renew(self._containers.directory(container))
@@ -256,7 +266,7 @@ class Repairer:
     def _parity(self, name: str, damaged: Collection[ContainerId | str]) -> Repaired | None:
         of = name.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)
         if (id_of(of) or of) in damaged:
-            return None  # the next run, when its object is sound
+            return None  # the next run repairs it, once its object is undamaged
         data = self._stored(of)
         if data is None:
             return None
@@ -267,7 +277,7 @@ class Repairer:
 def still_broken(
     soundness: IntegrityChecker, containers: Sequence[ContainerId], at_us: int
 ) -> dict[int, PendingDelete | None]:
-    """Read containers again; return what of each is broken now, None for a sound one."""
+    """Read containers again; return the damage of each, None for an undamaged one."""
     for container in topological_order(containers, soundness.base_containers):
         soundness.check(ContainerId(container), deep=True)
     unsound = soundness.corrupt_chunks(containers)
@@ -282,16 +292,19 @@ def still_broken(
 
 
 class ParityCheck:
-    """Looks at the parity of objects that are what was written."""
+    """Checks the parity of undamaged objects."""
 
     def __init__(self, objects: ParityObjectStore) -> None:
         self._objects = objects
         self.problems: dict[str, str] = {}
         self.missing: list[str] = []
-        """Objects that should have parity, and have none yet."""
+        """Objects that should have parity and have none yet."""
 
     def check(self, name: str) -> None:
-        """Compare the parity of one object. What is wrong with the object itself is told by others."""
+        """Compare the parity of one object.
+
+        Damage of the object itself is reported by other checks.
+        """
         try:
             data = self._objects.get(name)
         except NotFound:
@@ -310,6 +323,6 @@ class ParityCheck:
             self.problems[f"{FOLDER}/{name}{SUFFIX}"] = problem
 
     def _is_of_damaged(self, name: str) -> bool:
-        """Return whether the object is not what it was: then its parity is needed as it is."""
+        """Return whether the object differs from its parity: then the parity is needed as it is."""
         whole = self._objects.reconstruct(name)
         return whole is not None and not self._objects.is_stored(name, whole)
