@@ -70,7 +70,7 @@ class BlockRecoder:
 
     def encode_merged(self, payload: U8, bases: Locations, base_payload: U8, depth: int) -> PendingBlock:
         """Begin a block at `depth` with chunks of several versions, as patch of any bases."""
-        from nearkin_delta.merged_block_encoder import encode_merged
+        from nearkin_delta.block_encoder import encode_merged
 
         level = max(self._settings.block.level, self._raw_level)
         return self._begin(partial(encode_merged, payload, base_payload if len(bases) else None, depth, level))

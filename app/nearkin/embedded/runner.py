@@ -29,7 +29,15 @@ from numpy.typing import NDArray
 from nearkin_chunker import STEP_BYTES, BlobRun
 from nearkin_chunker.splitter import CARRY_BYTES_MAX, Arenas, Cutter, FilledArena
 from nearkin_dedup import DedupStage
-from nearkin_delta import ChunkCounts, DeltaOutcome, DeltaStage, FinishedContainer, SparePrefixes, encoders_max
+from nearkin_delta import (
+    ChunkCounts,
+    DeltaOutcome,
+    DeltaStage,
+    FinishedContainer,
+    SparePrefixes,
+    StageResources,
+    encoders_max,
+)
 from nearkin_resemblance import ResemblanceStage
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError, PermanentError, RetryableError
@@ -165,11 +173,7 @@ class EmbeddedWriter:
             fingerprinter.domain,
             last_container,
             asks_bases="late",
-            encoding=self._encoding,
-            sets_aside=True,
-            keeper=self._in_flight,
-            prefixes=spares.prefixes,
-            helpers=helpers,
+            resources=StageResources(self._encoding, True, self._in_flight, spares.prefixes, helpers),
         )
         self._arenas = spares.arenas
         self._arena = self._arenas.take()

@@ -1,7 +1,15 @@
-"""Delta: fresh chunks become raw bytes or a difference to their base, gathered in blocks, collected in containers."""
+"""Delta stage: encode fresh chunks raw or as deltas, in blocks, in containers."""
 
 from nearkin_delta.block_encoder import SparePrefixes, encoders_max
 from nearkin_delta.finished_container import FinishedContainer
-from nearkin_delta.stage import ChunkCounts, DeltaOutcome, DeltaStage
+from nearkin_delta.stage import ChunkCounts, DeltaOutcome, DeltaStage, StageResources
 
-__all__ = ["ChunkCounts", "DeltaOutcome", "DeltaStage", "FinishedContainer", "SparePrefixes", "encoders_max"]
+__all__ = [
+    "ChunkCounts",
+    "DeltaOutcome",
+    "DeltaStage",
+    "FinishedContainer",
+    "SparePrefixes",
+    "StageResources",
+    "encoders_max",
+]

@@ -1,4 +1,5 @@
-"""`python -m nearkin_delta`: encodes and stores chunks."""
+# size: the entry point of a process
+"""Run the delta service: `python -m nearkin_delta`."""
 
 from nearkin_delta.handler import DeltaHandler
 from nearkin_shared.kafka.worker import Context, WorkerPart, command

@@ -1,10 +1,12 @@
-"""Base choice. Invariant: a base is kept only where a trial shows that it takes enough off its chunk.
+"""Choose the bases of fresh chunks from their candidates.
 
-    locality    what lay between the same neighbours when these were stored (gap_alignment.py)
+    locality    chunks stored between the same neighbours before (gap_alignment.py)
     first-fit   the first chunk stored with one of the super-features (Finesse, section 5.1)
 
-The trial counts what chunk and base share (`kernels/shared_bytes.py`) and prices the rest as the block compressor
-would.
+A trial counts the bytes that chunk and candidate share (`kernels/shared_bytes.py`) and estimates what the block
+compressor makes of the rest.
+
+Invariant: a base is kept only if its trial saves enough bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_delta.delta_or_raw import RAW_CONTEXT
+from nearkin_delta.codecs import RAW_CONTEXT
 from nearkin_shared.formats.container_layout import LOCALITY_RANK
 from nearkin_shared.kernels.shared_bytes import shared_bytes
 from nearkin_shared.kernels.size_estimate import compressed_bytes_estimate
@@ -24,28 +26,30 @@ from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 GAIN = 0.6
-"""With its bases a chunk must be estimated at this share of what it takes without, or it stays without."""
+"""A chunk gets bases if it is estimated to take at most this share of its bytes without them."""
 MATCH_BYTES = 5
-"""What zstd writes for a match, lengths and offset, on average."""
+"""Bytes that zstd writes for a match, lengths and offset, on average."""
 SAVING_BYTES_MIN = 64
-"""A base that saves less is not worth the bytes it adds to the prefix, 3 of them in the directory."""
+"""A base that saves less costs more: it lengthens the prefix, and the directory by 3 bytes."""
 DEEP_SHARE = 0.1
-"""The deepest bases of a chunk are dropped where they make up less than this of what all save."""
+"""The deepest bases of a chunk are dropped if they contribute less than this share of the saving."""
 BASES_MAX = 8
-"""A chunk's bases at most: those that save most."""
+"""Maximum of bases per chunk: those that save most."""
 PRICE_MIN = 0.05
-"""No estimate is made where the bases are worth it even if a byte takes this little after compression."""
+"""No estimate is made if bases pay off even when a byte compresses to as little as this."""
 PRICE_TRIED = 16
-"""Of such chunks one in sixteen is estimated, for what a byte of the others takes; 0.15 where there is none."""
+"""Of such chunks one in sixteen is estimated, and gives the price of a byte for the others."""
 PRICE = 0.15
 
 
 @frozen
 class BaseChoice:
-    """For fresh chunks: `found` bool[f]; chunk i has rows bounds[i] to bounds[i + 1] of `rows`, the best base first.
+    """Chosen bases of fresh chunks: `found` bool[f].
 
-    `rows` index the contents tried; `depths` uint8[f] of the deepest base of each; `rest` uint32[f] the estimate of
-    what each takes with them, `alone` float64[f] without.
+    Chunk i has rows bounds[i] to bounds[i + 1].
+
+    `rows` index the contents that were tried, the best base first; `depths` uint8[f]: the deepest base of each chunk;
+    `rest` uint32[f]: estimated bytes of each chunk with its bases; `alone` float64[f]: without.
     """
 
     found: Bools
@@ -59,7 +63,7 @@ class BaseChoice:
 
 @frozen
 class Targets:
-    """Fresh chunks to try, cut out of their batch's payload."""
+    """Fresh chunks to try, as slices of their batch's payload."""
 
     payload: U8
     offsets: U64
@@ -69,25 +73,25 @@ class Targets:
         return len(self.lengths)
 
     def take(self, rows: NDArray[np.intp]) -> Targets:
-        """Return some of them."""
+        """Return the chunks `rows`."""
         return Targets(self.payload, self.offsets[rows], self.lengths[rows])
 
 
 def try_bases(
     targets: Targets, target_bounds: U32, bases: Contents, base_bounds: U32, helpers: ThreadPool = SERIAL
 ) -> BaseChoice:
-    """Return the bases that are worth it, of those in each target's group (`shared_bytes` says what a group is)."""
+    """Return the bases that save enough, from each target's group (see `shared_bytes`)."""
     return _chosen(targets, bases, _shared_bytes(targets, target_bounds, bases.pieces, base_bounds, helpers), helpers)
 
 
 def try_shallower(targets: Targets, bases: Contents, max_base_depths: U8) -> BaseChoice:
-    """Return the bases that are worth it for each target, of those that are less deep than its `max_base_depths`."""
+    """Return the bases that save enough, each below its target's `max_base_depths`."""
     limits, counts = np.unique(max_base_depths, return_counts=True)
     order = np.argsort(max_base_depths, kind="stable")
     rows = [np.flatnonzero(bases.depths < limit) for limit in limits]
     target_bounds = np.append(0, np.cumsum(counts)).astype(np.uint32)
     base_bounds = np.append(0, np.cumsum([len(some) for some in rows])).astype(np.uint32)
-    # Apart, not sorted out afterwards: what two bases share with a target is counted for one of them.
+    # In separate calls, not filtered afterwards: bytes that two bases share with a target count for one of them.
     mine = np.concatenate([np.zeros(0, np.intp), *rows])
     shared = _shared_bytes(targets.take(order), target_bounds, bases.pieces.take(mine), base_bounds)
     shared[:, 0], shared[:, 1] = order[shared[:, 0].astype(np.intp)], mine[shared[:, 1].astype(np.intp)]
@@ -97,7 +101,7 @@ def try_shallower(targets: Targets, bases: Contents, max_base_depths: U8) -> Bas
 def _shared_bytes(
     targets: Targets, target_bounds: U32, bases: Pieces, base_bounds: U32, helpers: ThreadPool = SERIAL
 ) -> U32:
-    """Return what `shared_bytes` does, some groups at a time."""
+    """Return the result of `shared_bytes`, computed for several groups at a time."""
     ends = np.append(0, np.cumsum(targets.lengths, dtype=np.int64))
 
     def shared(groups: slice) -> U32:
@@ -148,7 +152,10 @@ def _chosen(targets: Targets, bases: Contents, shared: U32, helpers: ThreadPool 
 def _bytes_without_base(
     targets: Targets, clear: Bools, covered: NDArray[np.float64], helpers: ThreadPool
 ) -> NDArray[np.float64]:
-    """Return what each chunk takes without a base, bytes; about, where it is clear that bases are worth it."""
+    """Return the bytes of each chunk without a base.
+
+    Estimated roughly if bases clearly pay off.
+    """
     lengths = targets.lengths.astype(np.float64)
     tried = ~clear & (covered >= SAVING_BYTES_MIN)
     sample = np.flatnonzero(clear)[::PRICE_TRIED]
@@ -167,7 +174,7 @@ def _bytes_without_base(
 
 
 def _best(of: NDArray[np.intp], saving: NDArray[np.float64], count: int) -> NDArray[np.intp]:
-    """Return the rows that save enough, BASES_MAX of each target at most."""
+    """Return the rows that save enough, at most BASES_MAX of each target."""
     kept = np.flatnonzero(saving > SAVING_BYTES_MIN)
     order = kept[np.lexsort((-saving[kept], of[kept]))]
     first = np.searchsorted(of[order], np.arange(count))
@@ -181,7 +188,7 @@ def _without_deep_ones(
     kept: NDArray[np.intp],
     alone: NDArray[np.float64],
 ) -> NDArray[np.intp]:
-    """Return `kept` without the deepest bases of targets that do nearly as well with the others."""
+    """Return `kept` without the deepest bases of targets that do nearly as well without them."""
     count = len(alone)
     while True:
         saved = np.bincount(of[kept], saving[kept], count)
@@ -197,14 +204,17 @@ def _without_deep_ones(
 
 
 def choose_untried(bases: Contents, max_depth: int) -> BaseChoice:
-    """Return a choice that takes base i for chunk i wherever it can be read and is less deep than `max_depth`."""
+    """Return a choice of base i for chunk i wherever it is available and below `max_depth`."""
     found = bases.available & (bases.depths < max_depth) & (bases.pieces.lengths > 0)
     return BaseChoice(found, bounds_of(found), np.flatnonzero(found), bases.depths, np.zeros(len(found), np.uint32))
 
 
 @frozen
-class Part:
-    """What one policy chose: for the fresh chunks `chunks`, bases out of `bases`, found as `ranks` uint8[c] say."""
+class PolicyChoice:
+    """The choice of one policy for the fresh chunks `chunks`, from `bases`.
+
+    `ranks` uint8[c] record how found.
+    """
 
     chunks: NDArray[np.intp]
     chosen: BaseChoice
@@ -212,8 +222,11 @@ class Part:
     ranks: U8
 
 
-def join_choices(count: int, parts: list[Part]) -> tuple[BaseChoice, Contents]:
-    """Return the choice for `count` chunks and one Contents. A chunk has bases of one part only."""
+def join_choices(count: int, parts: list[PolicyChoice]) -> tuple[BaseChoice, Contents]:
+    """Return the choice for `count` chunks and one Contents.
+
+    Each chunk has bases of one part only.
+    """
     if len(parts) > 1:
         parts = [part for part in parts if part.chosen.found.any()]
     found, depths, rest = np.zeros(count, np.bool_), np.zeros(count, np.uint8), np.zeros(count, np.uint32)
@@ -235,7 +248,7 @@ def join_choices(count: int, parts: list[Part]) -> tuple[BaseChoice, Contents]:
 
 
 def _join_contents(parts: list[tuple[Contents, NDArray[np.intp]]]) -> Contents:
-    """Return some rows of each of several Contents, one part's behind those of the part before."""
+    """Return the chosen rows of several Contents, concatenated."""
     return Contents(
         Locations.join([bases.locations.take(rows) for bases, rows in parts]),
         Pieces.join([bases.pieces.take(rows) for bases, rows in parts]),
@@ -245,12 +258,12 @@ def _join_contents(parts: list[tuple[Contents, NDArray[np.intp]]]) -> Contents:
 
 
 def local_ranks(count: int) -> U8:
-    """Return the ranks of `count` bases that locality found."""
+    """Return the ranks of `count` bases found by locality."""
     return np.full(count, LOCALITY_RANK, np.uint8)
 
 
 def without_bases(chosen: BaseChoice, unwanted: Bools) -> BaseChoice:
-    """Return the choices for the same chunks, some of them without a base now."""
+    """Return the choice with the bases of some chunks removed."""
     counts = np.diff(chosen.bounds)
     bounds = bounds_of(np.where(unwanted, 0, counts))
     rows = chosen.rows[np.repeat(~unwanted, counts)]
@@ -258,7 +271,7 @@ def without_bases(chosen: BaseChoice, unwanted: Bools) -> BaseChoice:
 
 
 def only(chosen: BaseChoice, wanted: Bools) -> BaseChoice:
-    """Return the choices of the wanted chunks alone."""
+    """Return the choice of the wanted chunks."""
     of_row = np.repeat(wanted, np.diff(chosen.bounds))
     return replace(
         chosen,

@@ -1,9 +1,11 @@
-"""How a batch's bases are found. Invariant: what is asked follows from the answers so far, and nothing is asked twice.
+"""Find base candidates of a batch by successive lookup requests.
 
-    names, gaps -> old neighbours, span by span (locality_candidates.py) -> [super-features] -> bytes of what they name
+    names, gaps -> old neighbours, span by span (locality_candidates.py) -> [super-features] -> bytes of the candidates
                    each: bytes -> [shallower ones, by level]                     -> [shallower ones, by level]
 
-Each round is one `LookupRequest`; what was worked out between two of them is kept until the bases are chosen.
+Each step is one `LookupRequest`; intermediate results are kept until the bases are chosen.
+
+Invariant: a request depends on the results so far only, and nothing is requested twice.
 """
 
 from __future__ import annotations
@@ -27,33 +29,36 @@ from nearkin_shared.types import Bools, FreshBatch, Locations, PairedBatch
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 AsksBases = Literal["never", "again", "late"]
-"""Whether super-features are looked up by the stage that stores.
+"""Whether the storing stage looks up super-features.
 
-"never": the resemblance stage did it. "again": that stage runs elsewhere, and may not have seen what was placed here;
-they are asked about with the first question. "late": that stage did not ask; they are asked about for the chunks for
-which locality has found none, which in a later version are few.
+"never": the resemblance stage did. "again": that stage runs in another process and may not know the chunks stored here;
+the first request repeats the lookup. "late": that stage did not; they are looked up for the chunks without a locality
+candidate, which in a later version are few.
 """
 
 
 @dataclass(slots=True)
 class _BatchState:
-    """What is known of a batch between two rounds of reading."""
+    """State of a batch between two lookup requests."""
 
     near: LocalityCandidates | None = None
-    """Bases that locality finds."""
+    """Bases found by locality."""
     near_done: bool = False
     asked: Bools | None = None
-    """Which fresh chunks try the base that a super-feature found."""
-    similar: list[choice.Part] | None = None
-    """What was chosen of these."""
+    """Mask of the fresh chunks that try the base found by a super-feature."""
+    similar: list[choice.PolicyChoice] | None = None
+    """Their choices."""
     crowded: OverdeepChunks | None = None
 
 
 class BaseFinder:
-    """Asks for candidates round after round, tries them, and chooses; learns from each blob which are worth trying."""
+    """Requests candidates step by step, tries them, and chooses.
+
+    Adapts to each blob's success rate.
+    """
 
     def __init__(self, settings: Settings, kind: int, asks_bases: AsksBases, helpers: ThreadPool = SERIAL) -> None:
-        """`kind`: of the blocks that are written with bases. `helpers` try bases beside the caller."""
+        """`kind`: of the delta blocks written. `helpers` try bases concurrently with the caller."""
         delta, policy = settings.delta, settings.base.policy
         self._asks_bases = asks_bases
         self._helpers = helpers
@@ -61,10 +66,10 @@ class BaseFinder:
         self._local = policy != "first-fit" and delta.codec != "none"
         self._similar = policy != "locality" and delta.codec != "none"
         self._no_deltas = kind == PATCH
-        """A patch leans on no VCDIFF delta: of patches on deltas on patches each block is decoded by itself, and what
-        a read costs doubles and more with each level."""
+        """A patch has no VCDIFF delta as its base: with patches over deltas over patches, each block is decoded by
+        itself, and the cost of a read doubles or more with each level."""
         self._tries = self._local or kind == PATCH
-        """Whether bases are tried before they are used, and too deep ones replaced by their own."""
+        """Whether candidates are tried, and overdeep ones replaced by their own bases."""
         self._alignment = Alignment()
         self._trials = CandidateBudget(0 if settings.base.try_all_candidates else FEW)
         self._rank_trials = RankBudget(FEW_OF_RANK if self._tries and not settings.base.try_all_candidates else 0)
@@ -72,7 +77,7 @@ class BaseFinder:
 
     @property
     def depth_bound(self) -> int:
-        """Return below which depth a chunk is offered as a base: any, where deep ones are replaced."""
+        """Return the depth bound of base candidates: any depth if overdeep ones are replaced."""
         return self._max_depth + self._tries
 
     @property
@@ -82,13 +87,15 @@ class BaseFinder:
     def reads(
         self, batch: PairedBatch, facts: LookupResults, stream: Hashable, here: StreamMark
     ) -> LookupRequest | None:
-        """Ask for the fresh chunks once more, for what lay in their place, late for super-features, and for bytes.
+        """Return the next request for names, neighbours, late super-features or bytes.
+
+        None when complete.
 
         `here`: where the next chunk of `stream` will be stored.
         """
         if facts.chunks is None:
             self._batch = _BatchState()
-        if not len(batch.fresh.fresh):  # duplicates alone: nothing to look for, and asking costs 0.5 ms a batch
+        if not len(batch.fresh.fresh):  # only duplicates: no candidates needed, and a request costs 0.5 ms a batch
             if self._local:
                 self._alignment.begin(batch.fresh.batch, stream, here)
             return None
@@ -108,7 +115,7 @@ class BaseFinder:
         return LookupRequest(similar=paired.bases.take(asked), depth_below=self._depth_below, no_deltas=self._no_deltas)
 
     def with_bases(self, batch: PairedBatch, facts: LookupResults) -> PairedBatch:
-        """Return `batch` with the candidates that were found when this stage asked for them."""
+        """Return `batch` with the candidates that this stage requested."""
         if facts.bases is None:
             return batch
         late = self._asks_bases == "late"
@@ -121,9 +128,9 @@ class BaseFinder:
         return replace(batch, base_found=found, bases=bases, base_rank=ranks)
 
     def choose(self, batch: PairedBatch, facts: LookupResults, stream: Hashable) -> tuple[BaseChoice, Contents]:
-        """Return the bases of all fresh chunks, and their bytes; the batch is done then.
+        """Return the bases of all fresh chunks and their bytes, and end the batch.
 
-        `batch` as `with_bases` returned it.
+        `batch`: as returned by `with_bases`.
         """
         of = self._batch
         similar = self._similar_chunks(batch, facts, stream) if of.similar is None else of.similar
@@ -135,7 +142,7 @@ class BaseFinder:
         return chosen
 
     def pass_known(self, fresh: FreshBatch, stream: Hashable, here: StreamMark) -> None:
-        """Take note of a batch of known segments alone."""
+        """Record the position after a batch of known segments only."""
         if self._local:
             self._alignment.pass_known(fresh, stream, here)
 
@@ -148,7 +155,7 @@ class BaseFinder:
         return LookupRequest(names=names, gaps=gaps)
 
     def _late_question(self, batch: PairedBatch, facts: LookupResults, stream: Hashable) -> LookupRequest:
-        """Ask for what the super-features name, of those ranks of which enough turn out to be bases."""
+        """Request candidates by super-features, of those ranks that yield enough bases."""
         super_features = batch.super_features[self._without_base(batch, facts)]
         ranks = self._rank_trials.should_request(_only_blob(batch, stream), super_features.shape[1])
         return LookupRequest(sketch=batch.sketch, super_features=np.where(ranks, super_features, np.uint64(0)))
@@ -156,7 +163,7 @@ class BaseFinder:
     def _near(
         self, batch: PairedBatch, facts: LookupResults, neighbours: Neighbours, stream: Hashable
     ) -> LookupRequest | None:
-        """Ask for old neighbours until all were tried that are worth it; None: they were. The next trials follow."""
+        """Request old neighbours until all promising ones were tried, then return None."""
         of = self._batch
         if of.near is None:
             if not self._trials.should_try(_only_blob(batch, stream)):
@@ -172,7 +179,7 @@ class BaseFinder:
         return more
 
     def _overdeep_chunks(self, batch: PairedBatch, facts: LookupResults, stream: Hashable) -> LookupRequest | None:
-        """Ask for shallower bases of chunks that would stand at the end of a chain which super-features found."""
+        """Request shallower bases of chunks at the maximum depth that super-features found."""
         if not self._tries:
             return None
         of = self._batch
@@ -190,23 +197,23 @@ class BaseFinder:
         )
 
     def _without_base(self, batch: PairedBatch, facts: LookupResults) -> Bools:
-        """Return which fresh chunks are still unknown, and locality found no base for them."""
+        """Return a mask of the fresh chunks that are still unknown and have no locality base."""
         assert facts.chunks is not None
         near = self._batch.near
         return ~facts.chunks.found if near is None else ~(facts.chunks.found | near.found)
 
     def _asked(self, batch: PairedBatch, facts: LookupResults, stream: Hashable) -> Bools:
-        """Return which fresh chunks are to try the base that a super-feature found."""
+        """Return a mask of the fresh chunks that try the base found by a super-feature."""
         if self._batch.asked is None:
             asked = batch.base_found & self._without_base(batch, facts)
-            if self._asks_bases != "late":  # then no other was asked for
+            if self._asks_bases != "late":  # "late" has requested only these already
                 rows = np.flatnonzero(asked)
                 asked[rows] = self._rank_trials.should_try(_only_blob(batch, stream), batch.base_rank[rows])
             self._batch.asked = asked
         return self._batch.asked
 
-    def _similar_chunks(self, batch: PairedBatch, facts: LookupResults, stream: Hashable) -> list[choice.Part]:
-        """Return what was chosen of what super-features found. The next batch's trials follow from it."""
+    def _similar_chunks(self, batch: PairedBatch, facts: LookupResults, stream: Hashable) -> list[choice.PolicyChoice]:
+        """Return the choices among super-feature candidates, and update their budget."""
         if facts.similar is None:
             return []
         asked = np.flatnonzero(self._asked(batch, facts, stream))
@@ -216,7 +223,9 @@ class BaseFinder:
         else:
             similar = choice.choose_untried(facts.similar, self._max_depth)
         self._rank_trials.record_result(batch.base_rank[asked], similar.found)
-        return [choice.Part(asked, similar, facts.similar, batch.base_rank[asked])] if similar.found.any() else []
+        return (
+            [choice.PolicyChoice(asked, similar, facts.similar, batch.base_rank[asked])] if similar.found.any() else []
+        )
 
 
 def _targets(batch: PairedBatch) -> Targets:
@@ -225,6 +234,6 @@ def _targets(batch: PairedBatch) -> Targets:
 
 
 def _only_blob(batch: PairedBatch, stream: Hashable) -> Hashable:
-    """Return the blob that a batch belongs to, None for one of several."""
+    """Return the blob of a batch, or None if it has several."""
     blobs = batch.fresh.batch.blobs
     return (stream, int(blobs[0])) if (blobs == blobs[0]).all() else None

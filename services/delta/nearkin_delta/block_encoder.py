@@ -1,6 +1,8 @@
-"""Blocks. Invariant: what a closed block holds has been decoded and compared; a base's bytes are in a prefix once.
+"""Build blocks and encode them in the smallest way.
 
-chunks and their bases gather -> close -> the smallest of: raw | zstd | zstd with the bases as prefix | zstd over VCDIFF
+chunks and bases -> close -> the smallest of: raw | zstd | zstd with the bases as prefix | zstd over VCDIFF
+
+Invariant: a closed block has been decoded and compared; a base's bytes are in a prefix once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 from backports.zstd import CompressionParameter
 from numpy.typing import NDArray
 
-from nearkin_delta.codecs import Deltas, Pairs, check_round_trip, xdelta3_encoder
+from nearkin_delta.codecs import DeltaPairs, Deltas, check_round_trip, xdelta3_encoder
 from nearkin_delta.compression_params import AdaptiveSearch, deepen, gc_options, log_of
 from nearkin_shared.config.reduction import BlockSettings, DeltaSettings
 from nearkin_shared.formats import container_layout
@@ -31,49 +33,54 @@ from nearkin_shared.utils.buffers import BufferPool, SlabAllocator
 from nearkin_shared.utils.frozen import frozen
 
 PREFIX_BYTES_MAX = 2 * MIB
-"""A block closes before its bases exceed this, whatever its own size: what one read of a chunk may cost besides."""
+"""A block closes before its bases exceed this, whatever its own size: it bounds the extra cost of reading a chunk."""
 PREFIX_BASES_MAX = 4096
 SPAN_BYTES_MAX = 4 * MIB
-"""A patch block closes when the stream has gone on so far, of a batch what is fresh in it: what lay close together then
-leans on what lay close together, and a restore meets the blocks that it needs one behind the other."""
+"""A patch block closes after this many bytes of the stream (of a batch, its fresh bytes): its chunks and their bases
+are then near each other, and a restore needs the blocks one after another."""
 DEPTH_COSTS = 0.9
-"""Bases must take a tenth off a block, or it is kept without them: nothing is then ever read for it."""
+"""Bases must save a tenth of a block, or it is stored without them: no base is then ever read for it."""
 PLAIN_TRIED = 4
 VCDIFF_TRIED = 16
-"""Other ways are tried where a patch is more than 1/4, 1/16 of its chunks. Plain zstd is never smaller below that; and
-what VCDIFF would win there it costs twice later, since no patch leans on it (botocore: 20 kB won, 173 lost)."""
+"""Alternatives are tried if a patch exceeds 1/4 or 1/16 of its chunks. Plain zstd is never smaller below that; VCDIFF
+would save there half of what it costs later, since no patch has a VCDIFF delta as base (botocore: 20 kB saved, 173
+lost)."""
 VCDIFF_BASES_SHARE_MAX = 7 / 8
-"""And VCDIFF where bases are no more of the chunks than this, as where several chunks lean on one: it knows one base a
-chunk. Of 706 blocks of botocore it took less for 24: their bases were 0.75 of their chunks in the median, all others'
-1.0; of 1,816 of dumps, with 1.3, for none."""
+"""VCDIFF is tried only if bases are at most this share of the chunks, as when several chunks have one base: it takes
+one base per chunk. It was smaller for 24 of 706 blocks of botocore, whose bases were 0.75 of their chunks in the median
+(1.0 for all others), and for none of 1,816 of the dumps (1.3)."""
 LAST_CHUNK_BYTES = 64 * KIB
-"""The largest chunk, by default: it may pass a block's limit."""
+"""Default size of the largest chunk: it may exceed a block's limit."""
 SLACK_SHARE = 16
-"""Room for it takes this part of a block at most, and grows where more passes: a fifth of what was held of patch blocks
-of 256 KiB was slack. Large blocks, whose copying would cost, have room for all of it."""
+"""Initial room for it is at most this fraction of a block, and grows on demand: with full room, a fifth of the memory
+of 256 KiB patch blocks was unused. Large blocks, which are expensive to copy, have full room."""
 SPARE_BYTES_MAX = 16 * MIB
-"""Of prefixes, kept for the next blocks, and without a keeper of rooms."""
+"""Maximum of prefix memory kept for the next blocks, and of block memory if there is no cache."""
 FAST_LEVEL_MAX = 3
 FAST_HASH_LOG = 18
 ENCODERS_MAX = 4
-"""Each has contexts, a slab of frames and room to decode into: some 15 MB. A batch fills four blocks of 4 MiB."""
+"""Each has contexts, a slab of frames and decoding memory: about 15 MB. A batch fills four blocks of 4 MiB."""
 SMALL_LEVEL_MAX = 9
 SMALL_RAW_BYTES_MAX = 8 * MIB
-"""Above either an encoder takes 50 to 390 MB: there is one."""
+"""Above either bound an encoder takes 50 to 390 MB: only one is used."""
+MERGED_LEVEL_MIN = 5
+"""Minimum level of merged blocks, whatever the settings: a fast search finds little among many versions."""
+MERGED_TABLE_LOG_MAX = 22
+"""Tables have as many entries as a merged block has bytes, up to 4 million: 16 MiB each."""
 
 
 class DecodedBlockCache(Protocol):
-    """Keeps what blocks decode to for those that will lean on them, so that nothing just written is decoded."""
+    """Keeps blocks just written in decoded form, for their future dependents."""
 
     def room(self, size_bytes: int) -> U8:
         """Return uint8[size_bytes], its content undefined."""
 
     def cache_written(self, container: ContainerId, block: int, decoded: U8) -> None:
-        """Take what a block decodes to that was just encoded, and compared."""
+        """Add the decoded bytes of a block that was just encoded and compared."""
 
 
 class SparePrefixes:
-    """Prefixes that no block needs any more, for the next ones. Blocks are begun on one thread, encoded on another."""
+    """Pool of prefix buffers. Blocks begin on one thread and are encoded on another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,7 +88,7 @@ class SparePrefixes:
         self._held_bytes = 0
 
     def take(self) -> BasePrefix:
-        """Return an empty one."""
+        """Return an empty prefix."""
         with self._lock:
             if self._spares:
                 prefix, held_bytes = self._spares.pop()
@@ -90,7 +97,7 @@ class SparePrefixes:
         return BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX)
 
     def give_back(self, prefix: BasePrefix) -> None:
-        """Take back one that nothing looks at; let go of it where enough are held."""
+        """Return an unused prefix to the pool, which releases it if it is full."""
         held_bytes = prefix.room_bytes
         if not held_bytes:
             return
@@ -102,7 +109,7 @@ class SparePrefixes:
 
 
 class OpenBlock:
-    """A block that still grows, and the bases gathered for it."""
+    """A block that still grows, and its bases."""
 
     def __init__(
         self,
@@ -114,44 +121,47 @@ class OpenBlock:
         prefix: BasePrefix | None = None,
         last_chunk_bytes: int = LAST_CHUNK_BYTES,
     ) -> None:
-        """`take`: gives memory for its bytes, undefined; `prefix`: an empty one; `last_chunk_bytes`: the largest."""
+        """`take`: allocates memory, undefined.
+
+        `prefix`: an empty one; `last_chunk_bytes`: the largest chunk.
+        """
         self.number = number
         self.kind = kind
         self.depth = depth
         self.limit_bytes = limit_bytes
         self.used = 0
         self.rest_bytes = 0
-        """What its chunks are estimated at with their bases, where they have some."""
+        """Estimated bytes of its chunks with their bases."""
         self._take = BufferPool(0).take if take is None else take
         self.room = self._take(limit_bytes + min(last_chunk_bytes, limit_bytes // SLACK_SHARE))
         self.bases_so_far = BasePrefix(PREFIX_BYTES_MAX, PREFIX_BASES_MAX) if prefix is None else prefix
         self.span_bytes = 0
-        """How far the stream has gone on since the block was opened, duplicates included."""
+        """Bytes of the stream, duplicates included, since the block was opened."""
         self.lengths: list[U32] = []
         self.bases: list[Locations] = []
 
     @property
     def full(self) -> bool:
-        """Return whether it must take no more."""
+        """Return whether it takes no more chunks."""
         return self.used >= self.limit_bytes
 
     @property
     def bytes_so_far(self) -> U8:
-        """Return the encodings that it holds; a view."""
+        """Return a view of its encodings."""
         return self.room[: self.used]
 
     @property
     def is_filled(self) -> bool:
-        """Return whether its memory may be kept as what it decodes to: little of it is slack."""
+        """Return whether its memory is mostly used, so that it may be cached as the decoded block."""
         return self.used * 4 >= len(self.room) * 3
 
     @property
     def prefix(self) -> memoryview:
-        """Return the bytes of all bases, in order; a view."""
+        """Return a view of the bytes of all bases, in order."""
         return self.bases_so_far.content
 
     def without_prefix(self) -> BasePrefix:
-        """Return the prefix for others to use: the block is encoded."""
+        """Detach and return the prefix for reuse, once the block is encoded."""
         prefix = self.bases_so_far
         del self.bases_so_far
         return prefix
@@ -163,16 +173,16 @@ class OpenBlock:
         return Locations(containers, ordinals)
 
     def fitting(self, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
-        """Return the first of the rows, up to and with the one that fills the block; it has room for one such more."""
+        """Return the first rows up to and including the one that fills the block."""
         return rows[: rows_to_fill(rows, encoded, self.limit_bytes - self.used)]
 
     def add_bases(self, bases: BaseRows, rows: NDArray[np.intp], encoded: U32) -> NDArray[np.intp]:
-        """Gather the bases of rows as far as these fit with them; return which do."""
+        """Add the bases of as many rows as fit; return these rows."""
         fit = self.fitting(rows, encoded)
         return fit[: self.bases_so_far.add(fit, bases)]
 
     def append(self, sources: tuple[U8, U8], which: NDArray[np.int32], offsets: U64, encoded: U32) -> None:
-        """Copy encodings behind what is there."""
+        """Append encodings."""
         sizes = np.cumsum(encoded, dtype=np.int64)
         wanted = self.used + int(sizes[-1])
         if wanted > len(self.room):
@@ -184,42 +194,45 @@ class OpenBlock:
         self.lengths.append(encoded)
 
     def record_bases(self, bases: Locations) -> None:
-        """Remember the best base of each chunk that was appended."""
+        """Record the best base of each appended chunk."""
         self.bases.append(bases)
 
 
 @frozen
 class ClosedBlock:
-    """A block as it will be stored. `encoded` where its encodings have other lengths than those that were appended."""
+    """An encoded block.
+
+    `encoded` has the lengths of its encodings if they differ from the appended ones.
+    """
 
     block: EncodedBlock
     chunk_bytes: int
-    """What was appended to it."""
+    """Bytes appended to it."""
     prefix: Locations
     encoded: U32 | None = None
     decoded: U8 | None = None
-    """What decoding it gives, where that was asked for."""
+    """The decoded bytes, if they were requested."""
 
     def with_decoded(self, decoded: U8 | None) -> ClosedBlock:
-        """Return it with other bytes that decoding gives."""
+        """Return a copy with other decoded bytes."""
         return ClosedBlock(self.block, self.chunk_bytes, self.prefix, self.encoded, decoded)
 
 
 @frozen
 class Encoding:
-    """A block that is being encoded: its `place` among those that are encoded together."""
+    """A block in the course of encoding: number `place` of a group that is encoded together."""
 
     together: Future[list[ClosedBlock]] | list[ClosedBlock]
     place: int
 
     def result(self) -> ClosedBlock:
-        """Return it, once it is encoded. Raises what encoding raised."""
+        """Wait for the block and return it. Raises the errors of encoding."""
         all_of = self.together if isinstance(self.together, list) else self.together.result()
         return all_of[self.place]
 
 
 class BlockEncoder:
-    """Decides, by real sizes, how a block is kept."""
+    """Chooses the encoding of a block by real sizes."""
 
     def __init__(
         self,
@@ -230,8 +243,9 @@ class BlockEncoder:
         keep: bool = False,
         raw_level: int = 0,
     ) -> None:
-        """`room`: memory for frames, None: malloc's; and, to `keep`, for what each block decodes to, where the block's
-        own memory is too large for that. `raw_level`: a round's, for blocks that lean on nothing; 0: as a put.
+        """`room`: allocates memory for frames (None: malloc) and, if `keep`, for decoded blocks.
+
+        `raw_level`: level of a GC run for raw blocks; 0: that of a put.
         """
         self._level, self._far = block.level, block.far_matches
         options: dict[int, int] = {
@@ -245,11 +259,11 @@ class BlockEncoder:
         self._keep_in = room if keep else None
 
     def forget(self) -> None:
-        """Go by no block before: what the next one comes to then depends on it alone."""
+        """Forget previous blocks, so that the next result depends on the next block only."""
         self._searches.forget()
 
     def close(self, open_block: OpenBlock) -> ClosedBlock:
-        """Return the smallest of the ways to keep a block. Raises Corrupt where it does not decode again."""
+        """Return the smallest encoding of a block. Raises Corrupt if it does not decode again."""
         closed = self._smallest(open_block)
         if self._keep_in is None or closed.block.kind == container_layout.XDELTA3:
             return closed
@@ -260,7 +274,7 @@ class BlockEncoder:
         return closed.with_decoded(decoded)
 
     def raw(self, chunks: U8) -> EncodedBlock:
-        """Return a block that leans on nothing. Raises Corrupt where it does not decode again."""
+        """Return a raw block. Raises Corrupt if it does not decode again."""
         if self._raw_level:
             return encode_again(chunks, self._raw_level, self._encoder)
         return self._searches.encode(chunks, self._encoder)
@@ -284,11 +298,10 @@ class BlockEncoder:
         return found
 
     def _options(self, open_block: OpenBlock) -> dict[int, int]:
-        """Return zstd's, with a window that reaches from the block's end to the prefix's start.
+        """Return zstd options whose window reaches from the block's end to the prefix's start.
 
-        What matters in a patch is that all of the prefix is in the tables: up to level 3 the fast strategy with a table
-        of 2^18 writes as few bytes as level 3 by itself (botocore +2.6 %, the dumps -2.3 %) at 1.5 times the speed.
-
+        A patch needs all of its prefix in the tables: up to level 3 the fast strategy with a table of 2^18 writes as
+        few bytes as level 3 by itself (botocore +2.6 %, the dumps -2.3 %) at 1.5 times the speed.
         """
         reach = len(open_block.prefix) + open_block.used
         options: dict[int, int] = {
@@ -304,7 +317,7 @@ class BlockEncoder:
         return options
 
     def _as_deltas(self, open_block: OpenBlock, raw: U8, patch: ClosedBlock) -> ClosedBlock:
-        """Return the block as deltas of each chunk's best base if these are smaller, else the patch."""
+        """Return the block as VCDIFF deltas against best bases if smaller, else the patch."""
         lengths, bases = np.concatenate(open_block.lengths), Locations.join(open_block.bases)
         containers, ordinals, starts = open_block.bases_so_far.bases()
         keys = {pair: i for i, pair in enumerate(zip(containers.tolist(), ordinals.tolist(), strict=True))}
@@ -314,7 +327,7 @@ class BlockEncoder:
         offsets = offsets_of(lengths)
         prefix = np.frombuffer(open_block.prefix, np.uint8)
         base_lengths = (ends - starts)[rows].astype(np.uint32)
-        pairs = Pairs(raw, offsets, lengths, prefix, starts[rows], base_lengths)
+        pairs = DeltaPairs(raw, offsets, lengths, prefix, starts[rows], base_lengths)
         deltas: Deltas = self._encode_deltas(pairs, lengths)
         if not deltas.lengths.all():
             return patch
@@ -326,21 +339,44 @@ class BlockEncoder:
 
 
 def encode_again(chunks: U8, level: int, encoder: FrameEncoder) -> EncodedBlock:
-    """Return a block that leans on nothing, as a round writes it. Raises Corrupt where it does not decode again."""
+    """Return a raw block as a GC run writes it. Raises Corrupt if it does not decode again."""
     return encode_block(chunks, container_layout.RAW, 0, encoder, gc_options(level, len(chunks)))
 
 
-def encoders_max(block: BlockSettings) -> int:
-    """Return how many blocks may be encoded side by side: one, where trials of one tell how the next is written.
+def encode_merged(raw: U8, prefix: U8 | None, depth: int, level: int, encoder: FrameEncoder) -> EncodedBlock:
+    """Return a merged block as a patch of `prefix`, or raw.
 
-    And where an encoder takes much memory.
+    One search covers the whole block. Maintenance writes it concurrently with other work, once for many versions: so at
+    a deeper level than a put. The `encoder` keeps its tables for the next block: to touch 40 MB of new ones takes 5 to
+    20 ms.
+
+    Raises: Corrupt if it does not decode again.
+    """
+    reach = len(raw) + (0 if prefix is None else len(prefix))
+    log = log_of(reach)
+    options: dict[int, int] = {
+        CompressionParameter.compression_level: max(level, MERGED_LEVEL_MIN),
+        CompressionParameter.content_size_flag: 1,
+        CompressionParameter.window_log: log,
+        CompressionParameter.hash_log: min(log, MERGED_TABLE_LOG_MAX),
+        CompressionParameter.chain_log: min(log, MERGED_TABLE_LOG_MAX),
+    }
+    if prefix is None:
+        return encode_block(raw, container_layout.RAW, 0, encoder, options)
+    return encode_patch(raw, prefix, depth, encoder, options)
+
+
+def encoders_max(block: BlockSettings) -> int:
+    """Return how many blocks may be encoded concurrently.
+
+    One if the search adapts from block to block, or if an encoder takes much memory.
     """
     small = block.level <= SMALL_LEVEL_MAX and block.raw_bytes <= SMALL_RAW_BYTES_MAX
     return ENCODERS_MAX if small and not block.far_matches else 1
 
 
 class BlockCloser:
-    """Begins blocks and has them encoded; hands what they hold on to the keeper, in order."""
+    """Opens blocks, encodes closed ones, and caches decoded blocks in order."""
 
     def __init__(
         self,
@@ -351,16 +387,16 @@ class BlockCloser:
         prefixes: SparePrefixes | None = None,
         last_chunk_bytes: int = LAST_CHUNK_BYTES,
     ) -> None:
-        """`threads` encode while the caller goes on, `encoders_max` of them at most.
+        """`threads` encode concurrently with the caller, at most `encoders_max`.
 
-        `prefixes`: those that earlier puts left. `last_chunk_bytes`: what may pass a block's limit.
+        `prefixes`: prefix memory of earlier puts. `last_chunk_bytes`: may exceed a block's limit.
         """
         self._last_chunk_bytes = last_chunk_bytes
         self.room: Callable[[int], U8] = BufferPool(SPARE_BYTES_MAX).take if keeper is None else keeper.room
-        """Gives memory of so many bytes, undefined: the keeper's, or what this one's blocks leave for the next."""
+        """Allocates memory, undefined: from the cache, or from memory that encoded blocks released."""
         self._new_encoder = partial(BlockEncoder, block, delta, self.room, keep=keeper is not None)
         self._encoders: deque[BlockEncoder] = deque()
-        """Those that no thread uses."""
+        """Idle encoders."""
         self._threads = threads
         self._keeper = keeper
         self._prefixes = prefixes or SparePrefixes()
@@ -376,7 +412,10 @@ class BlockCloser:
         return self._threads is None
 
     def close(self, blocks: Sequence[OpenBlock]) -> list[Encoding]:
-        """Return what the blocks will be, which one thread encodes; none must change until then, nor has a prefix."""
+        """Start to encode blocks on one thread.
+
+        Neither they nor their prefixes may change until then.
+        """
         together = self._all(blocks) if self._threads is None else self._threads.submit(self._all, blocks)
         return [Encoding(together, place) for place in range(len(blocks))]
 
@@ -392,12 +431,12 @@ class BlockCloser:
     def _encode(self, encoder: BlockEncoder, block: OpenBlock) -> ClosedBlock:
         closed = encoder.close(block)
         prefix = block.without_prefix()
-        if block.kind == container_layout.PATCH:  # none of the others' is ever filled
+        if block.kind == container_layout.PATCH:  # only patch blocks use their prefix
             self._prefixes.give_back(prefix)
         return closed
 
     def await_encoding(self, container: ContainerId, block: OpenBlock, closed: ClosedBlock) -> ClosedBlock:
-        """Take what a closed block decodes to; return it without."""
+        """Move the decoded bytes of a closed block into the cache; return the block without them."""
         if self._keeper is None or closed.decoded is None:
             return closed
         self._keeper.cache_written(container, block.number, closed.decoded)

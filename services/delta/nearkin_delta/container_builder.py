@@ -1,11 +1,13 @@
-"""Container builder. Invariant: a chunk has its (container, ordinal) for good once it is added, and can be read back.
+"""Build a container from chunks and recipes.
 
 One open block per depth, so that a delta never makes its neighbours deeper:
 
     depth 0 | raw raw raw ...      |  block 0, 2, 5
     depth 1 | delta delta ...      |  block 1, 3
 
-How a block is kept is decided when it closes (`block_encoder.py`); its depth may then turn out less, never more.
+The encoding of a block is chosen when it closes (`block_encoder.py`); its depth may then decrease, never increase.
+
+Invariant: a chunk has its final (container, ordinal) once it is added, and can be read back.
 """
 
 from __future__ import annotations
@@ -37,32 +39,32 @@ from nearkin_shared.types import SEGMENT_ID_BYTES, U8, U32, U64, ContainerId, Lo
 from nearkin_shared.utils.frozen import frozen
 
 CHUNKS_MAX = 1 << 20
-"""A container is sealed before it names more chunks, whatever their size."""
+"""A container is finished before it holds more chunks, whatever their size."""
 BLOCKS_MAX = 1 << 15
 RECIPE_CHUNKS_MAX = 1 << 22
-"""Nor do its recipes: 48 MiB of them wait in memory at most, and a directory is read up to 1 << 23."""
+"""The same for chunks in recipes: at most 48 MiB of them in memory, and a directory is read up to 1 << 23."""
 HANDED_BYTES = MIB
-"""A thread is given so many bytes of blocks at a time: to wake one costs 0.1 ms, a patch block of 256 KiB takes one."""
+"""Blocks are passed to a thread in portions of this size: waking one costs 0.1 ms, a 256 KiB patch block takes one."""
 CLOSING_BYTES_MAX = 32 * MIB
-"""Of blocks that are being encoded; who closes more waits. The profile `archive`, whose blocks are 30 MiB, has one."""
+"""Maximum of blocks being encoded; `_submit_closed` waits above. The profile `archive`, with 30 MiB blocks, has one."""
 NAMED_MAX = 1 << 15
-"""Nor do its bases and recipes name more containers: the ids alone are 256 KiB then, read whenever it is opened."""
+"""The same for containers named by bases and recipes: their ids take 256 KiB, read at each opening of the directory."""
 _GIVEN: deque[int] = deque(maxlen=1024)
-"""The newest ids of this process: tenants whose containers are open at once share a cache, which goes by id."""
+"""Recent ids of this process: tenants with containers open at the same time share a cache keyed by id."""
 _GIVEN_LOCK = threading.Lock()
 _NO_BYTES: U8 = np.zeros(0, np.uint8)
 
 
 def new_container_id(after: int) -> ContainerId:
-    """Return an id above `after`: milliseconds since 1970 << 20, and 20 random bits against another writer's.
+    """Return an id above `after`: milliseconds since 1970 << 20, plus 20 random bits.
 
-    By a clock that was set back it is a random step above `after`, a millisecond at most: the container that stood
-    there may have been collected, and who has read that one would take this one for it.
+    If the clock was set back, the id is a random step above `after`, at most a millisecond: a container with the next
+    id may have been collected, and a process that has cached that one would confuse the two.
     """
     with _GIVEN_LOCK:
         made, more = time.time_ns() // 1_000_000 << 20, secrets.randbits(20)
         found = max(made | more, after + 1 + more)
-        while found in _GIVEN:  # _GIVEN's length at most
+        while found in _GIVEN:  # at most len(_GIVEN) steps
             found += 1
         _GIVEN.append(found)
     return ContainerId(found)
@@ -70,14 +72,14 @@ def new_container_id(after: int) -> ContainerId:
 
 @frozen
 class Prefixes:
-    """Bases of chunks that go into patch blocks: chunk i has rows bounds[i] to bounds[i + 1], the best one first."""
+    """Bases of patch-block chunks: chunk i has rows bounds[i] to bounds[i + 1], best first."""
 
     bounds: U32
     bases: Locations
     pieces: Pieces
 
     def validate(self) -> BaseRows:
-        """Return them as blocks take them. Raises BadInput."""
+        """Return the bases in the form that blocks take. Raises BadInput."""
         bases, pieces = self.bases, self.pieces
         return BaseRows(
             self.bounds,
@@ -92,11 +94,11 @@ class Prefixes:
 
 @frozen
 class Encodings:
-    """Fresh chunks ready to be written, in stream order: row i's bytes are `length` or `encoded` bytes of a source.
+    """Encoded fresh chunks in stream order: row i is `length` or `encoded` bytes of a source.
 
-    `sources` holds two buffers, payload and deltas; `which` int32 0 or 1 says whose `offsets` these are. Chunks for
-    patch blocks come as they are, with their `prefixes`, and with `rest` uint32[n], the estimate of what each takes
-    with them; all others have neither.
+    `sources` holds two buffers, payload and deltas; `which` int32 0 or 1 selects the one for `offsets`. Chunks of patch
+    blocks are not encoded, and have `prefixes` and `rest` uint32[n], their estimated bytes with these; all others have
+    neither.
     """
 
     names: U8
@@ -117,7 +119,7 @@ class Encodings:
 
 @frozen
 class _Closing:
-    """A block that is being encoded, and in which `turn` it was closed."""
+    """A block being encoded, and the batch number at which it was closed."""
 
     block: OpenBlock
     encoding: Encoding
@@ -125,7 +127,7 @@ class _Closing:
 
 
 class ContainerBuilder:
-    """One container that grows until it is sealed; also a ContainerSource for what it holds."""
+    """One container that grows until it is finished; also a ContainerSource of its chunks."""
 
     def __init__(
         self,
@@ -138,9 +140,9 @@ class ContainerBuilder:
         closer: BlockCloser | None = None,
         ratio: tuple[int, int] = (1, 2),
     ) -> None:
-        """`depth_bound`: chunks less deep than this are offered as bases; no block is deeper.
+        """`depth_bound`: chunks below this depth are base candidates; no block is deeper.
 
-        `ratio`: bytes stored of bytes put in, as it came out before this container.
+        `ratio`: (bytes stored, bytes put in) of the containers before.
         """
         self.container = container
         self._domain = domain
@@ -151,13 +153,13 @@ class ContainerBuilder:
         self._kind = kind
         self._open: dict[int, OpenBlock] = {}
         self._to_close: list[OpenBlock] = []
-        """Blocks that take no more, and are not counted among those that wait yet."""
+        """Closed blocks, not yet counted among those being encoded."""
         self._handed: list[Encoding] = []
-        """The first of these, which the encoder has already. Where it has no thread that is all: what they hold is
-        near, and their prefix serves the next one. Else they are handed over by HANDED_BYTES.
+        """Their first ones, which the encoder has already: all of them if it has no thread, since their bytes are in
+        the CPU cache and their prefix serves the next block; else in portions of HANDED_BYTES.
         """
         self._closing: dict[int, _Closing] = {}
-        """Blocks being encoded."""
+        """Blocks being encoded, by number."""
         self._turn = 0
         self._closed: dict[int, ClosedBlock] = {}
         self.blocks = 0
@@ -177,14 +179,14 @@ class ContainerBuilder:
 
     @property
     def empty(self) -> bool:
-        """Return whether nothing was added yet."""
+        """Return whether nothing was added."""
         return not self.chunks and not self.segments
 
     @property
     def stored_bytes_estimate(self) -> int:
-        """Return closed blocks as they are, and growing ones as if they came out as is known of their like.
+        """Return the bytes of closed blocks, and an estimate for growing ones.
 
-        Patches at what their chunks are estimated at with their bases, others at the ratio of the closed ones.
+        Patches by the estimates of their chunks with bases, others at the ratio of the closed ones.
         """
         stored = sum(closed.block.stored_bytes for closed in self._closed.values())
         growing = self._growing()
@@ -195,14 +197,17 @@ class ContainerBuilder:
 
     @property
     def ratio(self) -> tuple[int, int]:
-        """Return (bytes stored, bytes put in) of closed blocks but patches; of those before this container at first."""
+        """Return (bytes stored, bytes put in) of closed non-patch blocks.
+
+        At first those of earlier containers.
+        """
         closed = [closed for closed in self._closed.values() if closed.block.kind != container_layout.PATCH]
         put_in = sum(each.chunk_bytes for each in closed)
         return (sum(each.block.stored_bytes for each in closed), put_in) if put_in else self._ratio
 
     @property
     def full(self) -> bool:
-        """Return whether the counts are near what a directory can name."""
+        """Return whether a count is near the limits of a directory."""
         return (
             self.chunks > CHUNKS_MAX
             or self.blocks > BLOCKS_MAX
@@ -211,9 +216,9 @@ class ContainerBuilder:
         )
 
     def add(self, fresh: Encodings) -> Locations:
-        """Append chunks; return where they lie from now on."""
+        """Append chunks; return their locations."""
         count = len(fresh)
-        if not count:  # all-duplicate data add nothing, batch after batch: 3 kB of empty arrays each, for ever
+        if not count:  # for duplicates only: else 3 kB of empty arrays per batch, without bound
             return Locations.empty()
         numbers = np.zeros(count, np.uint32)
         bases = None if fresh.prefixes is None else fresh.prefixes.validate()
@@ -227,7 +232,7 @@ class ContainerBuilder:
                 self._append(fresh, bases, part, int(depth), numbers)
         self._submit_closed()
         ordinals = np.arange(self.chunks, self.chunks + count, dtype=np.uint32)
-        # Without its sources: they are whole batches, and all-duplicate data pass through one open container for ever.
+        # Without its sources: they are whole batches, and duplicates keep one container open without bound.
         self._added.append(replace(fresh, sources=(_NO_BYTES, _NO_BYTES), prefixes=None, rest=None))
         self._block_numbers.append(numbers)
         self._named.update(distinct(fresh.bases.containers).tolist())
@@ -263,7 +268,7 @@ class ContainerBuilder:
                 self._close(depth)
 
     def advance_stream(self, stream_bytes: int) -> None:
-        """Hear how far the stream went on; close patch blocks that would span too much of it."""
+        """Advance the stream position; close patch blocks that would span too much of it."""
         for depth, block in list(self._open.items()):
             block.span_bytes += stream_bytes
             if block.kind == container_layout.PATCH and block.span_bytes >= SPAN_BYTES_MAX:
@@ -271,16 +276,19 @@ class ContainerBuilder:
         self._submit_closed()
 
     def _close(self, depth: int) -> None:
-        """Have a block encoded: until it is settled it counts as open, so that nothing depends on when that is done."""
+        """Start to encode a block.
+
+        It counts as open until `_take`, so that results do not depend on thread timing.
+        """
         self._to_close.append(self._open.pop(depth))
         ready = self._to_close[len(self._handed) :]
         if self._closer.is_synchronous or sum(block.used for block in ready) >= HANDED_BYTES:
-            self._handed += self._closer.close(ready)  # a thread can begin while the rest of the batch is placed
+            self._handed += self._closer.close(ready)  # a thread can begin while the rest of the batch is added
 
     def _submit_closed(self) -> None:
-        """Let the encoder have all blocks that were closed, and take some that it had if there are too many.
+        """Submit all closed blocks, and collect earlier results if too many bytes wait.
 
-        Which are taken depends on what was closed between two calls, never on how much of it the encoder has by then.
+        The results to collect depend on the blocks closed between two calls, never on the encoder's progress.
         """
         blocks, self._to_close = self._to_close, []
         encodings, self._handed = self._handed, []
@@ -295,15 +303,15 @@ class ContainerBuilder:
             self._closing[block.number] = _Closing(block, encoding, self._turn)
 
     def next_batch(self) -> None:
-        """Begin another batch: take the blocks that were closed in the batch before the last, and earlier ones.
+        """Begin a batch: collect the blocks that were closed before the previous batch.
 
-        Those of the last one may still be encoded while this one is placed. Raises Corrupt as encoding does.
+        Blocks of the previous batch may still be encoded during this one. Raises Corrupt as encoding does.
         """
         self._turn += 1
         self._await_blocks(self._turn - 1)
 
     def _await_blocks(self, turn: int) -> None:
-        """Wait for the blocks that were closed before `turn`, and take them as they came out."""
+        """Wait for the blocks that were closed before batch `turn`, and collect the results."""
         self._submit_closed()
         self._take(turn)
 
@@ -318,7 +326,10 @@ class ContainerBuilder:
         return [*self._open.values(), *self._to_close, *(closing.block for closing in self._closing.values())]
 
     def add_segments(self, segment_ids: U8, counts: U32, sketch: str, chunks: Locations) -> Locations:
-        """Append segment recipes; return where they lie. `chunks` are the rows of all of them, `counts` of each."""
+        """Append segment recipes; return their locations.
+
+        `chunks` has all rows, `counts` those per segment.
+        """
         number = len(counts)
         if not number:
             return Locations.empty()
@@ -336,12 +347,12 @@ class ContainerBuilder:
         return Locations(np.full(number, self.container, np.uint64), ordinals)
 
     def add_super_features(self, sketch: str, ordinals: U32, super_features: U64) -> None:
-        """Remember the super-features of chunks that may serve as bases."""
+        """Add the super-features of chunks that may serve as bases."""
         if len(ordinals):
             self._features.setdefault(sketch, []).append((ordinals, super_features))
 
     def directory(self, container: ContainerId) -> Directory:
-        """Return the directory as far as it goes: complete, but for where the blocks lie, and how they are encoded."""
+        """Return the directory so far: complete but for offsets and encodings of the blocks."""
         assert container == self.container
         if self._snapshot is None:
             blocks = self._block_table()
@@ -361,16 +372,16 @@ class ContainerBuilder:
         return self._snapshot
 
     def open_block(self, block: int) -> U8 | None:
-        """Return the bytes of a block that may still grow, None for a closed one."""
+        """Return the bytes of a block that may still grow, or None for a closed one."""
         found = next((growing for growing in self._growing() if growing.number == block), None)
         return None if found is None else found.bytes_so_far
 
     def record(self, block: int) -> bytes:
-        """Return a closed block as it will be stored."""
+        """Return a closed block as stored."""
         return self._closed[block].block.record
 
     def _block_table(self) -> BlockTable:
-        """Return what is known of the blocks: zeros for where they lie, and how they are encoded."""
+        """Return the known columns of the blocks; zeros for offsets and codecs."""
         count = self.blocks
         offsets, stored, raw = np.zeros(count, np.uint64), np.zeros(count, np.uint32), np.zeros(count, np.uint32)
         codecs, kinds, depths = np.zeros((3, count), np.uint8)
@@ -424,13 +435,13 @@ class ContainerBuilder:
         return PrefixTable(bounds_of(counts), Locations.join(parts))
 
     def close(self) -> None:
-        """Have all blocks encoded, as far as they are filled; nothing more comes."""
+        """Submit all blocks for encoding; no more chunks follow."""
         for depth in list(self._open):
             self._close(depth)
         self._submit_closed()
 
     def finish(self) -> FinishedContainer:
-        """Close all blocks, wait for them, and return what is to be written."""
+        """Close all blocks, wait for them, and return the finished container."""
         self.close()
         self._await_blocks(self._turn + 1)
         return FinishedContainer(

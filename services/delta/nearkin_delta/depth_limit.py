@@ -1,13 +1,15 @@
-"""Depth as a budget. Invariant: a base is given up only for shallower ones of its own, and where these are worth it.
+"""Limit depth: replace the deepest bases by shallower ones where that costs little.
 
-A chain that is full stays full: each chunk after it leans on the deepest ancestor that still may be leaned on, which
-grows older with every version, and the tenth version behind the cap tells again what changed in ten. So how much a
-chunk may leave over with its bases is bounded by how deep they lie, and what leaves more goes a level up, where it
-begins a branch that those after it lean on:
+A chain at the maximum depth does not grow: each later chunk depends on the deepest ancestor allowed, which becomes
+older with every version, so that the tenth version after stores the changes of ten versions again. So the bytes that a
+chunk may take with its bases are bounded by their depth; a chunk above the bound moves a level up, and starts a branch
+for the chunks after it:
 
-    depth   0 <- 1 <- 2 <- 3 <- 4      what is left over beside bases of depth 3: at most FULL_REST
+    depth   0 <- 1 <- 2 <- 3 <- 4      bytes with bases of depth 3: at most FULL_REST of those without
                       ^    3 <- 4      ... of depth 2: GROWTH times that
-                      +- 3 <- 4        and so on; where nothing fits all stays as it is
+                      +- 3 <- 4        and so on; if no level fits, nothing changes
+
+Invariant: a base is replaced only by ancestors of itself that save enough bytes.
 """
 
 from __future__ import annotations
@@ -18,26 +20,26 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_delta.base_choice import Part, Targets, try_bases, without_bases
+from nearkin_delta.base_choice import PolicyChoice, Targets, try_bases, without_bases
 from nearkin_shared.pipeline.stage import Contents
 from nearkin_shared.types import U8, U32, Bools, Locations, bounds_of
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 FULL_REST = 0.08
-"""With bases as deep as they may be a chunk takes this share of what it takes alone, or shallower ones are tried."""
+"""If a chunk with bases at the maximum depth takes more than this share of its own bytes, shallower ones are tried."""
 GROWTH = 2
-"""Each level up may leave so many times as much over."""
+"""The bound grows by this factor with each level."""
 LEVELS_MAX = 3
-"""Levels that are tried: one more would allow more than a base is worth at all."""
+"""Levels to try: one more would allow more bytes than the bound for any base."""
 
 
 @frozen
 class OverdeepChunks:
-    """Chunks at the end of a full chain that leave too much over, and what may serve them so many levels up.
+    """Chunks at the maximum depth that take too many bytes, and the bases to replace.
 
-    `chunks` intp[m] of the batch's fresh ones; chunk i has rows bounds[i] to bounds[i + 1] of what is `asked`, each to
-    be replaced by an ancestor less deep than `depth_below`.
+    `chunks` intp[m]: of the batch's fresh ones; chunk i has rows bounds[i] to bounds[i + 1] of `asked`, each to be
+    replaced by an ancestor below `depth_below`.
     """
 
     chunks: NDArray[np.intp]
@@ -49,11 +51,11 @@ class OverdeepChunks:
 
     @property
     def depth_below(self) -> int:
-        """Return below which depth bases are wanted."""
+        """Return the depth below which bases are requested."""
         return self.max_depth - self.level
 
     def next_level(self, which: Bools) -> OverdeepChunks | None:
-        """Return some of the chunks for the next level up, None where there is none."""
+        """Return some of the chunks for the next level, or None at the last level."""
         if not which.any() or self.level == min(LEVELS_MAX, self.max_depth - 1):
             return None
         counts = np.diff(self.bounds)
@@ -63,8 +65,8 @@ class OverdeepChunks:
         )
 
 
-def find_overdeep(parts: Sequence[Part], max_depth: int) -> OverdeepChunks | None:
-    """Return the chunks whose bases are as deep as they may be and leave too much over, None where there are none."""
+def find_overdeep(parts: Sequence[PolicyChoice], max_depth: int) -> OverdeepChunks | None:
+    """Return the chunks with bases at the maximum depth that take too many bytes, or None."""
     if max_depth < 2:
         return None
     chunks, ranks, counts, asked = [], [], [], []
@@ -82,11 +84,15 @@ def find_overdeep(parts: Sequence[Part], max_depth: int) -> OverdeepChunks | Non
 
 
 def reduce_depth(
-    parts: Sequence[Part], asked: OverdeepChunks, targets: Targets, bases: Contents, helpers: ThreadPool = SERIAL
-) -> tuple[list[Part], OverdeepChunks | None]:
-    """Return `parts` with shallower `bases` for those of the `asked` chunks that leave little enough over with them.
+    parts: Sequence[PolicyChoice],
+    asked: OverdeepChunks,
+    targets: Targets,
+    bases: Contents,
+    helpers: ThreadPool = SERIAL,
+) -> tuple[list[PolicyChoice], OverdeepChunks | None]:
+    """Return `parts` with shallower `bases` for the `asked` chunks that fit, and the others.
 
-    And the others, for the level above.
+    The others are for the next level.
     """
     each = np.arange(len(asked.chunks) + 1, dtype=np.uint32)
     theirs = asked.bounds if bases.bounds is None else bases.bounds
@@ -98,4 +104,4 @@ def reduce_depth(
     moved = np.zeros(len(targets), np.bool_)
     moved[asked.chunks[fits]] = True
     others = [replace(part, chosen=without_bases(part.chosen, moved[part.chunks])) for part in parts]
-    return [*others, Part(asked.chunks, without_bases(chosen, ~fits), bases, asked.ranks)], above
+    return [*others, PolicyChoice(asked.chunks, without_bases(chosen, ~fits), bases, asked.ranks)], above

@@ -1,7 +1,9 @@
-"""Finished containers. Invariant: what is read of one is the same before it is written down, and after.
+"""Encode a finished container into the object to store.
 
-A builder that is full and whose blocks are all encoded leaves one behind. Writing it down needs nothing else: that may
-be done on another thread while the next one is filled.
+A builder whose blocks are all encoded returns a FinishedContainer. Encoding it needs no other state, so that another
+thread can do it while the builder fills the next container.
+
+Invariant: reads of a finished container return the same before and after it is stored.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from nearkin_shared.utils.frozen import frozen
 
 @frozen
 class FinishedContainer:
-    """A container that takes no more. `known` says all but where its blocks will lie; the rest is as claims want it."""
+    """A container that takes no more chunks.
+
+    `known` is its directory but for the block offsets.
+    """
 
     known: Directory
     encoded: Sequence[EncodedBlock]
@@ -27,27 +32,27 @@ class FinishedContainer:
 
     @property
     def container(self) -> ContainerId:
-        """Return its id."""
+        """Return the container id."""
         return self.known.container
 
     @property
     def blocks(self) -> int:
-        """Return how many blocks it has."""
+        """Return the number of blocks."""
         return len(self.encoded)
 
     def directory(self, container: ContainerId) -> Directory:
-        """Return its directory as far as it is known."""
+        """Return the directory, without block offsets."""
         assert container == self.container
         return self.known
 
     def record(self, block: int) -> bytes:
-        """Return a block as it will be stored: a copy, so that a cache never pins the others."""
+        """Return a block as stored: a copy, so that a cache does not pin the other blocks."""
         return self.encoded[block].record
 
     def seal(self) -> PublishableContainer:
-        """Return the container as it is put, its directory read back before anything depends on it.
+        """Return the container to store; its directory has been decoded again.
 
-        Raises Corrupt where what was written is not what was meant.
+        Raises: Corrupt if the decoded directory differs.
         """
         known = self.known
         encoded = encode_container(

@@ -1,7 +1,9 @@
-"""Gaps: where fresh chunks stand among known ones. Invariant: gaps partition the fresh chunks, in stream order.
+"""Find gaps: runs of fresh chunks between known ones.
 
-known known | fresh fresh | known | fresh ...    each run between known chunks is a gap; what is all zero or repeated in
-            `--- gap 0 ---'       `-- gap 1      the batch itself does not end one
+known known | fresh fresh | known | fresh ...    each run between known chunks is a gap; chunks of zeros and repeats
+            `--- gap 0 ---'       `-- gap 1      within the batch do not end one
+
+Invariant: gaps partition the fresh chunks, in stream order.
 """
 
 from __future__ import annotations
@@ -28,23 +30,23 @@ from nearkin_shared.types import (
 from nearkin_shared.utils.frozen import frozen
 
 GAP_CHUNKS_MAX = 32
-"""A longer run is several gaps, each going on where the one before ended: what is tried for a chunk stays in L2."""
+"""A longer run becomes several gaps, each continuing the one before: the candidates of one chunk fit into L2 cache."""
 STREAMS_MAX = 256
 OWN_BYTES = 32 * MIB
-"""What a blob stored while so much of it passed is no anchor."""
+"""Chunks that a blob stored itself within this many bytes are no anchors."""
 OWN_SHARE = 8
-"""What it stored before that is one in a batch of which so much is known from there: then the blob is a history itself.
-(Botocore's first version, 1 % in two batches, takes a tenth longer with what followed these, and gains nothing.)"""
+"""Older ones are anchors in a batch with at least 1/8 such chunks: then the blob is a history itself, such as a tar of
+dumps. (Botocore's first version, 1 % in two batches, takes a tenth longer with such anchors, and saves nothing.)"""
 MARK_BYTES = MIB
-"""A blob's way is marked so often at most."""
+"""Minimum distance between two marks of a blob's trail."""
 
 Place = tuple[int, int, int]
-"""(Anchor, container, ordinal)."""
+"""(Anchor, container, ordinal) of a neighbour."""
 
 
 @frozen
 class StreamMark:
-    """A place in the stream of containers: the open one, and how many chunks and segments it holds."""
+    """Stream position: the open container and its numbers of chunks and segments."""
 
     container: int
     chunks: int = 0
@@ -55,7 +57,7 @@ EVERYTHING_BEFORE = StreamMark((1 << 64) - 1)
 
 
 class _StreamTrail:
-    """Where containers stood while a blob passed, OWN_BYTES back: some 30 marks."""
+    """The open containers at points of a blob's stream, OWN_BYTES back: about 30 marks."""
 
     def __init__(self, began: StreamMark) -> None:
         self.began = began
@@ -63,25 +65,25 @@ class _StreamTrail:
         self._passed_bytes = 0
 
     def record(self, here: StreamMark) -> None:
-        """The blob goes on here."""
+        """Record that the blob continues at `here`."""
         if not self._marks or self._passed_bytes - self._marks[-1][0] >= MARK_BYTES:
             self._marks.append((self._passed_bytes, here))
         while len(self._marks) > 1 and self._passed_bytes - self._marks[1][0] >= OWN_BYTES:
             self._marks.popleft()
 
     def advance(self, size_bytes: int) -> None:
-        """So much of the blob has passed since."""
+        """Advance the blob's stream position."""
         self._passed_bytes += size_bytes
 
     @property
     def recent_start(self) -> StreamMark:
-        """Return from where on containers have what the blob stored OWN_BYTES ago, or less."""
+        """Return the mark after which containers hold what the blob stored within OWN_BYTES."""
         return self._marks[0][1]
 
 
 @frozen
 class _Anchors:
-    """Per chunk of a batch: its anchor, kind NONE where it has none, and its blob."""
+    """The anchor of each chunk of a batch, kind NONE for none, and its blob."""
 
     kinds: U8
     locations: Locations
@@ -89,12 +91,12 @@ class _Anchors:
 
 
 class Alignment:
-    """Where each stream stands among what was stored before: a hint, bounded, and lost without harm.
+    """Position of each stream among stored versions: a bounded, expendable hint.
 
-    What a blob has just stored itself is no anchor: what followed it is what comes now, or a copy within the version,
-    which super-features find as well and without a depth for the next version to stand on. (First version of botocore:
-    9.68 in place of 9.72, in 0.8 of the time.) What lies further back is one, or a blob that is a history itself, such
-    as a tar of dumps, would be reduced as if it had none.
+    Chunks that a blob has just stored itself are no anchors: chunks after them are either the current ones or a copy
+    within the version, which super-features find as well, at no cost in depth for the next version. (First version of
+    botocore: 9.68 in place of 9.72, in 0.8 of the time.) Older ones are, or a blob that is a history itself, such as a
+    tar of dumps, would be reduced as if it had none.
     """
 
     def __init__(self) -> None:
@@ -102,9 +104,11 @@ class Alignment:
         self._ways: OrderedDict[Hashable, _StreamTrail] = OrderedDict()
 
     def gaps(self, batch: PairedBatch, stream: Hashable, here: StreamMark = EVERYTHING_BEFORE) -> Gaps:
-        """Return the gaps of a batch; those at its start go on where its blob's last batch ended.
+        """Return the gaps of a batch.
 
-        `here` is where the next chunk will be stored: for a blob that is new to this, where it began.
+        Those at its start continue where its blob's last batch ended.
+
+        `here`: where the next chunk will be stored; for a new blob, its start.
         """
         self.begin(batch.fresh.batch, stream, here)
         anchors, rows = self._anchors(batch, stream), batch.fresh.fresh
@@ -129,14 +133,14 @@ class Alignment:
         return Gaps(lefts, left_kinds, rights, right_kinds, np.diff(np.append(starts, len(rows))).astype(np.uint32))
 
     def begin(self, segments: SegmentBatch, stream: Hashable, here: StreamMark) -> None:
-        """Remember from where the batch's blobs go on."""
+        """Record where the blobs of a batch continue."""
         for number in distinct(segments.blobs).tolist():
             self._ways.setdefault((stream, number), _StreamTrail(here)).record(here)
         while len(self._ways) > STREAMS_MAX:
             self._ways.popitem(last=False)
 
     def follow(self, batch: PairedBatch, stream: Hashable, neighbours: Neighbours | None) -> None:
-        """Remember where the batch's last blob stands now."""
+        """Record the position of the batch's last blob."""
         anchors, rows = self._anchors(batch, stream), batch.fresh.fresh
         if not len(anchors.kinds):
             return
@@ -151,11 +155,11 @@ class Alignment:
             locations = anchors.locations
             place = int(anchors.kinds[last]), int(locations.containers[last]), int(locations.ordinals[last])
         else:
-            return  # zeros or repeats alone
+            return  # only zeros or repeats
         self._record_mark((stream, blob), place)
 
     def pass_known(self, fresh: FreshBatch, stream: Hashable, here: StreamMark) -> None:
-        """Do what `begin` and `follow` do, for a batch of known segments alone."""
+        """Do the work of `begin` and `follow` for a batch of known segments only."""
         segments = fresh.batch
         self.begin(segments, stream, here)
         if not segments.segments:
@@ -170,7 +174,10 @@ class Alignment:
             self._record_mark((stream, blob), (Anchor.SEGMENT, int(at.containers[last]), int(at.ordinals[last])))
 
     def _pass_last(self, segments: SegmentBatch, stream: Hashable) -> int:
-        """Count what has passed of the batch's last blob, return its number; those before it have mostly ended."""
+        """Advance the trail of the batch's last blob and return its number.
+
+        Earlier blobs have mostly ended.
+        """
         blob = int(segments.blobs[-1])
         way = self._ways.get((stream, blob))
         if way is not None:
@@ -200,7 +207,7 @@ class Alignment:
         stream: Hashable,
         since: Callable[[_StreamTrail], StreamMark],
     ) -> Bools:
-        """Return which places, of `_blobs(places)`, were stored since their blob stood where `since` says."""
+        """Return a mask of the anchors stored after the mark that `since` returns for their blob."""
         numbers, of = blobs
         ways = [self._ways.get((stream, number)) for number in numbers.tolist()]
         marks = [EVERYTHING_BEFORE if way is None else since(way) for way in ways]
@@ -214,7 +221,7 @@ class Alignment:
 
 
 def _blobs(places: _Anchors) -> tuple[U32, NDArray[np.intp]]:
-    """Return (uint32[b], intp[n]): the distinct blobs, and which of them each place belongs to."""
+    """Return (uint32[b], intp[n]): the distinct blobs, and the blob index of each anchor."""
     return np.unique(places.blobs, return_inverse=True)
 
 
@@ -240,7 +247,7 @@ def _anchors(batch: PairedBatch) -> _Anchors:
 
 
 def _nearest(anchors: _Anchors) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return for each chunk the row of the anchor before and after it in its blob, -1 where there is none."""
+    """Return the rows of the anchors before and after each chunk in its blob, -1 for none."""
     rows = np.arange(len(anchors.kinds))
     known = anchors.kinds != Anchor.NONE
     before = np.maximum.accumulate(np.where(known, rows, -1))

@@ -1,8 +1,10 @@
-"""Pairs into containers. Invariant: where a segment lies is told only after its container is durable and published.
+"""Encode the chunks of Kafka messages into containers, and store them.
 
 main thread                                     commit thread
-verify names, delta, place in the open   -->    1 put container  2 publish  3 send placed  4 flush
-container; seal it when due                                                        then offsets may move (I4)
+verify fingerprints, encode, add to the   -->   1 put container  2 publish  3 send to topic placed  4 flush
+open container; finish it when due                                                  then offsets may move (I4)
+
+Invariant: the location of a segment is sent only after its container is durable and published.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from nearkin_delta import DeltaOutcome, DeltaStage, FinishedContainer
+from nearkin_delta import DeltaOutcome, DeltaStage, FinishedContainer, StageResources
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, Corrupt, KeysLost, PermanentError, RetryableError, TenantErased
 from nearkin_shared.formats.message import End, Envelope, Message, Paired, Placed, encode
@@ -42,20 +44,22 @@ from nearkin_shared.utils.frozen import frozen
 _log = logging.getLogger("nearkin.delta")
 
 SETTLE_SECONDS = 0.02
-"""After the end of a blob a container is sealed once nothing has come for so long: who waits for a 201 waits for it."""
+"""After a blob's end its container is finished if no message arrives for this long: a client waits for its 201."""
 SEAL_SECONDS = 0.5
-"""Allowed, beside kafka.linger_ms, for sealing a container, putting it and publishing it: what a grace must leave room
-for at the least."""
+"""Allowance, in addition to kafka.linger_ms, to finish, put and publish a container: a lower bound of the grace."""
 JOBS_MAX = 2
 JOIN_BYTES_MAX = 16 * 1024 * 1024
-"""Payload that is encoded at once, as the embedded runner's batches: what one brings is no base for the same one."""
+"""Payload encoded at once, as in the embedded writer's batches: chunks of one batch are no bases within it."""
 HELD_MAX = 20_000
-"""Messages whose chunks lie in one open container; all-duplicate data hold nothing else back."""
+"""Messages with chunks in one open container; with duplicates only, nothing else bounds them."""
 
 
 @frozen
 class _PendingMessage:
-    """A message that is worked on; told onwards once its container is durable. `weight` its share of it, in bytes."""
+    """A message in work, sent on once its container is durable.
+
+    `weight`: its share of it, in bytes.
+    """
 
     record: Record
     message: Placed | End
@@ -73,12 +77,12 @@ class _Open:
     since: float = 0.0
     ended: float | None = None
     began: float = 0.0
-    """The open container was not begun before; as `since`, seconds of a clock that is never set."""
+    """When the open container was begun at the earliest; like `since`, by the monotonic clock."""
 
 
 @frozen
 class _Job:
-    """What the commit thread does in one step."""
+    """One step of the commit thread."""
 
     lane: TenantContext
     container: FinishedContainer | None
@@ -88,13 +92,13 @@ class _Job:
 
 @dataclass(slots=True)
 class _Run:
-    """Messages of one blob, one behind the other, that are encoded together."""
+    """Consecutive messages of one blob, encoded together."""
 
     parts: list[tuple[Record, Paired]] = field(default_factory=list)
     payload_bytes: int = 0
 
     def takes(self, message: Paired) -> bool:
-        """Return whether the message goes on where this run ends, and there is room for it."""
+        """Return whether the message continues this run, and fits."""
         if not self.parts:
             return True
         last = self.parts[-1][1]
@@ -106,24 +110,24 @@ class _Run:
         )
 
     def add(self, record: Record, message: Paired) -> None:
-        """Take a message."""
+        """Add a message."""
         self.parts.append((record, message))
         self.payload_bytes += len(segments_of(message).payload)
 
 
 def check_grace(settings: Settings) -> None:
-    """Refuse a grace by which a container would be too old as soon as it is written (`_in_time`)."""
+    """Raise ConfigError for a grace so short that containers are too old when written."""
     held_seconds = settings.kafka.linger_ms / 1000 + SEAL_SECONDS
     if settings.gc.grace_seconds < 2 * held_seconds:
         raise ConfigError(
             f'gc.grace_seconds "{settings.gc.grace_seconds}": services hold a container for up to {held_seconds:.1f} s '
             "(kafka.linger_ms), and publish none older than half the grace: want "
-            f">= {math.ceil(2 * held_seconds)}, and in earnest hours, as long as a blob may be on its way"
+            f">= {math.ceil(2 * held_seconds)}, and in production hours, as long as a blob may be in flight"
         )
 
 
 class DeltaHandler:
-    """Encodes and stores."""
+    """Encodes and stores the chunks of topic `paired`."""
 
     def __init__(
         self,
@@ -133,7 +137,7 @@ class DeltaHandler:
         worker: str,
         authenticator: EnvelopeAuthenticator | None,
     ) -> None:
-        """Raises ConfigError where no container would be young enough to be published."""
+        """Raises ConfigError if gc.grace_seconds is too short to publish any container."""
         check_grace(settings)
         self._settings = settings
         self._current = current
@@ -151,130 +155,136 @@ class DeltaHandler:
         self._offsets[partition] = PartitionOffsets()
 
     def handle(self, records: list[Record]) -> None:
-        """Place what came."""
-        self._committer.check()  # what failed there is no fault of these records
+        """Encode the chunks of records."""
+        self._committer.check()  # a failure of the commit thread is not attributed to these records
         self._busy = True
-        aside, run = False, _Run()
+        is_set_aside, run = False, _Run()
         for record, message in zip(records, self._guard.decode_many(records), strict=True):
             self._offsets[record.partition].start(record.offset)
             if isinstance(message, Paired) and run.takes(message):
                 run.add(record, message)
                 continue
-            aside |= self._all(run)
+            is_set_aside |= self._place_run(run)
             run = _Run()
             if isinstance(message, Paired):
                 run.add(record, message)
-            elif message is None or not self._one(record, message):
-                aside = True
+            elif message is None or not self._place_record(record, message):
+                is_set_aside = True
                 self._finished.put((record.partition, record.offset))
-        if self._all(run) or aside:
+        if self._place_run(run) or is_set_aside:
             self._outbox.flush()
-        self._collect()
+        self._collect_finished()
 
     def idle(self) -> float:
-        """Seal what is due: a blob ended and nothing follows, or chunks have waited long enough."""
+        """Finish the containers that are due: after the end of a blob, or after kafka.linger_ms."""
         now, busy, self._busy = time.monotonic(), self._busy, False
         linger_seconds, due_seconds = self._settings.kafka.linger_ms / 1000, IDLE_SECONDS
-        for opened in self._open.values():
-            if not opened.held:
+        for container_state in self._open.values():
+            if not container_state.held:
                 continue
-            settled = opened.ended is not None and not busy and now - opened.ended >= SETTLE_SECONDS
-            if settled or now - opened.since >= linger_seconds:
-                self._seal(opened)
+            settled = container_state.ended is not None and not busy and now - container_state.ended >= SETTLE_SECONDS
+            if settled or now - container_state.since >= linger_seconds:
+                self._seal(container_state)
             else:
-                left = linger_seconds - (now - opened.since)
-                due_seconds = min(due_seconds, left if opened.ended is None else SETTLE_SECONDS)
+                left = linger_seconds - (now - container_state.since)
+                due_seconds = min(due_seconds, left if container_state.ended is None else SETTLE_SECONDS)
         self._committer.check()
-        self._collect()
+        self._collect_finished()
         return due_seconds
 
     def drain(self, partition: int) -> None:
-        """Seal and commit everything: the containers of one partition's chunks are those of all."""
-        for opened in self._open.values():
-            self._seal(opened)
+        """Finish and commit all containers: those of one partition hold chunks of all."""
+        for container_state in self._open.values():
+            self._seal(container_state)
         self._committer.drain()
-        self._collect()
+        self._collect_finished()
 
     def on_dropped(self, partition: int) -> None:  # noqa: D102
         self._offsets.pop(partition, None)
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
-        """Yield what lies before everything that is held."""
-        self._collect()
+        """Yield the offset of each partition before its first pending record."""
+        self._collect_finished()
         for partition, offsets in self._offsets.items():
             if offsets.committable is not None:
                 yield partition, offsets.committable, ""
 
     def close(self) -> None:
-        """Drop what is open: its offsets were not committed."""
+        """Drop open containers: their offsets were not committed."""
         self._committer.cancel()
-        for opened in self._open.values():
-            opened.lane.in_flight.abandon()
+        for container_state in self._open.values():
+            container_state.lane.in_flight.abandon()
         self._outbox.close()
         self._placed_outbox.close()
 
     # --- the main thread ---------------------------------------------------------------------------------------------
 
-    def _all(self, run: _Run) -> bool:
-        """Place a run's messages: at once, or one by one where one of them fails. Return whether any was put aside."""
+    def _place_run(self, run: _Run) -> bool:
+        """Place a run's messages together, or one by one if that fails.
+
+        Return whether any was put aside.
+        """
         if not run.parts:
             return False
         if len(run.parts) > 1:
             try:
-                opened = self._opened(run.parts[0][1].envelope.tenant)
-                patiently(lambda: self._place(opened, run.parts))
+                container_state = self._open_container(run.parts[0][1].envelope.tenant)
+                patiently(lambda: self._place(container_state, run.parts))
             except RetryableError:
                 raise
             except Exception as err:
                 _log.debug("%s: %d messages", run.parts[0][0].label, len(run.parts), exc_info=err)
             else:
                 return False
-        aside = False
+        is_set_aside = False
         for record, message in run.parts:
-            if not self._one(record, message):
-                aside = True
+            if not self._place_record(record, message):
+                is_set_aside = True
                 self._finished.put((record.partition, record.offset))
-        return aside
+        return is_set_aside
 
-    def _one(self, record: Record, message: Message) -> bool:
+    def _place_record(self, record: Record, message: Message) -> bool:
         try:
-            opened = self._opened(message.envelope.tenant)
+            container_state = self._open_container(message.envelope.tenant)
         except (TenantErased, KeysLost) as err:
-            refused: PermanentError = err
+            refusal: PermanentError = err
 
             def refuse() -> None:
-                raise refused
+                raise refusal
 
             return self._guard.carry_out(record, message.envelope, refuse)
         if isinstance(message, End):
-            self._hold(opened, _PendingMessage(record, message))
-            opened.ended = time.monotonic()
-            if opened.stage.builder.empty:
-                self._seal(opened)
+            self._hold(container_state, _PendingMessage(record, message))
+            container_state.ended = time.monotonic()
+            if container_state.stage.builder.empty:
+                self._seal(container_state)
             return True
 
         def work() -> None:
             if not isinstance(message, Paired):
                 raise TypeError(f"a {type(message).__name__} does not belong on {record.topic}")
-            self._place(opened, [(record, message)])
+            self._place(container_state, [(record, message)])
 
         return self._guard.carry_out(record, message.envelope, work)
 
-    def _place(self, opened: _Open, parts: Sequence[tuple[Record, Paired]]) -> None:
-        """Encode and place what messages of one blob bring, one behind the other."""
+    def _place(self, container_state: _Open, parts: Sequence[tuple[Record, Paired]]) -> None:
+        """Encode the messages of one blob, and hold them until their container is durable."""
         paired = merged_pairs([message.batch for _, message in parts])
-        lane, batch, rows = opened.lane, paired.fresh.batch, paired.fresh.fresh
+        lane, batch, rows = container_state.lane, paired.fresh.batch, paired.fresh.fresh
         found = lane.fingerprinter.name_chunks(batch.payload, batch.offsets[rows], batch.lengths[rows])
         wrong = np.flatnonzero(np.any(found != batch.names[rows], axis=1))
         if len(wrong):
-            raise Corrupt(f"{parts[0][0].label}: {len(wrong)} of {len(rows)} chunks are not what their names say")
+            raise Corrupt(
+                f"{parts[0][0].label}: {len(wrong)} of {len(rows)} chunks fail fingerprint verification: check the "
+                "sender's memory and network, then replay the record"
+            )
         lane.collected.refresh()
-        if opened.stage.builder.empty:
-            opened.began = time.monotonic()
-        opened.stage.begin()
-        lane.in_flight.open_only(opened.stage.builder)
-        opened.stage.stream = parts[0][1].envelope.blob
-        outcome = run_stage(opened.stage, paired, lane.facts)
+        if container_state.stage.builder.empty:
+            container_state.began = time.monotonic()
+        container_state.stage.begin()
+        lane.in_flight.open_only(container_state.stage.builder)
+        container_state.stage.stream = parts[0][1].envelope.blob
+        outcome = run_stage(container_state.stage, paired, lane.facts)
         placed = outcome.placed
         lane.pending.add(
             placed.names,
@@ -290,7 +300,7 @@ class DeltaHandler:
         for record, message in parts:
             some = slice(start, start + message.batch.fresh.batch.segments)
             ledger = _ledger(outcome, slice(int(batch.chunk_bounds[some.start]), int(batch.chunk_bounds[some.stop])))
-            told = Placed(
+            sent = Placed(
                 message.envelope,
                 outcome.segments.take(some),
                 outcome.segment_known[some],
@@ -298,53 +308,53 @@ class DeltaHandler:
                 ledger,
             )
             weight = ledger.unique_bytes - ledger.delta_chunk_bytes + ledger.delta_bytes + 8 * (some.stop - start)
-            self._hold(opened, _PendingMessage(record, told, weight))
+            self._hold(container_state, _PendingMessage(record, sent, weight))
             start = some.stop
         for container in outcome.finished:
-            self._pass_on_container(opened, container)
-        if opened.stage.builder.empty or len(opened.held) >= HELD_MAX:
-            self._seal(opened)
+            self._pass_on_container(container_state, container)
+        if container_state.stage.builder.empty or len(container_state.held) >= HELD_MAX:
+            self._seal(container_state)
 
-    def _opened(self, tenant: str) -> _Open:
+    def _open_container(self, tenant: str) -> _Open:
         settings = self._current()
-        opened = self._open.get(tenant)
-        if opened is not None and opened.settings is not settings:
-            self._seal(opened)  # what is open was encoded under the old settings
+        container_state = self._open.get(tenant)
+        if container_state is not None and container_state.settings is not settings:
+            self._seal(container_state)  # its chunks were encoded under the old settings
             del self._open[tenant]
-            opened = None
-        if opened is None:
+            container_state = None
+        if container_state is None:
             if len(self._open) >= TENANTS_MAX:
                 self.drain(-1)
                 self._open.clear()
             lane = self._lanes[tenant]
             domain = lane.fingerprinter.domain
-            stage = DeltaStage(settings, domain, 0, asks_bases="again", keeper=lane.in_flight)
-            opened = self._open[tenant] = _Open(lane, settings, stage)
-        return opened
+            stage = DeltaStage(settings, domain, 0, asks_bases="again", resources=StageResources(cache=lane.in_flight))
+            container_state = self._open[tenant] = _Open(lane, settings, stage)
+        return container_state
 
     @staticmethod
-    def _hold(opened: _Open, held: _PendingMessage) -> None:
-        if not opened.held:
-            opened.since = time.monotonic()
-        # Without its bytes: one container of 4 MiB kept 70 MiB of the messages of a log, up to 1 MB each.
-        opened.held.append(replace(held, record=replace(held.record, value=b"")))
+    def _hold(container_state: _Open, held: _PendingMessage) -> None:
+        if not container_state.held:
+            container_state.since = time.monotonic()
+        # Without the records' bytes: one container of 4 MiB kept 70 MiB of the messages of a log, up to 1 MB each.
+        container_state.held.append(replace(held, record=replace(held.record, value=b"")))
 
-    def _seal(self, opened: _Open) -> None:
-        finished = opened.stage.flush()
+    def _seal(self, container_state: _Open) -> None:
+        finished = container_state.stage.flush()
         for container in finished:
-            self._pass_on_container(opened, container)
-        if not finished and opened.held:
-            self._queue(opened, None)
+            self._pass_on_container(container_state, container)
+        if not finished and container_state.held:
+            self._queue(container_state, None)
 
-    def _pass_on_container(self, opened: _Open, container: FinishedContainer) -> None:
-        opened.lane.in_flight.on_finished(container)
-        self._queue(opened, container)
+    def _pass_on_container(self, container_state: _Open, container: FinishedContainer) -> None:
+        container_state.lane.in_flight.on_finished(container)
+        self._queue(container_state, container)
 
-    def _queue(self, opened: _Open, container: FinishedContainer | None) -> None:
-        held, opened.held, opened.ended = opened.held, [], None
-        self._committer.put(_Job(opened.lane, container, held, opened.began))
+    def _queue(self, container_state: _Open, container: FinishedContainer | None) -> None:
+        held, container_state.held, container_state.ended = container_state.held, [], None
+        self._committer.put(_Job(container_state.lane, container, held, container_state.began))
 
-    def _collect(self) -> None:
+    def _collect_finished(self) -> None:
         while True:
             try:
                 partition, offset = self._finished.get_nowait()
@@ -358,21 +368,24 @@ class DeltaHandler:
 
     def _commit(self, job: _Job) -> None:
         sealed = None if job.container is None else _encode_container(job.container)
-        told = {"nearkin.bytes": 0 if sealed is None else sealed.size_bytes, "nearkin.messages": len(job.held)}
-        with tracing.linked_span("container", (trace_of(one.record) for one in job.held), told):
+        attributes = {"nearkin.bytes": 0 if sealed is None else sealed.size_bytes, "nearkin.messages": len(job.held)}
+        with tracing.linked_span("container", (trace_of(one.record) for one in job.held), attributes):
             try:
                 self._commit_job(job, sealed)
-            except PermanentError as err:  # no fault of any one record, least of all of that which hears of it
+            except PermanentError as err:  # not the fault of a single record, least of all of the one in work
                 raise RetryableError(f"{err}: starting over") from err
 
     def _commit_job(self, job: _Job, container: PublishableContainer | None) -> None:
-        """1 put  2 publish  3 tell  4 flush: dying in between leaves dead space, or tells the same twice."""
+        """Execute a job: 1 put  2 publish  3 send  4 flush.
+
+        A crash in between leaves dead bytes, or sends messages twice.
+        """
         held: Sequence[_PendingMessage] = job.held
         if container is not None:
-            _in_time(job.lane, container, job.began)
+            _check_age(job.lane, container, job.began)
             patiently(lambda: _put(job.lane, container))  # 1
             failpoint("place.container")
-            _in_time(job.lane, container, job.began)
+            _check_age(job.lane, container, job.began)
             patiently(lambda: job.lane.index.publish(_claims(job.lane, container)))  # 2
             failpoint("place.published")
             job.lane.pending.on_published([container.container])
@@ -393,12 +406,12 @@ class DeltaHandler:
 
 
 def placed_key(envelope: Envelope) -> bytes:
-    """Return what `placed` is keyed by: one committer at a time decides over a key's versions."""
+    """Return the key of topic `placed`, so that one committer decides on a key's versions."""
     return bytes.fromhex(key_digest(envelope.tenant, envelope.key))
 
 
 def _encode_container(container: FinishedContainer) -> PublishableContainer:
-    """Write a container down. Where that fails memory did: nothing is wrong with any one message."""
+    """Encode a container; a failure is one of memory, not of a message."""
     try:
         return container.seal()
     except Corrupt as err:
@@ -406,10 +419,10 @@ def _encode_container(container: FinishedContainer) -> PublishableContainer:
 
 
 def _put(lane: TenantContext, container: PublishableContainer) -> None:
-    """Put a container; one that is there with the same bytes was put by an earlier try."""
+    """Put a container; an identical stored object is the result of an earlier attempt."""
     try:
         lane.containers.put(container.container, container.parts)
-    except (TenantErased, KeysLost) as err:  # since its chunks came: what they are of is refused when it comes again
+    except (TenantErased, KeysLost) as err:  # erased since the chunks arrived: refused when the message is read again
         raise RetryableError(f"container {container.container:016x}: {err}: starting over") from err
     except AlreadyExists as err:
         if lane.containers.raw(container.container) != container.data:
@@ -418,23 +431,24 @@ def _put(lane: TenantContext, container: PublishableContainer) -> None:
             ) from err
 
 
-def _in_time(lane: TenantContext, container: PublishableContainer, began: float) -> None:
-    """Refuse a container that was opened too long ago: what it leans on may have been collected since.
+def _check_age(lane: TenantContext, container: PublishableContainer, began: float) -> None:
+    """Raise RetryableError for a container so old that its bases may have been collected.
 
-    By whichever clock says more: one may be set back meanwhile, the other stands still while the machine sleeps.
+    By the larger of two ages: the system clock may be set back, and the monotonic one stops while the machine sleeps.
     """
     age_seconds = max(time.time() - (container.container >> 20) / 1000, time.monotonic() - began)
     if age_seconds > lane.collected.grace_seconds / 2:
         raise RetryableError(
-            f"container {container.container:016x}: {age_seconds:.0f} s old, and what it leans on may be collected "
-            f"after {lane.collected.grace_seconds:.0f} s (gc.grace_seconds): starting over"
+            f"container {container.container:016x}: {age_seconds:.0f} s old, and its bases may be collected after "
+            f"{lane.collected.grace_seconds:.0f} s (gc.grace_seconds): starting over"
         )
 
 
 def _claims(lane: TenantContext, container: PublishableContainer) -> ContainerEntries:
-    """Return what may be found of a container: no segment that names what is condemned or gone.
+    """Return the index entries of a container, without segments that name collected chunks.
 
-    A message that waited for more than a grace brings such: its own blob's committer will see, no other must be told.
+    A message that waited for more than a grace brings such segments: the committer of its blob detects them, and no
+    other blob may refer to them.
     """
     claims, recipes = container.claims, container.claims.directory.segments
     lost = lane.collected.lost(recipes.chunks, lane.in_flight)
@@ -447,7 +461,7 @@ def _claims(lane: TenantContext, container: PublishableContainer) -> ContainerEn
 
 
 def _ledger(outcome: DeltaOutcome, rows: slice) -> Ledger:
-    """Return what these chunks of the batch add to their blob's ledger."""
+    """Return the ledger of a slice of the batch's chunks."""
     counts = outcome.counts
     duplicate, delta = counts.duplicate[rows], counts.delta[rows]
     stored, lengths = ~duplicate, counts.lengths[rows].astype(np.int64)
@@ -467,7 +481,10 @@ def _ledger(outcome: DeltaOutcome, rows: slice) -> Ledger:
 def _with_shares(
     container: PublishableContainer, held: Sequence[_PendingMessage], taken_bytes: int
 ) -> list[_PendingMessage]:
-    """Return what is held with each message's share of the container, by weight; the shares add up to what it takes."""
+    """Return the messages with their shares of the container, by weight.
+
+    The shares add up to its size.
+    """
     summary = summarise(container.claims)
     weights = np.array([one.weight for one in held], np.float64)
     reached = np.concatenate([np.zeros(1), np.cumsum(weights)]) / max(1.0, float(weights.sum()))

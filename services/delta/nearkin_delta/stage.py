@@ -1,6 +1,8 @@
-"""Delta stage. Invariant: the index is asked again before a chunk is stored (I5); every kept delta was decoded (I7).
+"""Delta stage: recheck fresh chunks, choose bases, encode, and add to the open container.
 
-recheck -> bases -> encode -> arbitrate -> place in the open container -> recipes -> finish it when it is full
+recheck -> bases -> encode -> delta or raw -> add to the open container -> recipes -> finish it when it is full
+
+Invariant: the index is asked again before a chunk is stored (I5); every kept delta was decoded (I7).
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ from numpy.typing import NDArray
 from nearkin_delta.base_choice import BaseChoice, only
 from nearkin_delta.base_search import AsksBases, BaseFinder
 from nearkin_delta.block_encoder import BlockCloser, DecodedBlockCache, SparePrefixes
-from nearkin_delta.codecs import Deltas, check_round_trip, codec, pairs_with
+from nearkin_delta.codecs import Deltas, check_round_trip, codec, keep_delta, pairs_with
 from nearkin_delta.container_builder import ContainerBuilder, Encodings, Prefixes, new_container_id
-from nearkin_delta.delta_or_raw import keep_delta
 from nearkin_delta.finished_container import FinishedContainer
 from nearkin_delta.gap_alignment import StreamMark
 from nearkin_shared.config.settings import Settings
@@ -43,7 +44,7 @@ from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 @frozen
 class PendingContainer:
-    """What may be found from now on by this process alone; the index hears of it when the container is durable."""
+    """Entries that only this process may use until the container is durable and published."""
 
     names: U8
     chunks: Locations
@@ -56,7 +57,10 @@ class PendingContainer:
 
 @frozen
 class ChunkCounts:
-    """Per chunk of the batch: what became of it. `blobs` uint32[n]; bytes as the ledger wants them."""
+    """Outcome of each chunk of the batch, in bytes as the ledger needs them.
+
+    `blobs` uint32[n].
+    """
 
     blobs: U32
     lengths: U32
@@ -68,7 +72,7 @@ class ChunkCounts:
 
 @frozen
 class DeltaOutcome:
-    """The batch's effects: `segments` in stream order with their `blobs`; containers that are finished, in order."""
+    """Effects of a batch: `segments` in stream order, and finished containers."""
 
     placed: PendingContainer
     blobs: U32
@@ -79,12 +83,28 @@ class DeltaOutcome:
 
 
 PENDING_BYTES_MAX = 16 * MIB
-"""A container of more is finished at once: it would be held twice in memory for an encoder that is busy anyway."""
+"""A larger container is finished at once: else it would be in memory twice, for an encoder that is busy anyway."""
 NOTHING_FRESH = FoundLocations(Locations.empty(), np.zeros(0, np.bool_))
 
 
+@frozen
+class StageResources:
+    """Threads and memory that a delta stage may use.
+
+    `encoding`: threads that encode the blocks of one batch while the next is read and looked up. `finishes_later`: a
+    full container is finished a batch later, so that these threads need not be waited for. `cache`: keeps decoded
+    blocks for later batches. `prefixes`: memory of an earlier stage. `helpers` try bases concurrently with the caller.
+    """
+
+    encoding: Executor | None = None
+    finishes_later: bool = False
+    cache: DecodedBlockCache | None = None
+    prefixes: SparePrefixes | None = None
+    helpers: ThreadPool = SERIAL
+
+
 class DeltaStage:
-    """Encodes and places. Holds one open container: what is not yet put is forgotten with the process, by design."""
+    """Encodes chunks into one open container, which is lost with the process, by design."""
 
     name = "delta"
 
@@ -95,31 +115,25 @@ class DeltaStage:
         last_container: int,
         *,
         asks_bases: AsksBases = "never",
-        encoding: Executor | None = None,
-        sets_aside: bool = False,
-        keeper: DecodedBlockCache | None = None,
-        prefixes: SparePrefixes | None = None,
-        helpers: ThreadPool = SERIAL,
+        resources: StageResources | None = None,
     ) -> None:
-        """`encoding`: threads that encode the blocks of one batch while the next is read and looked up.
-
-        `sets_aside`: a full container is finished a batch later, so that such threads need not be waited for.
-        `keeper`: keeps the bytes of blocks for batches to come. `prefixes`: memory of the stage before this one.
-        `helpers` try bases beside the caller.
-        """
+        """`last_container`: new container ids are above it; `asks_bases`: see AsksBases."""
+        resources = StageResources() if resources is None else resources
         self._settings = settings
         self._domain = domain
         self._last = last_container
         self._kind, self._encode = codec(settings.delta)
-        self._finder = BaseFinder(settings, self._kind, asks_bases, helpers)
+        self._finder = BaseFinder(settings, self._kind, asks_bases, resources.helpers)
         self.stream: Hashable = None
-        """Whose batches these are, where one stage serves several: each blob of each stream is followed by itself."""
+        """Stream of the batches, if one stage serves several; each blob of each stream is tracked separately."""
         chunk_bytes = int(settings.chunker.max_bytes)
-        self._closer = BlockCloser(settings.block, settings.delta, encoding, keeper, prefixes, chunk_bytes)
+        self._closer = BlockCloser(
+            settings.block, settings.delta, resources.encoding, resources.cache, resources.prefixes, chunk_bytes
+        )
         self.builder = self._new_builder((1, 2))
-        self._sets_aside = sets_aside and int(settings.container.target_bytes) <= PENDING_BYTES_MAX
+        self._finishes_later = resources.finishes_later and int(settings.container.target_bytes) <= PENDING_BYTES_MAX
         self._full: ContainerBuilder | None = None
-        """A container that takes no more, and whose last blocks are being encoded while the next batch is placed."""
+        """A full container whose last blocks are encoded during the next batch."""
 
     def _new_builder(self, ratio: tuple[int, int]) -> ContainerBuilder:
         container = new_container_id(self._last)
@@ -137,13 +151,13 @@ class DeltaStage:
         )
 
     def begin(self) -> None:
-        """Give the container that is open an id of now, if nothing is in it: its age is told from that."""
+        """Renew the id of an empty open container, since the id determines its age."""
         if self.builder.empty:
             self.builder = self._new_builder(self.builder.ratio)
 
     @property
     def open(self) -> tuple[ContainerBuilder, ...]:
-        """Return the containers that are not finished."""
+        """Return the unfinished containers."""
         return (self.builder,) if self._full is None else (self._full, self.builder)
 
     @property
@@ -151,20 +165,20 @@ class DeltaStage:
         return StreamMark(self.builder.container, self.builder.chunks, self.builder.segments)
 
     def reads(self, batch: PairedBatch, facts: LookupResults) -> LookupRequest | None:
-        """Ask until the bases of the fresh chunks are known."""
+        """Return the next request until the bases of the fresh chunks are known."""
         return self._finder.reads(batch, facts, self.stream, self._here)
 
     def decide(self, batch: PairedBatch, facts: LookupResults) -> DeltaOutcome:
-        """Store what is still fresh; fold in the rest."""
+        """Store the chunks that are still fresh and return the locations of all."""
         known = facts.chunks or NOTHING_FRESH
         self.builder.next_batch()
         batch = self._finder.with_bases(batch, facts)
         fresh, segments = batch.fresh, batch.fresh.batch
-        still = ~known.found
-        rows = fresh.fresh[still]
+        is_fresh = ~known.found
+        rows = fresh.fresh[is_fresh]
         chosen, bases = self._finder.choose(batch, facts, self.stream)
-        chosen = only(chosen, still)
-        encode = self._patches if self._kind == PATCH else self._deltas
+        chosen = only(chosen, is_fresh)
+        encode = self._patch_encodings if self._kind == PATCH else self._delta_encodings
         encodings = encode(batch, rows, chosen, bases)
         placed = self.builder.add(encodings)
         self.builder.advance_stream(segments.logical_bytes)
@@ -172,9 +186,9 @@ class DeltaStage:
         locations = Locations(fresh.chunk_locations.containers.copy(), fresh.chunk_locations.ordinals.copy())
         zero = segments.zero
         locations.containers[zero], locations.ordinals[zero] = ZERO, segments.lengths[zero]
-        folded = fresh.fresh[~still]
-        locations.containers[folded] = known.locations.containers[~still]
-        locations.ordinals[folded] = known.locations.ordinals[~still]
+        folded = fresh.fresh[~is_fresh]
+        locations.containers[folded] = known.locations.containers[~is_fresh]
+        locations.ordinals[folded] = known.locations.ordinals[~is_fresh]
         locations.containers[rows], locations.ordinals[rows] = placed.containers, placed.ordinals
         repeated = fresh.first != np.arange(len(fresh.first))
         first = fresh.first[repeated]
@@ -184,10 +198,10 @@ class DeltaStage:
         )
 
         eligible = encodings.depths < self._finder.depth_bound
-        super_features = batch.super_features[still][eligible]
+        super_features = batch.super_features[is_fresh][eligible]
         base_chunks = placed.take(eligible)
         self.builder.add_super_features(batch.sketch, base_chunks.ordinals, super_features)
-        segment_locations, segment_known, new_ids, new_segments = self._segments(batch, locations)
+        segment_locations, segment_known, new_ids, new_segments = self._add_recipes(batch, locations)
         stored = np.zeros(len(segments.lengths), np.bool_)
         stored[rows] = True
         delta, delta_bytes = np.zeros(len(stored), np.bool_), np.zeros(len(stored), np.uint32)
@@ -212,21 +226,21 @@ class DeltaStage:
         )
 
     def fold(self, fresh: FreshBatch, sketch: str) -> DeltaOutcome:
-        """Return what `decide` does for a batch of known segments alone: nothing is stored, much less is asked."""
+        """Return the outcome of a batch of known segments only, without lookups and encoding."""
         segments = fresh.batch
         self.builder.next_batch()
         self._finder.pass_known(fresh, self.stream, self._here)
         self.builder.advance_stream(segments.logical_bytes)
-        none, nowhere = np.zeros(len(segments.lengths), np.bool_), Locations.empty()
+        no_chunk, no_locations = np.zeros(len(segments.lengths), np.bool_), Locations.empty()
         return DeltaOutcome(
             PendingContainer(
                 np.zeros((0, NAME_BYTES), np.uint8),
-                nowhere,
+                no_locations,
                 sketch,
-                nowhere,
+                no_locations,
                 np.zeros((0, 0), np.uint64),
                 np.zeros((0, SEGMENT_ID_BYTES), np.uint8),
-                nowhere,
+                no_locations,
             ),
             segments.blobs,
             fresh.segment_locations,
@@ -234,43 +248,45 @@ class DeltaStage:
             ChunkCounts(
                 np.repeat(segments.blobs, np.diff(segments.chunk_bounds)),
                 segments.lengths,
-                ~none,
+                ~no_chunk,
                 segments.zero,
-                none,
-                np.zeros(len(none), np.uint32),
+                no_chunk,
+                np.zeros(len(no_chunk), np.uint32),
             ),
-            self._full_finished(),
+            self._finish_full(),
         )
 
     def _finish_batch(self) -> tuple[FinishedContainer, ...]:
-        """Finish the container that was full before this batch, and set aside the one that it has filled.
+        """Finish the container that was full before this batch; close one that it has filled.
 
-        What is read of a container, and how deep it lies, is the same until then.
+        Contents and depths of the latter are unchanged until it is finished.
         """
-        finished = self._full_finished()
+        finished = self._finish_full()
         if self.builder.full or self.builder.stored_bytes_estimate >= self._settings.container.target_bytes:
-            if not self._sets_aside:
+            if not self._finishes_later:
                 return self.flush()
             self._full = self.builder
             self._full.close()
             self.builder = self._new_builder(self._full.ratio)
         return finished
 
-    def _full_finished(self) -> tuple[FinishedContainer, ...]:
+    def _finish_full(self) -> tuple[FinishedContainer, ...]:
         full, self._full = self._full, None
         return () if full is None else (full.finish(),)
 
     def flush(self) -> tuple[FinishedContainer, ...]:
-        """Finish what is open, if anything is."""
-        finished = self._full_finished()
+        """Finish all open containers that hold anything."""
+        finished = self._finish_full()
         if self.builder.empty:
             return finished
         finished = (*finished, self.builder.finish())
         self.builder = self._new_builder(self.builder.ratio)
         return finished
 
-    def _patches(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: BaseChoice, bases: Contents) -> Encodings:
-        """Return the fresh chunks for blocks that are encoded whole, with all their bases."""
+    def _patch_encodings(
+        self, batch: PairedBatch, rows: NDArray[np.intp], chosen: BaseChoice, bases: Contents
+    ) -> Encodings:
+        """Return the fresh chunks for patch blocks, with all their bases."""
         segments = batch.fresh.batch
         lengths, found = segments.lengths[rows], chosen.found
         best, ranks = _best_bases(chosen, bases)
@@ -289,8 +305,10 @@ class DeltaStage:
             chosen.rest,
         )
 
-    def _deltas(self, batch: PairedBatch, rows: NDArray[np.intp], chosen: BaseChoice, bases: Contents) -> Encodings:
-        """Return the fresh chunks as they will be written: each with a base as a delta, where that is smaller."""
+    def _delta_encodings(
+        self, batch: PairedBatch, rows: NDArray[np.intp], chosen: BaseChoice, bases: Contents
+    ) -> Encodings:
+        """Return the fresh chunks, each as a delta where that is smaller."""
         segments = batch.fresh.batch
         tried = np.flatnonzero(chosen.found)
         first = chosen.rows[chosen.bounds[tried]]
@@ -323,27 +341,30 @@ class DeltaStage:
             ranks,
         )
 
-    def _segments(self, batch: PairedBatch, chunks: Locations) -> tuple[Locations, Bools, U8, Locations]:
-        """Write the recipes of new segments; return (all segments' locations, known, new ids, new locations)."""
+    def _add_recipes(self, batch: PairedBatch, chunks: Locations) -> tuple[Locations, Bools, U8, Locations]:
+        """Add the recipes of new segments.
+
+        Return (locations of all, known, new ids, new locations).
+        """
         fresh, segments = batch.fresh, batch.fresh.batch
         first = first_occurrence(segments.segment_ids)
-        introduced = ~fresh.segment_known & (first == np.arange(len(first)))
+        is_new = ~fresh.segment_known & (first == np.arange(len(first)))
         counts = np.diff(segments.chunk_bounds)
-        of_chunk = np.repeat(introduced, counts)
-        new = np.flatnonzero(introduced)
+        is_new_row = np.repeat(is_new, counts)
+        new_rows = np.flatnonzero(is_new)
         located = self.builder.add_segments(
-            segments.segment_ids[new], counts[new].astype(np.uint32), batch.sketch, chunks.take(of_chunk)
+            segments.segment_ids[new_rows], counts[new_rows].astype(np.uint32), batch.sketch, chunks.take(is_new_row)
         )
         result = Locations(fresh.segment_locations.containers.copy(), fresh.segment_locations.ordinals.copy())
-        result.containers[new], result.ordinals[new] = located.containers, located.ordinals
-        repeated = ~fresh.segment_known & ~introduced
+        result.containers[new_rows], result.ordinals[new_rows] = located.containers, located.ordinals
+        repeated = ~fresh.segment_known & ~is_new
         origin = first[repeated]
         result.containers[repeated], result.ordinals[repeated] = result.containers[origin], result.ordinals[origin]
-        return result, ~introduced, segments.segment_ids[new], located
+        return result, ~is_new, segments.segment_ids[new_rows], located
 
 
 def _best_bases(chosen: BaseChoice, bases: Contents) -> tuple[Locations, U8]:
-    """Return (location, rank) of the best base of each chunk, zeros where it has none."""
+    """Return (location, rank) of the best base of each chunk, zeros for none."""
     locations, ranks = Locations.empty(len(chosen.found)), np.zeros(len(chosen.found), np.uint8)
     mine = np.flatnonzero(chosen.found)
     first = chosen.rows[chosen.bounds[mine]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nearkin_delta.delta_or_raw import CLEAR_GAIN, keep_delta
+from nearkin_delta.codecs import CLEAR_GAIN, keep_delta
 from tests.support.data.samples import noise
 
 

@@ -398,10 +398,10 @@ def test_a_container_is_too_old_by_whichever_clock_says_so(
     clocks = SimpleNamespace(time=lambda: 1_700_000_000 + wall, monotonic=lambda: 500.0 + steady)
     monkeypatch.setattr(delta_handler, "time", clocks)
     if in_time:
-        delta_handler._in_time(lane, container, 500.0)
+        delta_handler._check_age(lane, container, 500.0)
     else:
         with pytest.raises(RetryableError, match="60 s old"):
-            delta_handler._in_time(lane, container, 500.0)
+            delta_handler._check_age(lane, container, 500.0)
 
 
 @pytest.mark.parametrize(
