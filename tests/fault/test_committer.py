@@ -181,7 +181,7 @@ def test_a_version_that_the_index_refuses_for_good_is_told_committed(
     assert log.manifests.versions("t", "k1") == [1]
     assert log.told.events[-1]["version"] == 1
     assert log.told.letters == []
-    assert "the index refused it: listings lack it until the index is rebuilt" in caplog.text
+    assert "the index refused it; listings lack it until the index is rebuilt" in caplog.text
     assert log.committable() == 2
 
 

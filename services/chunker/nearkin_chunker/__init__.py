@@ -1,4 +1,4 @@
-"""The chunker: frames in, segments of fingerprinted chunks out."""
+"""Chunker stage: cut frames into fingerprinted chunks and segments."""
 
 from nearkin_chunker.stage import STEP_BYTES, BlobRun, ChunkedRuns, ChunkerStage, FrameRuns, SegmentCutter
 

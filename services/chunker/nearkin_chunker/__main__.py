@@ -1,4 +1,4 @@
-"""`python -m nearkin_chunker`: frames into segments."""
+"""Run the chunker: `python -m nearkin_chunker`."""
 
 from nearkin_chunker import ChunkerStage
 from nearkin_chunker.handler import ChunkerHandler

@@ -1,4 +1,7 @@
-"""Chunkers by name. Invariant: the same bytes give the same chunks, in whatever pieces they come."""
+"""Select the chunking algorithm by name.
+
+Invariant: the same bytes give the same chunks, in whatever pieces they arrive.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from nearkin_shared.kernels import chunking
 from nearkin_shared.types import U8, U32
 
 Cut = Callable[[U8, bool], U32]
-"""(bytes from a chunk's start, whether the blob ends with them) -> lengths of the chunks that are certain."""
+"""(bytes from a chunk's start, whether the blob ends with them) -> lengths of the final chunks."""
 
 
 def _fastcdc(settings: ChunkerSettings) -> Cut:
@@ -53,7 +56,10 @@ NAMES = (*ALGORITHMS, "whole")
 
 
 def chunker(settings: ChunkerSettings, segment_bytes_max: int) -> Cut:
-    """Return the chunker that `settings.algorithm` names. Raises ConfigError listing the known names."""
+    """Return the chunker named by `settings.algorithm`.
+
+    Raises: ConfigError with the known names.
+    """
     if settings.algorithm == "whole":
         return _whole_chunker(settings, segment_bytes_max)
     if settings.algorithm not in ALGORITHMS:

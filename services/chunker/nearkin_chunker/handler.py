@@ -1,7 +1,9 @@
-"""Frames into segments. Invariant: what is resumed after a death starts at a segment's start, so it is cut the same.
+"""Cut the frames of Kafka messages into segments.
 
-A blob's state is (blob id, position, next sequence): what lies before `position` has been sent on as `sequence`
-segments. The states of open blobs travel with the committed offset, which is that of the first frame any of them needs.
+The state of a blob is (blob id, position, next sequence): bytes before `position` were sent as `sequence` segments. The
+states of open blobs are stored with the committed offset, which is that of the first frame that any of them needs.
+
+Invariant: after a crash, cutting resumes at a segment's start, so that the same segments result.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ _log = logging.getLogger("nearkin.chunker")
 
 _STATE = Struct("<16sQQ")
 STATES_MAX = 90
-"""Open blobs whose state fits into a commit's 4096 bytes of metadata; those beyond are read again from their start."""
+"""Open blobs whose state fits into a commit's 4096 bytes of metadata; all others are read again from their start."""
 JOIN_BYTES_MAX = 8 * 1024 * 1024
-"""Frames of one blob that are cut together: fewer calls, and what is left over is cut again less often."""
+"""Frames of one blob cut together: fewer calls, and the uncut tail is cut again less often."""
 OPEN_BLOBS_MAX = 4096
 
 
 def check_messages_fit(settings: Settings) -> None:
-    """Refuse settings under which a segment could outgrow a message."""
+    """Raise ConfigError for settings with which a segment could exceed a message."""
     smallest = max(1, settings.chunker.min_bytes)
     chunks = -(-int(settings.segment.max_bytes) // smallest) + 1
     each = CHUNK_BYTES_SENT + FRESH_CHUNK_BYTES_SENT + 8 * settings.features.super_features
@@ -58,24 +60,24 @@ def check_messages_fit(settings: Settings) -> None:
 
 @dataclass(slots=True)
 class _Open:
-    """A blob in the making."""
+    """A blob whose end has not arrived."""
 
     envelope: Envelope
     position: int
-    """Byte of the blob at which `carry` starts."""
+    """Byte offset in the blob at which `carry` starts."""
     sequence: int
     first_offset: int | None
-    """Offset of the frame at position 0; None where it lies before what this worker has read."""
+    """Offset of the frame at position 0; None if it is before the first frame that this worker has read."""
     carry: U8 = field(default_factory=lambda: np.zeros(0, np.uint8))
     waiting: list[U8] = field(default_factory=list)
     waiting_bytes: int = 0
     frames: deque[tuple[int, int]] = field(default_factory=deque)
-    """(offset, end position) of the frames that are not wholly sent on, and always of the last one."""
+    """(offset, end position) of the frames that are not sent completely, and always of the last one."""
     last_seen: float = field(default_factory=time.monotonic)
 
     @property
     def end(self) -> int:
-        """Return the byte up to which frames have come."""
+        """Return the position up to which frames have arrived."""
         return self.position + len(self.carry) + self.waiting_bytes
 
 
@@ -87,12 +89,12 @@ class _Partition:
 
 
 class ChunkerHandler:
-    """Cuts frames."""
+    """Cuts frames and sends segments."""
 
     def __init__(
         self, settings: Settings, stage_of: Callable[[str], ChunkerStage], outbox: Outbox, backlog: Backlog
     ) -> None:
-        """`backlog`: asked before an upload is ended for want of frames."""
+        """`backlog`: checked before an upload fails for lack of frames."""
         check_messages_fit(settings)
         self._backlog = backlog
         self._settings = settings
@@ -107,7 +109,7 @@ class ChunkerHandler:
         self._partitions[partition] = _Partition(_resume_states(metadata))
 
     def handle(self, records: list[Record]) -> None:
-        """Cut what came, and send it on."""
+        """Cut the frames of records and send the segments."""
         touched: dict[bytes, tuple[_Partition, _Open, Record]] = {}
         for record in records:
             part = self._partitions[record.partition]
@@ -125,30 +127,30 @@ class ChunkerHandler:
                 touched.pop(message.envelope.blob, None)
                 self._end(part, record, message)
             else:
-                _log.warning("%s: a %s does not belong here", record.label, type(message).__name__)
+                _log.warning("%s: unexpected %s on this topic, ignored", record.label, type(message).__name__)
         for part, blob, record in touched.values():
             self._cut_guarded(part, blob, record)
         self._reached({record.partition for record in records})
 
     def idle(self) -> float:
-        """End uploads whose frames have stopped coming, not those whose frames nobody has read."""
+        """Fail uploads that receive no more frames, unless frames wait unread in Kafka."""
         seconds = self._settings.kafka.upload_idle_seconds
         oldest = time.monotonic() - seconds
         for number, part in self._partitions.items():
             late = [blob for blob in part.open.values() if blob.last_seen < oldest]
-            # The service was paused, or Kafka away, and those frames were acknowledged: who sent them was told 202.
+            # After a pause or an outage of Kafka: those frames were acknowledged, and their senders received a 202.
             if late and part.next_offset is not None and self._backlog.unread("frames", number, part.next_offset):
                 for blob in late:
                     blob.last_seen = oldest + BACKLOG_SECONDS
                 continue
             for blob in late:
-                self._fail(part, blob, f"the upload stopped: no frame came for {seconds} s", None)
+                self._fail(part, blob, f"the upload stopped: no frame arrived for {seconds} s; upload it again", None)
                 self._reached([number])
         self._awaiting.poll_acks()
         return IDLE_SECONDS
 
     def drain(self, partition: int) -> None:
-        """Wait until Kafka has all that was cut."""
+        """Wait until Kafka has acknowledged all segments."""
         self._awaiting.drain()
 
     def on_dropped(self, partition: int) -> None:  # noqa: D102
@@ -156,11 +158,11 @@ class ChunkerHandler:
         self._awaiting.forget(partition)
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
-        """Yield the first frame that is still needed, with the states of open blobs, as of the last batch sent."""
+        """Yield the first needed offset and the states of open blobs, as of the last batch."""
         return self._awaiting.committable()
 
     def _reached(self, numbers: Iterable[int]) -> None:
-        """Say where to resume these partitions once all that was sent is acknowledged."""
+        """Record the resume points of partitions, effective once all segments are acknowledged."""
         parts = {number: self._partitions[number] for number in numbers}
         self._awaiting.batch({n: _resume_point(part) for n, part in parts.items() if part.next_offset is not None})
 
@@ -169,7 +171,7 @@ class ChunkerHandler:
         self._backlog.close()
 
     def _take(self, part: _Partition, record: Record, frame: Frame) -> _Open | None:
-        """Put a frame behind what its blob has; return the blob, or None for what needs no work."""
+        """Append a frame to its blob; return the blob, or None if nothing is to be done."""
         envelope, payload = frame.envelope, frame.payload
         blob = part.open.get(envelope.blob)
         if blob is None:
@@ -180,7 +182,7 @@ class ChunkerHandler:
             elif envelope.position == 0:
                 blob = _Open(envelope, 0, 0, record.offset)
             else:
-                return None  # of a blob that ended: read again because another one needs what lies before
+                return None  # of a blob that has ended: read again since another blob needs an earlier frame
             part.open[envelope.blob] = blob
             if len(part.open) > OPEN_BLOBS_MAX:
                 oldest = min(part.open.values(), key=lambda other: other.last_seen)
@@ -190,7 +192,7 @@ class ChunkerHandler:
         blob.last_seen = time.monotonic()
         start, stop = envelope.position, envelope.position + len(payload)
         if start > blob.end:
-            self._fail(part, blob, f"bytes {blob.end} to {start} never came", trace_of(record))
+            self._fail(part, blob, f"bytes {blob.end} to {start} are missing; upload it again", trace_of(record))
             return None
         blob.frames.append((record.offset, stop))
         if stop > blob.end:
@@ -204,13 +206,13 @@ class ChunkerHandler:
         if blob is None:
             state = part.resumed.pop(end.envelope.blob, None)
             if state is None and end.envelope.position:
-                return  # read again; it was ended before
+                return  # read again; the blob has ended before
             position, sequence = state or (0, 0)
             blob = _Open(end.envelope, position, sequence, record.offset)
         elif not self._guard.belongs(record, end.envelope, blob.envelope):
             return
         if end.failure is None and end.size_bytes != blob.end:
-            self._fail(part, blob, f"{blob.end} bytes came of {end.size_bytes}", trace_of(record))
+            self._fail(part, blob, f"{blob.end} of {end.size_bytes} bytes arrived; upload it again", trace_of(record))
             return
         envelope = replace(end.envelope, sequence=blob.sequence)
 
@@ -229,7 +231,7 @@ class ChunkerHandler:
             part.open.pop(blob.envelope.blob, None)
 
     def _cut(self, blob: _Open, traceparent: bytes | None, *, final: bool) -> None:
-        """Send on all segments that no later byte can change."""
+        """Send all segments that no later byte can change."""
         parts = [blob.carry, *blob.waiting] if len(blob.carry) else blob.waiting
         payload = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.uint8), *parts])
         runs = (BlobRun(0, 0, len(payload), final),)
@@ -242,7 +244,7 @@ class ChunkerHandler:
             failpoint("cut.sent")
             position, sequence = position + batch.logical_bytes, sequence + batch.segments
         consumed = position - blob.position
-        blob.carry = payload[consumed:].copy()  # a view would hold on to the whole frame
+        blob.carry = payload[consumed:].copy()  # a view would keep the whole frame in memory
         blob.waiting, blob.waiting_bytes = [], 0
         blob.position, blob.sequence = position, sequence
         while len(blob.frames) > 1 and blob.frames[0][1] <= position:
@@ -256,7 +258,7 @@ class ChunkerHandler:
 
 
 def split_segments(batch: SegmentBatch, super_features: int) -> Iterator[SegmentBatch]:
-    """Yield runs of segments that each fit into a message at every later stage."""
+    """Yield runs of segments that each fit into a message of every later stage."""
     counts = np.diff(batch.chunk_bounds)
     carried = np.where(batch.zero, 0, batch.lengths).astype(np.int64)
     sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(carried)])
@@ -292,10 +294,10 @@ def _segments(batch: SegmentBatch, start: int, stop: int) -> SegmentBatch:
 
 
 def _resume_point(part: _Partition) -> tuple[int, str]:
-    """Return (offset, metadata): where to read from after a death, and what is known of the blobs open there."""
+    """Return (offset, metadata): where to resume after a crash, and the open blobs' states."""
     assert part.next_offset is not None
-    # Those whose first frame is out of reach need their state: the open ones, and those of the last owner whose next
-    # frame is still to come; together no more than it left. All others can be cut again from their start.
+    # Blobs whose first frame is out of reach need their state: open ones, and those of the previous owner whose next
+    # frame has not arrived; together no more than it left. All others can be cut again from their start.
     lost = [blob for blob in part.open.values() if blob.first_offset is None]
     within = sorted(
         (blob.first_offset, blob.envelope.blob) for blob in part.open.values() if blob.first_offset is not None
@@ -311,7 +313,7 @@ def _resume_point(part: _Partition) -> tuple[int, str]:
 
 
 def _resume_states(metadata: str) -> dict[bytes, tuple[int, int]]:
-    """Return the states in a commit's metadata; what does not parse is none of ours."""
+    """Return the states in a commit's metadata; none if it does not parse."""
     try:
         data = base64.b64decode(metadata, validate=True)
     except (binascii.Error, ValueError):

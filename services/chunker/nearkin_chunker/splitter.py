@@ -1,7 +1,9 @@
-"""Arenas into segments. Invariant: what a batch holds follows from the bytes alone, never from how a source gave them.
+"""Cut arenas of source bytes into segments.
 
-arena   |      carry | new bytes of this batch ... |      filled from CARRY_BYTES_MAX on as the source gives them
-               ^ the uncut tail of the batch before
+arena   |      carry | new bytes of this batch ... |      filled from CARRY_BYTES_MAX on as the source returns them
+               ^ the uncut tail of the previous batch
+
+Invariant: the content of a batch depends on the bytes alone, never on the sizes in which the source returned them.
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.memory import mapped
 
 CARRY_BYTES_MAX = 2 * SEGMENT_BYTES_MAX
-"""A segment and a chunk at their bounds, and a chunk may be a segment: what a batch may leave for the next one."""
+"""Uncut tail of a batch: a segment and a chunk at their bounds, and a chunk may be a segment."""
 SPARES_MAX = 3
-"""Arenas that nobody reads: as many as are used in turn, one being filled, one being cut and one being reduced."""
+"""Idle arenas to keep, as many as are in use: one being filled, one cut and one reduced."""
 
 
 @frozen
 class FilledArena:
-    """An arena and whose bytes its runs are. Where the arena before ended inside a blob, the first run goes on.
+    """An arena and the blobs of its bytes.
 
-    Without `full` more comes of it, behind what its runs say.
+    If the previous arena ended inside a blob, the first run continues it.
+
+    Unless `full`, more bytes follow after the last run.
     """
 
     arena: U8
@@ -39,10 +43,9 @@ class FilledArena:
 
 
 class Arenas:
-    """Arenas of one size, for one put after another. Safe between threads.
+    """Pool of arenas of one size. Thread-safe.
 
-    Of a put of 60 MB that are known, fresh memory takes 5 ms of 80: those that are no longer read come
-    back, the warmest first.
+    Of a put of 60 MB of known data, fresh memory takes 5 ms of 80: idle arenas are reused, the last used first.
     """
 
     def __init__(self, batch_bytes: int) -> None:
@@ -50,21 +53,21 @@ class Arenas:
         self._spares: deque[U8] = deque()
 
     def take(self) -> U8:
-        """Return one that is no longer read, or a new one."""
+        """Return an idle arena or a new one."""
         try:
             return self._spares.pop()
         except IndexError:
             return mapped(self.bytes)
 
     def give_back(self, payload: U8) -> None:
-        """Take back the arena that `payload` is a slice of, if it is one."""
+        """Return to the pool the arena of which `payload` is a slice, if it is one."""
         arena = payload if len(payload) == self.bytes else payload.base
         if isinstance(arena, np.ndarray) and len(arena) == self.bytes and len(self._spares) < SPARES_MAX:
             self._spares.append(arena)
 
 
 class Cutter:
-    """Cuts, names and groups; keeps the uncut tail between batches. For one thread."""
+    """Cuts, fingerprints and groups; keeps the uncut tail between batches. For one thread."""
 
     def __init__(
         self, settings: Settings, fingerprinter: Fingerprinter, arenas: Arenas, hand_on: Callable[[SegmentBatch], None]
@@ -73,12 +76,12 @@ class Cutter:
         self._arenas = arenas
         self._pass_on_container = hand_on
         self._carry: U8 = np.empty(CARRY_BYTES_MAX, np.uint8)
-        """Room for it: a new copy each batch would be new pages each batch."""
+        """Buffer for the tail: a new copy per batch would touch new pages per batch."""
         self._carried = 0
         self._cutting: SegmentCutter | None = None
 
     def cut(self, filled: FilledArena) -> None:
-        """Cut what is new; of an arena that is full hand all certain segments on."""
+        """Cut the new bytes; pass on the complete segments of a full arena."""
         arena, (first, *others) = filled.arena, filled.runs
         start = first.start - self._carried
         if self._cutting is None:

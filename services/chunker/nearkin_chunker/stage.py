@@ -1,7 +1,10 @@
-"""Chunker stage. Invariant: what it leaves unconsumed starts at a segment's start, so nothing is carried but bytes.
+"""Chunker stage: cut, fingerprint, group into segments.
 
-payload   | blob 3: start .. stop | blob 4 ... |          runs of frames, several blobs where they are small
-cut -> name | cut -> name | ... -> group      some MiB at a time, as they come: what was cut is at hand to name
+payload   | blob 3: start .. stop | blob 4 ... |          runs of frames, several blobs if they are small
+cut -> fingerprint | cut -> fingerprint | ... -> group    a few MiB at a time, while they are in the CPU cache
+
+Invariants: unconsumed bytes start at a segment's start, so that only bytes are carried. A segment ends where the
+fingerprints decide, never above its bound in bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 
 from nearkin_chunker.chunking_algorithms import chunker
-from nearkin_chunker.segmenter import segment_bounds
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.limits import MIB
@@ -18,12 +20,12 @@ from nearkin_shared.types import NAME_BYTES, U8, U32, Bools, SegmentBatch, offse
 from nearkin_shared.utils.frozen import frozen
 
 STEP_BYTES = 4 * MIB
-"""So much is cut, then named: of 16 MiB the beginning has left the core's cache by then (3.3 GB/s; in steps 3.9)."""
+"""Bytes cut before they are fingerprinted: of 16 MiB, the first have left the cache by then (3.3 GB/s, here 3.9)."""
 
 
 @frozen
 class BlobRun:
-    """Bytes [start, stop) of the payload belong to `blob`; `final` says that it ends with them."""
+    """Bytes [start, stop) of the payload belong to `blob`, which ends with them if `final`."""
 
     blob: int
     start: int
@@ -33,7 +35,7 @@ class BlobRun:
 
 @frozen
 class FrameRuns:
-    """Frames as received, laid one after another: at most one run, the last, is not final."""
+    """Frames as received, concatenated: at most one run, the last, is not final."""
 
     payload: U8
     runs: tuple[BlobRun, ...]
@@ -41,14 +43,14 @@ class FrameRuns:
 
 @frozen
 class ChunkedRuns:
-    """The segments that are certain, and up to where the payload was consumed."""
+    """The complete segments, and the offset up to which the payload was consumed."""
 
     segments: SegmentBatch
     consumed: int
 
 
 class ChunkerStage:
-    """Cuts, fingerprints, groups."""
+    """Cuts, fingerprints and groups the bytes of blobs."""
 
     name = "chunker"
 
@@ -58,7 +60,7 @@ class ChunkerStage:
         self.fingerprinter = fingerprinter
 
     def reads(self, batch: FrameRuns, facts: LookupResults) -> LookupRequest | None:
-        """Ask nothing: cut points depend on the bytes alone."""
+        """Return None: cut points depend on the bytes alone."""
         return None
 
     def decide(self, batch: FrameRuns, facts: LookupResults) -> ChunkedRuns:
@@ -69,10 +71,10 @@ class ChunkerStage:
 
 
 class SegmentCutter:
-    """A payload that grows, cut and named as it does. It gives just what it would give all at once."""
+    """Cuts and fingerprints a growing payload, as if it were complete."""
 
     def __init__(self, stage: ChunkerStage, start: int) -> None:
-        """`start`: where the first run begins."""
+        """`start`: offset of the first run."""
         self._stage = stage
         self._start = start
         self._batch = FrameRuns(np.zeros(0, np.uint8), ())
@@ -80,10 +82,10 @@ class SegmentCutter:
         self._parts = [_NO_CHUNKS]
         self._unnamed = [_NO_CHUNKS[0]]
         self._named = self._cut = start
-        """Up to where the payload is named, and cut."""
+        """Offsets up to which the payload is fingerprinted, and cut."""
 
     def extend(self, batch: FrameRuns) -> None:
-        """Take the payload as it is now: of the runs before, the last may have grown or ended, and more may follow."""
+        """Cut the grown payload: the last run before may have grown or ended, and more may follow."""
         self._batch = batch
         for number in range(max(0, len(self._counts) - 1), len(batch.runs)):
             if number == len(self._counts):
@@ -102,7 +104,7 @@ class SegmentCutter:
                     self._name()
 
     def finish(self) -> ChunkedRuns:
-        """Return the segments that are certain, the payload being all there is."""
+        """Return the complete segments of the payload."""
         self._name()
         lengths, names, zero = (np.concatenate(column) for column in zip(*self._parts, strict=True))
         payload, fingerprinter, segment = self._batch.payload, self._stage.fingerprinter, self._stage.segment
@@ -133,12 +135,48 @@ class SegmentCutter:
         )
 
     def _name(self) -> None:
-        """Name what was cut since the last time."""
+        """Fingerprint the chunks cut since the last call."""
         lengths = np.concatenate(self._unnamed)
         offsets = offsets_of(lengths) + np.uint64(self._named)
         names, zero = self._stage.fingerprinter.name_stream(self._batch.payload, offsets, lengths)
         self._parts.append((lengths, names, zero))
         self._unnamed, self._named = [_NO_CHUNKS[0]], self._cut
+
+
+def segment_bounds(names: U8, lengths: U32, zero: Bools, target_chunks: int, bytes_max: int, final: bool) -> U32:
+    """Return uint32[s + 1] chunk bounds, from 0.
+
+    A segment ends after a chunk whose fingerprint's first two bytes, read little-endian, have their low bits zero (1 in
+    `target_chunks`, at most 1024), so that an insertion moves only the boundaries near it. Chunks of zeros never end
+    one, or a hole would become one-chunk segments. Without `final`, chunks after the last bound are not yet decided.
+    """
+    count = len(lengths)
+    low = names[:, 0].astype(np.uint32) | (names[:, 1].astype(np.uint32) << 8)
+    ends = np.flatnonzero(((low & np.uint32(target_chunks - 1)) == 0) & ~zero) + 1
+    reached = np.cumsum(lengths, dtype=np.int64)
+    if count:  # usually no segment meets its bound, and the ends are those of the fingerprints
+        last = [count] if not len(ends) or ends[-1] < count else []
+        all_ends = np.append(ends, last).astype(np.intp)
+        if np.diff(reached[all_ends - 1], prepend=0).max() <= bytes_max:
+            return np.append(np.uint32(0), all_ends if final else ends).astype(np.uint32)
+    bounds = [0]
+    candidate = 0
+    while bounds[-1] < count:
+        start = bounds[-1]
+        base = int(reached[start - 1]) if start else 0
+        # The first chunk that does not fit: one step per segment, not per chunk.
+        full = int(np.searchsorted(reached, base + bytes_max, side="right"))
+        candidate = int(np.searchsorted(ends, start, side="right"))
+        natural = int(ends[candidate]) if candidate < len(ends) else count + 1
+        if natural <= full:
+            bounds.append(natural)
+        elif full < count:
+            bounds.append(full)
+        elif final:
+            bounds.append(count)
+        else:
+            break
+    return np.array(bounds, np.uint32)
 
 
 _NO_CHUNKS: tuple[U32, U8, Bools] = (

@@ -1,4 +1,4 @@
-"""`python -m nearkin_committer`: commits versions whose segments are placed."""
+"""Run the committer: `python -m nearkin_committer`."""
 
 from nearkin_committer.handler import CommitterHandler
 from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks

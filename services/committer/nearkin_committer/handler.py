@@ -1,7 +1,10 @@
-"""Placed segments into versions. Invariant: a blob is committed once, when all its segments are there, or told failed.
+"""Commit the version of a blob once all its segments are placed.
 
-Its state is the topic: offsets move only past blobs that are committed or failed, so that a restart reads the rest
-again. A message that comes twice is recognised by its sequence, a blob by its origin among the key's newest versions.
+The topic is the state: offsets move only past blobs that are committed or failed, so that a restart reads the rest
+again. A repeated message is recognised by its sequence, a repeated blob by its origin among the key's newest versions.
+
+Invariants: a blob is committed once, when all its segments are placed, or reported failed. A blob that may have been
+reported as refused is never committed afterwards.
 """
 
 from __future__ import annotations
@@ -11,13 +14,12 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from nearkin_committer.put_conditions import Refusals, check_precondition
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, NotFound, PermanentError, PreconditionFailed, RetryableError
 from nearkin_shared.formats.manifest import Manifest, moment_of
@@ -41,7 +43,7 @@ from nearkin_shared.results import LEDGER_FIELDS, Ledger
 from nearkin_shared.results_json import info_json, ledger_json
 from nearkin_shared.retention import retain_until_us
 from nearkin_shared.storage.heads import VersionHeads
-from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.manifests import ManifestStore, VersionHistory
 from nearkin_shared.types import U32, Bools, Locations
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
@@ -50,28 +52,28 @@ _log = logging.getLogger("nearkin.commit")
 
 VERSION_RACES_MAX = 1000
 FINISHED_MAX = 10_000
-"""Blobs remembered as committed or failed: what is still told of them changes nothing."""
+"""Blobs remembered as committed or failed: later messages about them are ignored."""
 OPEN_BLOBS_MAX = 20_000
 RECORDS_MAX = 1 << 20
-"""Records of all blobs that are gathering: 1.2 KiB each where a run has 14 segments of 128 KiB, as most have."""
+"""Records of all incomplete blobs: 1.2 KiB each if a run has 14 segments of 128 KiB, as most do."""
 STAGES_BEFORE = frozenset(WAITS) - {"committer"}
-"""What waits for one of these may be what a blob lacks. The committers' own offset is held back by that blob."""
+"""A blob may miss segments that wait for one of these. It holds back the committers' own offset."""
 LATE_TIMES = 1 + len(STAGES_BEFORE)
-"""A blob is given up after so many times kafka.upload_idle_seconds: a stage that is behind by less is not seen as such,
-and its segments may meet all of them."""
+"""A blob fails after this many times kafka.upload_idle_seconds: a stage with a shorter lag is not detected, and
+segments may meet such a lag in each stage."""
 LOOKS = 10
-"""How often it is looked in each such time whether a stage is behind: one may have been, and have caught up since."""
+"""Checks of the stages' lag in each such time: a lag may appear and disappear in between."""
 CLOCK_SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
-"""A version older than its blob's beginning by more is not its own."""
+"""A version older than its blob's start by more than this has another origin."""
 
 
 _Name = tuple[int, bytes, str, str]
-"""Partition, blob id, tenant, key: what another tenant, or another partition, says of an id is of another blob (I9)."""
+"""Partition, blob id, tenant, key: the same blob id from another tenant or partition is another blob (I9)."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A blob whose segments are gathering."""
+    """A blob with incomplete segments."""
 
     envelope: Envelope
     name: _Name
@@ -81,19 +83,19 @@ class _Open:
     last_seen: float = field(default_factory=time.monotonic)
     segments: int = 0
     refusal: PreconditionFailed | None = None
-    """Why its precondition refused it."""
+    """The failed precondition, if any."""
 
     def add(self, placed: Placed) -> None:
-        """Keep what is told of a run of segments: once for each start, the longest."""
+        """Add a run of segments: for each start, the longest."""
         held = self.placed.get(placed.envelope.sequence)
         if held is None or len(held.segments) < len(placed.segments):
             self.placed[placed.envelope.sequence] = placed
             self.segments += len(placed.segments) - (len(held.segments) if held is not None else 0)
 
     def runs(self) -> tuple[list[tuple[Placed, int]], int]:
-        """Return ([(run, how many of its segments are told before)], segments told without a gap).
+        """Return ([(run, count of its segments in earlier runs)], segments without a gap).
 
-        A chunker that died is followed by one that groups the same segments otherwise: runs may overlap.
+        A chunker that replaces a crashed one groups the same segments differently: runs may overlap.
         """
         found, reached = [], 0
         for sequence in sorted(self.placed):
@@ -106,8 +108,21 @@ class _Open:
         return found, reached
 
 
+class Refusals(Protocol):
+    """Record of refused blobs, kept while their messages may be read again.
+
+    All calls raise RetryableError.
+    """
+
+    def refusal(self, blob: bytes) -> str | None:
+        """Return why a blob was refused, or None."""
+
+    def note_refusal(self, blob: bytes, reason: str) -> None:
+        """Record why a blob is refused."""
+
+
 class CommitterHandler:
-    """Commits."""
+    """Assembles blobs from topic `placed` and commits them."""
 
     def __init__(
         self,
@@ -119,7 +134,10 @@ class CommitterHandler:
         authenticator: EnvelopeAuthenticator | None,
         refusals: Refusals | None = None,
     ) -> None:
-        """`backlog`: asked before a blob is failed for want of segments; `refusals`: of conditional puts."""
+        """`backlog`: checked before a blob fails for lack of segments.
+
+        `refusals`: of conditional puts.
+        """
         self._refusals = refusals
         self._settings = settings
         self._backlog = backlog
@@ -130,7 +148,7 @@ class CommitterHandler:
         self._guard = RecordGuard(settings, "committer", self._outbox, None)
         self._offsets: dict[int, PartitionOffsets] = {}
         self._open: OrderedDict[_Name, _Open] = OrderedDict()
-        """Last seen last."""
+        """In the order of the last message."""
         self._records = 0
         self._looked = -math.inf
         self._finished: OrderedDict[_Name, None] = OrderedDict()
@@ -141,7 +159,7 @@ class CommitterHandler:
         self._offsets[partition] = PartitionOffsets()
 
     def handle(self, records: list[Record]) -> None:
-        """Gather what came; commit blobs that are whole."""
+        """Add records to their blobs; commit complete blobs."""
         done: list[tuple[int, int]] = []
         for record in records:
             self._offsets[record.partition].start(record.offset)
@@ -150,10 +168,10 @@ class CommitterHandler:
         self._done(done)
 
     def idle(self) -> float:
-        """Fail blobs whose segments have stopped coming: one of them was put aside on the way.
+        """Fail blobs that receive no more segments, since an earlier stage put one aside.
 
-        Not while a stage before is that far behind: a store that is away for longer would fail all that was accepted.
-        The wait begins anew then: the segments that a stage has caught up with still have the other stages before them.
+        Not while an earlier stage lags that far behind: an outage would fail every accepted blob. The wait then starts
+        again: segments that a stage has caught up with still have the other stages before them.
         """
         seconds, now = self._settings.kafka.upload_idle_seconds, time.monotonic()
         waiting = [blob for blob in self._open.values() if now - blob.last_seen > seconds]
@@ -167,18 +185,18 @@ class CommitterHandler:
             return IDLE_SECONDS
         for blob in waiting:
             if now - blob.last_seen > LATE_TIMES * seconds:
-                done = self._fail(blob, "some of its segments never came; look among the dead letters", None)
+                done = self._fail(blob, "some of its segments are missing; look among the dead letters", None)
                 self._outbox.flush()
                 self._done(done)
         return IDLE_SECONDS
 
     def _unread(self, blobs: Iterable[_Open]) -> bool:
-        """Return whether the topic has more than was read of where these blobs come from."""
+        """Return whether the topic has unread records in the partitions of these blobs."""
         found = {partition: self._offsets[partition].following for partition in {blob.records[0][0] for blob in blobs}}
         return any(self._backlog.unread("placed", part, after) for part, after in found.items() if after is not None)
 
     def drain(self, partition: int) -> None:
-        """Nothing waits that could be ended sooner: blobs that are not whole are gathered again elsewhere."""
+        """Do nothing: the next owner of the partition assembles incomplete blobs again."""
 
     def on_dropped(self, partition: int) -> None:
         """Forget a partition and its blobs."""
@@ -188,7 +206,7 @@ class CommitterHandler:
             self._records -= len(blob.records)
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
-        """Yield what lies before the oldest open blob."""
+        """Yield the offset of each partition before its oldest open blob."""
         for partition, offsets in self._offsets.items():
             if offsets.committable is not None:
                 yield partition, offsets.committable, ""
@@ -204,13 +222,13 @@ class CommitterHandler:
                 offsets.finish(offset)
 
     def _one(self, record: Record) -> list[tuple[int, int]]:
-        """Return the records that are done with this one."""
+        """Return the records that are done after this one."""
         place = (record.partition, record.offset)
         message = self._guard.decode(record)
         if message is None or (name := _name(record.partition, message.envelope)) in self._finished:
             return [place]
         if not isinstance(message, Placed | End):
-            _log.warning("%s: a %s does not belong here", record.label, type(message).__name__)
+            _log.warning("%s: unexpected %s on this topic, ignored", record.label, type(message).__name__)
             return [place]
         blob = self._open.setdefault(name, _Open(message.envelope, name))
         self._open.move_to_end(name)
@@ -229,7 +247,7 @@ class CommitterHandler:
         return self._make_room(blob)
 
     def _carry_out(self, blob: _Open, end: End, record: Record) -> list[tuple[int, int]]:
-        """Commit a whole blob, or fail it; return its records."""
+        """Commit a complete blob, or fail it; return its records."""
         if not self._guard.carry_out(record, blob.envelope, lambda: self._commit_traced(blob, end, record)):
             return self._fail(blob, "it could not be committed; look among the dead letters", trace_of(record))
         if blob.refusal is not None:
@@ -237,10 +255,10 @@ class CommitterHandler:
         return self._finish(blob)
 
     def _make_room(self, newest: _Open) -> list[tuple[int, int]]:
-        """Fail a blob where more gather than may; return its records.
+        """Fail a blob if too many are incomplete; return its records.
 
-        The one not seen for longest goes if its upload must be dead by now, else the one that came last: to end those
-        that wait longest would end them all where a few too many take turns.
+        The least recently seen one if its upload must have ended, else the newest one: to fail those that wait longest
+        would fail all of them if slightly too many are active in parallel.
         """
         if len(self._open) > OPEN_BLOBS_MAX:
             longest = next(iter(self._open.values()))
@@ -266,16 +284,19 @@ class CommitterHandler:
         return blob.records
 
     def _commit_traced(self, blob: _Open, end: End, record: Record) -> None:
-        told = about_span(blob.envelope.blob, blob.envelope.tenant) | {"nearkin.bytes": end.size_bytes or 0}
-        with span("commit", trace_of(record), told) as traceparent:
+        attributes = about_span(blob.envelope.blob, blob.envelope.tenant) | {"nearkin.bytes": end.size_bytes or 0}
+        with span("commit", trace_of(record), attributes) as traceparent:
             try:
                 self._commit(blob, end, traceparent)
-            except PreconditionFailed as err:  # an answer to the caller, not a fault: no dead letter
+            except PreconditionFailed as err:  # a response to the caller, not a fault: no dead letter
                 blob.refusal = err
 
     def _commit(self, blob: _Open, end: End, traceparent: bytes | None) -> None:
-        """1 manifest  2 index  3 tell: dying in between, the next one finds the origin and tells the same."""
-        lane = self._lanes[end.envelope.tenant]  # first: a manifest must not be sealed by a key that is made for it
+        """Commit: 1 manifest  2 index  3 event.
+
+        After a crash in between, the next delivery finds the origin and sends the same event.
+        """
+        lane = self._lanes[end.envelope.tenant]  # first: a new key must exist before a manifest is encrypted with it
         gathered = _assemble_content(blob, end)
         manifest, manifest_bytes, durable_us = self._committed(lane, end, gathered)  # 1
         failpoint("version.manifest")
@@ -291,9 +312,11 @@ class CommitterHandler:
 
     @staticmethod
     def _catalogue(lane: TenantContext, manifest: Manifest, manifest_bytes: int) -> None:
-        """Tell the index. What that refuses for good undoes nothing: the version is there, an index made anew has it.
+        """Add the version to the index.
 
-        Raises RetryableError.
+        A permanent error is logged only: the version exists, a rebuild adds it.
+
+        Raises: RetryableError.
         """
         try:
             lane.index.commit(manifest, manifest_bytes)
@@ -301,7 +324,7 @@ class CommitterHandler:
             if isinstance(err, Corrupt):
                 metrics.CORRUPT.labels("committer").inc()
             _log.error(
-                "key %r version %d: committed, but the index refused it: listings lack it until the index is rebuilt: "
+                "key %r version %d: committed, but the index refused it; listings lack it until the index is rebuilt: "
                 "%s",
                 manifest.key,
                 manifest.version,
@@ -309,11 +332,13 @@ class CommitterHandler:
             )
 
     def _confirm(self, lane: TenantContext, manifest: Manifest, took_us: int) -> None:
-        """Take a version back that came so late that what it was told is there may be collected. Raises PermanentError.
+        """Withdraw a version that became durable so late that its chunks may be collected.
 
-        Whatever a blob was told, it was told since it began. What is condemned at that moment or later goes a grace
-        later at the soonest, unless a manifest that is durable by then names it. So one that was durable in time stays,
-        however late it is looked at again: what it needs may be damaged by then, and may come back from a copy.
+        Every location in a blob was valid after its start. Data marked for deletion at that moment or later are deleted
+        a grace later at the earliest, unless a manifest that is durable by then names them. So a version that was
+        durable in time stays, however late it is delivered again: damaged chunks of it may still be repaired.
+
+        Raises: PermanentError.
         """
         collected = lane.collected
         if took_us < collected.grace_seconds / 2 * 1e6 - CLOCK_SKEW_US:
@@ -321,14 +346,14 @@ class CommitterHandler:
         problem = collected.dangling(manifest.segments)
         if problem is not None:
             self._manifests.delete(manifest.tenant, manifest.key, manifest.version)
-            raise PermanentError(f"{problem}: the blob was on its way for too long (gc.grace_seconds); put it again")
+            raise PermanentError(f"{problem}: the blob was in flight for too long (gc.grace_seconds); put it again")
 
     @staticmethod
     def _require_stored(lane: TenantContext, segments: Locations) -> None:
-        """Refuse segments that the store lacks (I2): an index that was restored from an older copy may name them.
+        """Refuse segments that the store lacks (I2): an index restored from an older copy may name them.
 
-        Raises PermanentError, after which the index is checked, so that the same content is stored when it is put
-        again.
+        Raises: PermanentError, after reporting the container, so that the index is checked and the same content is
+        stored when it is put again.
         """
         missing = lane.collected.find_missing(segments)
         if missing is None:
@@ -342,9 +367,9 @@ class CommitterHandler:
         )
 
     def _committed(self, lane: TenantContext, end: End, gathered: _VersionContent) -> tuple[Manifest, int, int]:
-        """Return (manifest, its bytes, us when it was durable), committed now or by an earlier delivery (I2).
+        """Return (manifest, its bytes, us when it was durable), of this delivery or an earlier one (I2).
 
-        Raises PreconditionFailed.
+        Raises: PreconditionFailed.
         """
         with self._manifests.exclusive_if(end.precondition, end.envelope.tenant, end.envelope.key):
             return self._claim_version_number(lane, end, gathered)
@@ -385,18 +410,18 @@ class CommitterHandler:
             try:
                 manifest_bytes = self._manifests.put(manifest)
             except AlreadyExists:
-                continue  # another put took the number, or this one did and its answer was lost
+                continue  # another put took the number, or this one did and the response was lost
             metrics.count_committed(gathered.ledger, manifest_bytes, manifest.seconds)
             return manifest, manifest_bytes, time.time_ns() // 1000
         raise RetryableError(f"key {key!r}: {VERSION_RACES_MAX} other puts took the next version first")
 
     def _earlier(self, end: End, versions: list[int]) -> tuple[Manifest, int] | None:
-        """Return the version that has this origin, looking from the newest back to those older than the blob."""
+        """Return the version with this origin, searching back to those older than the blob."""
         for version in reversed(versions):
             try:
                 found = self._manifests.get(end.envelope.tenant, end.envelope.key, version)
             except (NotFound, Corrupt) as err:
-                _log.warning("blob %s: an earlier version, %d: %s", end.envelope.blob.hex(), version, err)
+                _log.warning("blob %s: earlier version %d not readable: %s", end.envelope.blob.hex(), version, err)
                 continue
             if found.origin == end.origin:
                 return found, self._manifests.size_bytes(found)
@@ -407,11 +432,9 @@ class CommitterHandler:
     def _fail(
         self, blob: _Open, failure: str, traceparent: bytes | None, reason: str | None = None
     ) -> list[tuple[int, int]]:
-        """Tell a blob failed, or committed where a version has its origin; return its records, which are done.
+        """Report a blob failed, or committed if a version has its origin; return its records.
 
-        `reason`: a name for programs, where there is one.
-
-        Raises RetryableError.
+        `reason`: a name for programs, if one exists. Raises RetryableError.
         """
         origin, began_us, end = blob.envelope.blob, 0, blob.end
         if end is not None:
@@ -420,7 +443,9 @@ class CommitterHandler:
         with about(blob.envelope.blob, blob.envelope.tenant, traceparent):
             if end is not None and earlier is not None:
                 manifest, manifest_bytes = earlier
-                _log.warning("blob %s: is version %d; since then: %s", origin.hex(), manifest.version, failure)
+                _log.warning(
+                    "blob %s: committed before as version %d; now: %s", origin.hex(), manifest.version, failure
+                )
                 ledger = manifest.ledger + self._stored_bytes(manifest, manifest_bytes)
                 self._publish_committed(end, manifest, ledger, traceparent)
             else:
@@ -436,7 +461,7 @@ class CommitterHandler:
         return self._finish(blob)
 
     def _version_of(self, end: End) -> tuple[Manifest, int] | None:
-        """Return what was committed of a blob, None where that is nothing, or nothing that can be read."""
+        """Return the committed version of a blob, or None if there is none that can be read."""
 
         def look() -> tuple[Manifest, int] | None:
             return self._earlier(end, self._manifests.versions(end.envelope.tenant, end.envelope.key))
@@ -444,7 +469,7 @@ class CommitterHandler:
         try:
             return patiently(look)
         except PermanentError as err:
-            _log.warning("blob %s: its key's versions: %s", end.envelope.blob.hex(), err)
+            _log.warning("blob %s: versions of its key not readable: %s", end.envelope.blob.hex(), err)
             return None
 
     def _publish_committed(self, end: End, manifest: Manifest, ledger: Ledger, traceparent: bytes | None) -> None:
@@ -480,7 +505,7 @@ def _name(partition: int, envelope: Envelope) -> _Name:
 
 @frozen
 class _VersionContent:
-    """What a version is made of."""
+    """Segments, lengths and ledger of a version."""
 
     segments: Locations
     known: Bools
@@ -489,14 +514,16 @@ class _VersionContent:
 
 
 def _assemble_content(blob: _Open, end: End) -> _VersionContent:
-    """Return a blob's segments in order. Raises Corrupt when they do not fit together."""
+    """Return a blob's segments in order. Raises Corrupt if they do not fit together."""
     runs, reached = blob.runs()
     if reached != end.segments:
-        raise Corrupt(f"blob {blob.envelope.blob.hex()}: {reached} segments came of {end.segments}")
+        raise Corrupt(f"blob {blob.envelope.blob.hex()}: {reached} of {end.segments} segments arrived; put it again")
     lengths = np.concatenate([np.zeros(0, np.uint32), *(run.lengths[told:] for run, told in runs)])
     logical_bytes = int(lengths.sum(dtype=np.uint64))
     if logical_bytes != end.size_bytes:
-        raise Corrupt(f"blob {blob.envelope.blob.hex()}: {logical_bytes} bytes placed of {end.size_bytes}")
+        raise Corrupt(
+            f"blob {blob.envelope.blob.hex()}: {logical_bytes} of {end.size_bytes} bytes placed; put it again"
+        )
     ledger = sum((_share(run, told) for run, told in runs), Ledger())
     known = np.concatenate([np.zeros(0, np.bool_), *(run.known[told:] for run, told in runs)])
     segments = Locations.join([run.segments.take(slice(told, None)) for run, told in runs])
@@ -504,8 +531,29 @@ def _assemble_content(blob: _Open, end: End) -> _VersionContent:
 
 
 def _share(run: Placed, told: int) -> Ledger:
-    """Return a run's ledger, less the share of the segments that were told before."""
+    """Return a run's ledger, less the share of the segments in earlier runs."""
     left, whole = len(run.segments) - told, len(run.segments)
     if not told:
         return run.ledger
     return Ledger(*(getattr(run.ledger, name) * left // whole for name in LEDGER_FIELDS))
+
+
+def check_precondition(
+    manifests: ManifestStore, refusals: Refusals | None, end: End, histories: Mapping[int, History]
+) -> None:
+    """Refuse a conditional put whose condition fails now, or failed at an earlier delivery.
+
+    Raises: PreconditionFailed.
+    """
+    if end.precondition is None:
+        return
+    blob, tenant, key = end.envelope.blob, end.envelope.tenant, end.envelope.key
+    reason = None if refusals is None else refusals.refusal(blob)
+    if reason is not None:
+        raise PreconditionFailed(reason)
+    try:
+        manifests.check_precondition(tenant, key, histories, end.precondition)
+    except PreconditionFailed as err:
+        if refusals is not None:
+            refusals.note_refusal(blob, str(err))
+        raise

@@ -1,4 +1,4 @@
-"""Dedup: known segments cost one lookup, the chunks of unknown ones another; what is left is fresh."""
+"""Dedup stage: find the fresh chunks of a batch."""
 
 from nearkin_dedup.stage import DedupStage
 

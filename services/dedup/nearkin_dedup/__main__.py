@@ -1,4 +1,4 @@
-"""`python -m nearkin_dedup`: drops the segments and chunks that are known."""
+"""Run the dedup service: `python -m nearkin_dedup`."""
 
 from nearkin_dedup.handler import dedup_work
 from nearkin_shared.kafka.clients import Outbox

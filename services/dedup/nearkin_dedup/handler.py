@@ -1,4 +1,5 @@
-"""Dedup of messages: what `StatelessStageHandler` does with topic `segments`."""
+# size: the Kafka side of the stage; the stage itself imports no Kafka client
+"""Apply the dedup stage to messages of topic `segments`, for `StatelessStageHandler`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from nearkin_shared.types import FreshBatch
 
 
 def dedup_work(settings: Settings, lanes: TenantContexts) -> Work:
-    """Return the dedup stage's work: known segments first, then chunks; messages of a blob leave as few as fit."""
+    """Return the dedup stage's work; a blob's messages are joined into as few as fit."""
 
     def work(tenant: str, messages: Sequence[UndecodedMessage]) -> Sequence[OutgoingMessage | None]:
         joined = read_segments(messages)

@@ -1,6 +1,8 @@
-"""Dedup stage. Invariant: exactly the first copy of each unknown chunk stays fresh, in stream order.
+"""Dedup stage: look up segments, then the chunks of unknown segments.
 
 Coarse first (MAD2, Sungem): a known segment is one lookup; only chunks of unknown segments are looked up.
+
+Invariant: exactly the first copy of each unknown chunk stays fresh, in stream order.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from nearkin_shared.types import U8, U32, Bools, FreshBatch, Locations, SegmentB
 
 
 class DedupStage:
-    """Segments, then chunks."""
+    """Removes known segments, then known and repeated chunks."""
 
     name = "dedup"
 
     def __init__(self, scopes: U32 | None = None) -> None:
-        """`scopes` uint32[s]: segments of one scope are decided as if they came alone. None: all are of one."""
+        """`scopes` uint32[s]: segments of each scope are decided independently. None: one scope."""
         self._scopes = scopes
 
     def reads(self, batch: SegmentBatch, facts: LookupResults) -> LookupRequest | None:
-        """Ask for all segments; then for the chunks of unknown segments that are not all zero."""
+        """Request all segments; then the chunks of unknown segments, except chunks of zeros."""
         if facts.segments is None:
             return LookupRequest(segment_ids=batch.segment_ids)
         if facts.chunks is None:
@@ -30,7 +32,7 @@ class DedupStage:
         return None
 
     def decide(self, batch: SegmentBatch, facts: LookupResults) -> FreshBatch:
-        """Drop what is known. Fresh chunks keep their stream order."""
+        """Return the fresh chunks, in stream order, and the locations of known ones."""
         assert facts.segments is not None
         assert facts.chunks is not None
         asked = self._asked(batch, facts.segments.found)
@@ -57,7 +59,7 @@ class DedupStage:
         )
 
     def _asked(self, batch: SegmentBatch, segment_known: Bools) -> Bools:
-        """Return which chunks must be looked up: of segments neither known nor repeated in this batch, not all zero."""
+        """Return a mask of the chunks to look up: of unknown, unrepeated segments, not zeros."""
         first = first_occurrence(_with_scope(batch.segment_ids, self._scopes))
         skipped = segment_known | (first != np.arange(len(first)))
         asked: Bools = np.repeat(~skipped, np.diff(batch.chunk_bounds)) & ~batch.zero

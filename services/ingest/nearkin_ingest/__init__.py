@@ -1,1 +1,1 @@
-"""Ingest: stores records of users' Kafka topics as blobs."""
+"""Ingest: store records of users' Kafka topics as blobs."""

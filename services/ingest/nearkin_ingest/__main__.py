@@ -1,6 +1,8 @@
-"""`python -m nearkin_ingest`. Invariant: what it holds as it ends is durable, or left to the next one.
+"""Run the ingest service: `python -m nearkin_ingest`.
 
-settings -> Kafka's topics and the object store -> hot settings -> one consumer, until SIGTERM or SIGINT
+settings -> Kafka's topics and the object store -> live settings -> one consumer, until SIGTERM or SIGINT
+
+Invariant: at exit, every record in work is durable or left to the next consumer.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ STOP_SECONDS = 60.0
     default=socket.gethostname,
     help="This worker's name, its own in the fleet and the same after a restart. Default: the host's name.",
 )
-@click.option("--verbose", is_flag=True, help="Tell more.")
+@click.option("--verbose", is_flag=True, help="Log more.")
 def main(config_file: Path | None, worker: str, verbose: bool) -> None:
-    """Store what comes in on `ingest.topics`, until SIGTERM."""
+    """Store the records of `ingest.topics` as blobs, until SIGTERM."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: stop.set())
@@ -60,15 +62,18 @@ def main(config_file: Path | None, worker: str, verbose: bool) -> None:
             tracing.stop()
     except NearkinError as err:
         if stop.is_set() and isinstance(err, RetryableError):
-            return  # it was told to end while it waited for a server: no failure
+            return  # stopped while it waited for a server: no failure
         click.echo(f"nearkin: {err}", err=True)
         sys.exit(2 if isinstance(err, BadInput) else 1)
 
 
 def run(settings: Settings, config_file: Path | None, worker: str, stop: threading.Event) -> None:
-    """Run a consumer until `stop`; it takes nothing while `service.read_only` or `service.paused` is set."""
+    """Run a consumer until `stop`.
+
+    It pauses while `service.read_only` or `service.paused` is set.
+    """
     if not settings.ingest.topics:
-        raise ConfigError('ingest.topics: names no topic; want some, such as ["backups", "dumps=team-a"]')
+        raise ConfigError('ingest.topics: is empty; name at least one, such as ["backups", "dumps=team-a"]')
     monitor = Monitor(settings.monitor)
     monitor.start()
     objects, authenticator = _connect(settings, stop)
@@ -96,10 +101,11 @@ def run(settings: Settings, config_file: Path | None, worker: str, stop: threadi
 
 
 def _connect(settings: Settings, stop: threading.Event) -> tuple[ObjectStore | None, EnvelopeAuthenticator]:
-    """Return the object store, where records may name objects, and what signs messages for the pipeline.
+    """Return the object store, if records may name objects, and the message signer.
 
-    Waits a while for servers that are not up yet, and for the pipeline's workers to create the store. Raises NoStore,
-    and ConfigError for topics that may lose acknowledged messages.
+    Waits for servers that are not up yet, and for the pipeline's workers to create the store.
+
+    Raises: NoStore; ConfigError for topics that may lose acknowledged messages.
     """
     deadline = time.monotonic() + CONNECT_SECONDS_MAX
     while True:

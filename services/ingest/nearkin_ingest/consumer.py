@@ -1,11 +1,13 @@
-"""Blobs out of users' topics. Invariant: a record's offset is committed after its blob, or its dead letter, is durable.
+"""Consume users' topics and store their records as blobs.
 
-    1 take  2 read and check  3 queue frames and end, or a dead letter  4 flush  5 commit offsets          (I4)
+    1 poll  2 read and check  3 queue frames and end, or a dead letter  4 flush  5 commit offsets          (I4)
 
-A key's blobs become versions in the order of their records. A record that is delivered again has the same origin, so
-it is committed once. One that can never be stored goes to the dead letters; one whose object cannot be read now holds
-back its own partition alone, for `ingest.retry_seconds` at most. Losing Kafka starts the consumer over from what it
-committed (`run_forever`).
+Blobs of a key become versions in the order of their records. A record that is delivered again has the same origin, so
+it is committed once. A record that can never be stored becomes a dead letter; one whose object cannot be read now holds
+back its own partition only, at most for `ingest.retry_seconds`. After a loss of Kafka the consumer restarts from its
+committed offsets (`run_forever`).
+
+Invariant: a record's offset is committed after its blob, or its dead letter, is durable.
 """
 
 from __future__ import annotations
@@ -65,9 +67,9 @@ _log = logging.getLogger("nearkin.ingest")
 
 POLL_SECONDS = 0.05
 BATCH_RECORDS = 500
-"""Records between two flushes; their bytes are bounded by what the client prefetches, 32 MiB."""
+"""Records between two flushes; the client's prefetch bounds their bytes, 32 MiB."""
 ALIVE_SECONDS = 5.0
-"""How often the group hears of a consumer that streams a long object."""
+"""Interval at which a consumer polls while it streams a long object, to stay in the group."""
 BACKOFF_SECONDS_MAX = 30.0
 
 _Place = tuple[str, int]
@@ -75,12 +77,12 @@ _Piece = TypeVar("_Piece", bytes, memoryview)
 
 
 class _PartitionRevoked(Exception):
-    """The partition went to another consumer, or this one is to stop: its record is begun anew there."""
+    """The partition was revoked or this consumer stops: the record is started elsewhere."""
 
 
 @dataclass(slots=True)
 class _Stall:
-    """A partition that waits for what its next record needs."""
+    """A partition that waits for a dependency of its next record."""
 
     offset: int
     since: float
@@ -89,7 +91,7 @@ class _Stall:
 
 
 class IngestConsumer:
-    """One consumer of the group. Not to be shared between threads."""
+    """One consumer of the group. Not thread-safe."""
 
     def __init__(
         self,
@@ -99,7 +101,9 @@ class IngestConsumer:
         authenticator: EnvelopeAuthenticator | None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """`objects` is where claim checks lie; `worker` a name of its own that stays over a restart (KIP-345).
+        """`objects`: where claim checks are stored.
+
+        `worker`: a unique name, stable over restarts (KIP-345).
 
         `beat` is called after each step, and after each piece of a long object.
         """
@@ -118,7 +122,7 @@ class IngestConsumer:
         self._admin = AdminClient(connection(settings, f"{worker}-ingest-topics"))
         self._cluster = ""
         self._partitions = settings.kafka.partitions
-        """Of our topics. They say themselves how many: by another number a key's blobs would pass out of order."""
+        """Partitions of our topics, as Kafka reports them: with another number a key's blobs would lose their order."""
         self._topic_ids: dict[str, str] = {}
         self._mine: set[_Place] = set()
         self._done: dict[_Place, int] = {}
@@ -130,11 +134,11 @@ class IngestConsumer:
         self._alive_at = time.monotonic()
 
     def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
-        """Work until `stop`. Raises RetryableError when Kafka was away."""
+        """Consume until `stop`. Raises RetryableError if Kafka is unavailable."""
         self._stop = stop
         try:
             self._look_at_cluster()
-            came, went, lost = (on_parts(self._settings, told) for told in (self._assigned, self._revoked, self._lost))
+            came, went, lost = (on_parts(self._settings, on) for on in (self._assigned, self._revoked, self._lost))
             self._consumer.subscribe(list(self._tenants), on_assign=came, on_revoke=went, on_lost=lost)
             while not stop.is_set():
                 self._pause(paused())
@@ -151,7 +155,7 @@ class IngestConsumer:
                 self._consumer.close()
 
     def _step(self, records: list[UserRecord]) -> None:
-        """Bring what was taken to its end."""
+        """Process a batch of records and commit their offsets."""
         count_taken(records)
         passed_over: set[_Place] = set()
         with metrics.STEP_SECONDS.labels(STAGE).time() if records else nullcontext():
@@ -164,14 +168,17 @@ class IngestConsumer:
     # --- one record --------------------------------------------------------------------------------------------------
 
     def _send(self, intake: Intake, attempt: bytes, origin: bytes, place: _Place) -> None:
-        """Queue a record's blob; the trace that its producer began goes on, or one may begin here."""
-        told = tracing.about(attempt, intake.tenant)
-        with tracing.span(STAGE, intake.traceparent, told, begins=True) as traceparent:
+        """Queue a record's blob; continues the trace of its producer, or begins one."""
+        attributes = tracing.about(attempt, intake.tenant)
+        with tracing.span(STAGE, intake.traceparent, attributes, begins=True) as traceparent:
             traced = replace(intake, traceparent=traceparent)
             send_blob(self._outbox, traced, attempt, origin, self._pieces(intake, place))
 
     def _one(self, record: UserRecord) -> bool:
-        """Bring one record to its end; False where it, and what follows in its partition, comes again."""
+        """Process one record.
+
+        False if it, and those after it in its partition, will be delivered again.
+        """
         place = (record.topic, record.partition)
         if place not in self._mine or self._stop.is_set():
             return False
@@ -207,7 +214,7 @@ class IngestConsumer:
         )
 
     def _watched(self, pieces: Iterator[_Piece], place: _Place) -> Iterator[_Piece]:
-        """Yield what `pieces` do; in between let the group know that we live. Raises _Revoked."""
+        """Yield the pieces; poll in between to stay in the group. Raises _PartitionRevoked."""
         for piece in pieces:
             yield piece
             self._beat()
@@ -220,7 +227,7 @@ class IngestConsumer:
                 self._resume(self._consumer.assignment())
                 self._alive_at = time.monotonic()
             if place not in self._mine or self._stop.is_set():
-                raise _PartitionRevoked("this consumer gives the partition up; the record is begun anew elsewhere")
+                raise _PartitionRevoked("partition revoked; its next consumer starts the record again")
 
     def _waited_enough(self, record: UserRecord) -> bool:
         stall = self._stalled.get((record.topic, record.partition))
@@ -229,7 +236,7 @@ class IngestConsumer:
         return time.monotonic() - stall.since > self._settings.ingest.retry_seconds
 
     def _stall(self, record: UserRecord, err: DependencyUnavailable) -> None:
-        """Come back to a record later, and until then take nothing more of its partition."""
+        """Seek back to a record and pause its partition until the next attempt."""
         place, now = (record.topic, record.partition), time.monotonic()
         stall = self._stalled.get(place)
         if stall is None or stall.offset != record.offset:
@@ -242,7 +249,7 @@ class IngestConsumer:
         self._consumer.seek(back)
 
     def _resume_due(self) -> None:
-        """Let partitions go on whose wait is over."""
+        """Resume the partitions whose wait is over."""
         now = time.monotonic()
         due = [place for place, stall in self._stalled.items() if 0 < stall.until <= now]
         for place in due:
@@ -269,7 +276,7 @@ class IngestConsumer:
                 return None
             if is_final(problem):
                 raise StoreUnavailable(f"kafka: {problem.str()}; a new consumer takes over")
-            _log.warning("kafka: %s", problem.str())  # an unknown topic too: it is taken up when it is made
+            _log.warning("kafka: %s", problem.str())  # also an unknown topic: consumed once it is created
             return None
         topic, partition, offset = message.topic(), message.partition(), message.offset()
         assert topic is not None
@@ -280,7 +287,7 @@ class IngestConsumer:
         try:
             headers = header_pairs(message.headers())
         except (UnicodeDecodeError, SystemError) as err:  # a header's name that is not UTF-8
-            headers, unreadable = (), f"its headers cannot be read: {err}"
+            headers, unreadable = (), f"headers cannot be read: {err}"
         return UserRecord(
             topic=topic,
             partition=partition,
@@ -293,7 +300,7 @@ class IngestConsumer:
         )
 
     def _settle(self) -> None:
-        """Flush, then commit what is done. Raises StoreUnavailable."""
+        """Flush, then commit the offsets of completed records. Raises StoreUnavailable."""
         if not self._done:
             return
         self._outbox.flush()
@@ -303,21 +310,21 @@ class IngestConsumer:
             if offsets:
                 self._consumer.commit(offsets=offsets, asynchronous=False)
         except KafkaException as err:
-            # The group moves on: whoever has the partition next repeats a little, which is committed once all the same.
-            # A partition that stays with this member is committed with the next batch, or at the next look.
+            # After a rebalance the next owner repeats a few records, which are committed once all the same. A partition
+            # that stays with this member is committed with the next batch or the next step.
             _log.warning("offsets not committed: %s", err.args[0].str())
             for place, offset in done.items():
                 self._done.setdefault(place, offset)
 
     def _pause(self, paused: bool) -> None:
         if paused:
-            self._consumer.pause(self._consumer.assignment())  # again each time: partitions may have come meanwhile
+            self._consumer.pause(self._consumer.assignment())  # each time: partitions may have been assigned meanwhile
         was, self._paused = self._paused, paused
         if was and not paused:
             self._resume(self._consumer.assignment())
 
     def _resume(self, parts: list[TopicPartition]) -> None:
-        """Resume what nothing holds back."""
+        """Resume the partitions that do not wait."""
         if self._paused:
             return
         waiting = {place for place, stall in self._stalled.items() if stall.until}
@@ -327,7 +334,7 @@ class IngestConsumer:
         client.incremental_assign(parts)
         self._second_round.begin()
         for part in parts:
-            self._topic_ids.pop(part.topic, None)  # it may have been made anew
+            self._topic_ids.pop(part.topic, None)  # the topic may have been created again
         self._mine |= {(part.topic, part.partition) for part in parts}
         _log.info("took %s", ", ".join(sorted(f"{part.topic}[{part.partition}]" for part in parts)) or "nothing")
 
@@ -356,23 +363,25 @@ class IngestConsumer:
             )  # fmt: skip
 
     def _topic_id(self, topic: str) -> str:
-        """Return what tells a topic from a later one of its name; empty where the brokers know no such thing.
+        """Return the topic's id, which differs if it is created again.
 
-        Raises KafkaException, StoreUnavailable.
+        Empty if the brokers have none.
+
+        Raises: KafkaException, StoreUnavailable.
         """
         if topic not in self._topic_ids:
             found = self._admin.describe_topics(TopicCollection([topic]), request_timeout=ADMIN_SECONDS_MAX)[topic]
             try:
                 self._topic_ids[topic] = str(found.result(ADMIN_SECONDS_MAX).topic_id or "")
-            except TimeoutError as err:  # no fault of the record for which it was asked
+            except TimeoutError as err:  # not the fault of the record
                 raise StoreUnavailable(
-                    f"topic {topic}: kafka did not describe it in {ADMIN_SECONDS_MAX:.0f} s"
+                    f"topic {topic}: kafka did not describe it within {ADMIN_SECONDS_MAX:.0f} s; retrying"
                 ) from err
         return self._topic_ids[topic]
 
 
 def count_taken(records: Sequence[UserRecord]) -> None:
-    """Count records as they come, again where they come again."""
+    """Count received records, repeated deliveries included."""
     sent_ms = [record.timestamp_ms for record in records if record.timestamp_ms is not None]
     metrics.RECORD_AGE.labels(STAGE).set(max(0.0, time.time() - min(sent_ms) / 1000) if sent_ms else 0.0)
     metrics.RECORDS.labels(STAGE).inc(len(records))
@@ -383,7 +392,7 @@ _jitter = wait_random_exponential(multiplier=0.25, max=BACKOFF_SECONDS_MAX)
 
 
 def _backoff_seconds(attempt: int) -> float:
-    """Return tenacity's exponential wait with full jitter, for a wait that must not block the others."""
+    """Return tenacity's exponential wait with full jitter, to be waited without blocking."""
     state = RetryCallState(Retrying(), None, (), {})
     state.attempt_number = attempt
     return max(0.05, _jitter(state))

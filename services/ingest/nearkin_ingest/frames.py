@@ -1,6 +1,8 @@
-"""A blob on its way into the pipeline. Invariant: what was begun ends, with an end that is whole or says why not.
+"""Send a blob into the pipeline as frames and an end.
 
-Frames and end are queued; they are durable when the outbox was flushed.
+Frames and end are queued; they are durable once the outbox was flushed.
+
+Invariant: a blob that was begun gets an end, with its digest or the reason of its failure.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ STAGE = "ingest"
 
 
 class DependencyUnavailable(RetryableError):
-    """What a record needs cannot be reached now; others may go on."""
+    """A dependency of one record is unavailable; other records may continue."""
 
 
 def frames_of(value: bytes) -> Iterator[memoryview]:
@@ -37,7 +39,10 @@ def frames_of(value: bytes) -> Iterator[memoryview]:
 
 
 def object_frames(objects: ObjectStore, name: str, bytes_max: int) -> Iterator[bytes]:
-    """Yield an object in frames, one in memory at a time. Raises NotFound, BadInput, Away."""
+    """Yield an object in frames, one in memory at a time.
+
+    Raises: NotFound; BadInput; DependencyUnavailable.
+    """
     try:
         size_bytes, _ = began = _stamp(objects, name)
         if size_bytes > bytes_max:
@@ -49,11 +54,12 @@ def object_frames(objects: ObjectStore, name: str, bytes_max: int) -> Iterator[b
             (piece,) = objects.get_ranges(name, [start], [stop])
             if len(piece) != stop - start:
                 raise DependencyUnavailable(
-                    f"dataref {name!r}: {len(piece)} bytes at {start}, want {stop - start}: it is being changed"
+                    f"dataref {name!r}: size changed while reading (expected {stop - start} bytes at offset {start}, "
+                    f"got {len(piece)}); retrying"
                 )
             yield bytes(piece)
-        if _stamp(objects, name) != began:  # else one half may be of another object than the other
-            raise DependencyUnavailable(f"dataref {name!r}: it is being changed")
+        if _stamp(objects, name) != began:  # else the halves may be of different objects
+            raise DependencyUnavailable(f"dataref {name!r}: changed while reading; retrying")
     except StoreUnavailable as err:
         raise DependencyUnavailable(str(err)) from err
 
@@ -63,10 +69,10 @@ def _stamp(objects: ObjectStore, name: str) -> tuple[int, str | None]:
 
 
 def attempt_id(tenant: str, key: str, partitions: int) -> bytes:
-    """Return a new blob id: 6 bytes milliseconds since 1970, 10 random ones, on the partition that is its key's.
+    """Return a new blob id on its key's partition: 6 bytes of ms since 1970, 10 random ones.
 
-    Every topic of the pipeline is keyed by blob id, so a key's blobs pass all stages in the order of their records and
-    become versions in that order. Ids are drawn until one fits: `partitions` draws on average, 1 us each.
+    Every topic of the pipeline is keyed by blob id, so the blobs of a key pass all stages in the order of their records
+    and become versions in that order. Ids are drawn until one fits: `partitions` draws on average, 1 us each.
     """
     began = (time.time_ns() // 1_000_000).to_bytes(6, "big")
     wanted = zlib.crc32(key.encode(), zlib.crc32(tenant.encode())) % partitions
@@ -79,7 +85,10 @@ def attempt_id(tenant: str, key: str, partitions: int) -> bytes:
 def send_blob(
     outbox: Outbox, intake: Intake, attempt: bytes, origin: bytes, pieces: Iterator[memoryview] | Iterator[bytes]
 ) -> None:
-    """Queue a blob. What `pieces` raise ends it as failed and is raised on; so is the outbox's StoreUnavailable."""
+    """Queue a blob. An error of `pieces` ends it as failed and is raised again.
+
+    Raises: StoreUnavailable of the outbox; the errors of `pieces`.
+    """
     hasher, position = blake3(), 0
 
     def envelope() -> Envelope:
@@ -96,7 +105,7 @@ def send_blob(
             position += len(piece)
     except BaseException as err:
         if position:
-            with suppress(NearkinError):  # then the chunker ends it after upload_idle_seconds
+            with suppress(NearkinError):  # without an end, the chunker ends it after upload_idle_seconds
                 failure = f"{STAGE}: {str(err) or type(err).__name__}"[:FAILURE_CHARACTERS_MAX]
                 send("end", End(envelope(), intake.began_us, origin, failure=failure))
         raise
@@ -105,6 +114,6 @@ def send_blob(
 
 
 def header_pairs(found: object) -> tuple[tuple[str, bytes | None], ...]:
-    """Return a client's headers, a list of pairs or None, with values as bytes."""
+    """Return a client's headers (a list of pairs, or None) with values as bytes."""
     pairs = found if isinstance(found, list) else []
     return tuple((str(name), value.encode() if isinstance(value, str) else value) for name, value in pairs)

@@ -1,9 +1,11 @@
-"""A user's record as a blob. Invariant: decided from the record and the settings alone; what is refused says why.
+"""Convert a user's record to a blob.
 
 key        header `ingest.key_header`, else the record's key               UTF-8
 tenant     header `ingest.tenant_header`, else the topic's, else `tenant`
 content    the value, or the object that header `dataref` names (CloudEvents' claim check; `ce_dataref` is the same)
-metadata   CloudEvents attributes in binary mode (`ce_id`, `ce_source`, ...), `content-type`, and `kafka`: where it lay
+metadata   CloudEvents attributes in binary mode (`ce_id`, `ce_source`, ...), `content-type`, and `kafka`: its position
+
+Invariant: the result depends on the record and the settings only; every refusal states its reason.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from nearkin_shared.validation import check_key, check_metadata
 
 DATAREF_HEADERS = ("dataref", "ce_dataref")
 CONTENT_TYPE_HEADERS = ("content-type", "ce_datacontenttype")
-"""CloudEvents' Kafka binding says `content-type`; `ce_datacontenttype` is what many send nevertheless."""
+"""CloudEvents' Kafka binding specifies `content-type`; many producers send `ce_datacontenttype` nevertheless."""
 NOT_METADATA = frozenset({"ce_specversion", *DATAREF_HEADERS, *CONTENT_TYPE_HEADERS})
 DATAREF_CHARACTERS_MAX = 1024
 _OBJECT_PART = re.compile(r"[A-Za-z0-9 !$&'()*+,=@:._-]+", re.ASCII)
-"""What every object store takes in a name as it is."""
+"""Characters that every object store accepts in a name unchanged."""
 _TENANT_PART = re.compile(r"[A-Za-z0-9._=-]+", re.ASCII)
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?", re.ASCII)
 
 
 @frozen
 class UserRecord:
-    """A record as received. `timestamp_ms` since 1970, None where it has none."""
+    """A record as received. `timestamp_ms` since 1970, None if it has none."""
 
     topic: str
     partition: int
@@ -45,21 +47,21 @@ class UserRecord:
     all_headers: tuple[tuple[str, bytes | None], ...] = ()
     timestamp_ms: int | None = None
     unreadable: str | None = None
-    """What of it could not even be looked at."""
+    """Why a part of it could not be decoded."""
 
     @property
     def label(self) -> str:
-        """Return where the record lies, for messages to people."""
+        """Return the record's position, for messages to people."""
         return f"{self.topic}[{self.partition}] offset {self.offset}"
 
     def header(self, name: str) -> bytes | None:
-        """Return a header's value; of one that is repeated the last, as Kafka's own clients do."""
+        """Return a header's value; of a repeated header the last, as Kafka's own clients do."""
         return next((value for found, value in reversed(self.all_headers) if found == name), None)
 
 
 @frozen
 class Intake:
-    """What is to be stored. Exactly one of `value` and `dataref`, an object's name, is set."""
+    """A blob to store. Exactly one of `value` and `dataref`, an object's name, is set."""
 
     tenant: str
     key: str
@@ -77,9 +79,9 @@ def tenants_of(settings: Settings) -> dict[str, str]:
 
 
 def origin_of(cluster: str, topic_id: str, record: UserRecord) -> bytes:
-    """Return what all deliveries of one record share, 16 bytes.
+    """Return the origin that all deliveries of one record share, 16 bytes.
 
-    `topic_id` tells a topic from a later one of the same name, whose offsets begin anew.
+    `topic_id` distinguishes a topic from a later one of the same name, whose offsets start again.
     """
     hasher = blake3(derive_key_context="nearkin 2026 origin of an ingested record")
     for part in (cluster, record.topic, topic_id, str(record.partition), str(record.offset)):
@@ -89,7 +91,7 @@ def origin_of(cluster: str, topic_id: str, record: UserRecord) -> bytes:
 
 
 def intake_of(record: UserRecord, tenant: str, settings: Settings) -> Intake | None:
-    """Return what a record is to become, None for one that is passed over. Raises BadInput."""
+    """Return the blob of a record, or None for a record to skip. Raises BadInput."""
     ingest = settings.ingest
     if record.unreadable is not None:
         raise BadInput(record.unreadable)
@@ -97,7 +99,7 @@ def intake_of(record: UserRecord, tenant: str, settings: Settings) -> Intake | N
     if record.value is None and reference is None:
         if ingest.null_values == "skip":
             return None
-        raise BadInput('no value: a blob has bytes, be it none; ingest.null_values = "skip" passes over such records')
+        raise BadInput('no value: a blob has bytes, even if zero; ingest.null_values = "skip" skips such records')
     if record.value is not None and len(record.value) > ingest.value_bytes_max:
         raise BadInput(
             f"value of {len(record.value)} bytes: want at most ingest.value_bytes_max ({ingest.value_bytes_max})"
@@ -118,18 +120,21 @@ def intake_of(record: UserRecord, tenant: str, settings: Settings) -> Intake | N
 
 
 def object_named(reference: bytes, tenant: str, settings: Settings) -> str:
-    """Return the name of the object that a claim check names: `PREFIX/...` or the URL of one. Raises BadInput."""
+    """Return the object that a claim check names, as `PREFIX/...` or as its URL.
+
+    Raises: BadInput.
+    """
     text = _text(reference, "dataref")
     prefix = settings.ingest.dataref_prefix
     if prefix is None:
-        raise BadInput("dataref: no record may name objects here; ingest.dataref_prefix says where they may lie")
+        raise BadInput("dataref: records may not name objects here; set ingest.dataref_prefix to allow it")
     if "{tenant}" in prefix and (not _TENANT_PART.fullmatch(tenant) or tenant in (".", "..")):
         raise BadInput(f"dataref: tenant {tenant!r:.80} cannot be part of an object's name")
     allowed = prefix.replace("{tenant}", tenant)
     root = settings.object_store.url
     name = text.removeprefix(f"{root.rstrip('/')}/") if root is not None and "://" in root else text
     parts = name.split("/")
-    if parts[0] in STORE_FOLDERS:  # a tenant may be called so, where the prefix begins with it
+    if parts[0] in STORE_FOLDERS:  # possible if the prefix begins with the tenant
         raise BadInput(f"dataref {text!r:.200}: {parts[0]}/ is the store's own")
     if (
         len(name) > DATAREF_CHARACTERS_MAX
@@ -145,7 +150,7 @@ def _key(record: UserRecord, header: str | None) -> str:
     found = named if named is not None else record.key
     if found is None:
         more = f" and no header {header!r}" if header is not None else ""
-        raise BadInput(f"no key{more}: a blob is stored under one")
+        raise BadInput(f"no key{more}: set one, since a blob is stored under its key")
     key = _text(found, "key")
     check_key(key)
     return key
@@ -177,7 +182,7 @@ def _metadata(record: UserRecord) -> dict[str, str]:
 
 
 def _began_us(record: UserRecord) -> int:
-    """Return when the record was written: the committer looks for its origin among the versions since then."""
+    """Return the record's time, since which the committer looks for its origin."""
     now_us = time.time_ns() // 1000
     return now_us if record.timestamp_ms is None else min(max(1, record.timestamp_ms * 1000), now_us)
 

@@ -1,4 +1,4 @@
-"""Resemblance: super-features of fresh chunks, and the base that each would be a small difference to."""
+"""Resemblance stage: compute super-features of fresh chunks and find base candidates."""
 
 from nearkin_resemblance.feature_algorithms import NAMES, Sketch, sketcher
 from nearkin_resemblance.stage import ResemblanceStage

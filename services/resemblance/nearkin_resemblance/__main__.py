@@ -1,4 +1,4 @@
-"""`python -m nearkin_resemblance`: finds the base candidates of fresh chunks."""
+"""Run the resemblance service: `python -m nearkin_resemblance`."""
 
 from nearkin_resemblance.handler import resemblance_work
 from nearkin_shared.kafka.clients import Outbox

@@ -1,7 +1,9 @@
-"""Sketches by name. Invariant: one sketch name, one function of the bytes; its SFs never meet another's.
+"""Select the feature algorithm by name.
 
-A sketch is named by its algorithm and all its parameters, `finesse/12/3/48`: that name is the namespace of its index,
-is written beside each segment, and is enough to compute the same SFs again when the index is rebuilt.
+A sketch is named by its algorithm and all its parameters, `finesse/12/3/48`. The name is the namespace of its index, is
+stored with each segment, and suffices to compute the same super-features again for an index rebuild.
+
+Invariant: a sketch name is one function of the bytes; only super-features of equal sketches are compared.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from nearkin_shared.types import U8, U32, U64
 from nearkin_shared.utils.frozen import frozen
 
 NONE = "none"
-"""The name written for segments that were not sketched."""
+"""Sketch name of segments without super-features."""
 
 _Kernel = Callable[[U8, U64, U32, list[int]], U64]
 
@@ -46,25 +48,28 @@ _PARAMETERS = {"finesse": 3, "ntransform": 3, "odess": 4, NONE: 0}
 
 @frozen
 class Sketch:
-    """One algorithm with its parameters: (features, super-features, window bytes, and for odess sampling bits)."""
+    """One algorithm and its parameters.
+
+    These are (features, super-features, window bytes), and for odess sampling bits.
+    """
 
     algorithm: str
     parameters: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        """Return the name that segments and indexes carry."""
+        """Return the name stored with segments and in the index."""
         return "/".join([self.algorithm, *map(str, self.parameters)])
 
     def super_features(self, payload: U8, offsets: U64, lengths: U32) -> U64:
-        """Return uint64[n, k]; 0 where a chunk has none. One kernel call for the batch."""
+        """Return uint64[n, k]; 0 for none. One kernel call per batch."""
         if self.algorithm == NONE:
             return np.zeros((len(lengths), 1), np.uint64)
         return ALGORITHMS[self.algorithm](payload, offsets, lengths, list(self.parameters))
 
     @staticmethod
     def parse(name: str) -> Sketch:
-        """Return the sketch of that name. Raises Corrupt: it comes from a container."""
+        """Return the sketch of a name, which comes from a container. Raises Corrupt."""
         algorithm, *parameters = name.split("/")
         try:
             sketch = Sketch(algorithm, tuple(int(p) for p in parameters))
@@ -77,7 +82,7 @@ class Sketch:
 
 
 def sketcher(settings: FeatureSettings) -> Sketch:
-    """Return the sketch that the settings name. Raises ConfigError listing the known names."""
+    """Return the sketch that the settings name. Raises ConfigError with the known names."""
     if settings.algorithm == NONE:
         return Sketch(NONE, ())
     if settings.algorithm not in ALGORITHMS:

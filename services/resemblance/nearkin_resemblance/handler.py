@@ -1,4 +1,5 @@
-"""Resemblance of messages: what `StatelessStageHandler` does with topic `fresh`."""
+# size: the Kafka side of the stage; the stage itself imports no Kafka client
+"""Apply the resemblance stage to messages of topic `fresh`, for `StatelessStageHandler`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from nearkin_shared.pipeline.batched import run_stage_batched
 
 
 def resemblance_work(lanes: TenantContexts, current: Callable[[], Settings]) -> Work:
-    """Return the resemblance stage's work, with the algorithm that is set when messages come."""
+    """Return the resemblance stage's work, with the algorithm that is set at the time."""
     made: tuple[Settings, ResemblanceStage] | None = None
 
     def work(tenant: str, messages: Sequence[UndecodedMessage]) -> Sequence[OutgoingMessage | None]:

@@ -1,4 +1,7 @@
-"""Resemblance stage. Invariant: every fresh chunk leaves with its sketch; a base is only a candidate until encoded."""
+"""Resemblance stage: sketch fresh chunks and find a base candidate for each.
+
+Invariant: every fresh chunk leaves the stage with its sketch; a candidate becomes a base only when it is encoded.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,24 @@ from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 
 class ResemblanceStage:
-    """FirstFit (Finesse, section 5.1): the SFs in order; the first chunk stored with one is the base."""
+    """FirstFit (Finesse, section 5.1): the base is the first chunk with a super-feature.
+
+    Super-features are tried in order.
+    """
 
     name = "resemblance"
 
     def __init__(self, settings: Settings, *, looks_up: bool = True, helpers: ThreadPool = SERIAL) -> None:
-        """Not `looks_up`: the delta stage asks, for the chunks alone that still need a base then.
+        """Without `looks_up`, the delta stage requests candidates, for chunks that still need one.
 
-        `helpers` sketch beside the caller.
+        `helpers` sketch concurrently with the caller.
         """
         self.sketch = sketcher(settings.features)
         self._looks_up = looks_up
         self._helpers = helpers
 
     def reads(self, batch: FreshBatch, facts: LookupResults) -> LookupRequest | None:
-        """Sketch the fresh chunks and ask for the first holder of each super-feature."""
+        """Sketch the fresh chunks and request the first holder of each super-feature."""
         if facts.bases is not None or not self._looks_up:
             return None
         return LookupRequest(sketch=self.sketch.name, super_features=self._super_features(batch))

@@ -207,8 +207,8 @@ def test_a_gap_and_a_short_blob_end_as_failed() -> None:
     log = [gap[0], gap[2], gap[3], short[0], short[1], short[3]]
     worker.handle([record(offset, value) for offset, value in enumerate(log)])
     _, ends = told(outbox)
-    assert "never came" in (ends[b"g" * 16].failure or "")
-    assert "2000 bytes came of 3000" in (ends[b"s" * 16].failure or "")
+    assert "are missing" in (ends[b"g" * 16].failure or "")
+    assert "2000 of 3000 bytes arrived" in (ends[b"s" * 16].failure or "")
 
 
 def test_garbage_becomes_a_dead_letter_and_the_rest_goes_on() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearkin_chunker.segmenter import segment_bounds
+from nearkin_chunker.stage import segment_bounds
 from nearkin_shared.types import U8, U32, Bools
 from tests.support.data.samples import noise
 

@@ -229,4 +229,4 @@ def test_a_worker_without_topics_says_what_is_missing() -> None:
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
     )
-    assert (done.returncode, done.stderr.startswith("nearkin: ingest.topics: names no topic")) == (2, True)
+    assert (done.returncode, done.stderr.startswith("nearkin: ingest.topics: is empty")) == (2, True)
