@@ -350,7 +350,7 @@ class CommitterHandler:
 
     @staticmethod
     def _require_stored(lane: TenantContext, segments: Locations) -> None:
-        """Refuse segments that the store lacks (I2): an index restored from an older copy may name them.
+        """Refuse segments that the store lacks (I2), as an index from an older copy may name.
 
         Raises: PermanentError, after reporting the container, so that the index is checked and the same content is
         stored when it is put again.
@@ -367,7 +367,7 @@ class CommitterHandler:
         )
 
     def _committed(self, lane: TenantContext, end: End, gathered: _VersionContent) -> tuple[Manifest, int, int]:
-        """Return (manifest, its bytes, us when it was durable), of this delivery or an earlier one (I2).
+        """Return (manifest, its bytes, us when durable), of this delivery or an earlier one (I2).
 
         Raises: PreconditionFailed.
         """
