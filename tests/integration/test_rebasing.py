@@ -182,7 +182,7 @@ def test_chunks_lie_at_the_place_of_what_they_go_back_to(tmp_path, clock):
             for container, _ in store._containers.ids():
                 chunks = reach.directory(container).chunks
                 own = np.flatnonzero(chunks.depths >= 0)[: len(chunks) - len(chunks) % 16]
-                found = places.at(container, own)
+                found = places.positions_of(container, own)
                 named = _share_of_stream(store, container)
                 known = ~np.isnan(named[own])
                 assert np.abs(found[known] / found[known].max() - named[own][known]).mean() < 0.1
