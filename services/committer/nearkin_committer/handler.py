@@ -43,7 +43,7 @@ from nearkin_shared.results import LEDGER_FIELDS, Ledger
 from nearkin_shared.results_json import info_json, ledger_json
 from nearkin_shared.retention import retain_until_us
 from nearkin_shared.storage.heads import VersionHeads
-from nearkin_shared.storage.manifests import ManifestStore, VersionHistory
+from nearkin_shared.storage.manifests import History, ManifestStore
 from nearkin_shared.types import U32, Bools, Locations
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
