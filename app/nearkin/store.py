@@ -761,9 +761,11 @@ class Store:
         return verifier
 
     def _verified(self, choice: VerifyScope, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        note = not self._is_read_only
+        structure_damage = self._index.find_structure_damage(note=note) if choice.is_full else None
         verifier = self._verifier()
         index, whole = self._index.to_check() or (None, False)
-        unreadable = self._index.damage
+        unreadable = self._index.damage or structure_damage
         with all_cores("nearkin-verify") as helpers:
             report = verifier.run(choice, progress, index, index_whole=whole, helpers=helpers)
         if unreadable is not None and choice.is_full:

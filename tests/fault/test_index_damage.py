@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -122,13 +124,18 @@ def test_an_index_made_anew_stands_in_the_place_of_what_is_no_folder(root, tmp_p
 
 
 @pytest.mark.parametrize("said", [lmdb.BadTxnError, lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError])
-def test_what_lmdb_says_of_a_file_that_is_not_as_it_was_written_is_damage(root, monkeypatch, said):
+def test_index_that_lmdb_reports_damaged_while_open_is_rebuilt(root, monkeypatch, said):
+    """F.27: the next call of the same process, a server for example, sets the index aside and rebuilds it."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         index = store._index.readable()
         env = index._env
         monkeypatch.setattr(index, "_env", SimpleNamespace(begin=Mock(side_effect=said("x")), info=env.info))
         with pytest.raises(IndexDamaged, match="rebuild-index"):
-            store.stats()
+            index.container_ids()
+        assert store.stats().versions >= len(CONTENTS)
+        assert store._index.readable() is not index
+        store.put("new", b"content")
+        assert store.verify().damage == ()
 
 
 def test_an_index_whose_format_reads_as_no_number_is_damaged(root):
@@ -170,4 +177,45 @@ def test_a_damaged_index_is_rebuilt_or_refused_clearly_and_then_works(root, harm
         store.rebuild_index()
         assert store.put("history", CONTENTS["history", 1]).ledger.duplicate_chunks > 0
         assert len(store.versions(all_versions=True)) >= len(CONTENTS)
+        assert store.verify().damage == ()
+
+
+def overwrite_page_heads(root: Path) -> None:
+    """Overwrite four bytes in the head of each page behind the two meta pages."""
+    chance, path = random.Random(3), root / "index" / "data.mdb"
+    data = bytearray(path.read_bytes())
+    for page in range(2, len(data) // 4096):
+        for offset in (12, 14, 16, 18):
+            data[page * 4096 + offset] = chance.randrange(256)
+    path.write_bytes(data)
+
+
+def test_verify_with_damaged_page_heads_names_index(root: Path) -> None:
+    """F.27: verify names an index whose pages are damaged, though it needs no index itself."""
+    overwrite_page_heads(root)
+    with open_store(root, settings=CHOSEN, read_only=True) as store:
+        assert [damage.object_name for damage in store.verify().damage] == ["index"]
+    with open_store(root, settings=CHOSEN) as store:
+        assert [damage.object_name for damage in store.verify().damage] == ["index"]
+        assert len(store.versions(all_versions=True)) == len(CONTENTS)  # rebuilt
+        assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("call", ["put", "versions", "stats", "gc"])
+def test_index_that_lmdb_reports_damaged_is_rebuilt(root: Path, call: str) -> None:
+    """F.27: an index in which LMDB meets damage is set aside and rebuilt, without rebuild-index by hand."""
+    overwrite_page_heads(root)
+    calls = {
+        "put": lambda store: store.put("new", b"content"),
+        "versions": lambda store: store.versions(),
+        "stats": lambda store: store.stats(),
+        "gc": lambda store: store.gc(),
+    }
+    with open_store(root, settings=CHOSEN) as store:
+        if call == "gc":  # a GC run marks the index as damaged, and the next one rebuilds it
+            with suppress(IndexDamaged):
+                store.gc()
+        calls[call](store)
+        assert len(store.versions(all_versions=True)) == len(CONTENTS) + (call == "put")
+    with open_store(root, settings=CHOSEN) as store:
         assert store.verify().damage == ()

@@ -40,6 +40,8 @@ from nearkin_shared.errors import (
     StoreUnavailable,
 )
 from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.index.lmdb.page_check import find_page_damage
+from nearkin_shared.index.lmdb.session_notes import write_damage_note
 from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore, sync_folder
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.results import RebuildReport
@@ -206,7 +208,12 @@ class LocalIndex(DeletionObserver):
         Raises StoreLocked, StoreUnavailable, FormatTooNew.
         """
         with self._changing:
-            index = self._lock_complete()
+            try:
+                index = self._lock_complete()
+            except IndexUnsafe:  # marked as damaged by now: it is set aside and rebuilt
+                if self.putting:
+                    raise
+                index = self._lock_complete()
             self._claim(index)
             return index
 
@@ -357,7 +364,10 @@ class LocalIndex(DeletionObserver):
         index.
         """
         try:
-            return self._own_readable()
+            try:
+                return self._own_readable()
+            except IndexUnsafe:  # marked as damaged by now: it is set aside and rebuilt
+                return self._own_readable()
         except (NotWritable, NoRoom) as err:
             return self._temporary.get(err)
 
@@ -445,6 +455,21 @@ class LocalIndex(DeletionObserver):
         """
         self.damage = None
         return self._query_if_intact(lambda index: list(index.catalogs()))
+
+    def find_structure_damage(self, *, note: bool) -> str | None:
+        """Return the damage in the structure of the index's file, or None.
+
+        `note`: note it too, so that the next process that opens the index rebuilds it.
+        """
+        try:
+            damage = find_page_damage(self._folder / "data.mdb")
+        except OSError:
+            return None
+        if damage is None:
+            return None
+        if note:
+            write_damage_note(self._folder)
+        return f"{damage}: run `nearkin rebuild-index`"
 
     def numbers(self, tenant: str, key: str) -> list[int]:
         """Return the versions of a key, ascending, where there is a sound index; none is made."""

@@ -22,7 +22,14 @@ import lmdb
 
 from nearkin_shared.errors import IndexDamaged, IndexUnfinished, IndexUnsafe, NoRoom, NotWritable, StoreUnavailable
 from nearkin_shared.index.lmdb.page_check import find_page_damage
-from nearkin_shared.index.lmdb.session_notes import CRASHES_MAX, dead_notes, remove_note, write_note
+from nearkin_shared.index.lmdb.session_notes import (
+    CRASHES_MAX,
+    DAMAGE_NOTE,
+    dead_notes,
+    remove_note,
+    write_damage_note,
+    write_note,
+)
 from nearkin_shared.observability import counters
 from nearkin_shared.utils.private_files import (
     FILE_MODE,
@@ -85,6 +92,8 @@ class Environment:
     settling: threading.Timer | None = None
     """Removes the notes of dead processes."""
     users: int = 0
+    is_damaged: bool = False
+    """Whether LMDB reported damage: the file is not used for another call."""
     process: int = field(default_factory=os.getpid)
     """The process that opened it. A process forked from it must not use it (LMDB's rule)."""
 
@@ -111,8 +120,8 @@ class Environment:
             return int((self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"])
 
     def is_at(self, folder: Path) -> bool:
-        """Return whether the folder still has this file: an index rebuild replaces it."""
-        return _file(folder) == self.file
+        """Return whether the folder still has this file, undamaged: an index rebuild replaces it."""
+        return not self.is_damaged and _file(folder) == self.file
 
 
 INDEX_BYTES: counters.Gauge[Environment] = counters.level(
@@ -142,6 +151,8 @@ def acquire(folder: Path, map_bytes: int, names: Sequence[str], *, writable: boo
                     f"index {folder}: in use when this process was forked; spawn the process, or "
                     "fork it before the store is opened"
                 )
+            if shared is not None and shared.is_damaged:
+                raise unsafe_error(folder, "LMDB reported damage")
             if shared is None:
                 dead = _check_after_crash(folder) if file is not None else []
                 shared = _open_environment(folder, map_bytes, writable=writable, durable=durable)
@@ -223,14 +234,25 @@ def _open_error(folder: Path, err: Exception, map_bytes: int) -> StoreUnavailabl
             f"index {folder}: {err}: the filesystem lacks locks or memory maps, which the index needs: move the store "
             "to another filesystem (docs/reference/filesystems.md)"
         )
-    return (IndexDamaged if isinstance(err, DAMAGE) else StoreUnavailable)(
-        f"index {folder}: {err}; if it persists delete that folder and run rebuild-index"
-    )
+    if isinstance(err, DAMAGE):
+        return corruption_error(folder, err)
+    return StoreUnavailable(f"index {folder}: {err}; if it persists run rebuild-index")
 
 
 def damage_error(reason: object) -> IndexDamaged:
     """Return the error for a damaged index."""
     return IndexDamaged(f"index damaged: {reason}; run rebuild-index, which makes a new one")
+
+
+def corruption_error(folder: Path, reason: object) -> IndexUnsafe:
+    """Note that LMDB reported a damaged file, so that the next process rebuilds it; return the error."""
+    write_damage_note(folder)
+    return IndexUnsafe(f"index damaged: {reason}; the next command rebuilds it, or run rebuild-index")
+
+
+def unsafe_error(folder: Path, damage: str) -> IndexUnsafe:
+    """Return the error for an index that must not be opened."""
+    return IndexUnsafe(f"index {folder}: {damage}; reading it may crash the process; run rebuild-index")
 
 
 def release(shared: Environment) -> None:
@@ -305,8 +327,10 @@ def _check_after_crash(folder: Path) -> list[Path]:
     damage = find_page_damage(folder / "data.mdb")
     if damage is None and len(dead) > CRASHES_MAX:
         damage = f"{len(dead)} processes died with it open, and none has closed it since"
+    if damage is None and any(note.name == DAMAGE_NOTE for note in dead):
+        damage = "LMDB reported damage"
     if damage is not None:
-        raise IndexUnsafe(f"index {folder}: {damage}; reading it may crash the process; run rebuild-index")
+        raise unsafe_error(folder, damage)
     return dead
 
 

@@ -21,6 +21,7 @@ from nearkin_shared.index.lmdb.environments import (
     DAMAGE,
     Environment,
     acquire,
+    corruption_error,
     damage_error,
     drop_after_fork,
     is_out_of_room,
@@ -80,7 +81,7 @@ class LmdbTransactions:
         except struct.error as err:
             raise damage_error(err) from err
         except lmdb.Error as err:
-            raise _unavailable(self._folder, err) from err
+            raise self._error_of(err) from err
 
     @contextmanager
     def _writing(self, *, buffers: bool = False) -> Iterator[Any]:
@@ -93,7 +94,7 @@ class LmdbTransactions:
         except struct.error as err:  # a count or marks of another length
             raise damage_error(err) from err
         except lmdb.Error as err:
-            raise _unavailable(self._folder, err) from err
+            raise self._error_of(err) from err
 
     def _sync(self) -> None:
         """Make all transactions durable."""
@@ -101,7 +102,19 @@ class LmdbTransactions:
             with self._in_use():
                 self._env.sync(True)
         except lmdb.Error as err:
-            raise _unavailable(self._folder, err) from err
+            raise self._error_of(err) from err
+
+    def _error_of(self, err: lmdb.Error) -> StoreUnavailable:
+        """Return the error for a failed transaction; note damage, so that the file is not used again."""
+        if isinstance(err, DAMAGE):
+            if (shared := self._shared) is not None:
+                shared.is_damaged = True
+            return corruption_error(self._folder, err)
+        if isinstance(err, lmdb.MapFullError):
+            return StoreUnavailable(f"index {self._folder}: full; raise index.map_bytes and run the same again")
+        if is_out_of_room(self._folder, err):
+            return no_room(self._folder)
+        return StoreUnavailable(f"index {self._folder}: {err}; earlier data is unchanged; run the same again")
 
     @property
     def last_written(self) -> tuple[tuple[int, int], int]:
@@ -135,13 +148,3 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-def _unavailable(folder: Path, err: lmdb.Error) -> StoreUnavailable:
-    if isinstance(err, DAMAGE):
-        return damage_error(err)
-    if isinstance(err, lmdb.MapFullError):
-        return StoreUnavailable(f"index {folder}: full; raise index.map_bytes and run the same again")
-    if is_out_of_room(folder, err):
-        return no_room(folder)
-    return StoreUnavailable(f"index {folder}: {err}; earlier data is unchanged; run the same again")

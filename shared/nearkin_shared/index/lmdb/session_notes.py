@@ -1,6 +1,7 @@
 """Notes of the processes that have an LMDB environment open, to detect crashes.
 
     open.<boot>.<process>.<start>.<number>      an empty file in the environment's folder, removed on close
+    open.damage                                 LMDB reported damage; removed with the environment
 
 LMDB reads its file through memory: damage may end the process (SIGSEGV, SIGBUS, an assertion), and then every later
 one. The note of a process that died makes the next one check all pages first (page_check.py). A process killed for
@@ -21,6 +22,8 @@ from pathlib import Path
 from nearkin_shared.utils.private_files import open_private
 
 PREFIX = "open."
+DAMAGE_NOTE = PREFIX + "damage"
+"""Note that LMDB reported damage: the next process that opens the environment sets it aside."""
 CRASHES_MAX = 5
 """Notes of dead processes, without a close in between, that mean damage even if the page check finds none.
 
@@ -71,6 +74,12 @@ def write_note(folder: Path) -> Path | None:
         return None
     _written.add(note)
     return note
+
+
+def write_damage_note(folder: Path) -> None:
+    """Write the note that an environment is damaged, if that is possible."""
+    with suppress(OSError):
+        os.close(open_private(folder / DAMAGE_NOTE, os.O_WRONLY | os.O_CREAT))
 
 
 def remove_note(note: Path | None) -> None:
