@@ -747,15 +747,19 @@ class Store:
             self._index.lists,
             lambda: (self._index.to_check() or (None, False))[1],
         )
+        objects, containers, manifests = self._covered, self._containers, self._manifests
+        if isinstance(objects, EncryptedObjectStore) and (readable := objects.open_blocked()) is not objects:
+            objects, manifests = readable, ManifestStore(readable)
+            containers = ContainerStore(readable, self._fingerprinter.domain, int(self.settings.restore.cache_bytes))
         verifier = Verifier(
-            self._containers,
-            self._manifests,
+            containers,
+            manifests,
             self._fingerprinters,
             self.settings.tenant,
             indexed,
             self._condemned,
             self._quarantine,
-            self._covered,
+            objects,
         )
         verifier.compare_entries({name: entry.listed for name, (_, entry) in entries.items()})
         return verifier

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
+from nearkin.cli.verify import verify_lines
 from nearkin.store import Store
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
@@ -94,6 +95,33 @@ def test_gc_with_forged_erasure_frees_nothing(root: Path, forgery: str) -> None:
     shutil.rmtree(root / "index")
     with opened(root, "acme") as store:
         assert store.get("k").read() == CONTENT + b"acme"
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_verify_with_forged_erasure_checks_containers(root: Path, forgery: str) -> None:
+    """F.22: verify believes no forged erasure record: it reads the tenant's containers and names the remedy."""
+    owner = owner_of(root, "acme")
+    with opened(root) as store:
+        sound = store.verify()
+    path = root / fmt.erased_name(owner)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(FORGERIES[forgery](owner))
+    with opened(root) as store:
+        report = store.verify()
+        (damage,) = report.damage
+        assert (report.containers, report.versions, report.erased_objects) == (sound.containers, sound.versions, 0)
+        assert "keys erase TENANT --cancel" in damage.problem
+        assert "Expecting value" not in damage.problem
+        lines = "\n".join(verify_lines(report))
+        assert "of erased tenants" not in lines
+        assert "repair --from" not in lines
+        stored = [name for name in objects(root) if name.startswith("containers/")]
+        harmed = max(stored, key=lambda name: (root / name).stat().st_size)
+    data = bytearray((root / harmed).read_bytes())
+    data[len(data) // 2] ^= 1
+    (root / harmed).write_bytes(data)
+    with opened(root) as store:
+        assert harmed in {found.object_name for found in store.verify().damage}
 
 
 def test_gc_with_forged_swept_record_still_sweeps(root: Path) -> None:

@@ -13,6 +13,7 @@ from nearkin.cli.output import print_json, print_line
 from nearkin.cli.progress import count_bar
 from nearkin.cli.session import current_session
 from nearkin_shared.errors import BadInput
+from nearkin_shared.formats.key_record import ERASED_FOLDER
 from nearkin_shared.results import Damage, RepairReport, VerifyReport
 from nearkin_shared.savings_table import human_bytes, plural
 from nearkin_shared.utils.terminal import printable
@@ -110,7 +111,12 @@ def damage_lines(damage: Sequence[Damage]) -> Iterable[str]:
 
 def _remedies(damage: Sequence[Damage]) -> Iterable[str]:
     """Yield what heals what is broken and cannot be repaired by itself; the index names its own remedy."""
-    folders = {one.object_name.partition("/")[0] for one in damage if not one.repairable}
+    refused = f"{ERASED_FOLDER}/"  # their problem names the remedy: an authentic copy may not exist
+    folders = {
+        one.object_name.partition("/")[0]
+        for one in damage
+        if not (one.repairable or one.object_name.startswith(refused))
+    }
     if "containers" in folders:
         yield (
             "put the same data again, cut the same way (the profile and `chunker.*` that they were put with), and what "

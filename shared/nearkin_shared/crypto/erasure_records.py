@@ -158,7 +158,10 @@ class ErasureRecords:
         """Verify a record as stored, without parity. Raises NotFound, Corrupt, FormatTooNew."""
         parsed_name = fmt.erased_owner(name)
         data = self._objects.inner.get(name)
-        fmt.decode_erased(data, name, self._mac_key())
+        try:
+            fmt.decode_erased(data, name, self._mac_key())
+        except Corrupt as err:
+            raise Corrupt(f"{err}; {_REMEDY}") from err
         found = None if parsed_name is None or parsed_name[1] else self.find(parsed_name[0])
         if found is not None and found.problem is not None:
             raise Corrupt(found.problem)

@@ -106,6 +106,7 @@ class Keyring:
         self._wrapper = wrapper
         self._clock = clock
         self._wall_clock = wall
+        self._reads_blocked = False
         self._lock = threading.RLock()
         self._owners: OrderedDict[bytes, _Owner] = OrderedDict()
         self._tenants: OrderedDict[bytes, str] = OrderedDict()
@@ -117,6 +118,12 @@ class Keyring:
         self._records = ErasureRecords(objects, self._record_key, self._heads, self.has_keys)
         self._naming: bytes | None = None
         self._authenticating: bytes | None = None
+
+    def open_blocked(self) -> Keyring:
+        """Return the keys for a verification: an erasure record that does not verify blocks and hides nothing."""
+        keyring = Keyring(self._objects, self._wrapper, self._clock, self._wall_clock)
+        keyring._reads_blocked = True
+        return keyring
 
     # --- keys of objects
     # -----------------------------------------------------------------------------------------------
@@ -244,7 +251,7 @@ class Keyring:
         return f"its data cannot be read; until {until} `nearkin keys erase TENANT --cancel` cancels the erasure"
 
     def _read_keys(self, owner: bytes, found: _Owner) -> None:
-        found.erasure = None if owner == STORE_OWNER else self._records.find(owner)
+        found.erasure = self._erasure_of(owner)
         if found.erasure is not None:
             found.keys = {}
             return
@@ -253,7 +260,7 @@ class Keyring:
                 listed = self._newest_wrappings(owner)
                 keys = {number: found.keys.get(number) or self._unwrap(name) for number, name in listed.items()}
             except NotFound:  # wrapped again, or erased, since it was listed
-                if owner != STORE_OWNER and (erasure := self._records.find(owner)) is not None:
+                if (erasure := self._erasure_of(owner)) is not None:
                     found.erasure, found.keys = erasure, {}
                     return
                 continue
@@ -261,6 +268,10 @@ class Keyring:
             found.keys = keys
             return
         raise RetryableError(f"{fmt.FOLDER}/{owner.hex()}: changed {RACES_MAX} times while it was read; try again")
+
+    def _erasure_of(self, owner: bytes) -> Erasure | None:
+        found = None if owner == STORE_OWNER else self._records.find(owner)
+        return None if found is not None and found.problem is not None and self._reads_blocked else found
 
     def _newest_wrappings(self, owner: bytes) -> dict[int, KeyName]:
         found: dict[int, KeyName] = {}
@@ -535,7 +546,7 @@ class Keyring:
             if at - self._erasures_read > FRESH_SECONDS:
                 self._erasures = self._records.all()
                 self._erasures_read = at
-            return list(self._erasures.values())
+            return [one for one in self._erasures.values() if one.problem is None or not self._reads_blocked]
 
     def unswept(self) -> frozenset[bytes]:
         """Return the owners whose objects are hidden: erased, or with an invalid record."""

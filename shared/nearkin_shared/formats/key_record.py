@@ -244,11 +244,15 @@ def _decode(data: bytes, what: str, wanted: str, version_max: int = VERSION) -> 
     try:
         if len(data) > BYTES_MAX:
             raise ValueError(f"{len(data)} bytes; at most {BYTES_MAX}")  # noqa: TRY301 - one place names it
+        if not data:
+            raise ValueError("empty")  # noqa: TRY301
         record: dict[str, Any] = json.loads(data)
         if record.pop("check") != _check(record):
             raise ValueError("its check does not agree")  # noqa: TRY301
         if record["format"] != wanted or type(record["format_version"]) is not int:
             raise ValueError(f"is no {wanted}")  # noqa: TRY301
+    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+        raise Corrupt(f"{what}: not a record (no valid JSON)") from err
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise Corrupt(f"{what}: {err}") from err
     if record["format_version"] > version_max:
