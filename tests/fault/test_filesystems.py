@@ -95,6 +95,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "failing",
     [
         {"E_LINK": errno.EPERM},
+        {"E_LINK": errno.EINVAL},
         {"E_LINK": errno.EOPNOTSUPP, "E_RENAMEAT2": errno.EINVAL},
         {"E_FSYNC": errno.EINVAL},
         {"E_LINK": errno.EMLINK, "E_RENAMEAT2": errno.ENOSYS, "E_FSYNC": errno.ENOTSUP},

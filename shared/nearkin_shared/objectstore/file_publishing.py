@@ -17,7 +17,8 @@ from pathlib import Path
 from nearkin_shared.utils.file_locks import lock_file
 from nearkin_shared.utils.private_files import open_private
 
-NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+NO_LINKS = frozenset({errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""Errors of link(2) that mean that hard links are not offered; some FUSE filesystems answer EINVAL."""
 NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _NO_RENAME_FLAGS = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
