@@ -74,6 +74,22 @@ def test_put_of_empty_stdin_needs_allow_empty(call: InProcess, root: Path) -> No
     assert keys(root) == ["dump", "log"]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="the system has no /dev/fd")
+def test_put_of_empty_descriptor_needs_allow_empty(call: InProcess, root: Path, tmp_path: Path) -> None:
+    """F.9: an empty device, or an empty file behind /dev/stdin or /dev/fd, is refused as empty standard input is."""
+    (tmp_path / "empty").touch()
+    with (tmp_path / "empty").open() as file:
+        source = f"/dev/fd/{file.fileno()}"
+        assert_refused(
+            call("--store", root, "put", "dump", source), 2, f'source "{source}" is empty; nothing was stored'
+        )
+        assert_refused(call("--store", root, "put", "dump", "/dev/null"), 2, 'source "/dev/null" is empty')
+        assert keys(root) == []
+        assert call("--store", root, "put", "dump", source, "--allow-empty").returncode == 0
+        assert call("--store", root, "put", "file", tmp_path / "empty").returncode == 0
+    assert keys(root) == ["dump", "file"]
+
+
 def test_put_of_changing_file_sets_source_changed(tmp_path: Path) -> None:
     """F.12: a file that another process writes while it is read is flagged in the result and in the version."""
     path = tmp_path / "file"

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from nearkin.store import Store
     from nearkin_shared.results import PutResult
 
+DESCRIPTOR_PATHS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+"""Paths of an open file: what is empty there was as likely a failed command's output as an empty file."""
 JSON_BLOBS_MAX = 1_000_000
 """Files of one `put -r --json`: its answer is one value, held in memory at about 1 kB a file."""
 
@@ -102,11 +104,9 @@ def _open_source(source: str, opened: ExitStack, *, allow_empty: bool) -> tuple[
         raise BadInput('source "": must not be empty; "-" is stdin')
     path = Path(source)
     status = check_source(path)
-    if stat.S_ISREG(status.st_mode):
+    if stat.S_ISREG(status.st_mode) and (status.st_size or not source.startswith(DESCRIPTOR_PATHS)):
         return path, status.st_size
     file = cast("BinaryIO", opened.enter_context(path.open("rb", buffering=0)))  # read once, as it comes
-    if not stat.S_ISFIFO(status.st_mode):
-        return file, None
     return cast("BinaryIO", PipeSource(file, f'source "{source}"', allow_empty=allow_empty)), None
 
 
