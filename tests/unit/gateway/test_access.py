@@ -85,6 +85,20 @@ def test_guessed_tokens_have_a_rate(gateway: Any) -> None:
     check_limited(guess)
 
 
+@pytest.mark.parametrize("headers", [{}, {"cookie": f"{COOKIE}=forged"}], ids=["nothing", "forged-session"])
+def test_missing_tokens_have_a_rate(gateway: Any, headers: dict[str, str]) -> None:
+    """F.28: requests without a token are limited by address, as those with an unknown token are."""
+
+    def ask() -> None:
+        with pytest.raises(Problem) as refused:
+            access._session_token(request(**headers), gateway)
+        if refused.value.status == 429:
+            raise refused.value
+        assert refused.value.status == 401
+
+    check_limited(ask)
+
+
 def test_session_has_a_rate(gateway: Any) -> None:
     """F.32: Requests of a dashboard session are limited, by the token that opened it."""
     cookie = gateway.sessions.open(gateway.token, time.time())

@@ -105,6 +105,7 @@ def _session_token(request: Request, gateway: Gateway) -> AccessToken:
     session = session_of(request, gateway)
     if session is None:
         record_refusal(request, gateway, "session", "missing" if cookie_of(request) is None else "session")
+        gateway.rates.take(address_of(request))
         raise _unauthorized("", "want Authorization: Bearer with a token of `nearkin token create`", "no-token")
     gateway.rates.take(session.token.id)
     if request.method not in SAFE_METHODS:
@@ -166,6 +167,7 @@ def shown_token(request: Request, gateway: Gateway, text: str, via: str) -> Acce
         raise _unauthorized("invalid_token", "the token is not known, or was revoked", "bad-token")
     if token.expired(time.time()):
         record_refusal(request, gateway, via, "expired", token)
+        gateway.rates.take(address_of(request))
         raise _unauthorized("invalid_token", f"the token {token.id} has expired", "expired-token")
     gateway.rates.take(token.id)
     return token
