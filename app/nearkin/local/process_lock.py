@@ -107,7 +107,10 @@ class WriterLock:
                 bound_seconds = max(wait_seconds, STEP_SECONDS_MAX if held_for == GC_RUN else RECHECK_SECONDS)
                 if waited_seconds >= bound_seconds:
                     being = _BEING.get(held_for, "is being written by")
-                    raise StoreLocked(f"store {self._path.parent} {being} {self._named()}; try again when it is done")
+                    raise StoreLocked(
+                        f"store {self._path.parent} {being} {self._named()}; try again when it is done, or wait for it "
+                        "(`--wait SECONDS`)"
+                    )
                 if wanted is not None:
                     lock_file(wanted, shared=True)  # False: a GC run that looks holds it for a moment, next time
                 time.sleep(POLL_SECONDS)

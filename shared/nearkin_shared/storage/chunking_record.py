@@ -181,8 +181,8 @@ def describe_conflict(
     stored = shown_values({name: recorded[name] for name in other})
     return (
         f"{asked}: this store is written with {stored}; data that are cut otherwise share no chunks with what it "
-        "holds; leave the setting out to use the store's, or allow it with `--force` (API: force=True; services: "
-        "storage.allow_other_chunking)"
+        "holds; leave the setting out to use the store's, or allow it with `nearkin put --force` (API: force=True; "
+        "services and `nearkin serve`: storage.allow_other_chunking)"
     )
 
 
