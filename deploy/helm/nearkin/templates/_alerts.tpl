@@ -110,7 +110,7 @@
   labels: {severity: warning}
   annotations:
     runbook_url: {{ printf "%s#nearkingcfails" $pages | quote }}
-    summary: {{ "{{ $value | humanize }} rounds of garbage collection failed" | quote }}
+    summary: {{ "{{ $value | humanize }} GC runs failed" | quote }}
 - alert: NearkinGatewayErrors
   expr: >-
     sum(rate(nearkin_http_requests_total{ {{- $s -}} ,status=~"5.."}[5m]))
