@@ -22,7 +22,8 @@ from nearkin.local.process_lock import GC_LOCK_NAME, WriterLock
 from nearkin_maintenance import DomainOwners, GcRun, Purge, ReferenceCounts, Rewriter, Steps
 from nearkin_maintenance.gc.clock_check import check_clock
 from nearkin_maintenance.gc.erased_tenants import count_erasures, remaining_after, sweep_erased
-from nearkin_maintenance.gc.gc_run import BLOCKS_BYTES, GcHooks, meter_writes
+from nearkin_maintenance.gc.gc_context import GcHooks, meter_writes
+from nearkin_maintenance.gc.gc_run import BLOCKS_BYTES
 from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.gc.rolled_back_keys import check_none_rolled_back, record_heads
 from nearkin_maintenance.gc.roots import find_roots

@@ -1,7 +1,8 @@
 """Maintenance service: garbage collection, verify, scrub, repair and index rebuild."""
 
 from nearkin_maintenance.domain_owners import DomainOwners
-from nearkin_maintenance.gc.gc_run import GcRun, Steps
+from nearkin_maintenance.gc.gc_context import Steps
+from nearkin_maintenance.gc.gc_run import GcRun
 from nearkin_maintenance.gc.purge import Purge
 from nearkin_maintenance.gc.reference_counts import ReferenceCounts
 from nearkin_maintenance.index_rebuild import KnownObjects, entries_of_container, fill_catalog, rebuild_index

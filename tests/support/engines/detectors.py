@@ -19,7 +19,8 @@ from nearkin.block_recoder import BlockRecoder
 from nearkin.lab.generated_data import random_bytes
 from nearkin.store import Store, open_store
 from nearkin_maintenance import DomainOwners, GcRun, Rewriter
-from nearkin_maintenance.gc.gc_run import GcHooks, NoIndex
+from nearkin_maintenance.gc.gc_context import GcHooks
+from nearkin_maintenance.gc.gc_run import NoIndex
 from nearkin_shared.errors import NearkinError, StoreUnavailable
 from nearkin_shared.objectstore.base import LocalObjectStore, Payload
 from nearkin_shared.objectstore.fenced import FencedObjectStore

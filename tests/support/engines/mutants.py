@@ -208,7 +208,7 @@ def recheck_skipped() -> None:
 
 def pending_delete_still_found() -> None:
     """The index does not forget what is condemned."""
-    real: Any = nearkin_maintenance.gc.gc_run.GcPass._mark_for_deletion
+    real: Any = nearkin_maintenance.gc.sweep.GcExecutor.mark_for_deletion
 
     class Keeps:
         def __init__(self, index: Any) -> None:
@@ -217,11 +217,11 @@ def pending_delete_still_found() -> None:
         def __getattr__(self, name: str) -> Any:
             return (lambda *_: None) if name == "withdraw" else getattr(self._index, name)
 
-    def condemn(self: Any, plan: Any, sizes: Any, record: Any, before: Any, writes: Any) -> Any:
-        with _other_index(writes, Keeps):
-            return real(self, plan, sizes, record, before, writes)
+    def condemn(self: Any, plan: Any, record: Any, before: Any) -> Any:
+        with _other_index(self.concurrent_writes, Keeps):
+            return real(self, plan, record, before)
 
-    _patch(nearkin_maintenance.gc.gc_run.GcPass, "_mark_for_deletion", condemn)
+    _patch(nearkin_maintenance.gc.sweep.GcExecutor, "mark_for_deletion", condemn)
 
 
 def deletes_in_same_run() -> None:
@@ -245,11 +245,11 @@ def older_generation_first() -> None:
 
     def anew(self: Any, container: Any, left: Any, make: Any) -> bool:
         data = make()
-        generation = self.containers.generation(container)
+        generation = self.store.containers.generation(container)
         with self.concurrent_writes.exclusive() as index:
-            self.containers.delete(container, generation)
-            self.containers.put(container, [data], generation + 1)
-            self.swap.renew(index, container)
+            self.store.containers.delete(container, generation)
+            self.store.containers.put(container, [data], generation + 1)
+            self.store.swap.renew(index, container)
             self.concurrent_writes.on_container_rewritten(container, generation + 1)
         self.ids[container] = len(data)
         self.totals.rewritten += 1

@@ -15,35 +15,34 @@ finds its version. docs/adr/0015-two-phase-garbage-collection.md.
 Marking, planning and encoding run concurrently with puts. Each effect is an exclusive section that first refreshes the
 live set (concurrent_writes.py). A run that stops at any step leaves a sound store; the next run repeats the rest.
 
-`GcRun` puts together one pass: over the store (`run`), or over an overlay whose writes are discarded (`preview`).
+Each step is planned without effects (gc_plan.py), then applied by the executor (sweep.py). `GcRun` builds a pass over
+the store (`run`), or over an overlay whose writes are discarded (`preview`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from nearkin_maintenance.gc.concurrent_writes import ConcurrentWrites
+from nearkin_maintenance.gc.gc_context import GcHooks, GcStore, meter_writes
 from nearkin_maintenance.gc.gc_plan import (
     GcPlan,
-    carry_over,
-    is_same_record,
     plan_pending,
     plan_rebase,
     plan_sweep,
     protect_recent,
-    record_of,
     record_removal,
 )
 from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.gc.reference_counts import ReferenceCounts
-from nearkin_maintenance.gc.retained_bytes import bytes_of_chunks, retained_bytes_by_reason
+from nearkin_maintenance.gc.retained_bytes import retained_bytes_by_reason
 from nearkin_maintenance.gc.roots import Roots, RootVersion, find_roots
-from nearkin_maintenance.gc.sweep import GcExecutor, GcTotals, Item
+from nearkin_maintenance.gc.sweep import GcExecutor, GcTotals, pending_delete_bytes
 from nearkin_maintenance.gc.version_expiry import VersionExpiry
 from nearkin_maintenance.gc.writer_gate import NoWriters, WriterGate
 from nearkin_maintenance.optimize.compact import Rewriter
@@ -62,22 +61,20 @@ from nearkin_shared.errors import (
 )
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.manifest import CREATED_US_MAX
-from nearkin_shared.formats.pending_delete_record import PendingDelete, select_fitting
-from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary, SupportsCollection, SupportsGenerations
+from nearkin_shared.formats.pending_delete_record import PendingDelete
+from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary, SupportsCollection
 from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.base import ObjectStore
-from nearkin_shared.objectstore.delegating import rewrap_lowest, takes_bytes
 from nearkin_shared.objectstore.encrypted_store import overlaid
 from nearkin_shared.objectstore.metered import MeteredObjectStore
 from nearkin_shared.observability import metrics
 from nearkin_shared.results import GcReport
-from nearkin_shared.storage.containers import ContainerStore, object_name
+from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.storage.pending_deletes import EMPTY_BYTES, PendingDeleteStore, record_bytes
+from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.types import U32, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
-from nearkin_shared.utils.frozen import frozen
 
 
 class GcRefused(PermanentError):
@@ -85,9 +82,6 @@ class GcRefused(PermanentError):
 
 
 _log = logging.getLogger("nearkin")
-
-Steps = Callable[[int, int, str], None]
-"""Progress callback: items done, items in total, and the kind of item."""
 
 LATER_RUNS_MAX = 8
 """GC runs that a preview simulates: pending deletes are freed by the next run, data that they held by the one after."""
@@ -99,42 +93,6 @@ BLOCKS_BYTES = 96 * MIB
 last 12 of 44 merged ones peaks at 441 MB with 96 MiB, at 504 MB with 128, and takes 5.5 and 5.2 s."""
 RECENT_GRACES = 2
 """Age in graces below which all of a container counts as live while services write."""
-
-
-@frozen
-class GcHooks:
-    """Callbacks of a GC run."""
-
-    clock: Callable[[], float] = time.time
-    """Seconds since 1970."""
-    check: Callable[[], None] = lambda: None
-    """Called before each container is written or deleted; stops the run by raising."""
-    steps: Steps | None = None
-    """Receives the progress of marking and of each later step."""
-
-    def report_progress(self, items: Sequence[Item], text: str) -> Iterator[Item]:
-        """Yield the items; report before each how many are done."""
-        for done, item in enumerate(items):
-            if self.steps is not None:
-                self.steps(done, len(items), text)
-            yield item
-
-    def now_us(self) -> int:
-        """Return the time in microseconds since 1970."""
-        return int(self.clock() * 1e6)
-
-
-@frozen
-class GcStore:
-    """Objects that a GC pass reads and writes: the store's, or an overlay over them."""
-
-    containers: ContainerStore
-    manifests: ManifestStore
-    pending_deletes: PendingDeleteStore
-    rewriter: Rewriter
-    swap: ContainerSwap
-    metered: MeteredObjectStore
-    """Counts the bytes that the pass writes and deletes."""
 
 
 class GcRun:
@@ -292,11 +250,12 @@ class GcPass:
         names = [version.manifest for version in (*roots.kept, *roots.ended)]
         writes = ConcurrentWrites(self._gate, token, self._containers, self._manifests, generations, names, live_set)
         before = self._pending_deletes.read()
-        record = self._apply(live_set, writes, before, sizes, recent)  # 4 to 7
+        executor = self._make_executor(writes, sizes)
+        record = self._apply(executor, live_set, before, recent)  # 4 to 7
         writes.refresh()
         plan = plan_pending(live_set, sizes, self._settings.compact_below)
         failpoint("gc.condemned-planned")
-        record = self._mark_for_deletion(plan, sizes, record, before, writes)  # 8
+        record = executor.mark_for_deletion(plan, record, before)  # 8
         if dry_run:
             readable = [version.manifest for version in kept if version.manifest not in roots.undeletable]
             others = LiveSet(self._containers, self._manifests, readable, recent, known_containers=generations)
@@ -307,26 +266,24 @@ class GcPass:
 
     def _apply(
         self,
+        executor: GcExecutor,
         live_set: LiveSet,
-        writes: ConcurrentWrites,
         before: Mapping[int, PendingDelete],
-        sizes: dict[int, int],
         recent: Collection[int],
     ) -> dict[int, PendingDelete]:
         """Rebase, sweep, merge and recompress containers.
 
         Returns the rest of the pending-delete record.
         """
-        settings, totals = self._settings, self._totals
+        settings, totals, sizes = self._settings, self._totals, executor.ids
         record = {container: entry for container, entry in before.items() if container in sizes}
         due = {container: entry for container, entry in record.items() if self._is_due(entry)}
         protected = protect_recent(live_set, sizes, due) if due else live_set
         dropped_bases = plan_rebase(protected, sizes, due, settings.compact_below)
-        executor = self._make_executor(writes, sizes)
         with self._store.rewriter.with_helper_thread():
             if dropped_bases is not None:
                 executor.rebase(protected, dropped_bases, due, live_set.chunks)  # 4
-            writes.refresh()
+            executor.concurrent_writes.refresh()
             plan = plan_sweep(live_set, sizes, due) if due else GcPlan({})
             failpoint("gc.swept-planned")
             for container, removal in executor.sweep(plan).items():  # 5
@@ -360,7 +317,7 @@ class GcPass:
         sizes = self._remove_replaced(generations)  # 1
         self._expire_versions(roots)  # 2
         record = self._pending_deletes.read()
-        self._totals.pending_delete_bytes = self._pending_delete_bytes(record, sizes)
+        self._totals.pending_delete_bytes = pending_delete_bytes(self._store, record, sizes)
         return record
 
     def _read_directory(self, container: int) -> Directory | None:
@@ -431,10 +388,8 @@ class GcPass:
             self._gate.on_rewrite_start()
             self._hooks.check()
 
-        store, report_progress = self._store, self._hooks.report_progress
-        return GcExecutor(
-            store.containers, store.rewriter, store.swap, writes, sizes, self._totals, report_progress, check
-        )
+        hooks = replace(self._hooks, check=check)
+        return GcExecutor(self._store, hooks, writes, sizes, self._totals)
 
     def _check_clock(self) -> None:
         """Raise BadInput for a time that a pending-delete record cannot hold."""
@@ -475,74 +430,6 @@ class GcPass:
         expired = VersionExpiry(self._manifests, self._hooks.now_us).expire(roots, self._gate)
         self._totals.versions += expired.versions
         return expired.kept
-
-    # --- 8: data unreachable since this run ---------------------------------------------------------------------------
-
-    def _mark_for_deletion(
-        self,
-        plan: GcPlan,
-        sizes: Mapping[int, int],
-        record: dict[int, PendingDelete],
-        before: dict[int, PendingDelete],
-        writes: ConcurrentWrites,
-    ) -> dict[int, PendingDelete]:
-        """Withdraw planned data from the index and write the pending-delete record.
-
-        The record lists data of earlier runs that are still unreachable, and the data of `plan`.
-        """
-        looked_up = writes.prefetch_removals(plan.chunks, plan.segments)
-        with writes.exclusive() as index:
-            retained = writes.retained(plan.removals)
-            removals = {c: removal for c, removal in plan.removals.items() if c not in retained}
-            plan = GcPlan(removals, plan.stale_references)
-            if plan.removals:
-                index.withdraw(plan.chunks, plan.segments, (), looked_up)
-                failpoint("gc.forgot")
-            now_us = self._hooks.now_us()  # after the withdrawal: the grace begins when no process finds the data
-            updated = record_of(plan, now_us)
-            for container in updated.keys() & record.keys():
-                if record[container].at_us <= now_us:  # else recorded by a clock that was ahead
-                    updated[container] = carry_over(record[container], updated[container])
-            updated = select_fitting(updated)
-            # A record is inconsistent after a crash, or if it is damaged: then it is written again.
-            if not is_same_record(updated, before) or not self._pending_deletes.is_consistent():
-                generation = 1
-                if isinstance(index, SupportsGenerations):  # before the record: see GcGeneration
-                    generation = index.advance_generation(max(self._pending_deletes.list_records(), default=0) + 1)
-                    failpoint("gc.generation")
-                self._pending_deletes.replace(updated, generation)
-        self._totals.pending_delete_bytes = self._pending_delete_bytes(updated, sizes)
-        return updated
-
-    def _pending_delete_bytes(self, record: dict[int, PendingDelete], sizes: Mapping[int, int]) -> int:
-        """Return the stored bytes of a record and of the data that it lists.
-
-        An empty record counts as 0.
-        """
-        total_bytes = record_bytes(record) - EMPTY_BYTES
-        for container, entry in record.items():
-            stored_bytes = sizes[container]
-            if not entry.whole:
-                shares = bytes_of_chunks(self._containers.directory(ContainerId(container)))
-                stored_bytes = int(shares[entry.chunks].sum())
-            name = object_name(ContainerId(container))
-            total_bytes += takes_bytes(self._pending_deletes.objects, name, stored_bytes)
-        return total_bytes
-
-
-def meter_writes(objects: ObjectStore) -> tuple[MeteredObjectStore, ObjectStore]:
-    """Return a meter of all bytes written and deleted, and the store with it.
-
-    The meter wraps the lowest level of `objects`.
-    """
-    meters: list[MeteredObjectStore] = []
-
-    def wrap(lowest: ObjectStore) -> ObjectStore:
-        meters.append(MeteredObjectStore(lowest))
-        return meters[0]
-
-    metered_objects = rewrap_lowest(objects, wrap)
-    return meters[0], metered_objects
 
 
 @contextmanager

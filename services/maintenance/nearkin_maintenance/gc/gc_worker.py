@@ -19,7 +19,8 @@ from typing import Any
 
 from nearkin_maintenance.gc.clock_check import check_clock
 from nearkin_maintenance.gc.erased_tenants import count_erasures, sweep_erased
-from nearkin_maintenance.gc.gc_run import GcHooks, GcRun
+from nearkin_maintenance.gc.gc_context import GcHooks
+from nearkin_maintenance.gc.gc_run import GcRun
 from nearkin_maintenance.gc.rolled_back_keys import check_none_rolled_back, record_heads
 from nearkin_maintenance.gc.schedule import GcSchedule
 from nearkin_maintenance.gc.tombstone_signing import sign_old_marks

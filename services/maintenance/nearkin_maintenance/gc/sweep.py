@@ -4,6 +4,7 @@
     sweep        due data that no other chunk depends on: deleted, or the container rewritten, newest first
     merge        repeated changes of one region: collected in a merged block, oldest first (merge_planner.py)
     recompress   raw blocks: compressed with a deeper search, once (recompress.py)
+    mark         data unreachable since this run: withdrawn from the index, recorded as pending delete
 
 Each effect is an exclusive section that first refreshes the live set. Invariant (I8): a container is deleted before the
 containers of its bases.
@@ -15,30 +16,39 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
 
 from nearkin_maintenance.gc.concurrent_writes import ConcurrentWrites
-from nearkin_maintenance.gc.gc_plan import ContainerAction, ContainerRemoval, GcPlan, plan_rebase_removals
+from nearkin_maintenance.gc.gc_context import GcHooks, GcStore, Item
+from nearkin_maintenance.gc.gc_plan import (
+    ContainerAction,
+    ContainerRemoval,
+    GcPlan,
+    carry_over,
+    is_same_record,
+    plan_rebase_removals,
+    record_of,
+)
 from nearkin_maintenance.gc.mark import DroppedBases, LiveSet, Masks
+from nearkin_maintenance.gc.retained_bytes import bytes_of_chunks
 from nearkin_maintenance.optimize.base_trees import build_base_trees
-from nearkin_maintenance.optimize.compact import Rewriter
 from nearkin_maintenance.optimize.container_rebase import RebasePlan
-from nearkin_maintenance.optimize.container_swap import ContainerSwap, SwapResult
+from nearkin_maintenance.optimize.container_swap import SwapResult
 from nearkin_maintenance.optimize.recompress import ContainerRecompression
 from nearkin_maintenance.optimize.replacement_bases import ReplacementBases
 from nearkin_maintenance.optimize.stream_positions import estimate_positions
 from nearkin_shared.errors import Corrupt, NoRoom, NotFound, PermanentError
-from nearkin_shared.formats.pending_delete_record import PendingDelete
+from nearkin_shared.formats.pending_delete_record import PendingDelete, select_fitting
+from nearkin_shared.index.protocols import SupportsGenerations
+from nearkin_shared.objectstore.delegating import takes_bytes
 from nearkin_shared.objectstore.metered import MeteredObjectStore
 from nearkin_shared.storage.container_graph import topological_order
-from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.containers import object_name
+from nearkin_shared.storage.pending_deletes import EMPTY_BYTES, record_bytes
 from nearkin_shared.types import U32, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 
 _log = logging.getLogger("nearkin")
-
-Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
@@ -66,13 +76,6 @@ class GcTotals:
         return self.metered.freed_bytes - self.freed_before_bytes
 
 
-class GcProgress(Protocol):
-    """Progress report of a GC run."""
-
-    def __call__(self, items: Sequence[Item], text: str, /) -> Iterator[Item]:
-        """Yield the items; report before each how many are done."""
-
-
 @frozen
 class GcExecutor:
     """Writer of the effects of one GC run.
@@ -80,15 +83,11 @@ class GcExecutor:
     `ids` (bytes of each container) and `totals` are up to date after each effect.
     """
 
-    containers: ContainerStore
-    rewriter: Rewriter
-    swap: ContainerSwap
+    store: GcStore
+    hooks: GcHooks
     concurrent_writes: ConcurrentWrites
     ids: dict[int, int]
     totals: GcTotals
-    report_progress: GcProgress
-    check: Callable[[], None]
-    """Called before each container; stops the run by raising."""
 
     # --- 4: chunks that depend on pending deletes ---------------------------------------------------------------------
 
@@ -115,8 +114,10 @@ class GcExecutor:
             failpoint("rebase.forgot")
         remaining = dict(removals)
         containers = [ContainerId(c) for c in order if c in dropped_bases.containers]
-        generations = self.rewriter.batch_rebase(removals, rebase_plan).generations(containers, self._report_tasks)
-        for container in self.report_progress(containers, "containers rebased"):
+        generations = self.store.rewriter.batch_rebase(removals, rebase_plan).generations(
+            containers, self._report_tasks
+        )
+        for container in self.hooks.report_progress(containers, "containers rebased"):
             try:
                 if not self._rewrite(container, remaining, partial(next, generations)):
                     return
@@ -134,8 +135,8 @@ class GcExecutor:
 
     def _report_tasks(self, tasks: Sequence[Item]) -> Iterator[Item]:
         """Yield the re-encoding tasks; before each, the run may be stopped."""
-        for task in self.report_progress(tasks, "parts of containers re-encoded"):
-            self.check()
+        for task in self.hooks.report_progress(tasks, "parts of containers re-encoded"):
+            self.hooks.check()
             yield task
 
     # --- 5: pending deletes of earlier runs ---------------------------------------------------------------------------
@@ -156,14 +157,14 @@ class GcExecutor:
         removed, deferred = {}, []
         # Dependents before their bases: after a crash, every container that is left can be decoded.
         containers = reversed(list(topological_order(sorted(plan.removals), self._base_containers)))
-        for container in self.report_progress(list(containers), "containers swept"):
-            self.check()
+        for container in self.hooks.report_progress(list(containers), "containers swept"):
+            self.hooks.check()
             removal = remaining[container]
             try:
                 if removal.action is ContainerAction.DELETE:
                     done = self._remove(ContainerId(container), remaining)
                 else:
-                    make = partial(self.rewriter.rewritten, ContainerId(container), removal)
+                    make = partial(self.store.rewriter.rewritten, ContainerId(container), removal)
                     done = self._rewrite(ContainerId(container), remaining, make)
             except NoRoom as err:  # deleting other containers as a whole frees space
                 self.totals.no_room, done = err, False
@@ -180,11 +181,11 @@ class GcExecutor:
         """Delete a container; return False if it has to stay."""
         with self.concurrent_writes.exclusive() as index:
             if container in self.concurrent_writes.retained(remaining):
-                self.swap.renew(index, container)  # the index had withdrawn it
+                self.store.swap.renew(index, container)  # the index had withdrawn it
                 return False
             self.totals.deleted += 1
             del self.ids[container]
-            self.containers.delete(container, self.containers.generation(container))
+            self.store.containers.delete(container, self.store.containers.generation(container))
             self.concurrent_writes.on_container_rewritten(container, None)
             failpoint("gc.container")
         return True
@@ -196,7 +197,7 @@ class GcExecutor:
 
         Returns False if the container has to stay unchanged.
         """
-        result = self.swap.replace(
+        result = self.store.swap.replace(
             container,
             self.ids[container],
             make,
@@ -214,7 +215,7 @@ class GcExecutor:
 
     def _base_containers(self, container: int) -> list[int]:
         try:
-            return self.containers.directory(ContainerId(container)).base_containers()
+            return self.store.containers.directory(ContainerId(container)).base_containers()
         except (PermanentError, NotFound):
             return []
 
@@ -225,7 +226,7 @@ class GcExecutor:
 
         See `MergePlanner.plan`. If a target has to stay unchanged, so do the containers that would reference it.
         """
-        planner = self.rewriter.gatherer
+        planner = self.store.rewriter.gatherer
         merge_plan = planner.plan(live_set, self.ids, recent, block_bytes, versions_min)
         if merge_plan is None:
             return
@@ -242,7 +243,7 @@ class GcExecutor:
 
     def recompress(self, live_set: LiveSet, recent: Collection[int]) -> None:
         """Compress raw blocks with a deeper search, once each, oldest containers first."""
-        recompressor = self.rewriter.recompressor
+        recompressor = self.store.rewriter.recompressor
         containers = recompressor.chosen(self.ids, recent, live_set)
         executor = ContainerRecompression(recompressor, containers)
         for _ in self._rewrite_each(containers, executor.data, "recompressed"):
@@ -255,10 +256,10 @@ class GcExecutor:
 
         A container stays unchanged if another process rewrote it, if it is damaged, or if there is no space.
         """
-        for container in self.report_progress(containers, f"containers {done}"):
-            self.check()
+        for container in self.hooks.report_progress(containers, f"containers {done}"):
+            self.hooks.check()
             try:
-                result = self.swap.replace(
+                result = self.store.swap.replace(
                     container,
                     self.ids[container],
                     partial(make, container),
@@ -273,3 +274,52 @@ class GcExecutor:
                 continue
             if self._record_replacement(container, result):
                 yield container
+
+    # --- 8: data unreachable since this run ---------------------------------------------------------------------------
+
+    def mark_for_deletion(
+        self, plan: GcPlan, record: dict[int, PendingDelete], before: dict[int, PendingDelete]
+    ) -> dict[int, PendingDelete]:
+        """Withdraw planned data from the index and write the pending-delete record.
+
+        The record lists data of earlier runs that are still unreachable, and the data of `plan`.
+        """
+        looked_up = self.concurrent_writes.prefetch_removals(plan.chunks, plan.segments)
+        with self.concurrent_writes.exclusive() as index:
+            retained = self.concurrent_writes.retained(plan.removals)
+            removals = {c: removal for c, removal in plan.removals.items() if c not in retained}
+            plan = GcPlan(removals, plan.stale_references)
+            if plan.removals:
+                index.withdraw(plan.chunks, plan.segments, (), looked_up)
+                failpoint("gc.forgot")
+            now_us = self.hooks.now_us()  # after the withdrawal: the grace begins when no process finds the data
+            updated = record_of(plan, now_us)
+            for container in updated.keys() & record.keys():
+                if record[container].at_us <= now_us:  # else recorded by a clock that was ahead
+                    updated[container] = carry_over(record[container], updated[container])
+            updated = select_fitting(updated)
+            # A record is inconsistent after a crash, or if it is damaged: then it is written again.
+            if not is_same_record(updated, before) or not self.store.pending_deletes.is_consistent():
+                generation = 1
+                if isinstance(index, SupportsGenerations):  # before the record: see GcGeneration
+                    generation = index.advance_generation(max(self.store.pending_deletes.list_records(), default=0) + 1)
+                    failpoint("gc.generation")
+                self.store.pending_deletes.replace(updated, generation)
+        self.totals.pending_delete_bytes = pending_delete_bytes(self.store, updated, self.ids)
+        return updated
+
+
+def pending_delete_bytes(store: GcStore, record: dict[int, PendingDelete], sizes: Mapping[int, int]) -> int:
+    """Return the stored bytes of a record and of the data that it lists.
+
+    An empty record counts as 0.
+    """
+    total_bytes = record_bytes(record) - EMPTY_BYTES
+    for container, entry in record.items():
+        stored_bytes = sizes[container]
+        if not entry.whole:
+            shares = bytes_of_chunks(store.containers.directory(ContainerId(container)))
+            stored_bytes = int(shares[entry.chunks].sum())
+        name = object_name(ContainerId(container))
+        total_bytes += takes_bytes(store.pending_deletes.objects, name, stored_bytes)
+    return total_bytes
