@@ -154,11 +154,31 @@ def test_gc_makes_the_index_again_after_an_erasure(root: Path) -> None:
     assert after_inode != inode
     assert not any(digest in after for digest in wanted)
     with opened(root) as store:
+        assert store.gc().finished_erasures == 1, "reported until it is recorded as swept, minutes after its removal"
+        assert index_file(root)[0] == after_inode
+        store.keyring._wall_clock = lambda: time.time() + 3600
+        store.gc()  # records it
         assert store.gc().finished_erasures == 0
         assert index_file(root)[0] == after_inode
         assert len(store.versions()) == 20
         assert store.get("other-3").read() == b"other" * 100 + b"\3"
         assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("point", ["object.removed:3", "gc.marked:1", *(f"{point}:1" for point in ERASURE_POINTS)])
+def test_erasure_is_reported_by_the_run_after_a_killed_one(root: Path, point: str) -> None:
+    """F.22: a run that ends before its report leaves that to the next one: erasure and remaining copies."""
+    with opened(root) as store:
+        store.erase_tenant("acme", 0)
+        failpoints.arm(f"{point}:error")
+        with pytest.raises(StoreUnavailable, match="failpoint"):
+            store.gc()
+        failpoints.disarm()
+    for _ in range(2):
+        with opened(root) as store:
+            report = store.gc()
+            assert report.finished_erasures == 1
+            assert {"key-copies", "backups"} <= {one.place for one in report.remaining}
 
 
 @pytest.mark.parametrize("point", [*ERASURE_POINTS, "rebuild.complete", "rebuild.removed", "rebuild.renamed"])

@@ -47,7 +47,7 @@ class ErasureSweep:
 
     freed_bytes: int = 0
     finished: tuple[Erasure, ...] = ()
-    """Erasures whose keys or objects this run deleted."""
+    """Erasures that are not recorded as swept yet: this run, or an earlier one, deleted their keys and objects."""
 
 
 def sweep_erased(
@@ -69,15 +69,12 @@ def sweep_erased(
     due_erasures = objects.keyring.list_due()
     if not due_erasures:
         return ErasureSweep()
-    with_keys = {erasure.owner for erasure in due_erasures if objects.keyring.has_keys(erasure.owner)}
     withdraw_erased(objects, index)
     check()
     VersionHeads(objects).forget(name for name, _ in objects.erased_objects(due=True))
     removed = objects.sweep_erased(check)
-    finished = [erasure for erasure in due_erasures if erasure.owner in with_keys]
-    if removed and not finished:  # a run that was cut short has removed the keys
-        finished = due_erasures
-    return ErasureSweep(sum(size_bytes for _, size_bytes in removed), tuple(finished))
+    # All that are due, although nothing may be left: an earlier run may have died before its report.
+    return ErasureSweep(sum(size_bytes for _, size_bytes in removed), tuple(due_erasures))
 
 
 def remaining_after(settings: Settings, finished: Sequence[Erasure]) -> tuple[RemainingCopy, ...]:
