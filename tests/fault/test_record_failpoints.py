@@ -55,6 +55,20 @@ def test_rotation_cut_short_keeps_every_key(point: str) -> None:
     assert last.key(second.owner, second.number, "an object").secret == second.secret
 
 
+def test_head_of_a_rotation_cut_short_is_noted_by_the_next_put() -> None:
+    """F.22: A key whose maker died before its number was recorded seals; then its loss is noticed as any other's."""
+    keys = MemoryKeys()
+    keys.keyring.newest(DB)
+    cut_short("key.made", lambda: keys.keyring.rotate("db"))
+    newest = keys.another().newest(DB)
+    record = next(
+        name for name, _ in keys.below.names(f"keys/{newest.owner.hex()}") if f"/{newest.number:08x}." in name
+    )
+    keys.below.delete(record)
+    with pytest.raises(Corrupt, match=f"key {newest.number} of"):
+        keys.another().newest(DB)
+
+
 @pytest.mark.parametrize("point", ["key.made", "key.noted"])
 def test_first_key_cut_short_is_used_by_the_next(point: str) -> None:
     """F.32: A tenant's first key that was made as its process died is the one that all others use."""

@@ -157,7 +157,11 @@ class Keyring:
                 else:
                     self._make(owner, _number_after(found), domain)
                     found = self._current_keys(owner, now=True)
-            return found.keys[max(found.keys)]
+            newest = max(found.keys)
+            if newest > max(head, 1):  # its creator died before it recorded the number; the store's first has no head
+                self._heads.note(owner, newest)
+                self._highest_numbers[owner] = newest
+            return found.keys[newest]
 
     def key(self, owner: bytes, number: int, name: str) -> DataKey:
         """Return the key that an object names. Raises TenantErased, Corrupt (no such key)."""
