@@ -219,7 +219,7 @@ def test_an_erasure_counts_as_swept_only_when_no_writer_can_hold_the_key_any_mor
         store.erase_tenant("default", 0)
         store.gc()
         assert store.keyring.unswept()
-        store.keyring._wall = lambda: time.time() + timedelta(hours=1).total_seconds()
+        store.keyring._wall_clock = lambda: time.time() + timedelta(hours=1).total_seconds()
         store.gc()
         assert not store.keyring.unswept()
         assert (root / "keys" / "erased").is_dir()

@@ -160,7 +160,7 @@ def test_erasure_after_its_grace_removes_keys_and_objects(root: Path) -> None:
     """F.22: once the grace is over a gc run removes the keys, then the objects; it cannot be cancelled any more."""
     owner, clock = owner_of(root, "acme"), Clock()
     with opened(root) as store:
-        store.keyring._wall = clock
+        store.keyring._wall_clock = clock
         store.keyring.erase("acme", 3600)
         store.gc()
         assert f"keys/{owner.hex()}" in {p.rpartition("/")[0] for p in objects(root)}
@@ -211,7 +211,7 @@ def test_cancelled_erasure_put_back_removes_nothing(root: Path, heads: str) -> N
     owner, clock = owner_of(root, "acme"), Clock()
     path = root / fmt.erased_name(owner)
     with opened(root, "acme") as store:
-        store.keyring._wall = clock
+        store.keyring._wall_clock = clock
         store.keyring.erase("acme", 8)
         copy = path.read_bytes()
         store.keyring.cancel_erasure("acme")
@@ -222,17 +222,17 @@ def test_cancelled_erasure_put_back_removes_nothing(root: Path, heads: str) -> N
         shutil.rmtree(root / "heads" / "keys")
     for _ in range(2):
         with opened(root) as store:
-            store.keyring._wall = clock
+            store.keyring._wall_clock = clock
             report = store.gc()
             assert (report.refused_records, report.finished_erasures) == (1, 0)
             assert [found.object_name for found in store.verify().damage] == [fmt.erased_name(owner)]
     assert before <= objects(root)
     with opened(root) as store:
-        store.keyring._wall = clock
+        store.keyring._wall_clock = clock
         store.keyring.cancel_erasure("acme")
     path.write_bytes(copy)
     with opened(root) as store:
-        store.keyring._wall = clock
+        store.keyring._wall_clock = clock
         assert store.gc().refused_records == 1
         store.keyring.cancel_erasure("acme")
         store.rebuild_index()
@@ -259,7 +259,7 @@ def test_cancel_that_dies_before_removal_ends_when_repeated(root: Path) -> None:
     """F.22: a cancel killed after the epoch was advanced blocks the tenant and erases nothing; repeated, it ends."""
     clock = Clock()
     with opened(root, "acme") as store:
-        store.keyring._wall = clock
+        store.keyring._wall_clock = clock
         store.keyring.erase("acme", 8)
         arm("key.erasure-cancelled:1:error")
         with pytest.raises(StoreUnavailable, match="failpoint"):
@@ -267,7 +267,7 @@ def test_cancel_that_dies_before_removal_ends_when_repeated(root: Path) -> None:
         disarm()
     clock.now += 9
     with opened(root) as store:
-        store.keyring._wall = clock
+        store.keyring._wall_clock = clock
         assert store.gc().refused_records == 1
         store.keyring.cancel_erasure("acme")
         store.rebuild_index()
