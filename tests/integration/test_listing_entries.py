@@ -15,13 +15,15 @@ import pytest
 from nearkin import open_store
 from nearkin.embedded.gateway_backend import StoreListing
 from nearkin.store import Item, Store
-from nearkin_gateway.catalog.version_catalog import VersionCatalog
+from nearkin_gateway.catalog.version_catalog import ListedVersions, VersionCatalog
 from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.results import Damage
+from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.manifests import ManifestStore, object_name
 from tests.support.data.stores import ENCRYPTED, SMALL, settings
 
@@ -87,8 +89,6 @@ def test_long_metadata_is_read_from_the_manifest(store: Store) -> None:
 
 def listed(store: Store, count: Callable[[str], None] = lambda _: None) -> list[object]:
     catalogue = VersionCatalog.__new__(VersionCatalog)
-    from nearkin_shared.storage import descriptor
-
     catalogue.__init__(store._covered, descriptor.read(store._objects), store.settings, StoreListing(store))  # type: ignore[misc]
     with closing(catalogue):
         found, _ = catalogue.list_versions("default", "", "", 1000, all_versions=False)
@@ -197,3 +197,26 @@ def test_local_listing_reports_missing_and_truncated(store: Store, tmp_path: Pat
     broken: list[Damage] = []
     assert [info.key for info in store.versions(broken=broken.append)] == ["k2"]
     assert [damage.versions for damage in broken] == [(("k0", 1),), (("k1", 1),)]
+
+
+def test_gateway_reports_lost_newest_manifest(store: Store, tmp_path: Path) -> None:
+    """F.25: a gateway's listings name the newest version as damaged if its manifest is gone and the index lists it."""
+    store.put("k", b"one")
+    store.put("k", b"two")
+    store.put("only", b"one")
+    for key, version in (("k", 2), ("only", 1)):
+        (tmp_path / "s" / object_name("default", key, version)).unlink()
+    objects = store._covered
+    catalog = VersionCatalog(objects, descriptor.read(objects), store.settings, StoreListing(store))
+    with closing(catalog):
+        of_key, _ = catalog.versions("default", "k", 0, 10)
+        assert [info.version for info in of_key.found] == [1]
+        assert [damage.versions for damage in of_key.damaged] == [(("k", 2),)]
+        assert catalog.versions("default", "k", 2, 10) == (ListedVersions(), None)
+        of_lost, _ = catalog.versions("default", "only", 0, 10)
+        assert [damage.versions for damage in of_lost.damaged] == [(("only", 1),)]
+        newest, _ = catalog.list_versions("default", "", "", 10, all_versions=False)
+        assert newest.found == []
+        assert [damage.versions for damage in newest.damaged] == [(("k", 2),), (("only", 1),)]
+        with pytest.raises(Corrupt, match="'k' version 2"):
+            catalog.manifest("default", "k")

@@ -63,6 +63,11 @@ class History:
     retention: int = 0
     """Sequence of its last retention record, 0 for none."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the manifest is missing though no tombstone says that the version was deleted."""
+        return not self.committed and self.sequence % 2 == 0
+
 
 class Listing(NamedTuple):
     """(object name, bytes) of all objects of versions, each list sorted."""

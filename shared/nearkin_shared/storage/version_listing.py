@@ -155,10 +155,15 @@ def _read(
         if sequence == 0 or manifests.is_seen(tenant, key, version):
             return manifests.info(manifests.get(tenant, key, version), retention)
     except NotFound:
-        return _damage(tenant, key, version, f"{object_name(tenant, key, version)}: missing")
+        return missing_version(tenant, key, version)
     except PermanentError as err:
         return _damage(tenant, key, version, str(err))
     return None
+
+
+def missing_version(tenant: str, key: str, version: int) -> Damage:
+    """Return the damage of a version whose manifest is missing."""
+    return _damage(tenant, key, version, f"{object_name(tenant, key, version)}: missing")
 
 
 def _damage(tenant: str, key: str, version: int, problem: str) -> Damage:

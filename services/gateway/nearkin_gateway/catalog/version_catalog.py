@@ -33,10 +33,10 @@ from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.heads import VersionHeads
-from nearkin_shared.storage.manifests import ManifestStore
+from nearkin_shared.storage.manifests import MANIFEST_SUFFIX, ManifestStore
 from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
-from nearkin_shared.storage.version_listing import check_newest, infos_of, visible_version
+from nearkin_shared.storage.version_listing import check_newest, infos_of, missing_version, visible_version
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.validation import check_key
 
@@ -57,6 +57,8 @@ VERSION_MAX = (1 << 63) - 1
 READERS = 8
 """Manifests of all pages are read so many at a time: an S3 server answers each in some 2 ms."""
 READ_AHEAD = 64
+INDEXED_A_PAGE = 1000
+"""Index entries of one key that are read together."""
 EXAMINED_MAX = 10_000
 """Keys, or versions, that one page looks at, should they be deleted: some 5 s of an S3 server."""
 _log = logging.getLogger("nearkin.gateway")
@@ -169,6 +171,13 @@ class VersionCatalog:
         """Return the info of a version with its latest retention. Raises as `manifest` does."""
         return self._manifests.info(self.manifest(tenant, key, version))
 
+    def _indexed_versions(self, tenant: str, key: str) -> list[int]:
+        """Return the versions of a key that the index lists; none while the index is incomplete."""
+        if not self._listing.is_complete:
+            return []
+        listed = self._listing.catalog_after(tenant, key, key, 0, INDEXED_A_PAGE)
+        return [entry.version for entry in takewhile(lambda entry: entry.key == key, listed)]
+
     def _later_versions(self, tenant: str, key: str, version: int) -> list[int]:
         """Return the indexed versions of a key above `version`; none until the index is complete."""
         if not self._listing.is_complete:
@@ -187,15 +196,21 @@ class VersionCatalog:
         Raises NotFound.
         """
         check_key(key)
+        indexed = self._indexed_versions(tenant, key)  # before the folder: a version of a later put is in both
         histories = self._manifests.histories(tenant, key)
-        numbers = [number for number in sorted(histories) if self._manifests.shows(tenant, key, histories[number])]
-        if not numbers:
+        lost = {number for number in indexed if number not in histories or histories[number].is_lost}
+        lost &= set(self._indexed_versions(tenant, key)) if lost else lost  # GC may have removed a version meanwhile
+        numbers = {number for number, history in histories.items() if self._manifests.shows(tenant, key, history)}
+        if not numbers | lost:
             raise NotFound(f"key {key!r}: there is none")
-        wanted = [number for number in numbers if number > after]
+        wanted = sorted(number for number in numbers | lost if number > after)
         found = ListedVersions()
         for taken, version in enumerate(wanted[:limit], 1):
-            for entry in infos_of(self._manifests, tenant, key, [histories[version]]):
-                found.add(entry)
+            if version in lost:
+                found.add(missing_version(tenant, key, version))
+            else:
+                for entry in infos_of(self._manifests, tenant, key, [histories[version]]):
+                    found.add(entry)
             if (taken == limit or found.full) and taken < len(wanted):
                 return found, version
         return found, None
@@ -233,12 +248,15 @@ class VersionCatalog:
 
         The index is notified of a mark or retention record before that is written, so of a version without any it
         knows all.
+        A folder of a local store is listed too: a version whose manifest is missing there is damaged.
         Manifests are read of the others, and of those of which the index keeps too little.
         """
         read = partial(visible_version, self._manifests, tenant, all_versions=all_versions)
         waiting: list[VersionInfo | Future[VersionInfo | Damage | None]] = []
-        for unit in some:
-            info = None if unit[-1].has_records else unit[-1].info
+        folders = self._manifests.folder_files(tenant, [unit[-1].key for unit in some])
+        for unit, (_, files) in zip(some, folders, strict=True):
+            is_missing = files is not None and f"{unit[-1].version:016x}{MANIFEST_SUFFIX}" not in files
+            info = None if is_missing or unit[-1].has_records else unit[-1].info
             if info is None:
                 names = unit[-1].key, tuple(entry.version for entry in unit)
                 waiting.append(self._readers.submit(read, names))
