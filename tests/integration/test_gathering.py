@@ -12,11 +12,11 @@ from nearkin.block_recoder import BlockRecoder
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_maintenance.gc.mark import LiveSet
-from nearkin_maintenance.optimize import merge_planner
-from nearkin_maintenance.optimize.base_trees import build_base_trees
 from nearkin_maintenance.optimize.block_writer import BlockWriter
 from nearkin_maintenance.optimize.container_rewriter import VerifiedReader
-from nearkin_maintenance.optimize.merge_planner import MergeBounds, MergePlan, plan_merge
+from nearkin_maintenance.optimize.merge import merge_planner
+from nearkin_maintenance.optimize.merge.merge_planner import MergeBounds, MergePlan, plan_merge
+from nearkin_maintenance.optimize.rebase.base_trees import build_base_trees
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block_kinds import merged_blocks, reference_blocks

@@ -13,9 +13,9 @@ from nearkin.lab.generated_data import mutate, text_like
 from nearkin.local import local_gc
 from nearkin.store import Store
 from nearkin_maintenance.gc.mark import LiveSet
-from nearkin_maintenance.optimize import container_rebase, rebase_batch
-from nearkin_maintenance.optimize.container_rebase import RebaseContext
-from nearkin_maintenance.optimize.stream_positions import estimate_positions
+from nearkin_maintenance.optimize.rebase import container_rebase, rebase_batch
+from nearkin_maintenance.optimize.rebase.container_rebase import RebaseContext
+from nearkin_maintenance.optimize.rebase.stream_positions import estimate_positions
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block_kinds import merged_blocks

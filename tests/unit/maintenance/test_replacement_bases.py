@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nearkin_maintenance.gc.mark import LiveSet
-from nearkin_maintenance.optimize.base_trees import BaseTrees
-from nearkin_maintenance.optimize.replacement_bases import ReplacementBases
+from nearkin_maintenance.optimize.rebase.base_trees import BaseTrees
+from nearkin_maintenance.optimize.rebase.replacement_bases import ReplacementBases
 
 OLDER, NEWER = 10, 20
 """Ids. With several writers the older container may have been sealed last, and lean on the newer one."""

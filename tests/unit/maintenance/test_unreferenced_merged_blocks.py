@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nearkin_maintenance.optimize.unreferenced_merged_blocks import Chain
+from nearkin_maintenance.optimize.rebase.unreferenced_merged_blocks import Chain
 
 KIB = 1024
 TEXT = Chain(

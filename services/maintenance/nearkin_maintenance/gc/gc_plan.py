@@ -17,7 +17,11 @@ from numpy.typing import NDArray
 
 from nearkin_maintenance.gc.mark import DroppedBases, LiveSet, Masks, mark_ordinals, mask_of
 from nearkin_maintenance.gc.retained_bytes import bytes_of_chunks
-from nearkin_maintenance.optimize.base_trees import bases_worth_dropping, build_base_trees, containers_depending_on
+from nearkin_maintenance.optimize.rebase.base_trees import (
+    bases_worth_dropping,
+    build_base_trees,
+    containers_depending_on,
+)
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.pending_delete_record import PendingDelete, Record
 from nearkin_shared.types import U32, Bools, Locations, group_by_container

@@ -30,12 +30,12 @@ from nearkin_maintenance.gc.gc_plan import (
 )
 from nearkin_maintenance.gc.mark import DroppedBases, LiveSet, Masks
 from nearkin_maintenance.gc.retained_bytes import bytes_of_chunks
-from nearkin_maintenance.optimize.base_trees import build_base_trees
-from nearkin_maintenance.optimize.container_rebase import RebasePlan
 from nearkin_maintenance.optimize.container_swap import SwapResult
+from nearkin_maintenance.optimize.rebase.base_trees import build_base_trees
+from nearkin_maintenance.optimize.rebase.container_rebase import RebasePlan
+from nearkin_maintenance.optimize.rebase.replacement_bases import ReplacementBases
+from nearkin_maintenance.optimize.rebase.stream_positions import estimate_positions
 from nearkin_maintenance.optimize.recompress import ContainerRecompression
-from nearkin_maintenance.optimize.replacement_bases import ReplacementBases
-from nearkin_maintenance.optimize.stream_positions import estimate_positions
 from nearkin_shared.errors import Corrupt, NoRoom, NotFound, PermanentError
 from nearkin_shared.formats.pending_delete_record import PendingDelete, select_fitting
 from nearkin_shared.index.protocols import SupportsGenerations

@@ -19,11 +19,11 @@ import numpy as np
 from nearkin_maintenance.domain_owners import DomainOwners
 from nearkin_maintenance.gc.gc_plan import ContainerRemoval
 from nearkin_maintenance.optimize.block_writer import BlockWriter
-from nearkin_maintenance.optimize.container_rebase import RebasePlan
 from nearkin_maintenance.optimize.container_rewriter import NewGeneration, VerifiedReader
 from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort
-from nearkin_maintenance.optimize.merge_writer import MergePlanner
-from nearkin_maintenance.optimize.rebase_batch import BatchRebase
+from nearkin_maintenance.optimize.merge.merge_writer import MergePlanner
+from nearkin_maintenance.optimize.rebase.container_rebase import RebasePlan
+from nearkin_maintenance.optimize.rebase.rebase_batch import BatchRebase
 from nearkin_maintenance.optimize.recompress import Recompressor
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.storage.containers import ContainerStore

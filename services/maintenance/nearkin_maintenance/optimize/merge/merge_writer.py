@@ -21,7 +21,7 @@ from nearkin_maintenance.gc.retained_bytes import NAME_AND_ROW_BYTES, bytes_of_c
 from nearkin_maintenance.optimize.block_writer import BlockWriter
 from nearkin_maintenance.optimize.container_rewriter import NewGeneration, VerifiedReader
 from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort, BlockSlice, EncodedResult
-from nearkin_maintenance.optimize.merge_planner import NO_REGION, MergeBounds, MergePlan, plan_merge
+from nearkin_maintenance.optimize.merge.merge_planner import NO_REGION, MergeBounds, MergePlan, plan_merge
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block_kinds import reference_blocks

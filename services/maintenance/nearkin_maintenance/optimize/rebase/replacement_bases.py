@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin_maintenance.gc.mark import LiveSet, Masks
-from nearkin_maintenance.optimize.base_trees import NO_TREE, BaseTrees
+from nearkin_maintenance.optimize.rebase.base_trees import NO_TREE, BaseTrees
 from nearkin_shared.types import U8, U32, U64, Locations, group_by_container
 
 CANDIDATES_MAX = 4

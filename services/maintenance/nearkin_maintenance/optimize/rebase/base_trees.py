@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from nearkin_maintenance.gc.mark import LiveSet, Masks, dependent_blocks, is_in, mask_of
 from nearkin_maintenance.gc.retained_bytes import NAME_AND_ROW_BYTES, bytes_of_chunks
-from nearkin_maintenance.optimize.unreferenced_merged_blocks import merged_blocks_to_drop
+from nearkin_maintenance.optimize.rebase.unreferenced_merged_blocks import merged_blocks_to_drop
 from nearkin_shared.formats.block_kinds import merged_blocks, reference_blocks
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.storage.container_graph import topological_order

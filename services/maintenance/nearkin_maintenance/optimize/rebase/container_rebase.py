@@ -22,8 +22,8 @@ from nearkin_maintenance.gc.mark import Masks, dependent_blocks, is_in
 from nearkin_maintenance.optimize.block_writer import BlockWriter
 from nearkin_maintenance.optimize.container_rewriter import NewGeneration
 from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort
-from nearkin_maintenance.optimize.replacement_bases import ReplacementBases
-from nearkin_maintenance.optimize.stream_positions import StreamPositions
+from nearkin_maintenance.optimize.rebase.replacement_bases import ReplacementBases
+from nearkin_maintenance.optimize.rebase.stream_positions import StreamPositions
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block_kinds import merged_blocks, reference_blocks
 from nearkin_shared.formats.directory import Directory

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from nearkin_maintenance.gc.gc_plan import ContainerRemoval
 from nearkin_maintenance.optimize.block_writer import BlockWriter
-from nearkin_maintenance.optimize.container_rebase import ContainerRebase, RebaseContext, RebasePlan, RebaseTask
 from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort
+from nearkin_maintenance.optimize.rebase.container_rebase import ContainerRebase, RebaseContext, RebasePlan, RebaseTask
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.limits import MIB
 from nearkin_shared.reading.base_reader import BaseReader
