@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nearkin.lab.generated_data import mutate, text_like
-from nearkin_delta.base_choice import BaseChoice, Part, Targets, join_choices, try_bases, try_shallower
+from nearkin_delta.base_choice import BaseChoice, PolicyChoice, Targets, join_choices, try_bases, try_shallower
 from nearkin_shared.pipeline.stage import Contents
 from nearkin_shared.types import Locations, Pieces
 from nearkin_shared.utils.thread_pool import ThreadPool
@@ -58,8 +58,8 @@ def test_bases_of_two_policies_come_together() -> None:
     two.locations.containers[:] = 8
     ranks = np.array([9, 9, 9, 9], np.uint8)
     parts = [
-        Part(np.arange(4), _chosen([[1, 2], [], [], [2]]), one, ranks),
-        Part(np.array([2]), _chosen([[1]]), two, np.array([3], np.uint8)),
+        PolicyChoice(np.arange(4), _chosen([[1, 2], [], [], [2]]), one, ranks),
+        PolicyChoice(np.array([2]), _chosen([[1]]), two, np.array([3], np.uint8)),
     ]
     chosen, bases = join_choices(4, parts)
     assert chosen.found.tolist() == [True, False, True, True]
@@ -75,8 +75,8 @@ def test_bases_of_two_policies_come_together() -> None:
 
 def test_one_policys_bases_stay_where_they_are_and_none_is_fine() -> None:
     bases = _contents([b"a" * 10], [0])
-    nothing = Part(np.arange(2), _chosen([[], []]), bases, np.zeros(2, np.uint8))
-    part = Part(np.arange(2), _chosen([[], [0]]), bases, np.zeros(2, np.uint8))
+    nothing = PolicyChoice(np.arange(2), _chosen([[], []]), bases, np.zeros(2, np.uint8))
+    part = PolicyChoice(np.arange(2), _chosen([[], [0]]), bases, np.zeros(2, np.uint8))
     chosen, found = join_choices(2, [nothing, part])
     assert found is bases
     assert chosen.bounds.tolist() == [0, 0, 1]

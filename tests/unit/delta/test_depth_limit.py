@@ -11,7 +11,7 @@ import pytest
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin_delta import base_search, depth_limit, locality_candidates
-from nearkin_delta.base_choice import Part, Targets, join_choices, try_bases
+from nearkin_delta.base_choice import PolicyChoice, Targets, join_choices, try_bases
 from nearkin_delta.depth_limit import FULL_REST, GROWTH, find_overdeep, reduce_depth
 from nearkin_shared.pipeline.stage import LOOKUP_PASSES_MAX, Contents, LookupRequest, LookupResults
 from nearkin_shared.types import Locations, Pieces
@@ -38,9 +38,9 @@ def contents(chunks: list[bytes], depths: list[int], first: int = 0) -> Contents
     return Contents(where, pieces, np.array(depths, np.uint8), np.ones(len(chunks), np.bool_))
 
 
-def tried(targets: Targets, bases: Contents) -> Part:
+def tried(targets: Targets, bases: Contents) -> PolicyChoice:
     each = np.arange(len(targets) + 1, dtype=np.uint32)
-    return Part(
+    return PolicyChoice(
         np.arange(len(targets)), try_bases(targets, each, bases, each), bases, np.full(len(targets), 9, np.uint8)
     )
 
@@ -65,7 +65,7 @@ def test_only_chunks_of_a_full_chain_that_leave_too_much_over_ask() -> None:
 def test_each_goes_up_until_it_leaves_little_enough_over_and_else_stays() -> None:
     count = 3
     targets = Targets(*laid([TARGET] * count))
-    parts: list[Part] = [tried(targets, contents([FAR] * count, [3] * count))]
+    parts: list[PolicyChoice] = [tried(targets, contents([FAR] * count, [3] * count))]
     asked = find_overdeep(parts, MAX_DEPTH)
     assert asked is not None
     # what lies a level up: enough for the first; two up: for the second; the third finds nothing anywhere
