@@ -14,8 +14,8 @@ their chunks for deletion:
 3 Batch (`rebase_batch.py`): the tasks of one position run in all three containers, oldest first, so that a base which
   several of them need is decoded once.
 4 Container (`container_rebase.py`): v5 finds no live chunk before it (`replacement_bases.py`) and is stored raw, at
-  depth 0. v6 is offered v5, whose new depth 0 is below the 4 of v6, and takes depth 1; v7 is offered both, with the same
-  result.
+  depth 0. v6 is offered v5, whose new depth 0 is below the 4 of v6, and takes depth 1; v7 is offered both, with the
+  same result.
 
     chunk   v5 raw <- v6        v7 <- v5
     depth   0         1         1
