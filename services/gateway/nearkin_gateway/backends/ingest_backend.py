@@ -1,4 +1,6 @@
-"""Ingest. Invariant: what `finish` let pass is durable and ends committed or visibly failed (I3).
+"""Interface of the backends that store uploads.
+
+Invariant: an upload whose `finish` returned is durable and ends committed or visibly failed (I3).
 
     begin -> write* -> finish        or   begin -> write* -> abort
 
@@ -23,7 +25,10 @@ FAILED = "failed"
 
 @frozen
 class UploadRequest:
-    """What an upload is to become. `blob` and `origin` 16 bytes each: this attempt, and what is stored once."""
+    """Request to store an upload.
+
+    `blob` (16 bytes) identifies this attempt, `origin` (16 bytes) is shared by all attempts to store the same thing.
+    """
 
     tenant: str
     key: str
@@ -41,7 +46,7 @@ class UploadRequest:
 
 @frozen
 class UploadResult:
-    """What the bytes of an upload turned out to be. `blake3` 32 bytes; `sha256` 32 bytes where it was asked for."""
+    """Size and digests of an upload: `blake3` 32 bytes, `sha256` 32 bytes if it was requested."""
 
     size_bytes: int
     blake3: bytes
@@ -49,23 +54,27 @@ class UploadResult:
 
 
 class IncomingUpload(Protocol):
-    """One upload on its way."""
+    """Upload in flight."""
 
     async def write(self, frame: bytes | bytearray) -> None:
-        """Take a frame of at most FRAME_BYTES_MAX; waits while too much is unacknowledged. Raises RetryableError."""
+        """Send a frame of at most FRAME_BYTES_MAX; wait while too much is unacknowledged.
+
+        Raises RetryableError.
+        """
 
     async def finish(self, ending: UploadResult) -> None:
-        """Return once all is durable. Raises RetryableError: what became of it is then not known.
+        """Return once all is durable.
 
-        An ingest that commits raises PreconditionFailed; from any other the outcome tells it.
+        Raises: RetryableError: the outcome is then unknown. PreconditionFailed, from a backend that commits; other
+        backends report a failed precondition in the outcome.
         """
 
     async def abort(self, why: str) -> None:
-        """Give the upload up, visibly where that is possible. Never raises."""
+        """Abort the upload, visibly if possible. Never raises."""
 
 
 class Ingest(Protocol):
-    """Where uploads go."""
+    """Backend that stores uploads."""
 
     commits: bool
     """Whether `finish` returns with the outcome known, so that the answer is always 201."""
@@ -77,19 +86,19 @@ class Ingest(Protocol):
         """Get ready. Raises NearkinError."""
 
     async def close(self) -> None:
-        """Bring what is on its way to its end, within a bound, and release all."""
+        """Finish uploads in flight, within a bound, and release all resources."""
 
     async def begin(self, intent: UploadRequest) -> IncomingUpload:
         """Start an upload. Raises RetryableError."""
 
     async def find_committed(self, tenant: str, key: str, origin: BlobOrigin) -> dict[str, Any] | None:
-        """Return the event of a version that an earlier attempt committed, if the stored versions have to be searched.
+        """Search the stored versions for the one that an earlier attempt committed; return its event.
 
-        None from an ingest whose outcomes outlive the gateway. Raises StoreUnavailable.
+        None from a backend whose outcomes outlive the gateway. Raises StoreUnavailable.
         """
 
     def check(self) -> None:
-        """Raise RetryableError where an upload could not be taken now; may block for some seconds."""
+        """Raise RetryableError if an upload could not be accepted; may block some seconds."""
 
 
 def committed_event(intent: UploadRequest, began: str, result: PutResult) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Whole resumable uploads into the store. Invariant: whoever repeats it, after a crash or at once, stores once.
+"""Hand whole resumable uploads over to the store.
 
-The parts are streamed on like any other body; the origin is the upload's id.
+Invariant: an upload is stored once, even if its hand-over is repeated after a crash or concurrently.
+
+The parts are streamed like any other body. The origin is the upload's id.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from nearkin_shared.preconditions import PRECONDITION
 from nearkin_shared.storage.committed_origins import BlobOrigin
 
 HAND_OVER_SECONDS = 20.0
-"""How long the answer to the last part waits for the hand-over; after that it goes on by itself."""
+"""The response to the last part waits so long for the hand-over, which then continues in the background."""
 SWEEP_SECONDS = 60.0
 _log = logging.getLogger("nearkin.gateway")
 
 
 async def hand_over(gateway: Gateway, meta: Meta, number: str) -> None:
-    """Hand a whole upload over, and wait for that as long as an answer may wait.
+    """Hand a whole upload over and wait up to HAND_OVER_SECONDS for the result.
 
-    Raises NotFound where it is gone, Problem 409 where a part of it is damaged: that one is to be sent again, Problem
-    412 where its precondition refused it at the commit.
+    Raises: NotFound, if the upload has been removed. Problem 409, if a part is damaged and must be sent again. Problem
+    412, if the precondition failed at the commit.
     """
     task = _start_task(gateway, meta.tenant, number)
     with suppress(TimeoutError):
@@ -41,7 +43,7 @@ async def hand_over(gateway: Gateway, meta: Meta, number: str) -> None:
         if isinstance(ended, Problem):
             raise ended
         if not ended:
-            # It expired, or was dropped, as its last bytes came: "204, all is there" would be the last word of it.
+            # It expired or was deleted while its last bytes arrived: 204 would report it as stored.
             await asyncio.to_thread(gateway.resumable.load, meta.tenant, number)
         if meta.precondition is not None:
             staged = await asyncio.to_thread(gateway.resumable.load, meta.tenant, number)
@@ -49,7 +51,7 @@ async def hand_over(gateway: Gateway, meta: Meta, number: str) -> None:
 
 
 def _start_task(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool | Problem]:
-    """Return the task that hands an upload over: one for each, however often a HEAD or a sweep asks for it."""
+    """Return the task that hands an upload over: one per upload."""
     task = gateway.background.get(number)
     if task is None:
         task = gateway.background[number] = asyncio.create_task(_store_upload(gateway, tenant, number))
@@ -58,9 +60,9 @@ def _start_task(gateway: Gateway, tenant: str, number: str) -> asyncio.Task[bool
 
 
 async def _store_upload(gateway: Gateway, tenant: str, number: str) -> bool | Problem:
-    """1 stream the parts on, until all is durable  2 note that  3 remove the parts: repeating it stores once.
+    """Store an upload: 1 stream the parts, durably  2 write `done`  3 remove the parts.
 
-    Returns whether the upload was there to the end, or what the client is to do: something of it is missing.
+    Returns False if the upload was removed meanwhile, and a Problem for the client if bytes of it are missing.
     """
     resumable = gateway.resumable
     try:
@@ -89,11 +91,14 @@ async def _store_upload(gateway: Gateway, tenant: str, number: str) -> bool | Pr
 
 
 async def _store(gateway: Gateway, staged: StagedUpload) -> UploadOutcome:
-    """Stream the parts on; return how the upload ended. Raises DamagedPart, NotFound, Problem, NearkinError."""
+    """Stream the parts to the store and return the outcome.
+
+    Raises DamagedPart, NotFound, Problem, NearkinError.
+    """
     meta = staged.meta
     origin = BlobOrigin(bytes.fromhex(staged.id), meta.created_us)
     with tracing.span("resumable upload", None, begins=True) as trace:
-        is_known = gateway.outcomes.of_origin(origin.id) is not None  # stored by this process, and could not be noted
+        is_known = gateway.outcomes.of_origin(origin.id) is not None  # by this process, which could not write `done`
         earlier = await find_committed(gateway, meta.tenant, meta.key, origin)
         if earlier is not None:
             done = UploadOutcome(str(earlier["id"]))
@@ -136,7 +141,7 @@ async def _parts(gateway: Gateway, staged: StagedUpload) -> AsyncIterator[memory
 
 
 async def sweep_for_ever(gateway: Gateway) -> None:
-    """Now and then remove what has expired, and hand over what a gateway left whole when it died."""
+    """Remove expired uploads, and hand over whole ones that a dead gateway left."""
     loop = asyncio.get_running_loop()
 
     def hand_over(staged: StagedUpload) -> None:
@@ -147,7 +152,7 @@ async def sweep_for_ever(gateway: Gateway) -> None:
             await asyncio.to_thread(gateway.resumable.sweep, hand_over)
         except NearkinError as err:
             _log.warning("resumable uploads were not swept: %s", err)
-        except Exception:  # nobody would begin the sweeper again
+        except Exception:  # no other task would start the sweeper again
             _log.exception("resumable uploads were not swept")
-        # Jitter: several gateways should not all find the same upload at the same time.
+        # Jitter: several gateways should not find the same upload at the same time.
         await asyncio.sleep(SWEEP_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311

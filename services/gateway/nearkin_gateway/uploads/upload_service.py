@@ -1,8 +1,10 @@
-"""One upload, from first byte to outcome. Invariant: a refused or cut upload ends visibly; nothing of it is committed.
+"""Process one upload, from its first byte to its outcome.
 
-    1 begin  2 frames, hashed as they pass  3 digest as announced?  4 finish: all durable  5 the outcome
+Invariant: a refused or interrupted upload ends visibly, and nothing of it is committed.
 
-Up to 4 whatever goes wrong aborts the upload. From 4 on its end may be durable: then nobody says that it failed.
+    1 begin  2 hash and pass on the frames  3 compare the announced digest  4 finish: all durable  5 outcome
+
+Before step 4 any error aborts the upload. From step 4 on its end may be durable, so it is not reported as failed.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ async def check_open(gateway: Gateway, tenant: str) -> None:
 
 
 def check_idempotency_key(gateway: Gateway, tenant: str, key: str, given: str | None) -> bytes | None:
-    """Return what all requests with this `Idempotency-Key` for a key share, if there is one. Raises Problem."""
+    """Return the origin of all requests with this `Idempotency-Key`. Raises Problem."""
     if given is None:
         return None
     if not 1 <= len(given) <= IDEMPOTENCY_KEY_CHARACTERS_MAX:
@@ -76,7 +78,7 @@ def check_idempotency_key(gateway: Gateway, tenant: str, key: str, given: str | 
 
 @contextmanager
 def one_at_a_time(gateway: Gateway, origin: bytes) -> Iterator[None]:
-    """Refuse a second upload with the same idempotency key while the first one runs here. Raises Problem."""
+    """Refuse a second upload with the same origin while the first one runs. Raises Problem."""
     if origin in gateway.origins:
         raise Problem(
             409,
@@ -97,7 +99,7 @@ def origin_of_key(origin: bytes) -> BlobOrigin:
 
 
 async def find_committed(gateway: Gateway, tenant: str, key: str, origin: BlobOrigin) -> dict[str, Any] | None:
-    """Return the event of the version that an earlier attempt committed, None if there is none.
+    """Return the event of the version that an earlier attempt committed, if any.
 
     Raises StoreUnavailable.
     """
@@ -118,9 +120,11 @@ async def take(
     trace: str | None = None,
     precondition: Precondition | None = None,
 ) -> tuple[bytes, UploadResult]:
-    """Store what `pieces` yield; return the attempt's id and what the bytes were. Raises Problem, NearkinError.
+    """Store a body and return the attempt's id with its size and digests.
 
-    `sha256` is what the caller announced; `pieces` yield frames of at most FRAME_BYTES_MAX.
+    `pieces` yields frames of at most FRAME_BYTES_MAX; `sha256` is the digest that the client announced.
+
+    Raises Problem, NearkinError.
     """
     blob = new_id()
     origin = origin or BlobOrigin(blob)
@@ -175,7 +179,7 @@ def check_same(outcome: Mapping[str, Any], ending: UploadResult) -> None:
 
 
 def check_failed(outcome: Mapping[str, Any]) -> None:
-    """Say that an upload which was accepted has failed. Raises Problem."""
+    """Raise Problem if an accepted upload has failed."""
     if outcome["state"] == FAILED:
         if is_refused(outcome):
             raise Problem(412, PRECONDITION, str(outcome["failure"]))
@@ -190,7 +194,7 @@ def is_refused(outcome: Mapping[str, Any]) -> bool:
 async def _stream(
     pieces: AsyncIterator[bytearray], upload: IncomingUpload | None, hashing: WorkerPool, *, with_sha256: bool
 ) -> UploadResult:
-    """Hash the frames and pass them to `upload`, where there is one; return what the bytes are."""
+    """Hash the frames, pass them to `upload` if given, and return size and digests."""
     whole, sha256, size_bytes = blake3(), hashlib.sha256() if with_sha256 else None, 0
 
     def hash_all(frame: bytearray) -> None:

@@ -1,7 +1,9 @@
-"""What became of uploads. Invariant: an outcome is forgotten only for room, and the time of that is remembered.
+"""Outcomes of uploads by their id.
 
-The table holds events of the topic `committed` as they came, newest last, bounded in bytes. An id carries when its
-upload began: began after the last one that was forgotten and not in the table means that it is still on its way.
+Invariant: an outcome is evicted only to bound memory, and the time of the last eviction is kept.
+
+The table holds events of the topic `committed` in the order of arrival, bounded in bytes. An id contains the time at
+which its upload began: an id that is newer than the last evicted one and not in the table is still in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from nearkin_gateway.monitoring.rolling_stats import RollingStats
 ID_BYTES = 16
 MAC_BYTES = 8
 ENTRY_BYTES = 400
-"""What an entry takes beside its text: keys, future slots, Python's objects (measured 370)."""
+"""Memory of an entry in addition to its text: keys, future slots, Python objects (measured 370)."""
 _TICKET = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})", re.ASCII)
 
 
@@ -37,7 +39,7 @@ def began_ms(blob: bytes) -> int:
 
 
 class UploadIds:
-    """Ids as callers see them: with a MAC, so that one that was never given out is told from one still on its way."""
+    """Public ids with a MAC, which distinguishes an id in flight from one that was never issued."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = blake3(secret, derive_key_context="nearkin 2026 status ids of a gateway").digest()
@@ -47,7 +49,7 @@ class UploadIds:
         return f"{blob.hex()}-{self._mac(tenant, blob)}"
 
     def read(self, tenant: str, ticket: str) -> bytes | None:
-        """Return the blob id, or None where this was not given to this tenant."""
+        """Return the blob id, or None if this id was not issued to this tenant."""
         match = _TICKET.fullmatch(ticket)
         if match is None:
             return None
@@ -55,7 +57,7 @@ class UploadIds:
         return blob if hmac.compare_digest(match[2], self._mac(tenant, blob)) else None
 
     def origin(self, tenant: str, key: str, idempotency_key: str) -> bytes:
-        """Return what all attempts with one idempotency key share."""
+        """Return the origin that all attempts with one idempotency key share."""
         hasher = blake3(self._key, derive_key_context="nearkin 2026 origin of an idempotency key")
         for part in (tenant, key, idempotency_key):
             encoded = part.encode()
@@ -67,7 +69,7 @@ class UploadIds:
 
 
 class UploadStatuses:
-    """The table. For one event loop; `add` must be called in it."""
+    """Table of outcomes for one event loop; `add` must be called in it."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -78,19 +80,19 @@ class UploadStatuses:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._forgotten_ms = 0
         self.minutes = RollingStats()
-        """The last hour of them, summed up."""
+        """Sums of the last hour by minute."""
 
     def __len__(self) -> int:
         return len(self._events)
 
     def set_known_from(self, since_ms: int) -> None:
-        """Say that outcomes from before are not in the table."""
+        """Record that earlier outcomes are not in the table."""
         self._forgotten_ms = max(self._forgotten_ms, since_ms)
 
     def add(self, event: dict[str, Any], text: bytes | None = None) -> None:
-        """Add an event; repeating one changes nothing. `text` is its JSON as it came.
+        """Add an event; a repeated one changes nothing. `text` is its JSON as received.
 
-        One told failed, and committed later as its log was read again, is committed: its version is there.
+        A later `committed` replaces `failed`: the log was read again, and the version exists.
         """
         number, origin = str(event["id"]), str(event["origin"])
         told = self._events.get(number)
@@ -119,11 +121,11 @@ class UploadStatuses:
         return None if number is None else self.get(bytes.fromhex(number))
 
     def may_be_forgotten(self, blob: bytes) -> bool:
-        """Return whether an upload that is not in the table may have ended nevertheless."""
+        """Return whether the outcome of an upload may have been evicted."""
         return began_ms(blob) <= self._forgotten_ms
 
     async def wait(self, blob: bytes, seconds: float) -> dict[str, Any] | None:
-        """Return the event of an upload once it is there, None if it is not after `seconds`."""
+        """Wait up to `seconds` for the event of an upload; None if it does not arrive."""
         number = blob.hex()
         if number not in self._events and seconds > 0:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
