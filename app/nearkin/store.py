@@ -962,6 +962,7 @@ class Store:
             self._clock,
             self.pauses,
             self._puts.limit_memory_for_gc,
+            self.reserve.release,
         )
 
     def erase_tenant(self, tenant: str, grace_seconds: int | None = None, *, despite_retention: bool = False) -> int:

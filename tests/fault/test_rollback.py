@@ -15,11 +15,11 @@ from nearkin.store import Store
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.key_wrapping import generate
-from nearkin_shared.errors import Corrupt, KeysLost, RetentionActive
+from nearkin_shared.errors import Corrupt, KeysLost, NoRoom, RetentionActive
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats.head_record import Heads, Sequences, decode_heads, encode_heads
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from nearkin_shared.storage.heads import VersionHeads
+from nearkin_shared.storage.heads import RolledBack, VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore, mark_name, object_name
 from tests.support.data.test_keys import MemoryKeys
 from tests.support.servers.gateways import running
@@ -250,6 +250,28 @@ def test_number_of_a_rolled_back_version_is_not_given_again(root: Path) -> None:
     with opened(root) as store:
         assert store.get("db", 2).read() == b"version two" * 1000
         assert store.get("db").read() == b"version three"
+
+
+def test_heads_that_find_no_room_release_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.22: on a full disk gc releases its reserve to record the heads; without one it ends with NoRoom."""
+    update = VersionHeads.update
+    with open_store(tmp_path / "s", create=True) as store:
+
+        def update_on_full_disk(self: VersionHeads, manifests: ManifestStore) -> RolledBack:
+            if store.reserve.size_bytes() or no_room:
+                raise NoRoom("heads/versions: no space left")
+            return update(self, manifests)
+
+        no_room = False
+        store.put("db", b"content")
+        store.reserve.restore(lambda: 0)
+        assert store.reserve.size_bytes()
+        monkeypatch.setattr(VersionHeads, "update", update_on_full_disk)
+        store.gc()
+        assert store._heads.read().versions
+        no_room = True
+        with pytest.raises(NoRoom):
+            store.gc()
 
 
 def test_deleted_and_expired_versions_are_no_roll_back(root: Path) -> None:

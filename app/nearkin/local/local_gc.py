@@ -76,6 +76,8 @@ class LocalGc:
     pauses: GcPauseFlag
     writing: Callable[[], None] = lambda: None
     """Called before a GC run rewrites or removes a container."""
+    release_reserve: Callable[[], bool] = lambda: False
+    """Removes the disk reserve; returns whether there was one."""
 
     def run(self, wait_seconds: float, go_on: Callable[[], None], steps: Steps | None) -> GcReport:
         """Run GC, waiting up to `wait_seconds` for a put first.
@@ -105,7 +107,7 @@ class LocalGc:
             finally:
                 apart.evict()  # else 100 MB wait for the garbage collector
             waiting, refused = count_erasures(self.condemned.objects)
-            rolled_back = record_heads(self.condemned.objects)
+            rolled_back = record_heads(self.condemned.objects, self.release_reserve)
             report = replace(
                 report,
                 freed_bytes=report.freed_bytes + swept.freed_bytes,

@@ -7,9 +7,9 @@ of a newest version stays reported until the operator gives the version up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from nearkin_shared.errors import Corrupt, StoreUnavailable
+from nearkin_shared.errors import Corrupt, NoRoom, StoreUnavailable
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.observability import metrics
 from nearkin_shared.storage.heads import VersionHeads, head_name
@@ -39,13 +39,22 @@ def check_none_rolled_back(objects: ObjectStore) -> None:
     )
 
 
-def record_heads(objects: ObjectStore) -> int:
+def record_heads(objects: ObjectStore, release_reserve: Callable[[], bool] = lambda: False) -> int:
     """Record the highest version of each key, and its marks; return how many keys were rolled back.
 
-    Raises: Corrupt for a name that no record has.
+    On a full disk `release_reserve` may make room for one more attempt.
+
+    Raises: Corrupt for a name that no record has, NoRoom if there is no reserve to release.
     """
     try:
-        removed = VersionHeads(objects).update(ManifestStore(objects))
+        try:
+            removed = VersionHeads(objects).update(ManifestStore(objects))
+        except NoRoom:
+            if not release_reserve():
+                raise
+            removed = VersionHeads(objects).update(ManifestStore(objects))
+    except NoRoom:
+        raise
     except StoreUnavailable as err:  # for example a full disk: the run itself has succeeded
         _log.warning("gc: heads of keys were not recorded: %s", err)
         return 0
