@@ -10,6 +10,7 @@ import pytest
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin.store_copy import Copier, plan_key
+from nearkin_shared.crypto.key_wrapping import generate
 from nearkin_shared.results import VersionInfo
 from tests.support.checks.commands import InProcess
 from tests.support.data.stores import SMALL, containers, flip, settings
@@ -160,3 +161,18 @@ def test_copy_onto_itself_is_refused(source: Path, call: InProcess) -> None:
     missing = call("--store", source, "copy", "--from", source.parent / "none")
     assert missing.returncode not in (0, 2)
     assert b"none" in missing.stderr
+
+
+def test_from_config_holds_over_the_environment(
+    source: Path, tmp_path: Path, call: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F.13: the file of --from-config alone sets SRC, whatever the environment says for the target."""
+    plain = tmp_path / "plain.toml"
+    plain.write_text('[storage]\nencryption = "none"\n')
+    generate(tmp_path / "kek")
+    monkeypatch.setenv("NEARKIN_STORAGE__ENCRYPTION", "aes-256-gcm")
+    monkeypatch.setenv("NEARKIN_STORAGE__KEY_FILE", str(tmp_path / "kek"))
+    assert call("--store", tmp_path / "sealed", "init").returncode == 0
+    done = call("--store", tmp_path / "sealed", "copy", "--from", source, "--from-config", plain)
+    assert done.returncode == 0, done.stderr
+    assert b"notes" in call("--store", tmp_path / "sealed", "ls").stdout

@@ -105,7 +105,7 @@ def _open_source(session: Session, source: str, config: Path | None) -> Iterator
     import os
 
     origin = Session()
-    origin.config = config or session.config
+    origin.config, origin.use_environment = config or session.config, config is None
     origin.as_json, origin.quiet = session.as_json, session.quiet
     if source.startswith(("http://", "https://")):
         origin.server = source

@@ -50,6 +50,8 @@ class Session:
     config: Path | None = None
     as_json: bool = False
     quiet: bool = False
+    use_environment: bool = True
+    """False if the environment sets another store: the source of a copy that has a configuration file of its own."""
     wait: float = 0.0
     force: bool = False
     """Write under other chunker settings than the store is written with."""
@@ -60,7 +62,8 @@ class Session:
         """Return the settings and where each came from; `more` is what else the command line says."""
         from nearkin_shared.config.loader import explicit_names, load
 
-        settings, origins = load(self.config, {"store": self.store, "server": self.server, **(more or {})})
+        given = {"store": self.store, "server": self.server, **(more or {})}
+        settings, origins = load(self.config, given, use_environment=self.use_environment)
         self.explicit = explicit_names(origins)
         return settings, origins
 

@@ -46,7 +46,10 @@ class Origin(NamedTuple):
 
 
 def load(
-    config_file: str | Path | None = None, overrides: Mapping[str, object] | None = None
+    config_file: str | Path | None = None,
+    overrides: Mapping[str, object] | None = None,
+    *,
+    use_environment: bool = True,
 ) -> tuple[Settings, dict[str, Origin]]:
     """Return the settings and, by dotted name, the origin of each.
 
@@ -55,7 +58,8 @@ def load(
     layers: list[tuple[str, dict[str, Any]]] = []
     if config_file is not None:
         layers.append((f"file {config_file}", _read_toml(Path(config_file))))
-    layers.append(("environment", _read_environment()))
+    if use_environment:
+        layers.append(("environment", _read_environment()))
     if overrides:
         layers.append(("argument", {name: value for name, value in overrides.items() if value is not None}))
     source, profile = next(
