@@ -310,7 +310,10 @@ class LogSettings:
 
 @held
 class TracingSettings:
-    """Traces to an OpenTelemetry collector, by OTLP over HTTP (docs/how-to/operate-services.md)."""
+    """Traces to an OpenTelemetry collector, by OTLP over HTTP.
+
+    See docs/how-to/operate-services.md.
+    """
 
     __pydantic_config__ = FORBID_OTHERS
 

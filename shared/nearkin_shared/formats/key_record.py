@@ -200,7 +200,10 @@ def decode_erased(data: bytes, what: str, mac_key: bytes) -> ErasedRecord:
 
 
 def encode_envelope(sealed: bytes | memoryview) -> bytes:
-    """Encode the descriptor of an encrypted store: its encryption, and the encrypted descriptor."""
+    """Encode the descriptor of an encrypted store.
+
+    It contains the encryption, and the encrypted descriptor.
+    """
     return _encode(
         {
             "format": STORE_FORMAT,

@@ -178,7 +178,7 @@ def _bounds(messages: Sequence[UndecodedMessage], segment_starts: _I64, chunk_st
 
 
 def _check_locations(messages: Sequence[UndecodedMessage], locations: Locations) -> None:
-    """Refuse locations outside of containers: readers would refuse a container with such a base."""
+    """Refuse locations outside of containers; readers would refuse a container with them."""
     if len(locations) and (
         int(locations.containers.min()) < CONTAINER_ID_MIN or int(locations.ordinals.max()) >= ROWS_MAX
     ):

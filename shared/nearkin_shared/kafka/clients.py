@@ -101,10 +101,11 @@ def connection(settings: Settings, client_id: str) -> dict[str, Any]:
 
 
 def _on_error(err: KafkaError) -> None:
-    """Log a client's error, each at most once in REPEAT_SECONDS; librdkafka reconnects by itself.
+    """Log a client's error, each at most once in REPEAT_SECONDS; librdkafka reconnects itself.
 
     While a broker is unavailable each client reports each attempt: 1,200 lines of one maintenance worker in a chaos run
-    of a minute.
+    of
+    a minute.
     """
     said, now = err.str(), time.monotonic()
     with _said_lock:
@@ -179,7 +180,7 @@ def check_durability(settings: Settings) -> None:
 
 
 def topic_config(settings: Settings, name: str) -> dict[str, str]:
-    """Return the settings that one of TOPICS needs: durability, retention or compaction, codec."""
+    """Return the settings of one of TOPICS: durability, retention or compaction, codec."""
     if name in COMPACTED:
         return {**durability(settings), "cleanup.policy": "compact", **COMPACT_SOON}
     readable = READABLE_BY_ALL if name == "committed" else {}

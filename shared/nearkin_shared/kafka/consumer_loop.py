@@ -41,7 +41,7 @@ RETRY_SECONDS_MAX = 60.0
 RESTART_SECONDS = 1.0
 GATHER_SECONDS = 1.0
 """How long a batch may grow while messages stream: one at a time costs a stage three times what one of sixteen does.
-Nobody waits for it: who wants an answer has sent an end, and that ends the growing."""
+No caller waits for it: a caller that waits has sent an end, which ends the batch."""
 
 Made = TypeVar("Made")
 

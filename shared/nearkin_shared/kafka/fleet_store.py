@@ -1,3 +1,4 @@
+# size: one function that several services use
 """Open the store of a fleet: topics, index and object store, which belong together.
 
 Invariant: a fleet whose index belongs to a store never creates a second store, and never mixes two stores.

@@ -24,7 +24,7 @@ LOOK_SECONDS = 15.0
 STOP_SECONDS = 35.0
 AGE_PASSES = 8
 """Questions to find how old the oldest waiting record is: between 1 s and a week each halves what is left of the
-exponent, so that eight tell it within 5 %."""
+exponent, so that eight determine it within 5 %."""
 AGE_MS_MIN = 1000
 SIZED_SECONDS = 120.0
 """Seconds for which a mean record size of a group is used: measuring it reads READ_BYTES_MAX of each group."""

@@ -29,7 +29,7 @@ class EnvelopeAuthenticator:
     """Compute and compare the MACs of records. May be shared between threads."""
 
     def __init__(self, secret: bytes, *, required: bool = True) -> None:
-        """`secret` of the descriptor; `required`: refuse records without a MAC, not only wrong ones."""
+        """`secret` of the descriptor; `required`: refuse records without a MAC too."""
         self._key = blake3(secret, derive_key_context=_CONTEXT).digest()
         self._required = required
 

@@ -1,4 +1,6 @@
-"""Create topics: `python -m nearkin_shared.kafka.topics [--config FILE]`, before services start.
+"""Create topics.
+
+`python -m nearkin_shared.kafka.topics [--config FILE]`, before services start.
 
 Invariant: an existing topic keeps its partitions, which determine the partition of each key: a blob with frames in
 flight would be split. A number that differs from the settings is an error.

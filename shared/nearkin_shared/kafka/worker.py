@@ -111,7 +111,7 @@ def command(
         code = run_worker(service, parts, settings, config_file, worker, background)
         tracing.stop()
         logging.shutdown()
-        # All is committed and closed. But librdkafka's threads may still answer a question that nobody waits for, into
+        # All is committed and closed. But librdkafka's threads may still answer a question that no caller waits for, into
         # an interpreter that is being taken apart: a maintenance worker ended so with SIGSEGV, while Kafka was away.
         os._exit(code)
 
@@ -214,7 +214,7 @@ def _thread(
             failures.append(err)
         finally:  # also where what was raised is no exception, as a client of C may do
             if not stop.is_set() and not failures:
-                failures.append(RuntimeError(f"{part.service}: its thread ended, and nobody asked it to"))
+                failures.append(RuntimeError(f"{part.service}: its thread ended unexpectedly"))
             stop.set()
 
     thread = threading.Thread(target=run, name=f"nearkin-{part.service}")

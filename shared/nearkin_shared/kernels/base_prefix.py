@@ -1,4 +1,8 @@
-"""Prefixes of patch blocks. Invariant: a base's bytes are in a prefix once, and only whole."""
+# size: selects the compiled kernel or its reference
+"""Assemble the prefixes of patch blocks.
+
+Invariant: a base's bytes are in a prefix once, and only whole.
+"""
 
 from __future__ import annotations
 

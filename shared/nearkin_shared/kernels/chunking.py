@@ -1,4 +1,7 @@
-"""Chunking. Invariant: only cuts that no later byte can change are returned; keep the uncut tail, call again with more.
+# size: selects the compiled kernels or their references
+"""Cut bytes into chunks.
+
+Invariant: only cuts that no later byte can change are returned; keep the uncut tail, call again with more.
 
 Every `*_cut` answers with the lengths (uint32[chunks], bytes) of the chunks that are certain at the start of `data`.
 The caller drops them, appends what arrives next to the tail and calls again, `final=True` on the last call; the pieces

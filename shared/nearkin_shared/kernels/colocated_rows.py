@@ -1,10 +1,13 @@
-"""What stands beside the ancestors of chunks. Invariant: what a group has already is not named again.
+# size: selects the compiled kernel or its reference
+"""Find the chunks stored next to the ancestors of chunks.
 
-A chunk whose ends fell elsewhere than its base's leans on several, of which only the best one is known of each chunk.
+Invariant: a row that a group has already is not returned again.
+
+A chunk with other ends than its base depends on several bases, of which only the best one is known for each chunk.
 So the ancestors of a run of chunks, found by best bases alone, have holes and miss something at both ends:
 
     chunks      |   a   |   b    |  c  |      bases of a: A, B    of b: B, C    of c: D
-    ancestors   |  A  |   B    |    C    | D |    found: A B . D;   C stands beside B
+    ancestors   |  A  |   B    |    C    | D |    found: A B . D;   C is stored next to B
 
 A container's chunks lie in stream order, those that were duplicates left out.
 """

@@ -1,4 +1,8 @@
-"""Super-features of chunks. Invariant: whichever kernel runs, a chunk has one answer; stored ones stay comparable."""
+# size: selects the compiled kernel or its reference
+"""Compute super-features of chunks.
+
+Invariant: every kernel computes the same super-features, so that stored ones stay comparable.
+"""
 
 from __future__ import annotations
 

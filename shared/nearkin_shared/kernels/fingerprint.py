@@ -1,4 +1,8 @@
-"""Fingerprints, check tags and names of a segment's chunks. Invariant: every kernel and CPU gives the same bytes."""
+# size: selects the compiled kernel or its reference
+"""Compute fingerprints, check tags and names of a segment's chunks.
+
+Invariant: every kernel and CPU computes the same bytes.
+"""
 
 from __future__ import annotations
 

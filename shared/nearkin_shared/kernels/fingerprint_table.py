@@ -1,4 +1,8 @@
-"""Names to places, in memory. Invariant: the first place put for a name stays until its container is discarded."""
+# size: selects the compiled kernel or its reference
+"""Map chunk names to locations, in memory.
+
+Invariant: the first location put for a name stays until its container is discarded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Gather. Invariant: scattered slices become one buffer in one call, and no slice reads or writes out of bounds."""
+# size: selects the compiled kernel or its reference
+"""Copy scattered slices into one buffer in one call.
+
+Invariant: no slice reads or writes out of bounds.
+"""
 
 from __future__ import annotations
 

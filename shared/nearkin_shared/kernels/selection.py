@@ -1,4 +1,8 @@
-"""Which kernels run. Invariant: a kernel name is a demand; a silent fallback would measure the wrong code."""
+# size: one decision, imported by every kernel module
+"""Select compiled kernels or references.
+
+Invariant: a missing kernel is an error; a silent fallback would measure the wrong code.
+"""
 
 from __future__ import annotations
 
@@ -12,4 +16,4 @@ if CHOSEN not in _KNOWN:
     raise choose("NEARKIN_KERNELS", CHOSEN, _KNOWN)
 
 USE_CYTHON: bool = CHOSEN == "cython"
-"""True unless `NEARKIN_KERNELS=python` asks for the plain-Python references."""
+"""True unless `NEARKIN_KERNELS=python` selects the plain-Python references."""

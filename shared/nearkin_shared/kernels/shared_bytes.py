@@ -1,4 +1,8 @@
-"""Bytes shared with bases. Invariant: whichever kernel runs, the same chunks share the same bytes, on every machine."""
+# size: selects the compiled kernel or its reference
+"""Count the bytes that chunks share with bases.
+
+Invariant: every kernel and machine counts the same bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Compressed size, guessed. Invariant: whichever kernel runs, a chunk has one estimate, the same on every machine."""
+# size: selects the compiled kernel or its reference
+"""Estimate compressed sizes.
+
+Invariant: every kernel and machine computes the same estimate.
+"""
 
 from __future__ import annotations
 

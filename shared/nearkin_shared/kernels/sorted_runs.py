@@ -1,4 +1,8 @@
-"""Runs of a tree, in an index. Invariant: no byte outside a run is read, whatever is in it."""
+# size: selects the compiled kernel or its reference
+"""Look up keys in sorted runs of an index.
+
+Invariant: no byte outside a run is read, whatever its content.
+"""
 
 from __future__ import annotations
 

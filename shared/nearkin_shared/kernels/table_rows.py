@@ -1,3 +1,4 @@
+# size: selects the compiled kernel or its reference
 """Rows of several tables. Invariant: no row is read that its table does not have."""
 
 from __future__ import annotations

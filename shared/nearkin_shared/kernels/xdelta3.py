@@ -1,4 +1,8 @@
-"""xdelta3. Invariant: `decode_many` undoes `encode_many`, and reads what the `xdelta3 -S none` command wrote."""
+# size: selects the compiled kernel or its reference
+"""Encode and decode VCDIFF deltas.
+
+Invariant: `decode_many` undoes `encode_many`, and reads the output of the `xdelta3 -S none` command.
+"""
 
 from __future__ import annotations
 

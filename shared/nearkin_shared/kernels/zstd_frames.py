@@ -1,4 +1,8 @@
-"""zstd frames. Invariant: what is decoded fills its buffer exactly, what is encoded was decoded again and compared."""
+# size: selects the compiled kernel or its reference
+"""Encode and decode zstd frames.
+
+Invariant: decoded bytes fill their buffer exactly; an encoded frame was decoded again and compared.
+"""
 
 from __future__ import annotations
 

@@ -151,7 +151,10 @@ class LocalObjectStore:
     far = False
 
     def __init__(self, root: Path, *, dropped: tuple[str, ...] = ()) -> None:
-        """Evict large objects with a prefix in `dropped` from the page cache once durable (ADR 31)."""
+        """Evict large objects with a prefix in `dropped` from the page cache (ADR 31).
+
+        They are evicted once they are durable.
+        """
         self._root = root
         self._dropped = dropped
         self._scratch = root / "tmp"

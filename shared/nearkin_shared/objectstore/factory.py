@@ -88,7 +88,10 @@ def as_set(objects: ObjectStore, settings: Settings) -> ParityObjectStore:
 
 
 def open_encrypted(settings: Settings) -> EncryptedObjectStore:
-    """Open an existing encrypted store. Raises NoStore, ConfigError, Corrupt, StoreUnavailable."""
+    """Open an existing encrypted store.
+
+    Raises NoStore, ConfigError, Corrupt, StoreUnavailable.
+    """
     keyring = open_keys(settings)
     return EncryptedObjectStore(open_objects(settings, services=False), scheme_of(settings.storage.parity), keyring)
 
@@ -149,7 +152,10 @@ def read_descriptor(settings: Settings) -> descriptor.Descriptor:
 
 
 def _has_store(objects: ObjectStore) -> bool:
-    """Return whether a store exists. Raises Corrupt (the descriptor is lost), StoreUnavailable."""
+    """Return whether a store exists.
+
+    Raises Corrupt (the descriptor is lost), StoreUnavailable.
+    """
     try:
         objects.size_bytes(descriptor.NAME)
     except NotFound:

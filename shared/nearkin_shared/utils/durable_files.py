@@ -1,3 +1,4 @@
+# size: one function for files outside of stores
 """Replace files outside a store durably: key files and token files.
 
 Invariant: at any moment the file is the old or the new one, whole; once `replace_file` has returned, the new one.

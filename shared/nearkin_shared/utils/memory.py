@@ -42,7 +42,7 @@ class Mapper:
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        """`clock`: seconds of work of this thread, page faults included and waiting for a core excluded."""
+        """`clock`: seconds of work of this thread, page faults included, waits for a core excluded."""
         self._clock = clock
         self._small_bytes_left = 0
 
@@ -94,10 +94,10 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def give_back_free() -> None:
-    """Return free memory of glibc's malloc to the system, in about 10 ms; elsewhere do nothing.
+    """Return free memory of glibc's malloc to the system; elsewhere do nothing.
 
-    malloc takes smaller allocations from a heap that shrinks from its end only. A GC run over 28 dumps took 110 MiB
-    this way, and the peak of every later put and get of the process rose by as much.
+    It takes about 10 ms. malloc takes smaller allocations from a heap that shrinks from its end only. A GC run over 28
+    dumps took 110 MiB this way, and the peak of every later put and get of the process rose by as much.
     """
     with suppress(OSError, AttributeError):  # musl, macOS
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

@@ -4,7 +4,7 @@ They belong to a store or a cache. Otherwise a user who may write a store's fold
 overwrite any file, for example through `lock.holder`.
 
     file      0600, opened with O_NOFOLLOW; anything but a regular file is refused
-    folder    0700; a link in its place is refused
+    folder    0700; a link is refused
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TIGHTENED_MAX = 4096
 
 
 class LinkRefused(StoreUnavailable):
-    """A symbolic link is in the place of a file or folder that Nearkin owns."""
+    """A symbolic link has the name of a file or folder that Nearkin owns."""
 
 
 def refuse_link(path: Path) -> LinkRefused:
-    """Return the error for a link in the place of a store's own file or folder."""
+    """Return the error for a link with the name of a store's own file or folder."""
     return LinkRefused(
         f"{path}: is a symbolic link; Nearkin does not follow links inside a store, another user may have made it: "
         "remove it and run the same command again"
@@ -125,7 +125,7 @@ def make_private_folders(folder: Path) -> None:
 
 
 def check_no_link(path: Path) -> None:
-    """Raise LinkRefused where a symbolic link is in the place of a store's own file or folder."""
+    """Raise LinkRefused if a store's own file or folder is a symbolic link."""
     if path.is_symlink():
         raise refuse_link(path)
 

@@ -45,7 +45,7 @@ def check_tags(
 ) -> NDArray[np.uint64]:
     """Return every chunk's check tag under `key`: uint64, shape (n,).
 
-    To whoever does not know the key, any two contents share a tag with a chance of at most 2^-62.99, whatever their
+    Without knowledge of the key, any two contents share a tag with a chance of at most 2^-62.99, whatever their
     SHA-1 (docs/adr/0002-keyed-check-tag.md). NH: Black, Halevi, Krawczyk, Krovetz and Rogaway, "UMAC", CRYPTO '99,
     section 4; SipHash: Aumasson and Bernstein, INDOCRYPT 2012, section 2. Raises `BadInput`, also when `key` is no
     `TagKey`.

@@ -1,8 +1,6 @@
-"""Names to places, compiled. Invariant: a call changes all it says or nothing; arguments are checked first.
+"""Types and contracts of the compiled map from names to locations.
 
-Keys are uint8 arrays of shape (n, key_bytes), C-contiguous or not; n may be 0. Whoever chooses the keys cannot make
-them collide: each table hashes with SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT 2012) under a random key of its own.
-Batch calls release the GIL; a lock in each table lets any threads share it.
+Invariant: a call applies all its changes or none; arguments are checked first.
 """
 
 import numpy as np
@@ -12,7 +10,7 @@ class NameTable:
     """Open addressing (linear probing), at most three quarters full, doubling as it fills.
 
     `key_bytes` is 8 to 40; `max_entries` (1 to 2^40) bounds the entries. A slot takes key_bytes + 13 bytes, so 32-byte
-    names cost 60 to 120 bytes each; while it grows or discards, the old slots stand beside the new. Raises `BadInput`
+    names cost 60 to 120 bytes each; while it grows or discards, old and new slots exist. Raises `BadInput`
     for other bounds.
     """
 

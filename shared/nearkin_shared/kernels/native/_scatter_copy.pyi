@@ -1,4 +1,7 @@
-"""Gather kernel. Invariant: every slice is checked against its buffer and its place before one byte moves."""
+"""Types and contracts of the scatter-copy kernel.
+
+Invariant: every slice is checked against its buffer and its target before one byte is copied.
+"""
 
 from collections.abc import Sequence
 
@@ -17,7 +20,7 @@ def gather(
     """Copy slice i, `lengths[i]` bytes at `offsets[i]` of `buffers[which[i]]`, to `out_offsets[i]` of `out`.
 
     All arrays are shaped (n,): which int32 (an index into buffers), offsets and out_offsets uint64 (bytes), lengths
-    uint32 (bytes). Buffers are any C-contiguous bytes, `out` a writable one. Slices are copied in order: where places
+    uint32 (bytes). Buffers are any C-contiguous bytes, `out` a writable one. Slices are copied in order: where targets
     overlap the later slice wins. Bytes of `out` that no slice covers are left alone.
 
     Raises BadInput, before anything is copied, for a wrong array, a buffer that is not there, or a slice that leaves

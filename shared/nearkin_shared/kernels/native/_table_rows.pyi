@@ -25,7 +25,7 @@ def take_rows(
     """Copy row `ordinals[i]` of tables[which[i]] to out[i]; zeros where that table is None.
 
     `which` int32[n], `ordinals` uint32[n], `out` and every table one-dimensional, contiguous, of one dtype of plain
-    bytes; `out` has n rows. Returns the first i of which the table has no such row, n where all do; what comes after it
+    bytes; `out` has n rows. Returns the first i of which the table has no such row, n where all do; later rows
     in `out` is undefined. Raises BadInput for arrays that do not agree. The GIL is released; the caller must not change
     the tables meanwhile.
     """

@@ -51,7 +51,7 @@ def decode_many(
     windows, with copies from the base (VCD_SOURCE) or from the target so far (VCD_TARGET), with or without checksum,
     and an application header (skipped) are read. Secondary compression and own code tables are refused.
 
-    Beside the answer a call, which holds no GIL, takes 4 KiB whatever a delta says, and time linear in delta and
+    In addition to the result a call, which holds no GIL, takes 4 KiB for any delta, and time linear in delta and
     target lengths.
 
     Raises Corrupt, naming the first such pair and what was wrong, unless a delta is well-formed to its last byte,

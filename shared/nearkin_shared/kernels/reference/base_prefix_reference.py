@@ -46,7 +46,7 @@ def check_bases(
 
 
 def check_rows(rows: NDArray[np.intp], chunks: int) -> None:
-    """Raise BadInput for rows of another type, and for those that are not among so many chunks."""
+    """Raise BadInput for rows of another type or beyond the number of chunks."""
     check_array("rows", rows, np.intp)
     if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= chunks):
         raise BadInput(f"rows up to {int(rows.max())}, from {int(rows.min())}: there are {chunks} chunks")

@@ -1,4 +1,6 @@
-"""Chunking, the definition. Invariant: a cut depends only on the bytes of its own chunk, never on their delivery.
+"""Define the chunkers in plain Python.
+
+Invariant: a cut depends only on the bytes of its own chunk, never on their delivery.
 
     chunk start      min_bytes            target_bytes (fastcdc)        max_bytes
     |----------------|====================|=============================|
@@ -55,7 +57,10 @@ all ones, so that INC-K's kernel may leave a remainder of 0 to 257 as 2^31 - 1 m
 
 
 def _gear_table() -> NDArray[np.uint64]:
-    """Return the Gear table: entry b is BLAKE2b-64 of the byte b, personalised `nearkin gear`, as little-endian."""
+    """Return the Gear table, uint64[256].
+
+    Entry b is BLAKE2b-64 of the byte b, personalised `nearkin gear`, as little-endian.
+    """
     digests = [hashlib.blake2b(bytes([b]), digest_size=8, person=b"nearkin gear").digest() for b in range(256)]
     raw = b"".join(digests)
     assert hashlib.sha256(raw).hexdigest() == GEAR_SHA256  # another table: no stored data would deduplicate again
@@ -65,7 +70,7 @@ def _gear_table() -> NDArray[np.uint64]:
 
 
 GEAR: NDArray[np.uint64] = _gear_table()
-"""uint64[256], read-only: what each byte value adds to the Gear hash."""
+"""uint64[256], read-only: the value that each byte adds to the Gear hash."""
 
 
 def gear_mask(mask_bits: int) -> int:
@@ -138,7 +143,10 @@ def check_window(min_bytes: int, window_bytes: int) -> int:
 
 
 def gear_mask_bits(target_bytes: int) -> tuple[int, int]:
-    """Return the set bits (below target, above target) for fastcdc: log2(target_bytes), rounded, plus and minus 2."""
+    """Return the set bits (below target, above target) for fastcdc.
+
+    log2(target_bytes), rounded, plus and minus 2.
+    """
     nearest = (
         target_bytes * target_bytes
     ).bit_length() // 2  # floor(log2(t) + 0.5), in integers: same on every machine
@@ -160,7 +168,10 @@ def pattern_mask_bits(target_bytes: int, max_bytes: int) -> int:
 
 
 def _gear_hashes(data: memoryview) -> NDArray[np.uint64]:
-    """Return each 64-byte window's hash: the sum of GEAR[b] << age, modulo 2^64; the newest byte has age 0."""
+    """Return each 64-byte window's hash.
+
+    The sum of GEAR[b] << age, modulo 2^64; the newest byte has age 0.
+    """
     gears = GEAR[np.frombuffer(data, dtype=np.uint8)]
     count = len(gears) - GEAR_WINDOW_BYTES + 1
     hashes = np.zeros(max(count, 0), dtype=np.uint64)
@@ -172,7 +183,10 @@ def _gear_hashes(data: memoryview) -> NDArray[np.uint64]:
 
 
 def _rabin_hashes(data: memoryview, window_bytes: int) -> NDArray[np.uint64]:
-    """Return each window's remainder modulo RABIN_POLYNOMIAL, read as a polynomial over GF(2), highest bit first."""
+    """Return each window's remainder modulo RABIN_POLYNOMIAL.
+
+    The window is a polynomial over GF(2), highest bit first.
+    """
     values = np.frombuffer(data, dtype=np.uint8).astype(np.uint64)
     count = len(values) - window_bytes + 1
     hashes = np.zeros(max(count, 0), dtype=np.uint64)
@@ -186,7 +200,10 @@ def _rabin_hashes(data: memoryview, window_bytes: int) -> NDArray[np.uint64]:
 
 
 def _inck_hashes(data: memoryview, window_bytes: int) -> NDArray[np.uint64]:
-    """Return each window's remainder modulo 2^31 - 1, read as a big-endian number (PRUNE section 4.2 with base 2^8)."""
+    """Return each window's remainder modulo 2^31 - 1.
+
+    The window is a big-endian number (PRUNE section 4.2 with base 2^8).
+    """
     values = np.frombuffer(data, dtype=np.uint8).astype(np.uint64)
     count = len(values) - window_bytes + 1
     hashes = np.zeros(max(count, 0), dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Rows beside others in plain Python, as they are defined. The compiled kernel does the same."""
+"""Define the search for co-located rows in plain Python; the compiled kernel equals it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows_beside(
     bytes_max: int,
     kind_left_out: int | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.uint32], NDArray[np.intp]]:
-    """Find the rows beside those that were moved: see `_beside.pyi`."""
+    """Find the rows stored next to those that were moved: see `_colocated_rows.pyi`."""
     check_beside(tables, which, ordinals, moved, bounds)
     places = list(zip(which.tolist(), ordinals.tolist(), strict=True))
     read = {(table, int(row["blocks"])) for table, ordinal in places if (row := _row(tables[table], ordinal))}

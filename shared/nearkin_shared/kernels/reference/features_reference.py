@@ -1,8 +1,10 @@
-"""Features, the definition. Invariant: this module says what a super-feature is; the compiled kernel only is faster.
+"""Define super-features in plain Python.
+
+Invariant: the compiled kernel equals this definition.
 
 Every answer is a function of the chunk's bytes and the parameters alone. A fingerprint is taken only of whole windows,
 never of a window that reaches before the first byte of its chunk (N-transform, Odess) or sub-chunk (Finesse), so that
-what a window contributes does not depend on where in the chunk it lies.
+what a window contributes does not depend on its offset in the chunk.
 
     chunk:      |--------------------------------------------|   L bytes
     N-transform [window]                                         L - w + 1 fingerprints; 12 transforms of each; maxima
@@ -11,7 +13,7 @@ what a window contributes does not depend on where in the chunk it lies.
                 [window]..         rest of L mod 12 bytes unused
     Odess       as N-transform, but Gear hashes, and only where 7 bits are zero (1 position of 128)
 
-Changing any constant here silently ends all matches with stored chunks: the golden digests stand guard.
+Changing any constant here silently ends all matches with stored chunks: the golden digests detect it.
 """
 
 from __future__ import annotations
@@ -60,8 +62,11 @@ MIX: Final = tuple(value | 1 for value in _words("mix", 3, "<u8"))
 _MASK64 = (1 << 64) - 1
 
 
-class Plan(NamedTuple):
-    """Checked parameters: `features` is 1..64 and a multiple of `super_features`; the window is within its bounds."""
+class FeaturePlan(NamedTuple):
+    """Validated parameters.
+
+    `features` is 1..64 and a multiple of `super_features`; the window is within its bounds.
+    """
 
     features: int
     super_features: int
@@ -79,24 +84,24 @@ def _whole_number(name: str, value: object, least: int, most: int) -> int:
     return number
 
 
-def check_plan(features: int, super_features: int, window_bytes: int, sampling_bits: int | None = None) -> Plan:
-    """Return the parameters, checked; `sampling_bits` is given for Odess alone. Raises BadInput naming the value."""
+def check_plan(features: int, super_features: int, window_bytes: int, sampling_bits: int | None = None) -> FeaturePlan:
+    """Validate the parameters; `sampling_bits` is for Odess only. Raises BadInput."""
     features = _whole_number("features", features, 1, FEATURES_MAX)
     super_features = _whole_number("super_features", super_features, 1, features)
     if features % super_features:
         raise BadInput(f"features {features} is not a multiple of super_features {super_features}")
     if sampling_bits is None:
         window_bytes = _whole_number("window_bytes", window_bytes, WINDOW_BYTES_MIN, WINDOW_BYTES_MAX)
-        return Plan(features, super_features, window_bytes, 0)
+        return FeaturePlan(features, super_features, window_bytes, 0)
     sampling_bits = _whole_number("sampling_bits", sampling_bits, 0, SAMPLING_BITS_MAX)
     window_bytes = _whole_number("window_bytes", window_bytes, 32 + sampling_bits, GEAR_WINDOW_BYTES_MAX)
-    return Plan(features, super_features, window_bytes, sampling_bits)
+    return FeaturePlan(features, super_features, window_bytes, sampling_bits)
 
 
 def check_chunks(
     payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint32]]:
-    """Return the payload as bytes, and the arrays, once every chunk is known to lie inside it. Raises BadInput."""
+    """Return the payload as bytes, and the arrays, after a bounds check. Raises BadInput."""
     try:
         view = memoryview(payload)
     except TypeError as err:
@@ -187,19 +192,19 @@ def _group_by_rank(features: list[int], super_features: int) -> list[int]:
     return [super_feature(rank, [ordered[rank] for ordered in sets]) for rank in range(super_features)]
 
 
-def _ntransform_row(chunk: NDArray[np.uint8], plan: Plan) -> list[int]:
+def _ntransform_row(chunk: NDArray[np.uint8], plan: FeaturePlan) -> list[int]:
     maxima = _transformed_maxima(rabin_fingerprints(chunk, plan.window_bytes), plan.features)
     return _group_in_order(maxima, plan.super_features)
 
 
-def _finesse_row(chunk: NDArray[np.uint8], plan: Plan) -> list[int]:
+def _finesse_row(chunk: NDArray[np.uint8], plan: FeaturePlan) -> list[int]:
     sub_bytes = len(chunk) // plan.features
     sub_chunks = [chunk[i * sub_bytes : (i + 1) * sub_bytes] for i in range(plan.features)]
     maxima = [int(rabin_fingerprints(sub_chunk, plan.window_bytes).max()) for sub_chunk in sub_chunks]
     return _group_by_rank(maxima, plan.super_features)
 
 
-def _odess_row(chunk: NDArray[np.uint8], plan: Plan) -> list[int]:
+def _odess_row(chunk: NDArray[np.uint8], plan: FeaturePlan) -> list[int]:
     hashes = gear_hashes(chunk, plan.window_bytes)
     below_mask = plan.window_bytes - plan.sampling_bits
     sampled = hashes[hashes < np.uint64(1 << below_mask)] if plan.sampling_bits else hashes
@@ -210,11 +215,11 @@ def _odess_row(chunk: NDArray[np.uint8], plan: Plan) -> list[int]:
 
 
 def _sketched(
-    row: Callable[[NDArray[np.uint8], Plan], list[int]],
+    row: Callable[[NDArray[np.uint8], FeaturePlan], list[int]],
     payload: Payload,
     offsets: NDArray[np.uint64],
     lengths: NDArray[np.uint32],
-    plan: Plan,
+    plan: FeaturePlan,
 ) -> NDArray[np.uint64]:
     """Return uint64[n, k] super-features by `row` of each chunk, zeros for one shorter than a window a feature."""
     data, offsets, lengths = check_chunks(payload, offsets, lengths)
@@ -234,7 +239,7 @@ def ntransform(
     super_features: int = 3,
     window_bytes: int = 48,
 ) -> NDArray[np.uint64]:
-    """N-transform super-features; the compiled kernel's stub says the whole contract."""
+    """N-transform super-features; see the compiled kernel's stub for the contract."""
     return _sketched(_ntransform_row, payload, offsets, lengths, check_plan(features, super_features, window_bytes))
 
 
@@ -247,7 +252,7 @@ def finesse(
     super_features: int = 3,
     window_bytes: int = 48,
 ) -> NDArray[np.uint64]:
-    """Finesse super-features; the compiled kernel's stub says the whole contract."""
+    """Finesse super-features; see the compiled kernel's stub for the contract."""
     return _sketched(_finesse_row, payload, offsets, lengths, check_plan(features, super_features, window_bytes))
 
 
@@ -261,7 +266,7 @@ def odess(
     window_bytes: int = 48,
     sampling_bits: int = 7,
 ) -> NDArray[np.uint64]:
-    """Odess super-features; the compiled kernel's stub says the whole contract."""
+    """Odess super-features; see the compiled kernel's stub for the contract."""
     plan = check_plan(features, super_features, window_bytes, sampling_bits)
     return _sketched(_odess_row, payload, offsets, lengths, plan)
 

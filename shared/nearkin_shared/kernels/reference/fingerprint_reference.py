@@ -1,4 +1,6 @@
-"""Fingerprints and check tags, by definition. Invariant: this file says what the answers are; the fast one agrees.
+"""Define fingerprints and check tags in plain Python.
+
+Invariant: the compiled kernel equals this definition.
 
 A check tag, from the bytes down to 64 bits (docs/adr/0002-keyed-check-tag.md):
 
@@ -62,7 +64,10 @@ class TagKey:
 
     @property
     def material(self) -> bytes:
-        """Return the derived keys: NH 0, NH 1 (2048 bytes each), polynomial point (16), SipHash key (16). Secret."""
+        """Return the derived keys, which are secret.
+
+        NH 0, NH 1 (2048 bytes each), polynomial point (16), SipHash key (16).
+        """
         return self._material
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -102,7 +107,10 @@ def zero_mask(payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np
 
 
 def names(fingerprints: NDArray[np.uint8], tags: NDArray[np.uint64], lengths: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """Return every chunk's compound name: uint8, shape (n, 32): fingerprint, tag and length, both little-endian."""
+    """Return every chunk's name, uint8[n, 32]: fingerprint, tag and length.
+
+    Tag and length are little-endian.
+    """
     _check_array("fingerprints", fingerprints, np.uint8, 2)
     _check_array("tags", tags, np.uint64, 1)
     _check_array("lengths", lengths, np.uint32, 1)
@@ -154,7 +162,10 @@ def _tag(piece: bytes, material: bytes) -> int:
 
 
 def _nh(block: bytes, nh_key: bytes) -> int:
-    """Return NH (UMAC, CRYPTO '99, section 4) of a block, zero-padded to 64 bytes: words and their sums are 32 bits."""
+    """Return NH (UMAC, CRYPTO '99, section 4) of a block, zero-padded to 64 bytes.
+
+    Words and their sums are 32 bits.
+    """
     padded = block + bytes(-len(block) % NH_PAD_BYTES)
     words = np.frombuffer(padded, dtype="<u4").astype(np.uint32)
     keyed = (words + np.frombuffer(nh_key, dtype="<u4").astype(np.uint32)[: len(words)]).astype(np.uint64)
@@ -162,7 +173,10 @@ def _nh(block: bytes, nh_key: bytes) -> int:
 
 
 def siphash(key: bytes, text: bytes, c_rounds: int, d_rounds: int) -> int:
-    """Return SipHash-c-d of `text` under a 16-byte key: 64 bits. Aumasson and Bernstein, INDOCRYPT 2012, section 2."""
+    """Return SipHash-c-d of `text` under a 16-byte key: 64 bits.
+
+    Aumasson and Bernstein, INDOCRYPT 2012, section 2.
+    """
     k0, k1 = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
     v = [k0 ^ 0x736F6D6570736575, k1 ^ 0x646F72616E646F6D, k0 ^ 0x6C7967656E657261, k1 ^ 0x7465646279746573]
     padded = text + bytes(7 - len(text) % 8) + bytes([len(text) & 0xFF])

@@ -1,4 +1,7 @@
-"""The name table, by definition: a dict. Invariant: the first place put for a key stays until its container is gone."""
+"""Define the name table in plain Python, as a dict.
+
+Invariant: the first location put for a key stays until its container is discarded.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class NameTable:
         self._lock = Lock()
 
     def get_many(self, keys: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_]]:
-        """Return containers, ordinals and which keys were found; a key not found has container 0 and ordinal 0."""
+        """Return containers, ordinals and a mask of found keys; zeros for others."""
         rows = _rows(keys, self.key_bytes)
         with self._lock:
             places = [self._places.get(row) for row in rows]
@@ -62,7 +65,7 @@ class NameTable:
         return inserted
 
     def discard_containers(self, ids: NDArray[np.uint64]) -> int:
-        """Drop every entry that lies in one of these containers; return how many were dropped."""
+        """Remove every entry of these containers; return the number of removed entries."""
         _check_vector("ids", ids, np.uint64)
         gone = set(ids.tolist())
         with self._lock:

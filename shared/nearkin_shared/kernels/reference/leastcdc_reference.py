@@ -1,4 +1,6 @@
-"""The chunker `leastcdc`, the definition. Invariant: cuts depend on the bytes alone, not on processor or delivery.
+"""Define the chunker `leastcdc` in plain Python.
+
+Invariant: cuts depend on the bytes only, not on processor or delivery.
 
     chunk start      low_bytes           target_bytes          high_bytes              max_bytes
     |----------------|===================|=====================|-----------------------|
@@ -37,7 +39,10 @@ CANDIDATES_LOG2 = 20
 
 
 def constants(number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return four odd 16-bit multipliers and six 64-bit keys: BLAKE2b of `number`, personalised `nearkin least`."""
+    """Return four odd 16-bit multipliers and six 64-bit keys.
+
+    BLAKE2b of `number`, personalised `nearkin least`.
+    """
     raw = hashlib.blake2b(number.to_bytes(2, "little"), digest_size=56, person=b"nearkin least").digest()
     spread = tuple(int(word) | 1 for word in np.frombuffer(raw[:8], "<u2"))
     keys = tuple(int(word) for word in np.frombuffer(raw[8:], "<u8"))
@@ -45,14 +50,17 @@ def constants(number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 SPREAD, KEYS = constants(CONSTANTS_NUMBER)
-"""What the older half of 4, 8, 16 and 32 bytes is multiplied with; what the six words of a rank are combined with."""
+"""Multipliers of the older half of 4, 8, 16 and 32 bytes; keys that combine the six words of a rank."""
 
 _RAW = np.array(SPREAD, "<u2").tobytes() + np.array(KEYS, "<u8").tobytes()
 assert hashlib.sha256(_RAW).hexdigest() == CONSTANTS_SHA256  # others: no stored data would deduplicate again
 
 
 def least_hash(target_bytes: int) -> int:
-    """Return the hash from which an end is a candidate: 16 ends are, in target_bytes of random data (64 to 921600)."""
+    """Return the hash from which an end is a candidate.
+
+    There are 16 candidates in target_bytes of random data (64 to 921600).
+    """
     return 65536 - max(1, (1 << CANDIDATES_LOG2) // target_bytes)
 
 
@@ -83,7 +91,10 @@ def hashes(data: memoryview) -> NDArray[np.uint16]:
 
 
 def rank(window: bytes) -> int:
-    """Return the rank of an end from the 48 bytes before it: three products of two words, their halves combined."""
+    """Return the rank of an end from the 48 bytes before it.
+
+    Three products of two words, their halves combined.
+    """
     words = [int(word) ^ key for word, key in zip(np.frombuffer(window, "<u8"), KEYS, strict=True)]
     folded = 0
     for first, second in zip(words[::2], words[1::2], strict=True):

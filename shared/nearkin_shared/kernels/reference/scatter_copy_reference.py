@@ -1,4 +1,7 @@
-"""Gather in plain Python. Invariant: every slice is checked against its buffer and its place before one byte moves."""
+"""Define the scatter copy in plain Python.
+
+Invariant: every slice is checked against its buffer and its target before one byte is copied.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def gather(
     out: Buffer,
     out_offsets: NDArray[np.uint64],
 ) -> None:
-    """Copy every slice to its place in `out`; shapes, order and errors as in `_gather.pyi`."""
+    """Copy every slice to its target in `out`; shapes and errors as in `_scatter_copy.pyi`."""
     check_array("out_offsets", out_offsets, np.uint64)
     pieces = pieces_of(buffers, which, offsets, lengths)
     place = view_of("out", out, writable=True)

@@ -1,4 +1,6 @@
-"""Overlap, the definition. Invariant: what is counted as shared is there, byte for byte, in the base.
+"""Define the count of shared bytes in plain Python.
+
+Invariant: bytes counted as shared exist, byte for byte, in the base.
 
 How much a base is worth to a chunk must be known before a block is encoded with it, and for many candidates at a time.
 
@@ -42,7 +44,7 @@ _MASK64 = (1 << 64) - 1
 def check_side(
     name: str, payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32], bounds: NDArray[np.uint32]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return the side's bytes and arrays, once chunks lie in the payload and bounds among the chunks."""
+    """Return the side's bytes and arrays, after a bounds check."""
     data, offsets, lengths = check_chunks(payload, offsets, lengths)
     return data, offsets, lengths, check_side_bounds(name, bounds, len(lengths))
 
@@ -71,7 +73,10 @@ def check_groups(
 
 
 def table_bits(lengths: NDArray[np.uint32], bounds: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Return uint32[g]: log2 of the entries of each group's table, one for each position kept or a few more."""
+    """Return uint32[g]: log2 of the size of each group's table.
+
+    A table has an entry for each position kept, or a few more.
+    """
     reached = np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths, dtype=np.uint64)])
     kept = np.diff(reached[bounds]) // STRIDE
     bits = np.frexp(kept.astype(np.float64))[1]

@@ -1,4 +1,6 @@
-"""Estimate, the definition. Invariant: whole numbers only, so every machine ranks the same candidates the same way.
+"""Define the estimate of compressed sizes in plain Python.
+
+Invariant: integers only, so that every machine ranks the same candidates in the same order.
 
 A chunk is parsed greedily as an LZ compressor would, and priced without writing a bit: matches by their offset and
 length, literals by their order-0 entropy. Prices imitate zstd at level 3 on one chunk alone, without its effort:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 FRAME_BYTES: Final = 10
 """A zstd frame's magic number and headers around one chunk; also the most an estimate exceeds its chunk by."""
 
-HASH_BITS: Final = 12  # 4096 positions of 4 bytes: 16 KiB stay in L1 beside an 8 KiB chunk
+HASH_BITS: Final = 12  # 4096 positions of 4 bytes: 16 KiB fit in L1 with an 8 KiB chunk
 HASH_MULTIPLIER: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
 MATCH_MIN: Final = 5  # with 4 a seventh slower, the spread against zstd about the same: 1.7 to 1.4 % on text
 TAIL_BYTES: Final = 10  # no match is looked for in the last bytes, so that eight can be read at the next position too
@@ -35,7 +37,7 @@ TAIL_BYTES: Final = 10  # no match is looked for in the last bytes, so that eigh
 # against backports.zstd level 3, rounded.
 SECTION_BITS: Final = 64  # headers of the literals and the sequences, with the tables of the sequences' codes
 MATCH_BITS: Final = 3  # the two length codes
-NEW_OFFSET_BITS: Final = 7  # what a repeated offset saves beside the offset's own bits
+NEW_OFFSET_BITS: Final = 7  # saved by a repeated offset, in addition to the offset's own bits
 SYMBOL_BITS: Final = 3  # one symbol in the literals' Huffman table
 LONG_MATCH_LOG2: Final = 5  # lengths from 2^5 and literal runs from 2^4 on pay for extra bits
 LONG_LITERALS_LOG2: Final = 4
@@ -44,7 +46,10 @@ _LOG2_FRACTION_BITS = 16
 
 
 def log2_of(value: int) -> int:
-    """Return log2(value), value >= 1, in units of 2^-16, rounded down, from its leading nine bits by squaring."""
+    """Return log2(value), value >= 1, in units of 2^-16, rounded down.
+
+    Computed from its leading nine bits by squaring.
+    """
     exponent = value.bit_length() - 1
     mantissa = value << 8 >> exponent << 54  # 62 fraction bits: 1.0 <= mantissa < 2.0
     fraction = 0
@@ -84,8 +89,11 @@ def _literal_bits(counts: list[int]) -> int:
 
 
 def _candidates(chunk: bytes) -> dict[int, int]:
-    """Return for even positions, 0 and the tail apart, an earlier position that starts with the same five bytes."""
-    last = [0] * (1 << HASH_BITS)  # by hash; an entry never written says position 0, and is compared like any other
+    """Return for even positions an earlier position with the same five bytes.
+
+    Position 0 and the tail are excluded.
+    """
+    last = [0] * (1 << HASH_BITS)  # by hash; an unwritten entry contains position 0, and is compared like any other
     candidates = {}
     for at in range(max(0, len(chunk) - TAIL_BYTES)):
         five_bytes = int.from_bytes(chunk[at : at + MATCH_MIN], "little") << (64 - 8 * MATCH_MIN)
@@ -124,7 +132,7 @@ def _estimate(chunk: bytes) -> int:
 def compressed_bytes_estimate(
     payload: Payload, offsets: NDArray[np.uint64], lengths: NDArray[np.uint32]
 ) -> NDArray[np.uint32]:
-    """Estimated compressed bytes of each chunk alone; the compiled kernel's stub says the whole contract."""
+    """Estimated compressed bytes of each chunk alone; see the compiled kernel's stub."""
     data, offsets, lengths = check_chunks(payload, offsets, lengths)
     chunks = [
         data[offset : offset + length].tobytes()

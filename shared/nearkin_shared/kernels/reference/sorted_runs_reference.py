@@ -1,4 +1,7 @@
-"""Runs of a tree by definition: a bisection for each key in each run. The compiled kernel does the same."""
+"""Define lookups in sorted runs in plain Python: a bisection for each key in each run.
+
+The compiled kernel equals it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of several tables in plain Python, as they are defined. The compiled kernel does the same."""
+"""Define the gather of table rows in plain Python; the compiled kernel equals it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def numbered(values: NDArray[np.uint64]) -> tuple[NDArray[np.int32], NDArray[np.uint64]]:
-    """Return each value's number, and the distinct values in the order of their numbers: see `_rows.pyi`."""
+    """Return each value's number, and the distinct values in the order of their numbers."""
     check_array("values", values, np.uint64)
     numbers = dict[int, int]()
     found = [numbers.setdefault(value, len(numbers)) for value in values.tolist()]
@@ -61,7 +61,7 @@ def take_rows(
 def check_rows(
     tables: Sequence[NDArray[Any] | None], which: NDArray[np.int32], ordinals: NDArray[np.uint32], out: NDArray[Any]
 ) -> None:
-    """Raise BadInput for tables of other rows than `out`, and for rows of a table that is not there."""
+    """Raise BadInput for tables with other rows than `out`, and for rows outside of a table."""
     check_array("which", which, np.int32)
     check_array("ordinals", ordinals, np.uint32)
     if not len(which) == len(ordinals) == len(out):

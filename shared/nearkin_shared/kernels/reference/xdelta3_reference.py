@@ -1,4 +1,6 @@
-"""xdelta3 in plain Python. Invariant: a delta decodes exactly, or is Corrupt with the same words as in Cython.
+"""Define the VCDIFF codec in plain Python.
+
+Invariant: a delta decodes exactly, or raises Corrupt with the same text as the compiled kernel.
 
 The decoder is the definition (RFC 3284, default code table, xdelta3's Adler-32 and application header). There is no
 plain-Python xdelta3 encoder: which matches are found is the C library's own affair. `encode_many` here writes valid but
@@ -43,7 +45,7 @@ MODES = FIRST_SAME + 3
 
 @frozen
 class Half:
-    """Half an instruction; `length` 0 means that a number in the instruction section tells."""
+    """Half an instruction; `length` 0 means that the instruction section states the length."""
 
     kind: str
     length: int
@@ -131,7 +133,7 @@ class AddressCache:
 
 
 def run_window(data: Reader, codes: Reader, addresses: Reader, segment: bytes, window_bytes: int) -> bytes:
-    """Return the window that the three sections describe; segment and window are one string (section 3)."""
+    """Decode the window of the three sections; segment and window are one string (section 3)."""
     text = bytearray(segment)
     end = len(segment) + window_bytes
     cache = AddressCache()
@@ -159,7 +161,7 @@ def run_window(data: Reader, codes: Reader, addresses: Reader, segment: bytes, w
 
 
 def decode_window(rest: Reader, base: bytes, so_far: bytes, target_bytes: int) -> bytes:
-    """Decode the next window (section 4.2), which may copy from the base or from the target so far."""
+    """Decode the next window (section 4.2), which may copy from the base or earlier target."""
     bits = rest.byte("")
     if bits & ~(SOURCE | TARGET | ADLER32):
         raise Corrupt("unknown window bits")
@@ -192,7 +194,7 @@ def decode_window(rest: Reader, base: bytes, so_far: bytes, target_bytes: int) -
 
 
 def decode(delta: bytes, base: bytes, target_bytes: int) -> bytes:
-    """Return the target of exactly `target_bytes` bytes that `delta` makes of `base`, or raise Corrupt."""
+    """Return the target of exactly `target_bytes` bytes from `delta` and `base`. Raises Corrupt."""
     rest = Reader(memoryview(delta))
     if len(delta) < 5:
         raise Corrupt("header is cut short")

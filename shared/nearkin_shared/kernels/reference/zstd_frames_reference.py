@@ -1,4 +1,7 @@
-"""zstd frames by the Python interface of `backports.zstd`: the same frames, with copies and a context for each."""
+"""Define zstd frames by the Python interface of `backports.zstd`.
+
+The frames are the same; it copies, and has a context for each.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def decode_frames(
 def slices_looked_into(
     slots: NDArray[np.int32], there: NDArray[np.bool_], which: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
-    """Return which slices lie in buffers that are there, or will be. Raises BadInput for one that no buffer has."""
+    """Return which slices are in existing or future buffers. Raises BadInput for others."""
     if len(which) and not 0 <= int(which.min()) <= int(which.max()) < len(there):
         wrong = int(np.flatnonzero((which < 0) | (which >= len(there)))[0])
         raise BadInput(f"slice {wrong} names buffer {which[wrong]}: there are {len(there)}")
@@ -126,7 +129,7 @@ class FrameEncoder:
     def encode(
         self, raw: Buffer, prefix: Buffer | None = None, options: Mapping[int, int] | None = None
     ) -> bytes | memoryview:
-        """Return `raw` as one frame, decoded and compared where it is shorter than `raw`, or refers to a prefix."""
+        """Return `raw` as one frame; verified if it is shorter than `raw` or has a prefix."""
         data, frame = memoryview(raw).cast("B"), self.unchecked(raw, prefix, options)
         if prefix is not None or len(frame) < len(data):
             back = bytearray(len(data))
@@ -164,7 +167,7 @@ class FrameEncoder:
 
 
 def is_known(prefix: Buffer | None) -> bool:
-    """Return whether a frame can refer to a prefix: libzstd takes one that is too short for none."""
+    """Return whether a frame can refer to a prefix: libzstd ignores one that is too short."""
     return prefix is not None and memoryview(prefix).nbytes >= PREFIX_BYTES_MIN
 
 
