@@ -111,7 +111,7 @@ def command(
         code = run_worker(service, parts, settings, config_file, worker, background)
         tracing.stop()
         logging.shutdown()
-        # All is committed and closed. But librdkafka's threads may still answer a question that no caller waits for, into
+        # All is committed and closed. But librdkafka's threads may still answer a request without a waiter, into
         # an interpreter that is being taken apart: a maintenance worker ended so with SIGSEGV, while Kafka was away.
         os._exit(code)
 

@@ -32,7 +32,7 @@ def rabin_cut(
     min_bytes.
     window_bytes: 16 to min(256, min_bytes), bytes.
     A chunk ends after the first byte, past min_bytes, where the low n bits of the window's remainder modulo an
-    irreducible polynomial of degree 53 over GF(2) equal the low n bits of TARGET_PATTERN. `expected_chunk_bytes` returns
+    irreducible polynomial of degree 53 over GF(2) equal the low n bits of TARGET_PATTERN. `expected_chunk_bytes` gives
     the mean on random data.
     Errors: BadInput naming the value. Source: LBFS (SOSP '01), section 3.1; PRUNE sections 2.2 and 4.1.
     """

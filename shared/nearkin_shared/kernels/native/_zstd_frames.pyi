@@ -54,8 +54,8 @@ class FrameEncoder:
     ) -> bytes | memoryview:
         """Return `raw` as one frame, decoded and compared where it is shorter than `raw`, or refers to a prefix (I7).
 
-        A frame that is not shorter is discarded. `prefix`: the bytes that the frame may refer to, used where they are, 8 at least or
-        none.
+        A frame that is not shorter is discarded. `prefix`: the bytes that the frame may refer to, used where they are,
+        8 at least or none.
         Raises Corrupt when the decoded bytes differ, ValueError for an option that zstd refuses, MemoryError. The GIL
         is released.
         """
