@@ -1,6 +1,8 @@
-"""The `nearkin` command. Invariant: every run ends in a code of `exit_codes.py`, and a failure says why in one line.
+"""Run the `nearkin` command.
 
 Only click and the standard library are imported before a command is known: `nearkin --help` answers in under 0.2 s.
+
+Invariant: every run ends with a code of `exit_codes.py`, and a failure prints its reason in one line.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from nearkin.cli.exit_codes import ExitCode, exit_code_of
 from nearkin_shared.errors import Corrupt, NearkinError
 
 _OUTPUT_OPTION = "nearkin_output"
-"""An -X option that tells a restarted interpreter the encoding of stdout and stderr."""
+"""An -X option that hands the encoding of stdout and stderr to a restarted interpreter."""
 
 __all__ = ["main", "run"]
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP, its argument, as an exception: unfinished files are removed on the way out."""
+    """SIGTERM or SIGHUP, its argument, as an exception, so that unfinished files are removed."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail("Interrupted", "interrupted", ExitCode.INTERRUPTED, as_json)
     except _Terminated as err:
         if err.args[0] == signal.SIGHUP:
-            with suppress(OSError):  # of a terminal that is gone nothing can be told
+            with suppress(OSError):  # a closed terminal takes no message
                 _fail("HungUp", "hung up", ExitCode.HUNG_UP, as_json)
             return ExitCode.HUNG_UP
         return _fail("Terminated", "terminated", ExitCode.TERMINATED, as_json)
@@ -70,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run() -> NoReturn:
     """Run one command as a process of its own: the `nearkin` command."""
-    set_threshold(200_000)  # what a command makes mostly lives to its end: collecting took 4 % of a put
+    set_threshold(200_000)  # most objects of a command live to its end: collecting took 4 % of a put
     # numpy's linear algebra, of which nothing is used, starts a thread for each further core, which then spins: 0.13 s
     # of processor time, on the core that a short put could have had.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -84,9 +86,9 @@ def run() -> NoReturn:
 
 
 def _use_utf8() -> None:
-    """Restart the interpreter in UTF-8 mode under another locale: keys and names are bytes, the same in every locale.
+    """Restart the interpreter in UTF-8 mode if the locale has another encoding.
 
-    What the terminal takes is kept for the output.
+    Keys and names are bytes, the same in every locale. The output keeps the encoding of the terminal.
     """
     if sys.getfilesystemencoding() != "utf-8" and sys.executable:
         encoding = getattr(sys.stdout, "encoding", None) or "ascii"
@@ -95,7 +97,10 @@ def _use_utf8() -> None:
 
 
 def _escape_output() -> None:
-    """Let stdout and stderr escape characters that their encoding lacks, so that no listing ends half-way."""
+    """Let stdout and stderr escape characters that their encoding lacks.
+
+    A listing thus never ends in the middle.
+    """
     encoding = sys._xoptions.get(_OUTPUT_OPTION)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
@@ -135,7 +140,7 @@ def _run(given: list[str], as_json: bool) -> int:  # noqa: PLR0911 - one exit co
 
 
 def _with_remedy(err: NearkinError | OSError) -> str:
-    """Return the message of an error; where it names no remedy, add the one that holds for all errors of its kind."""
+    """Return the message of an error, with a remedy for errors of its kind if it names none."""
     message = str(err)
     if isinstance(err, Corrupt) and "`nearkin" not in message:
         message += "; `nearkin verify` lists the damage and the versions that it affects"
@@ -166,7 +171,10 @@ def _pipe_gone() -> int:
 
 
 def _drop_stdout(code: int) -> int:
-    """Point stdout at nothing, or the interpreter complains a second time when it flushes at exit."""
+    """Redirect stdout to /dev/null.
+
+    Otherwise the interpreter reports the same failure a second time when it flushes stdout at exit.
+    """
     try:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())

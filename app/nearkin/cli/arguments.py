@@ -1,6 +1,8 @@
-"""What the command line says, checked. Invariant: whatever is refused here was refused before a store was opened.
+"""Check the arguments of the command line.
 
 Bytes of the command line that are not UTF-8 arrive as lone surrogates; a key or metadata never holds one.
+
+Invariant: an argument that is refused here is refused before a store is opened.
 """
 
 from __future__ import annotations
@@ -22,13 +24,19 @@ _SAMPLE = re.compile(r"([0-9]{0,9}(?:\.[0-9]{0,9})?)(%?)", re.ASCII)
 
 
 class ByteRange(NamedTuple):
-    """`A-B`, `A-` or `-N` as HTTP has it (RFC 9110, section 14.1.2): both ends count, `-N` are the last N bytes."""
+    """A range `A-B`, `A-` or `-N` as in HTTP (RFC 9110, section 14.1.2).
+
+    Both ends are included; `-N` names the last N bytes.
+    """
 
     first: int | None
     last: int | None
 
     def resolve(self, size_bytes: int) -> tuple[int, int]:
-        """Return start and stop (the byte after the last) in a blob of `size_bytes`; BadInput if it starts past it."""
+        """Return start and stop (the byte after the last) in a blob of `size_bytes`.
+
+        Raises BadInput if the range starts after the end.
+        """
         if self.first is None:
             return max(0, size_bytes - (self.last or 0)), size_bytes
         if self.first >= size_bytes:
@@ -136,7 +144,10 @@ def check_prefix(prefix: str, what: str = "prefix", bytes_max: int | None = None
 
 
 def store_folder(text: str | None) -> Path:
-    """Return the folder that `--store` or NEARKIN_STORE names: a path or a `file://` URL. Raises ConfigError."""
+    """Return the folder that `--store` or NEARKIN_STORE names: a path or a `file://` URL.
+
+    Raises ConfigError.
+    """
     if text is None:
         raise ConfigError("no store given: use --store FOLDER or --server URL, or set NEARKIN_STORE or NEARKIN_SERVER")
     if not text:
@@ -161,7 +172,10 @@ def store_folder(text: str | None) -> Path:
 
 
 def check_source(path: Path) -> os.stat_result:
-    """Return the status of a file that can be read; BadInput where it is missing, a folder or not readable."""
+    """Return the status of a readable file.
+
+    Raises BadInput if the file is missing, a folder or not readable.
+    """
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -182,16 +196,18 @@ class TreeFile(NamedTuple):
 
 
 Told = Callable[[str, str], None]
-"""Hears of a path that is left out, and why."""
+"""Called with a path that is left out, and the reason."""
 
 
 def walk_files(folder: Path, prefix: str, store: str | None, notice: Told, unread: Told) -> Iterator[TreeFile]:
-    """Yield the regular files below `folder`, sorted by name: the same tree is read in the same order each time.
+    """Yield the regular files below `folder`, sorted by name.
 
-    Symbolic links, special files and `store`, the real path of a local store that the files go to (it would be read
-    while it grows), are left out and told to `notice(path, why)`; what this process may not read, to `unread(path,
-    why)`. Raises BadInput for a name that is not UTF-8, a key that is too long, and where `folder` itself cannot be
-    listed: an error is never taken for an empty folder.
+    The same tree is read in the same order each time. Symbolic links, special files and `store` (the real path of the
+    local store that receives the files, which would be read while it grows) are skipped and reported to `notice(path,
+    why)`; entries that this process cannot read are reported to `unread(path, why)`.
+
+    Raises BadInput for a name that is not UTF-8, a key that is too long, and a `folder` that cannot be listed: an
+    error is never taken for an empty folder.
     """
     try:
         os.scandir(folder).close()
@@ -222,7 +238,7 @@ def _files_below(folder: Path, prefix: str, store: str | None, notice: Told, unr
         elif entry.is_file(follow_symlinks=False):
             try:
                 size_bytes = entry.stat(follow_symlinks=False).st_size
-            except FileNotFoundError:  # a tree that is in use: it might as well have gone before it was listed
+            except FileNotFoundError:  # a tree in use: the entry may as well have been deleted before it was listed
                 notice(entry.path, "gone since it was listed")
                 continue
             except OSError as err:

@@ -1,4 +1,7 @@
-"""`nearkin bench`. Invariant: whatever can be refused is refused before anything is fetched, made or measured."""
+"""Run `nearkin bench`.
+
+Invariant: an argument that can be refused is refused before a corpus is fetched, made or measured.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +147,7 @@ _STORE_VERSIONS = "all of a folder; botocore 10, rdb 5, vm 3, vm-debian 3, vm-sy
 @_work_option
 @_room_options(3, 0, _STORE_PEERS, _STORE_VERSIONS)
 def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
-    """Put and get whole versions, next to other stores.
+    """Put and get whole versions and compare Nearkin with other stores.
 
     nearkin bench store --corpus botocore --versions 3 --runs 1
     nearkin bench store --corpus botocore,rdb,vm --runs 3
@@ -154,11 +157,11 @@ def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
 
     Peers: restic, borg, kopia, zstd-long (`zstd -3` and `-9 --long=31` over the whole history); or one setting of a
     peer, such as borg-fine. Nearkin runs as a command (nearkin) and as one process (nearkin-embedded, and under the
-    profile archive), unless one is named, also with another profile: nearkin@finesse-paper. What is not installed is
-    left out: the table says how to get it.
+    profile archive), unless one is named, also with another profile: nearkin@finesse-paper. Programs that are not
+    installed are left out: the table reports how to install them.
 
     Puts are durable, and every version is read back and compared. A whole run of botocore takes about half an hour:
-    table and record are written after every round.
+    table and record are written after every repetition.
     """
     from nearkin.cli.output import notice
     from nearkin.lab import report
@@ -173,7 +176,7 @@ def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
     failed: list[StoreUnavailable] = []
 
     def save(record: Record) -> None:
-        # without charts: what draws them would stay in the memory of this process, below which no child's peak is seen
+        # without charts: matplotlib would stay in the memory of this process, and no child's peak is seen below that
         try:
             report.write(record, asked.out, ())
         except StoreUnavailable as error:  # there may be room by the end, and all is printed in any case
@@ -234,7 +237,7 @@ _KERNEL_VERSIONS = 3
 
 
 @bench.command()
-@click.option("--against", metavar="DIR", type=click.Path(path_type=Path), help="Kernels built elsewhere, beside ours.")
+@click.option("--against", metavar="DIR", type=click.Path(path_type=Path), help="Compare with kernels built elsewhere.")
 @_room_options(7, 1, _KERNEL_PEERS, f"at most {_KERNEL_VERSIONS}")
 def kernels(peers: str | None, against: Path | None, **given: Any) -> None:
     """Run single functions: chunkers, hashes, features, delta codecs.
@@ -243,8 +246,8 @@ def kernels(peers: str | None, against: Path | None, **given: Any) -> None:
     nearkin bench kernels --against ../before/shared/nearkin_shared/kernels/native
     NEARKIN_CPU=avx2 nearkin bench kernels       # as on a machine without AVX-512
 
-    Each round gives every kernel a turn over 16 MiB, after one of a stream of OpenSSL's SHA-1 over 8 KiB blocks.
-    Peers: openssl, hashlib, zstd-prefix and what else is listed when a name is not known.
+    Each repetition runs every kernel over 16 MiB, after one stream of OpenSSL's SHA-1 over 8 KiB blocks. Peers:
+    openssl, hashlib, zstd-prefix and others, which the error for an unknown name lists.
     """
     from nearkin.lab.suites import kernels_suite
 
@@ -258,7 +261,7 @@ def kernels(peers: str | None, against: Path | None, **given: Any) -> None:
 
 
 def _run(room: str, asked: _BenchOptions, versions_at_most: int | None, measure: Callable[..., Record]) -> None:
-    """Check what was asked, get the corpora, measure, write, and print the table or the record."""
+    """Check the options, get the corpora, measure, write, and print the table or the record."""
     from nearkin.cli.output import notice, print_json, print_line
     from nearkin.cli.progress import steps_bar
     from nearkin.lab import report

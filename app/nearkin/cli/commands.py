@@ -1,6 +1,8 @@
-"""The commands. Invariant: arguments first, then settings, then the store; a refused argument touches no store.
+"""Define the commands.
 
 nearkin [--store FOLDER | --server URL] [--config FILE] [--json] COMMAND ...      these may also follow the command
+
+Invariant: a command checks its arguments, then its settings, then opens the store; a refused argument opens no store.
 """
 
 from __future__ import annotations
@@ -126,12 +128,12 @@ def put(
     nearkin put -r home /home/kim      # keys home/notes.txt, home/src/main.c, ...
     nearkin put -r /home/kim           # keys notes.txt, src/main.c, ...
 
-    What deltas saved of one put is an estimate, since blocks are compressed together with their bases; stats tells what
-    they did of all that is stored.
+    The bytes that deltas saved in one put are an estimate, since blocks are compressed together with their bases;
+    `nearkin stats` reports what they saved in the whole store.
 
-    With -r, symbolic links and special files are skipped with a notice. What cannot be read is named, all else is
-    stored, and the exit code is 3. A name that cannot be a key, since it is no UTF-8 or longer than 1024 bytes, stops
-    all of it before anything is stored.
+    With -r, symbolic links and special files are skipped with a notice. Files that cannot be read are named, all
+    other files are stored, and the exit code is 3. A name that cannot be a key, because it is not UTF-8 or longer
+    than 1024 bytes, stops the command before anything is stored.
     """
     from nearkin.cli.arguments import parse_metadata, parse_sha256
     from nearkin.cli.put import put_one, put_tree
@@ -173,7 +175,7 @@ def put(
 )
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
 @click.option("--range", "range_text", metavar="A-B", help="Bytes A to B, both included; A- from A on; -N the last N.")
-@click.option("--explain", "explained", is_flag=True, help="Tell on stderr what had to be read (a local store's get).")
+@click.option("--explain", "explained", is_flag=True, help="Report on stderr the objects read (local store only).")
 @click.option("--at", metavar="TIME", help="The version of that time: 2026-11-20, 2026-11-20T18:00Z, 36h (ago).")
 @click.option("--salvage", is_flag=True, help="Write zeros where a damaged version is lost, and list these holes.")
 @shared_options
@@ -197,11 +199,11 @@ def get(
     nearkin get db/dump --at 36h | head -c 100
     nearkin get disk.img --salvage -o what-is-left --json | jq .holes
 
-    Every chunk is verified before it is written. With -o a failed get leaves FILE as it was. Long runs of zeros become
-    holes of FILE, which take no space.
+    Every chunk is verified before it is written. With -o a failed get leaves FILE as it was. Long runs of zeros
+    become holes of FILE, which take no space.
 
-    --at names a version that was deleted since then, instead of writing another one. --salvage (a local store's) ends
-    with the exit code of damage if anything is lost; what it writes besides zeros is verified.
+    If the version that --at selects was deleted later, the command fails and names it; it never writes another one.
+    --salvage (local store only) ends with the exit code of damage if bytes are lost; all other bytes are verified.
     """
     from nearkin.cli.arguments import check_key, parse_range
     from nearkin.cli.output import costs_json, costs_line, print_json, to_stderr
@@ -241,7 +243,7 @@ def get(
             start, stop = wanted.resolve(info.size_bytes)
             blob = store.get(key, info.version, start=start, stop=stop)
         if explained and not isinstance(blob, Blob):
-            raise BadInput("get --explain: a gateway does not tell what it read; run it where the store is")
+            raise BadInput("get --explain: a gateway does not report the objects it read; run the command at the store")
         quiet = session.as_json or (output in (None, "-") and sys.stdout is not None and sys.stdout.isatty())
         with OutputFile(output) as file, bytes_bar("get", blob.size_bytes, shown=not quiet) as progress:
             blob.write_to(file, progress=progress)
@@ -319,8 +321,8 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
 def rm(key: str, version: int | None, reason: str, now: bool, yes: bool) -> None:
     """Delete KEY with all its versions, or one of them.
 
-    They are gone at once, for every reader; `nearkin undelete` brings them back until deletion.undelete_seconds
-    are over (a week, if not set otherwise). Space is freed later.
+    Every reader stops seeing them at once; `nearkin undelete` brings them back within deletion.undelete_seconds (a
+    week by default). Space is freed later.
 
     nearkin rm db/dump
     nearkin rm db/dump --version 2 --reason "wrong host"
@@ -351,7 +353,7 @@ _COUNT = click.IntRange(min=-1)
 @click.option("--keep-monthly", metavar="N", type=_COUNT, default=0, help="The same of months.")
 @click.option("--keep-yearly", metavar="N", type=_COUNT, default=0, help="The same of years.")
 @click.option("--keep-within", metavar="TIME", help="All within this of a key's newest version: 36h, 30d, 2w.")
-@click.option("--min-age", metavar="TIME", help="None that is younger than this.")
+@click.option("--min-age", metavar="TIME", help="Keep versions that are more recent than this.")
 @click.option("--dry-run", is_flag=True, help="Show what would stay and what would go; delete nothing.")
 @shared_options
 def forget(
@@ -367,14 +369,14 @@ def forget(
 ) -> None:
     """Delete the versions that no rule keeps.
 
-    Of keys that start with PREFIX. Rules are restic's: a version stays that any of them keeps; days, weeks, months and
-    years are UTC's, and those without a version do not count; while a rule could keep more, the oldest version stays
-    too. Without a rule retention.policies of the settings hold; keys without a policy keep all. Versions younger than
-    retention.min_age_seconds stay, whatever is said here.
+    The command applies to keys that start with PREFIX. Rules work as in restic: a version stays if any rule keeps it;
+    days, weeks, months and years are in UTC, and those without a version do not count; while a rule could keep more,
+    the oldest version stays too. Without a rule, retention.policies of the settings apply; keys without a policy keep
+    all versions. Versions more recent than retention.min_age_seconds always stay.
 
     nearkin forget --keep-last 3 --keep-daily 7 --keep-weekly 4 --dry-run
     nearkin forget db/ --keep-within 30d
-    nearkin forget                                 # what retention.policies say
+    nearkin forget                                 # by retention.policies
     """
     from nearkin.cli.forget import forget_versions, parse_duration
     from nearkin_shared.config.storage import RetentionPolicy
@@ -460,9 +462,9 @@ def stats() -> None:
     nearkin stats
     nearkin stats --json | jq .reduction_ratio
 
-    DCR and DCE are the Finesse paper's: what delta compression took off the chunks it was given. Metadata are all
-    bytes beside blocks, parity and quarantine. Bases found are told by base.policy, of first-fit by super-feature too
-    (SF0 is the first); a base that a round of gc gave is "gathered" or "reference".
+    DCR and DCE are defined as in the Finesse paper, over the chunks that delta compression received. Metadata
+    are all bytes except blocks, parity and quarantine. Bases found are counted by base.policy, those of first-fit by
+    super-feature too (SF0 is the first); bases that a GC run chose are "gathered" or "reference".
     """
     from nearkin.cli.output import print_json, print_stats
     from nearkin_shared.results_json import stats_json
@@ -523,11 +525,11 @@ def verify(key: str | None, version: int | None, sample: str | None, seed: int |
 )
 @shared_options
 def repair(files: tuple[Path, ...]) -> int:
-    """Put right what is damaged, as far as that can be done.
+    """Repair damage from parity, from backup copies, or from other chunks of the store.
 
-    All is verified first. What is broken comes back from its parity (storage.parity), from copies given with --from,
-    or from the same chunks elsewhere in the store; what is left stays in quarantine until its content is put again.
-    Nothing that can be read is removed. Exit code 5 if anything is damaged still.
+    The command verifies everything first. Damaged objects are repaired from their parity (storage.parity), from
+    copies given with --from, or from the same chunks elsewhere in the store; the rest stays in quarantine until its
+    content is put again. Readable bytes are never removed. Exit code 5 if damage remains.
 
     nearkin repair
     nearkin repair --from /backup/containers/1a200/1a20082bad40bb55.nkc
@@ -539,35 +541,33 @@ def repair(files: tuple[Path, ...]) -> int:
 
 
 @nearkin.command()
-@click.option("--dry-run", is_flag=True, help="Say what a round would free, and what holds the rest; change nothing.")
+@click.option("--dry-run", is_flag=True, help="Report what a GC run would free and what retains the rest.")
 @click.option("--deleted-too", is_flag=True, help="With --dry-run: as if nothing deleted could come back any more.")
-@click.option("--pause", is_flag=True, help="Begin no rounds, and end one that is at work before its next step.")
-@click.option("--resume", is_flag=True, help="Let rounds be done again.")
+@click.option("--pause", is_flag=True, help="Start no GC runs, and end an active one before its next step.")
+@click.option("--resume", is_flag=True, help="Allow GC runs again.")
 @click.option("--now", is_flag=True, help="Remove all that is deleted at once, whatever time it has left.")
 @click.option("--yes", is_flag=True, help="With --now: do not ask.")
 @click.option(
-    "--status", is_flag=True, help="Tell whether it is paused, and what is condemned; of a server, the last round too."
+    "--status",
+    is_flag=True,
+    help="Show whether GC is paused and what is pending delete; of a server also the last run.",
 )
 @shared_options
-def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool, now: bool, yes: bool) -> int:
-    """Free what no version needs: one round.
+def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool, now: bool, yes: bool) -> None:
+    """Free the bytes that no version needs, in one GC run.
 
-    Versions that were deleted, and can no longer be brought back, go at once. What nothing needs any more is
-    condemned, and freed by a later round when gc.grace_seconds are over (12 hours, if not set otherwise). At its end a
-    round deletes the versions that retention.policies do not keep, as rm does.
+    Versions whose undelete window is over are removed at once. Data that no version needs any more become pending
+    delete, and a later GC run frees them after gc.grace_seconds (12 hours by default). At its end a GC run deletes
+    the versions that retention.policies do not keep, as rm does.
 
-    Exit code 5 if a version, mark or retention record was removed that an earlier run has listed: nothing of a
-    removed version is freed before it is put back, or given up by nearkin rebuild-index.
-
-    put, rm, get and all that only reads go on meanwhile: a put waits for a step of the round, some 0.1 s. A round does
-    not begin while another process writes; beside `nearkin serve` ask that for one, with --server.
+    put, get, rm and all reading commands continue meanwhile: a put waits for one step of the run, about 0.1 s. A GC
+    run does not start while another process writes; if `nearkin serve` runs, start it there with --server.
 
     nearkin gc --dry-run
     nearkin gc --dry-run --deleted-too       # what the latest rm will have freed in the end
     nearkin gc --json | jq .freed_bytes
-    nearkin gc --pause                       # whoever would do rounds of this store: commands, gateways, maintenance
-    workers nearkin gc --now                         # the disk is full: all that was deleted goes, nothing brings it
-    back
+    nearkin gc --pause                       # for commands, gateways and maintenance workers
+    nearkin gc --now                         # the disk is full: remove all deleted versions, irrevocably
     """
     from nearkin.cli.gc import change, collect
     from nearkin.cli.rm import purge
@@ -591,7 +591,7 @@ def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool
 @nearkin.command("rebuild-index")
 @shared_options
 def rebuild_index() -> int:
-    """Build the index anew from what is stored, and give up the versions whose manifests were removed.
+    """Rebuild the index from stored objects; drop versions whose manifests were removed.
 
     Exit code 5 if some stored objects cannot be read; these are left out.
 
@@ -618,9 +618,10 @@ def rebuild_index() -> int:
 @click.option("--segments", is_flag=True, help="Each segment too; with --json each chunk of it.")
 @shared_options
 def explain(key: str, version: int | None, segments: bool) -> None:
-    """Show how a version is kept: duplicates, deltas, raw.
+    """Show how a version is stored: duplicates, deltas, raw chunks.
 
-    For deltas also what found their bases, in the words of stats; a segment says who made its super-features.
+    For deltas the command also shows how their bases were found, in the terms of stats, and for segments the worker
+    that computed their super-features.
 
     nearkin explain db/dump
     nearkin explain db/dump --segments --json | jq '.segments[0].chunks'

@@ -47,7 +47,10 @@ def completion(shell: str) -> None:
 
 
 def complete(instruction: str) -> int:
-    """Answer a completion script; `instruction` is what it has set COMPLETION_VARIABLE to. Return the exit code."""
+    """Answer a completion script and return the exit code.
+
+    `instruction` is the value of COMPLETION_VARIABLE that the script has set.
+    """
     from click.shell_completion import shell_complete
 
     from nearkin.cli.commands import nearkin

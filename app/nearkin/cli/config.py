@@ -1,6 +1,8 @@
-"""`nearkin config`. Invariant: settings have one form, (name, value, source), whoever runs with them.
+"""Run `nearkin config`.
 
-No secret is among them: `nearkin_shared.config.settings.load` hides its own, the gateway those of the services.
+No secret is shown: `nearkin_shared.config.settings.load` hides its own, the gateway those of the services.
+
+Invariant: settings have one form, (name, value, source), in commands and in services.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ SettingRows = Mapping[str, tuple[object, str]]
 
 
 def local_settings(session: Session) -> SettingRows:
-    """Return the settings of commands on this machine, with those that come from the store's record."""
+    """Return the settings of commands on this machine, with those that the store records."""
     settings, origins = session.load()
     rows = {name: (origin.value, origin.source) for name, origin in origins.items()}
     return rows if settings.store is None else {**rows, **_store_settings(session, settings)}
 
 
 def _store_settings(session: Session, settings: Settings) -> SettingRows:
-    """Return the settings that the local store gives; none if it cannot be opened: settings can be shown without it."""
+    """Return the settings that the local store records.
+
+    If the store cannot be opened there are none: settings can be shown without it.
+    """
     from dataclasses import asdict
 
     from nearkin_shared.config.loader import displayed_value
@@ -50,7 +55,7 @@ def _store_settings(session: Session, settings: Settings) -> SettingRows:
 
 
 def server_settings(session: Session, server: str, patch: Mapping[str, object]) -> SettingRows:
-    """Return the settings that the services behind a server run with, once `patch` is merged in."""
+    """Return the settings of the services behind a server, after `patch` is merged in."""
     settings, _ = session.load()
     with session.connect(server, settings) as store:
         answer = store.change_config(patch) if patch else store.config()
@@ -59,7 +64,10 @@ def server_settings(session: Session, server: str, patch: Mapping[str, object]) 
 
 
 def chosen(names: Sequence[str]) -> list[SettingDoc]:
-    """Return the settings and sections of these names, with what they mean. Raises BadInput for one that is neither."""
+    """Return the settings and sections of these names, with their descriptions.
+
+    Raises BadInput for a name that is neither.
+    """
     from nearkin_shared.config.reference import describe_settings
 
     known = list(describe_settings())
@@ -77,7 +85,7 @@ def chosen(names: Sequence[str]) -> list[SettingDoc]:
 
 
 def print_described_settings(session: Session, rows: SettingRows, settings: Sequence[SettingDoc]) -> None:
-    """Print some settings with what they take and do, as a table or as JSON."""
+    """Print some settings with their allowed values and effects, as a table or as JSON."""
     from nearkin.cli.output import console, print_json
     from nearkin_shared.utils.terminal import printable
 
@@ -89,7 +97,7 @@ def print_described_settings(session: Session, rows: SettingRows, settings: Sequ
     from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table("setting", "value", "source", "takes", "what it does", box=SIMPLE, pad_edge=False)
+    table = Table("setting", "value", "source", "takes", "effect", box=SIMPLE, pad_edge=False)
     for each in settings:
         value, source = rows.get(each.name, (None, "-"))
         shown = _written(value)

@@ -141,7 +141,10 @@ def _make_plans(
     *,
     skip_damaged: bool,
 ) -> list[KeyPlan]:
-    """List both stores and plan each key. Raises NotFound for an argument that matches nothing."""
+    """List both stores and plan each key.
+
+    Raises NotFound for an argument that matches nothing.
+    """
     from nearkin.store_copy import Failure, KeyPlan, plan_key
 
     plans: dict[str, KeyPlan] = {}
@@ -172,7 +175,7 @@ def _make_plans(
 def _list_by_key(
     store: Store | RemoteStore, prefix: str, matches: Callable[[str], bool]
 ) -> tuple[dict[str, list[VersionInfo]], dict[str, dict[int, str]]]:
-    """Return versions by key, ascending, and by key the versions that cannot be read with their reason."""
+    """Return versions by key, ascending, and the unreadable versions with their reasons."""
     broken: list[Damage] = []
     listed = [info for info in store.versions(prefix, all_versions=True, broken=broken.append) if matches(info.key)]
     found = {

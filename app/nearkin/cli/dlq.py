@@ -32,7 +32,7 @@ class LetterSource(Protocol):
     """Where dead letters are read from: Kafka, or a gateway in front of it."""
 
     def list_newest(self, limit: int, topic: str | None, *, settled: bool) -> Sequence[Letter]:
-        """Return the newest letters, oldest first; those that were replayed or dropped only if `settled`."""
+        """Return the newest letters, oldest first; replayed or dropped ones only if `settled`."""
 
     def show(self, name: str, value_bytes_max: int) -> Letter:
         """Return a letter with its headers and value."""
@@ -92,11 +92,17 @@ class GatewayLetters:
         return letters[-limit:]
 
     def show(self, name: str, value_bytes_max: int) -> Letter:
-        """Return a letter with its headers and value. Raises BadInput, AccessDenied, NotFound, StoreUnavailable."""
+        """Return a letter with its headers and value.
+
+        Raises BadInput, AccessDenied, NotFound, StoreUnavailable.
+        """
         return self._remote.dead_letter(name, value_bytes_max)
 
     def replay_or_drop(self, action: str, names: Sequence[str]) -> Sequence[Letter]:
-        """`replay` or `drop` letters. Raises BadInput, AccessDenied, NotFound, PermanentError, StoreUnavailable."""
+        """`replay` or `drop` letters.
+
+        Raises BadInput, AccessDenied, NotFound, PermanentError, StoreUnavailable.
+        """
         known = {letter.get("letter"): letter for letter in self._remote.dead_letters()}
         settled = self._remote.settle_dead_letters(action, names)
         return [known.get(name, {"letter": name, "topic": None}) for name in settled]
@@ -104,11 +110,14 @@ class GatewayLetters:
 
 @contextmanager
 def _open_letters(bootstrap: str | None) -> Iterator[LetterSource]:
-    """Open Kafka if --bootstrap is given or no server is named, else the gateway. Raises BadInput for both."""
+    """Open Kafka if --bootstrap is given or no server is named, else the gateway.
+
+    Raises BadInput for both.
+    """
     session = current_session()
     if bootstrap is not None and session.server is not None:
         raise BadInput("dlq: --bootstrap reads Kafka itself, --server asks a gateway: give one of them")
-    # librdkafka tells of every attempt to connect, ten a second: the error that ends a command says it once.
+    # librdkafka logs every attempt to connect, ten a second: the error that ends a command reports it once.
     logging.getLogger("nearkin.kafka").setLevel(logging.CRITICAL + 1)
     settings, origins = session.load({} if bootstrap is None else {"kafka": {"bootstrap_servers": bootstrap}})
     has_kafka = bootstrap is not None or origins["kafka.bootstrap_servers"].source != "default"
@@ -119,7 +128,7 @@ def _open_letters(bootstrap: str | None) -> Iterator[LetterSource]:
     if not has_kafka:
         raise BadInput("dlq: name the gateway with --server URL, or Kafka with --bootstrap HOST:PORT")
     with services_extra("dlq"):
-        import nearkin_shared.kafka.dead_letter_replay  # noqa: F401 - says here what is not installed
+        import nearkin_shared.kafka.dead_letter_replay  # noqa: F401 - reports here which package is not installed
     yield KafkaLetters(settings)
 
 

@@ -1,4 +1,7 @@
-"""`nearkin docs`. Invariant: what it writes is what a gateway of the same version serves."""
+"""Run `nearkin docs`.
+
+Invariant: its documents equal those that a gateway of the same version serves.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from nearkin.cli.session import AsWrittenGroup, current_session, services_extra,
 def docs() -> None:
     """Print interface documents and manual pages.
 
-    nearkin docs openapi > openapi.json       # HTTP: what a gateway serves at /openapi.json
+    nearkin docs openapi > openapi.json       # HTTP: as served at /openapi.json
     nearkin docs asyncapi > asyncapi.json     # Kafka: every topic and message, as at /asyncapi.json
     nearkin docs man ~/.local/share/man/man1  # then: man nearkin-put
     """

@@ -1,4 +1,4 @@
-"""Print the copies that an erasure does not reach, from their JSON: a gateway's answer or this process's own."""
+"""Print the copies that an erasure does not reach, from the JSON form of the list."""
 
 from __future__ import annotations
 

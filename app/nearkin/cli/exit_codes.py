@@ -1,4 +1,7 @@
-"""Exit codes of the command. Invariant: a code keeps its meaning; restic's codes are used for the cases it knows."""
+"""Define the exit codes of the command.
+
+Where restic has a code for a case, the code is the same. Invariant: a code keeps its meaning.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from nearkin_shared.errors import (
 
 
 class ExitCode(IntEnum):
-    """What the exit code of a command means."""
+    """The meaning of each exit code of a command."""
 
     DONE = 0
     FAILED = 1

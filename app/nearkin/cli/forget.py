@@ -1,4 +1,7 @@
-"""`nearkin forget`. Invariant: what is shown as going is what goes, and nothing else."""
+"""Run `nearkin forget`.
+
+Invariant: the versions that a dry run lists are exactly those that the command deletes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def parse_duration(name: str, text: str) -> int:
 
 
 def forget_versions(session: Session, prefix: str, policy: RetentionPolicy, min_age: int, *, dry_run: bool) -> None:
-    """Delete what no rule keeps, or show what that would be; by the settings' policies where no rule is given."""
+    """Delete the versions that no rule keeps, or show which these would be.
+
+    The policies of the settings apply if no rule is given.
+    """
     from nearkin.cli.arguments import check_prefix
     from nearkin.cli.output import print_json, unreadable
     from nearkin.store import Store

@@ -1,4 +1,7 @@
-"""`nearkin gc`. Invariant: what a dry run prints is what a round then frees, to the byte, if nothing else happens."""
+"""Run `nearkin gc`.
+
+Invariant: a dry run prints what a GC run then frees, to the byte, unless something changes in between.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,19 @@ if TYPE_CHECKING:
 
 REASONS = {
     "undelete": "only by versions that are deleted and can be brought back",
-    "bases": "by chunks that lean on it: no version reads it",
-    "pending_delete": "by nothing: condemned, and waiting for its time",
+    "bases": "by live chunks whose base they are: no version reads them",
+    "pending_delete": "by nothing: pending delete until the grace is over",
     "shared_blocks": "by what it shares a block or container with",
 }
 
 
 RUN_SECONDS_MAX = 3600.0
-"""So long a command waits for a round that a server was asked for; the round goes on without it."""
+"""Seconds that a command waits for a GC run of a server; the run continues afterwards."""
 POLL_SECONDS = 0.5
 
 
-def collect(*, dry_run: bool, deleted_too: bool) -> ExitCode:
-    """Do a round, or look what it would do, and print what it did. Behind a server it is asked for and waited for.
-
-    Return DAMAGED where versions, marks or retention records were removed, else DONE.
-    """
+def collect(*, dry_run: bool, deleted_too: bool) -> None:
+    """Do a GC run or a dry run and print its result; a server is asked and waited for."""
     from nearkin.cli.output import print_json, print_line
     from nearkin.cli.output import report as report_line
     from nearkin.cli.progress import steps_bar
@@ -62,20 +62,20 @@ def collect(*, dry_run: bool, deleted_too: bool) -> ExitCode:
 
 
 def _run_on_server(store: RemoteStore) -> Mapping[str, Any]:
-    """Ask for a round, and return what it did once it has ended."""
+    """Start a GC run of a server and return its result once it has ended."""
     from nearkin_shared.errors import StoreUnavailable
 
     before = _has_ended(store.change_gc("run"))
     deadline = time.monotonic() + RUN_SECONDS_MAX
     while _has_ended(state := store.gc_state()) == before:
         if state["paused"] is not None:
-            raise GcPaused(f"garbage collection was paused by {state['paused']['by']} before the round ended")
+            raise GcPaused(f"garbage collection was paused by {state['paused']['by']} before the GC run ended")
         if time.monotonic() > deadline:
-            raise StoreUnavailable(f"no round has ended in {RUN_SECONDS_MAX:.0f} s; `nearkin gc --status` tells")
+            raise StoreUnavailable(f"no GC run has ended in {RUN_SECONDS_MAX:.0f} s; see `nearkin gc --status`")
         time.sleep(POLL_SECONDS)
     last: Mapping[str, Any] = state["last"]
     if last["failure"]:
-        raise StoreUnavailable(f"the round did not end: {last['failure']}")
+        raise StoreUnavailable(f"the GC run did not end: {last['failure']}")
     return last
 
 
@@ -84,7 +84,10 @@ def _has_ended(state: Mapping[str, Any]) -> object:
 
 
 def warn_if_rolled_back(store: Store | RemoteStore) -> None:
-    """Report on stderr that keys of a local store have lost their newest version, which a listing does not show."""
+    """Report on stderr that keys of a local store have lost their newest version.
+
+    A listing does not show this.
+    """
     from nearkin.cli.output import warn
     from nearkin.store import Store
     from nearkin_shared.savings_table import plural
@@ -95,7 +98,7 @@ def warn_if_rolled_back(store: Store | RemoteStore) -> None:
 
 
 def change(action: str) -> None:
-    """Pause or resume collection, or tell how it stands, here or behind a server."""
+    """Pause or resume collection, or print its state, here or behind a server."""
     from nearkin.cli.output import print_json, print_line
     from nearkin.store import Store
     from nearkin_shared.results_json import gc_state_json
@@ -117,21 +120,20 @@ def change(action: str) -> None:
         print_json(state)
         return
     paused, last = state["paused"], state.get("last")
-    by = None if paused is None else printable(paused["by"]) or "nobody known"
+    by = None if paused is None else printable(paused["by"]) or "an unknown process"
     print_line("not paused" if paused is None else f"paused       since {paused['since']} by {by}")
     if state.get("pending_delete_containers"):
-        print_line(
-            f"condemned    {plural(state['pending_delete_containers'], 'container')}, to go from {state['due']} on"
-        )
+        containers = plural(state["pending_delete_containers"], "container")
+        print_line(f"pending      {containers}, due for deletion from {state['due']} on")
     if last is not None:
-        print_line(f"last round   {last['ended']}{': ' + printable(last['failure']) if last['failure'] else ''}")
+        print_line(f"last GC run  {last['ended']}{': ' + printable(last['failure']) if last['failure'] else ''}")
         if not last["failure"]:
             for line in status_lines(last):
                 print_line(line)
 
 
 def status_lines(last: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a round that a server tells of, for people."""
+    """Yield a GC run that a server reports, as text."""
     from nearkin.cli.erasure_report import remaining_lines
     from nearkin_shared.savings_table import plural
 
@@ -145,7 +147,7 @@ def status_lines(last: Mapping[str, Any]) -> Iterator[str]:
     yield f"{freed_bytes_net('freed', last['freed_bytes'])}: {gone}"
     if last["due"]:
         condemned = plural(last["pending_delete_containers"], "container")
-        yield f"condemned    {condemned}: about {last['pending_delete_bytes']:,} bytes more from {last['due']} on"
+        yield f"pending      {condemned}: about {last['pending_delete_bytes']:,} bytes more from {last['due']} on"
     if last.get("finished_erasures"):
         yield f"erased       {plural(last['finished_erasures'], 'tenant')}: keys and objects are removed"
         yield from remaining_lines(last["remaining"])
@@ -154,14 +156,17 @@ def status_lines(last: Mapping[str, Any]) -> Iterator[str]:
 
 
 def freed_bytes_net(frees: str, size_bytes: int) -> str:
-    """Return how many bytes a round frees: its record, or what was encoded again, may take more than went."""
+    """Return how many bytes a GC run frees, as text.
+
+    Its record, or what it encoded again, may take more bytes than it deleted.
+    """
     if size_bytes >= 0:
         return f"{frees} {size_bytes:,} bytes"
     return f"{frees} nothing yet, and takes {-size_bytes:,} bytes"
 
 
 def gc_lines(report: GcReport) -> Iterator[str]:
-    """Yield a round for people."""
+    """Yield the report of a GC run as text."""
     from nearkin.cli.erasure_report import remaining_lines
     from nearkin_shared.results_json import remaining_json
     from nearkin_shared.savings_table import plural
@@ -179,7 +184,7 @@ def gc_lines(report: GcReport) -> Iterator[str]:
         condemned = plural(report.pending_delete_containers, "container")
         bytes_more = f"{report.pending_delete_bytes:,} bytes more"
         yield (
-            f"condemned    {condemned}: {bytes_more if report.dry_run else f'about {bytes_more}'} from "
+            f"pending      {condemned}: {bytes_more if report.dry_run else f'about {bytes_more}'} from "
             f"{report.due.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ} on (gc.grace_seconds)"
         )
     if report.finished_erasures:

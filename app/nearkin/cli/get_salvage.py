@@ -22,9 +22,10 @@ HOLES_SHOWN_MAX = 1000
 
 
 def salvage(session: Session, key: str, output: str | None, choose: Callable[[Store | RemoteStore], int | None]) -> int:
-    """Write the readable bytes of a version and zeros for the rest; report the holes and return the exit code.
+    """Write the readable bytes of a version and zeros for the rest; report the holes.
 
-    `choose` returns the version's number, None for the newest. Raises BadInput for a store behind a server.
+    `choose` returns the version's number, None for the newest. Returns the exit code. Raises BadInput for a store
+    behind a server.
     """
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_json

@@ -100,7 +100,10 @@ class _StderrTail:
 
 @contextmanager
 def run_command(words: Sequence[str], *, allow_empty: bool, show_stderr: bool) -> Iterator[CommandSource]:
-    """Run a command and yield its stdout as a source; end it if the block ends first. Raises BadInput."""
+    """Run a command and yield its stdout as a source; end it if the block ends first.
+
+    Raises BadInput.
+    """
     try:
         process = subprocess.Popen(  # noqa: S603 - the command that the user gave
             words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0

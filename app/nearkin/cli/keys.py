@@ -1,6 +1,8 @@
-"""`nearkin keys`. Invariant: a key is shown by its id, never by itself; what cannot be taken back is asked for by name.
+"""Run `nearkin keys`.
 
 generate -> key-encryption keys, in a file      list, rotate, rewrap, erase -> data keys, in the store
+
+Invariant: a key is shown by its id, never by its bytes; an irrevocable action requires the name of its object.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ if TYPE_CHECKING:
 
 @click.group(cls=AsWrittenGroup)
 def keys() -> None:
-    """Keys of an encrypted store: make, list, rotate, erase.
+    """Make, list, rotate and erase the keys of an encrypted store.
 
-    nearkin keys generate /etc/nearkin/store.key     # before a store with storage.encryption is made
-    nearkin keys list
-    nearkin keys rotate db                           # what tenant db writes from now on gets a new key
-    nearkin keys generate /etc/nearkin/store.key     # a new key-encryption key, before the one until now
-    nearkin keys rewrap                              # then the old one may go
-    nearkin keys erase db --yes                      # nobody ever reads again what tenant db has stored
+    nearkin keys generate /etc/nearkin/store.key     # before a store with storage.encryption is made nearkin keys
+    list nearkin keys rotate db                           # tenant db gets a new data key for its next writes nearkin
+    keys generate /etc/nearkin/store.key     # add a new key-encryption key before the current one nearkin keys rewrap
+    # afterwards the old one may be deleted nearkin keys erase db --yes                      # makes all data of
+    tenant db unreadable, for ever
 
-    Data are sealed by data keys, each tenant's by its own. These lie in the store, wrapped by a key-encryption key
-    that does not: storage.key_file or NEARKIN_STORAGE__KEY. Without it nothing can be read: keep a copy elsewhere.
+    Data are encrypted with data keys, one or more per tenant. The store holds them, wrapped by a key-encryption key
+    that the store does not hold: storage.key_file or NEARKIN_STORAGE__KEY. Without it nothing can be read: keep a
+    copy elsewhere.
     """
 
 
@@ -93,8 +95,8 @@ def rotate(tenant: str | None, store_key: bool) -> None:
 
     nearkin keys rotate db
 
-    What is written from now on is sealed by it, at the latest after a minute; older data stay readable by the keys
-    that they have, until garbage collection writes them anew.
+    Writes use it after a minute at most; older data stay readable with the keys that they have, until garbage
+    collection rewrites them.
     """
     from nearkin.cli.output import print_json, print_line
     from nearkin_shared.fingerprints import domain_of
@@ -136,7 +138,7 @@ def rewrap() -> None:
     if current_session().as_json:
         print_json({"rewrapped": count})
     else:
-        print_line(f"{count:,} data keys wrapped anew; all are wrapped by the newest key-encryption key")
+        print_line(f"{count:,} data keys rewrapped; all are wrapped by the newest key-encryption key")
 
 
 @keys.command()
@@ -147,16 +149,16 @@ def rewrap() -> None:
 @click.option("--despite-retention", is_flag=True, help="Erase versions that must be retained, too.")
 @shared_options
 def erase(tenant: str, yes: bool, now: bool, cancel: bool, despite_retention: bool) -> None:
-    """Erase a tenant: remove its data keys, so that nothing it has stored can ever be read again.
+    """Erase a tenant: remove its data keys, so that its data can never be read again.
 
     nearkin keys erase db
     nearkin keys erase db --cancel       # before deletion.erase_grace_seconds are over
     nearkin keys erase db --now --yes    # no grace, no way back
 
-    The tenant is closed at once: nothing of it is read or written, services stop within a minute. Its keys are removed
-    by the first `nearkin gc` after the grace, which frees the bytes too. While a version of the tenant is retained
-    (`nearkin retain`, retention.min_age_seconds) nothing is erased, unless --despite-retention is given. What the
-    erasure does not reach is listed: Kafka, backups, copies of the folder keys/ and others, with their times.
+    The tenant is closed at once: none of its data is read or written, services stop within a minute. The first
+    `nearkin gc` after the grace removes its keys and frees the bytes. While a version of the tenant is retained
+    (`nearkin retain`, retention.min_age_seconds) nothing is erased, unless --despite-retention is given. Copies that
+    the erasure does not reach are listed with their times: Kafka, backups, copies of the folder keys/ and others.
     """
     from nearkin.cli.erasure_report import remaining_lines
     from nearkin.cli.output import notice, print_json, print_line
@@ -205,7 +207,10 @@ def _erased_lines(tenant: str, count: int, grace_seconds: int) -> Iterator[str]:
 
 
 def _erase_in_services(settings: Settings, tenant: str, grace_seconds: int, *, despite_retention: bool) -> int:
-    """Erase a tenant of a store that services write; return how many keys there are. Raises RetentionActive."""
+    """Erase a tenant of a store that services write; return the number of its keys.
+
+    Raises RetentionActive.
+    """
     import time
 
     from nearkin_maintenance.gc.tenant_erasure import find_retained
@@ -239,7 +244,7 @@ def _cancel(tenant: str) -> None:
 
 @contextmanager
 def _open_keyring(*, read_only: bool = False) -> Iterator[tuple[Keyring, Settings]]:
-    """Open the keys of the store that the settings name, in a folder or in S3, for as long as the block runs."""
+    """Open the keys of the store that the settings name, in a folder or in S3, for a block."""
     session = current_session()
     settings, _ = session.load()
     if settings.object_store.url is None:

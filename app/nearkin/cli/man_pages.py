@@ -91,7 +91,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def escape(text: str) -> str:
-    r"""Return text as roff shows it: no escapes, no control lines, and - as the character that shells take."""
+    r"""Return text as roff shows it: no escapes, no control lines, and - as shells take it."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("'", "\\(aq").replace("`", "\\(ga")
     escaped = escaped.replace("^", "\\(ha").replace("~", "\\(ti").replace('"', "\\(dq")
     return f"\\&{escaped}" if escaped.startswith(".") else escaped

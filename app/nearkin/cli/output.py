@@ -1,6 +1,8 @@
-"""What a command prints. Invariant: with `--json` stdout is exactly one JSON value; keys never steer the terminal.
+"""Print the results of commands.
 
-A record's JSON form is `nearkin_shared.results_json`, but for reports that only a local store gives: these are here.
+A record's JSON form is in `nearkin_shared.results_json`; reports that only a local store gives have theirs here.
+
+Invariant: with `--json` stdout is exactly one JSON value; keys never steer the terminal.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ if TYPE_CHECKING:
 
 
 def print_version(*, as_json: bool) -> None:
-    """Print what runs: Nearkin, Python, and which kernels. Raises ConfigError for kernels that there are not."""
+    """Print the versions of Nearkin and Python, and the kernels in use.
+
+    Raises ConfigError if the configured kernels do not exist.
+    """
     from platform import python_version
 
     from nearkin import __version__
@@ -58,7 +63,7 @@ def print_line(line: str) -> None:
 
 
 def report(line: str) -> None:
-    """Print one line about what the command did to stdout; --quiet omits it, unlike what was asked for."""
+    """Print one line about the command's effect to stdout; --quiet omits it."""
     if not is_quiet():
         print_line(line)
 
@@ -75,7 +80,10 @@ def warn(line: str) -> None:
 
 
 def to_stderr(line: str) -> None:
-    """Print one line to stderr, or nowhere where that was closed: print() would then take stdout, the data's place."""
+    """Print one line to stderr, or nowhere if stderr is closed.
+
+    With a closed stderr print() would write to stdout, which is for data.
+    """
     if sys.stderr is not None:
         print(line, file=sys.stderr)
 
@@ -86,9 +94,10 @@ def print_json(value: object) -> None:
 
 
 def console() -> Console:
-    """Return a console for tables on stdout: nothing is taken for markup, and a pipe gets lines of any width.
+    """Return a console for tables on stdout.
 
-    A pipe whose reader has gone raises BrokenPipeError, as print() does, in place of rich's SystemExit(1).
+    Nothing is taken for markup, and a pipe gets lines of any width. A pipe whose reader has ended raises
+    BrokenPipeError, as print() does, in place of rich's SystemExit(1).
     """
     from rich.console import Console
 
@@ -128,7 +137,7 @@ def version_line(info: VersionInfo) -> str:
 
 
 def deletion_line(deletion: Deletion) -> str:
-    """Return a deleted version as one line of `ls --deleted`; what has no width comes last."""
+    """Return a deleted version as one line of `ls --deleted`, with fields of any width last."""
     deleted, until = (
         moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") for moment in (deletion.deleted, deletion.until)
     )
@@ -138,7 +147,7 @@ def deletion_line(deletion: Deletion) -> str:
 
 
 def unreadable(broken: Sequence[Damage]) -> str:
-    """Return one line that names the versions a listing had to leave out: the first few, and how many more."""
+    """Return one line that names the first few unreadable versions and counts the rest."""
     names = [f"{key!r} version {version}" for damage in broken for key, version in damage.versions]
     more = f" and {len(names) - UNREADABLE_NAMED} more" if len(names) > UNREADABLE_NAMED else ""
     return f"{', '.join(names[:UNREADABLE_NAMED])}{more} cannot be read: {broken[0].problem}: run `nearkin verify`"
@@ -176,8 +185,8 @@ def print_stats(stats: Stats, index_folder: Path | None = None) -> None:
 def _by_chunk(stats: Stats) -> str:
     """Return what metadata a chunk has, of the kinds of chunks that there are."""
     logical, fresh = stats.metadata_bytes_per_chunk, stats.metadata_bytes_per_fresh_chunk
-    told = [f"{logical:.1f} B a logical chunk"] * bool(logical) + [f"{fresh:.1f} B a fresh one"] * bool(fresh)
-    return f": {', '.join(told)}" if told else ""
+    names = [f"{logical:.1f} B a logical chunk"] * bool(logical) + [f"{fresh:.1f} B a fresh one"] * bool(fresh)
+    return f": {', '.join(names)}" if names else ""
 
 
 def costs_json(costs: ReadCosts) -> dict[str, int]:
@@ -255,13 +264,13 @@ def _say_found(found_by: Mapping[str, int]) -> None:
     """Print which policy found how many bases; where super-features did, each."""
     from nearkin_shared.results import by_policy, policy_of
 
-    found, told = sum(found_by.values()), []
+    found, names = sum(found_by.values()), []
     for policy, count in by_policy(found_by).items():
         parts = [f"{name} {found_by[name]:,}" for name in sorted(found_by) if policy_of(name) == policy != name]
         share = f"{count / found:.1%}{': ' if parts else ''}{', '.join(parts)}"
-        told.append(f"{policy} {count:,} ({share})")
-    if told:
-        print_line(f"bases found  {printable(', '.join(told))}")
+        names.append(f"{policy} {count:,} ({share})")
+    if names:
+        print_line(f"bases found  {printable(', '.join(names))}")
 
 
 def _segment_line(segment: SegmentExplained) -> str:

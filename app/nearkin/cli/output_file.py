@@ -1,4 +1,7 @@
-"""Where a get writes. Invariant: a regular file is whole or as it was; it is written beside its place, then renamed."""
+"""Write the output of a get.
+
+Invariant: a regular file is complete or unchanged; it is written in the same folder, then renamed.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,14 @@ COPY_BYTES = 1 << 20
 LINKS_MAX = 40
 """Symbolic links of one path that are followed, as by Linux."""
 STDOUT = "standard output"
-"""What an error calls it."""
+"""The name of stdout in error messages."""
 
 
 class OutputFile:
-    """A context that gives the file to write to: stdout for None and `-`. Raises BadInput if it cannot be written."""
+    """A context that opens the file to write to: stdout for None and `-`.
+
+    Raises BadInput if it cannot be written.
+    """
 
     def __init__(self, name: str | None) -> None:
         given = None if name in (None, "-") else str(name)
@@ -35,7 +41,7 @@ class OutputFile:
     def __enter__(self) -> BinaryIO:
         try:
             return self._opened()
-        except BaseException:  # a Ctrl-C or SIGTERM too: nobody leaves a context that was not entered
+        except BaseException:  # a Ctrl-C or SIGTERM too: `__exit__` is not called if `__enter__` raises
             self._discard()
             raise
 
@@ -55,7 +61,7 @@ class OutputFile:
             mode = self._target.stat().st_mode if self._target.exists() else None
             if mode is not None and stat.S_ISDIR(mode):
                 raise BadInput(f'output "{self._target}": is a folder')
-            if mode is not None and not stat.S_ISREG(mode):  # a pipe or device has no place to rename into
+            if mode is not None and not stat.S_ISREG(mode):  # a pipe or device cannot be replaced by a rename
                 self._file = self._target.open("wb")
                 return self._file
             self._beside = self._target.with_name(f".nearkin-{os.urandom(8).hex()}.part")
@@ -68,7 +74,10 @@ class OutputFile:
         return self._file
 
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: object) -> None:
-        """Put the file in its place, or remove what was begun. What the system says of it then names it."""
+        """Rename the complete file to its target, or remove an incomplete one.
+
+        System errors then name the target.
+        """
         try:
             self._end(kind)
         except OSError as ended:
@@ -85,7 +94,7 @@ class OutputFile:
     def _end(self, kind: type[BaseException] | None) -> None:
         try:
             if self._file is not None:
-                with suppress(OSError) if kind is not None else nullcontext():  # the first failure is the one to tell
+                with suppress(OSError) if kind is not None else nullcontext():  # the first failure is the one to report
                     self._file.close()
             if kind is None and self._beside is not None and self._target is not None:
                 self._replace(self._beside, self._target)
@@ -94,7 +103,10 @@ class OutputFile:
             self._discard()
 
     def _replace(self, written: Path, target: Path) -> None:
-        """Rename the written file to the target; copy it into a target that is a mount point, as in containers."""
+        """Rename the written file to the target.
+
+        A target that is a mount point, as in containers, is overwritten with a copy.
+        """
         try:
             written.replace(target)
         except OSError as err:
@@ -113,7 +125,10 @@ class OutputFile:
 
 
 def _descriptor_of(name: str) -> int | None:
-    """Return the open descriptor that a path such as /dev/stdout or /dev/fd/63 names, None for any other path."""
+    """Return the open descriptor that a path such as /dev/stdout or /dev/fd/63 names.
+
+    None for any other path.
+    """
     path = name
     own = {f"/proc/{os.getpid()}/fd", f"/proc/{os.getpid()}/task/{os.getpid()}/fd", "/dev/fd"}
     for _ in range(LINKS_MAX):

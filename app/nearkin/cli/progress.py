@@ -1,4 +1,7 @@
-"""Progress bars. Invariant: drawn on stderr only if that is a terminal; never with `--json` or `--quiet`."""
+"""Draw progress bars.
+
+Invariant: bars are drawn on stderr only if that is a terminal; never with `--json` or `--quiet`.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,20 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 BytesTaken = Callable[[int], None]
-"""Told the bytes taken since the last call."""
+"""Called with the bytes read since the last call."""
 Counted = Callable[[int, int], None]
-"""Told how many are done, and of how many."""
+"""Called with the number of steps done and of all steps."""
 
 StepTold = Callable[[int, int, str], None]
-"""Told how many are done, of how many, and what is being done."""
+"""Called with the number of steps done, of all steps, and the name of the current one."""
 
 
 @contextmanager
 def bytes_bar(label: str, total_bytes: int | None, *, shown: bool) -> Iterator[BytesTaken | None]:
-    """Draw a bar over bytes while the block runs; yields None where nothing is drawn. `total_bytes` None: not known."""
+    """Draw a bar over bytes while the block runs.
+
+    Yields None if nothing is drawn. `total_bytes` None: not known.
+    """
     if not shown or not _is_terminal():
         yield None
         return

@@ -1,4 +1,7 @@
-"""`nearkin put`. Invariant: everything that can be refused by its name is refused before the first byte is stored."""
+"""Run `nearkin put`.
+
+Invariant: a name that can be refused is refused before the first byte is stored.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ JSON_BLOBS_MAX = 1_000_000
 
 
 class _Plan(NamedTuple):
-    """What `put -r` found before it put anything."""
+    """The files and sizes that `put -r` found before it stored anything."""
 
     files: int
     total_bytes: int
@@ -44,7 +47,10 @@ def put_one(
     command: Sequence[str] = (),
     allow_empty: bool = False,
 ) -> None:
-    """Put one file, stdin or the output of `command`, and print what it cost. Raises BadInput, SourceFailed."""
+    """Put one file, stdin or the output of `command`, and print its cost.
+
+    Raises BadInput, SourceFailed.
+    """
     from nearkin.cli.arguments import check_key
     from nearkin.cli.input_sources import run_command
     from nearkin.cli.output import print_json, print_ledger
@@ -106,14 +112,16 @@ def _open_source(source: str, opened: ExitStack, *, allow_empty: bool) -> tuple[
     status = check_source(path)
     if stat.S_ISREG(status.st_mode) and (status.st_size or not source.startswith(DESCRIPTOR_PATHS)):
         return path, status.st_size
-    file = cast("BinaryIO", opened.enter_context(path.open("rb", buffering=0)))  # read once, as it comes
+    file = cast("BinaryIO", opened.enter_context(path.open("rb", buffering=0)))  # read once, as it arrives
+    if not stat.S_ISFIFO(status.st_mode):
+        return file, None
     return cast("BinaryIO", PipeSource(file, f'source "{source}"', allow_empty=allow_empty)), None
 
 
 def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str]) -> int:
-    """Put every file below `folder` under `prefix/` and print what they cost together; return the exit code.
+    """Put every file below `folder` under `prefix/` and print their cost together.
 
-    That is 3 where something could not be read: all else is stored then. Raises BadInput.
+    Returns the exit code: 3 if an entry could not be read; all others are stored then. Raises BadInput.
     """
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import notice, print_json, print_ledger, warn
@@ -142,8 +150,8 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
     seconds = time.perf_counter() - started
     code = ExitCode.INCOMPLETE if left_out.unread else ExitCode.DONE
     if session.as_json:
-        told = {"skipped": left_out.skipped, "unread": left_out.unread}
-        print_json({"blobs": blobs, "files": files, **told, **ledger_json(total, seconds)})
+        notices = {"skipped": left_out.skipped, "unread": left_out.unread}
+        print_json({"blobs": blobs, "files": files, **notices, **ledger_json(total, seconds)})
         return code
     if not files:
         notice(f"no files below {printable(folder)}")
@@ -155,7 +163,7 @@ def put_tree(session: Session, prefix: str, folder: str, metadata: dict[str, str
 
 
 class _LeftOut:
-    """What is not put, told once however often the tree is walked."""
+    """The entries that are not put, each reported once even if the tree is walked twice."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
@@ -192,7 +200,10 @@ class _LeftOut:
 def _plan_tree(
     session: Session, prefix: str, folder: str, store_path: str | None, left_out: _LeftOut
 ) -> tuple[Path, str, _Plan]:
-    """List the tree once before anything is put: a name that is refused stops all of it, and the bar knows its end."""
+    """List the tree once before anything is put.
+
+    A refused name thus stops the whole command, and the bar knows its end.
+    """
     from nearkin.cli.arguments import check_key, walk_files
 
     if folder == "-":

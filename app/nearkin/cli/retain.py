@@ -1,4 +1,7 @@
-"""`nearkin retain`: extend the retention of a version. Invariant: exit code 0 means that the extension is durable."""
+"""Run `nearkin retain`: extend the retention of a version.
+
+Invariant: exit code 0 means that the extension is durable.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`nearkin rm` and `nearkin undelete`. Invariant: exit code 0 means that it is done, durably, for every reader."""
+"""Run `nearkin rm` and `nearkin undelete`.
+
+Invariant: exit code 0 means that the change is durable, for every reader.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def change(what: Literal["delete", "undelete"], done: str, key: str, version: in
 
 
 def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool) -> None:
-    """Delete versions of a key and remove their bytes at once, or, without a key, the bytes of all that is deleted."""
+    """Delete versions of a key and remove their bytes at once.
+
+    Without a key, the bytes of all deleted versions are removed.
+    """
     from contextlib import suppress
 
     from nearkin.cli.arguments import check_key
@@ -50,7 +56,7 @@ def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool)
         count = 0
         store.pauses.check()  # before anything is deleted: its bytes could not be removed
         if key is not None:
-            with suppress(NotFound):  # deleted earlier: `purge` says where it never was
+            with suppress(NotFound):  # deleted earlier: `purge` raises if it never existed
                 count = store.delete(key, version, reason=reason)
         report = store.purge(key, version, steps=steps)
     if session.as_json:
@@ -61,7 +67,10 @@ def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool)
 
 
 def _confirm(key: str | None, version: int | None, *, confirmed: bool) -> None:
-    """Ask for confirmation on a terminal. Raises BadInput without a terminal, or if the answer is no."""
+    """Ask for confirmation on a terminal.
+
+    Raises BadInput without a terminal, or if the answer is no.
+    """
     import sys
 
     import click

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @click.command(cls=AsWritten)
 @click.argument("folder", metavar="[STORE]", required=False)
-@click.option("--embedded", is_flag=True, help="A whole store in this process, whatever gateway.ingest says.")
+@click.option("--embedded", is_flag=True, help="Run a whole store in this process, regardless of gateway.ingest.")
 @click.option("--host", metavar="ADDRESS", help="Listen here; anything but loopback needs auth.tokens_file.")
 @click.option("--port", metavar="PORT", type=click.IntRange(0, 65_535), help="Listen here [8080]; 0 is any free port.")
-@click.option("--no-token", is_flag=True, help="Ask nobody for a token: whoever reaches this machine may do all.")
+@click.option("--no-token", is_flag=True, help="Require no token: any process that reaches this port has all rights.")
 @shared_options
 def serve(folder: str | None, embedded: bool, host: str | None, port: int | None, no_token: bool) -> None:
     """Serve a store over HTTP, with a dashboard at /.
@@ -76,7 +76,7 @@ def serve(folder: str | None, embedded: bool, host: str | None, port: int | None
 
 @contextmanager
 def _token_of_this_run(settings: Settings) -> Iterator[tuple[Settings, str]]:
-    """Yield the settings with a tokens file of their own, which goes in the end, and its one token."""
+    """Yield the settings with a temporary tokens file, and its one token."""
     import tempfile
 
     from nearkin_gateway.auth import tokens
@@ -95,7 +95,7 @@ def _announce(url: str, token: str | None, *, as_json: bool) -> None:
     from nearkin.cli.output import print_line
 
     if as_json:
-        print_line(json.dumps({"url": url, "token": token}))  # one line: who waits for it knows where it ends
+        print_line(json.dumps({"url": url, "token": token}))  # one line, so that a waiting reader knows its end
     else:
         print_line(f"{url}/")
         if token is not None:
@@ -125,15 +125,15 @@ def token() -> None:
     help="read, write, delete, admin or operator; repeatable [read].",
 )
 @click.option("--days", metavar="N", type=int, default=90, show_default=True, help="Taken for so long; 0: for ever.")
-@click.option("--note", metavar="TEXT", default="", help="What it is for.")
+@click.option("--note", metavar="TEXT", default="", help="The purpose of the token.")
 @shared_options
 def create(file: Path | None, tenant: str | None, scopes: tuple[str, ...], days: int, note: str) -> None:
-    """Make a token and print it: this once.
+    """Make a token and print it; it is not shown again.
 
     nearkin token create --file tokens.json --tenant shop --scope read --scope write --days 30
     nearkin token create --file tokens.json --scope operator     # of no tenant: settings, gc, workers, scrub
 
-    What is not of one tenant needs the scope operator; admin shows the sums of its own tenant.
+    Data that do not belong to one tenant need the scope operator; admin shows the sums of its own tenant.
     """
     from nearkin.cli.output import print_json, print_line
     from nearkin_gateway.auth import tokens
@@ -165,10 +165,10 @@ def list_tokens(file: Path | None) -> None:
         print_json([_token_json(entry) for entry in found])
         return
     for entry in found:
-        told = _token_json(entry)
+        row = _token_json(entry)
         scopes = ",".join(entry.scopes)
         names = f"{printable(entry.tenant)}  {printable(entry.note)}"
-        print_line(f"{entry.id}  {told['expires'] or 'never':<20}  {scopes:<24}  {names}")
+        print_line(f"{entry.id}  {row['expires'] or 'never':<20}  {scopes:<24}  {names}")
 
 
 @token.command()

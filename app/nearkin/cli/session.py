@@ -1,6 +1,8 @@
-"""What every command shares. Invariant: its options mean the same on either side of the command.
+"""Share options and sessions among all commands.
 
-A command works on one store: a local one (--store) or one behind a gateway (--server); which, is decided here.
+A command works on one store: a local one (--store) or one behind a gateway (--server); this module decides which.
+
+Invariant: the shared options mean the same before and after the command.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class AsWritten(click.Command):
-    """A command whose help is its docstring, line by line: the examples in it must not be re-wrapped."""
+    """A command whose help is its docstring, line by line, so that examples stay as written."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the docstring, indented."""
@@ -43,7 +45,7 @@ class AsWrittenGroup(AsWritten, click.Group):
 
 
 class Session:
-    """What the options say that may stand before or after the command."""
+    """The values of the options that are allowed before and after the command."""
 
     store: str | None = None
     server: str | None = None
@@ -59,7 +61,7 @@ class Session:
     """Names of the settings that the user set, as `load` found them."""
 
     def load(self, more: Mapping[str, object] | None = None) -> tuple[Settings, dict[str, Origin]]:
-        """Return the settings and where each came from; `more` is what else the command line says."""
+        """Return the settings and the source of each; `more` holds other options of the command."""
         from nearkin_shared.config.loader import explicit_names, load
 
         given = {"store": self.store, "server": self.server, **(more or {})}
@@ -68,7 +70,10 @@ class Session:
         return settings, origins
 
     def choose(self) -> tuple[Settings, str | None]:
-        """Return the settings, and the server's URL where it is not a local store. Raises ConfigError for both."""
+        """Return the settings, and the server's URL if the store is not local.
+
+        Raises ConfigError if both are named.
+        """
         settings, origins = self.load()
         if settings.server is None or (self.store is not None and self.server is None):
             return settings, None
@@ -103,7 +108,10 @@ class Session:
 
     @contextmanager
     def open_local(self, *, read_only: bool = True) -> Iterator[Store]:
-        """Open a store whose files this command reads itself. Raises BadInput for one behind a server."""
+        """Open a store whose files this command reads itself.
+
+        Raises BadInput for a store behind a server.
+        """
         settings, server = self.choose()
         if server is not None:
             from nearkin_shared.errors import BadInput
@@ -118,7 +126,7 @@ class Session:
 
     @contextmanager
     def connect(self, server: str, settings: Settings, token: str | None = None) -> Iterator[RemoteStore]:
-        """Open the store behind a server for as long as the block runs; `token` instead of the settings' own."""
+        """Open the store behind a server for a block; `token` replaces the settings' own."""
         self._log_to_stderr()
         with services_extra("--server"):
             from nearkin.client import connect
@@ -152,7 +160,7 @@ class Session:
             yield store
 
     def _log_to_stderr(self) -> None:
-        """With --json stderr is for the one error object; otherwise the store may say that it rebuilds an index."""
+        """Send logs to stderr, unless --json is given: then stderr is for the one error object."""
         import logging
 
         logging.basicConfig(
@@ -162,7 +170,7 @@ class Session:
 
 @contextmanager
 def services_extra(what: str) -> Iterator[None]:
-    """Say what to install where an import in the block needs what only the extra `services` brings."""
+    """Report how to install the extra `services` if an import in the block needs it."""
     try:
         yield
     except ModuleNotFoundError as err:
@@ -210,7 +218,7 @@ _SETTLE: dict[str, Any] = {"callback": _remember, "expose_value": False, "is_eag
 
 
 def json_option(command: _Command) -> _Command:
-    """Let --json and --quiet stand after a command that works on no store."""
+    """Allow --json and --quiet after a command that works on no store."""
     quiet = click.option(
         "-q", "--quiet", is_flag=True, help="No progress, notices or report of success; errors remain.", **_SETTLE
     )
@@ -230,7 +238,7 @@ def force_option(command: _Command) -> _Command:
 
 
 def shared_options(command: _Command) -> _Command:
-    """Let --store, --server, --config, --json and --quiet stand on either side of the command."""
+    """Allow --store, --server, --config, --json and --quiet before and after the command."""
     for option in (
         json_option,
         click.option(

@@ -49,9 +49,10 @@ def find_version_at(store: Store | RemoteStore, key: str, text: str) -> int:
 def _check_not_deleted(
     key: str, at: datetime, found: VersionInfo | None, following: int | None, deleted: list[Deletion]
 ) -> None:
-    """Raise NotFound if a version that was deleted after `at` may have been the newest at that time.
+    """Raise NotFound if a version deleted after `at` may have been the newest at that time.
 
-    A deletion does not say when its version was created: numbers before the `following` visible version may have been.
+    A deletion does not record when its version was created: numbers before the `following` visible version may have
+    been.
     """
     newer = [one for one in deleted if found is None or one.version > found.version]
     lost = [one for one in newer if one.deleted > at and (following is None or one.version < following)]

@@ -191,7 +191,7 @@ class EmbeddedIngest:
         self._outcomes.add(committed_event(intent, _text_of(began), result))
 
     async def find_committed(self, tenant: str, key: str, origin: BlobOrigin) -> dict[str, Any] | None:
-        """Return the event of a version that an earlier attempt committed, also before this process was started."""
+        """Return the event of a version that an earlier attempt committed, in any process."""
         result = await asyncio.to_thread(self._store.find_origin, key, origin)
         if result is None:
             return None

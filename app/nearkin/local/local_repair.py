@@ -63,10 +63,10 @@ class LocalRepair:
     quarantine: Quarantine
     fingerprinter: Callable[[str], Fingerprinter]
     verify: Callable[[], VerifyReport]
-    """Of all; it leaves what is broken in quarantine."""
+    """Verifies everything and leaves broken chunks in quarantine."""
 
     def run(self, files: Sequence[Path]) -> RepairReport:
-        """Put right what can be put right. Raises BadInput, StoreLocked, StoreUnavailable."""
+        """Repair what can be repaired. Raises BadInput, StoreLocked, StoreUnavailable."""
         started = time.perf_counter()
         from nearkin_maintenance.repair.backup_copies import BackupCache, RequiredChunks
         from nearkin_maintenance.repair.store_repair import BackupCopies
@@ -130,7 +130,7 @@ class LocalRepair:
 
         The lock is held. Called after every put. Of containers without such chunks only directories are read (reading
         40 containers of 4 MiB made a small put four to ten times as slow). Deltas with a lost base are left to
-        `repair`: stored raw here, they would no longer record the base of a joined chunk.
+        `repair`: if they were stored raw here, they would no longer record the base of a joined chunk.
         """
         record = self.quarantine.read()
         wanted = [
@@ -139,7 +139,7 @@ class LocalRepair:
         if not wanted:
             return []
         repairer, tenants = self._repairer()
-        copies = [IndexCopies(self.index, self.containers, tenants)]  # what was joined wants all directories read
+        copies = [IndexCopies(self.index, self.containers, tenants)]  # joined chunks need all directories
         repaired = repairer.repair([object_name(ContainerId(container)) for container in wanted], copies)
         if repaired or repairer.sound.issuperset(wanted):  # or their repair died before it was recorded
             self.recheck([ContainerId(container) for container in sorted(record)], tenants)
@@ -159,7 +159,7 @@ class LocalRepair:
     def attend(
         self, damaged: Mapping[str, str], verified: Callable[[VerifyScope], VerifyReport]
     ) -> tuple[tuple[Repaired, ...], tuple[Damage, ...]]:
-        """Put right what was found damaged; return what was, and what still is."""
+        """Repair damaged objects; return the repairs and the remaining damage."""
         from nearkin_maintenance import VerifyScope
 
         repairer, tenants = self._repairer()
@@ -172,7 +172,7 @@ class LocalRepair:
         return tuple(repaired), report.damage
 
     def recheck(self, containers: Sequence[ContainerId], tenants: DomainOwners) -> None:
-        """Read quarantined containers again, and let out what is sound."""
+        """Read quarantined containers again, and release the intact ones."""
         from nearkin_maintenance import IntegrityChecker
         from nearkin_maintenance.repair.store_repair import still_broken
 
@@ -248,7 +248,7 @@ class FileCopies:
         self._of_use: dict[Path, bool] = {}
 
     def report_unused(self) -> None:
-        """Say which files had none of what was looked for in them."""
+        """Report the files that held none of the missing chunks."""
         cut = self._settings.chunker
         for path in (path for path, of_use in self._of_use.items() if not of_use):
             _log.warning(
