@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from nearkin.cli.exit_codes import ExitCode
 from nearkin.cli.session import AsWrittenGroup, Session, complete_file, current_session, force_option, shared_options
 from nearkin_shared.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
-    from nearkin.client.sync import RemoteStore
+    from nearkin.cli.arguments import ByteRange
+    from nearkin.client.sync import RemoteBlob, RemoteStore
     from nearkin.store import Store
+    from nearkin_shared.reading.restore import Blob
     from nearkin_shared.results import Damage
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -31,12 +33,16 @@ _ELSEWHERE = {
     "copy": "copy",
     "dlq": "dlq",
     "docs": "docs",
+    "gc": "maintenance_commands",
     "init": "init",
     "keys": "keys",
+    "rebuild-index": "maintenance_commands",
+    "repair": "maintenance_commands",
     "serve": "serve",
     "token": "serve",
+    "verify": "maintenance_commands",
 }
-"""Modules of commands that are read once one of these is asked for: a put starts 5 ms sooner."""
+"""Modules of commands that are imported once one of these is called: a put starts 5 ms sooner."""
 
 
 class _Commands(AsWrittenGroup):
@@ -50,7 +56,7 @@ class _Commands(AsWrittenGroup):
         """Return a command, None where there is none of that name."""
         if name not in _ELSEWHERE:
             return super().get_command(context, name)
-        command: click.Command = getattr(import_module(f"nearkin.cli.{_ELSEWHERE[name]}"), name)
+        command: click.Command = getattr(import_module(f"nearkin.cli.{_ELSEWHERE[name]}"), name.replace("-", "_"))
         return command
 
 
@@ -136,18 +142,18 @@ def put(
     than 1024 bytes, stops the command before anything is stored.
     """
     from nearkin.cli.arguments import parse_metadata, parse_sha256
-    from nearkin.cli.put import put_one, put_tree
+    from nearkin.cli.put import PutOptions, put_one, put_tree
 
     metadata = parse_metadata(meta, content_type)
     digest = None if sha256 is None else parse_sha256(sha256)
+    options = PutOptions(metadata, digest, if_match, if_none_match)
     source = sources[0] if sources else None
     if from_command:
         if recursive:
             raise BadInput("--from-command and --recursive: give one of them")
         if source is None:
             raise BadInput("--from-command: give the command after --, as in: put KEY --from-command -- pg_dump shop")
-        session, conditions = current_session(), (if_match, if_none_match)
-        put_one(session, key, source, metadata, digest, *conditions, command=sources, allow_empty=allow_empty)
+        put_one(current_session(), key, source, options, command=sources, allow_empty=allow_empty)
         return 0
     if len(sources) > 1:
         raise click.UsageError(f"Got unexpected extra argument ({sources[1]})", click.get_current_context())
@@ -160,7 +166,7 @@ def put(
         return put_tree(current_session(), prefix, folder, metadata)
     if source is None:
         raise click.MissingParameter(param_hint="'FILE'", param_type="argument")
-    put_one(current_session(), key, source, metadata, digest, if_match, if_none_match, allow_empty=allow_empty)
+    put_one(current_session(), key, source, options, allow_empty=allow_empty)
     return 0
 
 
@@ -214,34 +220,22 @@ def get(
 
     session = current_session()
     check_key(key)
-    wanted = None if range_text is None else parse_range(range_text)
+    byte_range = None if range_text is None else parse_range(range_text)
     if session.as_json and output in (None, "-"):
         raise BadInput("get --json describes what was written: name a file with -o")
     if at is not None and version is not None:
         raise BadInput("--at, --version: give one of them")
-
-    def choose_version(store: Store | RemoteStore) -> int | None:
-        if at is None:
-            return version
-        from nearkin.cli.version_at import find_version_at
-
-        return find_version_at(store, key, at)
+    choose_version = partial(_choose_version, key=key, version=version, at=at)
 
     if salvage:
         from nearkin.cli.get_salvage import salvage as salvage_version
 
-        if wanted is not None or explained:
+        if byte_range is not None or explained:
             raise BadInput("--salvage writes a whole version: not with --range or --explain")
         return salvage_version(session, key, output, choose_version)
     started = time.perf_counter()
     with session.open() as store:
-        version = choose_version(store)
-        if wanted is None:
-            blob = store.get(key, version)
-        else:
-            info = store.info(key, version)
-            start, stop = wanted.resolve(info.size_bytes)
-            blob = store.get(key, info.version, start=start, stop=stop)
+        blob = _open_version(store, key, choose_version(store), byte_range)
         if explained and not isinstance(blob, Blob):
             raise BadInput("get --explain: a gateway does not report the objects it read; run the command at the store")
         quiet = session.as_json or (output in (None, "-") and sys.stdout is not None and sys.stdout.isatty())
@@ -255,6 +249,24 @@ def get(
     elif costs is not None:
         to_stderr(costs_line(costs))
     return None
+
+
+def _choose_version(store: Store | RemoteStore, *, key: str, version: int | None, at: str | None) -> int | None:
+    if at is None:
+        return version
+    from nearkin.cli.version_at import find_version_at
+
+    return find_version_at(store, key, at)
+
+
+def _open_version(
+    store: Store | RemoteStore, key: str, version: int | None, byte_range: ByteRange | None
+) -> Blob | RemoteBlob:
+    if byte_range is None:
+        return store.get(key, version)
+    info = store.info(key, version)
+    start, stop = byte_range.resolve(info.size_bytes)
+    return store.get(key, info.version, start=start, stop=stop)
 
 
 @nearkin.command()
@@ -477,139 +489,6 @@ def stats() -> None:
         print_json(stats_json(found))
         return
     print_stats(found, folder)
-
-
-@nearkin.command()
-@click.argument("key", metavar="[KEY]", required=False)
-@click.option("--version", metavar="V", type=click.IntRange(min=1), help="With KEY: this version alone.")
-@click.option("--sample", metavar="SHARE", help="Read only this share of the containers: 1% or 0.01.")
-@click.option("--seed", metavar="NUMBER", type=click.IntRange(0), help="Draw the sample by this; printed with it.")
-@click.option("--since", metavar="TIME", help="Read only containers written since: 2026-11-20, 2026-11-20T18:00Z, 36h.")
-@shared_options
-def verify(key: str | None, version: int | None, sample: str | None, seed: int | None, since: str | None) -> int:
-    """Check every checksum and fingerprint, and the index.
-
-    Exit code 5 if anything is damaged; the report names the versions it touches.
-
-    With KEY only the containers are read that its versions (with --version: one of them) depend on. A server's KEY is
-    downloaded and compared with its BLAKE3.
-
-    nearkin verify
-    nearkin verify db/dump
-    nearkin verify db/dump --version 2 --json
-    nearkin verify --sample 1%
-    nearkin verify --since 2d --json | jq .damage
-    """
-    from nearkin.cli.verify import verify as verify_store
-
-    if key is not None:
-        from nearkin.cli.key_verification import verify_key
-
-        given = [name for name, value in (("sample", sample), ("seed", seed), ("since", since)) if value is not None]
-        if given:
-            raise BadInput(f"--{given[0]}: not with KEY, whose containers are all read")
-        return verify_key(key, version)
-    if version is not None:
-        raise BadInput("--version: only with KEY")
-    return verify_store(sample, seed, since)
-
-
-@nearkin.command()
-@click.option(
-    "--from",
-    "files",
-    metavar="FILE",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="A copy of a damaged object, or content that was put once; may be given again.",
-)
-@shared_options
-def repair(files: tuple[Path, ...]) -> int:
-    """Repair damage from parity, from backup copies, or from other chunks of the store.
-
-    The command verifies everything first. Damaged objects are repaired from their parity (storage.parity), from
-    copies given with --from, or from the same chunks elsewhere in the store; the rest stays in quarantine until its
-    content is put again. Readable bytes are never removed. Exit code 5 if damage remains.
-
-    nearkin repair
-    nearkin repair --from /backup/containers/1a200/1a20082bad40bb55.nkc
-    nearkin repair --from dump-of-last-week.sql
-    """
-    from nearkin.cli.verify import repair as repair_store
-
-    return repair_store(files)
-
-
-@nearkin.command()
-@click.option("--dry-run", is_flag=True, help="Report what a GC run would free and what retains the rest.")
-@click.option("--deleted-too", is_flag=True, help="With --dry-run: as if nothing deleted could come back any more.")
-@click.option("--pause", is_flag=True, help="Start no GC runs, and end an active one before its next step.")
-@click.option("--resume", is_flag=True, help="Allow GC runs again.")
-@click.option("--now", is_flag=True, help="Remove all that is deleted at once, whatever time it has left.")
-@click.option("--yes", is_flag=True, help="With --now: do not ask.")
-@click.option(
-    "--status",
-    is_flag=True,
-    help="Show whether GC is paused and what is pending delete; of a server also the last run.",
-)
-@shared_options
-def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool, now: bool, yes: bool) -> None:
-    """Free the bytes that no version needs, in one GC run.
-
-    Versions whose undelete window is over are removed at once. Data that no version needs any more become pending
-    delete, and a later GC run frees them after gc.grace_seconds (12 hours by default). At its end a GC run deletes
-    the versions that retention.policies do not keep, as rm does.
-
-    put, get, rm and all reading commands continue meanwhile: a put waits for one step of the run, about 0.1 s. A GC
-    run does not start while another process writes; if `nearkin serve` runs, start it there with --server.
-
-    nearkin gc --dry-run
-    nearkin gc --dry-run --deleted-too       # what the latest rm will have freed in the end
-    nearkin gc --json | jq .freed_bytes
-    nearkin gc --pause                       # for commands, gateways and maintenance workers
-    nearkin gc --now                         # the disk is full: remove all deleted versions, irrevocably
-    """
-    from nearkin.cli.gc import change, collect
-    from nearkin.cli.rm import purge
-
-    actions = [name for name, given in (("pause", pause), ("resume", resume), ("status", status)) if given]
-    if len(actions) + dry_run + now > 1:
-        raise BadInput("--dry-run, --now, --pause, --resume, --status: one of them")
-    if yes and not now:
-        raise BadInput("--yes: only with --now")
-    if now:
-        purge(None, None, "", confirmed=yes)
-        return ExitCode.DONE
-    if actions:
-        change(actions[0])
-        return ExitCode.DONE
-    if deleted_too and not dry_run:
-        raise BadInput("--deleted-too: only with --dry-run")
-    return collect(dry_run=dry_run, deleted_too=deleted_too)
-
-
-@nearkin.command("rebuild-index")
-@shared_options
-def rebuild_index() -> int:
-    """Rebuild the index from stored objects; drop versions whose manifests were removed.
-
-    Exit code 5 if some stored objects cannot be read; these are left out.
-
-    nearkin rebuild-index
-    """
-    from nearkin.cli.output import print_json, rebuild_json, rebuild_lines
-    from nearkin.cli.output import report as report_line
-    from nearkin.cli.progress import count_bar
-
-    session = current_session()
-    with session.open_local(read_only=False) as store, count_bar("rebuild", shown=not session.as_json) as progress:
-        report = store.rebuild_index(progress=progress)
-    if session.as_json:
-        print_json(rebuild_json(report))
-    else:
-        for line in rebuild_lines(report):
-            report_line(line)
-    return ExitCode.DAMAGED if report.skipped else ExitCode.DONE
 
 
 @nearkin.command()

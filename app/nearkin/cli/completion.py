@@ -1,3 +1,4 @@
+# size: one command in a module of its own, imported when it is called
 """`nearkin completion`: completion scripts for shells, made by click.
 
 The script calls `nearkin` with COMPLETION_VARIABLE set; `complete` then answers instead of a command.

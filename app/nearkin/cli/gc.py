@@ -6,7 +6,7 @@ Invariant: a dry run prints what a GC run then frees, to the byte, unless someth
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +134,6 @@ def change(action: str) -> None:
 
 def status_lines(last: Mapping[str, Any]) -> Iterator[str]:
     """Yield a GC run that a server reports, as text."""
-    from nearkin.cli.erasure_report import remaining_lines
     from nearkin_shared.savings_table import plural
 
     gone = ", ".join(
@@ -167,7 +166,6 @@ def freed_bytes_net(frees: str, size_bytes: int) -> str:
 
 def gc_lines(report: GcReport) -> Iterator[str]:
     """Yield the report of a GC run as text."""
-    from nearkin.cli.erasure_report import remaining_lines
     from nearkin_shared.results_json import remaining_json
     from nearkin_shared.savings_table import plural
 
@@ -204,3 +202,12 @@ def gc_lines(report: GcReport) -> Iterator[str]:
     for reason, size_bytes in report.held.items():
         if size_bytes:
             yield f"held         {size_bytes:,} bytes {REASONS.get(reason, reason)}"
+
+
+def remaining_lines(copies: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the copies that an erasure does not reach, from their JSON form, one a line."""
+    if copies:
+        yield "out of the reach of the erasure:"
+    for copy in copies:
+        ends = f", until {copy['until']} at the latest" if copy["until"] else ""
+        yield f"  {copy['place']:<16} {copy['holds']}{ends}: {copy['remedy']}"

@@ -1,3 +1,4 @@
+# size: one command in a module of its own, imported when it is called
 """`nearkin init`: create a store, the only command that does."""
 
 from __future__ import annotations

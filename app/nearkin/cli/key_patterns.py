@@ -1,3 +1,4 @@
+# size: the syntax of patterns changes apart from the checks of arguments
 """Select keys by prefix or by glob.
 
 db/        every key that starts with db/

@@ -160,7 +160,7 @@ def erase(tenant: str, yes: bool, now: bool, cancel: bool, despite_retention: bo
     (`nearkin retain`, retention.min_age_seconds) nothing is erased, unless --despite-retention is given. Copies that
     the erasure does not reach are listed with their times: Kafka, backups, copies of the folder keys/ and others.
     """
-    from nearkin.cli.erasure_report import remaining_lines
+    from nearkin.cli.gc import remaining_lines
     from nearkin.cli.output import notice, print_json, print_line
     from nearkin_maintenance.gc.tenant_erasure import remaining_copies
     from nearkin_shared.results_json import remaining_json

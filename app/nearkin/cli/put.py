@@ -35,14 +35,20 @@ class _Plan(NamedTuple):
     total_bytes: int
 
 
+class PutOptions(NamedTuple):
+    """The options of `Store.put` that the command line sets."""
+
+    metadata: dict[str, str]
+    sha256: bytes | None
+    if_match: str | None
+    if_none_match: str | None
+
+
 def put_one(
     session: Session,
     key: str,
     source: str,
-    metadata: dict[str, str],
-    sha256: bytes | None,
-    if_match: str | None = None,
-    if_none_match: str | None = None,
+    options: PutOptions,
     *,
     command: Sequence[str] = (),
     allow_empty: bool = False,
@@ -70,10 +76,7 @@ def put_one(
         result = store.put(
             key,
             content,
-            metadata=metadata,
-            sha256=sha256,
-            if_match=if_match,
-            if_none_match=if_none_match,
+            **options._asdict(),
             progress=progress,
         )
     warn_if_changed(result, source, as_json=session.as_json)

@@ -1,3 +1,4 @@
+# size: one command in a module of its own, imported when it is called
 """Run `nearkin retain`: extend the retention of a version.
 
 Invariant: exit code 0 means that the extension is durable.

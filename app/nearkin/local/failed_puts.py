@@ -1,10 +1,10 @@
+# size: one crash-safe sequence that no other module shares
 """Remove the data of a failed put: containers that no version references.
 
     1 the index withdraws their entries   2 the containers are removed   3 caches evict data read from them
 
 Invariant (I1): the index names no removed container. The writer lock is held, so no other put can have found a chunk
-in
-them. The GC lock is held too, so no GC run expects them; while a run is active they are kept, and that run frees
+in them. The GC lock is held too, so no GC run expects them; while a run is active they are kept, and that run frees
 them.
 """
 
