@@ -195,7 +195,7 @@ def test_a_peer_that_gives_other_bytes_back_is_not_in_the_table(corpus: Path, tm
     record = run_and_read_record(tmp_path, "store", "--corpus", corpus, *words, PATH=path)
     assert [row["tool"] for row in record["rows"]] == ["nearkin"]
     assert [one["why"] for one in record["left_out"]] == [
-        f"tiny: {name}: version 1 came back changed" for name in ("zstd-long", "zstd-long-9")
+        f"tiny: {name}: version 1 differs after the restore" for name in ("zstd-long", "zstd-long-9")
     ]
 
 

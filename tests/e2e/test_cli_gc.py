@@ -49,7 +49,7 @@ def test_rounds_free_what_was_told(run, tmp_path):
     assert (told["dry_run"], told["versions"], told["pending_delete_containers"]) == (True, 1, 1)
     assert told["held"]["pending_delete"] > 100_000
     first = json.loads(run("gc", "--json").stdout)
-    assert "condemned    1 container, to go from " in run("gc", "--status").stdout
+    assert "pending      1 container, due for deletion from " in run("gc", "--status").stdout
     assert first["freed_bytes"] == told["freed_bytes"]
     assert first["held"] is None
     text = run("gc", "--dry-run").stdout

@@ -249,7 +249,7 @@ def test_a_file_name_that_is_not_utf8_stops_the_folder_before_anything_is_put(tm
     with nearkin.open_store(tmp_path / "store", create=True) as store:
         assert store.versions() == []
     assert_refused(call("put", "-r", tmp_path / "tree", "--store", tmp_path / "store"), 2, "rename it first")
-    assert b"stops\n  all of it before anything is stored" in call("put", "--help").stdout
+    assert b"stops the command before anything is stored" in call("put", "--help").stdout
 
 
 def test_put_with_a_condition_that_fails_exits_1(tmp_path: Path, call: InProcess) -> None:

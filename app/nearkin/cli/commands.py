@@ -497,7 +497,7 @@ def stats() -> None:
 @click.option("--segments", is_flag=True, help="Each segment too; with --json each chunk of it.")
 @shared_options
 def explain(key: str, version: int | None, segments: bool) -> None:
-    """Show how a version is stored: duplicates, deltas, raw chunks.
+    """Show how a version is stored, chunk by chunk.
 
     For deltas the command also shows how their bases were found, in the terms of stats, and for segments the worker
     that computed their super-features.

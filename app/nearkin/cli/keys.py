@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=AsWrittenGroup)
 def keys() -> None:
-    """Make, list, rotate and erase the keys of an encrypted store.
+    """Manage the keys of an encrypted store.
 
     nearkin keys generate /etc/nearkin/store.key     # before a store with storage.encryption is made nearkin keys
     list nearkin keys rotate db                           # tenant db gets a new data key for its next writes nearkin

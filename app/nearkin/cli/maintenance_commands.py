@@ -60,7 +60,7 @@ def verify(key: str | None, version: int | None, sample: str | None, seed: int |
 )
 @shared_options
 def repair(files: tuple[Path, ...]) -> int:
-    """Repair damage from parity, from backup copies, or from other chunks of the store.
+    """Repair damaged objects as far as possible.
 
     The command verifies everything first. Damaged objects are repaired from their parity (storage.parity), from
     copies given with --from, or from the same chunks elsewhere in the store; the rest stays in quarantine until its
@@ -129,7 +129,9 @@ def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool
 @click.command("rebuild-index", cls=AsWritten)
 @shared_options
 def rebuild_index() -> int:
-    """Rebuild the index from stored objects; drop versions whose manifests were removed.
+    """Rebuild the index from the stored objects.
+
+    Versions whose manifests were removed are dropped.
 
     Exit code 5 if some stored objects cannot be read; these are left out.
 

@@ -1,4 +1,7 @@
-"""Kernels of another build, beside this one's. Invariant: both give the same answers, else they do not compare."""
+"""Compare the kernels of another build with those of this one.
+
+Invariant: both give the same answers, else they are not compared.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ _CHUNKERS = ("fastcdc", "rabin", "inck")
 
 
 def kernels_against(folder: Path) -> list[Kernel]:
-    """Return rows for the kernels in `folder`, built (`_*.so`) from another state of the source.
+    """Return rows for the kernels in `folder`, built (`_*.so`) from another source.
 
-    Raises BadInput where one of them is missing; when a row is prepared, also where it gives other answers.
+    Raises BadInput if a kernel is missing, and, when a row is prepared, if it gives other answers.
     """
     rows = []
     for name, module, group, ours in _OF_SEGMENTS:

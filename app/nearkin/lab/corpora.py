@@ -1,14 +1,16 @@
-"""The corpora that can be named. Invariant: a name, or a folder, becomes files in the order of their versions.
+"""Find corpora by name or folder.
 
     botocore       releases of a Python package as tars, fetched with pip
-    rdb            uncompressed dumps of a real Redis server between rounds of changes
+    rdb            uncompressed dumps of a real Redis server between batches of changes
     vm             vm-debian where this can make it, else vm-synthetic
     vm-debian      a Debian system as an ext4 image, before and after packages are added; needs root and debootstrap
     vm-synthetic   generations of a synthetic disk image
     mutated        text, records and noise after more and more small edits; needs nothing
 
-They are made once and kept in `$NEARKIN_CACHE`, or else in `~/.cache/nearkin/corpora`. Making them takes memory and
-threads: a process of its own does it (`python -m nearkin.lab.corpora NAME VERSIONS`).
+Corpora are made once and kept in `$NEARKIN_CACHE`, or else in `~/.cache/nearkin/corpora`. Making them takes memory
+and threads: a process of its own does it (`python -m nearkin.lab.corpora NAME VERSIONS`).
+
+Invariant: a corpus is a list of files in the order of their versions.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Known:
 
     about: str
     versions: int
-    """As many as a room takes where nothing is said."""
+    """The number of versions that a suite takes by default."""
     versions_max: int
     make: Callable[[int], list[Path]]
 
@@ -89,7 +91,10 @@ KNOWN: Mapping[str, Known] = {
 
 
 def check_names(words: Sequence[str]) -> list[str]:
-    """Return the folders and known names in `words`, each once, before any is made. Raises BadInput for any other."""
+    """Return the folders and known names in `words`, each once, before any is made.
+
+    Raises BadInput for any other.
+    """
     names = [name for word in words for name in ([word] if _is_folder(word) else word.split(","))]
     for name in names:
         if name not in KNOWN and not _is_folder(name):
@@ -107,10 +112,11 @@ def check_corpora(words: Sequence[str], versions: int | None, versions_at_most: 
 
 
 def find_corpora(words: Sequence[str], versions: int | None, versions_at_most: int | None = None) -> list[Corpus]:
-    """Return the corpora that `words` name: folders, known names, or several of these with commas between them.
+    """Return the corpora that `words` name: folders, known names, or comma-separated lists.
 
-    versions: take so many of each; None: what a corpus has by default, and `versions_at_most` where that is less.
-    Raises BadInput for an unknown name, a folder without files, a file that cannot be read; what making one raises.
+    versions: take so many of each; None: the default of the corpus, at most `versions_at_most`.
+    Raises BadInput for an unknown name, a folder without files, a file that cannot be read; and the errors of making
+    one.
     """
     names = check_names(words)
     found = [
@@ -143,7 +149,10 @@ def _folder(word: str, versions: int | None) -> Corpus:
 
 
 def _count(name: str, versions: int | None, versions_at_most: int | None) -> int:
-    """Return how many versions of a known corpus are wanted. Raises BadInput for more than there are."""
+    """Return how many versions of a known corpus to take.
+
+    Raises BadInput for more than exist.
+    """
     known = KNOWN[name]
     count = versions or min(known.versions, versions_at_most or known.versions)
     if count > known.versions_max:
@@ -157,16 +166,16 @@ def _known(name: str, versions: int | None, versions_at_most: int | None) -> Cor
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
+        output_lines = done.stderr.strip().splitlines()
         raise RetryableError(
-            f"{name}: {said[-1] if said else 'could not be made'}; vm-synthetic and mutated need nothing"
+            f"{name}: {output_lines[-1] if output_lines else 'could not be made'}; vm-synthetic and mutated always can"
         )
     title, *paths = done.stdout.splitlines()
     return Corpus(title, [Path(path) for path in paths])
 
 
 def main() -> int:
-    """Print the name of what was made, such as `vm-synthetic` for `vm`, and its paths, oldest first."""
+    """Print the name of the corpus, such as `vm-synthetic` for `vm`, and its paths."""
     name, count = sys.argv[1], int(sys.argv[2])
     try:
         paths = KNOWN[name].make(count)

@@ -1,13 +1,13 @@
-"""Corpora. Invariant: a cached corpus is whole; it appears under its name by one rename or not at all.
-
-Real data that change from version to version, oldest first:
+"""Make and cache corpora of real data that change from version to version, oldest first.
 
     botocore      consecutive source releases as uncompressed tars, checked against recorded digests
-    redis_dumps   uncompressed dumps of a real Redis server between rounds of changes
+    redis_dumps   uncompressed dumps of a real Redis server between batches of changes
     vm_images     generations of a synthetic disk image (`nearkin.lab.generated_data.vm_image`)
 
-They lie in `$NEARKIN_CACHE`, or else in `~/.cache/nearkin/corpora`. `python -m nearkin.lab.corpus_cache botocore 10`
+The cache is `$NEARKIN_CACHE`, or else `~/.cache/nearkin/corpora`. `python -m nearkin.lab.corpus_cache botocore 10`
 prints the paths.
+
+Invariant: a cached corpus is complete; it appears under its name by one rename or not at all.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class MissingTool(PermanentError):
 
 
 def cache_dir() -> Path:
-    """Return the folder of the corpora: `$NEARKIN_CACHE`, or `~/.cache/nearkin/corpora`. It need not exist yet."""
+    """Return the folder of the corpora: `$NEARKIN_CACHE`, or `~/.cache/nearkin/corpora`.
+
+    It need not exist yet.
+    """
     chosen = os.environ.get("NEARKIN_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "nearkin" / "corpora"
 
@@ -65,7 +68,7 @@ def cache_dir() -> Path:
 
 @frozen
 class Release:
-    """One botocore source release: its version, the SHA-256 of the .tar.gz and the length of the .tar inside."""
+    """One botocore source release: version, SHA-256 of the .tar.gz, length of the .tar."""
 
     version: str
     sdist_sha256: str
@@ -90,12 +93,13 @@ _DOWNLOADS = 3  # at once: ten releases take 40 s rather than 85 s, most of it p
 
 
 def botocore(versions: int = len(BOTOCORE), cache: Path | None = None) -> list[Path]:
-    """Return the first `versions` releases of `BOTOCORE` as uncompressed tars, 115 MB each, oldest first.
+    """Return the first `versions` releases of `BOTOCORE` as tars of 115 MB, oldest first.
 
-    What is missing under `cache` (default: `cache_dir()`) is fetched with `pip download`, thus from wherever pip is
-    configured to look, checked against its recorded SHA-256 and gunzipped bit for bit.
-    Errors: BadInput for a number outside 1 to len(BOTOCORE); RetryableError when pip fails, with pip's last line;
-    Corrupt when a release is not what was recorded.
+    Releases missing under `cache` (default: `cache_dir()`) are fetched with `pip download`, thus from wherever pip is
+    configured to look, checked against the recorded SHA-256 and gunzipped bit for bit.
+
+    Raises BadInput for a number outside 1 to len(BOTOCORE); RetryableError when pip fails, with pip's last line;
+    Corrupt when a release differs from its record.
     """
     if not 1 <= versions <= len(BOTOCORE):
         raise BadInput(f"versions {versions}: choose 1 to {len(BOTOCORE)}")
@@ -191,7 +195,7 @@ def _make_dumps(folder: Path, count: int, seed: int, keys: int) -> None:
 
 @contextmanager
 def _redis_server() -> Iterator[tuple[Path, Path]]:
-    """Yield (socket, dump file) of a server that listens on a unix socket only, and stop that server at the end."""
+    """Yield (socket, dump file) of a Redis server on a unix socket; stop it at the end."""
     program = next((found for name in _SERVERS if (found := shutil.which(name))), None)
     if program is None:
         known = ", ".join(_SERVERS)
@@ -234,8 +238,8 @@ def _wait_for_redis(server: subprocess.Popen[bytes], socket_path: Path, log: Pat
             client.connect(str(socket_path))
             return
         time.sleep(0.02)
-    said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    raise RetryableError(f"the Redis server did not start: {said[-1] if said else 'it said nothing'}")
+    output_lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    raise RetryableError(f"the Redis server did not start: {output_lines[-1] if output_lines else 'no output'}")
 
 
 def _redis_cli(socket_path: Path, *words: str) -> list[str]:
@@ -265,7 +269,10 @@ def _command(*words: bytes) -> bytes:
 
 
 class _RedisChanges:
-    """The commands. Invariant: they depend on the seed and the number of keys alone, and keep the number of keys."""
+    """The commands that change the data of the Redis server.
+
+    Invariant: they depend on the seed and the number of keys alone, and keep the number of keys.
+    """
 
     def __init__(self, seed: int, keys: int) -> None:
         self._seed = seed
@@ -280,7 +287,7 @@ class _RedisChanges:
             yield self._make(key)
 
     def change(self) -> Iterator[bytes]:
-        """Yield the commands of one round: `_REDIS_CHANGED_PERCENT` of the keys change."""
+        """Yield the commands of one change: `_REDIS_CHANGED_PERCENT` of the keys get new values."""
         for _ in range(len(self._live) * _REDIS_CHANGED_PERCENT // 100):
             at = self._below(len(self._live))
             key = self._live[at]

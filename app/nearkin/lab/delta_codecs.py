@@ -1,6 +1,8 @@
-"""Delta codecs that are compared. Invariant: all encode the same pairs, and all that is decoded is compared.
+"""Encode and decode pairs with each compared delta codec.
 
 A delta that is no smaller than its target is refused: the chunk would be kept whole. That rule is the same for all.
+
+Invariant: all codecs encode the same pairs, and all decoded bytes are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from backports.zstd import ZstdDict, compress, decompress
 from typing_extensions import override
 
 from nearkin.lab.measure import CommandFailed, first_line, run_short
-from nearkin.lab.similar_chunks import Lengths, Pairs, starts_of
+from nearkin.lab.similar_chunks import ChunkPairs, Lengths, starts_of
 from nearkin.lab.tools.base_tool import MissingPeer
 from nearkin_shared.kernels.xdelta3 import decode_many, encode_many
 
@@ -26,15 +28,18 @@ _START_RUNS = 9
 
 
 class Codec(ABC):
-    """One codec with its settings: `encode`, then `decode`, then `wrong`; the first two are what is timed."""
+    """One codec with its settings: `encode`, then `decode`, then `wrong`.
+
+    Only the first two are timed.
+    """
 
     name: ClassVar[str]
     settings: ClassVar[str]
     ours: ClassVar[bool] = False
     install: ClassVar[str] = "it comes with nearkin"
 
-    def __init__(self, pairs: Pairs, folder: Path) -> None:
-        """Lay out the pairs as the codec wants them; `folder` is empty and its own. Raises MissingPeer."""
+    def __init__(self, pairs: ChunkPairs, folder: Path) -> None:
+        """Prepare the pairs for the codec; `folder` is empty and its own. Raises MissingPeer."""
         self.pairs = pairs
         self.folder = folder
 
@@ -48,12 +53,12 @@ class Codec(ABC):
         return time.thread_time()
 
     def start_seconds(self) -> float:
-        """Return what a call costs before it looks at a byte: the start of a process, 0 in this one."""
+        """Return the fixed cost of a call: the start of a process, 0 in this process."""
         return 0.0
 
     @abstractmethod
     def encode(self) -> Lengths:
-        """Encode every pair; return the deltas' lengths, 0 where one is no smaller than its target."""
+        """Encode every pair; return the deltas' lengths, 0 if no smaller than the target."""
 
     @abstractmethod
     def decode(self) -> None:
@@ -119,14 +124,14 @@ class Xdelta39(Xdelta3):
 
 
 class Zstd(Codec):
-    """zstd without a base: what the bases are worth shows beside it."""
+    """zstd without a base, as the reference that shows the gain of bases."""
 
     name = "zstd-alone"
     settings = "level 3, no base, one call a chunk"
     level: ClassVar[int] = 3
     with_base: ClassVar[bool] = False
 
-    def __init__(self, pairs: Pairs, folder: Path) -> None:
+    def __init__(self, pairs: ChunkPairs, folder: Path) -> None:
         super().__init__(pairs, folder)
         self._targets = pairs.targets.slices()
         self._bases = pairs.bases.slices()
@@ -169,12 +174,12 @@ class ZstdPrefix(Zstd):
 
 
 class Command(Codec):
-    """A codec that is a command: one process a pair, whose target, base, delta and decoded target are files."""
+    """A codec that is a command: one process per pair, with files for its data."""
 
     program: ClassVar[str]
     version_words: ClassVar[tuple[str, ...]]
 
-    def __init__(self, pairs: Pairs, folder: Path) -> None:
+    def __init__(self, pairs: ChunkPairs, folder: Path) -> None:
         super().__init__(pairs, folder)
         self.command = self.find()
         for number, (target, base) in enumerate(zip(pairs.targets.slices(), pairs.bases.slices(), strict=True)):
@@ -243,8 +248,10 @@ class Command(Codec):
     def _run(self, words: tuple[str, ...]) -> None:
         done = run_short([self.command, *words], self.folder)
         if done.returncode != 0:
-            said = done.stderr.strip().splitlines()
-            raise CommandFailed(f"{self.program} {' '.join(words)}: exit {done.returncode}: {said[-1] if said else ''}")
+            output_lines = done.stderr.strip().splitlines()
+            raise CommandFailed(
+                f"{self.program} {' '.join(words)}: exit {done.returncode}: {output_lines[-1] if output_lines else ''}"
+            )
 
 
 class Xdelta3Command(Command):

@@ -1,8 +1,10 @@
-"""Disk images of a real system. Invariant: a cached series is whole; it appears under its name by one rename.
+"""Make disk images of a real system.
 
 A minimal Debian, installed with debootstrap, then with more packages added as its users add them: with apt, in place.
-Each state becomes an ext4 image. The archive that apt is set up with is asked, so two series made at different times
-hold different packages; a series stays as it is while it lies in the cache.
+Each state becomes an ext4 image. Packages are fetched from apt's configured archive, so two series made at different
+times hold different packages; a series stays as it is while the cache holds it.
+
+Invariant: a cached series is complete; it appears under its name by one rename.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ def missing() -> str | None:
 
 
 def debian_images(count: int = 3, cache: Path | None = None) -> list[Path]:
-    """Return up to three images of 640 MiB: a minimal system, then with 6 and with 12 packages (and what they need).
+    """Return up to three images of 640 MiB: minimal, with 6 and with 12 packages.
 
-    Errors: BadInput for a count outside 1 to 3; MissingTool where the images are not made yet and this is not root, or
-    debootstrap or mke2fs is not installed; RetryableError when one of them fails, with its last line.
+    Raises BadInput for a count outside 1 to 3; MissingTool if the images are not cached and this process is not root,
+    or debootstrap or mke2fs is not installed; RetryableError when one of them fails, with its last line.
     """
     if not 1 <= count <= len(_ADDED) + 1:
         raise BadInput(f"count {count}: choose 1 to {len(_ADDED) + 1}")
@@ -109,7 +111,7 @@ def _run(*command: str) -> None:
     except subprocess.TimeoutExpired as err:
         raise RetryableError(f"{command[0]} took longer than {_STEP_SECONDS_MAX} s") from err
     if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        output_lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         raise RetryableError(
-            f"{' '.join(command[:3])}: exit {done.returncode}: {said[-1] if said else 'it said nothing'}"
+            f"{' '.join(command[:3])}: exit {done.returncode}: {output_lines[-1] if output_lines else 'no output'}"
         )

@@ -1,10 +1,12 @@
-"""Generated data. Invariant: the same arguments give the same bytes on every machine and with every numpy version.
+"""Generate data that do not depend on the machine.
 
-Only the raw output of a bit generator is used (numpy freezes that stream, not what its distributions make of it), and
+Only the raw output of a bit generator is used (numpy freezes that stream, not the results of its distributions), and
 only integer arithmetic follows it.
 
     vm_image:  | boot area, 1 MiB | file | file | zeros | file ... | free space, zeros |
                                     `- 4 KiB aligned, made of 256 KiB pieces that depend on (file, piece) alone
+
+Invariant: the same arguments give the same bytes on every machine and with every numpy version.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ _PHRASES = 1 << 14  # of two words, 12 bytes on average: zstd -3 shrinks the tex
 
 
 def _raw(count: int, *seed: int) -> NDArray[np.uint64]:
-    """Return `count` random words of 64 bits, uint64[count], that depend on every number of `seed`."""
+    """Return `count` random 64-bit words, uint64[count], from every number of `seed`."""
     words: NDArray[np.uint64] = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count)
     return words
 
 
 class _Draw:
-    """A stream of small decisions. Invariant: the n-th answer depends on the seed and on n alone."""
+    """A stream of small decisions.
+
+    Invariant: the n-th answer depends on the seed and on n alone.
+    """
 
     def __init__(self, *seed: int) -> None:
         self._bits = np.random.PCG64(np.random.SeedSequence(seed))
@@ -58,7 +63,7 @@ def random_bytes(byte_count: int, seed: int = 0) -> bytes:
 
 @cache
 def _phrases() -> list[bytes]:
-    """Return the phrases that text is made of: words of a Markov chain over letters, two by two."""
+    """Return the phrases of generated text: pairs of words of a Markov chain over letters."""
     draw = _Draw(2)
     follows = [[draw.below(26) for _ in range(7)] for _ in range(26)]  # seven successors a letter: about 2.8 bits each
     words = []
@@ -78,7 +83,10 @@ def _phrases() -> list[bytes]:
 
 
 def text_like(byte_count: int, seed: int = 0) -> bytes:
-    """Return `byte_count` bytes of words with a skewed frequency, as in source code. Negative counts raise BadInput."""
+    """Return `byte_count` bytes of words with a skewed frequency, as in source code.
+
+    Raises BadInput for a negative count.
+    """
     _check_count("byte_count", byte_count)
     phrases = _phrases()
     parts: list[bytes] = []
@@ -112,10 +120,11 @@ def records_like(byte_count: int, seed: int = 0) -> bytes:
 
 
 def mutate(data: bytes, seed: int = 0, edits: int = 8, edit_bytes_max: int = 64) -> bytes:
-    """Return `data` after `edits` insertions, deletions and overwrites, each of 1 to `edit_bytes_max` bytes.
+    """Return `data` after `edits` random insertions, deletions and overwrites.
 
-    Places, kinds and new bytes depend on `seed`. Edits may touch one another; an edit at the end may be cut short.
-    Raises BadInput for a negative number of edits and for `edit_bytes_max` below 1.
+    Each has 1 to `edit_bytes_max` bytes. Offsets, kinds and new bytes depend on `seed`. Edits may touch one another;
+    an edit at the end may be cut short. Raises BadInput for a negative number of edits and for `edit_bytes_max` below
+    1.
     """
     _check_count("edits", edits)
     if edit_bytes_max < 1:
@@ -158,7 +167,10 @@ class _Patch:
 
 @frozen
 class _Extent:
-    """A run of blocks on the disk: `blocks` blocks of a content from its block `first` on; zeros are kind `_FREE`."""
+    """A run of `blocks` disk blocks with a content from its block `first` on.
+
+    Zeros are kind `_FREE`.
+    """
 
     kind: str
     content: int
@@ -172,7 +184,10 @@ _FREE = "zero"
 
 
 def _first_layout(draw: _Draw, blocks: int) -> list[_Extent]:
-    """Return the extents of generation 0 after the boot area: files up to four fifths of the disk, then free space."""
+    """Return the extents of generation 0 after the boot area.
+
+    Files fill four fifths of the disk; free space follows.
+    """
     extents: list[_Extent] = []
     used = 0
     while used < blocks * 4 // 5:
@@ -192,17 +207,20 @@ def _first_layout(draw: _Draw, blocks: int) -> list[_Extent]:
 
 
 def _new_file(draw: _Draw, room_blocks: int) -> _Extent:
-    """Return a file of 4 KiB to 8 MiB, each power of two as likely as the next, of at most `room_blocks` blocks."""
+    """Return a file of 4 KiB to 8 MiB, at most `room_blocks` blocks.
+
+    Each power of two is as likely as the next.
+    """
     kind = ("text", "text", "text", "records", "records", "records", "random")[draw.below(7)]
     size = 1 << draw.below(11)
     return _Extent(kind, draw.below(1 << 62), 0, min(size + draw.below(size + 1), room_blocks), draw.below(BLOCK_BYTES))
 
 
 def _next_layout(draw: _Draw, extents: list[_Extent]) -> list[_Extent]:
-    """Return the layout one generation on: areas rewritten, records touched, files appended, moved and added.
+    """Return the next generation's layout, with files rewritten, appended, moved, added.
 
-    What is appended, moved or added goes into the free space at the end; a moved file's old bytes stay where they
-    were, as they do on a disk.
+    Appended, moved and added data are written to the free space at the end; a moved file's old bytes stay at their
+    offset, as they do on a disk.
     """
     total = sum(extent.blocks for extent in extents)
     free = extents[-1].blocks if extents and extents[-1].kind == _FREE else 0
@@ -267,13 +285,15 @@ def _extent_pieces(extent: _Extent) -> Iterator[bytes]:
 
 
 def vm_image(mebibytes: int, seed: int = 0, generation: int = 0) -> Iterator[bytes]:
-    """Yield a disk image of `mebibytes` MiB in pieces of at most PIECE_BYTES; always the same bytes for the same
-    arguments.
+    """Yield a disk image of `mebibytes` MiB in pieces of at most PIECE_BYTES.
 
     Generation 0 has a boot area, files of text, records and random bytes, each on a 4 KiB boundary, some of them
-    copies, with zeros between and a fifth of the disk free. In each later generation a quarter of the files have areas
-    rewritten or blocks touched in 8 bytes, and others are appended, moved and added: one used block in eight changes
-    (300 MiB, seed 0), a fifth of those by 8 bytes only. Raises BadInput below 2 MiB and for a negative generation.
+    copies, with zeros between and a fifth of the disk free. In each later generation a quarter of the files have
+    areas rewritten or blocks touched in 8 bytes, and others are appended, moved and added: one used block in eight
+    changes (300 MiB, seed 0), a fifth of those by 8 bytes only. Raises BadInput below 2 MiB and for a negative
+    generation.
+
+    Invariant: the same arguments give the same bytes.
     """
     if mebibytes < 2:
         raise BadInput(f"mebibytes {mebibytes}: an image has at least 2")
@@ -297,7 +317,10 @@ def _image_pieces(layout: list[_Extent], seed: int) -> Iterator[bytes]:
 
 
 def write_vm_image(path: Path, mebibytes: int, seed: int = 0, generation: int = 0) -> Path:
-    """Write `vm_image(mebibytes, seed, generation)` to `path`, whole or not at all, and return `path`."""
+    """Write `vm_image(mebibytes, seed, generation)` to `path`, completely or not at all.
+
+    Returns `path`.
+    """
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.writelines(vm_image(mebibytes, seed, generation))

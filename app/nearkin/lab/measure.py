@@ -1,7 +1,9 @@
-"""Measuring. Invariant: every command is timed the same way, and its bytes are on disk before the clock stops.
+"""Measure commands and functions.
 
-The process that measures commands stays small and reads no corpus into memory: the peak memory that the kernel reports
-for a child is never below that of the process it was forked from.
+The process that measures commands stays small and reads no corpus into memory: the peak memory that the kernel
+reports for a child is never below that of the process it was forked from.
+
+Invariant: every command is timed the same way, and its bytes are on disk before the clock stops.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _SHA1_SECONDS = 0.2
 _SHA1_BLOCKS_A_ROUND = 500
 
 Steps = Callable[[int, int, str], None]
-"""Told how many steps are done, of how many, and what is being done now."""
+"""Called with the number of steps done, of all steps, and the name of the current one."""
 
 
 class CommandFailed(PermanentError):
@@ -43,7 +45,10 @@ class CommandFailed(PermanentError):
 
 @frozen
 class Cost:
-    """What one command took: wall seconds (`sync_seconds` of them for the file system), processor time, peak memory."""
+    """The cost of one command: wall time, processor time and peak memory.
+
+    `sync_seconds` of the wall seconds are for the file system.
+    """
 
     seconds: float
     sync_seconds: float
@@ -53,9 +58,10 @@ class Cost:
 
 
 def choose_core(core: int | None) -> int | None:
-    """Return the core to measure on: `core`, or the last one this process may use; None where none can be chosen.
+    """Return the core to measure on: `core`, or the last one this process may use.
 
-    Raises BadInput for a core that this process may not use, and for any on a system that cannot pin.
+    None if none can be chosen. Raises BadInput for a core that this process may not use, and for any on a system that
+    cannot pin.
     """
     if not hasattr(os, "sched_getaffinity"):
         if core is not None:
@@ -94,7 +100,7 @@ def run(
     """Run a command and return its cost.
 
     stdin: a file, or several that `cat` joins: its time is part of the command's.
-    sync: a folder; what is dirty on its file system is written out before the clock stops.
+    sync: a folder; dirty pages of its file system are written out before the clock stops.
     Raises CommandFailed with the last line it wrote to stderr.
     """
     with ExitStack() as files:
@@ -107,7 +113,7 @@ def run(
             assert joined.stdout is not None
             source = joined.stdout
         process = subprocess.Popen(command, stdin=source, stdout=target, stderr=errors, env=dict(environment))
-        source.close()  # else `cat` never learns that its reader has gone
+        source.close()  # else `cat` is never notified that its reader has ended
         usage = reap(process)
         ended = time.perf_counter()
         if process.returncode != 0:
@@ -120,7 +126,7 @@ def run(
 
 @contextmanager
 def kill_on_timeout(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Kill a process that still runs `COMMAND_SECONDS_MAX` after the block began: none holds up a run for good."""
+    """Kill a process that still runs `COMMAND_SECONDS_MAX` after the block began."""
     timer = threading.Timer(COMMAND_SECONDS_MAX, process.kill)
     timer.daemon = True
     timer.start()
@@ -147,16 +153,16 @@ def reap(process: subprocess.Popen[bytes]) -> tuple[float, int]:
 
 
 def ending(command: Sequence[str], code: int, errors: IO[bytes]) -> str:
-    """Return how a command failed: its exit code, and the last line of what it wrote to the file `errors`."""
+    """Return how a command failed: its exit code and the last line of the file `errors`."""
     errors.seek(max(0, errors.seek(0, os.SEEK_END) - OUTPUT_BYTES_MAX))
     lines = errors.read(OUTPUT_BYTES_MAX).decode(errors="replace").strip().splitlines()
-    return f"{' '.join(command)}: exit {code}: {lines[-1] if lines else 'it said nothing'}"
+    return f"{' '.join(command)}: exit {code}: {lines[-1] if lines else 'no output'}"
 
 
 def run_short(command: Sequence[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a short command to its end and return what it said; bytes that are no text are replaced.
+    """Run a short command to its end and return its output; non-text bytes are replaced.
 
-    Raises CommandFailed where it cannot be run, or has not ended in time: all that it started is killed then.
+    Raises CommandFailed if it cannot be run, or has not ended in time: all its processes are killed then.
     """
     try:
         with subprocess.Popen(
@@ -164,7 +170,7 @@ def run_short(command: Sequence[str], cwd: Path | None = None) -> subprocess.Com
             text=True, errors="replace", start_new_session=True,
         ) as process:  # fmt: skip
             try:
-                said = process.communicate(timeout=ANSWER_SECONDS_MAX)
+                outputs = process.communicate(timeout=ANSWER_SECONDS_MAX)
             except BaseException:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -173,11 +179,11 @@ def run_short(command: Sequence[str], cwd: Path | None = None) -> subprocess.Com
         raise CommandFailed(f"{' '.join(command)}: did not end within {ANSWER_SECONDS_MAX} s") from error
     except OSError as error:
         raise CommandFailed(f"{' '.join(command)}: {error.strerror}") from error
-    return subprocess.CompletedProcess(command, process.returncode, *said)
+    return subprocess.CompletedProcess(command, process.returncode, *outputs)
 
 
 def first_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the first line that a command said, as it can be shown; of stderr where stdout has none."""
+    """Return the first line of a command's stdout, or of stderr if stdout is empty, as text."""
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
     return printable(lines[0]) if lines else "unknown"
 
@@ -188,7 +194,10 @@ def write_out(folder: Path) -> None:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Return the summed size of all files below `folder`, or of a file: as `du --apparent-size`, without folders."""
+    """Return the total size of the files below `folder`, or of a file.
+
+    As `du --apparent-size`, without folders.
+    """
     if folder.is_file():
         return folder.stat().st_size
     return sum(
@@ -210,7 +219,7 @@ def same_bytes(one: Path, other: Path) -> bool:
 
 
 def read_through(paths: Sequence[Path]) -> int:
-    """Read files once, so that none is measured with a cold cache, and return their lengths, summed."""
+    """Read files once, so that none is measured with a cold cache; return their total length."""
     total_bytes = 0
     for path in paths:
         with path.open("rb", buffering=0) as file:
@@ -220,9 +229,10 @@ def read_through(paths: Sequence[Path]) -> int:
 
 
 def sha1_mbps(seconds: float = _SHA1_SECONDS, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the speed of one SHA-1 stream over 8 KiB blocks, MB/s: OpenSSL through `hashlib`, call cost included.
+    """Return the speed of one SHA-1 stream over 8 KiB blocks, MB/s.
 
-    It runs for `seconds` of `clock`: wall time, or `time.thread_time` for processor time.
+    OpenSSL through `hashlib`, call cost included. It runs for `seconds` of `clock`: wall time, or `time.thread_time`
+    for processor time.
     """
     block = bytes(SHA1_BLOCK_BYTES)
     blocks = 0

@@ -1,6 +1,8 @@
-"""What a room measured. Invariant: a figure keeps every value that was measured; medians are taken from them, once.
+"""Record the measurements of a suite.
 
 MB is 10^6 bytes, speeds are MB/s, ratios are plain numbers. A figure that a tool cannot have is None, never 0.
+
+Invariant: a figure keeps every measured value; medians are computed from them, once.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Spread:
         return {"median": self.median, "low": self.low, "high": self.high, "values": list(self.values)}
 
     def text(self, digits: int = 0) -> str:
-        """Return the median, with half the range as a percentage of it where there is more than one value."""
+        """Return the median, with half the range as a percentage if there are several values."""
         if len(self.values) == 1 or not self.median or self.low == self.high:
             return f"{self.median:.{digits}f}"
         return f"{self.median:.{digits}f} ±{50 * (self.high - self.low) / self.median:.0f} %"
@@ -78,7 +80,10 @@ def speed(figure: Spread | None) -> str:
 
 @frozen
 class Row:
-    """One tool with its settings over one corpus. `group` sets apart what must not be compared with one another."""
+    """One tool with its settings over one corpus.
+
+    `group` separates rows that must not be compared with one another.
+    """
 
     corpus: str
     group: str
@@ -138,7 +143,7 @@ class Corpus:
 
 
 def machine_json() -> dict[str, object]:
-    """Return what the figures depend on: processor, cores, system, Python, Nearkin, and how busy it all was."""
+    """Return the conditions of the figures: processor, cores, system, versions, load."""
     from nearkin import __version__
     from nearkin_shared.kernels.selection import CHOSEN
 
@@ -165,7 +170,7 @@ def _cpu_name() -> str:
 
 
 @dataclass(slots=True)
-class Record:
+class MeasurementRecord:
     """One run of a room."""
 
     room: str
@@ -177,13 +182,16 @@ class Record:
     rows: list[Row] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     sha1_8k_mbps: list[float] = field(default_factory=list)
-    """One stream of OpenSSL's SHA-1 over 8 KiB blocks, measured once a round."""
+    """One stream of OpenSSL's SHA-1 over 8 KiB blocks, measured once per repetition."""
     details: dict[str, object] = field(default_factory=dict)
-    """What only this room has; JSON values."""
+    """The JSON values that only this suite has."""
     machine: dict[str, object] = field(default_factory=machine_json)
 
     def left_out_once(self) -> list[LeftOut]:
-        """Return what did not run, each reason once: a tool is looked for anew for each corpus and in each round."""
+        """Return the peers that did not run, each reason once.
+
+        A tool is searched for again for each corpus and in each repetition.
+        """
         return list(dict.fromkeys(self.left_out))
 
     def as_json(self) -> dict[str, object]:

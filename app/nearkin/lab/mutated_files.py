@@ -1,6 +1,9 @@
-"""Generated data after small edits, as files. Invariant: the same arguments give the same bytes, everywhere.
+# size: a corpus in a module of its own, as each of them
+"""Write versions of generated data that differ by small edits.
 
-Version n + 1 is version n with some more of `generated.mutated`'s insertions, deletions and overwrites.
+Version n + 1 is version n with some more of `generated_data.mutated`'s insertions, deletions and overwrites.
+
+Invariant: the same arguments give the same bytes, everywhere.
 """
 
 from __future__ import annotations
@@ -13,15 +16,16 @@ from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_
 from nearkin_shared.errors import BadInput
 
 _PIECE_BYTES = 1 << 20
-_MAKERS = (text_like, records_like, random_bytes)  # by turns: a third compresses well, a third some, a third not
+_MAKERS = (text_like, records_like, random_bytes)  # in rotation: a third compresses well, a third some, a third not
 
 
 def mutated_files(
     count: int = 5, cache: Path | None = None, seed: int = 0, mebibytes: int = 24, edits: int = 400
 ) -> list[Path]:
-    """Return `count` versions of `mebibytes` MiB of generated data, oldest first, `edits` edits apart.
+    """Return `count` versions of `mebibytes` MiB of generated data, `edits` edits apart.
 
-    Made once below `cache` (default: `corpora.cache_dir()`). Errors: BadInput for a count or size below 1.
+    Oldest first. Made once below `cache` (default: `corpus_cache.cache_dir()`). Raises BadInput for a count or size
+    below 1.
     """
     if count < 1:
         raise BadInput(f"count {count}: must be at least 1")

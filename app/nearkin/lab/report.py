@@ -1,6 +1,8 @@
-"""A record as files. Invariant: whether they can be written is known before anything is measured; each appears whole.
+"""Write a record as files.
 
-FOLDER/ROOM.md, FOLDER/ROOM.json and the charts FOLDER/ROOM.svg and .png; a later run of a room takes their place.
+FOLDER/SUITE.md, FOLDER/SUITE.json and the charts FOLDER/SUITE.svg and .png; a later run of a suite replaces them.
+
+Invariant: a folder that cannot be written is refused before anything is measured; each file appears complete.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from nearkin.lab.measurement_record import Record, Spread
+from nearkin.lab.measurement_record import MeasurementRecord, Spread
 from nearkin_shared.errors import BadInput, ConfigError, StoreUnavailable
 
 KINDS = ("svg", "png")
@@ -45,7 +47,7 @@ def chart_kinds(words: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
     return (), f"no chart: matplotlib is not installed; {EXTRA}"
 
 
-def markdown(record: Record) -> str:
+def markdown(record: MeasurementRecord) -> str:
     """Return the tables, and above them what they depend on."""
     # the room that ran is imported already; the others would only add to the memory that no child's peak is below
     tables: list[str] = import_module(f"nearkin.lab.suites.{record.room}_suite").markdown(record)
@@ -72,10 +74,10 @@ def markdown(record: Record) -> str:
     return "\n".join(lines)
 
 
-def write(record: Record, folder: Path, kinds: Sequence[str]) -> list[Path]:
-    """Write the table, the JSON and the charts; return their paths. Charts of an earlier run are gone afterwards.
+def write(record: MeasurementRecord, folder: Path, kinds: Sequence[str]) -> list[Path]:
+    """Write the table, the JSON and the charts; return their paths.
 
-    Raises StoreUnavailable, such as on a full disk.
+    Charts of an earlier run are removed. Raises StoreUnavailable, such as on a full disk.
     """
     from nearkin.lab import report_charts
 

@@ -1,7 +1,9 @@
-"""The charts. Invariant: a dot is a tool, with the spread of its speed; up and to the right is better.
+"""Draw the charts of a record.
 
-Store and pairs: reduction against speed, a panel a corpus. Kernels: dedup against speed for the chunkers, and a bar for
-every kernel, its speed by OpenSSL's SHA-1. Drawn without a display, the same bytes for the same record.
+Store and pairs: reduction against speed, a panel per corpus. Kernels: dedup against speed for the chunkers, and a bar
+for every kernel, its speed relative to OpenSSL's SHA-1. Drawn without a display, the same bytes for the same record.
+
+Invariant: a dot is a tool, with the spread of its speed; up and to the right is better.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nearkin.lab.measurement_record import Record, Row, Spread
+from nearkin.lab.measurement_record import MeasurementRecord, Row, Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,8 +47,11 @@ class _Panel(NamedTuple):
     dots: list[_Dot]
 
 
-def draw(record: Record, kinds: Sequence[str]) -> dict[str, bytes]:
-    """Return the chart in each of `kinds`, `svg` or `png`. At most 16 panels: the first corpora."""
+def draw(record: MeasurementRecord, kinds: Sequence[str]) -> dict[str, bytes]:
+    """Return the chart in each of `kinds`, `svg` or `png`.
+
+    It has at most 16 panels: the first corpora.
+    """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -54,7 +59,7 @@ def draw(record: Record, kinds: Sequence[str]) -> dict[str, bytes]:
     # text as text: a reader can search it; a fixed salt: the same record gives the same bytes
     looks = rc_context({"svg.fonttype": "none", "svg.hashsalt": "nearkin", "font.size": 9})
     with looks, warnings.catch_warnings():
-        # a folder's name in letters that the font lacks: the SVG has them as text, and ten warnings help nobody
+        # a folder's name in letters that the font lacks: the SVG has them as text, so that the warnings are useless
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .*missing from", category=UserWarning)
         panels = _panels(record)[:_PANELS_MAX]
         bars = [row for row in record.rows if record.room == "kernels"]
@@ -94,7 +99,7 @@ _STORE = (
 _PAIRS = (("encode_mbps", "encode, MB/s of targets"), ("decode_mbps", "decode, MB/s of targets"))
 
 
-def _panels(record: Record) -> list[_Panel]:
+def _panels(record: MeasurementRecord) -> list[_Panel]:
     if record.room == "kernels":
         return [
             _panel(record, corpus.name, "chunking", "mbps", "cut, MB/s", "reduction by dedup alone")
@@ -111,7 +116,7 @@ def _panels(record: Record) -> list[_Panel]:
     return [panel for panel in found if panel.dots] or found[:1]
 
 
-def _panel(record: Record, corpus: str, group: str, name: str, speed: str, height: str) -> _Panel:
+def _panel(record: MeasurementRecord, corpus: str, group: str, name: str, speed: str, height: str) -> _Panel:
     rows = [row for row in record.rows if (row.corpus, row.group) == (corpus, group)]
     dots = [
         _Dot(row.tool, figure, reduction.median, row.ours)
@@ -163,9 +168,9 @@ def _plain_ticks(axis: Axis) -> None:
 
 
 def _spread_labels(place: Axes) -> None:
-    """Move labels that would lie on one another apart, upwards, the lowest first; none leaves its panel.
+    """Move overlapping labels apart, upwards, the lowest first; none leaves its panel.
 
-    One for which there is no room above goes below what lies there.
+    A label without room above is drawn below the others.
     """
     panel = place.get_window_extent()
     edge, highest = panel.x1, panel.y1 - _LABEL_TOP_PIXELS
@@ -195,7 +200,7 @@ def _free_height(height: float, others: Sequence[float], step: float) -> float:
     return height
 
 
-def _kernel_panels(record: Record, panels: Sequence[_Panel], places: Sequence[Axes]) -> None:
+def _kernel_panels(record: MeasurementRecord, panels: Sequence[_Panel], places: Sequence[Axes]) -> None:
     for number, (corpus, panel) in enumerate(zip(record.corpora, panels, strict=False)):
         _dots(places[2 * number], panel)
         _bars(places[2 * number + 1], corpus.name, [row for row in record.rows if row.corpus == corpus.name])

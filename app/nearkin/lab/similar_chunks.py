@@ -1,7 +1,9 @@
-"""Similar chunks of a corpus, as in the Finesse paper. Invariant: every feature algorithm sees the same fresh chunks.
+"""Find the similar chunks of a corpus, as in the Finesse paper.
 
 As in its section 5.1 (FAST '19): Rabin chunking at 8 KiB, SHA-1 dedup, 3 super-features of 4 features, FirstFit. A
-chunk that found a base is not offered as a base itself, so every delta is one step deep.
+chunk that found a base is not offered as a base itself, so every delta has depth 1.
+
+Invariant: every feature algorithm sees the same fresh chunks.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def starts_of(lengths: Lengths) -> Offsets:
 
 
 def fresh_chunks(paths: Sequence[Path], cut: Cut = rabin_cut) -> Chunks:
-    """Cut every file, and keep the first of each chunk that is the same, in the order they came.
+    """Cut every file, and keep the first of equal chunks, in the order of the files.
 
     Raises BadInput when they take more than `FRESH_BYTES_MAX`.
     """
@@ -118,9 +120,10 @@ def fresh_chunks(paths: Sequence[Path], cut: Cut = rabin_cut) -> Chunks:
 
 
 def first_fit(sketches: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return every chunk's base, or -1: the first earlier chunk without a base that shares a super-feature.
+    """Return every chunk's base: the first earlier chunk that shares a super-feature, or -1.
 
-    sketches: uint64[n, super_features]; a row of zeros shares nothing. Super-features are tried in order.
+    A chunk with a base is no base itself. sketches: uint64[n, super_features]; a row of zeros shares nothing.
+    Super-features are tried in order.
     """
     bases = np.full(len(sketches), -1, dtype=np.int64)
     owners: list[dict[int, int]] = [{} for _ in range(sketches.shape[1])]
@@ -139,7 +142,7 @@ def first_fit(sketches: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 @frozen
-class Pairs:
+class ChunkPairs:
     """Targets and their bases, one for one."""
 
     targets: Chunks
@@ -149,8 +152,8 @@ class Pairs:
         return len(self.targets)
 
 
-def find_pairs(fresh: Chunks, approach: str) -> Pairs:
+def find_pairs(fresh: Chunks, approach: str) -> ChunkPairs:
     """Return the pairs that one feature algorithm finds among fresh chunks."""
     bases = first_fit(APPROACHES[approach](fresh.payload, fresh.offsets, fresh.lengths))
     targets = np.flatnonzero(bases >= 0)
-    return Pairs(fresh.take(targets), fresh.take(bases[targets]))
+    return ChunkPairs(fresh.take(targets), fresh.take(bases[targets]))

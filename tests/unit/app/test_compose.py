@@ -1,4 +1,4 @@
-"""docker-compose.yml says what the code can read: settings, modules and versions do not drift apart."""
+"""Check that docker-compose.yml fits the code: settings, modules and versions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_image_is_built_from_files_that_are_there() -> None:
 
 def test_the_image_runs_as_the_user_that_the_chart_runs_it_as() -> None:
     lines = (ROOT / "deploy/docker/Dockerfile").read_text().splitlines()
-    assert "USER 10001:10001" in lines  # by number: Kubernetes cannot tell of a name whether it is root
+    assert "USER 10001:10001" in lines  # by number: Kubernetes cannot derive from a name whether it is root
     pod = (ROOT / "deploy/helm/nearkin/templates/_pod.tpl").read_text()
     assert "runAsUser: 10001" in pod
     assert "runAsGroup: 10001" in pod

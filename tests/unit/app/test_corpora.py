@@ -1,4 +1,4 @@
-"""Corpora and generated data: what they promise to benchmarks and to other tests."""
+"""Test the guarantees of corpora and generated data for benchmarks and other tests."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_images_are_made_once_and_found_again(tmp_path):
 
 @pytest.fixture
 def pip(tmp_path, monkeypatch):
-    """Let `python -m pip download` be a script; returns a function that says what it does."""
+    """Let `python -m pip download` be a script; returns a function that sets its output."""
     script = tmp_path / "python"
 
     def behave(body: str) -> None:

@@ -1,4 +1,4 @@
-"""What a batch of known segments comes to is the same whichever way it takes."""
+"""Check that a batch of known segments has the same result on every path."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pytest
 from nearkin.lab import corpora, disk_images, similar_chunks
 from nearkin.lab.corpus_cache import MissingTool
 from nearkin.lab.measure import OUTPUT_BYTES_MAX, CommandFailed, choose_core, first_line, pin_to_core, run, run_short
-from nearkin.lab.measurement_record import Corpus, LeftOut, Record, Row, Spread, cell, spread
+from nearkin.lab.measurement_record import Corpus, LeftOut, MeasurementRecord, Row, Spread, cell, spread
 from nearkin.lab.mutated_files import mutated_files
 from nearkin.lab.suites import kernel_cases, store_suite
 from nearkin.lab.suites.pairs_suite import sample_pairs
@@ -240,7 +240,7 @@ def test_a_sample_of_pairs_is_spread_evenly_and_names_no_pair_twice() -> None:
     offsets = np.arange(0, 100, 10, dtype=np.uint64)
     chunks = similar_chunks.Chunks(payload, offsets, np.full(10, 10, dtype=np.uint32))
     numbers = np.arange(1, 10)
-    pairs = similar_chunks.Pairs(chunks.take(numbers), chunks.take(np.zeros(9, dtype=np.int64)))
+    pairs = similar_chunks.ChunkPairs(chunks.take(numbers), chunks.take(np.zeros(9, dtype=np.int64)))
     sample = sample_pairs({"one": pairs, "other": pairs}, 3)
     assert sample.targets.offsets.tolist() == [10, 50, 90]
     assert len(sample_pairs({"one": pairs, "other": pairs}, 100)) == 9
@@ -321,7 +321,9 @@ def test_a_ratio_stands_beside_the_least_and_the_largest_of_its_rounds() -> None
 
 def test_what_did_not_run_is_told_once_whatever_the_corpora_and_rounds() -> None:
     gone = LeftOut("kopia", "kopia is not installed", "build it")
-    record = Record("store", "nearkin bench store", 0, 3, 0, [], left_out=[gone, LeftOut("borg", "ended with 2"), gone])
+    record = MeasurementRecord(
+        "store", "nearkin bench store", 0, 3, 0, [], left_out=[gone, LeftOut("borg", "ended with 2"), gone]
+    )
     told = record.as_json()["left_out"]
     assert isinstance(told, list)
     assert [one["tool"] for one in told] == ["kopia", "borg"]
@@ -342,7 +344,7 @@ def test_no_label_of_a_chart_leaves_its_panel_or_lies_on_another(tmp_path: Path,
 
     panels, spread_labels = [], chart._spread_labels
     monkeypatch.setattr(chart, "_spread_labels", lambda place: (spread_labels(place), panels.append(place)))
-    chart.draw(Record("store", "nearkin bench store", 0, 1, 0, [Corpus("c", [path])], rows=rows), ("png",))
+    chart.draw(MeasurementRecord("store", "nearkin bench store", 0, 1, 0, [Corpus("c", [path])], rows=rows), ("png",))
     assert len(panels) == 2
     for panel in panels:
         for text in panel.texts:
@@ -366,7 +368,7 @@ def test_a_corpus_in_letters_that_the_font_lacks_is_drawn_without_a_warning(tmp_
     path.write_bytes(b"x")
     figures = {name: spread([2.0]) for name in ("put_mbps", "get_newest_mbps", "reduction")}
     rows = [Row("コーパス 🎉", "store", "nearkin", "default", "1", True, figures)]
-    record = Record("store", "nearkin bench store", 0, 1, 0, [Corpus("コーパス 🎉", [path])], rows=rows)
+    record = MeasurementRecord("store", "nearkin bench store", 0, 1, 0, [Corpus("コーパス 🎉", [path])], rows=rows)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         drawn = chart.draw(record, ("svg", "png"))

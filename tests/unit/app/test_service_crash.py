@@ -6,7 +6,7 @@ from nearkin_shared.utils.failpoints import POINTS, SERVICE_POINTS
 from tests.support.engines.service_crash import DYING
 
 SELDOM = {"lease.renewed"}
-"""Only a round of more than ten seconds renews its lease."""
+"""A lease is renewed only in a GC run of more than ten seconds."""
 
 
 def test_each_point_of_services_is_one_to_die_at() -> None:

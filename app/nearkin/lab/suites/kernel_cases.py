@@ -1,13 +1,15 @@
-"""The kernels that are measured. Invariant: a row has a name of its own, and says how many bytes one pass handles.
+"""Define the measured kernels.
 
-Data come as they do in a store: segments of up to 900 KiB, a call each. A new row is one function:
+Data have the form that they have in a store: segments of up to 900 KiB, a call each. A new row is one function:
 
     @kernel("crc32", group="hashes", settings="zlib")
     def _crc32(material: Material) -> Prepared:
         return timed(lambda: zlib.crc32(material.data), len(material.data))
 
 It runs once, outside the clock. `PreparedRow.once` is one pass and returns its seconds of processor time, so that a
-program that brings a clock of its own can be a row as well. A peer that is not installed raises MissingPeer.
+program with a clock of its own can be a row as well. A peer that is not installed raises MissingPeer.
+
+Invariant: a row has a unique name, and reports how many bytes one pass handles.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from nearkin.lab.similar_chunks import (
     CHUNK_BYTES_MIN,
     CHUNK_BYTES_TARGET,
     Bytes,
+    ChunkPairs,
     Chunks,
     Cut,
     Lengths,
     Offsets,
-    Pairs,
     Sketch,
     find_pairs,
     fresh_chunks,
@@ -49,11 +51,11 @@ from nearkin_shared.utils.frozen import frozen
 
 SEGMENT_BYTES_MAX = 900 << 10
 SAMPLE_BYTES_MAX = 16 << 20
-"""Of a corpus, taken evenly from its versions: what one pass of most kernels handles."""
+"""The size of a sample, taken evenly from the versions of a corpus: one pass of most kernels."""
 PAIRED_BYTES_MAX = 256 << 20
 """Of a corpus, whole versions: where similar chunks are looked for."""
 REDUCTION_BYTES_MAX = 2 << 30
-"""Of a corpus: what chunkers are compared over by how much dedup finds."""
+"""The bytes of a corpus over which chunkers are compared by the reduction of dedup."""
 
 _MEAN_TOLERANCE = 0.004
 IN_THIS_PROCESS = "in this process"
@@ -62,7 +64,7 @@ CHUNKING, HASHES, FEATURES, DELTAS = "chunking", "hashes", "features", "deltas"
 
 
 class Material:
-    """What the rows work on, made from one corpus."""
+    """The inputs of the rows, made from one corpus."""
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
@@ -70,7 +72,7 @@ class Material:
 
     @cached_property
     def segments(self) -> list[Chunks]:
-        """The sample as segments, each a buffer of its own, cut by fastcdc: 2 to 64 KiB, 8 KiB target."""
+        """Cut the sample into segments, each a buffer, with fastcdc: 2 to 64 KiB, 8 KiB target."""
         found = []
         for start in range(0, len(self.data), SEGMENT_BYTES_MAX):
             payload = self.data[start : start + SEGMENT_BYTES_MAX].copy()
@@ -79,10 +81,11 @@ class Material:
         return found
 
     @cached_property
-    def pairs(self) -> Pairs:
-        """Similar chunks that `finesse` finds among the fresh chunks of up to `PAIRED_BYTES_MAX`, of 16 MiB at most.
+    def pairs(self) -> ChunkPairs:
+        """Find similar chunks with `finesse` among the fresh chunks.
 
-        Raises BadInput where there are none.
+        These are taken from up to `PAIRED_BYTES_MAX`; the pairs have 16 MiB at most. Raises BadInput if there are
+        none.
         """
         sizes = np.cumsum([path.stat().st_size for path in self.corpus.paths])
         taken = max(2, int(np.searchsorted(sizes, PAIRED_BYTES_MAX)))  # similar chunks lie in different versions
@@ -90,7 +93,7 @@ class Material:
         if not len(pairs):
             raise BadInput("no two similar chunks in it; take more versions")
         few = np.flatnonzero(np.cumsum(pairs.targets.lengths, dtype=np.int64) <= SAMPLE_BYTES_MAX)
-        return Pairs(pairs.targets.take(few), pairs.bases.take(few))
+        return ChunkPairs(pairs.targets.take(few), pairs.bases.take(few))
 
     def mean_chunk_bytes(self, cut: Cut) -> float:
         """Return the mean chunk as `cut` cuts the corpus."""
@@ -101,7 +104,7 @@ class Material:
         return total_bytes / count
 
     def dedup(self, cut: Cut) -> tuple[float, float]:
-        """Return logical bytes by bytes of different chunks, and the mean chunk, bytes, as `cut` cuts the corpus."""
+        """Return the reduction of dedup and the mean chunk length, bytes, with the chunker `cut`."""
         seen: set[bytes] = set()
         fresh_bytes = total_bytes = count = 0
         for data in _map_files(self.corpus.paths):
@@ -138,23 +141,26 @@ def _sample(paths: Sequence[Path]) -> Bytes:
 
 @frozen
 class PreparedRow:
-    """A row that is ready: `once()` is one pass over `bytes_handled` bytes, in seconds of processor time."""
+    """A prepared row: `once()` is one pass over `bytes_handled` bytes.
+
+    It returns seconds of processor time.
+    """
 
     once: Callable[[], float]
     bytes_handled: int
     reduction: float | None = None
-    """Of chunkers: what dedup makes of the corpus."""
+    """The reduction that dedup reaches with a chunker over the corpus."""
     mean_chunk_bytes: float | None = None
     version: str = IN_THIS_PROCESS
     repeats: bool = True
-    """Whether a turn has as many passes as fill it; else one, which is long enough."""
+    """Whether a measurement has several passes; else one, which is long enough."""
 
 
 def timed_row(call: Callable[[], object], bytes_handled: int) -> PreparedRow:
     """Return a row whose pass is `call()`, all of it in this thread."""
 
     def once() -> float:
-        started = time.thread_time()  # what else runs on the machine takes wall time, and next to no processor time
+        started = time.thread_time()  # other load on the machine takes wall time, and hardly any processor time
         call()
         return time.thread_time() - started
 
@@ -162,7 +168,10 @@ def timed_row(call: Callable[[], object], bytes_handled: int) -> PreparedRow:
 
 
 def over_segments(material: Material, call: Callable[[Bytes, Offsets, Lengths], object]) -> PreparedRow:
-    """Return a row whose pass is a call for every segment: payload, offsets and lengths of its chunks."""
+    """Return a row whose pass calls a function for every segment.
+
+    The function receives payload, offsets and lengths of the segment's chunks.
+    """
     segments = material.segments
 
     def all_of_them() -> None:
@@ -193,7 +202,10 @@ KERNELS: dict[str, Kernel] = {}
 def kernel(
     name: str, *, group: str, settings: str = "", ours: bool = True, install: str = "", aim: float | None = None
 ) -> Callable[[Callable[[Material], PreparedRow]], Callable[[Material], PreparedRow]]:
-    """Register a row. A peer (`ours` False) runs when it is named, and says in `install` how to get it."""
+    """Register a row.
+
+    A peer (`ours` False) runs when it is named; `install` describes how to get it.
+    """
 
     def register(prepare: Callable[[Material], PreparedRow]) -> Callable[[Material], PreparedRow]:
         assert name not in KERNELS, name
@@ -207,7 +219,7 @@ def kernel(
 
 
 def chunker_row(material: Material, cut: Cut, note: str = IN_THIS_PROCESS) -> PreparedRow:
-    """Return a chunker's row: its speed over the sample in one call, and what dedup makes of the corpus it cuts."""
+    """Return a chunker's row: its speed over the sample, and the corpus's reduction by dedup."""
     ratio, mean_bytes = material.dedup(cut)
 
     def call() -> None:

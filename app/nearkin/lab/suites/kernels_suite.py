@@ -1,7 +1,9 @@
-"""Single kernels. Invariant: a ratio is taken of two turns that follow each other: OpenSSL's SHA-1, then the kernel.
+"""Measure single kernels.
 
-What is measured is in `kernel_rows`; one thread, one core, processor time. Every round gives each kernel a turn of as
-many passes as fill 40 ms, since a core needs some 0.1 ms to reach full speed with wide registers after other code.
+The kernels are in `kernel_cases`; one thread, one core, processor time. Every repetition runs each kernel for as many
+passes as fill 40 ms, since a core needs some 0.1 ms to reach full speed with wide registers after other code.
+
+Invariant: a ratio is taken of two consecutive measurements: OpenSSL's SHA-1, then the kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 
 from nearkin.lab.compare_builds import kernels_against
 from nearkin.lab.measure import CommandFailed, Steps, pin_to_core, sha1_mbps
-from nearkin.lab.measurement_record import Corpus, LeftOut, Record, Row, Spread, cell, speed, spread
+from nearkin.lab.measurement_record import Corpus, LeftOut, MeasurementRecord, Row, Spread, cell, speed, spread
 from nearkin.lab.suites.kernel_cases import CHUNKING, IN_THIS_PROCESS, KERNELS, Kernel, Material, PreparedRow
 from nearkin.lab.tools import rust_fastcdc
 from nearkin.lab.tools.base_tool import MissingPeer
@@ -28,9 +30,9 @@ PEERS = tuple(row.name for row in KERNELS.values() if not row.ours)
 
 
 def choose_kernels(names: Sequence[str], against: Path | None = None) -> list[Kernel]:
-    """Return our rows and the peers that `names` ask for, in the table's order, then another build's.
+    """Return our rows and the peers that `names` ask for, then another build's.
 
-    against: the folder of that build's kernels. Raises BadInput.
+    They have the order of the table. against: the folder of the other build's kernels. Raises BadInput.
     """
     for name in names:
         if name not in PEERS:
@@ -50,12 +52,12 @@ def run(
     warmups: int,
     command: str,
     steps: Steps | None,
-) -> Record:
+) -> MeasurementRecord:
     """Measure every kernel over every corpus: `warmups` passes, then `runs` that count.
 
     Raises PermanentError when nothing could be measured.
     """
-    record = Record("kernels", command, core, runs, warmups, corpora)
+    record = MeasurementRecord("kernels", command, core, runs, warmups, corpora)
     record.details = {
         "features_cpu_path": features.cpu_path(),
         "fingerprint_cpu_path": fingerprint.cpu_path(),
@@ -71,7 +73,7 @@ def run(
 
 
 def _measure_corpus(
-    record: Record, corpus: Corpus, kernels: Sequence[Kernel], steps: Steps | None, done: int, total: int
+    record: MeasurementRecord, corpus: Corpus, kernels: Sequence[Kernel], steps: Steps | None, done: int, total: int
 ) -> None:
     material = Material(corpus)
     sample = record.details["sample_bytes"]
@@ -135,12 +137,12 @@ def _by_pass(own: Sequence[float], other: Sequence[float]) -> Spread | None:
 
 
 def _passes(prepared: PreparedRow) -> int:
-    """Return how many passes a turn has; the first, which tells, does not count."""
+    """Return how many passes a measurement has; the first, which calibrates, does not count."""
     seconds = prepared.once()
     return max(1, min(_PASSES_MAX, round(_TURN_SECONDS / max(1e-9, seconds)))) if prepared.repeats else 1
 
 
-def markdown(record: Record) -> list[str]:
+def markdown(record: MeasurementRecord) -> list[str]:
     """Return one table a corpus."""
     lines = []
     for corpus in record.corpora:
@@ -166,7 +168,7 @@ def markdown(record: Record) -> list[str]:
             if row.tool != rust_fastcdc.NAME and (figure := row.figures["by_crate"]) is not None
         ]
         if ratios:
-            lines += ["", f"Chunkers by the Rust crate fastcdc, round by round: {'; '.join(ratios)}."]
+            lines += ["", f"Chunkers by the Rust crate fastcdc, in each repetition: {'; '.join(ratios)}."]
         versions = dict.fromkeys(f"- {row.tool}: {row.version}" for row in rows if row.version != IN_THIS_PROCESS)
         lines += ["", *versions, ""]
     return lines

@@ -1,10 +1,12 @@
-"""Pairs of similar chunks. Invariant: algorithms are compared over the same fresh chunks, codecs over the same pairs.
+"""Compare feature algorithms and delta codecs over pairs of similar chunks.
 
     DCR  bytes of fresh chunks / (bytes of chunks kept whole + bytes of deltas)
     DCE  1 - bytes of deltas / bytes of the chunks they stand for
 
 Three tables: how well each feature algorithm finds pairs (the Finesse paper's Table 3), how fast its super-features
-are computed (Figure 4), and what each delta codec makes of a sample of the pairs that any of them found.
+are computed (Figure 4), and the results of each delta codec on a sample of the pairs that any of them found.
+
+Invariant: algorithms are compared over the same fresh chunks, codecs over the same pairs.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import numpy as np
 
 from nearkin.lab.delta_codecs import OWN, PEERS, Codec, Xdelta3, ZstdPrefix
 from nearkin.lab.measure import CommandFailed, Steps, pin_to_core, sha1_mbps
-from nearkin.lab.measurement_record import Corpus, LeftOut, Record, Row, cell, speed, spread, table_cell_name
-from nearkin.lab.similar_chunks import APPROACHES, SPEEDS, Chunks, Pairs, find_pairs, fresh_chunks
+from nearkin.lab.measurement_record import Corpus, LeftOut, MeasurementRecord, Row, cell, speed, spread, table_cell_name
+from nearkin.lab.similar_chunks import APPROACHES, SPEEDS, ChunkPairs, Chunks, find_pairs, fresh_chunks
 from nearkin.lab.tools.base_tool import MissingPeer
 from nearkin_shared.errors import BadInput, PermanentError
 from nearkin_shared.kernels import features
@@ -30,7 +32,10 @@ _TABLE_3_CODECS: tuple[type[Codec], ...] = (Xdelta3, ZstdPrefix)
 
 
 def choose_codecs(names: Sequence[str]) -> list[type[Codec]]:
-    """Return the codecs to run: those of this process, and the commands that `names` ask for. Raises BadInput."""
+    """Return the codecs to run: those of this process, and the commands in `names`.
+
+    Raises BadInput.
+    """
     known: dict[str, type[Codec]] = {codec.name: codec for codec in PEERS}
     for name in names:
         if name not in known:
@@ -49,13 +54,13 @@ def run(
     work: Path | None,
     command: str,
     steps: Steps | None,
-) -> Record:
+) -> MeasurementRecord:
     """Measure the feature algorithms and every codec that is installed over every corpus.
 
     pairs_max: how many pairs the codecs are compared over, taken evenly from all that were found.
     Raises PermanentError when a corpus has too few versions to hold a fresh chunk.
     """
-    record = Record("pairs", command, core, runs, warmups, corpora)
+    record = MeasurementRecord("pairs", command, core, runs, warmups, corpora)
     record.details = {"features_cpu_path": features.cpu_path(), "pairs_max": pairs_max, "chunks": {}}
     steps_each = len(APPROACHES) * len(_TABLE_3_CODECS) + len(SPEEDS) + len(codecs)
     with pin_to_core(core):
@@ -78,7 +83,12 @@ class _Meter:
 
 
 def _measure_corpus(
-    record: Record, corpus: Corpus, codecs: Sequence[type[Codec]], pairs_max: int, work: Path | None, meter: _Meter
+    record: MeasurementRecord,
+    corpus: Corpus,
+    codecs: Sequence[type[Codec]],
+    pairs_max: int,
+    work: Path | None,
+    meter: _Meter,
 ) -> None:
     fresh = fresh_chunks(corpus.paths)
     if not len(fresh):
@@ -86,7 +96,7 @@ def _measure_corpus(
     chunks = record.details["chunks"]
     assert isinstance(chunks, dict)
     chunks[corpus.name] = {"fresh_chunks": len(fresh), "fresh_bytes": fresh.total_bytes}
-    found: dict[str, Pairs] = {}
+    found: dict[str, ChunkPairs] = {}
     for approach in APPROACHES:
         meter(f"pairs of {approach}")
         found[approach] = find_pairs(fresh, approach)
@@ -112,8 +122,8 @@ def _measure_corpus(
             record.rows.append(row)
 
 
-def sample_pairs(found: dict[str, Pairs], pairs_max: int) -> Pairs:
-    """Return at most `pairs_max` different pairs, taken evenly from all that the algorithms found."""
+def sample_pairs(found: dict[str, ChunkPairs], pairs_max: int) -> ChunkPairs:
+    """Return at most `pairs_max` different pairs, taken evenly from those of all algorithms."""
     tables = [
         np.stack([pairs.targets.offsets, pairs.targets.lengths, pairs.bases.offsets, pairs.bases.lengths], axis=1)
         for pairs in found.values()
@@ -124,11 +134,11 @@ def sample_pairs(found: dict[str, Pairs], pairs_max: int) -> Pairs:
     payload = next(iter(found.values())).targets.payload
     lengths = table[:, 1].astype(np.uint32), table[:, 3].astype(np.uint32)
     starts = table[:, 0].copy(), table[:, 2].copy()
-    return Pairs(Chunks(payload, starts[0], lengths[0]), Chunks(payload, starts[1], lengths[1]))
+    return ChunkPairs(Chunks(payload, starts[0], lengths[0]), Chunks(payload, starts[1], lengths[1]))
 
 
 def _efficiency(
-    corpus: Corpus, approach: str, fresh: Chunks, pairs: Pairs, codec_class: type[Codec], folder: Path
+    corpus: Corpus, approach: str, fresh: Chunks, pairs: ChunkPairs, codec_class: type[Codec], folder: Path
 ) -> Row:
     lengths = codec_class(pairs, folder).encode()
     delta_bytes = int(lengths.sum(dtype=np.int64))
@@ -143,7 +153,7 @@ def _efficiency(
     return Row(corpus.name, EFFICIENCY, approach, codec_class.name, "in this process", True, figures)
 
 
-def _feature_speeds(record: Record, corpus: Corpus, fresh: Chunks, meter: _Meter) -> list[Row]:
+def _feature_speeds(record: MeasurementRecord, corpus: Corpus, fresh: Chunks, meter: _Meter) -> list[Row]:
     some = fresh.up_to(SPEED_BYTES_MAX)
     total_bytes = some.total_bytes
     speeds: dict[str, list[float]] = {name: [] for name in SPEEDS}
@@ -175,7 +185,9 @@ def _feature_speeds(record: Record, corpus: Corpus, fresh: Chunks, meter: _Meter
     ]
 
 
-def _codec_row(record: Record, corpus: Corpus, codec_class: type[Codec], sample: Pairs, folder: Path) -> Row:
+def _codec_row(
+    record: MeasurementRecord, corpus: Corpus, codec_class: type[Codec], sample: ChunkPairs, folder: Path
+) -> Row:
     codec = codec_class(sample, folder)
     target_bytes = sample.targets.total_bytes
     encodes, decodes, starts = [], [], []
@@ -192,7 +204,7 @@ def _codec_row(record: Record, corpus: Corpus, codec_class: type[Codec], sample:
             decodes.append(decoded - encoded)
             starts.append(start_seconds)
     if wrong := codec.wrong():
-        raise CommandFailed(f"{wrong} of {len(sample)} chunks came back changed")
+        raise CommandFailed(f"{wrong} of {len(sample)} chunks were decoded to other bytes")
     kept = np.flatnonzero(lengths)
     kept_bytes = sample.targets.take(kept).total_bytes
     delta_bytes = int(lengths.sum(dtype=np.int64))
@@ -210,7 +222,7 @@ def _codec_row(record: Record, corpus: Corpus, codec_class: type[Codec], sample:
     return Row(corpus.name, CODECS, codec.name, codec.settings, codec.version(), codec.ours, figures)
 
 
-def markdown(record: Record) -> list[str]:
+def markdown(record: MeasurementRecord) -> list[str]:
     """Return the three tables."""
     chunks = record.details["chunks"]
     assert isinstance(chunks, dict)
@@ -223,7 +235,7 @@ def markdown(record: Record) -> list[str]:
     return [*lines, "", *_table_3(record), "", *_figure_4(record), "", *_codec_table(record), ""]
 
 
-def _rows(record: Record, group: str) -> list[Row]:
+def _rows(record: MeasurementRecord, group: str) -> list[Row]:
     return [row for row in record.rows if row.group == group]
 
 
@@ -233,7 +245,7 @@ def _median(row: Row, name: str) -> float:
     return figure.median
 
 
-def _table_3(record: Record) -> list[str]:
+def _table_3(record: MeasurementRecord) -> list[str]:
     lines = [
         "## Pairs found (the Finesse paper's Table 3); percentages are against N-transform, as there",
         "",
@@ -252,7 +264,7 @@ def _table_3(record: Record) -> list[str]:
     return lines
 
 
-def _figure_4(record: Record) -> list[str]:
+def _figure_4(record: MeasurementRecord) -> list[str]:
     rows = _rows(record, FEATURES)
     corpora = list(dict.fromkeys(row.corpus for row in rows))
     found = {(row.corpus, row.tool): row for row in rows}
@@ -278,7 +290,7 @@ def _figure_4(record: Record) -> list[str]:
     return lines
 
 
-def _codec_table(record: Record) -> list[str]:
+def _codec_table(record: MeasurementRecord) -> list[str]:
     lines = [
         "## Delta codecs over a sample of those pairs; MB/s of targets",
         "",

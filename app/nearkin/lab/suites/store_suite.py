@@ -1,7 +1,9 @@
-"""Whole stores. Invariant: one run, one core, one file system; every version is read back and compared.
+"""Measure whole stores.
 
-Versions are put oldest first; the newest and the oldest are read back, timed; the newest is put again, all of it known;
-then every other version is read back too, not timed.
+Versions are put oldest first; the newest and the oldest are read back, timed; the newest is put again, all of it
+known; then every other version is read back too, not timed.
+
+Invariant: one run, one core, one file system; every version is read back and compared.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from nearkin.lab.measure import (
     sha1_mbps,
     stored_bytes,
 )
-from nearkin.lab.measurement_record import Corpus, LeftOut, Record, Row, Spread, cell, speed, spread
+from nearkin.lab.measurement_record import Corpus, LeftOut, MeasurementRecord, Row, Spread, cell, speed, spread
 from nearkin.lab.tools.base_tool import MissingPeer, Peer
 from nearkin_shared.errors import NearkinError, PermanentError
 
@@ -35,8 +37,9 @@ MEASURED = (
     "put_seconds", "upkeep_seconds", "sync_seconds", "put_peak_bytes", "get_peak_bytes", "stored_bytes", "aside_bytes",
     "put_again_bytes", "reduction", "put_again_by_sha1",
 )  # fmt: skip
-"""The figures of a row. Speeds are logical bytes by wall seconds, the start of the process and `sync` included;
-`cpu`: by seconds of processor time, which tells more where the machine has other work to do."""
+"""The figures of a row. Speeds are logical bytes by wall seconds, with the start of the process and `sync`; `cpu`: by
+seconds of processor time, which is more reliable if the machine has other work to do.
+"""
 
 
 def run(
@@ -50,28 +53,28 @@ def run(
     command: str,
     steps: Steps | None,
     upkeep_every: int | None = None,
-    save: Callable[[Record], object] = lambda _: None,
-) -> Record:
-    """Measure every peer that is installed over every corpus, `runs` times, round by round.
+    save: Callable[[MeasurementRecord], object] = lambda _: None,
+) -> MeasurementRecord:
+    """Measure every installed peer over every corpus, `runs` times.
 
-    work: a folder on the file system to measure; None: the temporary folder's. Before the first round every program
-    is started once and every file is read once; `warmups` whole rounds are not counted. `upkeep_every`: after so many
-    versions each store does its upkeep, which no put counts. `save` is told the record after
-    each round: a whole run takes long, and what ended it early must not take all of it along.
-    Raises PermanentError when nothing at all could be measured.
+    work: a folder on the file system to measure; None: the temporary folder's. Before the first repetition every
+    program is started once and every file is read once; `warmups` whole repetitions are not counted. `upkeep_every`:
+    after so many versions each store does its maintenance, which no put counts. `save` is called with the record
+    after each repetition: a whole run takes long, and an early end must not lose all of it. Raises PermanentError
+    when nothing at all could be measured.
     """
-    record = Record("store", command, core, runs, warmups, corpora)
+    record = MeasurementRecord("store", command, core, runs, warmups, corpora)
     floor_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     record.details = {"peak_bytes_never_below": floor_bytes}
     with pin_to_core(core):
         versions = _installed_peers(peers, record)
-        rounds = range(-warmups, runs)
-        total, done = len(corpora) * len(versions) * len(rounds), 0
+        repetitions = range(-warmups, runs)
+        total, done = len(corpora) * len(versions) * len(repetitions), 0
         for corpus in corpora:
             read_through(corpus.paths)
             found: dict[type[Peer], list[dict[str, float | None]]] = {peer: [] for peer in versions}
             before = list(record.rows)
-            for number in rounds:  # round by round, so that a slow minute of the machine hits every store
+            for number in repetitions:  # all stores in each, so that a slow minute affects every store
                 sha1 = sha1_mbps()
                 if number >= 0:
                     record.sha1_8k_mbps.append(sha1)
@@ -97,7 +100,7 @@ def run(
     return record
 
 
-def _installed_peers(peers: Sequence[type[Peer]], record: Record) -> dict[type[Peer], str]:
+def _installed_peers(peers: Sequence[type[Peer]], record: MeasurementRecord) -> dict[type[Peer], str]:
     versions: dict[type[Peer], str] = {}
     for peer in peers:
         try:
@@ -115,9 +118,9 @@ def _row(corpus: Corpus, peer: type[Peer], version: str, found: list[dict[str, f
 def measure(
     peer_class: type[Peer], corpus: Corpus, work: Path | None, upkeep_every: int | None
 ) -> dict[str, float | None]:
-    """Put every version, get the newest and the oldest, put the newest again, and read every version back.
+    """Put every version, get the newest and oldest, put the newest again, and read all back.
 
-    Raises CommandFailed when a command fails or a version comes back changed, MissingPeer.
+    Raises CommandFailed when a command fails or a version differs after a restore, MissingPeer.
     """
     sources = corpus.paths
     # absolute: kopia refuses any other
@@ -197,17 +200,17 @@ def _put(peer: Peer, number: int, source: Path) -> Cost:
 def _got(peer: Peer, number: int, source: Path, target: Path) -> Cost:
     cost = peer.get(number, target)
     if not same_bytes(source, target):
-        raise CommandFailed(f"{peer.name}: version {number} came back changed")
+        raise CommandFailed(f"{peer.name}: version {number} differs after the restore")
     target.unlink()
     return cost
 
 
-def markdown(record: Record) -> list[str]:
+def markdown(record: MeasurementRecord) -> list[str]:
     """Return the tables of every corpus, each with Nearkin's figures by the best peer's."""
     return list(chain.from_iterable(_corpus_lines(record, corpus) for corpus in record.corpora))
 
 
-def _corpus_lines(record: Record, corpus: Corpus) -> list[str]:
+def _corpus_lines(record: MeasurementRecord, corpus: Corpus) -> list[str]:
     rows = [row for row in record.rows if row.corpus == corpus.name]
     lines = [
         f"## {corpus.name}: {len(corpus.paths)} versions, {corpus.logical_bytes / 1e6:.1f} MB",
@@ -246,7 +249,7 @@ def _corpus_lines(record: Record, corpus: Corpus) -> list[str]:
 _BY_CPU = ("put_cpu_mbps", "put_again_cpu_mbps", "get_newest_cpu_mbps", "get_oldest_cpu_mbps")
 
 
-def _never_below(record: Record) -> int:
+def _never_below(record: MeasurementRecord) -> int:
     floor_bytes = record.details["peak_bytes_never_below"]
     assert isinstance(floor_bytes, int)
     return floor_bytes
@@ -276,16 +279,17 @@ def _solid(row: Row) -> bool:
 
 
 def _by_best(rows: Sequence[Row]) -> list[str]:
-    """Return a table of Nearkin's figures by the best of those peers that are stores: solid archives are not.
+    """Return a table of Nearkin's figures relative to the best peers that are stores.
 
-    With the medians' ratio stand the least and the largest of the rounds' own: of minutes in which both were measured.
+    Solid archives are no stores. Each ratio of medians has the least and largest ratio of single repetitions,
+    measured in the same minutes.
     """
     mine = [row for row in rows if row.ours]
     others = [row for row in rows if not row.ours and not _solid(row)]
     if not mine or not others:
         return []
     titles = " | ".join(f"{row.tool} | by best" for row in mine)
-    lines = ["", f"| | best store beside it | {titles} |", f"|{'---|' * (2 + 2 * len(mine))}"]
+    lines = ["", f"| | best other store | {titles} |", f"|{'---|' * (2 + 2 * len(mine))}"]
     for title, name in _COMPARED:
         known = [(figure, row.tool) for row in others if (figure := row.figures[name]) is not None]
         if not known:
@@ -300,10 +304,12 @@ def _ratio_cells(figure: Spread | None, best: Spread) -> str:
     if figure is None:
         return "- | -"
     cells = f"{figure.median:.1f} | {figure.median / best.median:.2f}"
-    if len(figure.values) != len(best.values) or len(best.values) < 2 or not best.low:  # a round failed
+    if len(figure.values) != len(best.values) or len(best.values) < 2 or not best.low:  # a repetition failed
         return cells
-    rounds = [mine / theirs for mine, theirs in zip(figure.values, best.values, strict=True)]
-    return f"{cells} ({min(rounds):.2f} to {max(rounds):.2f})" if min(rounds) != max(rounds) else cells
+    repetitions = [mine / theirs for mine, theirs in zip(figure.values, best.values, strict=True)]
+    return (
+        f"{cells} ({min(repetitions):.2f} to {max(repetitions):.2f})" if min(repetitions) != max(repetitions) else cells
+    )
 
 
 def _by_solid(rows: Sequence[Row]) -> list[str]:

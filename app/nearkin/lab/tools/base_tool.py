@@ -1,6 +1,6 @@
-"""A store that is compared. Invariant: it is driven through its own command, one process a put, one a get.
+"""Drive a compared store through its own command, one process per put or get.
 
-Each keeps its repository in `folder/repository`; caches, logs and settings lie beside it and are counted apart.
+Each keeps its repository in `folder/repository`; caches, logs and settings are next to it and are counted apart.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class Peer(ABC):
 
     @classmethod
     def version(cls) -> str:
-        """Return what the command says its version is. This starts it once: its code is in memory afterwards.
+        """Return the version that the command reports.
 
-        Raises MissingPeer, CommandFailed where it cannot be run or hangs.
+        This starts it once: its code is in memory afterwards. Raises MissingPeer, CommandFailed if it cannot be run
+        or hangs.
         """
-        said = first_line(run_short([*cls.find(), *cls.version_words])).partition(", by")[0].strip("* ")
-        return said.partition(" build: ")[0]  # kopia's; empty where Go built it from a module
+        answer = first_line(run_short([*cls.find(), *cls.version_words])).partition(", by")[0].strip("* ")
+        return answer.partition(" build: ")[0]  # kopia's; empty where Go built it from a module
 
     def close(self) -> None:  # noqa: B027 - most leave nothing running
         """End what `create` started."""
@@ -74,7 +75,7 @@ class Peer(ABC):
         raise NotImplementedError(f"{self.name} appends: put its versions one by one")
 
     def upkeep(self) -> Cost | None:
-        """Do what is done to a store now and then, so that it stays small; None where there is nothing."""
+        """Do the maintenance that keeps a store small; return its cost, None if there is none."""
         return None
 
     @abstractmethod

@@ -1,5 +1,7 @@
-"""Nearkin in one process, as a service embeds it: `nearkin.lab.tools.nearkin_tool` starts this and names one version
-after another.
+# size: an entry point
+"""Run Nearkin in one process, as a service embeds it.
+
+`nearkin.lab.tools.nearkin_tool` starts this process and names one version after another.
 
 arguments: STORE [CONFIG]. stdin, a line each: ["put", PATH] | ["get", VERSION, TARGET] | ["gc"]. stdout, when done:
 {"peak_bytes": of this process so far, "cpu_seconds": of this command, and with the first one of the process's start}
@@ -41,7 +43,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:  # told by the process that asked
+    except KeyboardInterrupt:  # reported by the parent process
         raise SystemExit(130) from None
-    except (NearkinError, OSError) as err:  # a full disk, say: whoever reads it needs no traceback
+    except (NearkinError, OSError) as err:  # a full disk, say: its reader needs no traceback
         raise SystemExit(f"nearkin: {err}") from err

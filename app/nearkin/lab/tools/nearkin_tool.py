@@ -1,4 +1,7 @@
-"""Nearkin among its peers. Invariant: what is measured is the code that runs this, whatever else is installed."""
+"""Measure Nearkin as one of the peers.
+
+Invariant: the measured code is the code that runs this process, regardless of other installations.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ _PLACES = ("store", "server", "token")
 
 
 class Nearkin(Peer):
-    """Nearkin's command line over a local folder; NEARKIN_* variables and `config` set it as they always do."""
+    """Nearkin's command line over a local folder.
+
+    NEARKIN_* variables and `config` set it as they always do.
+    """
 
     name = "nearkin"
     program = "nearkin"
@@ -135,7 +141,10 @@ OURS: Sequence[type[Nearkin]] = (Nearkin, NearkinEmbedded)
 
 
 def with_profile(base: type[Nearkin], profile: str) -> type[Nearkin]:
-    """Return `base` under another profile, named after both. Raises ConfigError for an unknown profile."""
+    """Return `base` under another profile, named after both.
+
+    Raises ConfigError for an unknown profile.
+    """
     from nearkin_shared.config.settings import PROFILE_NAMES
 
     if profile not in PROFILE_NAMES:
@@ -145,9 +154,9 @@ def with_profile(base: type[Nearkin], profile: str) -> type[Nearkin]:
 
 
 def as_set(base: type[Nearkin], config: Path | None) -> type[Nearkin]:
-    """Return `base` with a settings file, described by all that the file and NEARKIN_* variables set.
+    """Return `base` with a settings file, described by that file and NEARKIN_* variables.
 
-    Raises ConfigError for what its first put would refuse.
+    Raises ConfigError for settings that its first put would refuse.
     """
     from nearkin_shared.config.loader import load
 

@@ -1,4 +1,7 @@
-"""The stores beside Nearkin. Invariant: each comes as it is out of the box, and as who cares about size sets it."""
+"""Define the stores that Nearkin is compared with.
+
+Invariant: each runs with its defaults, and with the settings of a user who wants small repositories.
+"""
 
 from __future__ import annotations
 
@@ -183,9 +186,9 @@ PEERS: Mapping[str, Sequence[type[Peer]]] = {
 
 
 def choose_peers(names: Sequence[str]) -> list[type[Peer]]:
-    """Return what `names` ask for, in their order, Nearkin first: tools, or single settings such as `borg-fine`.
+    """Return the tools of `names` in their order, Nearkin first; `borg-fine` is one setting.
 
-    Nearkin always comes along, as `nearkin`, `nearkin-embedded` and `nearkin-embedded@archive`, unless one of them is
+    Nearkin is always included, as `nearkin`, `nearkin-embedded` and `nearkin-embedded@archive`, unless one of them is
     named, plain or with a profile (`nearkin@finesse-paper`): then those alone. Raises BadInput with every known name.
     """
     ours: list[type[Peer]] = []

@@ -1,7 +1,10 @@
-"""The Rust crate `fastcdc` as a row. Invariant: it runs on the same core over the same bytes, timed by processor time.
+"""Measure the Rust crate `fastcdc`.
 
-`fastcdc_crate/` is a program around the crate's v2020 chunker. cargo builds it once, in `$NEARKIN_CACHE/fastcdc-crate`
-(default: `~/.cache/nearkin/corpora/fastcdc-crate`), from wherever cargo is configured to look.
+`fastcdc_crate/` is a program that calls the crate's v2020 chunker. cargo builds it once, in
+`$NEARKIN_CACHE/fastcdc-crate` (default: `~/.cache/nearkin/corpora/fastcdc-crate`), from wherever cargo is configured
+to look.
+
+Invariant: it runs on the same core over the same bytes as the other rows, in processor time.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ _BUILD_SECONDS_MAX = 600
 
 
 class Crate:
-    """The program's process, which has read `data`. It ends when nothing refers to it any more."""
+    """The program's process, which has read `data`.
+
+    It ends with the last reference to this object.
+    """
 
     def __init__(self, command: Path, data: Bytes) -> None:
         self._data_bytes = len(data)
@@ -62,7 +68,10 @@ def _wait(process: subprocess.Popen[str]) -> None:
 
 
 def built() -> Path:
-    """Return the program, built if need be. Raises MissingPeer without cargo, CommandFailed when cargo fails."""
+    """Return the program, built if need be.
+
+    Raises MissingPeer without cargo, CommandFailed when cargo fails.
+    """
     cargo = shutil.which("cargo")
     if cargo is None:
         raise MissingPeer("cargo is not installed")
@@ -76,8 +85,8 @@ def built() -> Path:
     except subprocess.TimeoutExpired as error:
         raise CommandFailed(f"cargo build took longer than {_BUILD_SECONDS_MAX} s") from error
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        raise CommandFailed(f"cargo build: exit {done.returncode}: {said[-1] if said else 'it said nothing'}")
+        output_lines = done.stderr.strip().splitlines()
+        raise CommandFailed(f"cargo build: exit {done.returncode}: {output_lines[-1] if output_lines else 'no output'}")
     return folder / "target" / "release" / NAME
 
 

@@ -1,7 +1,10 @@
-"""The solid archive. Invariant: it holds the whole history in one zstd frame, and any version costs all of it.
+"""Measure a solid archive of the whole history.
 
-This is what reduces best and serves worst: nothing can be added, deleted or read alone. It is measured as it is used:
-all versions are compressed at once, and a version is got by decompressing the archive and keeping that part.
+It has the best reduction and the worst access: no version can be added, deleted or read alone. It is measured as it
+is used: all versions are compressed at once, and a version is restored by decompressing the archive and keeping that
+part.
+
+Invariant: one zstd frame holds the whole history.
 """
 
 from __future__ import annotations
