@@ -32,8 +32,11 @@ RUN_SECONDS_MAX = 3600.0
 POLL_SECONDS = 0.5
 
 
-def collect(*, dry_run: bool, deleted_too: bool) -> None:
-    """Do a GC run or a dry run and print its result; a server is asked and waited for."""
+def collect(*, dry_run: bool, deleted_too: bool) -> ExitCode:
+    """Do a GC run or a dry run and print its result; a server is asked and waited for.
+
+    Return DAMAGED if versions, tombstones or retention records were removed, else DONE.
+    """
     from nearkin.cli.output import print_json, print_line
     from nearkin.cli.output import report as report_line
     from nearkin.cli.progress import steps_bar
