@@ -17,7 +17,7 @@ from nearkin.cli.session import AsWrittenGroup, current_session, json_option
 from nearkin_shared.errors import BadInput, StoreUnavailable
 
 if TYPE_CHECKING:
-    from nearkin.lab.measurement_record import Record
+    from nearkin.lab.measurement_record import MeasurementRecord
 
 RUNS_MAX = 99
 PAIRS_MAX = 20_000
@@ -175,7 +175,7 @@ def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
 
     failed: list[StoreUnavailable] = []
 
-    def save(record: Record) -> None:
+    def save(record: MeasurementRecord) -> None:
         # without charts: matplotlib would stay in the memory of this process, and no child's peak is seen below that
         try:
             report.write(record, asked.out, ())
@@ -184,7 +184,7 @@ def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
                 notice(f"{error}; goes on measuring")
             failed.append(error)
 
-    def measure(corpora: list[Any], **more: Any) -> Record:
+    def measure(corpora: list[Any], **more: Any) -> MeasurementRecord:
         return store_suite.run(
             corpora,
             chosen,
@@ -226,7 +226,7 @@ def pairs(peers: str | None, pairs_max: int, **given: Any) -> None:
     asked = _choose(peers, _PAIR_PEERS, **given)
     codecs = pairs_suite.choose_codecs(asked.peers)
 
-    def measure(corpora: list[Any], **more: Any) -> Record:
+    def measure(corpora: list[Any], **more: Any) -> MeasurementRecord:
         return pairs_suite.run(corpora, codecs, pairs_max=pairs_max, work=asked.work, **more)
 
     _run("pairs", asked, _PAIR_VERSIONS, measure)
@@ -254,13 +254,15 @@ def kernels(peers: str | None, against: Path | None, **given: Any) -> None:
     asked = _choose(peers, _KERNEL_PEERS, **given)
     chosen = kernels_suite.choose_kernels(list(kernels_suite.PEERS) if asked.peers == ["all"] else asked.peers, against)
 
-    def measure(corpora: list[Any], **more: Any) -> Record:
+    def measure(corpora: list[Any], **more: Any) -> MeasurementRecord:
         return kernels_suite.run(corpora, chosen, **more)
 
     _run("kernels", asked, _KERNEL_VERSIONS, measure)
 
 
-def _run(room: str, asked: _BenchOptions, versions_at_most: int | None, measure: Callable[..., Record]) -> None:
+def _run(
+    room: str, asked: _BenchOptions, versions_at_most: int | None, measure: Callable[..., MeasurementRecord]
+) -> None:
     """Check the options, get the corpora, measure, write, and print the table or the record."""
     from nearkin.cli.output import notice, print_json, print_line
     from nearkin.cli.progress import steps_bar

@@ -119,8 +119,8 @@ def _remedies(damage: Sequence[Damage]) -> Iterable[str]:
     }
     if "containers" in folders:
         yield (
-            "put the same data again, cut the same way (the profile and `chunker.*` that they were put with), and what "
-            "is broken of blocks is stored anew, for older versions too; a container that is gone, or whose directory "
+            "put the same data again, cut the same way (the profile and `chunker.*` that they were put with), and "
+            "damaged blocks are stored again, for older versions too; a container that is missing, or whose directory "
             "is broken, needs parity or a copy (`nearkin repair --from`)"
         )
     if folders - {"containers", "index"}:
