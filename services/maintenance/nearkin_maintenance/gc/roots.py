@@ -95,7 +95,10 @@ def find_roots(
 
 
 def _has_lost_record(version: RootVersion, heads: Heads) -> bool:
-    """Return whether a committed version lacks a tombstone or retention record that an earlier run has listed."""
+    """Return whether a committed version lacks a record that an earlier run listed.
+
+    The record is a tombstone or a retention record.
+    """
     named = key_and_version(version.manifest) if version.committed and heads.sequences else None
     if named is None:
         return False

@@ -107,7 +107,10 @@ def find_retained(objects: EncryptedObjectStore, tenant: str, settings: Settings
 
 
 def _lost_retention(heads: Heads, manifest: str, sequence: int) -> str | None:
-    """Return the name of a removed retention record that an earlier GC run has listed, or None."""
+    """Return the name of a lost retention record, or None.
+
+    An earlier GC run has listed it.
+    """
     named = key_and_version(manifest)
     known = None if named is None else heads.sequences.get(named[0], {}).get(named[1])
     if named is None or known is None:
