@@ -18,7 +18,7 @@ def test_rm_and_undelete_say_what_they_did(call: InProcess, tmp_path: Path) -> N
     call("put", "db/other", "-", stdin=b"x")
     assert call.answer("rm", "db/dump", "--reason", "wrong host") == {"key": "db/dump", "version": None, "deleted": 2}
     assert_refused(call("get", "db/dump"), 4, "the store has none")
-    assert_refused(call("rm", "db/dump"), 4, "there is none")
+    assert_refused(call("rm", "db/dump"), 4, "does not exist")
     assert_refused(call("info", "db/dump", "--version", "1"), 4, "the store has none")
     assert [entry["key"] for entry in call.answer("ls", "--versions")] == ["db/other"]
     gone = call.answer("ls", "--deleted", "db/")
@@ -32,7 +32,7 @@ def test_rm_and_undelete_say_what_they_did(call: InProcess, tmp_path: Path) -> N
     assert "and 2 versions deleted, 6 B" in call("stats").stdout.decode()
     assert call("undelete", "db/dump").stdout == b"undeleted 2 versions of db/dump\n"
     assert call("get", "db/dump").stdout == b"two"
-    assert_refused(call("undelete", "db/dump"), 4, "not deleted, or never there")
+    assert_refused(call("undelete", "db/dump"), 4, "not deleted, or unknown")
     assert call("rm", "db/dump", "--version", "2").stdout == b"deleted 1 version of db/dump\n"
     assert call("get", "db/dump").stdout == b"one"
     assert call.answer("stats")["deleted_versions"] == 1

@@ -40,7 +40,7 @@ def test_nothing_of_a_version_goes_whose_manifest_is_lost_and_a_copy_brings_it_b
     lost.rename(copy)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for dry_run in (True, False, False):
-            with pytest.raises(Corrupt, match="missing, and the index lists 'a' version 1"):
+            with pytest.raises(Corrupt, match="missing, but the index lists 'a' version 1"):
                 store.gc(dry_run=dry_run)
         assert store.repair([copy]).damage == ()
         assert store.get("a").read() == content
@@ -84,7 +84,7 @@ def test_an_older_version_never_stands_in_for_the_newest_where_its_manifest_is_l
     lost, data = without_the_newest(tmp_path / "s")
     with open_store(tmp_path / "s", settings=CHOSEN, read_only=True) as store:
         for ask in (store.get, store.info, store.explain):
-            with pytest.raises(Corrupt, match="missing, and the index lists 'a' version 2, the newest"):
+            with pytest.raises(Corrupt, match="missing, but the index lists 'a' version 2 as the newest"):
                 ask("a")
         assert store.get("a", 1).read() == b"one"
         lost.write_bytes(data)
@@ -104,7 +104,7 @@ def test_a_newest_version_that_was_brought_back_is_missed_though_its_marks_are_t
         store.delete("a", 2)
         store.undelete("a", 2)
         max(manifests(tmp_path / "s")).unlink()
-        with pytest.raises(Corrupt, match="missing, and the index lists 'a' version 2, the newest"):
+        with pytest.raises(Corrupt, match="missing, but the index lists 'a' version 2 as the newest"):
             store.get("a")
 
 
@@ -114,7 +114,7 @@ def test_a_lost_version_below_deleted_ones_is_missed_too(tmp_path: Path) -> None
             store.put("a", content)
         store.delete("a", 3)
         sorted(manifests(tmp_path / "s"))[1].unlink()
-        with pytest.raises(Corrupt, match="missing, and the index lists 'a' version 2, the newest"):
+        with pytest.raises(Corrupt, match="missing, but the index lists 'a' version 2 as the newest"):
             store.get("a")
 
 

@@ -120,10 +120,10 @@ def test_chunks_are_lost_once_they_are_condemned_and_once_they_are_gone(world: W
 
 
 def test_segments_dangle_once_they_are_condemned_and_once_they_are_gone(world: World) -> None:
-    assert world.collected.dangling(world.segments["gone"]) is None
+    assert world.collected.find_dangling(world.segments["gone"]) is None
     delete(world.store)
     world.round()
-    assert "is condemned" in (world.collected.dangling(world.segments["gone"]) or "")
+    assert "is pending deletion" in (world.collected.find_dangling(world.segments["gone"]) or "")
     world.round()
-    assert "missing" in (world.collected.dangling(world.segments["gone"]) or "")
-    assert world.collected.dangling(world.segments["kept"]) is None
+    assert "missing" in (world.collected.find_dangling(world.segments["gone"]) or "")
+    assert world.collected.find_dangling(world.segments["kept"]) is None

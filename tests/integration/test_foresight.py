@@ -272,7 +272,7 @@ def test_a_plan_in_whose_midst_a_later_generation_comes_is_made_anew(made, monke
         which, containers, found = tables(self, locations)
         calls.append(len(calls))
         if len(calls) == 1:
-            source._noted.record(container)
+            source._change_log.record(container)
             return which, containers, [None if rows is None else rows[:-1] for rows in found]
         return which, containers, found
 

@@ -39,7 +39,7 @@ def test_retention_holds_under_settings_without_any(tmp_path: Path) -> None:
         assert info.retain_until.timestamp() == pytest.approx(NOW + YEAR_SECONDS, abs=1)
     with open_store(path, settings=settings({}), clock=at(10), create=True) as store:
         for version in (None, 1):
-            with pytest.raises(RetentionActive, match="its manifest says so"):
+            with pytest.raises(RetentionActive, match="by its manifest"):
                 store.delete("backup", version)
         store.put("backup", b"newer")
         decisions = store.forget("", RetentionPolicy(keep_last=1))

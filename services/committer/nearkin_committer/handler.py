@@ -343,7 +343,7 @@ class CommitterHandler:
         collected = lane.collected
         if took_us < collected.grace_seconds / 2 * 1e6 - CLOCK_SKEW_US:
             return
-        problem = collected.dangling(manifest.segments)
+        problem = collected.find_dangling(manifest.segments)
         if problem is not None:
             self._manifests.delete(manifest.tenant, manifest.key, manifest.version)
             raise PermanentError(f"{problem}: the blob was in flight for too long (gc.grace_seconds); put it again")

@@ -1,1 +1,1 @@
-"""Containers, manifests and records over an object store."""
+"""Containers, manifests and records in an object store."""

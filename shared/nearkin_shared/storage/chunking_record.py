@@ -1,7 +1,9 @@
-"""The record of how a store's data are cut into chunks. Invariant: it is created once and never overwritten.
+"""Record of a store's chunker settings.
 
-`chunking.json` names the profile and `chunker.*`. Data that are cut otherwise share no chunks with what is stored, so a
-put under other settings is refused unless forced. docs/internals/formats/chunking.md, docs/adr/0046.
+Invariant: it is created once and never overwritten.
+
+`chunking.json` names the profile and `chunker.*`. Data chunked with other settings share no chunks with the stored
+data, so a put under other settings is refused unless forced. docs/internals/formats/chunking.md, docs/adr/0046.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ NAME = "chunking.json"
 FORMAT = "nearkin-chunking"
 VERSION = 1
 BYTES_MAX = 64 * 1024
-NAMES = ("profile", *(f"chunker.{one.name}" for one in fields(ChunkerSettings)))
-"""The settings that are recorded."""
+NAMES = ("profile", *(f"chunker.{setting.name}" for setting in fields(ChunkerSettings)))
+"""Names of the recorded settings."""
 _log = logging.getLogger("nearkin")
 
 
 @frozen
 class ChunkingRecord:
-    """The profile and the chunker settings that a store is written with."""
+    """Profile and chunker settings with which a store is written."""
 
     profile: str
     chunker: ChunkerSettings
@@ -48,12 +50,12 @@ class ChunkingRecord:
 
 
 def record_of(settings: Settings) -> ChunkingRecord:
-    """Return the record that these settings would make."""
+    """Return the record of these settings."""
     return ChunkingRecord(settings.profile, settings.chunker)
 
 
 def encode_record(record: ChunkingRecord, mac_key: bytes | None) -> bytes:
-    """Return a record as JSON with a MAC and a check; without a key it has no MAC."""
+    """Encode a record as JSON with a MAC and a check; without a key it has no MAC."""
     body: dict[str, object] = {"format": FORMAT, "format_version": VERSION, **asdict(record)}
     if mac_key is not None:
         body["mac"] = mac_of_json(body, mac_key)
@@ -61,13 +63,13 @@ def encode_record(record: ChunkingRecord, mac_key: bytes | None) -> bytes:
 
 
 def decode_record(data: bytes, name: str, mac_key: bytes | None) -> ChunkingRecord:
-    """Return the record in `data`. Raises Corrupt (also for a MAC that does not verify), FormatTooNew."""
+    """Decode a record. Raises Corrupt (also for a wrong MAC), FormatTooNew."""
     try:
         if len(data) > BYTES_MAX:
             raise ValueError(f"{len(data)} bytes; at most {BYTES_MAX}")  # noqa: TRY301 - one place adds the remedy
         body = json.loads(data)
         if body.pop("check") != _check(body) or body["format"] != FORMAT:
-            raise ValueError("its check does not agree")  # noqa: TRY301
+            raise ValueError("its check fails")  # noqa: TRY301
         if body["format_version"] != VERSION:
             raise FormatTooNew(
                 f"{name}: format {body['format_version']}; this Nearkin reads up to {VERSION}: upgrade Nearkin"
@@ -80,7 +82,10 @@ def decode_record(data: bytes, name: str, mac_key: bytes | None) -> ChunkingReco
 
 
 def read_record(objects: ObjectStore) -> ChunkingRecord | None:
-    """Return the record of a store, None if it has none. Raises Corrupt, FormatTooNew, StoreUnavailable."""
+    """Return the record of a store, or None.
+
+    Raises: Corrupt, FormatTooNew, StoreUnavailable.
+    """
     try:
         return read_decoded(objects, NAME, partial(decode_record, mac_key=record_key_of(objects)))
     except NotFound:
@@ -88,12 +93,15 @@ def read_record(objects: ObjectStore) -> ChunkingRecord | None:
 
 
 def check_record(objects: ObjectStore, bare: ObjectStore) -> None:
-    """Read the record as stored in `bare`, without parity. Raises NotFound, Corrupt, FormatTooNew."""
+    """Check the record as stored in `bare`, without parity.
+
+    Raises: NotFound, Corrupt, FormatTooNew.
+    """
     decode_record(bare.get(NAME), NAME, record_key_of(objects))
 
 
 def create_record(objects: ObjectStore, settings: Settings) -> ChunkingRecord:
-    """Write the record of a store that has none; return the one that another process wrote first."""
+    """Create the record of a store without one; return that of another process, if first."""
     made = record_of(settings)
     try:
         objects.put_new(NAME, encode_record(made, record_key_of(objects)))
@@ -103,7 +111,10 @@ def create_record(objects: ObjectStore, settings: Settings) -> ChunkingRecord:
 
 
 def has_record(objects: ObjectStore) -> bool:
-    """Return whether a store has the record, damaged or not. Raises StoreUnavailable."""
+    """Return whether a store has the record, damaged or not.
+
+    Raises: StoreUnavailable.
+    """
     try:
         objects.size_bytes(NAME)
     except NotFound:
@@ -112,16 +123,21 @@ def has_record(objects: ObjectStore) -> bool:
 
 
 def descriptor_bytes(objects: ObjectStore) -> int:
-    """Return what descriptor and record take together. Raises NotFound without a descriptor."""
+    """Return the size of descriptor and record together.
+
+    Raises: NotFound, without a descriptor.
+    """
     size_bytes = objects.size_bytes(descriptor.NAME)
     return size_bytes + (objects.size_bytes(NAME) if has_record(objects) else 0)
 
 
 class ChunkingGuard:
-    """Keeps writers of one store to its record. Invariant: reads never fail because of the record.
+    """Check of writers against the store's chunking record.
 
-    `settings` has the store's values where the caller set none; `explicit` holds the dotted names that the caller set,
-    None: those that differ from the defaults. If any set value differs from the record the settings stay as given,
+    Invariant: reads never fail because of the record.
+
+    `settings` has the store's values where the caller set none; `explicit` has the dotted names that the caller set,
+    None means those that differ from the defaults. If a set value differs from the record the settings stay as given,
     and `prepare_put` refuses them unless `force` or `storage.allow_other_chunking`.
     """
 
@@ -146,10 +162,11 @@ class ChunkingGuard:
                 self._problem = err
 
     def prepare_put(self) -> None:
-        """Check that the settings are the store's; create the record of a store that has none.
+        """Check that the settings are the store's; create a missing record.
 
-        Raises ConfigError for other settings, Corrupt or FormatTooNew for a record that cannot be read; with force it
-        warns once instead.
+        With force it warns once instead of raising.
+
+        Raises: ConfigError, for other settings. Corrupt or FormatTooNew, for an unreadable record.
         """
         if self._ready:
             return
@@ -172,24 +189,26 @@ class ChunkingGuard:
 def describe_conflict(
     settings: Settings, record: ChunkingRecord, is_explicit: Callable[[str], bool] = lambda _name: True
 ) -> str | None:
-    """Return the error text for set values that differ from the store's, None if there are none."""
+    """Return the error text for set values that differ from the store's, or None."""
     given, recorded = record_of(settings).values(), record.values()
     other = [name for name in NAMES if given[name] != recorded[name] and is_explicit(name)]
     if not other:
         return None
-    asked = shown_values({name: given[name] for name in other})
-    stored = shown_values({name: recorded[name] for name in other})
+    set_values = shown_values({name: given[name] for name in other})
+    stored_values = shown_values({name: recorded[name] for name in other})
     return (
-        f"{asked}: this store is written with {stored}; data that are cut otherwise share no chunks with what it "
-        "holds; leave the setting out to use the store's, or allow it with `nearkin put --force` (API: force=True; "
+        f"{set_values}: this store is written with {stored_values}; data chunked otherwise share no chunks with its "
+        "data; leave the setting out to use the store's, or allow it with `nearkin put --force` (API: force=True; "
         "services and `nearkin serve`: storage.allow_other_chunking)"
     )
 
 
 def check_service_settings(objects: ObjectStore, settings: Settings) -> None:
-    """Check that a service cuts as its store is written; create the record of a store that has none.
+    """Check a service's settings against the record; create a missing record.
 
-    Raises ConfigError for other settings, unless `storage.allow_other_chunking`, which warns; Corrupt, FormatTooNew.
+    With `storage.allow_other_chunking` it warns about other settings.
+
+    Raises: ConfigError, for other settings. Corrupt, FormatTooNew.
     """
     record = read_record(objects) or create_record(objects, settings)
     conflict = describe_conflict(settings, record)
@@ -201,12 +220,12 @@ def check_service_settings(objects: ObjectStore, settings: Settings) -> None:
 
 
 def shown_values(values: Mapping[str, object]) -> str:
-    """Return settings as a message has them."""
+    """Format settings for a message."""
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _explicit_test(settings: Settings, explicit: Collection[str] | None) -> Callable[[str], bool]:
-    """Return what says of a dotted name whether the caller set it."""
+    """Return a test of whether the caller set a dotted name."""
     if explicit is not None:
         return explicit.__contains__
     plain, profile = asdict(Settings()), PROFILES.get(settings.profile, {})
@@ -223,7 +242,10 @@ def _explicit_test(settings: Settings, explicit: Collection[str] | None) -> Call
 
 
 def _adopt(settings: Settings, record: ChunkingRecord, is_explicit: Callable[[str], bool]) -> Settings:
-    """Return the settings with the store's profile and chunker where the caller set none. Raises ConfigError."""
+    """Return the settings with the store's profile and chunker where the caller set none.
+
+    Raises: ConfigError.
+    """
     if record_of(settings) == record:
         return settings
     changes: dict[str, dict[str, object]] = {}
@@ -231,8 +253,8 @@ def _adopt(settings: Settings, record: ChunkingRecord, is_explicit: Callable[[st
         plain = asdict(Settings())
         before = {section: {name: plain[section][name] for name in of} for section, of in _profile(settings.profile)}
         for section, values in (*before.items(), *_profile(record.profile)):
-            named = {name: each for name, each in values.items() if not is_explicit(f"{section}.{name}")}
-            changes[section] = {**changes.get(section, {}), **named}
+            unset = {name: each for name, each in values.items() if not is_explicit(f"{section}.{name}")}
+            changes[section] = {**changes.get(section, {}), **unset}
     changes["chunker"] = asdict(record.chunker)
     adopted = with_changes(settings, changes)
     return replace(adopted, profile=record.profile) if record.profile in PROFILES else adopted
@@ -249,11 +271,14 @@ def _text(value: object) -> str:
 
 
 def _chunker(value: object) -> ChunkerSettings:
-    """Return chunker settings with the types that each has; their bounds are the settings' own. Raises ValueError."""
-    wanted = asdict(ChunkerSettings())
-    if not isinstance(value, dict) or value.keys() != wanted.keys():
-        raise ValueError("other settings than chunker has")
-    for name, default in wanted.items():
+    """Decode chunker settings, with a check of their types. Raises ValueError.
+
+    Their bounds are checked by the settings.
+    """
+    defaults = asdict(ChunkerSettings())
+    if not isinstance(value, dict) or value.keys() != defaults.keys():
+        raise ValueError("unknown or missing chunker settings")
+    for name, default in defaults.items():
         if type(value[name]) is not type(default):
             raise ValueError(f"chunker.{name} {value[name]!r:.80}")
     plain = make_plain_settings({"chunker": value})  # every command reads the record: pydantic takes 100 ms to import
@@ -266,5 +291,5 @@ def _chunker(value: object) -> ChunkerSettings:
 
 
 def _check(body: Mapping[str, object]) -> str:
-    """Return 16 hex digits over all fields, whatever their order and spacing in the file."""
+    """Return a check, 16 hex digits, over all fields in canonical order."""
     return blake3(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest(length=8)

@@ -1,4 +1,7 @@
-"""Containers in an object store. Invariant: a directory or block that this module returns has passed its checksum."""
+"""Containers in an object store, with caches of directories and decoded blocks.
+
+Invariant: every directory or block that this module returns has passed its checksum.
+"""
 
 from __future__ import annotations
 
@@ -24,44 +27,53 @@ from nearkin_shared.utils.buffers import BufferPool
 
 FOLDER = "containers"
 WRITTEN_USES = 3
-"""A block that was just written counts as used so often: the next version leans on it, mostly."""
+"""Initial use count of a block just written: it is usually a base of the next version."""
 DIRECTORY_CACHE_BYTES = 48 * 1024 * 1024
 TAIL_BYTES = 64 * 1024
-"""Footer and directory of most containers come with one read of the last 64 KiB."""
+"""One read of the last 64 KiB returns the footer and directory of most containers."""
 
 RECONSTRUCTED_BYTES = 64 * 1024 * 1024
-"""Containers that parity made whole in memory, until they are put right in the store."""
+"""Cache of containers that parity reconstructed, until `repair` restores them in the store."""
 _log = logging.getLogger("nearkin")
 
 
 class ContainerSource(Protocol):
-    """Where the chunks of containers can be read: the store, or a writer's memory before they are durable."""
+    """Source of containers: the store, or a writer's memory before they are durable."""
 
     @property
     def buffers(self) -> BufferPool:
-        """Return where memory for decoded bytes comes from."""
+        """Return the pool of memory for decoded bytes."""
 
     def directory(self, container: ContainerId) -> Directory:
         """Return a container's directory. Raises NotFound, Corrupt or StoreUnavailable."""
 
     def cached_blocks(self, names: Sequence[BlockName]) -> list[U8 | None]:
-        """Return the bytes of each block that is at hand: in a cache, or because the block is still open."""
+        """Return the bytes of each block that is cached or open, None for others."""
 
     def record(self, container: ContainerId, block: int) -> bytes | memoryview:
-        """Return a block as it is stored, header and payload. Raises NotFound, Corrupt or StoreUnavailable."""
+        """Return a block as stored, header and payload.
+
+        Raises: NotFound, Corrupt, StoreUnavailable.
+        """
 
     def room_for(self, sizes_bytes: Sequence[int]) -> list[U8]:
-        """Return memory for blocks that will be decoded and kept, undefined: the cache lets go of as much before."""
+        """Return uninitialised memory for blocks that will be decoded and cached.
+
+        The cache evicts as much first.
+        """
 
     def cache_blocks(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
-        """Take decoded blocks into the cache."""
+        """Cache decoded blocks."""
 
 
 class ContainerRewritten(Corrupt):
-    """A block went while it was to be read: its container was written anew, and says where its chunks lie now."""
+    """A block was removed before it was read: its container was rewritten.
+
+    The new generation has the current location of its chunks.
+    """
 
     moved = False
-    """Whether a later generation was found for it, which nobody but a round, or a repair, can have put meanwhile."""
+    """Whether a later generation was found, which only a GC run or a repair can have written meanwhile."""
 
 
 GENERATIONS_MAX = 1 << 16
@@ -69,9 +81,9 @@ _NAME = re.compile(r"([0-9a-f]{16})(?:\.([0-9a-f]{4}))?\.nkc")
 
 
 def object_name(container: ContainerId, generation: int = 0) -> str:
-    """Return a container's object name; the first level is the id's time, 4.7 hours a folder.
+    """Return a container's object name; the first level is its time, 4.7 hours per folder.
 
-    One that was written anew, without what was garbage, is of the next generation; the highest holds.
+    A rewritten container has the next generation; the highest generation is valid.
     """
     digits = f"{container:016x}"
     rewritten = f".{generation:04x}" if generation else ""
@@ -79,13 +91,13 @@ def object_name(container: ContainerId, generation: int = 0) -> str:
 
 
 def id_of(name: str) -> ContainerId | None:
-    """Return the id of the container that an object's name is of, None for another's."""
+    """Return the container id of an object name, or None for another object."""
     matched = _NAME.fullmatch(name.rpartition("/")[2]) if name.startswith(f"{FOLDER}/") else None
     return None if matched is None else ContainerId(int(matched[1], 16))
 
 
 class ContainerStore:
-    """Containers by id, of one dedup domain, with bounded caches of directories and decoded blocks."""
+    """Containers of one dedup domain by id, with bounded caches."""
 
     def __init__(self, objects: ObjectStore, domain: bytes, block_cache_bytes: int) -> None:
         self._objects = objects
@@ -93,73 +105,74 @@ class ContainerStore:
         self._directories: ByteBoundedCache[ContainerId, tuple[Directory, int]] = ByteBoundedCache(
             DIRECTORY_CACHE_BYTES, "directories"
         )
-        """With the generation that each is of."""
+        """Directories, each with its generation."""
         self.blocks: ByteBoundedCache[tuple[ContainerId, int], U8] = ByteBoundedCache(block_cache_bytes, "blocks")
         self.restores = ActiveRestores()
-        """Through the cache of blocks."""
+        """Restores in progress, which share the block cache."""
         self.buffers = BufferPool()
         self.costs = ReadCosts()
         self._generations: dict[ContainerId, int] = {}
-        """Of containers that were written anew, as far as known: some 100 bytes each."""
-        self._noted = GenerationLog()
-        self._mended: ByteBoundedCache[str, bytes] = ByteBoundedCache(RECONSTRUCTED_BYTES, "mended")
+        """Known generations of rewritten containers; about 100 bytes each."""
+        self._change_log = GenerationLog()
+        self._reconstructed: ByteBoundedCache[str, bytes] = ByteBoundedCache(RECONSTRUCTED_BYTES, "mended")
 
     @property
     def far(self) -> bool:
-        """Return whether a read takes so long that others should be on their way meanwhile."""
+        """Return whether reads have a latency that other reads should overlap."""
         return self._objects.far
 
     def of(self, domain: bytes | None) -> Self:
-        """Return the same store, and the same caches, for another domain; None: for all, which is the maintenance
-        service's.
-        """
+        """Return the store with the same caches for another domain; None for all domains."""
         other = copy.copy(self)
         other._domain = domain
         return other
 
     def with_own_caches(self, objects: ObjectStore, block_cache_bytes: int = RECONSTRUCTED_BYTES) -> Self:
-        """Return a store of the same containers as another object store has them, with caches of its own."""
+        """Return a store of the same containers in another object store, with its own caches."""
         other = copy.copy(self)
         other._objects = objects
         other._directories = ByteBoundedCache(DIRECTORY_CACHE_BYTES, "directories")
         other.blocks = ByteBoundedCache(block_cache_bytes, "blocks")
         other.restores = ActiveRestores()
-        other._mended = ByteBoundedCache(RECONSTRUCTED_BYTES, "mended")
+        other._reconstructed = ByteBoundedCache(RECONSTRUCTED_BYTES, "mended")
         other._generations = dict(self._generations)
-        other._noted = GenerationLog()
+        other._change_log = GenerationLog()
         return other
 
     def with_objects(self, objects: ObjectStore) -> Self:
-        """Return the same store, and the same caches, whose containers are read and written through `objects`."""
+        """Return the store with the same caches over another object store."""
         other = copy.copy(self)
         other._objects = objects
         return other
 
     def counting(self) -> Self:
-        """Return the same store, and the same caches, with costs of its own."""
+        """Return the store with the same caches and its own cost counters."""
         other = copy.copy(self)
         other.costs = ReadCosts()
         return other
 
     def put(self, container: ContainerId, parts: Sequence[Payload], generation: int = 0) -> None:
-        """Write a container, its parts one behind the other, durably. Raises AlreadyExists or StoreUnavailable."""
+        """Write a container from consecutive parts, durably.
+
+        Raises: AlreadyExists, StoreUnavailable.
+        """
         self._objects.put_new(object_name(container, generation), *parts)
         if generation:
-            self._is_now(container, generation)
+            self._set_generation(container, generation)
 
     def takes_bytes(self, container: ContainerId, container_bytes: int) -> int:
-        """Return what a container of so many bytes takes where it lies: its parity included, and its seal."""
+        """Return the stored size of a container, with its parity and encryption."""
         return takes_bytes(self._objects, object_name(container), container_bytes)
 
     def delete(self, container: ContainerId, generation: int) -> None:
-        """Remove one generation of a container, durably. Again is fine.
+        """Delete one generation of a container, durably. Idempotent.
 
-        It is not the last one, or nothing leans on the container and no index names it.
+        Precondition: a later generation exists, or no chunk depends on the container and no index entry names it.
         """
         self._objects.delete(object_name(container, generation))
 
     def evict(self, container: ContainerId | None = None) -> None:
-        """Let go of all that was read, or of one container: it may have gone, and nothing new may lean on it."""
+        """Evict everything, or one container, which may have been deleted."""
         if container is None:
             self._directories.clear()
             self.blocks.clear()
@@ -168,31 +181,31 @@ class ContainerStore:
             self.blocks.drop_if(lambda key: key[0] == container)
 
     def evict_deleted(self) -> None:
-        """Let go of what was read of containers that have gone, or of which there is a later generation.
+        """Evict containers that were deleted or have a later generation.
 
-        Only while nobody else writes: what another process did and undid would not be seen.
+        Only while no other process writes: a change that was undone would go unnoticed.
         """
-        there = self.generations()
-        same = {
+        existing = self.generations()
+        unchanged = {
             container
             for container, (_, generation) in self._directories.items()
-            if max(there.get(container, {}), default=-1) == generation
+            if max(existing.get(container, {}), default=-1) == generation
         }
-        self._directories.drop_if(lambda container: container not in same)
-        self.blocks.drop_if(lambda key: key[0] not in same)
+        self._directories.drop_if(lambda container: container not in unchanged)
+        self.blocks.drop_if(lambda key: key[0] not in unchanged)
 
     def ids(self) -> Iterator[tuple[ContainerId, int]]:
-        """Yield (id, bytes) of every container, in no order; of its highest generation."""
+        """Yield (id, bytes) of the highest generation of every container, in no order."""
         for container, generations in self.generations().items():
             yield container, generations[max(generations)]
 
     def generations(self) -> dict[ContainerId, dict[int, int]]:
-        """Return by container the bytes of each generation that is there: mostly one."""
+        """Return the bytes of each existing generation by container; usually one."""
         found: dict[ContainerId, dict[int, int]] = {}
         for container, generation, size_bytes in self._listed(FOLDER):
             found.setdefault(container, {})[generation] = size_bytes
             if generation > self._generations.get(container, 0):
-                self._is_now(container, generation)
+                self._set_generation(container, generation)
         return found
 
     def _listed(self, folder: str) -> Iterator[tuple[ContainerId, int, int]]:
@@ -202,55 +215,59 @@ class ContainerStore:
                 raise Corrupt(f"{name}: not a container's name; move it out of the store")
             yield ContainerId(int(matched[1], 16)), int(matched[2] or "0", 16), size_bytes
 
-    def _is_now(self, container: ContainerId, generation: int) -> None:
-        """Take note of another generation, and let go of what was read of the one until now.
+    def _set_generation(self, container: ContainerId, generation: int) -> None:
+        """Record another generation, and evict the previous one.
 
-        After a repair by a copy of the first generation, numbers of blocks that a later one had given are given again.
+        After a repair from a copy of the first generation, block numbers of a later generation are assigned again.
         """
         self._generations[container] = generation
         self._directories.drop([container])
         self.blocks.drop_if(lambda key: key[0] == container)
-        self._noted.record(container)
+        self._change_log.record(container)
 
     @property
     def changes(self) -> int:
-        """Return how many changes of containers were noted: a plan that is made from now on knows of these."""
-        return self._noted.count
+        """Return the number of recorded container changes, for `has_newer_generation`."""
+        return self._change_log.count
 
     def generation(self, container: ContainerId) -> int:
-        """Return the generation of a container, as far as known: `generations` looks."""
+        """Return the known generation of a container; `generations` reads the store."""
         return self._generations.get(container, 0)
 
     def _find_newer_generation(self, container: ContainerId, tried: int) -> bool:
-        """Look for another generation than the one that was tried; return whether there is one."""
+        """Look for another generation than the one tried; return whether one exists."""
         return self._has_any_newer_generation({container: tried})
 
     def _has_any_newer_generation(self, tried: Mapping[ContainerId, int]) -> bool:
-        """Look for other generations than those that were tried, each folder once; return whether there is one."""
+        """Look for other generations than those tried; return whether one exists.
+
+        Lists each folder once.
+        """
         self._directories.drop(tried)
-        there: dict[ContainerId, int] = {}
+        existing: dict[ContainerId, int] = {}
         for folder in dict.fromkeys(object_name(container).rpartition("/")[0] for container in tried):
             for found, generation, _ in self._listed(folder):
                 if found in tried:
-                    there[found] = max(generation, there.get(found, 0))
-        others = [container for container, generation in there.items() if generation != tried[container]]
+                    existing[found] = max(generation, existing.get(found, 0))
+        others = [container for container, generation in existing.items() if generation != tried[container]]
         for container in others:
-            self._is_now(container, there[container])
+            self._set_generation(container, existing[container])
         return bool(others)
 
     def has_newer_generation(self, containers: Iterable[int], since: int | None = None) -> bool:
-        """Look whether any of these is there in a later generation than was read; that one is read from now on.
+        """Return whether a container has a later generation than the one read.
 
-        Or whether one was noted, by whoever shares the caches, after so many `changes`: what was planned before goes by
-        an older generation, though the directory at hand is of this one.
+        That one is read from then on. With `since`, a value of `changes`, also return True if a change was recorded
+        after it by a user of the same caches: a plan made before relies on the older generation, although the cached
+        directory is current.
         """
         containers = list(containers)
-        if since is not None and self._noted.has_changed_since(containers, since):
+        if since is not None and self._change_log.has_changed_since(containers, since):
             return True
         tried = dict[ContainerId, int]()
         for container in map(ContainerId, containers):
-            known = self._directories.get(container)
-            tried[container] = self.generation(container) if known is None else known[1]
+            cached = self._directories.get(container)
+            tried[container] = self.generation(container) if cached is None else cached[1]
         return self._has_any_newer_generation(tried)
 
     def raw(self, container: ContainerId) -> bytes:
@@ -264,44 +281,50 @@ class ContainerStore:
             return self._objects.get(object_name(container, self.generation(container)))
 
     def salvage(self, container: ContainerId) -> bytes | None:
-        """Return a damaged container as far as it can be read, zeros where it cannot; None where that is not known."""
+        """Return the readable parts of a damaged container, with zeros for the rest.
+
+        None if the readable parts are unknown.
+        """
         if not isinstance(self._objects, SupportsSalvage):
             return None
         return self._objects.salvage(object_name(container, self.generation(container)))
 
     def directory(self, container: ContainerId) -> Directory:
-        """Return a container's directory, from the cache or with one or two reads. Raises Corrupt where it is lost."""
-        return self._known(container)[0]
+        """Return a container's directory, from the cache or with one or two reads.
 
-    def _known(self, container: ContainerId) -> tuple[Directory, int]:
-        known = self._directories.get(container)
-        if known is None:
+        Raises: Corrupt, if the container is lost.
+        """
+        return self._cached_directory(container)[0]
+
+    def _cached_directory(self, container: ContainerId) -> tuple[Directory, int]:
+        cached = self._directories.get(container)
+        if cached is None:
             tried = self.generation(container)
             try:
-                known = self._read_directory(container, tried)
+                cached = self._read_directory(container, tried)
             except NotFound as err:
                 if not self._find_newer_generation(container, tried):
                     name = object_name(container, tried)
-                    raise Corrupt(f"{name}: missing, and what is asked for lies in it: run `nearkin verify`") from err
-                known = self._read_directory(container, self.generation(container))
+                    raise Corrupt(f"{name}: missing, but a version needs it; run `nearkin verify`") from err
+                cached = self._read_directory(container, self.generation(container))
             except Corrupt:
-                if not self._find_newer_generation(container, tried):  # who healed it died before this one went
+                if not self._find_newer_generation(container, tried):  # the repairing process died before deleting it
                     raise
-                known = self._read_directory(container, self.generation(container))
-        if self._domain not in (None, known[0].domain):
-            # Another tenant's (I9): whoever can name its container must not read through it.
-            raise Corrupt(f"{object_name(container, known[1])}: belongs to another tenant")
-        return known
+                cached = self._read_directory(container, self.generation(container))
+        if self._domain not in (None, cached[0].domain):
+            # Another tenant's (I9): knowing a container's name must not give access to it.
+            raise Corrupt(f"{object_name(container, cached[1])}: belongs to another tenant")
+        return cached
 
     def _read_directory(self, container: ContainerId, generation: int) -> tuple[Directory, int]:
         name = object_name(container, generation)
         try:
             directory = self._read_stored_directory(container, name)
         except Corrupt as err:
-            whole = self._reconstruct(name, err)
-            if whole is None:
+            reconstructed = self._reconstruct(name, err)
+            if reconstructed is None:
                 raise
-            directory = decode_container(whole, name)
+            directory = decode_container(reconstructed, name)
         self._directories.put(container, (directory, generation), directory.memory_bytes)
         return directory, generation
 
@@ -312,7 +335,7 @@ class ContainerStore:
         tail_start = max(0, size_bytes - TAIL_BYTES)
         try:
             header, tail = self._objects.get_ranges(name, [0, tail_start], [container_layout.HEADER.size, size_bytes])
-        except Corrupt:  # a page, or a sector, of a block perhaps: the directory may be whole
+        except Corrupt:  # a damaged page or sector may belong to a block: the directory may be intact
             tail_start = size_bytes - container_layout.FOOTER.size
             header, tail = self._objects.get_ranges(name, [0, tail_start], [container_layout.HEADER.size, size_bytes])
         # The footer first: its check covers the header, so that a flipped bit is not taken for a newer format.
@@ -328,35 +351,41 @@ class ContainerStore:
         return directory_codec.decode_directory(data, container, domain, size_bytes, check, name)
 
     def _reconstruct(self, name: str, why: Corrupt) -> bytes | None:
-        """Return a damaged container as it was written, where parity knows; the object itself stays as it is."""
-        whole = self._mended.get(name)
-        if whole is None and isinstance(self._objects, SupportsReconstruction):
-            whole = self._objects.reconstruct(name)
-            if whole is not None:
-                _log.warning("%s; read by its parity: run `nearkin repair`", why)
-                self._mended.put(name, whole, len(whole))
-        return whole
+        """Return a damaged container as written, if parity can reconstruct it.
+
+        The object itself is not changed.
+        """
+        reconstructed = self._reconstructed.get(name)
+        if reconstructed is None and isinstance(self._objects, SupportsReconstruction):
+            reconstructed = self._objects.reconstruct(name)
+            if reconstructed is not None:
+                _log.warning("%s; reconstructed from parity; run `nearkin repair`", why)
+                self._reconstructed.put(name, reconstructed, len(reconstructed))
+        return reconstructed
 
     def reconstruct_record(self, container: ContainerId, block: int, why: Corrupt) -> Payload | None:
-        """Return a block as it was written, header and payload, where what is stored is damaged and parity knows.
+        """Return a damaged block as written, header and payload, if parity can reconstruct it.
 
-        Raises Rewritten where a later generation has its chunks in another one.
+        Raises: ContainerRewritten, if a later generation has its chunks in another block.
         """
-        directory, generation = self._known(container)
-        whole = self._reconstruct(object_name(container, generation), why)
-        if whole is None and self._find_newer_generation(container, generation):
+        directory, generation = self._cached_directory(container)
+        reconstructed = self._reconstruct(object_name(container, generation), why)
+        if reconstructed is None and self._find_newer_generation(container, generation):
             return self.record(container, block)
-        if whole is None or block >= len(directory.blocks) or not directory.blocks.raw[block]:
+        if reconstructed is None or block >= len(directory.blocks) or not directory.blocks.raw[block]:
             return None
-        return whole[directory.block_rows[block].place]
+        return reconstructed[directory.block_rows[block].place]
 
     def cached_blocks(self, names: Sequence[BlockName]) -> list[U8 | None]:
         """Return decoded blocks from the cache."""
         return self.blocks.get_many(names)
 
     def record(self, container: ContainerId, block: int) -> Payload:
-        """Return a block as it is stored, with one ranged read. Raises Rewritten where it was there a moment ago."""
-        directory, generation = self._known(container)
+        """Return a block as stored, with one ranged read.
+
+        Raises: ContainerRewritten, if the block was removed after the directory was read.
+        """
+        directory, generation = self._cached_directory(container)
         try:
             return self._read_record(directory, generation, block)
         except NotFound as err:
@@ -364,33 +393,33 @@ class ContainerStore:
                 raise
             if not self._find_newer_generation(container, generation):
                 name = object_name(container, generation)
-                raise Corrupt(f"{name}: missing since its directory was read: run `nearkin verify`") from err
+                raise Corrupt(f"{name}: deleted after its directory was read; run `nearkin verify`") from err
         except ContainerRewritten:
             raise
         except Corrupt:
-            if not self._find_newer_generation(
-                container, generation
-            ):  # healed, and who did it died before this one went
+            if not self._find_newer_generation(container, generation):  # repaired; the repairer died before deleting it
                 raise
-        return self._read_record(*self._known(container), block)  # its number is its own, in every generation
+        return self._read_record(
+            *self._cached_directory(container), block
+        )  # a block number is unique over all generations
 
     def records(self, container: ContainerId, blocks: Sequence[int], raw_bytes_max: int) -> Sequence[Payload]:
-        """Return the first of some blocks as they are stored, with one read: one, and more up to `raw_bytes_max`.
+        """Return the first blocks as stored, with one read: at least one, up to `raw_bytes_max`.
 
-        Raises what `record` does.
+        Raises: as `record` does.
         """
-        directory, generation = self._known(container)
-        rows, some = directory.block_rows, list[BlockRow]()
+        directory, generation = self._cached_directory(container)
+        rows, batch = directory.block_rows, list[BlockRow]()
         for block in blocks:
             if block >= len(rows) or not rows[block].raw_bytes or raw_bytes_max <= 0:
                 break
-            some.append(rows[block])
+            batch.append(rows[block])
             raw_bytes_max -= rows[block].raw_bytes
-        if len(some) > 1:
+        if len(batch) > 1:
             name = object_name(container, generation)
-            with suppress(NotFound, Corrupt):  # one by one it is found out which, and why
-                read = self._objects.get_ranges(name, [row.start for row in some], [row.stop for row in some])
-                self.costs.read(container, sum(row.stop - row.start for row in some), blocks=len(some))
+            with suppress(NotFound, Corrupt):  # single reads below find the damaged one
+                read = self._objects.get_ranges(name, [row.start for row in batch], [row.stop for row in batch])
+                self.costs.read(container, sum(row.stop - row.start for row in batch), blocks=len(batch))
                 return read
         return [self.record(container, blocks[0])]
 
@@ -399,38 +428,39 @@ class ContainerStore:
         if block >= len(directory.blocks):
             raise NotFound(f"{name}: has no block {block}")
         if not directory.blocks.raw[block]:
-            raise ContainerRewritten(f"{name}: block {block} is gone: read again")
+            raise ContainerRewritten(f"{name}: block {block} was removed; read the container again")
         place = directory.block_rows[block].place
         try:
             (record,) = self._objects.get_ranges(name, [place.start], [place.stop])
-        except Corrupt as err:  # a page that does not open, or a bad sector
-            whole = self._reconstruct(name, err)
-            if whole is None:
+        except Corrupt as err:  # a page that does not decrypt, or a bad sector
+            reconstructed = self._reconstruct(name, err)
+            if reconstructed is None:
                 raise
-            record = whole[place]
+            record = reconstructed[place]
         self.costs.read(directory.container, place.stop - place.start, blocks=1)
         return record
 
-    def room_for(self, sizes_bytes: Sequence[int], beside_bytes_max: int | None = None) -> list[U8]:
-        """Return memory for blocks that will be decoded and kept, undefined: the cache lets go of as much before.
+    def room_for(self, sizes_bytes: Sequence[int], uncached_bytes_max: int | None = None) -> list[U8]:
+        """Return uninitialised memory for blocks that will be decoded and cached.
 
-        And of as much as more than `beside_bytes_max` is looked at beside it.
+        The cache evicts as much first, and also the excess of leased buffers outside the cache over
+        `uncached_bytes_max`.
         """
-        beside_bytes = 0
-        if beside_bytes_max is not None:
-            beside_bytes = max(0, self.buffers.leased_bytes - self.blocks.used_bytes - beside_bytes_max)
-        self.blocks.make_room(sizes_bytes, beside_bytes)
+        uncached_bytes = 0
+        if uncached_bytes_max is not None:
+            uncached_bytes = max(0, self.buffers.leased_bytes - self.blocks.used_bytes - uncached_bytes_max)
+        self.blocks.make_room(sizes_bytes, uncached_bytes)
         return self.buffers.take_many(sizes_bytes)
 
     def cache_blocks(self, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
-        """Keep decoded blocks in the cache."""
+        """Cache decoded blocks."""
         self.costs.blocks_decoded += len(names)
         self.blocks.put_many(names, decoded, [content.nbytes for content in decoded])
 
     def cache_directory(self, directory: Directory) -> None:
-        """Keep the directory of a container that was just put, as its own bytes say it."""
+        """Cache the directory of a container that was just stored."""
         self._directories.put(directory.container, (directory, 0), directory.memory_bytes)
 
     def cache_written(self, container: ContainerId, block: int, decoded: U8) -> None:
-        """Keep what a block that was just encoded decodes to; it cost no decoding."""
+        """Cache the decoded bytes of a block that was just encoded."""
         self.blocks.put((container, block), decoded, decoded.nbytes, WRITTEN_USES)

@@ -1,10 +1,12 @@
-"""Deletion. Invariant: a version goes and comes back by the exclusive create of its next mark; nothing is freed here.
+"""Deletion and undeletion of versions by tombstones.
+
+Invariant: a version is deleted or undeleted by the exclusive create of its next mark; no data are deleted here.
 
     1 note in the index   2 marks of all but the newest version   3 the newest version's mark
 
-Dying after 1 the index knows of a mark that is not there, and whoever lists looks; after 2 the key still answers with
-its newest version, never with an older one, and the same call again ends it. Of two calls that read the same state one
-is refused the mark and looks again (docs/internals/formats/tombstone.md).
+After a crash behind 1 the index has a note without a mark, and listings read the marks; behind 2 the key still returns
+its newest version, never an older one, and repeating the call completes it. Of two calls that read the same state one
+is refused the mark and reads the state again (docs/internals/formats/tombstone.md).
 """
 
 from __future__ import annotations
@@ -32,40 +34,49 @@ from nearkin_shared.utils.signals import interrupts_wait
 from nearkin_shared.validation import check_key, check_reason, check_version
 
 MARK_THREADS = 8
-"""Syncs of the marks of one call wait side by side."""
+"""Threads that sync the marks of one call concurrently."""
 RACES_MAX = 100
 REQUEST_BYTES = 16
 WHO_CHARACTERS_MAX = 64
-"""256 bytes of UTF-8 at most."""
+"""At most 256 bytes of UTF-8."""
 
 Note = Callable[[Sequence[MarkedVersion]], None]
-"""Tells the index, before the marks are written."""
+"""Function that records marks in the index before they are written."""
 Guard = Callable[[str, str], Callable[[VersionInfo], None] | None]
-"""(tenant, key) -> what raises RetentionActive for a version that may not be deleted yet; None where any may."""
+"""(tenant, key) -> function that raises RetentionActive for a retained version; None if none is retained."""
 Condition = Callable[[VersionInfo], None]
-"""Is given the newest of the versions that would be deleted; what it raises ends the call, and nothing is deleted."""
+"""Check of the newest version to be deleted; an exception ends the call, and nothing is deleted."""
 
 
 class DeletionObserver:
-    """What becomes of notes whose marks were not written. An index that many write keeps them until it is made anew."""
+    """Observer of index notes whose marks were not written.
+
+    This one does nothing: an index with several writers keeps such notes until its rebuild.
+    """
 
     def correct_collected_notes(self, tenant: str, key: str, versions: Collection[int]) -> None:
-        """Put what is there of these versions in place of notes where they are collected: nobody comes after."""
+        """Correct the notes of versions that were collected, which no later call does."""
 
     def rollback_notes(self, tenant: str, key: str, versions: Collection[int]) -> None:
-        """Put what is there of these versions in place of notes: the call that made them has failed."""
+        """Correct the notes of versions after the failure of the call that made them."""
 
     def note_corrections(self) -> int:
-        """Return how often notes were put back: one whose mark is not written yet may have been among them."""
+        """Return the number of corrections so far.
+
+        A note whose mark is not written yet may be among the corrected ones.
+        """
         return 0
 
     def outside_gc_step(self) -> AbstractContextManager[None]:
-        """Keep GC steps of this process from beginning; wait for the one at work, unless this is part of it."""
+        """Keep GC steps of this process from starting, and wait for one in progress.
+
+        A GC step does not wait for itself.
+        """
         return nullcontext()
 
 
 class Deletions:
-    """Deletes and undeletes versions of any tenant. Safe between threads and processes."""
+    """Deletion and undeletion of versions of any tenant. Safe between threads and processes."""
 
     def __init__(
         self,
@@ -78,9 +89,10 @@ class Deletions:
         reserve: SpaceReserve | None = None,
         heads: VersionHeads | None = None,
     ) -> None:
-        """`reserve`: disk space that deleting and undeleting may use once the disk is full.
+        """Create the deletions.
 
-        `heads`: where a version's retention record was removed, they refuse its deletion.
+        `reserve` is disk space for use once the disk is full. `heads` refuse the deletion of a version whose retention
+        record was removed.
         """
         self._heads = heads
         self._reserve = reserve
@@ -102,11 +114,12 @@ class Deletions:
         request: bytes | None = None,
         condition: Condition | None = None,
     ) -> int:
-        """Hide a version, or all versions that the key has at this moment; return how many.
+        """Delete a version, or all current versions of a key; return their number.
 
-        A call with the 16 bytes `request` of an earlier one that has deleted answers what that one did. Raises NotFound
-        (nothing is there to delete), RetentionActive (one of them is too young: none is deleted), BadInput, Corrupt,
-        StoreUnavailable (perhaps some are deleted: call again).
+        A call with the 16 bytes `request` of an earlier successful call returns that call's result.
+
+        Raises: NotFound (no version to delete), RetentionActive (one is retained: none is deleted), BadInput, Corrupt,
+        StoreUnavailable (some may be deleted: call again).
         """
         _check(key, version, reason)
         made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
@@ -134,26 +147,26 @@ class Deletions:
         requests: tuple[bytes | None, bytes],
         condition: Condition | None,
     ) -> int:
-        """Do `delete`; `requests`: by which an earlier try is known, and by which this one will be."""
+        """Delete versions; `requests` are the ids of an earlier try and of this one."""
         request, made_by = requests
         with self._exclusive(tenant, key):
             for _ in range(RACES_MAX):
                 histories = self._histories(tenant, key, version)
-                wanted = [history for history in histories if self._manifests.shows(tenant, key, history)]
+                selected = [history for history in histories if self._manifests.shows(tenant, key, history)]
                 earlier = self._marks(tenant, key, histories, request, MarkKind.DELETED)
                 if earlier:
-                    wanted = self._left_of(tenant, key, wanted, earlier)
-                if not wanted:
+                    selected = self._remaining_to_delete(tenant, key, selected, earlier)
+                if not selected:
                     if earlier:
                         return len(earlier)
                     raise NotFound(
-                        f"{_version_name(key, version)}: there is none; `nearkin ls --deleted` lists what is deleted"
+                        f"{_version_name(key, version)}: does not exist; `nearkin ls --deleted` lists deleted versions"
                     )
                 if condition is not None:
-                    condition(self._manifests.get(tenant, key, wanted[-1].version).info)
-                newest_us = self._check_retained(tenant, key, wanted)
+                    condition(self._manifests.get(tenant, key, selected[-1].version).info)
+                newest_us = self._check_retained(tenant, key, selected)
                 now_us = int(self._clock() * 1e6)
-                # By a clock that is behind the window would be over too soon for all others.
+                # With a clock that is behind, the undelete window would end too early for others.
                 from_us = max(self._manifests.known_time.latest_us(now_us), newest_us)
                 window_us = int(undelete_seconds * 1e6)
                 until_us = max(now_us + window_us, min(from_us + window_us, CREATED_US_MAX))
@@ -162,12 +175,12 @@ class Deletions:
                         tenant, key, history.version, history.sequence + 1, MarkKind.DELETED, now_us, until_us, made_by,
                         who, reason,
                     )
-                    for history in wanted
+                    for history in selected
                 ]  # fmt: skip
-                written = self._write(wanted, marks)
+                written = self._write(selected, marks)
                 if written:
                     return written
-            raise RetryableError(f"{_version_name(key, version)}: {RACES_MAX} other changes came first; try again")
+            raise RetryableError(f"{_version_name(key, version)}: {RACES_MAX} concurrent changes; try again")
 
     def undelete(
         self,
@@ -179,9 +192,9 @@ class Deletions:
         reason: str = "",
         request: bytes | None = None,
     ) -> int:
-        """Bring back a version, or all that the latest deletion of the key has hidden; return how many.
+        """Undelete a version, or all versions of the key's latest deletion; return their number.
 
-        Raises NotFound (nothing is deleted, or its time to come back is over), BadInput, Corrupt, StoreUnavailable.
+        Raises: NotFound (no version is deleted, or the undelete window is over), BadInput, Corrupt, StoreUnavailable.
         """
         _check(key, version, reason)
         made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
@@ -205,7 +218,7 @@ class Deletions:
     def _undelete(
         self, tenant: str, key: str, version: int | None, who: str, reason: str, requests: tuple[bytes | None, bytes]
     ) -> int:
-        """Do `undelete`, as `_delete` does."""
+        """Undelete versions; `requests` as in `_delete`."""
         request, made_by = requests
         with self._exclusive(tenant, key):
             for _ in range(RACES_MAX):
@@ -213,15 +226,15 @@ class Deletions:
                 hidden = self._deleted(tenant, key, histories)
                 earlier = self._marks(tenant, key, histories, request, MarkKind.UNDELETED)
                 if earlier:
-                    hidden = self._hidden_with(tenant, key, hidden, earlier)
+                    hidden = self._remaining_to_undelete(tenant, key, hidden, earlier)
                 if not hidden:
                     if earlier:
                         return len(earlier)
                     raise NotFound(
-                        f"{_version_name(key, version)}: not deleted, or never there; see `nearkin ls --deleted`"
+                        f"{_version_name(key, version)}: not deleted, or unknown; see `nearkin ls --deleted`"
                     )
                 latest = max((mark for _, mark in hidden), key=lambda mark: mark.at_us)
-                same = [(history, mark) for history, mark in hidden if mark.request == latest.request]
+                latest_deletion = [(history, mark) for history, mark in hidden if mark.request == latest.request]
                 now_us = int(self._clock() * 1e6)
                 if now_us > latest.until_us:
                     at, until = moment_of(latest.at_us), moment_of(latest.until_us)
@@ -242,19 +255,19 @@ class Deletions:
                         who,
                         reason,
                     )
-                    for _, found in same
+                    for _, found in latest_deletion
                 ]
-                written = self._write([history for history, _ in same], marks)
+                written = self._write([history for history, _ in latest_deletion], marks)
                 if written:
                     return written
-            raise RetryableError(f"{_version_name(key, version)}: {RACES_MAX} other changes came first; try again")
+            raise RetryableError(f"{_version_name(key, version)}: {RACES_MAX} concurrent changes; try again")
 
     def list_deleted(
         self, tenant: str, keys: Iterable[str], broken: Callable[[Damage], None] | None = None
     ) -> Iterator[Deletion]:
-        """Yield what is deleted of these keys and not collected, by key as given and version.
+        """Yield the deleted versions of these keys that are not collected.
 
-        A mark that cannot be read is told to `broken`, or raised as Corrupt.
+        Ordered by key as given, then version. An unreadable mark is passed to `broken`, or raised as Corrupt.
         """
         for key in keys:
             histories = self._histories(tenant, key, None)
@@ -273,11 +286,12 @@ class Deletions:
                     yield Deletion(key, mark.version, at, until, mark.who, mark.reason)
 
     def _check_retained(self, tenant: str, key: str, histories: Iterable[History]) -> int:
-        """Refuse to delete a version that its manifest, a retention record or the settings retain.
+        """Refuse to delete a version that its manifest, a retention record or a policy retains.
 
-        Up to when a damaged manifest retains its version is not known; it may be deleted where the settings retain
-        nothing and it has no retention record. Returns when the newest was created, microseconds since 1970, 0 where
-        none can be read. Raises RetentionActive, Corrupt.
+        The retention in a damaged manifest is unknown; its version may be deleted if no policy and no retention record
+        retains it. Returns when the newest version was created, microseconds since 1970, 0 if unreadable.
+
+        Raises: RetentionActive, Corrupt.
         """
         histories = list(histories)
         self._check_retention_records(tenant, key, histories)
@@ -298,30 +312,32 @@ class Deletions:
             if info.retain_until is not None and self._clock() < info.retain_until.timestamp():
                 raise RetentionActive(
                     f"key {key!r} version {history.version}: is retained until "
-                    f"{info.retain_until:%Y-%m-%dT%H:%M:%SZ} (its manifest says so, or `nearkin retain`, whatever the "
-                    f"settings are now); nothing was deleted{others}"
+                    f"{info.retain_until:%Y-%m-%dT%H:%M:%SZ} (by its manifest or `nearkin retain`, regardless of the "
+                    f"current settings); nothing was deleted{others}"
                 )
         return newest_us
 
     def _check_retention_records(self, tenant: str, key: str, histories: Iterable[History]) -> None:
-        """Raise RetentionActive where a retention record that a GC run has listed was removed."""
+        """Raise RetentionActive if a retention record listed by a GC run was removed."""
         lost = {} if self._heads is None else self._heads.find_lost_records(self._manifests, tenant, key)
         for history in histories:
             name = lost.get(history.version, "")
             if name.endswith(RETENTION_SUFFIX):
                 raise RetentionActive(
-                    f"key {key!r} version {history.version}: its retention record {name} was removed, until when the "
-                    "version is retained is not known; nothing was deleted: put the record back from a copy, extend "
-                    "the retention (`nearkin retain`), or give the record up with `nearkin rebuild-index`"
+                    f"key {key!r} version {history.version}: its retention record {name} was removed, so that the "
+                    "end of its retention is unknown; nothing was deleted; restore the record from a copy, extend the "
+                    "retention (`nearkin retain`), or accept the loss with `nearkin rebuild-index`"
                 )
 
     def extend_retention(
         self, tenant: str, key: str, version: int | None, retain_until_us: int, *, who: str = "", reason: str = ""
     ) -> VersionInfo:
-        """Retain a version, the newest by default, until a time (microseconds since 1970); return it, durably changed.
+        """Retain a version, the newest by default, until a time (microseconds since 1970).
 
-        A time that holds already changes nothing. Raises NotFound, BadInput (the time is earlier than the one that
-        holds: a retention is never shortened), Corrupt, StoreUnavailable.
+        Returns the version once the change is durable. A time already in effect changes nothing.
+
+        Raises: NotFound, BadInput (the time is earlier than the current one: a retention is never shortened), Corrupt,
+        StoreUnavailable.
         """
         extender = RetentionExtender(self._manifests, self._note, self._notes.rollback_notes, self._clock)
         with self._exclusive(tenant, key):
@@ -329,10 +345,12 @@ class Deletions:
 
     @contextmanager
     def _exclusive(self, tenant: str, key: str) -> Iterator[None]:
-        """Exclude conditional puts of the key: each sees the key before this change, or after it. Raises
-        RetryableError.
+        """Exclude conditional puts of the key.
 
-        A GC step ends first: it may delete, too, and would wait for the lock that waits for it.
+        Each sees the key before this change, or after it. A GC step ends first: it may delete too, and would wait for
+        the lock whose holder waits for it.
+
+        Raises: RetryableError.
         """
         with self._notes.outside_gc_step(), self._manifests.locks.for_deletion(tenant, key):
             yield
@@ -345,39 +363,45 @@ class Deletions:
         return [found[number] for number in sorted(found) if version in (None, number)]
 
     def _deleted(self, tenant: str, key: str, histories: Iterable[History]) -> list[tuple[History, Mark]]:
-        """Return what can be undeleted, each with its mark."""
+        """Return the versions that can be undeleted, each with its mark."""
         odd = [history for history in histories if history.committed and history.sequence % 2]
         return [(found, self._manifests.mark(tenant, key, found.version, found.sequence)) for found in odd]
 
-    def _left_of(self, tenant: str, key: str, wanted: list[History], earlier: Mapping[int, Mark]) -> list[History]:
-        """Return what the first sending of a call has left to delete: nothing that came, or came back, since.
+    def _remaining_to_delete(
+        self, tenant: str, key: str, selected: list[History], earlier: Mapping[int, Mark]
+    ) -> list[History]:
+        """Return the versions that the first try of a call has left to delete.
 
-        Else a client that lost the answer, and asked again, would delete what others put or undeleted in between.
+        Versions put or undeleted since are not among them: a client that repeats a call after a lost reply must not
+        delete them.
         """
         began_us = min(mark.at_us for mark in earlier.values())
         before = []
-        for history in wanted:
+        for history in selected:
             if history.version in earlier:
                 continue
-            with suppress(Corrupt, NotFound):  # whoever wants a damaged one gone deletes it by a call of its own
+            with suppress(Corrupt, NotFound):  # a damaged version is deleted by a call of its own
                 if self._manifests.get(tenant, key, history.version).created_us <= began_us:
                     before.append(history)
         return before
 
-    def _hidden_with(
+    def _remaining_to_undelete(
         self, tenant: str, key: str, hidden: list[tuple[History, Mark]], earlier: Mapping[int, Mark]
     ) -> list[tuple[History, Mark]]:
-        """Return what the first sending of a call has left to bring back: of the same deletion, not of a later one."""
-        taken = set()
+        """Return the deleted versions that the first try of a call has left to undelete.
+
+        They belong to the same deletion, not to a later one.
+        """
+        requests = set()
         for mark in earlier.values():
             with suppress(Corrupt, NotFound):
-                taken.add(self._manifests.mark(tenant, key, mark.version, mark.sequence - 1).request)
-        return [(found, mark) for found, mark in hidden if mark.request in taken and found.version not in earlier]
+                requests.add(self._manifests.mark(tenant, key, mark.version, mark.sequence - 1).request)
+        return [(found, mark) for found, mark in hidden if mark.request in requests and found.version not in earlier]
 
     def _marks(
         self, tenant: str, key: str, histories: Iterable[History], request: bytes | None, kind: MarkKind
     ) -> dict[int, Mark]:
-        """Return by version the marks that an earlier call with this `request` made, whatever became of it since."""
+        """Return the marks that an earlier call with this `request` made, by version."""
         found: dict[int, Mark] = {}
         for history in histories if request is not None else ():
             if not history.committed:
@@ -392,9 +416,12 @@ class Deletions:
         return found
 
     def _write(self, before: Sequence[History], marks: Sequence[Mark]) -> int:
-        """Write the marks of a key's versions, by version; return how many were not taken by another call."""
+        """Write the marks of a key's versions, by version; return how many were written.
+
+        Another call may have taken the others.
+        """
         tenant, key, versions = marks[0].tenant, marks[0].key, [mark.version for mark in marks]
-        noted = [
+        marked = [
             MarkedVersion(
                 tenant, key, mark.version, mark.sequence, history.marks_bytes + len(self._manifests.encode_mark(mark))
             )
@@ -402,52 +429,52 @@ class Deletions:
         ]
         note_corrections = self._notes.note_corrections()
         try:
-            self._note(noted)  # 1
-            written = self._written_all(marks)
+            self._note(marked)  # 1
+            written = self._write_marks(marks)
         except BaseException:
             self._notes.rollback_notes(tenant, key, versions)
             raise
-        # By another call, which may have looked before the marks were there.
+        # By another call, which may have read before the marks existed.
         if self._notes.note_corrections() != note_corrections:
-            self._note(noted)
+            self._note(marked)
         if written < len(marks):
             self._notes.correct_collected_notes(tenant, key, versions)
         failpoint("delete.marked")
         return written
 
-    def _written_all(self, marks: Sequence[Mark]) -> int:
-        """Write the marks; return how many were not taken."""
+    def _write_marks(self, marks: Sequence[Mark]) -> int:
+        """Write the marks; return how many were not taken by another call."""
         failpoint("delete.noted")
-        # The newest one is the last to go and the first to come back: an older one never stands in for it.
+        # The newest version is deleted last and undeleted first: an older one never takes its role.
         *older, newest = marks
         written: list[bool] = []
         if newest.kind is MarkKind.UNDELETED:
-            written.append(self._written(newest))
+            written.append(self._try_write(newest))
             failpoint("undelete.newest")
         if older:
             with ThreadPoolExecutor(MARK_THREADS if len(older) > 1 else 1) as threads:
-                with interrupts_wait():  # one in the midst of it would leave a thread that nobody waits for
-                    others = threads.map(self._written, older)
+                with interrupts_wait():  # an interrupt in the middle would leave a thread without a waiter
+                    others = threads.map(self._try_write, older)
                 written += others  # 2
             failpoint("delete.older")
         if newest.kind is MarkKind.DELETED:
-            written.append(self._written(newest))  # 3
+            written.append(self._try_write(newest))  # 3
         return sum(written)
 
-    def _written(self, mark: Mark) -> bool:
+    def _try_write(self, mark: Mark) -> bool:
         try:
             self._manifests.put_mark(mark)
         except AlreadyExists:
             return False
         if mark.kind is MarkKind.UNDELETED and not self._manifests.is_committed(mark.tenant, mark.key, mark.version):
-            # Its number was free again: a round has collected the version, marks and all, since this call looked.
+            # Its number was free again: a GC run has collected the version with its marks since this call read it.
             self._manifests.delete_mark(mark_name(mark.tenant, mark.key, mark.version, mark.sequence))
             return False
         return True
 
 
 def user_and_host() -> str:
-    """Return who runs this process, for `who`; no user database is asked."""
+    """Return user and host of this process, for `who`, without a user database lookup."""
     user = os.environ.get("LOGNAME") or os.environ.get("USER") or str(os.getuid())
     return f"{user}@{os.uname().nodename}"[:WHO_CHARACTERS_MAX]
 

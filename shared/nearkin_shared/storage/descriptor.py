@@ -1,6 +1,8 @@
-"""The store's descriptor. Invariant: without it nothing is read or written, and it is never overwritten.
+"""Descriptor of a store.
 
-`nearkin.json` holds the store's format version, its id, and the secret that keys every check tag.
+Invariant: without it nothing is read or written, and it is never overwritten.
+
+`nearkin.json` has the store's format version, its id, and the secret that keys every check tag.
 """
 
 from __future__ import annotations
@@ -26,18 +28,21 @@ FINGERPRINT_BITS = 160
 
 @frozen
 class Descriptor:
-    """What a store is. `secret`: 32 bytes in hex; who has it can craft aliases (docs/adr/0002-keyed-check-tag.md)."""
+    """Identity of a store.
+
+    `secret`: 32 bytes in hex; its owner can craft aliases (docs/adr/0002-keyed-check-tag.md).
+    """
 
     store_id: str
     secret: str
     fingerprint_bits: int = FINGERPRINT_BITS
-    """160; fewer only in tests, which make SHA-1 collisions abound."""
+    """160; fewer in tests only, to make SHA-1 collisions frequent."""
     format: str = FORMAT
     format_version: int = VERSION
 
 
 def create(objects: ObjectStore, fingerprint_bits: int = FINGERPRINT_BITS) -> Descriptor:
-    """Write the descriptor of a new store. Raises AlreadyExists when there is one."""
+    """Write the descriptor of a new store. Raises AlreadyExists."""
     if not 8 <= fingerprint_bits <= FINGERPRINT_BITS:
         raise BadInput(f"fingerprint_bits {fingerprint_bits}: want 8 to {FINGERPRINT_BITS}")
     made = Descriptor(secrets.token_hex(16), secrets.token_hex(32), fingerprint_bits)
@@ -47,15 +52,16 @@ def create(objects: ObjectStore, fingerprint_bits: int = FINGERPRINT_BITS) -> De
 
 
 def read(objects: ObjectStore, fingerprint_bits: int | None = FINGERPRINT_BITS) -> Descriptor:
-    """Return the store's descriptor, by whose secret `objects` authenticates records from now on.
+    """Return the store's descriptor; its secret authenticates the records of `objects`.
 
-    `fingerprint_bits`: what a descriptor may say; only a test names fewer, None takes any. Raises NotFound, Corrupt, or
-    FormatTooNew naming both versions.
+    `fingerprint_bits` is the accepted value; only tests pass fewer, None accepts any.
+
+    Raises: NotFound, Corrupt, FormatTooNew with both versions.
     """
     found = read_decoded(objects, NAME, _decode)
     if fingerprint_bits is not None and found.fingerprint_bits not in (fingerprint_bits, FINGERPRINT_BITS):
         raise Corrupt(
-            f"{NAME}: fingerprint_bits {found.fingerprint_bits}: want {FINGERPRINT_BITS}, fewer are for tests alone; "
+            f"{NAME}: fingerprint_bits {found.fingerprint_bits}: want {FINGERPRINT_BITS}, fewer are for tests only; "
             "restore it from a copy"
         )
     _authenticate(objects, found)
@@ -89,14 +95,14 @@ def _decode(data: bytes, _name: str) -> Descriptor:
             )
         check = fields.pop("check")
         found = Descriptor(**fields)
-        # One flipped bit in the secret changes every tag: all chunks would look broken, new ones would match none.
+        # One flipped bit in the secret changes every tag: all chunks would look corrupt, and no new one would match.
         if check != _check(found) or found.format_version != VERSION or len(bytes.fromhex(found.secret)) != 32:
-            raise ValueError("its check does not agree")  # noqa: TRY301
+            raise ValueError("its check fails")  # noqa: TRY301
     except (ValueError, KeyError, TypeError, RecursionError) as err:
         raise Corrupt(f"{NAME}: {err}; restore it from a copy, every chunk's tag depends on it") from err
     return found
 
 
 def _check(found: Descriptor) -> str:
-    """Return 16 hex digits over all fields, whatever their order and spacing in the file."""
+    """Return a check, 16 hex digits, over all fields in canonical order."""
     return blake3(json.dumps(asdict(found), sort_keys=True, separators=(",", ":")).encode()).hexdigest(length=8)

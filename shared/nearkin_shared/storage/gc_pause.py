@@ -1,6 +1,8 @@
-"""Whether garbage collection is paused. Invariant: it is while a record lies there; doubt pauses it.
+"""Pause of garbage collection.
 
-pause/0000000000000001.json     who paused it, and when; to resume removes all
+Invariant: GC is paused while a record exists; an unreadable record pauses it too.
+
+    pause/0000000000000001.json     time and initiator of the pause; resuming removes all records
 """
 
 from __future__ import annotations
@@ -25,42 +27,42 @@ WHO_CHARACTERS_MAX = 256
 
 @frozen
 class Pause:
-    """Since when, microseconds since 1970, and by whom; 0 and "" where the record cannot be read."""
+    """Time (microseconds since 1970) and initiator of a pause; 0 and "" if unreadable."""
 
     at_us: int
     who: str
 
 
 class GcPauseFlag:
-    """The pause of one store: it lies beside what it guards, so every maintenance, gateway and command sees it."""
+    """Pause of one store, stored as an object: every worker, gateway and command sees it."""
 
     def __init__(
         self, objects: ObjectStore, clock: Callable[[], float] = time.time, reserve: SpaceReserve | None = None
     ) -> None:
-        """`reserve`: disk space that a pause may use once the disk is full."""
+        """Create the flag; `reserve` is disk space for use once the disk is full."""
         self._reserve = reserve
         self._records = VersionedRecords(objects, FOLDER, "json", "a pause")
         self._clock = clock
 
     def read(self) -> Pause | None:
-        """Return the pause, None where collection runs. Raises StoreUnavailable."""
-        held = self._records.holding(self.at, lambda _: Pause(0, ""))
-        return None if held is None else held[1]
+        """Return the pause, or None. Raises StoreUnavailable."""
+        found = self._records.holding(self.at, lambda _: Pause(0, ""))
+        return None if found is None else found[1]
 
     def check(self) -> None:
-        """Raise GcPaused where collection is paused; StoreUnavailable."""
+        """Raise GcPaused if GC is paused. Raises StoreUnavailable."""
         found = self.read()
         if found is not None:
             since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(found.at_us / 1e6))
             raise GcPaused(
-                f"garbage collection is paused since {since} by {found.who or 'an unreadable record'}: what was done "
-                "before stays so; `nearkin gc --resume` lets it go on"
+                f"garbage collection is paused since {since} by {found.who or 'an unreadable record'}; "
+                "changes made before remain; `nearkin gc --resume` continues it"
             )
 
     def pause(self, who: str) -> Pause:
-        """Pause collection, before the next step of a round that is at work; return the pause, an older one if one is.
+        """Pause GC before the next step of a GC run; return the pause, or the one in effect.
 
-        Raises StoreUnavailable.
+        Raises: StoreUnavailable.
         """
         before = self.read()
         if before is not None:
@@ -69,26 +71,26 @@ class GcPauseFlag:
         fields: dict[str, object] = {"version": VERSION, "at_us": made.at_us, "who": made.who}
         if (key := self._records.key) is not None:
             fields["mac"] = mac_of_json(fields, key)
-        said = json.dumps(fields).encode()
+        payload = json.dumps(fields).encode()
         try:
             if self._reserve is None:
-                self._records.add(1, said)
+                self._records.add(1, payload)
             else:
-                self._reserve.run(lambda: self._records.add(1, said))
-        except AlreadyExists:  # by somebody else, at the same moment
+                self._reserve.run(lambda: self._records.add(1, payload))
+        except AlreadyExists:  # by another process, concurrently
             return self.read() or made
         failpoint("pause.recorded")
         return made
 
     def resume(self) -> bool:
-        """Let collection go on; return whether it was paused. Raises StoreUnavailable."""
-        there = sorted(self.list_records())
-        self._records.remove(there)
+        """Resume GC; return whether it was paused. Raises StoreUnavailable."""
+        sequences = sorted(self.list_records())
+        self._records.remove(sequences)
         failpoint("pause.removed")
-        return bool(there)
+        return bool(sequences)
 
     def list_records(self) -> dict[int, int]:
-        """Return the bytes of each record that is there. Raises Corrupt for a name that is none's."""
+        """Return the bytes of each record. Raises Corrupt for an invalid name."""
         return self._records.list_records()
 
     def name(self, sequence: int) -> str:
@@ -96,13 +98,16 @@ class GcPauseFlag:
         return self._records.name(sequence)
 
     def at(self, sequence: int) -> Pause:
-        """Return one record. Raises NotFound, Corrupt (also where it is not authenticated), StoreUnavailable."""
+        """Return one record.
+
+        Raises: NotFound, Corrupt (also if not authenticated), StoreUnavailable.
+        """
         try:
-            said = json.loads(self._records.get(sequence))
+            payload = json.loads(self._records.get(sequence))
             if (key := self._records.key) is not None:
-                check_json_mac(said, key, self.name(sequence))
-            found = Pause(int(said["at_us"]), str(said["who"]))
-            moment_of(found.at_us)  # who tells of it says when in words
+                check_json_mac(payload, key, self.name(sequence))
+            found = Pause(int(payload["at_us"]), str(payload["who"]))
+            moment_of(found.at_us)  # raises for a time that cannot be formatted
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as err:
             raise Corrupt(f"{self._records.name(sequence)}: {err}") from err
         return found

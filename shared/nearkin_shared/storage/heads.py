@@ -1,11 +1,13 @@
-"""Heads of keys. Invariant: a key whose newest manifest or last mark of a version was removed is known by its head.
+"""Highest version numbers and record sequences of keys, to detect removed objects.
 
-heads/versions/0000000000000007.nkh     the highest sequence holds
+Invariant: the removal of a key's newest manifest with its marks, or of a version's last mark, is detected by its head.
 
-A GC run records the highest version number of each key that it lists, deleted ones too: of a key some manifest or mark
-of the highest version stays for ever, so a lower number later means that it was removed behind the store's back. Of
-each version that has a manifest it records the highest sequences of marks and retention records, which only rise until
-GC removes the manifest.
+    heads/versions/0000000000000007.nkh     the highest sequence is valid
+
+A GC run records the highest version number of each key that it lists, deleted ones too: a manifest or mark of a key's
+highest version stays for ever, so a lower number later means that it was removed outside Nearkin. Of each version with
+a manifest it records the highest sequences of marks and retention records, which only rise until GC removes the
+manifest.
 """
 
 from __future__ import annotations
@@ -33,14 +35,17 @@ from nearkin_shared.storage.versioned_record import VersionedRecords
 
 FOLDER = "heads/versions"
 FRESH_SECONDS = 300.0
-"""As long a reader remembers the record."""
+"""Time for which a reader reuses the record."""
 FOLDERS_LISTED_MAX = 64
 """Folders of keys listed one by one; beyond, one listing of all manifests is cheaper."""
 _log = logging.getLogger("nearkin")
 
 
 class VersionHeads:
-    """The record of one store. Who writes it holds the lock, or lease, of GC runs. Safe between threads."""
+    """Heads of one store. Safe between threads.
+
+    A writer holds the lock, or lease, of GC runs.
+    """
 
     def __init__(self, objects: ObjectStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._records = VersionedRecords(objects, FOLDER, "nkh", "heads of keys")
@@ -53,7 +58,7 @@ class VersionHeads:
         return self._records.name(sequence)
 
     def list_records(self) -> dict[int, int]:
-        """Return the bytes of each record that is there, by sequence. Raises Corrupt for a name that is none's."""
+        """Return the bytes of each record by sequence. Raises Corrupt for an invalid name."""
         return self._records.list_records()
 
     def at(self, sequence: int) -> Heads:
@@ -64,19 +69,25 @@ class VersionHeads:
         return heads
 
     def read(self) -> Heads:
-        """Return the heads by digest of the key. A record that does not verify counts as none; `verify` names it."""
-        held = self._records.holding(self.at, _none)
-        return Heads() if held is None else held[1]
+        """Return the heads by digest of the key.
+
+        A record that does not verify is ignored; `verify` reports it.
+        """
+        newest = self._records.holding(self.at, _none)
+        return Heads() if newest is None else newest[1]
 
     def _recent(self) -> Heads:
-        """Return the heads as they were FRESH_SECONDS ago, or later."""
+        """Return the heads, at most FRESH_SECONDS old."""
         with self._lock:
             if self._read is None or self._clock() - self._read[0] > FRESH_SECONDS:
                 self._read = self._clock(), self.read()
             return self._read[1]
 
     def head_of(self, tenant: str, key: str) -> int:
-        """Return the highest version of a key as a GC run has seen it, 0 for none. Raises StoreUnavailable."""
+        """Return the highest version of a key that a GC run has listed, 0 for none.
+
+        Raises: StoreUnavailable.
+        """
         return self._recent().versions.get(bytes.fromhex(key_digest(tenant, key)), 0)
 
     def highest_taken(self, tenant: str, key: str) -> int:
@@ -91,36 +102,42 @@ class VersionHeads:
             return 0
 
     def check(self, manifests: ManifestStore, tenant: str, key: str, seen: int) -> None:
-        """Raise Corrupt where the key had a version above all that exist now, or a version of it has lost a mark.
+        """Raise Corrupt if the key had a version above all existing ones, or lost a mark.
 
-        `seen`: its newest that can be read.
+        `seen`: its newest readable version.
         """
         self.check_marks(manifests, tenant, key)
         head = self.head_of(tenant, key)
         if head > seen and head > max(manifests.histories(tenant, key), default=0):
             raise Corrupt(
-                f"{object_name(tenant, key, head)}: removed, manifest and marks: a GC run has listed {key!r} version "
-                f"{head}; put it back from a copy (`nearkin repair --from`), ask for an older one by its number, or "
-                "give it up with `nearkin rebuild-index`"
+                f"{object_name(tenant, key, head)}: removed with its marks; a GC run has listed {key!r} version "
+                f"{head}; restore it from a copy (`nearkin repair --from`), get an older one by its number, or "
+                "accept the loss with `nearkin rebuild-index`"
             )
 
     def check_marks(self, manifests: ManifestStore, tenant: str, key: str, version: int | None = None) -> None:
-        """Raise Corrupt where a version of the key, or this one, lacks a mark or retention record of an earlier GC run.
+        """Raise Corrupt if a version of the key lacks a mark or retention record.
 
-        Lists the key's folder only if it has had some. Raises StoreUnavailable.
+        `version`: only this one. Lost are those that an earlier GC run has listed. Lists the key's folder only if it
+        had any.
+
+        Raises: StoreUnavailable.
         """
         lost = self.find_lost_records(manifests, tenant, key)
         found = next((of for of in sorted(lost) if version in (None, of)), None)
         if found is not None:
             raise Corrupt(
-                f"{lost[found]}: removed: a GC run has listed it, and {key!r} version {found} is there without it; put "
-                "it back from a copy (`nearkin repair --from`), or give it up with `nearkin rebuild-index`"
+                f"{lost[found]}: removed; a GC run has listed it, and {key!r} version {found} lacks it now; restore "
+                "it from a copy (`nearkin repair --from`), or accept the loss with `nearkin rebuild-index`"
             )
 
     def find_lost_records(self, manifests: ManifestStore, tenant: str, key: str) -> dict[int, str]:
-        """Return by version the mark or retention record that a version of the key has lost. Raises StoreUnavailable.
+        """Return the lost mark or retention record of each version of the key.
 
-        Found twice: a GC run that ends the version removes its manifest first, which one listing may miss.
+        It must be missing in two listings: a GC run that ends the version removes its manifest first, which one listing
+        may miss.
+
+        Raises: StoreUnavailable.
         """
         digest = bytes.fromhex(key_digest(tenant, key))
         known = self._recent().sequences.get(digest, {})
@@ -136,9 +153,11 @@ class VersionHeads:
         return found
 
     def update(self, manifests: ManifestStore) -> RolledBack:
-        """Record the heads of now; return what is missing that an earlier run recorded.
+        """Record the current heads; return the missing objects that an earlier run recorded.
 
-        A head is never lowered. Raises StoreUnavailable, AlreadyExists (another process wrote the record).
+        A head is never lowered.
+
+        Raises: StoreUnavailable, AlreadyExists (another process wrote the record).
         """
         before, now = self.read(), list_heads(manifests)
         versions = {**before.versions}
@@ -155,10 +174,10 @@ class VersionHeads:
         return RolledBack(lowered, find_lost(before, now))
 
     def find_rolled_back(self, manifests: ManifestStore, known: Mapping[bytes, int] | None = None) -> dict[bytes, int]:
-        """Return the heads above all versions that exist. Raises StoreUnavailable.
+        """Return the heads above all existing versions. Raises StoreUnavailable.
 
-        `known` versions by key, of an index for example, are not looked for. A head counts only if it is found twice:
-        between a reading and a listing an erasure may have removed both.
+        `known` versions by key, of an index for example, are not looked up. A head must be missing in two listings:
+        between a read and a listing an erasure may have removed both.
         """
         found = self._find_rolled_back(manifests, known or {})
         again = self._find_rolled_back(manifests, known or {}) if found else {}
@@ -179,7 +198,7 @@ class VersionHeads:
         return any(found is not None and found[1] >= version for found in listed)
 
     def _without_hidden(self, heads: dict[bytes, int]) -> dict[bytes, int]:
-        """Return the heads without those of closed tenants, whose objects no listing names."""
+        """Return the heads without those of erased tenants, whose objects are not listed."""
         objects = self._records.objects
         if not heads or not isinstance(objects, EncryptedObjectStore):
             return heads
@@ -187,17 +206,20 @@ class VersionHeads:
         return {key: head for key, head in heads.items() if key not in hidden}
 
     def accept(self, manifests: ManifestStore) -> None:
-        """Make the heads what is listed now: what was removed is given up. Raises StoreUnavailable."""
+        """Replace the heads by the listed ones, which accepts all removals.
+
+        Raises: StoreUnavailable.
+        """
         before, now = self.read(), list_heads(manifests)
         if lowered_heads(before.versions, now.heads.versions) or find_lost(before, now):
             self._replace(before, now.heads)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Remove the heads of keys whose manifests and marks, by name, are about to be removed for good."""
+        """Remove the heads of keys whose manifests and marks are about to be removed."""
         before = self.read()
-        gone = {named[0] for named in map(key_and_version, names) if named is not None}
-        versions = {key: head for key, head in before.versions.items() if key not in gone}
-        sequences = {key: of for key, of in before.sequences.items() if key not in gone}
+        removed_keys = {key_version[0] for key_version in map(key_and_version, names) if key_version is not None}
+        versions = {key: head for key, head in before.versions.items() if key not in removed_keys}
+        sequences = {key: of for key, of in before.sequences.items() if key not in removed_keys}
         self._replace(before, Heads(versions, sequences))
 
     def _replace(self, before: Heads, heads: Heads) -> None:
@@ -211,14 +233,14 @@ class VersionHeads:
         try:
             self._records.add(sequence, encode_heads(sequence, heads, self._records.key))
         except AlreadyExists:
-            return  # another run's, as good as this one
+            return  # another run's, equally valid
         self._records.remove(listed)
         with self._lock:
             self._read = None
 
 
 class ListedHeads(NamedTuple):
-    """The heads of what a listing has found."""
+    """Heads of the objects of one listing."""
 
     heads: Heads
     committed: set[tuple[bytes, int]]
@@ -226,10 +248,10 @@ class ListedHeads(NamedTuple):
 
 
 class RolledBack(NamedTuple):
-    """What a GC run does not list, and an earlier one has recorded."""
+    """Objects that an earlier GC run has recorded and that are no longer listed."""
 
     versions: dict[bytes, int]
-    """Heads above all versions of a key that exist, by digest."""
+    """Heads above all existing versions of a key, by digest."""
     records: dict[tuple[bytes, int], str]
     """Object name of a lost mark or retention record, by digest and version."""
 
@@ -250,9 +272,11 @@ NO_SEQUENCES = Sequences()
 
 
 def list_heads(manifests: ManifestStore) -> ListedHeads:
-    """Return the heads of the manifests, marks and retention records that are listed. Raises StoreUnavailable.
+    """Return the heads of all listed manifests, marks and retention records.
 
-    A name that no release writes is of no key; `verify` names it.
+    Invalid names are ignored; `verify` reports them.
+
+    Raises: StoreUnavailable.
     """
     versions: dict[bytes, int] = {}
     sequences: dict[bytes, dict[int, Sequences]] = {}
@@ -260,12 +284,12 @@ def list_heads(manifests: ManifestStore) -> ListedHeads:
     listed = manifests.listing()
     for entries in listed:
         for name, _ in entries:
-            if (named := key_and_version(name)) is None:
+            if (key_version := key_and_version(name)) is None:
                 continue
-            key, version = named
+            key, version = key_version
             if entries is listed.manifests:
-                committed.add(named)
-            elif named in committed:
+                committed.add(key_version)
+            elif key_version in committed:
                 of = sequences.setdefault(key, {})
                 before, number = of.get(version, NO_SEQUENCES), int(name.rpartition("/")[2].split(".")[1], 16)
                 if entries is listed.marks:
@@ -278,7 +302,10 @@ def list_heads(manifests: ManifestStore) -> ListedHeads:
 
 
 def find_lost(before: Heads, now: ListedHeads) -> dict[tuple[bytes, int], str]:
-    """Return the names of marks and retention records that committed versions have lost, by digest and version."""
+    """Return the lost marks and retention records of committed versions.
+
+    Names by digest of the key and version.
+    """
     found = {}
     for key, of in before.sequences.items():
         for version, known in of.items():
@@ -290,7 +317,7 @@ def find_lost(before: Heads, now: ListedHeads) -> dict[tuple[bytes, int], str]:
 
 
 def lost_record(digest: bytes, version: int, known: Sequences | None, now: Sequences) -> str | None:
-    """Return the name of the mark or retention record that a version has lost, None where it has lost none."""
+    """Return the name of a version's lost mark or retention record, or None."""
     if known is None:
         return None
     stem = head_name(digest, version).removesuffix(".nkm")
@@ -302,9 +329,9 @@ def lost_record(digest: bytes, version: int, known: Sequences | None, now: Seque
 
 
 def _verified(manifests: ManifestStore, key: bytes, version: int, known: Sequences, found: Sequences) -> Sequences:
-    """Return the higher sequences of both; one that is new counts only if its record verifies.
+    """Return the higher sequences of both; a new one counts only if its record verifies.
 
-    Else a forged record, once it is removed, would be missed for ever.
+    Otherwise a forged record would be missed for ever after its removal.
     """
     stem, mark, retention = head_name(key, version).removesuffix(".nkm"), known.mark, known.retention
     if found.mark > mark:
@@ -328,10 +355,10 @@ def lowered_heads(before: Mapping[bytes, int], now: Mapping[bytes, int]) -> dict
 
 
 def head_name(digest: bytes, version: int) -> str:
-    """Return the object name of the manifest that a head stands for."""
+    """Return the object name of a head's manifest."""
     return f"manifests/{digest.hex()[:2]}/{digest.hex()}/{version:016x}.nkm"
 
 
 def _none(err: Corrupt | NotFound) -> Heads:
-    _log.warning("%s: removals of newest versions before the next GC run are not noticed by it", err)
+    _log.warning("%s: removals of newest versions before the next GC run go undetected", err)
     return Heads()

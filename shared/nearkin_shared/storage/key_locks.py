@@ -14,40 +14,40 @@ from typing import Protocol
 from nearkin_shared.errors import StoreLocked
 
 WAIT_SECONDS = 30.0
-"""A holder writes one manifest, or the marks of one deletion."""
+"""Longest wait; a holder writes one manifest, or the marks of one deletion."""
 
 
 class KeyLocks(Protocol):
-    """Exclude conditional puts of a key from its other conditional puts and from its deletions."""
+    """Locks that exclude a key's conditional puts from each other and from deletions."""
 
     def for_put(self, tenant: str, key: str) -> AbstractContextManager[None]:
-        """Hold the key for a conditional put. Raises RetryableError where it stays taken."""
+        """Lock the key for a conditional put. Raises RetryableError on timeout."""
 
     def for_deletion(self, tenant: str, key: str) -> AbstractContextManager[None]:
-        """Hold the key for a deletion; several deletions may hold it. Raises RetryableError where it stays taken."""
+        """Lock the key for a deletion; deletions share it. Raises RetryableError on timeout."""
 
     def after_fork(self) -> None:
-        """Begin without any lock held, in a process that was forked."""
+        """Start without any lock held, in a forked process."""
 
 
 class ProcessKeyLocks:
-    """One lock for all keys of a process, held for some writes of small objects.
+    """One lock for all keys of a process, held for a few writes of small objects.
 
-    Of a local store another process that writes is refused by the store's own lock.
+    Another process that writes to a local store is refused by the store's writer lock.
     """
 
     def __init__(self) -> None:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Begin without any lock held, in a process that was forked."""
+        """Start without any lock held, in a forked process."""
         self._changed = threading.Condition()
         self._putting = False
         self._deletions = 0
 
     @contextmanager
     def for_put(self, tenant: str, key: str) -> Iterator[None]:
-        """Hold the lock alone. Raises StoreLocked where it stays taken."""
+        """Hold the lock exclusively. Raises StoreLocked on timeout."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._putting and not self._deletions, WAIT_SECONDS):
                 raise _taken_error(key)
@@ -61,7 +61,7 @@ class ProcessKeyLocks:
 
     @contextmanager
     def for_deletion(self, tenant: str, key: str) -> Iterator[None]:
-        """Hold the lock with other deletions. Raises StoreLocked where it stays taken."""
+        """Share the lock with other deletions. Raises StoreLocked on timeout."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._putting, WAIT_SECONDS):
                 raise _taken_error(key)
@@ -75,4 +75,4 @@ class ProcessKeyLocks:
 
 
 def _taken_error(key: str) -> StoreLocked:
-    return StoreLocked(f"key {key!r}: another change of it took over {WAIT_SECONDS:.0f} s; try again")
+    return StoreLocked(f"key {key!r}: another change of it takes longer than {WAIT_SECONDS:.0f} s; try again")

@@ -1,10 +1,11 @@
-"""Manifests and marks in an object store. Invariant: a version exists exactly when its manifest does (I2), and is to be
-seen unless its highest mark says that it was deleted.
+"""Manifests and marks of versions in an object store.
 
-    manifests/ab/abcd.../0000000000000001.nkm          version 1
-    manifests/ab/abcd.../0000000000000001.0001.nkt     deleted
-    manifests/ab/abcd.../0000000000000001.0002.nkt     undeleted: it is there again
-    manifests/ab/abcd.../0000000000000001.0001.nkr     its retention was extended (retention_records.py)
+Invariant: a version exists exactly when its manifest does (I2), and is visible unless its highest mark deletes it.
+
+    manifests/ab/abcd.../0000000000000001.nkm           version 1
+    manifests/ab/abcd.../0000000000000001.0001.nkt      deleted
+    manifests/ab/abcd.../0000000000000001.0002.nkt      undeleted: visible again
+    manifests/ab/abcd.../0000000000000001.0001.nkr      its retention was extended (retention_records.py)
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ _WHOLE_NAME = re.compile(rf"manifests/[0-9a-f]{{2}}/([0-9a-f]{{32}})/{_NAME.patt
 
 @frozen
 class History:
-    """What the names in a key's folder say of one version."""
+    """State of one version, from the names in its key's folder."""
 
     version: int
     committed: bool = False
-    """Whether its manifest is there."""
+    """Whether its manifest exists."""
     sequence: int = 0
-    """Of its highest mark, 0 for none."""
+    """Sequence of its highest mark, 0 for none."""
     marks_bytes: int = 0
-    """Of all its marks and retention records."""
+    """Bytes of all its marks and retention records."""
     retention: int = 0
     """Sequence of its last retention record, 0 for none."""
 
@@ -69,7 +70,7 @@ class History:
         return not self.committed and self.sequence % 2 == 0
 
 
-class Listing(NamedTuple):
+class ManifestListing(NamedTuple):
     """(object name, bytes) of all objects of versions, each list sorted."""
 
     manifests: list[tuple[str, int]]
@@ -78,7 +79,10 @@ class Listing(NamedTuple):
 
 
 def key_digest(tenant: str, key: str) -> str:
-    """Return what stands for (tenant, key) in object names: 32 hex digits; a key never becomes a path (I9)."""
+    """Return the digest of (tenant, key) in object names: 32 hex digits.
+
+    A key never becomes a path (I9).
+    """
     return blake3(tenant.encode() + b"\0" + key.encode()).hexdigest(length=16)
 
 
@@ -102,13 +106,13 @@ def marked_version(name: str) -> tuple[str, int]:
 
 
 def key_and_version(name: str) -> tuple[bytes, int] | None:
-    """Return (digest of the key, version) that an object name is of, None for a name that no release writes."""
+    """Return (digest of the key, version) of an object name, or None if invalid."""
     matched = _WHOLE_NAME.fullmatch(name)
     return None if matched is None else (bytes.fromhex(matched[1]), int(matched[2], 16))
 
 
 def retained_manifest(name: str) -> str:
-    """Return the object name of the manifest that a retention record's name belongs to. Raises Corrupt."""
+    """Return the manifest's object name of a retention record's name. Raises Corrupt."""
     return record_sequence(name)[0]
 
 
@@ -124,14 +128,16 @@ def _digest_of_manifest(data: bytes, what: str) -> bytes:
 
 
 class ManifestStore:
-    """Manifests and marks by (tenant, key, version). Of an erased tenant all that is asked by name raises
-    TenantErased.
+    """Manifests and marks by (tenant, key, version).
+
+    Raises: TenantErased, for calls by name about an erased tenant.
     """
 
     def __init__(self, objects: ObjectStore, locks: KeyLocks | None = None, record_key: bytes | None = None) -> None:
-        """`locks`: shared by all who put conditionally and delete; by default one process's own.
+        """Create the store of manifests.
 
-        `record_key` authenticates marks where `objects` does not know its own.
+        `locks` are shared by all processes that put conditionally or delete; by default one process's own. `record_key`
+        authenticates marks if `objects` has no key of its own.
         """
         self._objects = objects
         self.locks = locks or ProcessKeyLocks()
@@ -147,28 +153,34 @@ class ManifestStore:
 
     @property
     def authenticates_marks(self) -> bool:
-        """Return whether marks have a MAC: not those of an encrypted store, which are sealed."""
+        """Return whether marks have a MAC; those of an encrypted store are encrypted instead."""
         return self._record_key is not None
 
     @property
     def _record_key(self) -> bytes | None:
         return self._given_key or record_key_of(self._objects)
 
-    # --- what was committed, whatever became of it -------------------------------------------------------------------
+    # --- committed versions, deleted ones too -----------------------------------------------------------------------
 
     def put(self, manifest: Manifest) -> int:
-        """Commit a version; return the manifest's bytes. Raises AlreadyExists (another put took this number)."""
+        """Commit a version; return the manifest's size in bytes.
+
+        Raises: AlreadyExists (another put took this number).
+        """
         data = encode_manifest(manifest)
         self._objects.put_new(object_name(manifest.tenant, manifest.key, manifest.version), data)
         return len(data)
 
     def stored_bytes(self, manifest: Manifest, manifest_bytes: int) -> int:
-        """Return what a manifest of so many bytes takes where it lies: its parity included, and its seal."""
+        """Return the stored size of a manifest, with its parity and encryption."""
         name = object_name(manifest.tenant, manifest.key, manifest.version)
         return takes_bytes(self._objects, name, manifest_bytes)
 
     def get(self, tenant: str, key: str, version: int) -> Manifest:
-        """Return one version's manifest, of a deleted one too. Raises NotFound, Corrupt or StoreUnavailable."""
+        """Return one version's manifest, deleted or not.
+
+        Raises: NotFound, Corrupt, StoreUnavailable.
+        """
         check_tenant(self._objects, tenant)
         name = object_name(tenant, key, version)
         manifest = read_decoded(self._objects, name, decode_manifest)
@@ -179,7 +191,9 @@ class ManifestStore:
     def info(self, manifest: Manifest, sequence: int | None = None) -> VersionInfo:
         """Return a version as callers see it, with the latest end of its retention.
 
-        `sequence` as in `RetentionRecords.retain_until_us`. Raises Corrupt, StoreUnavailable.
+        `sequence` as in `RetentionRecords.retain_until_us`.
+
+        Raises: Corrupt, StoreUnavailable.
         """
         until_us = self.retentions.retain_until_us(manifest, sequence)
         if until_us == manifest.retain_until_us:
@@ -187,11 +201,14 @@ class ManifestStore:
         return replace(manifest.info, retain_until=moment_of(until_us))
 
     def size_bytes(self, manifest: Manifest) -> int:
-        """Return how many bytes a stored manifest takes. Raises NotFound or StoreUnavailable."""
+        """Return the size of a stored manifest in bytes. Raises NotFound, StoreUnavailable."""
         return self._objects.size_bytes(object_name(manifest.tenant, manifest.key, manifest.version))
 
     def is_committed(self, tenant: str, key: str, version: int) -> bool:
-        """Return whether a version's manifest is there, whatever marks say. Raises StoreUnavailable."""
+        """Return whether a version's manifest exists, regardless of marks.
+
+        Raises: StoreUnavailable.
+        """
         try:
             self._objects.size_bytes(object_name(tenant, key, version))
         except NotFound:
@@ -199,11 +216,11 @@ class ManifestStore:
         return True
 
     def versions(self, tenant: str, key: str) -> list[int]:
-        """Return the numbers that a key's versions have taken, ascending: of deleted ones too. For who commits."""
+        """Return the numbers of a key's versions, deleted ones too, ascending."""
         return sorted(self.histories(tenant, key))
 
     def histories(self, tenant: str, key: str) -> dict[int, History]:
-        """Return what became of each version of a key, from one listing of its folder. Raises Corrupt."""
+        """Return the state of each version of a key, from one listing. Raises Corrupt."""
         check_tenant(self._objects, tenant)
         found: dict[int, History] = {}
         for name, size_bytes in self._objects.names(_folder(tenant, key)):
@@ -233,10 +250,12 @@ class ManifestStore:
         return clear_bytes(self._objects, name, stored_bytes)
 
     def find_previous(self, tenant: str, key: str, histories: Mapping[int, History]) -> Previous:
-        """Return the newest manifest of a key for the chain of its next version. Raises StoreUnavailable.
+        """Return the newest manifest of a key for the chain of its next version.
 
-        `histories`: as just listed. A manifest that GC removed since is passed over; one that is damaged is named
-        without a digest, so that a put does not fail because of it.
+        `histories` as just listed. A manifest that GC removed since is skipped; a damaged one is named without a
+        digest, so that a put does not fail because of it.
+
+        Raises: StoreUnavailable.
         """
         for version in sorted(histories, reverse=True):
             if histories[version].committed:
@@ -258,7 +277,10 @@ class ManifestStore:
         return self.origins.find(tenant, key, versions, origin)
 
     def digest(self, tenant: str, key: str, version: int) -> bytes:
-        """Return BLAKE3 of a manifest's bytes in clear. Raises NotFound, Corrupt, StoreUnavailable."""
+        """Return BLAKE3 of a manifest's plain bytes.
+
+        Raises: NotFound, Corrupt, StoreUnavailable.
+        """
         return read_decoded(self._objects, object_name(tenant, key, version), _digest_of_manifest)
 
     def names(self) -> Iterator[tuple[str, int]]:
@@ -271,9 +293,12 @@ class ManifestStore:
         listed = self.listing()
         return listed.manifests, listed.marks
 
-    def listing(self) -> Listing:
-        """Return (object name, bytes) of every manifest, mark and retention record, sorted. Raises StoreUnavailable."""
-        found = Listing([], [], [])
+    def listing(self) -> ManifestListing:
+        """Return (object name, bytes) of every manifest, mark and retention record, sorted.
+
+        Raises: StoreUnavailable.
+        """
+        found = ManifestListing([], [], [])
         for entry in sorted(self._objects.names("manifests")):
             if entry[0].endswith(MARK_SUFFIX):
                 found.marks.append(entry)
@@ -284,47 +309,56 @@ class ManifestStore:
         return found
 
     def read(self, name: str) -> Manifest:
-        """Return the manifest that lies under an object name. Raises NotFound, Corrupt or StoreUnavailable."""
+        """Return the manifest under an object name.
+
+        Raises: NotFound, Corrupt, StoreUnavailable.
+        """
         manifest = read_decoded(self._objects, name, decode_manifest)
         if object_name(manifest.tenant, manifest.key, manifest.version) != name:
             raise Corrupt(f"{name}: is the manifest of {manifest.key!r} version {manifest.version}")
         return manifest
 
     def read_stored(self, name: str) -> bytes:
-        """Return the bytes that lie under an object name, whatever they are. Raises NotFound, StoreUnavailable."""
+        """Return the bytes under an object name, unchecked.
+
+        Raises: NotFound, StoreUnavailable.
+        """
         return self._objects.get(name)
 
     def delete(self, tenant: str, key: str, version: int) -> None:
-        """Remove a manifest, whose version a mark calls collected. Again is fine."""
+        """Delete a manifest whose mark records that it was collected. Idempotent."""
         self._objects.delete(object_name(tenant, key, version))
 
     def delete_mark(self, name: str) -> None:
-        """Remove a mark that says nothing any more. Again is fine."""
+        """Delete a mark without effect. Idempotent."""
         self._objects.delete(name)
 
-    # --- what is to be seen ------------------------------------------------------------------------------------------
+    # --- visible versions ---------------------------------------------------------------------------------------------
 
     def newest(self, tenant: str, key: str) -> Manifest | None:
-        """Return the newest version that is to be seen, None where there is none. Raises Corrupt, StoreUnavailable."""
+        """Return the newest visible version, or None. Raises Corrupt, StoreUnavailable."""
         histories = self.histories(tenant, key)
         if histories and histories[max(histories)].sequence % 2:
-            # A folder's listing may hold a mark and miss a version that was committed before it: it is in the next one.
+            # A listing may contain a mark and miss a version committed before it: the next listing has it.
             histories = self.histories(tenant, key)
         return self._newest_of(tenant, key, histories)
 
     def check_precondition(
         self, tenant: str, key: str, histories: Mapping[int, History], precondition: Precondition | None
     ) -> None:
-        """Check a put's precondition against the histories that its version number is taken from.
+        """Check a put's precondition against the histories that determine its version number.
 
-        Raises PreconditionFailed, Corrupt (the newest version cannot be read), StoreUnavailable.
+        Raises: PreconditionFailed, Corrupt (the newest version cannot be read), StoreUnavailable.
         """
         if precondition is not None:
             newest = self._newest_of(tenant, key, histories)
             precondition.check(key, None if newest is None else newest.info)
 
     def exclusive_if(self, precondition: Precondition | None, tenant: str, key: str) -> AbstractContextManager[None]:
-        """Hold the key's lock for a conditional put; do nothing for any other. Raises RetryableError."""
+        """Lock the key for a conditional put; do nothing for other puts.
+
+        Raises: RetryableError.
+        """
         return nullcontext() if precondition is None else self.locks.for_put(tenant, key)
 
     def _newest_of(self, tenant: str, key: str, histories: Mapping[int, History]) -> Manifest | None:
@@ -334,25 +368,31 @@ class ManifestStore:
         return None
 
     def read_visible(self, tenant: str, key: str, version: int) -> Manifest:
-        """Return a version that is to be seen. Raises NotFound, Corrupt, StoreUnavailable."""
+        """Return a visible version. Raises NotFound, Corrupt, StoreUnavailable."""
         if not self.is_seen(tenant, key, version):
             raise NotFound(f"key {key!r} version {version}: deleted")
         return self.get(tenant, key, version)
 
     def is_seen(self, tenant: str, key: str, version: int) -> bool:
-        """Return whether no mark hides a version: one small read where it never had one, which most never have."""
+        """Return whether a version is visible.
+
+        One small read if it never had a mark, as most versions.
+        """
         check_tenant(self._objects, tenant)
         try:
             self._objects.get(mark_name(tenant, key, version, 1))
         except NotFound:
             return True
-        except Corrupt:  # sealed, and damaged: it is there, and names alone say more
+        except Corrupt:  # an encrypted mark that is damaged: it exists, and the names alone have the rest
             pass
         history = self.histories(tenant, key).get(version)
         return history is not None and self.shows(tenant, key, history)
 
     def shows(self, tenant: str, key: str, history: History) -> bool:
-        """Return whether a version with this history is to be seen. Raises Corrupt where its mark cannot be read."""
+        """Return whether a version with this history is visible.
+
+        Raises: Corrupt, if its mark cannot be read.
+        """
         if not history.committed or history.sequence % 2:
             return False
         if not history.sequence:
@@ -362,18 +402,21 @@ class ManifestStore:
     # --- marks -------------------------------------------------------------------------------------------------------
 
     def put_mark(self, mark: Mark) -> int:
-        """Write the next mark of a version; return its bytes. Raises AlreadyExists (another change came first)."""
+        """Write the next mark of a version; return its size in bytes.
+
+        Raises: AlreadyExists (another change came first).
+        """
         data = self.encode_mark(mark)
         self._objects.put_new(mark_name(mark.tenant, mark.key, mark.version, mark.sequence), data)
         return len(data)
 
     def takes_bytes(self, mark: Mark) -> int:
-        """Return what a mark takes, with all that the store adds."""
+        """Return the stored size of a mark, with its parity and encryption."""
         name = mark_name(mark.tenant, mark.key, mark.version, mark.sequence)
         return takes_bytes(self._objects, name, len(self.encode_mark(mark)))
 
     def encode_mark(self, mark: Mark) -> bytes:
-        """Return the bytes of a mark as this store writes it. Raises BadInput."""
+        """Encode a mark as this store writes it. Raises BadInput."""
         return encode_mark(mark, self._record_key)
 
     def mark(self, tenant: str, key: str, version: int, sequence: int) -> Mark:
@@ -381,7 +424,7 @@ class ManifestStore:
         return self.read_mark(mark_name(tenant, key, version, sequence))
 
     def read_mark(self, name: str) -> Mark:
-        """Return the mark that lies under an object name. Raises NotFound, Corrupt, StoreUnavailable."""
+        """Return the mark under an object name. Raises NotFound, Corrupt, StoreUnavailable."""
         key = self._record_key
         mark = read_decoded(self._objects, name, lambda data, what: decode_mark(data, what, key))
         if mark_name(mark.tenant, mark.key, mark.version, mark.sequence) != name:

@@ -1,9 +1,11 @@
-"""What a writer must not lean on. Invariant: what was condemned when a container was opened is no base of it.
+"""Filter of data pending deletion, which a writer must not use as bases.
 
-    maintenance    forgets, records -> a grace -> sweeps what no manifest and no container leans on
-    writer     record, no older than REFRESH_SECONDS -> bases chosen -> container durable within half a grace
+Invariant: data pending deletion when a container was opened are no bases of its chunks.
 
-So whatever a sweep takes was condemned before any container was opened that the sweep has not listed.
+    GC run   withdraws, records -> a grace -> sweeps data that no manifest and no container references
+    writer   record, no older than REFRESH_SECONDS -> bases chosen -> container durable within half a grace
+
+So all data that a sweep deletes were pending deletion before any container was opened that the sweep has not listed.
 docs/adr/0015-two-phase-garbage-collection.md.
 """
 
@@ -22,42 +24,44 @@ from nearkin_shared.storage.containers import ContainerSource, ContainerStore
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.types import ZERO, Bools, ContainerId, Locations, group_by_container
 
-SOUND_MAX = 10_000
-"""Containers whose segments are remembered as sound: 40 GB of data, some 300 KB."""
+INTACT_MAX = 10_000
+"""Number of containers whose intact segments are cached: 40 GB of data, about 300 KB."""
 REFRESH_SECONDS = 5.0
-"""A record may be so old when a base is chosen; a quarter of the grace where that is less."""
+"""Greatest age of the record when a base is chosen; a quarter of the grace if that is less."""
 
 
 class PendingDeleteWatcher:
-    """The record of what is condemned, read again now and then; shared by threads and tenants."""
+    """Pending-delete record, re-read periodically. Shared by threads and tenants."""
 
     def __init__(
-        self, condemned: PendingDeleteStore, grace_seconds: float, rounds: Callable[[], object] = lambda: None
+        self, store: PendingDeleteStore, grace_seconds: float, runs: Callable[[], object] = lambda: None
     ) -> None:
-        """`rounds` returns what is another once a round has ended: it may have written containers anew, and condemned
-        nothing.
+        """Watch a record.
+
+        `runs` returns a token that changes when a GC run has ended: the run may have rewritten containers without
+        marking any data for deletion.
         """
-        self._condemned = condemned
-        self._rounds = rounds
+        self._store = store
+        self._runs = runs
         self.grace_seconds = grace_seconds
         self._lock = threading.Lock()
         self._record: dict[int, PendingDelete] = {}
-        self._round = object()
+        self._last_run = object()
         self._read_at = -1e9
         self.changes = 0
-        """How often the record was another than before, a round had ended since, or it was not looked at for so long
-        that either may have been."""
+        """Number of changes: the record differed, a GC run ended, or the last read was so long ago that either may be
+        true."""
 
     def record(self, *, now: bool = False) -> dict[int, PendingDelete]:
-        """Return what is condemned, as it is or was a moment ago. Raises StoreUnavailable."""
+        """Return the pending deletes, at most a moment old. Raises StoreUnavailable."""
         with self._lock:
             at = time.monotonic()
             if now or at - self._read_at > min(REFRESH_SECONDS, self.grace_seconds / 4):
-                ended, record = self._rounds(), self._condemned.read()
-                late = at - self._read_at > self.grace_seconds / 2
-                if late or ended != self._round or _stamp(record) != _stamp(self._record):
+                ended, record = self._runs(), self._store.read()
+                is_late = at - self._read_at > self.grace_seconds / 2
+                if is_late or ended != self._last_run or _stamp(record) != _stamp(self._record):
                     self.changes += 1
-                self._record, self._round, self._read_at = record, ended, at
+                self._record, self._last_run, self._read_at = record, ended, at
             return self._record
 
 
@@ -66,41 +70,44 @@ def _stamp(record: dict[int, PendingDelete]) -> list[tuple[int, int, int, int]]:
 
 
 class PendingDeleteFilter:
-    """One tenant's view: what is condemned or gone.
+    """Data pending deletion or deleted, as one tenant sees them.
 
-    Lets go of all that was read whenever the record changes, and once a round has ended.
+    Evicts all cached containers when the record changes, and when a GC run has ended.
     """
 
     def __init__(
         self, watch: PendingDeleteWatcher, containers: ContainerStore, fresh: Callable[[], ContainerStore]
     ) -> None:
-        """`fresh` returns the same containers with nothing of them read yet."""
+        """Create the filter; `fresh` returns the same containers with empty caches."""
         self._watch = watch
         self._fresh = fresh
         self._containers = containers
-        self._seen = watch.changes
-        self._sound: OrderedDict[int, Bools] = OrderedDict()
-        """By container, which of its segments can be restored, as found since the record last changed."""
+        self._last_change = watch.changes
+        self._intact: OrderedDict[int, Bools] = OrderedDict()
+        """Masks of the restorable segments by container, as found since the record last changed."""
 
     @property
     def grace_seconds(self) -> float:
-        """Return how long something stays condemned before it goes."""
+        """Return how long data stay pending delete before they may be deleted."""
         return self._watch.grace_seconds
 
     def refresh(self) -> None:
-        """Look at the record; what was read before it changed may have gone since."""
+        """Re-read the record; after a change evict the containers, which may be deleted."""
         self._watch.record()
-        if self._seen != self._watch.changes:
-            self._seen = self._watch.changes
+        if self._last_change != self._watch.changes:
+            self._last_change = self._watch.changes
             self._containers.evict()
-            self._sound.clear()
+            self._intact.clear()
 
     def is_pending(self, chunks: Locations) -> Bools:
-        """Return which chunks are condemned."""
+        """Return which chunks are pending deletion."""
         return _is_pending(self._watch.record(), chunks)
 
     def lost(self, chunks: Locations, source: ContainerSource) -> Bools:
-        """Return which chunks are condemned, or gone from what `source` has read since the record last changed."""
+        """Return which chunks are pending deletion or deleted.
+
+        Deleted: missing in what `source` has read since the record last changed.
+        """
         self.refresh()
         found = self.is_pending(chunks)
         for container, rows in group_by_container(chunks.containers):
@@ -108,65 +115,69 @@ class PendingDeleteFilter:
                 continue
             ordinals = chunks.ordinals[rows]
             try:
-                there = source.directory(ContainerId(container)).chunks.there
+                existing = source.directory(ContainerId(container)).chunks.there
             except (Corrupt, NotFound):
                 found[rows] = True
                 continue
-            beyond = ordinals >= len(there)
-            found[rows] |= beyond | ~there[np.where(beyond, 0, ordinals)]
+            beyond = ordinals >= len(existing)
+            found[rows] |= beyond | ~existing[np.where(beyond, 0, ordinals)]
         return found
 
     def find_missing(self, segments: Locations) -> tuple[int, str] | None:
-        """Return (container, problem) of a segment that cannot be restored, None where all can.
+        """Return (container, problem) of a segment that cannot be restored, or None.
 
-        Each container is read once between two GC runs. A segment condemned for longer than half the grace counts as
-        missing: no index names it, unless it was restored from an older copy, and it may be freed at any moment.
-        Raises StoreUnavailable.
+        Each container is read once between two GC runs. A segment pending deletion for longer than half the grace
+        counts as missing: no index names it, unless the index was restored from an older copy, and it may be deleted at
+        any moment.
+
+        Raises: StoreUnavailable.
         """
         self.refresh()
         record = self._watch.record()
-        stale_us = (time.time() - self.grace_seconds / 2) * 1e6
+        withdrawn_before_us = (time.time() - self.grace_seconds / 2) * 1e6
         for container, rows in group_by_container(segments.containers):
             ordinals, entry = segments.ordinals[rows], record.get(container)
             try:
-                sound = self._sound_segments(container)
+                intact = self._intact_segments(container)
             except (Corrupt, NotFound) as err:
                 return container, str(err)
-            if int(ordinals.max()) >= len(sound) or not sound[ordinals].all():
+            if int(ordinals.max()) >= len(intact) or not intact[ordinals].all():
                 return container, f"a segment of container {container:016x}, or a chunk of one, is not in the store"
-            if entry is not None and entry.at_us < stale_us and np.isin(ordinals, entry.segments).any():
+            if entry is not None and entry.at_us < withdrawn_before_us and np.isin(ordinals, entry.segments).any():
                 return container, f"a segment of container {container:016x} was withdrawn by an earlier GC run"
         return None
 
-    def _sound_segments(self, container: int) -> Bools:
-        """Return which segments of a container name nothing but chunks that are there."""
-        if container in self._sound:
-            self._sound.move_to_end(container)
-            return self._sound[container]
+    def _intact_segments(self, container: int) -> Bools:
+        """Return which segments of a container reference existing chunks only."""
+        if container in self._intact:
+            self._intact.move_to_end(container)
+            return self._intact[container]
         recipes = self._containers.directory(ContainerId(container)).segments
         counts = np.diff(recipes.bounds)
-        sound: Bools = counts > 0
+        intact: Bools = counts > 0
         of_row = np.repeat(np.arange(len(counts)), counts)
         for other, rows in group_by_container(recipes.chunks.containers):
             if other == ZERO:
                 continue
             try:
-                there = self._containers.directory(ContainerId(other)).chunks.there
+                existing = self._containers.directory(ContainerId(other)).chunks.there
             except (Corrupt, NotFound):
-                sound[of_row[rows]] = False
+                intact[of_row[rows]] = False
                 continue
             ordinals = recipes.chunks.ordinals[rows]
-            beyond = ordinals >= len(there)
-            sound[of_row[rows[beyond | ~there[np.where(beyond, 0, ordinals)]]]] = False
-        self._sound[container] = sound
-        if len(self._sound) > SOUND_MAX:
-            self._sound.popitem(last=False)
-        return sound
+            beyond = ordinals >= len(existing)
+            intact[of_row[rows[beyond | ~existing[np.where(beyond, 0, ordinals)]]]] = False
+        self._intact[container] = intact
+        if len(self._intact) > INTACT_MAX:
+            self._intact.popitem(last=False)
+        return intact
 
-    def dangling(self, segments: Locations) -> str | None:
-        """Return why segments may not be relied on by now, None where they may. Raises StoreUnavailable.
+    def find_dangling(self, segments: Locations) -> str | None:
+        """Return why segments may no longer be referenced, or None.
 
-        Looks at the record and the containers themselves, as they are now.
+        Reads the record and the containers themselves, without caches.
+
+        Raises: StoreUnavailable.
         """
         record, containers = self._watch.record(now=True), self._fresh()
         try:
@@ -175,19 +186,22 @@ class PendingDeleteFilter:
                 counts = np.diff(recipes.bounds)
                 if int(ordinals.max()) >= len(counts) or not counts[ordinals].all():
                     return f"a segment of container {container:016x} was collected"
-                wanted = np.zeros(len(counts), np.bool_)
-                wanted[ordinals] = True
-                if container in record and wanted[record[container].segments].any():
-                    return f"a segment of container {container:016x} is condemned"
-                chunks = recipes.chunks.take(np.repeat(wanted, counts))
-                for other, named in group_by_container(chunks.containers):
+                is_selected = np.zeros(len(counts), np.bool_)
+                is_selected[ordinals] = True
+                if container in record and is_selected[record[container].segments].any():
+                    return f"a segment of container {container:016x} is pending deletion"
+                chunks = recipes.chunks.take(np.repeat(is_selected, counts))
+                for other, rows_of_chunks in group_by_container(chunks.containers):
                     if other == ZERO:
                         continue
-                    there, wanted_there = containers.directory(ContainerId(other)).chunks.there, chunks.ordinals[named]
-                    if int(wanted_there.max()) >= len(there) or not there[wanted_there].all():
+                    existing, ordinals_of_chunks = (
+                        containers.directory(ContainerId(other)).chunks.there,
+                        chunks.ordinals[rows_of_chunks],
+                    )
+                    if int(ordinals_of_chunks.max()) >= len(existing) or not existing[ordinals_of_chunks].all():
                         return f"a chunk of container {other:016x} was collected"
                 if _is_pending(record, chunks).any():
-                    return f"a chunk that a segment of container {container:016x} names is condemned"
+                    return f"a chunk that a segment of container {container:016x} references is pending deletion"
         except (Corrupt, NotFound) as err:
             return str(err)
         return None

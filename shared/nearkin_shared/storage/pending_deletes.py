@@ -1,10 +1,12 @@
-"""Records of what is condemned. Invariant: the one of the highest sequence holds; it is whole before a lower one goes.
+"""Pending-delete records of a store.
 
-gc/0000000000000007.nkg     what was unreached when round 7 looked
+Invariant: the record of the highest sequence is valid; it is complete before a lower one is deleted.
 
-Once there was one there always is: an empty one keeps the numbers, so that none comes back. A maintenance worker
-that slept on its way to write number 1 would else find it free once all was collected, and what it condemned then
-would hold again.
+    gc/0000000000000007.nkg     data unreachable in GC run 7
+
+After the first record there is always one: an empty one keeps the sequence, so that no number is reused. Otherwise a
+maintenance worker that was suspended before writing number 1 could write it after all data were collected, and its
+outdated record would be valid again.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from nearkin_shared.utils.failpoints import failpoint
 
 FOLDER = "gc"
 GENERATION_SECONDS = 5.0
-"""A GC generation may be this old when an index is asked: what a newer one withdrew is freed a grace later."""
+"""Greatest age of a GC generation at a lookup: data withdrawn by a newer run are deleted a grace later."""
 _log = logging.getLogger("nearkin")
 
 
 class PendingDeleteStore:
-    """The record of one store. One maintenance worker at a time writes it."""
+    """Pending-delete record of one store. One maintenance worker at a time writes it."""
 
     def __init__(self, objects: ObjectStore) -> None:
-        self._records = VersionedRecords(objects, FOLDER, "nkg", "what is condemned")
+        self._records = VersionedRecords(objects, FOLDER, "nkg", "pending deletes")
 
     @property
     def objects(self) -> ObjectStore:
-        """Return where they lie."""
+        """Return the object store of the records."""
         return self._records.objects
 
     def name(self, sequence: int) -> str:
@@ -42,21 +44,25 @@ class PendingDeleteStore:
         return self._records.name(sequence)
 
     def list_records(self) -> dict[int, int]:
-        """Return the bytes of each record that is there, by sequence. Raises Corrupt for a name that is none's."""
+        """Return the bytes of each record by sequence. Raises Corrupt for an invalid name."""
         return self._records.list_records()
 
     def read(self) -> dict[int, PendingDelete]:
-        """Return what is condemned. A record that is broken counts as none: its round begins anew.
+        """Return the pending deletes.
 
-        Raises FormatTooNew, StoreUnavailable.
+        A damaged record counts as empty: the next GC run marks its data again.
+
+        Raises: FormatTooNew, StoreUnavailable.
         """
-        held = self._records.holding(self.at, _empty_record)
-        return {} if held is None else held[1]
+        newest = self._records.holding(self.at, _empty_record)
+        return {} if newest is None else newest[1]
 
     def is_consistent(self) -> bool:
-        """Return whether one record is there, and whole, or there never was any: no crash, no damage.
+        """Return whether exactly one intact record exists, or none ever existed.
 
-        Raises FormatTooNew, StoreUnavailable.
+        Otherwise a process crashed, or a record is damaged.
+
+        Raises: FormatTooNew, StoreUnavailable.
         """
         listed = self.list_records()
         if len(listed) != 1:
@@ -76,10 +82,11 @@ class PendingDeleteStore:
         return record
 
     def replace(self, record: Record, sequence_min: int = 1) -> None:
-        """Make `record` the one that holds, before the ones until now go; the first one is not empty.
+        """Write `record` before deleting the earlier ones; the first one is not empty.
 
-        `sequence_min`: the GC generation that the index has begun. Raises AlreadyExists: another maintenance was
-        first, and its record holds.
+        `sequence_min` is the GC generation that the index has begun.
+
+        Raises: AlreadyExists: another maintenance worker was first, and its record is valid.
         """
         before = sorted(self.list_records())
         if record or before:
@@ -91,35 +98,40 @@ class PendingDeleteStore:
 
 
 class GcGeneration:
-    """The sequence of the newest record, as an index of several writers is asked by it; shared by threads.
+    """Sequence of the newest record, required by lookups in a Redis index.
 
-    Invariant: an entry that a GC run withdrew is answered by no partition of this generation, so that an index restored
-    from an older dump is noticed before what it names is freed.
+    Shared by threads.
+
+    Invariant: a partition of this generation has no entry that a GC run withdrew, so that an index restored from an
+    older dump is noticed before the data that it names are deleted.
     """
 
     def __init__(self, objects: ObjectStore, refresh_seconds: float = GENERATION_SECONDS) -> None:
-        self._condemned = PendingDeleteStore(objects)
+        self._store = PendingDeleteStore(objects)
         self._refresh_seconds = refresh_seconds
         self._lock = threading.Lock()
         self._generation, self._read_at = 0, -math.inf
 
     def __call__(self) -> int:
-        """Return it, at most `refresh_seconds` old. Raises Corrupt, StoreUnavailable."""
+        """Return the GC generation, at most `refresh_seconds` old.
+
+        Raises: Corrupt, StoreUnavailable.
+        """
         with self._lock:
             now = time.monotonic()
             if now - self._read_at > self._refresh_seconds:
-                self._generation = max(self._condemned.list_records(), default=self._generation)
+                self._generation = max(self._store.list_records(), default=self._generation)
                 self._read_at = now
             return self._generation
 
 
 def _empty_record(err: Corrupt) -> dict[int, PendingDelete]:
-    _log.warning("%s: what it condemned is condemned anew", err)
+    _log.warning("%s: damaged record ignored; the next GC run marks its data for deletion again", err)
     return {}
 
 
 def record_bytes(record: Record) -> int:
-    """Return what `replace` writes, unless it is empty and the first."""
+    """Return the size of the record that `replace` writes, unless it is empty and the first."""
     return len(encode_record(1, record))
 
 

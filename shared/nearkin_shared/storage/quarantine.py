@@ -1,7 +1,10 @@
-"""Quarantine: what is known to be broken. Invariant: no index finds it, and nothing stored later leans on it, until it
-was read again and is sound.
+"""Quarantine: record of known damage.
 
-quarantine/0000000000000007.nkq     as gc/*.nkg: the highest sequence holds; whole before a lower one goes
+Invariant: no index returns quarantined data, and nothing stored later depends on them, until a later read finds them
+intact.
+
+    quarantine/0000000000000007.nkq     like gc/*.nkg: the highest sequence is valid, and complete before a lower one is
+                                        deleted
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ _log = logging.getLogger("nearkin")
 
 
 class Quarantine:
-    """The record of one store. Who writes it holds the store's lock or lease."""
+    """Quarantine of one store. A writer holds the store's lock or lease."""
 
     def __init__(self, objects: ObjectStore, clock: Callable[[], float]) -> None:
-        self._records = VersionedRecords(objects, FOLDER, "nkq", "what is quarantined")
+        self._records = VersionedRecords(objects, FOLDER, "nkq", "quarantined data")
         self._clock = clock
 
     def name(self, sequence: int) -> str:
@@ -42,15 +45,17 @@ class Quarantine:
         return self._records.name(sequence)
 
     def list_records(self) -> dict[int, int]:
-        """Return the bytes of each record that is there, by sequence. Raises Corrupt for a name that is none's."""
+        """Return the bytes of each record by sequence. Raises Corrupt for an invalid name."""
         return self._records.list_records()
 
     def read(self) -> dict[int, PendingDelete]:
-        """Return by container what is quarantined. A record that is broken counts as none: `verify` makes it anew.
+        """Return the quarantined data by container.
 
-        Raises FormatTooNew, StoreUnavailable, Corrupt for a stray name in its folder.
+        A damaged record counts as empty: `verify` writes it again.
+
+        Raises: FormatTooNew, StoreUnavailable. Corrupt, for an invalid name in its folder.
         """
-        return self._held()[1]
+        return self._read_newest()[1]
 
     def at(self, sequence: int) -> dict[int, PendingDelete]:
         """Return one record. Raises NotFound, Corrupt, FormatTooNew, StoreUnavailable."""
@@ -61,12 +66,13 @@ class Quarantine:
         return record
 
     def note(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32], *, everything: bool) -> None:
-        """Record what is broken: by container, ordinals of chunks (None: all) and of segments.
+        """Record damage by container: ordinals of chunks (None: all) and of segments.
 
-        `everything`: all that is broken, so whatever else was quarantined is sound again; else it is added. Raises
-        AlreadyExists where another writer was first.
+        With `everything` it is all damage, so other quarantined data are intact again; else it is added.
+
+        Raises: AlreadyExists, if another writer was first.
         """
-        sequence, before = self._held()
+        sequence, before = self._read_newest()
         now_us = int(self._clock() * 1e6)
         record: dict[int, PendingDelete] = {} if everything else dict(before)
         for container in {**chunks, **segments}:
@@ -76,29 +82,31 @@ class Quarantine:
             if earlier is not None:
                 entry = replace(entry, at_us=earlier.at_us)
                 if not everything:
-                    both = np.union1d(earlier.chunks, entry.chunks), np.union1d(earlier.segments, entry.segments)
-                    entry = PendingDelete(earlier.at_us, *both, earlier.whole or entry.whole)
+                    united = np.union1d(earlier.chunks, entry.chunks), np.union1d(earlier.segments, entry.segments)
+                    entry = PendingDelete(earlier.at_us, *united, earlier.whole or entry.whole)
             record[container] = entry
         self._replace(sequence, before, record)
 
-    def release(self, looked_at: Mapping[int, PendingDelete | None]) -> None:
-        """Take containers out that are sound again (None), or say what of them is still broken."""
-        sequence, before = self._held()
+    def release(self, checked: Mapping[int, PendingDelete | None]) -> None:
+        """Remove containers that are intact again (None), or replace their remaining damage."""
+        sequence, before = self._read_newest()
         record = dict(before)
-        for container, entry in looked_at.items():
+        for container, entry in checked.items():
             if entry is None:
                 record.pop(container, None)
             else:
                 record[container] = replace(entry, at_us=before.get(container, entry).at_us)
         self._replace(sequence, before, record)
 
-    def _held(self) -> tuple[int, dict[int, PendingDelete]]:
+    def _read_newest(self) -> tuple[int, dict[int, PendingDelete]]:
         return self._records.holding(self.at, _empty_record) or (0, {})
 
     def _replace(self, sequence: int, before: Record, record: Record) -> None:
-        """Make `record` the next one after `sequence`, which `before` is of: what another writer adds meanwhile stays.
+        """Write `record` after `sequence`, the number of `before`.
 
-        Raises AlreadyExists where one did.
+        A record that another writer adds meanwhile stays.
+
+        Raises: AlreadyExists, if another writer added one.
         """
         listed = [lower for lower in sorted(self.list_records()) if lower <= sequence]
         if _same(before, record) and len(listed) == bool(record):
@@ -112,26 +120,26 @@ class Quarantine:
 
 
 def _empty_record(err: Corrupt) -> dict[int, PendingDelete]:
-    _log.warning("%s: run `nearkin verify`", err)
+    _log.warning("%s: damaged quarantine record ignored; run `nearkin verify`", err)
     return {}
 
 
-def _same(one: Record, other: Record) -> bool:
-    return one.keys() == other.keys() and all(
-        (entry.at_us, entry.whole) == (other[container].at_us, other[container].whole)
-        and np.array_equal(entry.chunks, other[container].chunks)
-        and np.array_equal(entry.segments, other[container].segments)
-        for container, entry in one.items()
+def _same(first: Record, second: Record) -> bool:
+    return first.keys() == second.keys() and all(
+        (entry.at_us, entry.whole) == (second[container].at_us, second[container].whole)
+        and np.array_equal(entry.chunks, second[container].chunks)
+        and np.array_equal(entry.segments, second[container].segments)
+        for container, entry in first.items()
     )
 
 
-def join_records(one: Record, other: Record) -> Record:
-    """Return what is in one record or the other, as an index that is made anew leaves it out."""
-    found = dict(one)
-    for container, entry in other.items():
-        mine = found.get(container)
-        if mine is not None:
-            chunks, segments = np.union1d(mine.chunks, entry.chunks), np.union1d(mine.segments, entry.segments)
-            entry = PendingDelete(mine.at_us, chunks, segments, mine.whole or entry.whole)  # noqa: PLW2901
+def join_records(first: Record, second: Record) -> Record:
+    """Return the union of two records, which an index rebuild leaves out."""
+    found = dict(first)
+    for container, entry in second.items():
+        own = found.get(container)
+        if own is not None:
+            chunks, segments = np.union1d(own.chunks, entry.chunks), np.union1d(own.segments, entry.segments)
+            entry = PendingDelete(own.at_us, chunks, segments, own.whole or entry.whole)  # noqa: PLW2901
         found[container] = entry
     return found

@@ -1,9 +1,11 @@
-"""Extend the retention of a version. Invariant: acknowledged only when durable; no call makes a retention end earlier.
+"""Extension of the retention of a version.
 
-    1 the index is notified: listings read the record      2 the record is created      3 the version still exists
+Invariant: an extension is acknowledged only when durable; no call makes a retention end earlier.
 
-If the process dies after 1, listings look for a record that does not exist. A deletion of the same key waits (key
-locks); GC keeps a deleted version that is retained, whatever came first.
+    1 the index is notified: listings read the record    2 the record is created    3 the version still exists
+
+After a crash behind 1, listings look for a record that does not exist. A deletion of the same key waits (key locks); GC
+keeps a deleted version that is retained, in whatever order both happened.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from nearkin_shared.validation import check_key, check_reason, check_version
 
 RACES_MAX = 16
 RETENTION_SECONDS_MAX = 3_153_600_000
-"""100 years from now: a typing error in a year would retain a version for ever."""
+"""100 years: a typing error in a year must not retain a version for ever."""
 
 
 class RetentionExtender:
-    """Extends retentions of any tenant's versions. The caller holds the lock of the key."""
+    """Extension of retentions of any tenant's versions. The caller holds the key's lock."""
 
     def __init__(
         self,
@@ -35,7 +37,10 @@ class RetentionExtender:
         withdraw_note: Callable[[str, str, list[int]], None],
         clock: Callable[[], float],
     ) -> None:
-        """`note` notifies the index; `withdraw_note` restores its state if the record could not be written."""
+        """Create the extender.
+
+        `note` notifies the index; `withdraw_note` restores its state if the record could not be written.
+        """
         self._manifests = manifests
         self._note = note
         self._withdraw_note = withdraw_note
@@ -46,7 +51,7 @@ class RetentionExtender:
     ) -> VersionInfo:
         """Retain a version, the newest by default, until a time; return it with that time.
 
-        Raises NotFound, BadInput (the time is earlier than the one that holds, in the past or too far), Corrupt,
+        Raises: NotFound, BadInput (the time is earlier than the current one, in the past or too late), Corrupt,
         StoreUnavailable.
         """
         check_key(key)
@@ -65,18 +70,18 @@ class RetentionExtender:
                 if not self._write(history, record):
                     continue
             return self._check_visible(manifest)
-        raise RetryableError(f"{_label(manifest)}: {RACES_MAX} other extensions came first; try again")
+        raise RetryableError(f"{_label(manifest)}: {RACES_MAX} concurrent extensions; try again")
 
     def _find(self, tenant: str, key: str, version: int | None) -> tuple[History, Manifest]:
         histories = self._manifests.histories(tenant, key)
         for number in sorted(histories, reverse=True):
             if version in (None, number) and self._manifests.shows(tenant, key, histories[number]):
                 return histories[number], self._manifests.get(tenant, key, number)
-        named = f"key {key!r}" if version is None else f"key {key!r} version {version}"
-        raise NotFound(f"{named}: there is none; what is deleted has to be undeleted before its retention is extended")
+        label = f"key {key!r}" if version is None else f"key {key!r} version {version}"
+        raise NotFound(f"{label}: does not exist; a deleted version must be undeleted before its retention is extended")
 
     def _write(self, history: History, record: RetentionRecord) -> bool:
-        """Write a record; return whether it was not preceded by another one."""
+        """Write a record; return whether no other one preceded it."""
         records_bytes = history.marks_bytes + len(self._manifests.retentions.encode(record))
         try:
             self._note([MarkedVersion(record.tenant, record.key, record.version, history.sequence, records_bytes)])  # 1
@@ -91,14 +96,17 @@ class RetentionExtender:
         return True
 
     def _check_visible(self, manifest: Manifest) -> VersionInfo:
-        """Return the version as it is now. Raises NotFound if another process deleted it meanwhile."""
+        """Return the version as it is now.
+
+        Raises: NotFound, if another process deleted it meanwhile.
+        """
         if not self._manifests.is_seen(manifest.tenant, manifest.key, manifest.version):  # 3
-            raise NotFound(f"{_label(manifest)}: was deleted meanwhile; undelete it, then extend its retention")
+            raise NotFound(f"{_label(manifest)}: deleted during the call; undelete it, then extend its retention")
         return self._manifests.info(manifest)
 
 
 def _check_time(manifest: Manifest, retain_until_us: int, before_us: int, now_us: int) -> None:
-    """Refuse a time that shortens a retention or leaves the bounds. Raises BadInput."""
+    """Refuse a time that shortens a retention or exceeds the bounds. Raises BadInput."""
     if retain_until_us == before_us:
         return
     latest_us = min(now_us + RETENTION_SECONDS_MAX * 1_000_000, CREATED_US_MAX)
@@ -110,7 +118,7 @@ def _check_time(manifest: Manifest, retain_until_us: int, before_us: int, now_us
             f"{label}: it is retained until {_time(before_us)}, and a retention is never shortened; give a later time"
         )
     if retain_until_us <= now_us:
-        raise BadInput(f"{label}: is in the past, this machine's clock says {_time(now_us)}; give a later time")
+        raise BadInput(f"{label}: is in the past by this machine's clock ({_time(now_us)}); give a later time")
 
 
 def _label(manifest: Manifest) -> str:

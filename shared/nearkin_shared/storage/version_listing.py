@@ -1,7 +1,9 @@
-"""What a listing shows. Invariant: the marks beside the manifests decide, whatever an index says or still says.
+"""Listings of versions.
 
-index: (key, versions) -> newest not hidden? -> its manifest       lost or broken -> Damage       hidden -> nothing
-folder of the key: what an index made anew could not name
+Invariant: the marks next to the manifests decide, even if an index differs.
+
+    index: (key, versions) -> newest visible -> its manifest     lost or damaged -> Damage     hidden -> nothing
+    folder of the key: versions that a rebuilt index could not name
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ from nearkin_shared.results import Damage, VersionInfo
 from nearkin_shared.storage.manifests import MANIFEST_SUFFIX, History, ManifestStore, object_name
 
 ListingGroup = tuple[str, tuple[int, ...]]
-"""A key and versions of it, ascending: one line of a listing is made of it, or none."""
+"""A key and versions of it, ascending; it becomes one line of a listing, or none."""
 
 
 def include_unindexed(
     manifests: ManifestStore, tenant: str, names: Iterable[tuple[str, int]], retentions: dict[tuple[str, int], int]
 ) -> Iterator[tuple[str, int]]:
-    """Yield the (key, version) of an index, and those that lie in the same keys' folders and it does not name.
+    """Yield the (key, version) of an index, and those that only the keys' folders have.
 
-    An index that was made anew leaves out what cannot be read. `retentions` gains the sequence of the last retention
-    record of each (key, version) before that is yielded. Raises StoreUnavailable.
+    A rebuilt index leaves out unreadable versions. `retentions` gains the sequence of the last retention record of each
+    (key, version) before that is yielded.
+
+    Raises: StoreUnavailable.
     """
-    for key, same in groupby(names, key=lambda entry: entry[0]):
-        versions = {version for _, version in same}
-        with suppress(PermanentError):  # a stray file in the key's folder: told where the folder decides
+    for key, entries in groupby(names, key=lambda entry: entry[0]):
+        versions = {version for _, version in entries}
+        with suppress(PermanentError):  # a foreign file in the key's folder: reported by the folder's own read
             histories = manifests.histories(tenant, key)
             versions |= {number for number, history in histories.items() if history.committed}
             retentions.update(((key, number), history.retention) for number, history in histories.items())
@@ -41,30 +45,35 @@ def include_unindexed(
 def check_newest(
     manifests: ManifestStore, tenant: str, key: str, newest: Manifest | None, numbers: Callable[[], Sequence[int]]
 ) -> None:
-    """Raise Corrupt where an index lists a version after the `newest` that is to be seen, and its manifest is gone.
+    """Raise Corrupt if the manifest of a version listed after `newest` was removed.
 
-    `numbers` asks the index for the key's versions, none where no index can be read: then that is not known.
+    `newest` is the newest visible version. `numbers` returns the key's versions in the index, none without a readable
+    index.
     """
     seen = 0 if newest is None else newest.version
     later = [number for number in numbers() if number > seen]
     if not later:
         return
     histories = manifests.histories(tenant, key)
-    there = {number for number, history in histories.items() if history.committed or history.sequence % 2}  # or deleted
-    lost = max((number for number in later if number not in there), default=None)
-    if lost is not None and lost in numbers():  # else a round has ended it meanwhile
+    existing = {
+        number for number, history in histories.items() if history.committed or history.sequence % 2
+    }  # or deleted
+    lost = max((number for number in later if number not in existing), default=None)
+    if lost is not None and lost in numbers():  # else a GC run has ended it meanwhile
         raise Corrupt(
-            f"{object_name(tenant, key, lost)}: missing, and the index lists {key!r} version {lost}, the newest: put "
-            "it back from a copy (`nearkin repair --from`), ask for an older one by its number, or give it up with "
-            "`nearkin rebuild-index`"
+            f"{object_name(tenant, key, lost)}: missing, but the index lists {key!r} version {lost} as the newest; "
+            "restore it from a copy (`nearkin repair --from`), get an older one by its number, or accept the loss "
+            "with `nearkin rebuild-index`"
         )
 
 
 def listing_groups(names: Iterable[tuple[str, int]], *, all_versions: bool) -> Iterator[ListingGroup]:
-    """Yield the units of a listing from (key, version) by key and version."""
+    """Yield the groups of a listing from (key, version) by key and version."""
     if all_versions:
         return ((key, (version,)) for key, version in names)
-    return ((key, tuple(version for _, version in same)) for key, same in groupby(names, key=lambda entry: entry[0]))
+    return (
+        (key, tuple(version for _, version in entries)) for key, entries in groupby(names, key=lambda entry: entry[0])
+    )
 
 
 def list_from_index(
@@ -117,22 +126,24 @@ def list_from_manifests(
 
 
 def visible_version(
-    manifests: ManifestStore, tenant: str, unit: ListingGroup, *, all_versions: bool, retention: int | None = None
+    manifests: ManifestStore, tenant: str, group: ListingGroup, *, all_versions: bool, retention: int | None = None
 ) -> VersionInfo | Damage | None:
-    """Return the newest version of a unit that is to be seen, None where all are deleted.
+    """Return the newest visible version of a group, or None if all are deleted.
 
-    Without `all_versions` the key's folder is asked where the unit's newest is deleted. One whose manifest is lost or
-    broken is a Damage: an older one never stands in for it. `retention`: sequence of the last retention record of the
-    unit's newest, looked up by default. Raises StoreUnavailable.
+    Without `all_versions` the key's folder is listed if the group's newest is deleted. A version whose manifest is lost
+    or damaged is a Damage: an older one never takes its position. `retention`: sequence of the last retention record of
+    the group's newest, looked up by default.
+
+    Raises: StoreUnavailable.
     """
-    key, versions = unit
+    key, versions = group
     newest = versions[-1]
     found = _read(manifests, tenant, key, newest, None, retention)
     if found is not None or all_versions:
         return found
     try:
         histories = manifests.histories(tenant, key)
-    except PermanentError as err:  # a stray file in the key's folder
+    except PermanentError as err:  # a foreign file in the key's folder
         return _damage(tenant, key, newest, str(err))
     for version in sorted(histories, reverse=True):
         history = histories[version]
@@ -145,9 +156,9 @@ def visible_version(
 def _read(
     manifests: ManifestStore, tenant: str, key: str, version: int, sequence: int | None, retention: int | None
 ) -> VersionInfo | Damage | None:
-    """Return a version as a listing has it; `sequence` of its highest mark where that is known, odd: hidden.
+    """Return a version as a listing shows it, None if hidden.
 
-    `retention`: sequence of its last retention record where that is known.
+    `sequence` of its highest mark and `retention` of its last retention record, if known; an odd `sequence` hides it.
     """
     if sequence is not None and sequence % 2:
         return None
@@ -173,7 +184,7 @@ def _damage(tenant: str, key: str, version: int, problem: str) -> Damage:
 def infos_of(
     manifests: ManifestStore, tenant: str, key: str, histories: Iterable[History]
 ) -> Iterator[VersionInfo | Damage]:
-    """Yield the versions of one key that are to be seen, in the order of their histories as just listed."""
+    """Yield the visible versions of one key, in the order of their histories."""
     for history in histories:
         found = _read(manifests, tenant, key, history.version, None, history.retention)
         if found is not None:

@@ -1,9 +1,11 @@
-"""Numbered records. Invariant: the one of the highest sequence holds; it is whole before a lower one goes.
+"""Numbered records in a folder.
 
-FOLDER/0000000000000007.SUFFIX      sixteen hex digits
+Invariant: the record of the highest sequence is valid; it is complete before a lower one is deleted.
 
-A reader holds no lock: between its listing and its reading the one that it saw may have been replaced. Then it looks
-again; a record that went is never taken for none.
+    FOLDER/0000000000000007.SUFFIX    sixteen hex digits
+
+A reader holds no lock: the record that it listed may be replaced before it is read. The reader then lists again; a
+deleted record is never taken for a missing one.
 """
 
 from __future__ import annotations
@@ -20,21 +22,21 @@ Found = TypeVar("Found")
 
 SEQUENCE_MAX = (1 << 64) - 1
 READ_TRIES_MAX = 8
-"""Each but the first means that a writer put a record, and removed one, since the listing: some 20 ms of S3."""
+"""Each but the first means that a writer replaced the record since the listing: about 20 ms of S3."""
 
 
 class VersionedRecords:
-    """The records in one folder of an object store, as bytes."""
+    """Records in one folder of an object store, as bytes."""
 
     def __init__(self, objects: ObjectStore, folder: str, suffix: str, what: str) -> None:
-        """`what` the records are of, for errors."""
+        """Create the records; `what` describes them in errors."""
         self.objects = objects
         self._folder, self._suffix, self._what = folder, suffix, what
         self._name = re.compile(rf"{folder}/([0-9a-f]{{16}})\.{suffix}")
 
     @property
     def key(self) -> bytes | None:
-        """Return the key that authenticates the records, None where they have no MAC."""
+        """Return the key that authenticates the records, or None if they have no MAC."""
         return record_key_of(self.objects)
 
     def name(self, sequence: int) -> str:
@@ -42,7 +44,7 @@ class VersionedRecords:
         return f"{self._folder}/{sequence:016x}.{self._suffix}"
 
     def list_records(self) -> dict[int, int]:
-        """Return the bytes of each record that is there, by sequence. Raises Corrupt for a name that is none's."""
+        """Return the bytes of each record by sequence. Raises Corrupt for an invalid name."""
         found = {}
         for name, size_bytes in self.objects.names(self._folder):
             matched = self._name.fullmatch(name)
@@ -52,14 +54,18 @@ class VersionedRecords:
         return found
 
     def get(self, sequence: int) -> bytes:
-        """Return one record. Raises NotFound, Corrupt (the device cannot read it), StoreUnavailable."""
+        """Return one record.
+
+        Raises: NotFound, Corrupt (the device cannot read it), StoreUnavailable.
+        """
         return self.objects.get(self.name(sequence))
 
     def holding(self, at: Callable[[int], Found], broken: Callable[[Corrupt], Found]) -> tuple[int, Found] | None:
-        """Return the sequence of the record that holds and what `at` makes of that; None where there is none.
+        """Return the sequence of the valid record and its content read by `at`, or None.
 
-        `broken` says what counts where it is damaged. Raises Corrupt for a name that is none's, and StoreUnavailable;
-        never NotFound.
+        `broken` returns the content of a damaged record.
+
+        Raises: Corrupt for an invalid name, StoreUnavailable; never NotFound.
         """
         for _ in range(READ_TRIES_MAX):
             sequence = max(self.list_records(), default=None)
@@ -72,24 +78,33 @@ class VersionedRecords:
             except Corrupt as err:
                 return sequence, broken(err)
         raise StoreUnavailable(
-            f"{self._folder}: {READ_TRIES_MAX} times the newest record was gone when it was read; try again"
+            f"{self._folder}: the newest record was replaced during each of {READ_TRIES_MAX} reads; try again"
         )
 
     def following(self, sequences: Iterable[int]) -> int:
-        """Return the number above all of these, 1 for none. Raises Corrupt for a number that none can follow."""
+        """Return the next sequence after these, 1 for none.
+
+        Raises: Corrupt, for the highest possible number.
+        """
         highest = max(sequences, default=0)
         if highest >= SEQUENCE_MAX:
-            raise Corrupt(f"{self.name(highest)}: no record can follow it, so no release wrote it: remove the file")
+            raise Corrupt(f"{self.name(highest)}: invalid sequence, no record can follow it; remove the file")
         return highest + 1
 
     def add(self, sequence: int, data: bytes) -> None:
-        """Put a record. Raises AlreadyExists where another writer's holds, StoreUnavailable."""
+        """Write a record.
+
+        Raises: AlreadyExists, if another writer's record is newer. StoreUnavailable.
+        """
         self.objects.put_new(self.name(sequence), data)
         highest = max(self.list_records(), default=sequence)
         if highest > sequence:
-            raise AlreadyExists(f"{self.name(sequence)}: record {highest} of another writer holds")
+            raise AlreadyExists(f"{self.name(sequence)}: record {highest} of another writer is newer")
 
     def remove(self, sequences: Iterable[int]) -> None:
-        """Remove records, in the order given: ascending, so that whoever dies in between leaves the one that holds."""
+        """Delete records in the given order.
+
+        Ascending, so that a crash in between leaves the valid one.
+        """
         for sequence in sequences:
             self.objects.delete(self.name(sequence))

@@ -342,5 +342,5 @@ def test_blocks_of_a_container_come_in_one_read_as_many_as_are_wanted_at_once(tm
             source.records(container, [len(blocks), 0], MIB)
         (path,) = (tmp_path / "s" / "containers").rglob("*.nkc")
         path.rename(tmp_path / "away")
-        with pytest.raises(Corrupt, match="missing since its directory was read"):
+        with pytest.raises(Corrupt, match="deleted after its directory was read"):
             source.records(container, [0, 1], MIB)

@@ -144,7 +144,7 @@ def test_a_record_whose_writer_slept_until_all_was_collected_never_holds(tmp_pat
 
     failpoints.arm((), collected_meanwhile)
     try:
-        with pytest.raises(AlreadyExists, match="of another writer holds"):
+        with pytest.raises(AlreadyExists, match="of another writer is newer"):
             late.replace(example())
     finally:
         failpoints.disarm()
