@@ -21,7 +21,7 @@ from nearkin_shared.errors import PermanentError
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.reading.chunk_reader import ChunkReader
-from nearkin_shared.reading.read_plan import Plan
+from nearkin_shared.reading.read_plan import ReadPlan
 from nearkin_shared.reading.restore import segment_chunks
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import U8, ZERO, ContainerId, Locations, offsets_of
@@ -163,14 +163,14 @@ class SalvagedBlob:
             return None
         return payload.data if self._is_sound(plan, payload) else None
 
-    def _is_sound(self, plan: Plan, payload: U8) -> bool:
+    def _is_sound(self, plan: ReadPlan, payload: U8) -> bool:
         stored = np.flatnonzero(plan.locations.containers != np.uint64(ZERO))
         found = self._fingerprinter.name_chunks(payload, offsets_of(plan.lengths)[stored], plan.lengths[stored])
         return bool(np.all(found == plan.names[stored]))
 
-    def _plan_each(self, chunks: Locations) -> tuple[list[Plan | None], dict[int, str]]:
+    def _plan_each(self, chunks: Locations) -> tuple[list[ReadPlan | None], dict[int, str]]:
         """Return the plan of each chunk, None for an unreadable directory, and problems by row."""
-        plans: list[Plan | None] = [None] * len(chunks)
+        plans: list[ReadPlan | None] = [None] * len(chunks)
         problems: dict[int, str] = {}
         waiting = [(0, len(chunks))] if len(chunks) else []
         while waiting:
@@ -188,7 +188,7 @@ class SalvagedBlob:
                 plans[row] = plan.take(slice(row - first, row - first + 1))
         return plans, problems
 
-    def _chunk(self, plan: Plan | None, offset: int, length_bytes: int) -> Iterator[memoryview]:
+    def _chunk(self, plan: ReadPlan | None, offset: int, length_bytes: int) -> Iterator[memoryview]:
         """Yield the bytes of a chunk that matches its fingerprint, else zeros."""
         assert plan is not None  # `place` numbers only what has a length
         name = object_name(ContainerId(int(plan.locations.containers[0])))

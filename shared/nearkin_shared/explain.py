@@ -14,7 +14,7 @@ from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import finder_name
 from nearkin_shared.reading.chunk_reader import ChunkReader
-from nearkin_shared.reading.read_plan import Plan
+from nearkin_shared.reading.read_plan import ReadPlan
 from nearkin_shared.reading.restore import segment_chunks
 from nearkin_shared.results import ChunkExplained, Explanation, SegmentExplained, VersionInfo
 from nearkin_shared.storage.containers import ContainerSource
@@ -87,7 +87,7 @@ def explain(info: VersionInfo, manifest: Manifest, source: ContainerSource) -> E
 
 
 def _add_merged_shares(
-    shares: NDArray[np.int64], plan: Plan, bases: Plan, source: ContainerSource
+    shares: NDArray[np.int64], plan: ReadPlan, bases: ReadPlan, source: ContainerSource
 ) -> NDArray[np.int64]:
     """Return the shares of rows, with the parts of merged blocks that reference rows take."""
     deltas = np.flatnonzero(plan.depths > 0)
@@ -97,7 +97,7 @@ def _add_merged_shares(
     return shares
 
 
-def _shares(plan: Plan, source: ContainerSource) -> NDArray[np.int64]:
+def _shares(plan: ReadPlan, source: ContainerSource) -> NDArray[np.int64]:
     """Return the share of each row in its block's stored bytes, int64[n].
 
     A row's share is the part of its encoding in the bytes that the block decodes to.

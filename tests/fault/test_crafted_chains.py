@@ -154,7 +154,7 @@ def test_a_block_of_other_bytes_than_its_directory_says_is_corrupt(tmp_path: Pat
     reader = ChunkReader(store)
     for rows in ((1, 1), (2, 1), (0, 3), (1, 2)):
         for read in (reader.fetch, reader.lease):
-            with pytest.raises(Corrupt, match=f"of {really_bytes} bytes, where its directory says 1000"):
+            with pytest.raises(Corrupt, match=f"has {really_bytes} bytes, but 1000 in its directory"):
                 read(reader.plan(rows_from(*rows)))
 
 
@@ -249,7 +249,7 @@ def test_blocks_that_are_walked_to_are_not_held_together(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(store, "cache_blocks", noted)
     reader = ChunkReader(store)
-    reader._chains._on_deltas.update((samples.CONTAINER, block) for block in range(12, 24))
+    reader._block_decoder._on_deltas.update((samples.CONTAINER, block) for block in range(12, 24))
     assert bytes(reader.fetch(reader.plan(rows_from(12, 12)))) == bytes(content) * 12
     assert store.costs.blocks_decoded == 12 * 13, "each by itself"
     assert max(held) <= max(held[:3]) + 64 * KIB, "for the last of them as for the first"

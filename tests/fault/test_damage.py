@@ -350,8 +350,8 @@ def test_no_flipped_bit_of_the_descriptor_gives_out_a_wrong_byte(root):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (lambda manifest: replace(manifest, size_bytes=manifest.size_bytes - 1), "go on behind byte"),
-        (lambda manifest: replace(manifest, size_bytes=0), "go on behind byte 0"),
+        (lambda manifest: replace(manifest, size_bytes=manifest.size_bytes - 1), "continue beyond byte"),
+        (lambda manifest: replace(manifest, size_bytes=0), "continue beyond byte 0"),
         (lambda manifest: replace(manifest, size_bytes=manifest.size_bytes + 1), "end at byte"),
         (
             lambda manifest: replace(

@@ -170,7 +170,7 @@ def test_who_decodes_alone_has_others_help(store: Store, monkeypatch: pytest.Mon
         assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
         asked.clear()
         source.evict()
-        turn = block_decoder._turns.take()  # another thread decodes
+        turn = block_decoder._decode_slots.take()  # another thread decodes
         reader.decode(names)
         assert not asked, "one thread for each restore of a gateway that has many"
         del turn
@@ -206,7 +206,7 @@ def test_whose_turn_it_is_ends_with_what_ends_it(store: Store, monkeypatch: pyte
         bounds.append(bytes_max)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(BlockDecoder, "_decoded", interrupted)
+    monkeypatch.setattr(BlockDecoder, "_decode_up_to", interrupted)
     kept = list[BaseException]()
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt) as raised:

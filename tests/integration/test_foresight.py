@@ -19,7 +19,7 @@ from nearkin_shared.reading import read_plan as plans_module
 from nearkin_shared.reading import restore
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.reading.eviction_hints import EvictionHints
-from nearkin_shared.reading.read_plan import Placed, Plan, announce_upcoming
+from nearkin_shared.reading.read_plan import Placed, ReadPlan, announce_upcoming
 from nearkin_shared.reading.restore import Blob
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import ContainerId, Locations
@@ -79,7 +79,7 @@ def test_memory_of_what_is_done_with_is_taken_and_nothing_is_decoded_twice(
     foreseen, plain = opened(root, total_bytes * 4 // 5, VERSIONS), opened(root, total_bytes * 4 // 5, VERSIONS)
     assert decoded(foreseen) == each_once
     assert foreseen._source.blocks.used_bytes < total_bytes * 0.6
-    monkeypatch.setattr(restore, "FORESEEN_SHARE", 0)
+    monkeypatch.setattr(restore, "HINTED_SHARE", 0)
     assert decoded(plain) == each_once
     assert plain._source.blocks.used_bytes > total_bytes * 0.75
     assert opened(root, total_bytes // 3, VERSIONS).read() == versions[-1]
@@ -90,7 +90,7 @@ def test_what_no_batch_wants_any_more_makes_room_for_what_comes(made, monkeypatc
     blob = opened(root, 8_500_000, 1)
     assert blob.read() == versions[0]
     assert blob._source.blocks.used_bytes < 6_000_000, "two batches of three"
-    monkeypatch.setattr(restore, "FORESEEN_SHARE", 0)
+    monkeypatch.setattr(restore, "HINTED_SHARE", 0)
     blob = opened(root, 8_500_000, 1)
     assert blob.read() == versions[0]
     assert blob._source.blocks.used_bytes > 8_000_000
@@ -172,11 +172,11 @@ def test_a_range_behind_the_last_segment_is_told_with_where_that_ends(made) -> N
 def test_plans_of_very_many_rows_are_few(made, monkeypatch: pytest.MonkeyPatch) -> None:
     root, versions = made
     blob = opened(root, 2_000_000, VERSIONS)
-    told = list[Plan]()
-    plans = list(blob._of_range())
+    told = list[ReadPlan]()
+    plans = list(blob._range_plans())
     monkeypatch.setattr(plans_module, "ROWS_AHEAD_MAX", len(plans[0][1]) + len(plans[1][1]) - 1)
 
-    def see(plan: Plan) -> bool:
+    def see(plan: ReadPlan) -> bool:
         told.append(plan)
         return True
 
@@ -199,7 +199,7 @@ def test_a_container_that_is_gone_is_told_as_ever(tmp_path: Path) -> None:
 def test_what_is_broken_ahead_is_told_after_all_that_lies_before_it(made) -> None:
     root, _ = made
     blob = opened(root, 2_000_000, 1)
-    plans = list(blob._of_range())
+    plans = list(blob._range_plans())
     assert len(plans) > 2
 
     def broken() -> Iterator[Placed]:
@@ -216,7 +216,7 @@ def test_where_nothing_is_foreseen_nothing_is_planned_ahead(made, monkeypatch: p
     """Plans that are made long before they are read only grow old: a round may write their containers anew."""
     root, _ = made
     blob = opened(root, 2_000_000, VERSIONS)
-    plans, made_so_far = list(blob._of_range()), list[int]()
+    plans, made_so_far = list(blob._range_plans()), list[int]()
 
     def counted() -> Iterator[Placed]:
         for number, placed in enumerate(plans):
@@ -251,10 +251,10 @@ def test_a_plan_of_before_a_round_is_made_anew(tmp_path: Path) -> None:
         now[0] += 40 * 86400
         pieces = iter(store.get("k", 7))
         found = bytes(next(pieces))
-        plans = list(store.get("k", 7)._of_range())
+        plans = list(store.get("k", 7)._range_plans())
         report = store.gc()
         assert report.containers_rewritten
-        fresh = list(store.get("k", 7)._of_range())
+        fresh = list(store.get("k", 7)._range_plans())
         assert any(old.rows.tobytes() != new.rows.tobytes() for (_, old), (_, new) in zip(plans, fresh, strict=True))
         assert found + b"".join(pieces) == bytes(content)
 
@@ -280,5 +280,5 @@ def test_a_plan_in_whose_midst_a_later_generation_comes_is_made_anew(made, monke
     assert len(ChunkReader(source).plan(last)) == 1
     assert len(calls) == 2
     beyond = Locations(np.array([container], np.uint64), np.array([count], np.uint32))
-    with pytest.raises(Corrupt, match=f"has {count} chunks, number {count} is wanted"):
+    with pytest.raises(Corrupt, match=f"no chunk {count}, it has {count} chunks"):
         ChunkReader(source).plan(beyond)

@@ -20,7 +20,7 @@ from nearkin_shared.reading import block_decoder, buffer_leases, chunk_reader
 from nearkin_shared.reading.base_reader import BaseReader
 from nearkin_shared.reading.buffer_leases import BufferLeases
 from nearkin_shared.reading.chunk_reader import ChunkReader
-from nearkin_shared.reading.read_plan import Plan, by_block
+from nearkin_shared.reading.read_plan import ReadPlan, by_block
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.types import U8, ZERO, ContainerId, Locations, Pieces
 from tests.support.data.stores import SMALL
@@ -62,7 +62,7 @@ def places_of(locations: Locations) -> list[tuple[int, int]]:
     return list(zip(locations.containers.tolist(), locations.ordinals.tolist(), strict=True))
 
 
-def fetched(reader: ChunkReader, plan: Plan) -> list[bytes]:
+def fetched(reader: ChunkReader, plan: ReadPlan) -> list[bytes]:
     return [bytes(part) for part in np.split(reader.fetch(plan), np.cumsum(plan.lengths)[:-1])]
 
 
@@ -250,7 +250,7 @@ def test_rows_that_leave_their_block_are_refused() -> None:
     rows = np.zeros(2, CHUNK_ROW)
     rows["lengths"] = rows["encoded"] = 10
     rows["positions"] = [0, 5]
-    plan = Plan(Locations(np.full(2, 7, np.uint64), np.arange(2, dtype=np.uint32)), rows)
+    plan = ReadPlan(Locations(np.full(2, 7, np.uint64), np.arange(2, dtype=np.uint32)), rows)
 
     def take(size_bytes: int) -> U8:
         return np.zeros(size_bytes, np.uint8)

@@ -99,14 +99,14 @@ def test_what_waits_is_bounded(made, monkeypatch: pytest.MonkeyPatch) -> None:
     root, versions = made
     monkeypatch.setattr(module, "AHEAD_BYTES_MAX", 300_000)
     most = 0
-    plain = module.ReadAhead._ask
+    plain = module.ReadAhead._request_block
 
     def watched(ahead: module.ReadAhead, key: module.BlockKey) -> None:
         nonlocal most
         plain(ahead, key)
-        most = max(most, ahead._coming_bytes)
+        most = max(most, ahead._requested_bytes)
 
-    monkeypatch.setattr(module.ReadAhead, "_ask", watched)
+    monkeypatch.setattr(module.ReadAhead, "_request_block", watched)
     assert restored(root, Far(root), 4).read() == versions[3]
     assert 0 < most < 300_000 + 300_000  # one more may pass the bound
 

@@ -1,7 +1,9 @@
-"""Reading bases. Invariant: what cannot be read is not available, no error, and all else is.
+"""Contents of base candidates.
 
-locations -> those that are there -> in place of what is too deep its ancestor, and what stood beside that
-          -> bytes, each distinct chunk once
+Invariant: an unreadable chunk is unavailable, not an error, and all other chunks are available.
+
+    locations -> existing ones -> chunks at too great a depth replaced by their ancestors, with stream neighbours of
+              these -> bytes, each distinct chunk once
 """
 
 from __future__ import annotations
@@ -17,29 +19,29 @@ from nearkin_shared.kernels.table_rows import take_rows
 from nearkin_shared.limits import DEPTH_MAX
 from nearkin_shared.pipeline.stage import Contents
 from nearkin_shared.reading.chunk_reader import ChunkReader
-from nearkin_shared.reading.read_plan import Plan
+from nearkin_shared.reading.read_plan import ReadPlan
 from nearkin_shared.storage.containers import ContainerSource
 from nearkin_shared.types import U32, ZERO, Bools, ContainerId, Locations, Pieces, bounds_of, group_by_container
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 CONTENTS_BYTES_MAX = 32 * 1024 * 1024
-"""Of bases read for one batch, at most."""
+"""Bound on the bytes of bases read for one batch."""
 
 NEIGHBOUR_BYTES_MAX = 64 * 1024
-"""A longer chunk is not read for standing beside one that is: one that a round joined is as long as eight or more."""
+"""Bound on stream neighbours: a merged chunk is as long as eight or more chunks."""
 MISSING_MAX = 1 << 16
 _NO_LENGTHS: U32 = np.zeros(0, np.uint32)
 
 
 class BaseReader:
-    """Bytes of what may be a base, by location."""
+    """Reader of the bytes of base candidates by location."""
 
     def __init__(self, source: ContainerSource, helpers: ThreadPool = SERIAL) -> None:
-        """`helpers` decode beside the caller."""
+        """Create the reader; `helpers` decode blocks concurrently with the caller."""
         self._source = source
         self._reader = ChunkReader(source, helpers)
         self._missing: set[int] = set()
-        """Containers that were collected, and that older recipes still name."""
+        """Deleted containers that older recipes still reference."""
 
     def contents(
         self,
@@ -49,40 +51,40 @@ class BaseReader:
         no_deltas: bool = False,
         bounds: U32 | None = None,
     ) -> Contents:
-        """Return bytes and depths of what can be read; a chunk that is lost or broken is not available, no error.
+        """Return bytes and depths of the readable chunks; others are unavailable.
 
-        With `depth_below` chunks as deep as that are replaced as `LookupRequest` says, and deltas with `no_deltas`;
-        with `bounds` there may be more of them. What comes after CONTENTS_BYTES_MAX is not available either.
+        With `depth_below` chunks at that depth or more are replaced as `LookupRequest` describes, and deltas with
+        `no_deltas`; with `bounds` the result may have more rows. Rows beyond CONTENTS_BYTES_MAX are unavailable too.
         """
-        if self._missing and not (there := self._there(locations)).all():
-            return self._some(locations, there, depth_below, no_deltas)
+        if self._missing and not (existing := self._existing_rows(locations)).all():
+            return self._read_rows(locations, existing, depth_below, no_deltas)
         try:
             return self._contents(locations, depth_below, no_deltas, bounds)
         except (Corrupt, NotFound):
-            there = self._there(locations)
-            if not there.all():  # garbage that was collected: what is around it is read as ever
-                return self._some(locations, there, depth_below, no_deltas)
+            existing = self._existing_rows(locations)
+            if not existing.all():  # a collected chunk: its neighbours are read as usual
+                return self._read_rows(locations, existing, depth_below, no_deltas)
             return self._contents_piecewise(locations, depth_below, no_deltas)
 
-    def _some(self, locations: Locations, there: Bools, depth_below: int | None, no_deltas: bool) -> Contents:
-        rows = np.flatnonzero(there)
+    def _read_rows(self, locations: Locations, existing: Bools, depth_below: int | None, no_deltas: bool) -> Contents:
+        rows = np.flatnonzero(existing)
         return _spread(self.contents(locations.take(rows), depth_below, no_deltas=no_deltas), rows, locations)
 
-    def _there(self, locations: Locations) -> Bools:
-        """Return which rows are chunks that their containers have."""
-        there = np.ones(len(locations), np.bool_)
+    def _existing_rows(self, locations: Locations) -> Bools:
+        """Return which rows are chunks of their containers."""
+        existing = np.ones(len(locations), np.bool_)
         for container, rows in group_by_container(locations.containers):
             if container == ZERO:
                 continue
             lengths = self._lengths(container)
             ordinals = locations.ordinals[rows]
-            there[rows] = ordinals < len(lengths)
+            existing[rows] = ordinals < len(lengths)
             beyond = np.zeros(1, np.uint32)
-            there[rows] &= np.concatenate([lengths, beyond])[np.minimum(ordinals, len(lengths))] > 0
-        return there
+            existing[rows] &= np.concatenate([lengths, beyond])[np.minimum(ordinals, len(lengths))] > 0
+        return existing
 
     def _lengths(self, container: int) -> U32:
-        """Return the lengths of a container's chunks, none where it is not there."""
+        """Return the lengths of a container's chunks, none if it does not exist."""
         if container in self._missing:
             return _NO_LENGTHS
         try:
@@ -98,50 +100,55 @@ class BaseReader:
     ) -> Contents:
         plan = self._reader.plan(locations)
         if depth_below is not None:
-            plan = self._replaced(plan, depth_below, no_deltas)
+            plan = self._replace_by_ancestors(plan, depth_below, no_deltas)
             if bounds is not None:
                 plan, bounds = self._with_stream_neighbours(locations, plan, depth_below, no_deltas, bounds)
         distinct, which = plan.locations.mentions()
-        kept = np.cumsum(plan.lengths[distinct], dtype=np.uint64) <= CONTENTS_BYTES_MAX
-        pieces = self._reader.lease(plan.take(distinct[kept]))
-        pieces = Pieces.place(len(distinct), [(np.flatnonzero(kept), pieces)])
-        return Contents(plan.locations, pieces.take(which), plan.depths, kept[which], bounds)
+        is_within_bound = np.cumsum(plan.lengths[distinct], dtype=np.uint64) <= CONTENTS_BYTES_MAX
+        pieces = self._reader.lease(plan.take(distinct[is_within_bound]))
+        pieces = Pieces.place(len(distinct), [(np.flatnonzero(is_within_bound), pieces)])
+        return Contents(plan.locations, pieces.take(which), plan.depths, is_within_bound[which], bounds)
 
     def _with_stream_neighbours(
-        self, asked: Locations, plan: Plan, depth_below: int, no_deltas: bool, bounds: U32
-    ) -> tuple[Plan, U32]:
-        """Return `plan` with what stood beside the ancestors in it, each group's behind its others; and the bounds."""
-        moved = (plan.locations.containers != asked.containers) | (plan.locations.ordinals != asked.ordinals)
+        self, requested: Locations, plan: ReadPlan, depth_below: int, no_deltas: bool, bounds: U32
+    ) -> tuple[ReadPlan, U32]:
+        """Return `plan` with the stream neighbours of its ancestors, and the new bounds.
+
+        The neighbours of a group follow its other rows.
+        """
+        is_replaced = (plan.locations.containers != requested.containers) | (
+            plan.locations.ordinals != requested.ordinals
+        )
         which, containers, tables = self._reader.tables(plan.locations)
-        left_out = container_layout.XDELTA3 if no_deltas else None
-        of, ordinals, groups = rows_beside(
-            tables, which, plan.locations.ordinals, moved, bounds, depth_below, NEIGHBOUR_BYTES_MAX, left_out
+        excluded_kind = container_layout.XDELTA3 if no_deltas else None
+        owners, ordinals, groups = rows_beside(
+            tables, which, plan.locations.ordinals, is_replaced, bounds, depth_below, NEIGHBOUR_BYTES_MAX, excluded_kind
         )
         if not len(groups):
             return plan, bounds
-        rows = np.empty(len(of), CHUNK_ROW)
-        take_rows(tables, of, ordinals, rows)
-        locations = Locations.join([plan.locations, Locations(containers[of], ordinals)])
+        rows = np.empty(len(owners), CHUNK_ROW)
+        take_rows(tables, owners, ordinals, rows)
+        locations = Locations.join([plan.locations, Locations(containers[owners], ordinals)])
         counts = np.diff(bounds)
         order = np.argsort(np.concatenate([np.repeat(np.arange(len(counts)), counts), groups]), kind="stable")
-        both = Plan(locations, np.concatenate([plan.rows, rows]), plan.since)
-        return both.take(order), bounds_of(counts + np.bincount(groups, minlength=len(counts)))
+        joined = ReadPlan(locations, np.concatenate([plan.rows, rows]), plan.since)
+        return joined.take(order), bounds_of(counts + np.bincount(groups, minlength=len(counts)))
 
-    def _replaced(self, plan: Plan, depth_below: int, no_deltas: bool) -> Plan:
-        """Return the plan of the first ancestor of each row that is less deep than `depth_below`, and no delta."""
+    def _replace_by_ancestors(self, plan: ReadPlan, depth_below: int, no_deltas: bool) -> ReadPlan:
+        """Return the plan of each row's first ancestor below `depth_below`, and no delta."""
         containers, ordinals = plan.locations.containers.copy(), plan.locations.ordinals.copy()
-        replaced = Plan(Locations(containers, ordinals), plan.rows, plan.since)
+        replaced = ReadPlan(Locations(containers, ordinals), plan.rows, plan.since)
         for _ in range(DEPTH_MAX + 1):
-            deep = np.flatnonzero(_unfit(replaced, depth_below, no_deltas))
-            if not len(deep):
+            unfit = np.flatnonzero(_is_unfit(replaced, depth_below, no_deltas))
+            if not len(unfit):
                 return replaced
-            below = self._reader.plan(replaced.bases.take(deep))
-            containers[deep], ordinals[deep] = below.locations.containers, below.locations.ordinals
-            replaced.rows[deep] = below.rows
+            ancestors = self._reader.plan(replaced.bases.take(unfit))
+            containers[unfit], ordinals[unfit] = ancestors.locations.containers, ancestors.locations.ordinals
+            replaced.rows[unfit] = ancestors.rows
         raise Corrupt(f"a chain of more than {DEPTH_MAX} deltas")
 
     def _contents_piecewise(self, locations: Locations, depth_below: int | None, no_deltas: bool) -> Contents:
-        """Read container by container, leaving out what fails: only on the way through damage."""
+        """Read container by container and leave out failures: only for damaged data."""
         count = len(locations)
         depths, available = np.zeros(count, np.uint8), np.zeros(count, np.bool_)
         found = Locations(locations.containers.copy(), locations.ordinals.copy())
@@ -157,8 +164,8 @@ class BaseReader:
         return Contents(found, Pieces.place(count, parts), depths, available)
 
 
-def _unfit(plan: Plan, depth_below: int, no_deltas: bool) -> Bools:
-    """Return which chunks are no bases: they lie too deep, or are deltas where that matters."""
+def _is_unfit(plan: ReadPlan, depth_below: int, no_deltas: bool) -> Bools:
+    """Return which chunks cannot be bases: depth too great, or deltas if excluded."""
     unfit: Bools = plan.depths >= depth_below
     if no_deltas:
         unfit |= plan.kinds == container_layout.XDELTA3
@@ -166,7 +173,7 @@ def _unfit(plan: Plan, depth_below: int, no_deltas: bool) -> Bools:
 
 
 def _spread(found: Contents, rows: NDArray[np.intp], locations: Locations) -> Contents:
-    """Return what was found of some rows as answers for all of `locations`: the others are not available."""
+    """Return the contents of some rows as those of all `locations`, others unavailable."""
     count = len(locations)
     replaced = Locations(locations.containers.copy(), locations.ordinals.copy())
     replaced.containers[rows], replaced.ordinals[rows] = found.locations.containers, found.locations.ordinals

@@ -1,9 +1,11 @@
-"""What was read lately. Invariant: never more bytes than the bound, and of what was used last nothing is dropped.
+"""Byte-bounded cache of decoded blocks and directories.
 
-Version after version is read from end to end, and of data a little larger than the cache the least recently used ones
-are just those wanted next; but of bases that lie all over a long history those are wanted again that were wanted a
-moment ago. So of all but the quarter used last those go that were used least often, one of them by lot; and before any
-other what its reader has given up: docs/adr/0029, 0040.
+Invariant: the cache never exceeds its bound, and the most recently used entries are not evicted.
+
+A put reads version after version in order, and for a cyclic scan slightly larger than the cache the least recently used
+entries are those needed next; bases all over a long history, however, are usually needed again soon. So the entry to
+evict is the least frequently used one outside the most recently used quarter, chosen at random among equals; entries
+that their reader has given up are evicted first. docs/adr/0029, 0040.
 """
 
 from __future__ import annotations
@@ -17,78 +19,78 @@ from typing import Any, Generic, TypeVar
 from nearkin_shared.observability import counters
 
 NEWER_SHARE = 4
-"""Of what a cache holds, by count: those used last are not dropped."""
+"""Inverse of the share of entries, by count, that are protected as most recently used."""
 USES_MAX = 8
-"""So far the uses of a value are counted."""
+"""Upper limit of use counts."""
 HALVED_AFTER = 16
-"""Once there were so many uses a value, all counts are halved: what was wanted often, long ago, is not wanted now."""
-LOTS_MAX = 8
-"""So often one is drawn of those used equally often, until it is none of those used last; then of the next more often.
-"""
+"""Uses per entry after which all counts are halved: frequent use long ago does not count now."""
+DRAWS_MAX = 8
+"""Draws among entries of one use count until one is not protected; then the next count follows."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
 class _CacheEntry(Generic[Value]):
-    """A value; which use of the cache was the last one of it, and how often it was used, up to USES_MAX; where its key
-    stands among those used so often.
+    """Value with the number of its last use, its use count up to USES_MAX, and its position.
+
+    `position` is the index of its key in the list of its use count.
     """
 
     value: Value
     value_bytes: int
     used: int
     uses: int = 0
-    place: int = 0
+    position: int = 0
 
 
 class ByteBoundedCache(Generic[Key, Value]):
-    """Cache bounded in bytes, safe between threads. A value larger than the bound is not kept."""
+    """Cache bounded in bytes, safe between threads; it keeps no value above the bound."""
 
     def __init__(self, bytes_max: int, name: str) -> None:
-        """`name`: what it is counted as."""
+        """Create the cache; `name` is its label in metrics."""
         self._bytes_max = bytes_max
         self._name = name
         self._used_bytes = 0
-        self._held: dict[Key, _CacheEntry[Value]] = {}
+        self._entries: dict[Key, _CacheEntry[Value]] = {}
         self._keys: list[list[Key]] = [[] for _ in range(USES_MAX + 1)]
-        """By the uses of their values, each in no order: one is drawn by lot without a walk."""
+        """Keys by use count, unordered: a random one is chosen in constant time."""
         self._given_up: dict[Key, None] = {}
-        """Keys that nobody is known to want, as far as they are still there."""
+        """Keys that no reader is known to need, if still cached."""
         self._uses = 0
-        self._halved = 0
-        """At which use."""
+        self._halved_at = 0
+        """Number of uses at the last halving."""
         self._lock = threading.Lock()
-        self._lot = random.Random(0)  # noqa: S311 - no secret: the same reads drop the same values
+        self._random = random.Random(0)  # noqa: S311 - no secret: equal reads evict equal entries
         self.hits = 0
         self.misses = 0
         CACHE_BYTES.watch(self, name)
         CACHE_ENTRIES.watch(self, name)
 
     def get(self, key: Key) -> Value | None:
-        """Return the value and make it the newest, or None."""
+        """Return the value and make it the most recently used, or None."""
         with self._lock:
-            held = self._held.get(key)
-            if held is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 self.misses += 1
             else:
                 self.hits += 1
-                self._use(key, held)
-        counters.CACHE_LOOKUPS.add(1, self._name, "no" if held is None else "yes")
-        return None if held is None else held.value
+                self._use(key, entry)
+        counters.CACHE_LOOKUPS.add(1, self._name, "no" if entry is None else "yes")
+        return None if entry is None else entry.value
 
     def get_many(self, keys: Iterable[Key]) -> list[Value | None]:
-        """Return each key's value, or None, and make them the newest."""
+        """Return each key's value, or None, and make them the most recently used."""
         values, hits = list[Value | None](), 0
         with self._lock:
             for key in keys:
-                held = self._held.get(key)
-                if held is None:
+                entry = self._entries.get(key)
+                if entry is None:
                     values.append(None)
                 else:
                     hits += 1
-                    self._use(key, held)
-                    values.append(held.value)
+                    self._use(key, entry)
+                    values.append(entry.value)
             misses = len(values) - hits
             self.hits += hits
             self.misses += misses
@@ -99,168 +101,171 @@ class ByteBoundedCache(Generic[Key, Value]):
 
     @property
     def bytes_max(self) -> int:
-        """Return how much it may hold."""
+        """Return the bound in bytes."""
         return self._bytes_max
 
     @property
     def used_bytes(self) -> int:
-        """Return how much it holds."""
+        """Return the bytes in use."""
         return self._used_bytes
 
     @property
     def entries(self) -> int:
-        """Return how many values it holds."""
-        return len(self._held)
+        """Return the number of entries."""
+        return len(self._entries)
 
     def put(self, key: Key, value: Value, value_bytes: int, uses: int = 1) -> None:
-        """Keep a value, dropping others until all fit. `uses`: as if it was used so often already."""
+        """Add a value and evict others until all fit; `uses` is its initial use count."""
         with self._lock:
             self._put(key, value, value_bytes, uses)
 
     def put_many(self, keys: Iterable[Key], values: Iterable[Value], values_bytes: Iterable[int]) -> None:
-        """Keep values, dropping others until all fit."""
+        """Add values and evict others until all fit."""
         with self._lock:
             for key, value, value_bytes in zip(keys, values, values_bytes, strict=True):
                 self._put(key, value, value_bytes)
 
     def _put(self, key: Key, value: Value, value_bytes: int, uses: int = 1) -> None:
-        if key in self._held or value_bytes > self._bytes_max:
+        if key in self._entries or value_bytes > self._bytes_max:
             return
-        held = self._held[key] = _CacheEntry(value, value_bytes, self._uses)
-        held.uses = min(uses, USES_MAX) - 1
+        entry = self._entries[key] = _CacheEntry(value, value_bytes, self._uses)
+        entry.uses = min(uses, USES_MAX) - 1
         self._used_bytes += value_bytes
-        self._use(key, held)
+        self._use(key, entry)
         self._fit()
 
-    def _use(self, key: Key, held: _CacheEntry[Value]) -> None:
+    def _use(self, key: Key, entry: _CacheEntry[Value]) -> None:
         """Count a use of a value."""
         self._uses += 1
-        held.used = self._uses
+        entry.used = self._uses
         if self._given_up:
             self._given_up.pop(key, None)
-        if held.uses < USES_MAX:
-            self._insert(key, held, held.uses + 1)
-        if self._uses - self._halved > HALVED_AFTER * len(self._held):
-            self._halved = self._uses
-            for other, its in list(self._held.items()):
-                self._insert(other, its, (its.uses + 1) // 2)
-            # Anew, since a Ctrl-C may have fallen between two steps.
-            self._used_bytes = sum(its.value_bytes for its in self._held.values())
+        if entry.uses < USES_MAX:
+            self._insert(key, entry, entry.uses + 1)
+        if self._uses - self._halved_at > HALVED_AFTER * len(self._entries):
+            self._halved_at = self._uses
+            for other, other_entry in list(self._entries.items()):
+                self._insert(other, other_entry, (other_entry.uses + 1) // 2)
+            # Recomputed, since a Ctrl-C may have interrupted an update.
+            self._used_bytes = sum(other_entry.value_bytes for other_entry in self._entries.values())
 
-    def _insert(self, key: Key, held: _CacheEntry[Value], uses: int) -> None:
-        """Put a value among those used so often."""
-        self._leave(key, held)
+    def _insert(self, key: Key, entry: _CacheEntry[Value], uses: int) -> None:
+        """Move a key to the list of a use count."""
+        self._remove_key(key, entry)
         keys = self._keys[uses]
-        held.uses, held.place = uses, len(keys)
+        entry.uses, entry.position = uses, len(keys)
         keys.append(key)
 
-    def _leave(self, key: Key, held: _CacheEntry[Value]) -> None:
-        """Take a key from where it stands; nothing where it does not, since a Ctrl-C fell between two steps."""
-        keys = self._keys[held.uses]
-        if held.place < len(keys) and keys[held.place] == key:
-            self._take(held.uses, held.place)
+    def _remove_key(self, key: Key, entry: _CacheEntry[Value]) -> None:
+        """Remove a key from its list, if there; a Ctrl-C may have interrupted an update."""
+        keys = self._keys[entry.uses]
+        if entry.position < len(keys) and keys[entry.position] == key:
+            self._remove_position(entry.uses, entry.position)
 
-    def _take(self, uses: int, place: int) -> None:
-        """Take a place out: the last key of as many uses stands there then."""
+    def _remove_position(self, uses: int, position: int) -> None:
+        """Remove a position of a list; the last key takes it."""
         keys = self._keys[uses]
         last = keys.pop()
-        if place < len(keys):
-            keys[place] = last
-            moved = self._held.get(last)
-            if moved is not None and (moved.uses, moved.place) == (uses, len(keys)):
-                moved.place = place
+        if position < len(keys):
+            keys[position] = last
+            moved = self._entries.get(last)
+            if moved is not None and (moved.uses, moved.position) == (uses, len(keys)):
+                moved.position = position
 
-    def make_room(self, values_bytes: Iterable[int], beside_bytes: int = 0) -> None:
-        """Drop values until these fit, or nothing is left: what will be kept then takes the memory of what was.
+    def make_room(self, values_bytes: Iterable[int], uncached_bytes: int = 0) -> None:
+        """Evict values until new ones fit: their memory is reused for the new ones.
 
-        Of those that were given up as many go as come, whatever fits. `beside_bytes`: so much of the bound is taken by
-        what is not kept here.
+        Of the given-up values as many bytes are evicted as arrive, even if all would fit. `uncached_bytes` is the part
+        of the bound used outside the cache.
         """
         with self._lock:
-            wanted_bytes = sum(value_bytes for value_bytes in values_bytes if value_bytes <= self._bytes_max)
-            self._release(self._used_bytes - wanted_bytes)
-            self._fit(beside_bytes + wanted_bytes)
+            new_bytes = sum(value_bytes for value_bytes in values_bytes if value_bytes <= self._bytes_max)
+            self._release(self._used_bytes - new_bytes)
+            self._fit(uncached_bytes + new_bytes)
 
     def give_up(self, keys: Iterable[Key]) -> None:
-        """Let these go before others: whoever read them knows that they will not be asked for."""
+        """Evict these before others: their reader knows that it does not need them again."""
         with self._lock:
-            self._given_up.update((key, None) for key in keys if key in self._held)
+            self._given_up.update((key, None) for key in keys if key in self._entries)
 
     def _release(self, kept_bytes: int) -> None:
-        """Drop what was given up until so much is left; what was last first, since its memory is the warmest."""
+        """Evict given-up values down to `kept_bytes`, the latest first: its memory is warm."""
         while self._given_up and self._used_bytes > kept_bytes:
             self._drop(self._given_up.popitem()[0])
 
     def bound(self, bytes_max: int) -> None:
-        """Hold so much at most from now on, dropping what is too much."""
+        """Set the bound and evict the excess."""
         with self._lock:
             self._bytes_max = bytes_max
             self._fit()
 
     def _fit(self, room_bytes: int = 0) -> None:
-        """Drop values until the rest fits, and so much more.
+        """Evict values until the rest and `room_bytes` fit.
 
-        Also where a Ctrl-C fell between two steps: each turn takes a key out.
+        It ends even after a Ctrl-C interrupted an update: each iteration removes a key.
         """
         self._release(self._bytes_max - room_bytes)
         while self._used_bytes + room_bytes > self._bytes_max:
-            drawn = self._eviction_candidate()
-            if drawn is None:
+            candidate = self._eviction_candidate()
+            if candidate is None:
                 self._clear()
                 return
-            uses, place = drawn
-            key = self._keys[uses][place]
-            self._take(uses, place)
-            held = self._held.get(key)
-            if held is not None and (held.uses, held.place) == drawn:
-                self._forget(key)
+            uses, position = candidate
+            key = self._keys[uses][position]
+            self._remove_position(uses, position)
+            entry = self._entries.get(key)
+            if entry is not None and (entry.uses, entry.position) == candidate:
+                self._remove(key)
 
     def _eviction_candidate(self) -> tuple[int, int] | None:
-        """Return where a key stands whose value goes: of those used least often one that is none of those used last."""
-        newer, least = max(1, len(self._held) // NEWER_SHARE), None
-        for uses, keys in enumerate(self._keys):
-            for _ in range(LOTS_MAX if keys else 0):
-                place = int(self._lot.random() * len(keys))
-                least = least or (uses, place)
-                held = self._held.get(keys[place])
-                if held is None or self._uses - held.used >= newer:
-                    return uses, place
-        return least
+        """Return (use count, position) of the next entry to evict, or None.
 
-    def _forget(self, key: Key) -> None:
+        It is the least frequently used one that is not among the most recently used quarter.
+        """
+        protected, fallback = max(1, len(self._entries) // NEWER_SHARE), None
+        for uses, keys in enumerate(self._keys):
+            for _ in range(DRAWS_MAX if keys else 0):
+                position = int(self._random.random() * len(keys))
+                fallback = fallback or (uses, position)
+                entry = self._entries.get(keys[position])
+                if entry is None or self._uses - entry.used >= protected:
+                    return uses, position
+        return fallback
+
+    def _remove(self, key: Key) -> None:
         self._given_up.pop(key, None)
-        self._used_bytes -= self._held.pop(key).value_bytes
+        self._used_bytes -= self._entries.pop(key).value_bytes
 
     def items(self) -> list[tuple[Key, Value]]:
-        """Return what it holds, in no order; that is no use of it."""
+        """Return all entries, unordered, without counting a use."""
         with self._lock:
-            return [(key, held.value) for key, held in self._held.items()]
+            return [(key, entry.value) for key, entry in self._entries.items()]
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Forget what these keys name; those that are not there are fine."""
+        """Remove the entries of these keys, if cached."""
         with self._lock:
             for key in keys:
                 self._drop(key)
 
     def _drop(self, key: Key) -> None:
-        held = self._held.get(key)
-        if held is not None:
-            self._leave(key, held)
-            self._forget(key)
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._remove_key(key, entry)
+            self._remove(key)
 
-    def drop_if(self, unwanted: Callable[[Key], bool]) -> None:
-        """Forget what these keys name."""
+    def drop_if(self, condition: Callable[[Key], bool]) -> None:
+        """Remove the entries whose key fulfils a condition."""
         with self._lock:
-            keys = [key for key in self._held if unwanted(key)]
+            keys = [key for key in self._entries if condition(key)]
         self.drop(keys)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         with self._lock:
             self._clear()
 
     def _clear(self) -> None:
-        self._held.clear()
+        self._entries.clear()
         for keys in self._keys:
             keys.clear()
         self._given_up.clear()

@@ -1,10 +1,12 @@
-"""Blocks with all that they lean on. Invariant: what is given agrees with its checksum; what is not is left out.
+"""Decoder of blocks with their bases, many in one call.
 
-names -> what is not at hand -> what that leans on, level by level -> their records, a container in one trip
-      -> decoded, all in one call, the shallow ones first
+Invariant: every returned block agrees with its checksum; others are left out.
 
-Directories alone tell what some few MiB of chunks need. Read and decoded group by group, three blocks at a time, the
-26th of a row of dumps came back in twice the time, most of it spent between the kernels.
+    names -> blocks not cached -> the bases of these, level by level -> their records, one read per container
+          -> decoded in one call, by ascending depth
+
+Directories alone determine the blocks needed for a few MiB of chunks. Decoded group by group, three blocks at a time,
+the 26th version of a series of dumps took twice as long to restore, mostly outside the kernels.
 """
 
 from __future__ import annotations
@@ -25,35 +27,35 @@ from nearkin_shared.formats.directory import BlockRow, Directory
 from nearkin_shared.kernels.zstd_frames import decode_frames
 from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX
-from nearkin_shared.reading.read_plan import BlockName, Plan, by_block
+from nearkin_shared.reading.read_plan import BlockName, ReadPlan, by_block
 from nearkin_shared.storage.containers import ContainerSource
 from nearkin_shared.types import I32, U8, U32, U64, ZERO, ContainerId, Locations, bounds_of
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 DECODED_BYTES_MAX = 96 * MIB
-"""Of blocks that are decoded together: they stay in memory for so long, whatever their cache lets go of."""
+"""Bound on blocks decoded together, which stay in memory until all are decoded."""
 CONCURRENT_SHARE = 2
-"""Who decodes beside another thread of the process has this part of it: a gateway restores many versions at a time."""
+"""Divisor of that bound for a decoder concurrent with another one of the process, as in a gateway."""
 ROWS_MAX = 1 << 17
-"""Of bases that are planned together: 100 bytes each."""
+"""Bound on bases planned together: 100 bytes each."""
 ON_DELTAS_MAX = 1 << 16
-"""Of blocks that are known to lean on deltas: 200 bytes each."""
+"""Bound on remembered blocks with deltas as bases: 200 bytes each."""
 LOST, DELTA = -1, -2
-"""In place of a slot: a row that cannot be had, one that is a delta."""
+"""Values in place of a slot: an unreadable row, and a delta."""
 
 
 @runtime_checkable
 class SupportsRecords(Protocol):
-    """Where several blocks of a container can be read in one trip."""
+    """Source that reads several blocks of a container in one read."""
 
     def records(
         self, container: ContainerId, blocks: Sequence[int], raw_bytes_max: int
     ) -> Sequence[bytes | memoryview]:
-        """Return the first of these blocks, as `record` does: one, and more while they decode to less than that."""
+        """Return the first blocks as `record` does: one, and more up to `raw_bytes_max`."""
 
 
 class _Request(NamedTuple):
-    """A block to decode. It leans on rows `first` to `last` of the closure's."""
+    """Block to decode; its bases are the closure's rows from `first` to `last`."""
 
     name: BlockName
     slot: int
@@ -65,11 +67,11 @@ class _Request(NamedTuple):
 
 
 class _BudgetExceeded(Exception):
-    """Blocks and all that they lean on are more than may be decoded together."""
+    """Blocks and their bases exceed the bound of one decode call."""
 
 
 class _DependencyClosure:
-    """Blocks and what they lean on. Each has a slot, in which its bytes lie once they are at hand."""
+    """Blocks and their bases; each has a slot, with its bytes once decoded."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -82,7 +84,7 @@ class _DependencyClosure:
         self._directories: dict[ContainerId, Directory | None] = {}
 
     def directory(self, container: ContainerId, source: ContainerSource) -> Directory | None:
-        """Return a container's directory, None where it cannot be had; each is asked for once."""
+        """Return a container's directory, or None if unreadable; read once."""
         if container not in self._directories:
             try:
                 self._directories[container] = source.directory(container)
@@ -91,8 +93,9 @@ class _DependencyClosure:
         return self._directories[container]
 
     def request(self, name: BlockName, row: BlockRow) -> slice | None:
-        """Add a block that is to be decoded; return what it leans on, None where that is nothing. Raises
-        _BudgetExceeded.
+        """Add a block to decode; return its rows of bases, or None without bases.
+
+        Raises: _BudgetExceeded.
         """
         first, patch = self.rows, row.kind == container_layout.PATCH
         self.rows += row.last_base - row.first_base if patch else 0
@@ -103,68 +106,76 @@ class _DependencyClosure:
         return slice(row.first_base, row.last_base) if self.rows > first else None
 
     def add_rows(self, slots: I32, offsets: U64, lengths: U32) -> None:
-        """Say where the next rows lie: in which slot, LOST or DELTA, from which byte, how many."""
+        """Add the positions of the next rows: slot (or LOST, DELTA), byte offset, length."""
         self._parts.append((slots, offsets, lengths))
 
     def slices(self) -> tuple[I32, U64, U32]:
-        """Return where all rows lie."""
+        """Return the positions of all rows."""
         none = np.zeros(0, np.int32), np.zeros(0, np.uint64), np.zeros(0, np.uint32)
         slots, offsets, lengths = zip(none, *self._parts, strict=True)
         return np.concatenate(slots), np.concatenate(offsets), np.concatenate(lengths)
 
 
 class _DecodeSlot:
-    """It is over once nobody holds it: wherever a Ctrl-C falls, who had it has it no more."""
+    """Token of the first decoder; freed with its last reference.
+
+    A Ctrl-C therefore releases it wherever it arrives.
+    """
 
 
 class _DecodeSlots:
-    """Whoever has the turn was the first to decode; nobody waits for it."""
+    """Slot for one decoder at a time, without waiting."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken: weakref.ref[_DecodeSlot] | None = None
+        self._token: weakref.ref[_DecodeSlot] | None = None
 
     def take(self) -> _DecodeSlot | None:
-        """Return the turn, None while somebody has it."""
+        """Return the token, or None while another thread has it."""
         with self._lock:
-            if self._taken is not None and self._taken() is not None:
+            if self._token is not None and self._token() is not None:
                 return None
-            turn = _DecodeSlot()
-            self._taken = weakref.ref(turn)
-            return turn
+            token = _DecodeSlot()
+            self._token = weakref.ref(token)
+            return token
 
 
 class BlockDecoder:
-    """Decodes blocks of one source, many in one call."""
+    """Decoder of blocks of one source."""
 
     def __init__(
-        self, source: ContainerSource, plan: Callable[[Locations], Plan], helpers: ThreadPool = SERIAL
+        self, source: ContainerSource, plan: Callable[[Locations], ReadPlan], helpers: ThreadPool = SERIAL
     ) -> None:
-        """`plan` returns how rows are kept, and raises Corrupt. `helpers` decode beside the caller."""
+        """Create the decoder.
+
+        `plan` returns the plan of rows, and raises Corrupt. `helpers` decode concurrently with the caller.
+        """
         self._helpers = helpers
         self._source = source
         self._plan = plan
-        self._many = source if isinstance(source, SupportsRecords) else None
+        self._record_source = source if isinstance(source, SupportsRecords) else None
         self._on_deltas: set[BlockName] = set()
-        """Nothing is read for these in vain. A number names one block for ever."""
+        """Blocks with deltas as bases, which are not read in vain. A block number is never reused."""
 
     def decode(
         self, names: Sequence[BlockName], spend: Callable[[int, int], None] = lambda _bytes, _rows: None
     ) -> list[U8 | None]:
-        """Return what the first of some blocks decode to, of one at least; None for one that must be looked into.
+        """Return the decoded bytes of the first blocks, at least one; None for failures.
 
-        That is one which is damaged or was written anew, leans on such a one or on deltas, or on too much. `spend` is
-        told how many bytes are decoded, and rows planned. Raises StoreUnavailable, and what `spend` raises.
+        A block fails if it is damaged or was rewritten, if a base is, or if its bases are deltas or exceed the bound.
+        `spend` receives the number of decoded bytes and of planned rows.
+
+        Raises: StoreUnavailable, and the exceptions of `spend`.
         """
-        turn = _turns.take()
+        token = _decode_slots.take()
         try:
-            if turn is not None:
-                return self._decoded(names, spend, DECODED_BYTES_MAX, self._helpers)
-            return self._decoded(names, spend, DECODED_BYTES_MAX // CONCURRENT_SHARE, SERIAL)
+            if token is not None:
+                return self._decode_up_to(names, spend, DECODED_BYTES_MAX, self._helpers)
+            return self._decode_up_to(names, spend, DECODED_BYTES_MAX // CONCURRENT_SHARE, SERIAL)
         finally:
-            del turn  # not kept by the traceback of what was raised
+            del token  # not kept by the traceback of an exception
 
-    def _decoded(
+    def _decode_up_to(
         self, names: Sequence[BlockName], spend: Callable[[int, int], None], bytes_max: int, helpers: ThreadPool
     ) -> list[U8 | None]:
         count = len(names)
@@ -183,13 +194,13 @@ class BlockDecoder:
             return [closure.contents[closure.slots[name]] for name in names[:count]]
 
     def _close(self, closure: _DependencyClosure, names: Sequence[BlockName]) -> None:
-        """Add the blocks, and all that those lean on that are not at hand. Raises _BudgetExceeded."""
+        """Add the blocks and all their bases that are not cached. Raises _BudgetExceeded."""
         missing = self._missing(closure, names)
         while missing:
             missing = self._request_bases(closure, missing)
 
     def _missing(self, closure: _DependencyClosure, names: Sequence[BlockName]) -> list[BlockName]:
-        """Give each block a slot; return those that are new, and not at hand."""
+        """Assign a slot to each block; return the new ones that are not cached."""
         new = [name for name in dict.fromkeys(names) if name not in closure.slots]
         closure.slots.update(zip(new, range(len(closure.contents), len(closure.contents) + len(new)), strict=True))
         contents = self._source.cached_blocks(new)
@@ -199,7 +210,7 @@ class BlockDecoder:
         ]
 
     def _request_bases(self, closure: _DependencyClosure, names: list[BlockName]) -> list[BlockName]:
-        """Want these blocks; return those that they lean on, and that are new and not at hand."""
+        """Request these blocks; return their bases that are new and not cached."""
         bases, counts, depths = list[tuple[Locations, int, int]](), list[int](), list[int]()
         for container, run in groupby(names, itemgetter(0)):
             directory = closure.directory(container, self._source)
@@ -209,13 +220,13 @@ class BlockDecoder:
             for name in run:
                 if name[1] >= len(rows_of) or not rows_of[name[1]].raw_bytes:
                     continue
-                mine = closure.request(name, rows_of[name[1]])
-                if mine is not None:
-                    first, stop = mine.start, mine.stop
-                    if bases and bases[-1][0] is table and bases[-1][2] == first:  # blocks that follow one another
+                own_rows = closure.request(name, rows_of[name[1]])
+                if own_rows is not None:
+                    first, stop = own_rows.start, own_rows.stop
+                    if bases and bases[-1][0] is table and bases[-1][2] == first:  # consecutive blocks
                         first = bases.pop()[1]
                     bases.append((table, first, stop))
-                    counts.append(mine.stop - mine.start)
+                    counts.append(own_rows.stop - own_rows.start)
                     depths.append(rows_of[name[1]].depth)
         if not bases:
             return []
@@ -227,8 +238,8 @@ class BlockDecoder:
             return []
         delta = plan.kinds == container_layout.XDELTA3
         slots[delta] = DELTA
-        whole = ~delta & (plan.locations.containers != np.uint64(ZERO))
-        rows = np.flatnonzero(whole & (plan.depths < np.repeat(np.array(depths, np.uint8), counts)))
+        is_raw = ~delta & (plan.locations.containers != np.uint64(ZERO))
+        rows = np.flatnonzero(is_raw & (plan.depths < np.repeat(np.array(depths, np.uint8), counts)))
         missing = list[BlockName]()
         if len(rows):
             blocks = by_block(plan, rows)
@@ -238,14 +249,14 @@ class BlockDecoder:
         return missing
 
     def _decode(self, closure: _DependencyClosure, helpers: ThreadPool) -> None:
-        """Decode what is wanted: shallow blocks first, deeper ones lean on them."""
+        """Decode the requested blocks by ascending depth, since bases have a lower depth."""
         if not closure.wanted:
             return
         slots, offsets, lengths = closure.slices()
-        self._leave_out(closure, slots)
+        self._drop_undecodable(closure, slots)
         found = sorted(self._verified_blocks(closure.wanted), key=lambda one: one[0].depth)
         stored = [(block, checked) for block, checked in found if checked.codec == container_layout.STORED]
-        self._cache(closure, [(block, self._copied(checked.payload)) for block, checked in stored])
+        self._cache(closure, [(block, self._copy_if_shared(checked.payload)) for block, checked in stored])
         frames = [(block, checked) for block, checked in found if checked.codec != container_layout.STORED]
         firsts = np.array([block.first for block, _ in frames], np.intp)
         lasts = np.array(
@@ -256,11 +267,11 @@ class BlockDecoder:
         too_long = reached[lasts] - reached[firsts] > container_layout.PREFIX_BYTES_MAX
         if too_long.any():
             fit = np.flatnonzero(~too_long)
-            frames, firsts, lasts = [frames[place] for place in fit], firsts[fit], lasts[fit]
+            frames, firsts, lasts = [frames[row] for row in fit], firsts[fit], lasts[fit]
         bounds = bounds_of(lasts - firsts)
         rows = np.arange(int(bounds[-1])) + np.repeat(firsts - bounds[:-1], lasts - firsts)
-        there = np.array([content is not None for content in closure.contents])
-        buffers = [_NOTHING if content is None else content for content in closure.contents]
+        is_available = np.array([content is not None for content in closure.contents])
+        buffers = [_NO_BYTES if content is None else content for content in closure.contents]
         outs = self._source.room_for([block.raw_bytes for block, _ in frames])
         for (block, _), out in zip(frames, outs, strict=True):
             buffers[block.slot] = out
@@ -268,7 +279,7 @@ class BlockDecoder:
             [checked.payload for _, checked in frames],
             np.array([block.slot for block, _ in frames], np.int32),
             buffers,
-            there,
+            is_available,
             slots[rows],
             offsets[rows],
             lengths[rows],
@@ -279,31 +290,31 @@ class BlockDecoder:
             closure, [(block, out) for (block, _), out, good in zip(frames, outs, done.tolist(), strict=True) if good]
         )
 
-    def _leave_out(self, closure: _DependencyClosure, slots: I32) -> None:
-        """Want nothing that cannot be decoded here, whatever is read for it; remember what leans on deltas."""
-        there = np.array([content is not None for content in closure.contents])
+    def _drop_undecodable(self, closure: _DependencyClosure, slots: I32) -> None:
+        """Drop requests that cannot be decoded here; remember blocks on deltas."""
+        is_available = np.array([content is not None for content in closure.contents])
         if (slots >= 0).all():
-            all_there = there.copy()
-            all_there[[block.slot for block in closure.wanted]] = True
-            if all_there[slots].all():
+            will_be_available = is_available.copy()
+            will_be_available[[block.slot for block in closure.wanted]] = True
+            if will_be_available[slots].all():
                 return
         on_deltas = np.array([name in self._on_deltas for name in closure.slots])
-        sound = list[_Request]()
+        decodable = list[_Request]()
         for block in sorted(closure.wanted, key=attrgetter("depth")):
-            mine = slots[block.first : block.last]
-            known = mine[mine >= 0]
-            if len(known) == len(mine) and there[known].all():
-                there[block.slot] = True
-                sound.append(block)
-            elif (mine == DELTA).any() or on_deltas[known].any():
+            own_rows = slots[block.first : block.last]
+            own_slots = own_rows[own_rows >= 0]
+            if len(own_slots) == len(own_rows) and is_available[own_slots].all():
+                is_available[block.slot] = True
+                decodable.append(block)
+            elif (own_rows == DELTA).any() or on_deltas[own_slots].any():
                 on_deltas[block.slot] = True
                 if len(self._on_deltas) >= ON_DELTAS_MAX:
                     self._on_deltas.clear()
                 self._on_deltas.add(block.name)
-        closure.wanted = sound
+        closure.wanted = decodable
 
     def _verified_blocks(self, wanted: list[_Request]) -> Iterator[tuple[_Request, CheckedBlock]]:
-        """Yield the blocks that are as their directories say, a container after another."""
+        """Yield the blocks that agree with their directories, container by container."""
         for container, run in groupby(sorted(wanted, key=attrgetter("name")), lambda block: block.name[0]):
             blocks = list(run)
             for block, record in zip(blocks, self._records(container, blocks), strict=True):
@@ -313,15 +324,15 @@ class BlockDecoder:
                     checked = checked_block(record, "a block")
                 except Corrupt:
                     continue
-                said = checked.kind == block.kind or checked.kind != container_layout.PATCH
-                if said and checked.raw_bytes == block.raw_bytes:
+                is_expected_kind = checked.kind == block.kind or checked.kind != container_layout.PATCH
+                if is_expected_kind and checked.raw_bytes == block.raw_bytes:
                     yield block, checked
 
     def _records(self, container: ContainerId, blocks: list[_Request]) -> list[bytes | memoryview | None]:
-        """Return some blocks of a container as they are stored, None for what cannot be read."""
+        """Return blocks of a container as stored, None for unreadable ones."""
         numbers = [block.name[1] for block in blocks]
         records = list[bytes | memoryview | None]()
-        many = self._many
+        many = self._record_source
         while len(records) < len(numbers):
             left = numbers[len(records) :]
             try:
@@ -330,15 +341,15 @@ class BlockDecoder:
                 else:
                     read = many.records(container, left, DECODED_BYTES_MAX)
                     records += read
-                    if len(read) < len(left):  # something among them cannot be read: ask for all of them once
+                    if len(read) < len(left):  # one of them is unreadable: read the rest one by one
                         many = None
             except (Corrupt, NotFound):
                 records.append(None)
                 many = None
         return records
 
-    def _copied(self, payload: memoryview) -> U8:
-        """Return a block's bytes for the cache: not in memory that others share, which were read with it."""
+    def _copy_if_shared(self, payload: memoryview) -> U8:
+        """Copy a small block out of a shared read buffer, which the cache must not keep."""
         read = np.frombuffer(payload, np.uint8)
         if len(read) >= TOGETHER_BYTES_MAX:
             return read
@@ -352,5 +363,5 @@ class BlockDecoder:
         self._source.cache_blocks([block.name for block, _ in decoded], [content for _, content in decoded])
 
 
-_turns = _DecodeSlots()
-_NOTHING: U8 = np.zeros(0, np.uint8)
+_decode_slots = _DecodeSlots()
+_NO_BYTES: U8 = np.zeros(0, np.uint8)

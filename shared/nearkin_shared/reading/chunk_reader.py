@@ -1,11 +1,13 @@
-"""Reading chunks back. Invariant: memory is bounded by the batch asked for and the block cache, whatever the chain.
+"""Reader of chunks by location.
 
-wanted rows -> plan (directories) -> encodings (one visit a block) -> deltas: the same for their bases, level by level
-               blocks -> decoded together with what they lean on (`chains`)
-                      -> one that cannot be: by itself, its bases are rows again
+Invariant: memory is bounded by the requested batch and the block cache, regardless of the base chains.
 
-What is damaged, or leans on deltas, is walked by a stack of tasks, never by recursion; what a task holds meanwhile is
-one batch, or a block and its bases. What all of them decode and hold has a bound (`walk`).
+    rows -> plan (directories) -> encodings (one visit per block) -> deltas: the same for their bases, level by level
+            blocks -> decoded together with their bases (`block_decoder`)
+                   -> failed blocks: one by one, their bases are rows again
+
+Damaged blocks, and those with deltas as bases, are decoded by a stack of tasks, never by recursion; a task holds one
+batch, or a block and its bases. `decode_budget` bounds the bytes decoded and held by all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from nearkin_shared.limits import DEPTH_MAX
 from nearkin_shared.reading.block_decoder import BlockDecoder
 from nearkin_shared.reading.buffer_leases import BufferLeases
 from nearkin_shared.reading.decode_budget import DecodeBudget, block_label
-from nearkin_shared.reading.read_plan import BlockName, ByBlock, Plan, by_block
+from nearkin_shared.reading.read_plan import BlockName, ByBlock, ReadPlan, by_block
 from nearkin_shared.storage.containers import ContainerRewritten, ContainerSource, object_name
 from nearkin_shared.types import I32, U8, U32, U64, ZERO, ContainerId, Locations, Pieces, offsets_of
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
@@ -37,65 +39,74 @@ from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
 
 @runtime_checkable
 class SupportsRecordReconstruction(Protocol):
-    """Where a block that is damaged may be known as it was written."""
+    """Source that may reconstruct a damaged block."""
 
     def reconstruct_record(self, container: ContainerId, block: int, why: Corrupt) -> bytes | memoryview | None:
-        """Return the block, header and payload, None where it is not known."""
+        """Return the block, header and payload, or None."""
 
 
 @runtime_checkable
 class GenerationSource(Protocol):
-    """Where a container may be there twice: who wrote it anew died before the older generation went."""
+    """Source in which two generations of a container may exist after a crash."""
 
     @property
     def changes(self) -> int:
-        """Return how many changes of containers were noted."""
+        """Return the number of recorded container changes."""
 
     def has_newer_generation(self, containers: Iterable[int], since: int | None = None) -> bool:
-        """Return whether any of these is there in a later generation than was read, or came after `since` changes."""
+        """Return whether a container has a later generation, or changed after `since`."""
 
 
 REWRITTEN_MAX = 8
-"""A plan is made again so often at most: of its containers, and those below, each is written anew once a day or so."""
+"""Bound on repeated plans: each container of a chain is rewritten at most about once a day."""
 MOVED_MAX = 256
-"""So often where each time a later generation had come: a round at work overtakes who reads through chains of many
-containers (of 8,700 reads beside rounds without pause, five began again more than 8 times, one 21 times)."""
-WINDOW_BYTES = 4 * 1024 * 1024
-"""Of rows that are looked up together: what lies close together in the stream leans on what lies close together, and of
-chains through all of a batch more is wanted at the same time than the cache holds."""
-LEVEL_BYTES_MAX = 64 * 1024 * 1024
-"""Of distinct bases that are read together, and the deltas on them; of honest data 4 MiB lean on at most 128."""
+"""Bound on repeats of which each found a later generation: a GC run may overtake a reader of a long chain.
 
-Wanted = Plan | BlockName | list[BlockName] | int | U64
+Of 8,700 reads concurrent with continuous GC runs, five were repeated more than 8 times, one of them 21 times.
+"""
+WINDOW_BYTES = 4 * 1024 * 1024
+"""Bytes of rows that are looked up together.
+
+Rows close together in the stream have bases close together; chains through a whole batch would exceed the cache.
+"""
+LEVEL_BYTES_MAX = 64 * 1024 * 1024
+"""Bound on distinct bases read together, and their deltas; 4 MiB of honest data have bases of at most 128."""
+
+Wanted = ReadPlan | BlockName | list[BlockName] | int | U64
 Task = Generator[Wanted, Any, Any]
-"""Returns bytes; yields what it must have before it can go on, and is sent it: of a plan its bytes, of a block what it
-decodes to, of several what some can be decoded to together. And, sent nothing, how many bytes it takes from now on, and
-the containers by whose rows it knows what it asks for next."""
+"""Generator that returns bytes and yields requests, whose results are sent back.
+
+A plan yields its bytes, a block its decoded bytes, several blocks those that could be decoded together. An int
+announces the bytes that the task holds from now on, and an array the containers that determine its next request;
+neither has a result.
+"""
 
 
 @dataclass(slots=True)
 class _RunningTask:
-    """A task, what it was started for, and what it holds, bytes."""
+    """Task, the request for which it was started, and the bytes that it holds."""
 
     task: Task
     wanted: Wanted
     held_bytes: int = 0
     through: list[U64] = field(default_factory=list)
-    """The containers that it says it goes by, besides those of `wanted`."""
+    """Containers that the task announced, besides those of `wanted`."""
 
 
 class ChunkReader:
-    """Bytes of chunks by location."""
+    """Reader of the bytes of chunks by location."""
 
     def __init__(self, source: ContainerSource, helpers: ThreadPool = SERIAL) -> None:
-        """`helpers` decode beside the caller."""
+        """Create the reader; `helpers` decode concurrently with the caller."""
         self._source = source
-        self._chains = BlockDecoder(source, self.plan, helpers)
+        self._block_decoder = BlockDecoder(source, self.plan, helpers)
 
     def tables(self, locations: Locations) -> tuple[I32, U64, list[NDArray[np.void] | None]]:
-        """Return (which table each row is of, int32[n]; the container of each table; the tables, CHUNK_ROW).
+        """Return (table number of each row, int32[n]; container of each table; tables).
 
-        None for the built-in zero chunk's. Raises Corrupt, NotFound or StoreUnavailable.
+        A table is CHUNK_ROW[m], None for the built-in zero chunk.
+
+        Raises: Corrupt, NotFound, StoreUnavailable.
         """
         which, containers = numbered(locations.containers)
         return (
@@ -107,22 +118,25 @@ class ChunkReader:
             ],
         )
 
-    def plan(self, locations: Locations) -> Plan:
-        """Return how the rows are kept. Raises Corrupt for an ordinal that its container does not have.
+    def plan(self, locations: Locations) -> ReadPlan:
+        """Return the plan of the rows.
 
-        It may have it by now: a round writes a container anew with more chunks, and what came since leans on them.
+        A missing ordinal may exist by now: a GC run rewrites a container with more chunks, and later data depend on
+        them.
+
+        Raises: Corrupt, for an ordinal that its container lacks.
         """
         since = self._source.changes if isinstance(self._source, GenerationSource) else 0
         which, _, tables = self.tables(locations)
         rows = np.empty(len(locations), CHUNK_ROW)
         row = take_rows(tables, which, locations.ordinals, rows)
         if row < len(rows):
-            container, kept = int(locations.containers[row]), tables[which[row]]
+            container, table = int(locations.containers[row]), tables[which[row]]
             if self._has_newer_generation([container], since):
                 return self.plan(locations)
-            counted = 0 if kept is None else len(kept)
+            counted = 0 if table is None else len(table)
             raise Corrupt(
-                f"container {container:016x} has {counted} chunks, number {int(locations.ordinals[row])} is wanted"
+                f"container {container:016x}: no chunk {int(locations.ordinals[row])}, it has {counted} chunks"
             )
         zero = np.flatnonzero(locations.containers == np.uint64(ZERO))
         rows["lengths"][zero] = locations.ordinals[zero]
@@ -131,12 +145,13 @@ class ChunkReader:
             if self._has_newer_generation([int(locations.containers[row])], since):
                 return self.plan(locations)
             name = object_name(ContainerId(int(locations.containers[row])))
-            raise Corrupt(f"{name}: chunk {int(locations.ordinals[row])} is wanted, and was collected as garbage")
-        return Plan(locations, rows, since)
+            raise Corrupt(f"{name}: chunk {int(locations.ordinals[row])} is needed, but was collected as garbage")
+        return ReadPlan(locations, rows, since)
 
-    def plan_with_bases(self, locations: Locations) -> tuple[Plan, Plan]:
-        """Return how the rows are kept, and how the best bases of those are that are not raw, in order. Raises as
-        `plan` does.
+    def plan_with_bases(self, locations: Locations) -> tuple[ReadPlan, ReadPlan]:
+        """Return the plan of the rows, and that of the best bases of those that are not raw.
+
+        Raises: as `plan` does.
         """
         for _ in range(REWRITTEN_MAX):
             plan = self.plan(locations)
@@ -148,35 +163,38 @@ class ChunkReader:
         plan = self.plan(locations)
         return plan, self.plan(plan.bases.take(plan.depths > 0))
 
-    def fetch(self, plan: Plan) -> U8:
-        """Return the rows' bytes, one after another, decoded but not yet verified. Raises Corrupt or NotFound."""
+    def fetch(self, plan: ReadPlan) -> U8:
+        """Return the rows' consecutive bytes, decoded but not yet verified.
+
+        Raises: Corrupt, NotFound.
+        """
         return self._execute(self._rows, plan)  # type: ignore[no-any-return]  # what the task returns
 
-    def lease(self, plan: Plan) -> Pieces:
-        """Return the rows' bytes as `fetch` does, but where they lie in decoded blocks: few are copied.
+    def lease(self, plan: ReadPlan) -> Pieces:
+        """Return the rows' bytes within decoded blocks where possible; few are copied.
 
-        That keeps LENT_BYTES_MAX of blocks in memory, whatever their cache lets go of meanwhile.
+        The leases keep LEASED_BYTES_MAX of blocks in memory, even if the cache evicts them.
         """
         return self._execute(self._lease, plan)  # type: ignore[no-any-return]
 
-    def _execute(self, task: Callable[[Plan], Task], plan: Plan) -> Any:
-        """Carry out a task, anew where a container was written anew since it was planned."""
-        in_vain = 0
+    def _execute(self, task: Callable[[ReadPlan], Task], plan: ReadPlan) -> Any:
+        """Execute a task; repeat it if a container was rewritten since its plan."""
+        unmoved = 0
         for _ in range(MOVED_MAX):
             try:
                 return self._run(task(plan), plan)
             except ContainerRewritten as err:
-                in_vain += not err.moved
-                if in_vain > REWRITTEN_MAX:
+                unmoved += not err.moved
+                if unmoved > REWRITTEN_MAX:
                     raise
                 plan = self.plan(plan.locations)
         return self._run(task(plan), plan)
 
-    def _run(self, task: Task, plan: Plan) -> Any:
-        """Return what a task for a plan returns.
+    def _run(self, task: Task, plan: ReadPlan) -> Any:
+        """Return the result of a task for a plan.
 
-        Raises Corrupt; Rewritten where what leads to what is lost was read of an older generation than is there: the
-        one that is may lean on something else. Who shares the caches may have read that one since the plan was made.
+        Raises: Corrupt. ContainerRewritten, if the path to the lost data was read in an older generation than the
+        current one, whose bases may differ. A user of the same caches may have read that one since the plan was made.
         """
         tasks = [_RunningTask(task, plan)]
         try:
@@ -189,47 +207,47 @@ class ChunkReader:
             raise
 
     def _walk_tasks(self, tasks: list[_RunningTask]) -> Any:
-        """Carry out the last of `tasks`, and what it wants after it; return what the first returns."""
-        walk = DecodeBudget()
+        """Execute the last of `tasks` and its requests; return the result of the first."""
+        budget = DecodeBudget()
         answer: Any = None
         while True:
-            started = tasks[-1]
+            running = tasks[-1]
             try:
-                wanted = next(started.task) if answer is None else started.task.send(answer)
+                wanted = next(running.task) if answer is None else running.task.send(answer)
             except StopIteration as done:
                 tasks.pop()
                 answer = done.value
                 if not tasks:
                     return done.value
-                if isinstance(started.wanted, tuple):
-                    walk.spend(answer.nbytes)
-                    walk.retain(started.wanted, answer)
+                if isinstance(running.wanted, tuple):
+                    budget.spend(answer.nbytes)
+                    budget.retain(running.wanted, answer)
                 continue
             answer = None
             if isinstance(wanted, int):
-                started.held_bytes = wanted
-                walk.spend(wanted)
-                walk.hold(_walked_bytes(tasks))
+                running.held_bytes = wanted
+                budget.spend(wanted)
+                budget.hold(_walked_bytes(tasks))
             elif isinstance(wanted, np.ndarray):
-                started.through.append(wanted)
+                running.through.append(wanted)
             elif isinstance(wanted, list):
-                walk.at = next(_walk_path(tasks), wanted[0])
-                answer = self._chains.decode(wanted, walk.spend)
-            elif isinstance(wanted, Plan):
-                walk.spend(0, len(wanted))
+                budget.at = next(_walk_path(tasks), wanted[0])
+                answer = self._block_decoder.decode(wanted, budget.spend)
+            elif isinstance(wanted, ReadPlan):
+                budget.spend(0, len(wanted))
                 tasks.append(_RunningTask(self._rows(wanted), wanted))
-            elif (answer := walk.retained(wanted)) is None:
+            elif (answer := budget.retained(wanted)) is None:
                 tasks.append(_RunningTask(self._block(wanted), wanted))
 
-    def _lease(self, plan: Plan) -> Task:
-        lending = BufferLeases(plan, self._source.buffers.take)
-        whole = (plan.kinds != container_layout.XDELTA3) & (plan.locations.containers != np.uint64(ZERO))
-        for rows in _windows(np.flatnonzero(whole), plan.lengths):
-            yield from self._visit(plan, rows, lending.use)
-        others = np.flatnonzero(~whole)
-        return lending.finish(others, (yield plan.take(others)))
+    def _lease(self, plan: ReadPlan) -> Task:
+        leases = BufferLeases(plan, self._source.buffers.take)
+        is_raw = (plan.kinds != container_layout.XDELTA3) & (plan.locations.containers != np.uint64(ZERO))
+        for rows in _windows(np.flatnonzero(is_raw), plan.lengths):
+            yield from self._visit(plan, rows, leases.use)
+        others = np.flatnonzero(~is_raw)
+        return leases.finish(others, (yield plan.take(others)))
 
-    def _rows(self, plan: Plan) -> Task:
+    def _rows(self, plan: ReadPlan) -> Task:
         levels, which = [plan], list[NDArray[np.intp]]()
         while True:
             deltas = np.flatnonzero(levels[-1].kinds == container_layout.XDELTA3)
@@ -240,14 +258,16 @@ class ChunkReader:
             yield levels[-1].locations.containers[deltas]
             bases = levels[-1].bases.take(deltas)
             firsts, of_delta = bases.mentions()
-            below = self.plan(bases.take(firsts))
-            too_deep = np.flatnonzero(below.depths[of_delta] >= levels[-1].depths[deltas])
+            bases_plan = self.plan(bases.take(firsts))
+            too_deep = np.flatnonzero(bases_plan.depths[of_delta] >= levels[-1].depths[deltas])
             if len(too_deep):
-                raise self._too_deep(below.take(of_delta[too_deep]), "a delta's base is not shallower than the delta")
-            level_bytes = below.lengths.sum(dtype=np.uint64) + levels[-1].encoded[deltas].sum(dtype=np.uint64)
+                raise self._too_deep(
+                    bases_plan.take(of_delta[too_deep]), "a delta's base has no lower depth than the delta"
+                )
+            level_bytes = bases_plan.lengths.sum(dtype=np.uint64) + levels[-1].encoded[deltas].sum(dtype=np.uint64)
             if level_bytes > LEVEL_BYTES_MAX and len(plan) > 1:
                 return (yield from self._halves(plan))
-            levels.append(below)
+            levels.append(bases_plan)
             which.append(of_delta)
         payload, lengths, of_delta = np.zeros(0, np.uint8), np.zeros(0, np.uint32), np.zeros(0, np.intp)
         while levels:
@@ -256,8 +276,8 @@ class ChunkReader:
             lengths, of_delta = level.lengths, which.pop() if which else of_delta
         return payload
 
-    def _halves(self, plan: Plan) -> Task:
-        """Return the rows' bytes, one half read after the other. A row by itself is a chunk a level."""
+    def _halves(self, plan: ReadPlan) -> Task:
+        """Return the rows' bytes, one half after the other; a single row needs a chunk per level."""
         ends = np.cumsum(plan.lengths, dtype=np.uint64)
         out = self._source.buffers.take(int(ends[-1]))
         half = len(plan) // 2
@@ -266,7 +286,7 @@ class ChunkReader:
         return out
 
     def _block(self, name: BlockName) -> Task:
-        """Decode a block by itself, as it was written where what is stored of it is damaged. Raises Corrupt."""
+        """Decode a block by itself, reconstructed if damaged. Raises Corrupt."""
         record = self._source.record(*name)
         try:
             return (yield from self._read_alone(name, record))
@@ -274,59 +294,64 @@ class ChunkReader:
             raise
         except Corrupt as err:
             source = self._source
-            whole = source.reconstruct_record(*name, err) if isinstance(source, SupportsRecordReconstruction) else None
-            if whole is None or whole == record:
+            is_raw = source.reconstruct_record(*name, err) if isinstance(source, SupportsRecordReconstruction) else None
+            if is_raw is None or is_raw == record:
                 raise
-        return (yield from self._read_alone(name, whole))
+        return (yield from self._read_alone(name, is_raw))
 
     def _read_alone(self, name: BlockName, record: bytes | memoryview) -> Task:
         what = block_label(name)
         prefix: U8 | None = None
         checked = checked_block(record, what)  # its checksum, before anything is read for it
-        told = self._source.directory(name[0]).blocks.raw[name[1] :][:1]  # none, or 0: gone since it was read
-        if told.any() and told[0] != checked.raw_bytes:
-            raise Corrupt(f"{what}: of {checked.raw_bytes} bytes, where its directory says {told[0]}")
+        directory_bytes = self._source.directory(name[0]).blocks.raw[name[1] :][
+            :1
+        ]  # empty or 0: removed since it was read
+        if directory_bytes.any() and directory_bytes[0] != checked.raw_bytes:
+            raise Corrupt(f"{what}: has {checked.raw_bytes} bytes, but {directory_bytes[0]} in its directory")
         if checked.kind == container_layout.PATCH:
             prefix = yield self._base_blocks(name)
         decoded = decode_block(record, what, prefix, self._source.buffers.take)
         self._source.cache_blocks([name], [decoded])
         return decoded
 
-    def _base_blocks(self, name: BlockName) -> Plan:
-        """Return the plan of what a patch block leans on: all of it is less deep, and that ends every chain.
+    def _base_blocks(self, name: BlockName) -> ReadPlan:
+        """Return the plan of a patch block's bases, all of lower depth, so that chains end.
 
-        Raises Corrupt; Rewritten where the block is gone.
+        Raises: Corrupt. ContainerRewritten, if the block was removed.
         """
         what, (container, number) = block_label(name), name
         directory = self._source.directory(container)
         if number >= len(directory.blocks) or not directory.blocks.raw[number]:
-            raise ContainerRewritten(f"{what} is gone: read again")
+            raise ContainerRewritten(f"{what} was removed; read the container again")
         if directory.blocks.kinds[number] != container_layout.PATCH:
-            raise Corrupt(f"{what}: a patch block, which its directory does not say")
+            raise Corrupt(f"{what}: a patch block, but not in its directory")
         plan = self.plan(directory.prefixes.of(number))
         prefix_bytes = int(plan.lengths.sum(dtype=np.uint64))
         too_deep = np.flatnonzero(plan.depths >= directory.blocks.depths[number])
         if len(too_deep) or prefix_bytes > container_layout.PREFIX_BYTES_MAX:
-            why = f"{what}: bases of {prefix_bytes} bytes, or no shallower than what leans on them"
+            why = f"{what}: bases of {prefix_bytes} bytes, or at no lower depth than the block"
             raise self._too_deep(plan.take(too_deep), why)
         return plan
 
-    def _too_deep(self, bases: Plan, why: str) -> Corrupt:
-        """Return the error of bases as deep as what leans on them: in a later generation they may lie less deep.
+    def _too_deep(self, bases: ReadPlan, why: str) -> Corrupt:
+        """Return the error for bases at too great a depth.
 
-        What was written since leans on that one, and an older one that is there still was read.
+        If an older generation was read, they may have a lower depth in the later one, on which newer data depend.
         """
         if self._has_newer_generation(sorted(set(bases.locations.containers.tolist())), bases.since):
             return _newer_generation_error(why)
         return Corrupt(why)
 
     def _has_newer_generation(self, containers: list[int], since: int | None = None) -> bool:
-        """Look whether any of these is there in a later generation than was read; that is read from now on."""
+        """Return whether a container has a later generation, which is read from now on."""
         stored = [container for container in containers if container != ZERO]
         return isinstance(self._source, GenerationSource) and self._source.has_newer_generation(stored, since)
 
-    def _level(self, plan: Plan, bases: U8, base_lengths: U32, which: NDArray[np.intp]) -> Task:
-        """Return the rows' bytes; `bases` are those of distinct bases, each of its base length, `which` the deltas'."""
+    def _level(self, plan: ReadPlan, bases: U8, base_lengths: U32, which: NDArray[np.intp]) -> Task:
+        """Return the rows' bytes.
+
+        `bases` are the bytes of distinct bases with lengths `base_lengths`; `which` is the base of each delta.
+        """
         zero = plan.locations.containers == np.uint64(ZERO)
         total = int(plan.lengths.sum(dtype=np.uint64))
         is_delta = plan.kinds == container_layout.XDELTA3
@@ -348,8 +373,8 @@ class ChunkReader:
             gather([decoded], np.zeros(len(deltas), np.int32), offsets_of(lengths), lengths, out, starts[deltas])
         return out
 
-    def _copy(self, plan: Plan, wanted: NDArray[np.intp], out: U8, places: U64) -> Generator[Wanted, Any, None]:
-        """Copy the encodings of the wanted rows into `out`, row i at places[i]: one visit a block."""
+    def _copy(self, plan: ReadPlan, wanted: NDArray[np.intp], out: U8, places: U64) -> Generator[Wanted, Any, None]:
+        """Copy the encodings of the rows into `out`, row i at `places[i]`: one visit per block."""
 
         def copy(blocks: ByBlock, visits: list[int], contents: list[U8]) -> None:
             rows = blocks.rows_of(visits)
@@ -359,22 +384,24 @@ class ChunkReader:
         return self._visit(plan, wanted, copy)
 
     def _visit(
-        self, plan: Plan, wanted: NDArray[np.intp], use: Callable[[ByBlock, list[int], list[U8]], None]
+        self, plan: ReadPlan, wanted: NDArray[np.intp], use: Callable[[ByBlock, list[int], list[U8]], None]
     ) -> Generator[Wanted, Any, None]:
-        """Let `use` have the blocks of the wanted rows: which of them, and what they decode to; some after others."""
+        """Pass the blocks of the rows to `use`, with their decoded bytes, in groups."""
         if not len(wanted):
             return
         blocks = by_block(plan, wanted)
-        visits = np.argsort(blocks.rows[blocks.bounds[:-1]]).tolist()  # those close by in the stream share bases
+        visits = np.argsort(blocks.rows[blocks.bounds[:-1]]).tolist()  # neighbours in the stream share bases
         while visits:
             found: list[U8 | None] = yield [blocks.names[visit] for visit in visits]
             first, visits = visits[: len(found)], visits[len(found) :]
-            sound = [(visit, content) for visit, content in zip(first, found, strict=True) if content is not None]
-            alone = [visit for visit, content in zip(first, found, strict=True) if content is None]
-            if sound:
-                use(blocks, [visit for visit, _ in sound], [content for _, content in sound])
-            del found, sound  # nothing is held while others are walked to, each in its time
-            for visit in alone:
+            decoded_visits = [
+                (visit, content) for visit, content in zip(first, found, strict=True) if content is not None
+            ]
+            failed_visits = [visit for visit, content in zip(first, found, strict=True) if content is None]
+            if decoded_visits:
+                use(blocks, [visit for visit, _ in decoded_visits], [content for _, content in decoded_visits])
+            del found, decoded_visits  # nothing is held while failed blocks are decoded one by one
+            for visit in failed_visits:
                 use(blocks, [visit], [(yield blocks.names[visit])])
 
 
@@ -386,38 +413,38 @@ def _windows(rows: NDArray[np.intp], lengths: U32) -> list[NDArray[np.intp]]:
 
 
 def _newer_generation_error(why: object) -> ContainerRewritten:
-    """Return the error of what was read of an older generation than is there."""
-    found = ContainerRewritten(f"{why}: read again")
+    """Return the error for data read from an older generation."""
+    found = ContainerRewritten(f"{why}; a newer generation exists, read again")
     found.moved = True
     return found
 
 
 def _containers_on_path(tasks: list[_RunningTask]) -> list[int]:
-    """Return the containers of which something was read that led to what is asked for now, ascending."""
+    """Return the containers whose data led to the current request, ascending."""
     found = set[int]()
-    for started in tasks:
-        if isinstance(started.wanted, Plan):
-            found.update(started.wanted.locations.containers.tolist())
-        elif isinstance(started.wanted, tuple):
-            found.add(started.wanted[0])
-        for containers in started.through:
+    for running in tasks:
+        if isinstance(running.wanted, ReadPlan):
+            found.update(running.wanted.locations.containers.tolist())
+        elif isinstance(running.wanted, tuple):
+            found.add(running.wanted[0])
+        for containers in running.through:
             found.update(containers.tolist())
     return sorted(found)
 
 
 def _walk_path(tasks: list[_RunningTask]) -> Iterator[BlockName]:
-    """Yield the blocks that are being walked to, what the first leans on after it."""
-    return (started.wanted for started in tasks if isinstance(started.wanted, tuple))
+    """Yield the blocks being decoded one by one; each is a base of the one before."""
+    return (running.wanted for running in tasks if isinstance(running.wanted, tuple))
 
 
 def _walked_bytes(tasks: list[_RunningTask]) -> int:
-    """Return what the tasks hold that were started for the first block that is walked to, and for what it leans on."""
-    below = dropwhile(lambda started: not isinstance(started.wanted, tuple), tasks)
-    return sum(started.held_bytes for started in below)
+    """Return the bytes held by the tasks from the first single block on."""
+    bases_plan = dropwhile(lambda running: not isinstance(running.wanted, tuple), tasks)
+    return sum(running.held_bytes for running in bases_plan)
 
 
 def _fill_zeros(out: U8, rows: NDArray[np.intp], starts: U64, lengths: U32) -> None:
-    """Write the zero chunks `rows`, run by run: of a disk image half the bytes are some few runs."""
+    """Write the zero chunks `rows` run by run: half of a disk image may be a few runs."""
     if not len(rows):
         return
     breaks = np.flatnonzero(np.diff(rows) != 1)

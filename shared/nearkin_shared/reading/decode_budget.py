@@ -1,7 +1,9 @@
-"""What one read decodes. Invariant: no more than a bound, and no more is held, whatever containers say: it ends.
+"""Budget of one read.
 
-A block that is walked to is decoded by itself, and what it leans on may be walked to in turn. Of W blocks a level that
-lean on all W below, what is held nowhere is decoded W^depth times.
+Invariant: one read decodes and holds a bounded number of bytes, whatever the containers contain, so it ends.
+
+A block decoded by itself may have bases that are decoded one by one in turn. If each of W blocks of a level has all W
+blocks below as bases, blocks that are not cached are decoded W^depth times.
 """
 
 from __future__ import annotations
@@ -15,55 +17,61 @@ from nearkin_shared.storage.containers import object_name
 from nearkin_shared.types import U8
 
 DECODED_BYTES_MAX = 64 * GIB
-"""For one read, each time counted that a block is decoded. A restore's 4 MiB, in chunks of 2 KiB of which each lies in
-a raw block of its own, come to 8; those of `archive`, chunks of 8 KiB in 30 MiB, to 15."""
+"""Bound on bytes decoded by one read, each time a block is decoded.
+
+A restore's 4 MiB of 2 KiB chunks, each in a raw block of its own, decode 8 GiB; with `archive`, 8 KiB chunks in 30 MiB,
+15 GiB.
+"""
 RETAINED_BYTES_MAX = 512 * MIB
-"""Of what blocks that are being walked lean on: writers close one at 2 MiB of bases, and no chain has more than 64."""
+"""Bound on the bases of blocks being decoded: writers close a block at 2 MiB of bases, and no chain exceeds 64."""
 KEPT_BYTES_MAX = 48 * MIB
-"""Of blocks that were walked to, whatever their cache lets go of: the blocks beside one lean on much the same."""
+"""Bound on retained blocks, independent of the cache: neighbouring blocks share most bases."""
 ROW_BYTES = 64
-"""To plan a row takes as long as to decode about so much."""
+"""Decoded bytes that take as long as planning one row."""
 
 
 def block_label(name: BlockName) -> str:
-    """Return how errors name a block."""
+    """Return the label of a block in errors."""
     return f"{object_name(name[0])} block {name[1]}"
 
 
 class DecodeBudget:
-    """What one read has decoded and kept so far."""
+    """Bytes that one read has decoded and retained so far."""
 
     def __init__(self) -> None:
         self.at: BlockName | None = None
-        """What errors name: the first block that is being walked to, or else one that was asked for last."""
+        """Block named in errors: the first one being decoded by itself, or the last requested one."""
         self._decoded_bytes = 0
         self._kept: OrderedDict[BlockName, U8] = OrderedDict()
         self._kept_bytes = 0
 
     def spend(self, size_bytes: int, rows: int = 0) -> None:
-        """Count what is decoded, and rows that are planned. Raises Corrupt beyond DECODED_BYTES_MAX."""
+        """Count decoded bytes and planned rows. Raises Corrupt beyond DECODED_BYTES_MAX."""
         self._decoded_bytes += size_bytes + rows * ROW_BYTES
         if self._decoded_bytes > DECODED_BYTES_MAX:
             raise self._budget_exceeded(f"more than {DECODED_BYTES_MAX >> 30} GiB decoded")
 
     def hold(self, size_bytes: int) -> None:
-        """Take note of what all blocks that are being walked hold. Raises Corrupt beyond HELD_BYTES_MAX."""
+        """Check the bytes held by all blocks being decoded.
+
+        Raises: Corrupt, beyond RETAINED_BYTES_MAX.
+        """
         if size_bytes > RETAINED_BYTES_MAX:
             raise self._budget_exceeded(f"more than {RETAINED_BYTES_MAX >> 20} MiB held")
 
     def _budget_exceeded(self, what: str) -> Corrupt:
         where = "" if self.at is None else f"{block_label(self.at)}: "
-        return Corrupt(f"{where}{what} for one read, in chains that no writer makes: run `nearkin verify`")
+        return Corrupt(f"{where}{what} for one read, in base chains that no writer makes; run `nearkin verify`")
 
     def retain(self, name: BlockName, content: U8) -> None:
-        """Keep a block that was walked to, and let go of those used longest ago."""
+        """Retain a decoded block; evict the least recently used ones."""
         self._kept[name] = content
         self._kept_bytes += content.nbytes
         while self._kept_bytes > KEPT_BYTES_MAX:
             self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def retained(self, name: BlockName) -> U8 | None:
-        """Return a block that was walked to, None where it is not kept any more."""
+        """Return a retained block, or None."""
         content = self._kept.get(name)
         if content is not None:
             self._kept.move_to_end(name)

@@ -1,6 +1,8 @@
-"""Plans: how wanted chunks are kept. Invariant: rows stand in the order in which they were asked for.
+"""Read plans: the storage of requested chunks.
 
-locations -> one row of its container's directory each -> by block, for one visit each
+Invariant: rows are in request order.
+
+    locations -> one row of its container's directory each -> by block, for one visit each
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ from nearkin_shared.types import U8, U32, Bools, ContainerId, Locations
 from nearkin_shared.utils.frozen import frozen
 
 ROWS_AHEAD_MAX = 1 << 16
-"""Of plans that are made before they are wanted: 100 bytes each, and 32 usual batches have 16,000."""
+"""Bound on rows planned ahead: 100 bytes each, and 32 usual batches have 16,000."""
 BlockName = tuple[ContainerId, int]
 """A container and a block's number in it."""
 
 
 @frozen
-class Plan:
-    """How each wanted row is kept: `rows` CHUNK_ROW[n], zeros but for the length where the built-in zero chunk is.
+class ReadPlan:
+    """Storage of each requested row.
 
-    Each column is a copy, contiguous as kernels want it. `since`: how many changes of containers were known by then.
+    `rows` is CHUNK_ROW[n], zeros except for the length of a built-in zero chunk. Each column is a contiguous copy, as
+    kernels require. `since`: number of container changes known when the plan was made.
     """
 
     locations: Locations
@@ -52,7 +55,7 @@ class Plan:
 
     @property
     def positions(self) -> U32:
-        """Return uint32[n]: where in the decoded block each encoding starts, bytes."""
+        """Return uint32[n] byte offsets of the encodings in their decoded blocks."""
         return self.rows["positions"].copy()
 
     @property
@@ -62,7 +65,7 @@ class Plan:
 
     @property
     def bases(self) -> Locations:
-        """Return where the bases lie, (0, 0) at depth 0."""
+        """Return the locations of the bases, (0, 0) at depth 0."""
         rows = self.rows
         return Locations(rows["base_containers"].copy(), rows["base_ordinals"].copy())
 
@@ -73,7 +76,7 @@ class Plan:
 
     @property
     def ranks(self) -> U8:
-        """Return uint8[n]: what found the bases."""
+        """Return uint8[n] ranks of the base finders."""
         return self.rows["ranks"].copy()
 
     @property
@@ -81,18 +84,21 @@ class Plan:
         """Return uint8[n] kinds of their blocks: docs/internals/formats/container.md."""
         return self.rows["kinds"].copy()
 
-    def take(self, which: NDArray[np.intp] | Bools | slice) -> Plan:
+    def take(self, which: NDArray[np.intp] | Bools | slice) -> ReadPlan:
         """Return some of the rows."""
-        return Plan(self.locations.take(which), self.rows[which], self.since)
+        return ReadPlan(self.locations.take(which), self.rows[which], self.since)
 
 
-Placed = tuple[int, Plan]
-"""Where a batch starts in its version, bytes, and its plan."""
+Placed = tuple[int, ReadPlan]
+"""Start of a batch in its version, in bytes, and its plan."""
 
 
 @frozen
 class ByBlock:
-    """Rows of a plan by the block that holds them: block i, `names[i]`, has rows[bounds[i]] to rows[bounds[i + 1]]."""
+    """Rows of a plan by block.
+
+    Block i, `names[i]`, has rows[bounds[i]] to rows[bounds[i + 1]].
+    """
 
     rows: NDArray[np.intp]
     bounds: NDArray[np.intp]
@@ -100,7 +106,7 @@ class ByBlock:
 
     @property
     def counts(self) -> NDArray[np.intp]:
-        """Return how many rows each block holds."""
+        """Return the number of rows of each block."""
         return np.diff(self.bounds)
 
     def rows_of(self, blocks: list[int]) -> NDArray[np.intp]:
@@ -111,27 +117,28 @@ class ByBlock:
         return self.rows[runs]
 
 
-def by_block(plan: Plan, wanted: NDArray[np.intp]) -> ByBlock:
-    """Return the wanted rows by block; one at least."""
-    containers, blocks = plan.locations.containers[wanted], plan.blocks[wanted]
+def by_block(plan: ReadPlan, chosen: NDArray[np.intp]) -> ByBlock:
+    """Return the chosen rows by block; at least one row."""
+    containers, blocks = plan.locations.containers[chosen], plan.blocks[chosen]
     order = np.lexsort((blocks, containers))
     containers, blocks = containers[order], blocks[order]
     changes = np.flatnonzero((containers[1:] != containers[:-1]) | (blocks[1:] != blocks[:-1])) + 1
-    bounds = np.concatenate([np.zeros(1, np.intp), changes, np.full(1, len(wanted))])
+    bounds = np.concatenate([np.zeros(1, np.intp), changes, np.full(1, len(chosen))])
     starts = bounds[:-1]
     names = list(zip(map(ContainerId, containers[starts].tolist()), blocks[starts].tolist(), strict=True))
-    return ByBlock(wanted[order], bounds, names)
+    return ByBlock(chosen[order], bounds, names)
 
 
-def announce_upcoming(plans: Iterable[Placed], see: Callable[[Plan], bool], count: int) -> Iterator[Placed]:
-    """Yield all plans of batches, each once `see` was told of it and of `count` after it, or of ROWS_AHEAD_MAX rows.
+def announce_upcoming(plans: Iterable[Placed], notify: Callable[[ReadPlan], bool], count: int) -> Iterator[Placed]:
+    """Yield the plans of batches, each after `notify` received it and `count` more.
 
-    Once `see` says no, each as it is made. What is broken ahead is raised when all before it were yielded.
+    Fewer, if they have more than ROWS_AHEAD_MAX rows. Once `notify` returns False each plan is yielded at once.
+    An error ahead is raised after all plans before it were yielded.
     """
     waiting, rows = deque[Placed](), 0
     try:
         for placed in plans:
-            count = count if see(placed[1]) else 0
+            count = count if notify(placed[1]) else 0
             waiting.append(placed)
             rows += len(placed[1])
             while waiting and (len(waiting) > count or rows > ROWS_AHEAD_MAX):

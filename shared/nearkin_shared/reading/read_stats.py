@@ -1,6 +1,8 @@
-"""Reads through the caches of one store. Invariant: whatever interrupts a reader, what is told of the others is right.
+"""Statistics of the reads through the caches of one store.
 
-what they have cost      how many restores are at work      which containers changed, and before which plan
+Invariant: after the interruption of a reader the data of the others are correct.
+
+    costs of reads    number of active restores    changed containers, with the order of changes
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from nearkin_shared.types import ContainerId
 
 @dataclass(slots=True)
 class ReadCosts:
-    """What reading has cost so far; caches make it less. `containers` are those of which anything was read."""
+    """Costs of reads so far, which caches lower; `containers` are those that were read."""
 
     containers: set[ContainerId] = field(default_factory=set)
     directory_reads: int = 0
@@ -26,7 +28,7 @@ class ReadCosts:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def read(self, container: ContainerId, size_bytes: int, *, directories: int = 0, blocks: int = 0) -> None:
-        """Count a read; from any thread."""
+        """Count a read, from any thread."""
         with self._lock:
             self.containers.add(container)
             self.directory_reads += directories
@@ -35,25 +37,28 @@ class ReadCosts:
 
 
 class _Restore:
-    """It is at work for as long as somebody holds it: wherever a Ctrl-C falls, it is over with who held it."""
+    """Token of a restore; the restore ends with the last reference to it.
+
+    A Ctrl-C therefore ends it wherever it arrives.
+    """
 
 
 class ActiveRestores:
-    """Which restores are at work through one cache. Safe between threads."""
+    """Restores in progress through one cache. Safe between threads."""
 
     def __init__(self) -> None:
-        self._at_work: WeakSet[_Restore] = WeakSet()
+        self._restores: WeakSet[_Restore] = WeakSet()
 
     @property
     def count(self) -> int:
-        """Return how many are."""
-        return len(self._at_work)
+        """Return the number of restores."""
+        return len(self._restores)
 
     @contextmanager
     def register(self) -> Iterator[None]:
-        """Count another one for as long as the block runs."""
+        """Count another restore while the block runs."""
         restore = _Restore()
-        self._at_work.add(restore)
+        self._restores.add(restore)
         try:
             yield
         finally:
@@ -61,22 +66,22 @@ class ActiveRestores:
 
 
 class GenerationLog:
-    """Which containers another generation was noted of, and when. Safe between threads.
+    """Log of containers with another generation, in order. Safe between threads.
 
-    Each is kept once, some 100 bytes: of a store those that rounds wrote anew while it was open.
+    Each container has one entry of about 100 bytes: those that GC runs rewrote while the store was open.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._of: dict[int, int] = {}
+        self._change_of: dict[int, int] = {}
         self.count = 0
 
     def record(self, container: ContainerId) -> None:
-        """Note a change, once nothing of the generation before it is at hand any more."""
+        """Record a change, after all data of the earlier generation were evicted."""
         with self._lock:
-            self._of[container] = self.count + 1
+            self._change_of[container] = self.count + 1
             self.count += 1
 
     def has_changed_since(self, containers: Iterable[int], count: int) -> bool:
-        """Return whether one of these was noted after so many changes."""
-        return any(self._of.get(container, 0) > count for container in containers)
+        """Return whether one of these changed after `count` changes."""
+        return any(self._change_of.get(container, 0) > count for container in containers)

@@ -296,7 +296,7 @@ def retained_bases_not_kept() -> None:
 def read_is_kept() -> None:
     """Puts of the process that does a round keep what they have read of a container that goes."""
     _patch(nearkin.local.local_gc.LocalWriterGate, "on_container_rewritten", lambda *_: None)
-    _patch(ContainerStore, "_is_now", lambda self, *noted: self._generations.update([noted]))
+    _patch(ContainerStore, "_set_generation", lambda self, *noted: self._generations.update([noted]))
 
 
 def exclusive_section_without_lock() -> None:

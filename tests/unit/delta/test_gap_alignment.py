@@ -17,7 +17,7 @@ from nearkin_delta.gap_alignment import (
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin_shared.pipeline.stage import Anchor, Gaps
-from nearkin_shared.reading.stream_neighbours import BEHIND, Neighbourhood
+from nearkin_shared.reading.stream_neighbours import ROWS_BEHIND, Neighbourhood
 from nearkin_shared.types import ContainerId, FreshBatch, Locations, PairedBatch, SegmentBatch
 
 OLD, NEW = 50, 60
@@ -230,7 +230,7 @@ def test_a_gap_goes_on_where_the_one_before_it_ended() -> None:
         (Anchor.CONTINUED, NONE, Anchor.NONE, NONE, 4),
         (Anchor.CONTINUED, NONE, Anchor.CHUNK, (OLD, 12), 2),
     )
-    assert BEHIND == 2  # the old version may have had fewer chunks until there
+    assert ROWS_BEHIND == 2  # the old version may have had fewer chunks until there
     assert found == [[2, 3, 4, 5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [8, 9, 10, 11]]
 
 

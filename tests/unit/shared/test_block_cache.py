@@ -45,9 +45,9 @@ def test_room_is_made_by_dropping_what_would_be_dropped_anyway() -> None:
     cache.make_room([60, 60])
     assert (cache.used_bytes, cache.items()) == (0, [])
     cache.put_many(range(10), ["x"] * 10, [10] * 10)
-    cache.make_room([15], beside_bytes=20)
+    cache.make_room([15], uncached_bytes=20)
     assert cache.used_bytes == 60
-    cache.make_room([], beside_bytes=120)
+    cache.make_room([], uncached_bytes=120)
     assert cache.used_bytes == 0
 
 
@@ -82,7 +82,7 @@ def test_what_was_used_last_stays_and_of_the_rest_anything_goes() -> None:
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
     for number in range(300):
         cache.put(number, "x", 10)
-    held = [number for number in range(300) if number in cache._held]
+    held = [number for number in range(300) if number in cache._entries]
     assert len(held) == 100
     assert held[-25:] == list(range(275, 300))
     assert held[0] < 150
@@ -117,8 +117,8 @@ def test_what_was_wanted_often_goes_once_it_is_not_wanted_any_more() -> None:
             if cache.get(number) is None:
                 cache.put(number, "x", 10)
         if turn == 2:
-            assert sum(number in cache._held for number in range(100)) > 50
-    assert all(number in cache._held for number in range(100, 180))
+            assert sum(number in cache._entries for number in range(100)) > 50
+    assert all(number in cache._entries for number in range(100, 180))
 
 
 def test_a_cache_counts_right_whatever_is_done_to_it_and_the_same_reads_drop_the_same() -> None:
@@ -139,10 +139,10 @@ def test_a_cache_counts_right_whatever_is_done_to_it_and_the_same_reads_drop_the
                 cache.bound(chance.choice([500, 2000]))
             else:
                 cache.clear()
-            there = [one for one in range(300) if one in cache._held]
+            there = [one for one in range(300) if one in cache._entries]
             assert cache.entries == len(there)
             assert sorted(one for keys in cache._keys for one in keys) == there
-            assert all(cache._keys[held.uses][held.place] == one for one, held in cache._held.items())
+            assert all(cache._keys[held.uses][held.position] == one for one, held in cache._entries.items())
             assert cache.used_bytes == sum(1 + one % 40 for one in there) <= 2000
             sizes.append(len(there))
         return sizes
@@ -155,9 +155,9 @@ def test_what_an_interrupt_left_half_done_is_dropped_like_the_rest() -> None:
     for number in range(100):
         cache.put(number, number, 10)
     once = cache._keys[1]
-    cache._held.pop(once[3])  # its key still stands there
-    cache._held[once[5]].place = 90  # it stands elsewhere
-    cache._held[once[9]].uses = 4  # among others
+    cache._entries.pop(once[3])  # its key still stands there
+    cache._entries[once[5]].position = 90  # it stands elsewhere
+    cache._entries[once[9]].uses = 4  # among others
     once.pop()  # its value is still held
     once.append(once[7])  # and another one's stands twice
     for number in range(100, 400):

@@ -14,7 +14,7 @@ from nearkin_shared.formats.directory import CHUNK_ROW, ChunkTable, SegmentTable
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.limits import MIB, SEGMENT_BYTES_MAX
 from nearkin_shared.objectstore.base import LocalObjectStore
-from nearkin_shared.reading.read_plan import Plan
+from nearkin_shared.reading.read_plan import ReadPlan
 from nearkin_shared.reading.restore import planned_batches
 from nearkin_shared.results import Ledger
 from nearkin_shared.storage.containers import ContainerStore
@@ -53,7 +53,7 @@ def test_a_small_file_of_sixty_million_chunks_is_planned_some_at_a_time(tmp_path
 def test_a_column_is_a_copy_of_one_row_too() -> None:
     rows = np.zeros(3, CHUNK_ROW)
     rows["lengths"], rows["depths"], rows["ranks"] = 7, 1, 2
-    for plan in (Plan(Locations.empty(3), rows), Plan(Locations.empty(1), rows[1:2])):
+    for plan in (ReadPlan(Locations.empty(3), rows), ReadPlan(Locations.empty(1), rows[1:2])):
         columns = [plan.lengths, plan.encoded, plan.blocks, plan.positions, plan.depths, plan.names, plan.ranks]
         for column in columns:
             assert column.flags.aligned

@@ -23,7 +23,7 @@ from nearkin_shared.formats.directory import Directory
 from nearkin_shared.kernels.shared_bytes import shared_bytes
 from nearkin_shared.limits import PREFIX_BYTES_MIN
 from nearkin_shared.reading.chunk_reader import ChunkReader
-from nearkin_shared.reading.read_plan import Plan
+from nearkin_shared.reading.read_plan import ReadPlan
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import U8, U32, Bools, Locations, offsets_of
 
@@ -92,7 +92,7 @@ class BlockWriter:
         number: int,
         rows: NDArray[np.intp],
         without: Masks,
-        depths_of: Callable[[Plan], U8],
+        depths_of: Callable[[ReadPlan], U8],
     ) -> None:
         """Encode `rows` of a block against its bases at their current depths.
 

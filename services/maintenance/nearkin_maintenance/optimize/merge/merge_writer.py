@@ -28,7 +28,7 @@ from nearkin_shared.formats.block_kinds import reference_blocks
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.limits import KIB, PREFIX_BYTES_MIN
 from nearkin_shared.reading.chunk_reader import ChunkReader
-from nearkin_shared.reading.read_plan import Plan
+from nearkin_shared.reading.read_plan import ReadPlan
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.types import I32, U8, Bools, ContainerId, Locations, group_by_container, offsets_of
 from nearkin_shared.utils.frozen import frozen
@@ -281,7 +281,7 @@ class MergeExecutor:
             found.append(ancestor)
         return found
 
-    def _regions_of(self, plan: Plan) -> I32:
+    def _regions_of(self, plan: ReadPlan) -> I32:
         """Return the region of chunks before this GC run, or of their reference.
 
         NO_REGION for appended ones.

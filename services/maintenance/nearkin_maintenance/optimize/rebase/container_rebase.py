@@ -30,7 +30,7 @@ from nearkin_shared.formats.directory import Directory
 from nearkin_shared.limits import MIB
 from nearkin_shared.reading.base_reader import BaseReader
 from nearkin_shared.reading.chunk_reader import ChunkReader
-from nearkin_shared.reading.read_plan import Plan
+from nearkin_shared.reading.read_plan import ReadPlan
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.types import U8, U32, Bools, ContainerId, Locations
 from nearkin_shared.utils.frozen import frozen
@@ -194,7 +194,7 @@ class ContainerRebase:
             self._rebased_rows.append(rows)
         return self.held_bytes - before_bytes
 
-    def _depths_of(self, plan: Plan) -> U8:
+    def _depths_of(self, plan: ReadPlan) -> U8:
         return self._context.rebase_plan.replacements.current_depths(plan.locations, plan.depths)
 
     def _new_depth(self, block: int, rows: NDArray[np.intp]) -> int:
