@@ -241,12 +241,15 @@ class ManifestStore:
         return found
 
     def folder_files(self, tenant: str, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, int] | None]]:
-        """Yield each key's folder and {file name: stored bytes} in it, None for one that `histories` has to list."""
+        """Yield each key's folder and {file name: stored bytes} in it.
+
+        None instead of the files if `histories` must list the folder.
+        """
         folders = [_folder(tenant, key) for key in keys]
         return zip(folders, file_sizes(self._objects, folders), strict=True)
 
     def clear_bytes(self, name: str, stored_bytes: int) -> int:
-        """Return how many bytes in clear a manifest has that is stored in so many; negative if it is cut short."""
+        """Return the plain size of a manifest from its stored size; negative if truncated."""
         return clear_bytes(self._objects, name, stored_bytes)
 
     def find_previous(self, tenant: str, key: str, histories: Mapping[int, History]) -> Previous:
@@ -270,7 +273,10 @@ class ManifestStore:
     def find_origin(
         self, tenant: str, key: str, histories: Mapping[int, History], origin: BlobOrigin | None
     ) -> Manifest | None:
-        """Return the version that an earlier attempt with this origin committed, if any. Raises StoreUnavailable."""
+        """Return the version that an earlier attempt with this origin committed, or None.
+
+        Raises: StoreUnavailable.
+        """
         if origin is None:
             return None
         versions = [version for version, history in histories.items() if history.committed]

@@ -79,11 +79,14 @@ def listing_groups(names: Iterable[tuple[str, int]], *, all_versions: bool) -> I
 def list_from_index(
     manifests: ManifestStore, tenant: str, entries: Iterable[CatalogEntry], *, all_versions: bool
 ) -> Iterator[VersionInfo | Damage]:
-    """Yield what a listing shows of an index's entries, by key and version, without a read of most manifests.
+    """Yield the listing of an index's entries, by key and version.
+
+    Most manifests are not read.
 
     The folder of a key decides: if it holds the manifests that the index names, in the sizes that it names, and no
-    tombstone or retention record, the entries say all. The manifests of any other key are read. Raises
-    StoreUnavailable.
+    tombstone or retention record, the entries are complete. The manifests of any other key are read.
+
+    Raises: StoreUnavailable.
     """
     groups = [list(same) for _, same in groupby(entries, key=attrgetter("key"))]
     folders = manifests.folder_files(tenant, [group[0].key for group in groups])
@@ -100,7 +103,10 @@ def list_from_index(
 
 
 def _holds_only(manifests: ManifestStore, folder: str, files: Mapping[str, int], group: list[CatalogEntry]) -> bool:
-    """Return whether the files of a key's folder are the manifests of these entries, in the sizes that they name."""
+    """Return whether a key's folder has exactly the manifests of these entries.
+
+    Their sizes must agree too.
+    """
     if len(files) != len(group):
         return False
     for entry in group:
@@ -116,7 +122,10 @@ def _holds_only(manifests: ManifestStore, folder: str, files: Mapping[str, int],
 def list_from_manifests(
     manifests: ManifestStore, tenant: str, names: Iterable[tuple[str, int]], *, all_versions: bool
 ) -> Iterator[VersionInfo | Damage]:
-    """Yield what a listing shows of (key, version) of an index, from their manifests. Raises StoreUnavailable."""
+    """Yield the listing of the (key, version) of an index, from their manifests.
+
+    Raises: StoreUnavailable.
+    """
     retentions = dict[tuple[str, int], int]()
     for unit in listing_groups(include_unindexed(manifests, tenant, names, retentions), all_versions=all_versions):
         retention = retentions.get((unit[0], unit[1][-1]))
