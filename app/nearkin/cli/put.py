@@ -116,8 +116,6 @@ def _open_source(source: str, opened: ExitStack, *, allow_empty: bool) -> tuple[
     if stat.S_ISREG(status.st_mode) and (status.st_size or not source.startswith(DESCRIPTOR_PATHS)):
         return path, status.st_size
     file = cast("BinaryIO", opened.enter_context(path.open("rb", buffering=0)))  # read once, as it arrives
-    if not stat.S_ISFIFO(status.st_mode):
-        return file, None
     return cast("BinaryIO", PipeSource(file, f'source "{source}"', allow_empty=allow_empty)), None
 
 
