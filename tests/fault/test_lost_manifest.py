@@ -40,7 +40,7 @@ def test_nothing_of_a_version_goes_whose_manifest_is_lost_and_a_copy_brings_it_b
     lost.rename(copy)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for dry_run in (True, False, False):
-            with pytest.raises(Corrupt, match="missing, and the index lists 'a' version 1"):
+            with pytest.raises(Corrupt, match="missing, but the index lists 'a' version 1"):
                 store.gc(dry_run=dry_run)
         assert store.repair([copy]).damage == ()
         assert store.get("a").read() == content

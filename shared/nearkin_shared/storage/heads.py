@@ -91,9 +91,11 @@ class VersionHeads:
         return self._recent().versions.get(bytes.fromhex(key_digest(tenant, key)), 0)
 
     def highest_taken(self, tenant: str, key: str) -> int:
-        """Return the highest version number of a key that a GC run has listed, 0 if the heads cannot be read.
+        """Return the highest version number of a key that a GC run has listed.
 
-        For a put, which a stray file among the records must not stop. Raises StoreUnavailable.
+        0 if the heads cannot be read: a foreign file among the records must not stop a put.
+
+        Raises: StoreUnavailable.
         """
         try:
             return self.head_of(tenant, key)

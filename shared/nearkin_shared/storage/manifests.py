@@ -66,7 +66,7 @@ class History:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the manifest is missing though no tombstone says that the version was deleted."""
+        """Return whether the manifest is missing although no tombstone deletes the version."""
         return not self.committed and self.sequence % 2 == 0
 
 

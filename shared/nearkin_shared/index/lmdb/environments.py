@@ -245,7 +245,10 @@ def damage_error(reason: object) -> IndexDamaged:
 
 
 def corruption_error(folder: Path, reason: object) -> IndexUnsafe:
-    """Note that LMDB reported a damaged file, so that the next process rebuilds it; return the error."""
+    """Write a note that LMDB reported a damaged file, and return the error.
+
+    The note makes the next process rebuild the index.
+    """
     write_damage_note(folder)
     return IndexUnsafe(f"index damaged: {reason}; the next command rebuilds it, or run rebuild-index")
 

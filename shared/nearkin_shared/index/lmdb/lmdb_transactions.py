@@ -105,7 +105,10 @@ class LmdbTransactions:
             raise self._error_of(err) from err
 
     def _error_of(self, err: lmdb.Error) -> StoreUnavailable:
-        """Return the error for a failed transaction; note damage, so that the file is not used again."""
+        """Return the error for a failed transaction.
+
+        Damage is recorded, so that the file is not used again.
+        """
         if isinstance(err, DAMAGE):
             if (shared := self._shared) is not None:
                 shared.is_damaged = True
