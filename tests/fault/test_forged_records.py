@@ -90,7 +90,7 @@ def test_gc_with_forged_highest_record_names_it(root: Path) -> None:
     (root / "gc" / f"{(1 << 64) - 1:016x}.nkg").write_bytes(b"")
     with opened(root) as store:
         store.delete("k")
-        with pytest.raises(Corrupt, match=r"gc/f{16}.nkg: no record can follow it.*remove the file"):
+        with pytest.raises(Corrupt, match=r"gc/f{16}.nkg: invalid sequence, no record can follow it.*remove the file"):
             store.gc()
 
 

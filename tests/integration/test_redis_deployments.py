@@ -177,7 +177,7 @@ def test_a_file_for_tls_that_is_not_there_is_told_as_the_setting(name: str, cert
         RedisIndex(RedisSettings(url="rediss://127.0.0.1:1/0", **given), samples.DOMAIN)
     (tmp_path / "none.pem").write_text("no certificate")
     if name != "key_file":
-        with pytest.raises(ConfigError, match=rf"^redis\.{name} .*: want certificates in PEM"):
+        with pytest.raises(ConfigError, match=rf"^redis\.{name} .*: contains no certificates in PEM"):
             RedisIndex(RedisSettings(url="rediss://127.0.0.1:1/0", **given), samples.DOMAIN)
 
 

@@ -209,7 +209,7 @@ def is_out_of_room(folder: Path, err: Exception) -> bool:
 def no_room(folder: Path) -> NoRoom:
     """Return the error for an index on a full device."""
     return NoRoom(
-        f"index {folder}: no room left on the device; earlier data is unchanged; free space and run the same again, "
+        f"index {folder}: no room left on the device; earlier data is unchanged; make room and run the same again, "
         "or set index.path to a folder on another disk",
         folder,
     )
