@@ -408,7 +408,8 @@ def test_a_broken_manifest_is_named_and_hides_no_other_blob(tmp_path: Path) -> N
         _flip(broken)
         gone.unlink()
         page = client.get("/v1/blobs", params={"limit": 2}).json()
-        assert ([entry["key"] for entry in page["blobs"]], page["damaged"], page["next"]) == (["a", "b"], [], "b")
+        assert ([entry["key"] for entry in page["blobs"]], page["next"]) == (["a"], "b")
+        assert [entry["key"] for entry in page["damaged"]] == ["b"]
         assert [entry["key"] for entry in client.get("/v1/blobs", params={"after": "b"}).json()["blobs"]] == ["c"]
         assert client.get("/v1/blobs/a/versions").json()["damaged"][0]["version"] == 1
         assert client.get("/v1/blobs/a").status_code == 500
