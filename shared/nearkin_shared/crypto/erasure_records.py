@@ -6,7 +6,9 @@
 Both are authenticated with a key derived from the store's first data key. A record without a MAC, of an older Nearkin,
 is accepted only if no key of the owner exists: it cannot destroy anything then.
 
-Invariant: a record that does not verify erases and frees nothing.
+Invariant: a record that does not verify erases and frees nothing, and blocks its owner. A record of an earlier epoch
+than the owner's was cancelled: it is reported and has no other effect. So advancing the epoch cancels an erasure in one
+step, and a copy of the record that is put back later cannot close the tenant again.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Erasure:
     """Why the record is invalid: the owner is blocked, and no object of it is removed."""
     epoch: int = 0
     """The erasure epoch of the owner when it was recorded."""
+    is_cancelled: bool = False
+    """The owner's epoch is later: the record has no effect, and `problem` describes it."""
 
     def is_due(self, now_us: int) -> bool:
         """Return whether the owner's keys and objects may be removed."""
@@ -68,21 +72,22 @@ class ErasureRecords:
             return None
         except PermanentError as err:
             return Erasure(owner, problem=f"{err}; {_REMEDY}")
-        problem = self._problem(owner, found)
-        if problem is not None:
-            return Erasure(owner, problem=f"{name}: {problem}; {_REMEDY}", epoch=found.epoch)
+        try:
+            epoch = self._heads.read().epochs.get(owner, 0) if found.authenticated else found.epoch
+        except Corrupt as err:
+            return Erasure(owner, problem=f"{name}: {err}; {_REMEDY}", epoch=found.epoch)
+        if found.epoch < epoch:
+            problem = f"{name}: erasure epoch {found.epoch}, and the owner is at {epoch}: {_CANCELLED_REMEDY}"
+            return Erasure(owner, problem=problem, epoch=found.epoch, is_cancelled=True)
+        invalid = self._problem(owner, found, epoch)
+        if invalid is not None:
+            return Erasure(owner, problem=f"{name}: {invalid}; {_REMEDY}", epoch=found.epoch)
         return Erasure(owner, found.erased_us, found.due_us, epoch=found.epoch)
 
-    def _problem(self, owner: bytes, found: fmt.ErasedRecord) -> str | None:
-        """Return why an erasure record is not believed, None where it is. Raises StoreUnavailable."""
+    def _problem(self, owner: bytes, found: fmt.ErasedRecord, epoch: int) -> str | None:
+        """Return why a record that is not cancelled does not verify, or None. Raises StoreUnavailable."""
         if not found.authenticated:
             return "not authenticated, and keys of this owner exist" if self._has_keys(owner) else None
-        try:
-            epoch = self._heads.read().epochs.get(owner, 0)
-        except Corrupt as err:
-            return str(err)
-        if found.epoch < epoch:
-            return f"erasure epoch {found.epoch}, and the owner is at {epoch}: this erasure was cancelled"
         if found.epoch > epoch and self._has_keys(owner):
             return f"erasure epoch {found.epoch}, and {HEADS_FOLDER}/ has {epoch}: restore that folder from a copy"
         return None
@@ -134,8 +139,8 @@ class ErasureRecords:
             raise NotFound(f"{fmt.erased_name(owner)}: no erasure of this tenant to cancel; see `nearkin keys list`")
         if found.problem is None and (found.is_due(now_us) or not self._has_keys(owner)):
             raise BadInput(f"{fmt.erased_name(owner)}: the grace of this erasure is over; its keys are removed")
-        # The epoch first: a copy of the record, put back later, is then refused. Also for a record that is not
-        # believed, as it may have replaced one that is.
+        # The epoch first: it cancels the erasure in one step, and a copy of the record that is put back later has no
+        # effect. Also for a record that does not verify, as it may have replaced one that does.
         self._heads.note_epoch(owner, max(now_us, found.epoch + 1, self._heads.read().epochs.get(owner, 0) + 1))
         failpoint("key.erasure-cancelled")
         self._remove(fmt.erased_name(owner))
@@ -192,4 +197,8 @@ _REMEDY = (
     "the tenant is blocked and nothing of it is removed: if no operator ran `nearkin keys erase`, or it was cancelled, "
     "run `nearkin keys erase TENANT --cancel`, or remove the file, and find out who can write to the store; else run "
     "`nearkin keys erase` again"
+)
+_CANCELLED_REMEDY = (
+    "this erasure was cancelled, and the record has no effect: run `nearkin keys erase TENANT --cancel`, or remove the "
+    "file; if no cancel was interrupted, find out who put it back"
 )

@@ -275,7 +275,9 @@ class Keyring:
 
     def _erasure_of(self, owner: bytes) -> Erasure | None:
         found = None if owner == STORE_OWNER else self._records.find(owner)
-        return None if found is not None and found.problem is not None and self._reads_blocked else found
+        if found is None or found.is_cancelled or (found.problem is not None and self._reads_blocked):
+            return None
+        return found
 
     def _newest_wrappings(self, owner: bytes) -> dict[int, KeyName]:
         found: dict[int, KeyName] = {}
@@ -554,7 +556,7 @@ class Keyring:
 
     def unswept(self) -> frozenset[bytes]:
         """Return the owners whose objects are hidden: erased, or with an invalid record."""
-        return frozenset(erasure.owner for erasure in self.erasures())
+        return frozenset(erasure.owner for erasure in self.erasures() if not erasure.is_cancelled)
 
     def is_closed(self, tenant: str) -> bool:
         """Return whether the objects of a tenant are hidden."""

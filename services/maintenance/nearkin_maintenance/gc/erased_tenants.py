@@ -110,9 +110,10 @@ def _is_erased(objects: EncryptedObjectStore, tenant: str) -> bool:
 
 
 def count_erasures(objects: ObjectStore) -> tuple[int, int]:
-    """Return (erasures in their grace, erasure records that do not verify)."""
+    """Return (erasures in their grace, erasure records without effect)."""
     if not isinstance(objects, EncryptedObjectStore):
         return 0, 0
-    refused = [erasure for erasure in objects.keyring.erasures() if erasure.problem is not None]
-    waiting = len(objects.keyring.unswept() - objects.keyring.due_erasures()) - len(refused)
-    return waiting, len(refused)
+    erasures, due = objects.keyring.erasures(), objects.keyring.due_erasures()
+    refused = sum(erasure.problem is not None for erasure in erasures)
+    waiting = sum(erasure.problem is None and erasure.owner not in due for erasure in erasures)
+    return waiting, refused
