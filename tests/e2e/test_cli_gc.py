@@ -41,20 +41,20 @@ def test_no_round_frees_less_than_nothing():
     assert freed_bytes_net("would free", -207) == "would free nothing yet, and takes 207 bytes"
 
 
-def test_rounds_free_what_was_told(run, tmp_path):
+def test_gc_frees_what_the_dry_run_reported(run, tmp_path):
     (tmp_path / "f").write_bytes(os.urandom(100_000))
     for arguments in (("put", "k", str(tmp_path / "f")), ("rm", "k")):
         assert run(*arguments).returncode == 0
-    told = json.loads(run("gc", "--dry-run", "--json").stdout)
-    assert (told["dry_run"], told["versions"], told["pending_delete_containers"]) == (True, 1, 1)
-    assert told["held"]["pending_delete"] > 100_000
+    preview = json.loads(run("gc", "--dry-run", "--json").stdout)
+    assert (preview["dry_run"], preview["versions"], preview["pending_delete_containers"]) == (True, 1, 1)
+    assert preview["held"]["pending_delete"] > 100_000
     first = json.loads(run("gc", "--json").stdout)
     assert "pending      1 container, due for deletion from " in run("gc", "--status").stdout
-    assert first["freed_bytes"] == told["freed_bytes"]
+    assert first["freed_bytes"] == preview["freed_bytes"]
     assert first["held"] is None
     text = run("gc", "--dry-run").stdout
     assert f"would free {first['pending_delete_bytes']:,} bytes: 0 versions for good, 1 container" in text
-    assert json.loads(run("gc", "--json").stdout)["freed_bytes"] == told["pending_delete_bytes"]
+    assert json.loads(run("gc", "--json").stdout)["freed_bytes"] == preview["pending_delete_bytes"]
     assert run("gc").stdout.startswith("freed 0 bytes")
 
 
@@ -62,9 +62,9 @@ def test_who_paused_does_not_steer_the_terminal_of_who_asks(run, tmp_path):
     (tmp_path / "f").write_bytes(b"x")
     assert run("put", "k", str(tmp_path / "f")).returncode == 0
     paused = run("gc", "--pause", more={"LOGNAME": "kim\x1b[31m\nrunning"})
-    for told in (paused, run("gc", "--status")):
-        assert (told.returncode, told.stdout.count("\n")) == (0, 1)
-        assert r"by kim\x1b[31m\nrunning@" in told.stdout
+    for shown in (paused, run("gc", "--status")):
+        assert (shown.returncode, shown.stdout.count("\n")) == (0, 1)
+        assert r"by kim\x1b[31m\nrunning@" in shown.stdout
 
 
 def test_a_server_that_is_not_there_is_named(run):

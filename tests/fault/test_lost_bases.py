@@ -130,7 +130,7 @@ def check_repaired(store: Store, contents: Mapping[tuple[str, int], bytes], file
     assert store.verify().damage == ()
 
 
-@pytest.mark.parametrize("point", ["heal.put", "heal.renewed", "heal.removed"])
+@pytest.mark.parametrize("point", ["repair.put", "repair.renewed", "repair.removed"])
 def test_repair_killed_around_gc_and_rebuild_recovers(
     collected: tuple[Path, Contents, list[bytes]], tmp_path: Path, point: str
 ) -> None:

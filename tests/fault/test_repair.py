@@ -349,7 +349,7 @@ def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_le
         assert find_broken(store, CONTENTS) == set()
 
 
-@pytest.mark.parametrize("point", ["heal.put", "heal.renewed", "heal.removed"])
+@pytest.mark.parametrize("point", ["repair.put", "repair.renewed", "repair.removed"])
 def test_who_dies_while_healing_leaves_an_index_that_says_what_a_rebuilt_one_does(root, point) -> None:
     """Found by the crash engine: the index was told last, and not at all by whoever came after a death."""
     raw = CONTENTS["alone", 1][:1000]
@@ -393,7 +393,7 @@ from pathlib import Path
 from nearkin_shared.utils import failpoints
 from nearkin import open_store
 from tests.support.data.stores import SMALL, blocks_of, settings
-failpoints.arm("heal.put:1:kill")
+failpoints.arm("repair.put:1:kill")
 with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}}), create=True) as store:
     store.repair(map(Path, sys.argv[2:]))
 """

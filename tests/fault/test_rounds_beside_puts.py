@@ -150,7 +150,7 @@ def test_a_put_is_not_kept_waiting_while_a_round_marks_and_plans(place: Path) ->
     points: list[str] = []
 
     def watch(name: str) -> None:
-        if name in ("gc.marked", "gc.swept-planned", "compact.made", "gc.condemned-planned"):
+        if name in ("gc.marked", "gc.swept-planned", "compact.made", "gc.marking-planned"):
             with made.open() as elsewhere:
                 elsewhere.put("other", name.encode())
             points.append(name)
@@ -161,7 +161,7 @@ def test_a_put_is_not_kept_waiting_while_a_round_marks_and_plans(place: Path) ->
             store.gc()
         finally:
             failpoints.disarm()
-        assert points == ["gc.marked", "gc.swept-planned", "compact.made", "gc.condemned-planned"]
+        assert points == ["gc.marked", "gc.swept-planned", "compact.made", "gc.marking-planned"]
         assert store.get("other").info.version == len(points)
         made.check(store)
 
@@ -263,7 +263,7 @@ def test_a_store_that_is_closed_in_another_thread_lets_a_step_of_a_round_end_fir
     made = gc_during_put.neighbours(place)
     with made.open() as store:
         store.put("lock", b"is this Store's")
-        for point in ("gc.turn", "gc.forgot-due", "compact.put", "gc.recorded"):
+        for point in ("gc.section-began", "gc.due-withdrawn", "compact.put", "gc.recorded"):
             threads: list[threading.Thread] = []
 
             def watch(name: str, point: str = point, threads: list[threading.Thread] = threads) -> None:
@@ -398,7 +398,7 @@ def test_a_preview_looks_again_where_a_round_removed_what_it_was_about_to_read(p
         passed: list[str] = []
 
         def collect(name: str) -> None:
-            if name == "gc.condemned-planned" and not passed:
+            if name == "gc.marking-planned" and not passed:
                 passed.append(name)
                 with open_store(place / "s", settings=CHOSEN, create=True) as elsewhere:
                     elsewhere.delete("goes")

@@ -84,7 +84,7 @@ def test_a_version_that_a_round_was_ending_as_it_died_counts_as_deleted(tmp_path
             store.put(key, key.encode() * 5000)
         store.delete("a")
         time.sleep(0.01)
-        with armed("gc.sentenced:1:error"), pytest.raises(StoreUnavailable):
+        with armed("gc.expired:1:error"), pytest.raises(StoreUnavailable):
             store.gc()
         with armed("put.begun:1:error"), pytest.raises(StoreUnavailable):
             store.put("c", b"c")

@@ -115,7 +115,7 @@ def test_what_is_old_enough_is_gathered_and_goes_with_its_versions(fleet: Deploy
 @pytest.mark.soak
 def test_a_round_that_ends_amid_gathering_is_gone_on_with(fleet: Deployed) -> None:
     fleet.later()
-    failpoints.arm("gather.container:1:error")
+    failpoints.arm("merge.container:1:error")
     try:
         with pytest.raises(StoreUnavailable):
             fleet.make_gc_worker(gc=GATHERING).run_once()

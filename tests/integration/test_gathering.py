@@ -367,7 +367,7 @@ def test_the_codec_of_deltas_gathers_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("point", "times"), [("compact.made", 2), ("compact.put", 1), ("compact.renewed", 2), ("gather.container", 3)]
+    ("point", "times"), [("compact.made", 2), ("compact.put", 1), ("compact.renewed", 2), ("merge.container", 3)]
 )
 def test_a_round_that_dies_amid_gathering_loses_nothing(tmp_path, clock, point, times):
     root = tmp_path / "d"

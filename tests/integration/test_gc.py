@@ -388,7 +388,7 @@ def test_what_a_round_frees_is_told_with_all_that_the_store_adds(tmp_path, clock
         assert store.get("few").read() == content
 
 
-@pytest.mark.parametrize("point", ["compact.put", "compact.renewed", "gc.sentenced", "gc.uncatalogued", "gc.manifest"])
+@pytest.mark.parametrize("point", ["compact.put", "compact.renewed", "gc.expired", "gc.uncatalogued", "gc.manifest"])
 def test_what_is_stored_is_told_to_the_byte_after_a_round_that_died(tmp_path, point):
     root, chosen = tmp_path / "d", {"deletion": {"undelete_seconds": 0}}
     with open_store(root, settings=settings(COLLECTED, chosen), create=True) as store:

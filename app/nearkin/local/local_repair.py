@@ -178,7 +178,7 @@ class LocalRepair:
 
         soundness = IntegrityChecker(self.containers, tenants, self.fingerprinter(self.settings.tenant))
         self.quarantine.release(still_broken(soundness, containers, int(time.time() * 1e6)))
-        failpoint("heal.released")
+        failpoint("repair.released")
 
     def _repairer(self) -> tuple[Repairer, DomainOwners]:
         from nearkin_maintenance import ContainerRepairer, DomainOwners, Repairer

@@ -305,7 +305,7 @@ class CommitterHandler:
         failpoint("version.catalogued")
         ledger = gathered.ledger + self._stored_bytes(manifest, manifest_bytes)
         self._publish_committed(end, manifest, ledger, traceparent)  # 3
-        failpoint("version.told")
+        failpoint("version.sent")
 
     def _stored_bytes(self, manifest: Manifest, manifest_bytes: int) -> Ledger:
         return Ledger(stored_bytes=self._manifests.stored_bytes(manifest, manifest_bytes))

@@ -398,7 +398,7 @@ class DeltaHandler:
             kind = "end" if isinstance(one.message, End) else "placed"
             headers = headers_of("delta", kind, envelope, trace_of(one.record))
             self._placed_outbox.send("placed", placed_key(envelope), encode(one.message), headers)  # 3
-        failpoint("place.told")
+        failpoint("place.sent")
         self._placed_outbox.flush()  # 4
         failpoint("place.flushed")
         for one in held:

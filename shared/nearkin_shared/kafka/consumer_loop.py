@@ -172,7 +172,7 @@ class Loop:
         metrics.RECORDS.labels(self._stage).inc(len(records))
         metrics.RECORD_BYTES.labels(self._stage).inc(sum(len(record.value) for record in records))
         tracing = current()
-        failpoint("worker.taken")
+        failpoint("worker.received")
         with metrics.STEP_SECONDS.labels(self._stage).time():
             if tracing is None:
                 self._handler.handle(records)

@@ -138,7 +138,7 @@ class StatelessStageHandler:
     def _pass_on(self, record: Record, end: UndecodedMessage) -> None:
         self._guard.forward(record, headers_of(self._stage, "end", end.envelope, trace_of(record)))
 
-    def _send(self, record: Record, told: OutgoingMessage) -> None:
-        headers = headers_of(self._stage, told.kind, told.envelope, trace_of(record))
-        self._outbox.send(self._next_topic, told.envelope.blob, told.encoded(), headers)
+    def _send(self, record: Record, message: OutgoingMessage) -> None:
+        headers = headers_of(self._stage, message.kind, message.envelope, trace_of(record))
+        self._outbox.send(self._next_topic, message.envelope.blob, message.encoded(), headers)
         failpoint("relay.sent")

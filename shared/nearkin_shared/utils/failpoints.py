@@ -1,7 +1,7 @@
 """Stop, kill or fail the process at named steps, for tests of crash safety.
 
     NEARKIN_FAILPOINT=commit.manifest:3:kill       the third hit kills the process (SIGKILL)
-    NEARKIN_FAILPOINT=gc.forgot:1:error,put.begun:2:sleep=0.5
+    NEARKIN_FAILPOINT=gc.pending-withdrawn:1:error,put.begun:2:sleep=0.5
 
 Actions: `kill` and `stop` (SIGKILL, SIGSTOP to this process), `error` (StoreUnavailable), `sleep=SECONDS` (at most 60).
 A failpoint follows the numbered step of a crash-safe sequence that its description states. Unarmed it takes 50 to 70 ns
@@ -67,20 +67,20 @@ STORE_POINTS: Final = MappingProxyType(
         "gc.begun": "the GC lock and the writer lock are held; nothing is read",
         "gc.renewed": "1 the index has the entries of a new generation, the older one exists",
         "gc.replaced": "1 the older generation is deleted",
-        "gc.sentenced": "2 a tombstone records that a version is collected",
+        "gc.expired": "2 a tombstone records that a version is collected",
         "gc.uncatalogued": "2 versions are removed from the catalog",
         "gc.manifest": "2 a manifest is deleted, its tombstones exist",
         "gc.marks": "2 its tombstones are deleted",
         "gc.marked": "3 the live set is known",
-        "gc.looked": "the live set includes concurrent writes",
-        "gc.looked-up": "the index entries to remove are known, other writers are active",
-        "gc.turn": "the exclusive section began, the live set includes all writes until now",
-        "gc.turned": "the effect is applied, other writers are active",
+        "gc.refreshed": "the live set includes concurrent writes",
+        "gc.removals-found": "the index entries to remove are known, other writers are active",
+        "gc.section-began": "the exclusive section began, the live set includes all writes until now",
+        "gc.section-ended": "the effect is applied, other writers are active",
         "gc.swept-planned": "5 the deletions are planned, other writers are active",
-        "gc.condemned-planned": "6 the marks for deletion are planned, other writers are active",
-        "gc.forgot-due": "4 the index entries of pending deletes that are due are removed",
+        "gc.marking-planned": "6 the marks for deletion are planned, other writers are active",
+        "gc.due-withdrawn": "4 the index entries of pending deletes that are due are removed",
         "gc.container": "4 a container is deleted",
-        "gc.forgot": "5 the index entries of new pending deletes are removed",
+        "gc.pending-withdrawn": "5 the index entries of new pending deletes are removed",
         "gc.generation": "5 an index of several writers began a GC generation, the record is not written",
         "gc.recorded": "5 the pending-delete record is durable, older ones exist",
         "gc.done": "5 older records are deleted",
@@ -89,11 +89,11 @@ STORE_POINTS: Final = MappingProxyType(
         "ledger.written": "the transaction is durable",
         "ledger.confirmed": "the reference counts record the result of marking",
         # rebase (nearkin_maintenance.gc.gc_run), in addition to the steps of compaction
-        "rebase.forgot": "the index entries of rebased and dead chunks are removed",
+        "rebase.withdrawn": "the index entries of rebased and dead chunks are removed",
         "rebase.container": "one container depends on live bases only",
         "rebase.done": "all containers to rebase are rewritten",
         # merged blocks (nearkin_maintenance.gc.gc_run), in addition to the steps of compaction
-        "gather.container": "a container has its merged chunks, or its reference blocks",
+        "merge.container": "a container has its merged chunks, or its reference blocks",
         # recompression (nearkin_maintenance.gc.gc_run), in addition to the steps of compaction
         "recompress.container": "a container is recompressed",
         # compaction (nearkin_maintenance.gc.gc_run)
@@ -114,21 +114,21 @@ STORE_POINTS: Final = MappingProxyType(
         "quarantine.done": "older records are deleted",
         # repair (nearkin_maintenance.repair.store_repair, nearkin.local.local_repair)
         "repair.replaced": "an object's original bytes are restored",
-        "heal.put": "a repaired generation is durable, the damaged one exists",
-        "heal.renewed": "the index has the entries of the repaired generation",
-        "heal.removed": "the damaged generation is deleted",
-        "heal.released": "repaired chunks are removed from quarantine",
+        "repair.put": "a repaired generation is durable, the damaged one exists",
+        "repair.renewed": "the index has the entries of the repaired generation",
+        "repair.removed": "the damaged generation is deleted",
+        "repair.released": "repaired chunks are removed from quarantine",
     }
 )
 """The state of a store at each failpoint, in any process that works on it."""
 SERVICE_POINTS: Final = MappingProxyType(
     {
         # gateway (nearkin_gateway.uploads.upload_service)
-        "intake.begun": "nothing of an upload is sent",
-        "intake.sent": "all frames are sent, the end is not",
-        "intake.durable": "the end is acknowledged, the caller has no response",
+        "upload.begun": "nothing of an upload is sent",
+        "upload.sent": "all frames are sent, the end is not",
+        "upload.durable": "the end is acknowledged, the caller has no response",
         # every worker's loop (nearkin_shared.kafka.consumer_loop)
-        "worker.taken": "1 records are fetched, nothing is processed",
+        "worker.received": "1 records are fetched, nothing is processed",
         "worker.handled": "2 the records are processed, no offset is committed",
         "worker.committed": "5 offsets are committed",
         # chunker, dedup, resemblance (nearkin_chunker.handler, relaying)
@@ -137,18 +137,18 @@ SERVICE_POINTS: Final = MappingProxyType(
         # delta (nearkin_delta.handler)
         "place.container": "1 a container is durable",
         "place.published": "2 the container is published in the index",
-        "place.told": "3 its messages are sent, not acknowledged",
+        "place.sent": "3 its messages are sent, not acknowledged",
         "place.flushed": "4 its messages are acknowledged",
         # committer (nearkin_committer.handler)
         "version.manifest": "1 a version's manifest is durable",
         "version.catalogued": "2 the version is in the catalog",
-        "version.told": "3 its event is sent, not acknowledged",
+        "version.sent": "3 its event is sent, not acknowledged",
         # the maintenance worker's lease (nearkin_shared.index.redis.lease, nearkin_shared.objectstore.fenced,
         "lease.taken": "the lease is held, nothing is done",
         "lease.renewed": "the lease is renewed",
         "lease.released": "the lease is released",
         "fence.passed": "the lease was held at the check, and an object is written or removed now",
-        "round.told": "the end of a GC run is recorded",
+        "gc.reported": "the end of a GC run is recorded",
     }
 )
 """The state at each failpoint of services."""

@@ -21,7 +21,7 @@ from tests.support.servers.gateways import process
 TUS = {"Tus-Resumable": "1.0.0"}
 OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream"}
 DESCRIBED = {"Upload-Metadata": f"key {base64.b64encode(b'blob').decode()}"}
-AFTER_COMMIT = ["commit.manifest", "intake.durable"]
+AFTER_COMMIT = ["commit.manifest", "upload.durable"]
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def test_tus_upload_killed_after_commit_is_one_version(tmp_path: Path, failpoint
 
 def test_conditional_tus_upload_killed_is_not_refused(tmp_path: Path) -> None:
     """F.16: after a kill a conditional upload answers with its own version, which its condition would refuse."""
-    url = send_until_killed(tmp_path, "intake.durable", {"If-None-Match": "*"})
+    url = send_until_killed(tmp_path, "upload.durable", {"If-None-Match": "*"})
     with serve(tmp_path) as (_, client):
         told = client.head(url, headers=TUS)
         assert (told.status_code, told.headers["upload-offset"]) == (200, "5")
@@ -73,7 +73,7 @@ def test_conditional_tus_upload_killed_is_not_refused(tmp_path: Path) -> None:
 
 def test_final_upload_killed_after_commit_is_one_version(tmp_path: Path) -> None:
     """F.16: a final upload whose POST is repeated after a kill stores its parts once."""
-    with serve(tmp_path, "intake.durable:1:kill") as (child, client):
+    with serve(tmp_path, "upload.durable:1:kill") as (child, client):
         urls = []
         for data in (b"he", b"llo"):
             headers = {**OCTETS, "Upload-Concat": "partial", "Upload-Length": str(len(data))}

@@ -43,7 +43,7 @@ from tests.support.engines.model import (
 START = 1_764_000_000.0
 FAMILIES = 3
 COLLECTIONS_MAX = 12
-RECOVERING = ("rebuild.", "repair.", "heal.", "quarantine.")
+RECOVERING = ("rebuild.", "repair.", "quarantine.")
 """Points that are armed before a store is opened: recovery is part of what may die."""
 CHOSEN = settings(
     SMALL,

@@ -369,7 +369,7 @@ def repair_deletes_first() -> None:
     def new_generation(self: Any, container: Any, generation: int, data: bytes) -> None:
         directory = self._containers.directory(container)
         self._containers.delete(container, generation)
-        failpoint("heal.put")
+        failpoint("repair.put")
         self._containers.put(container, [data], generation + 1)
         self._renew(directory)
 
@@ -381,7 +381,7 @@ def repair_not_published() -> None:
 
     def new_generation(self: Any, container: Any, generation: int, data: bytes) -> None:
         self._containers.put(container, [data], generation + 1)
-        failpoint("heal.put")
+        failpoint("repair.put")
         self._containers.delete(container, generation)
 
     _patch(nearkin_maintenance.repair.store_repair.Repairer, "_new_generation", new_generation)

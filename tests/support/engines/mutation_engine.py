@@ -144,7 +144,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "healed-removes-first": Bug(
         "healing removes the broken generation before the healed one is durable", "I1", "crash",
-        mutants.repair_deletes_first, detectors.hunt_crashes("heal.put"),
+        mutants.repair_deletes_first, detectors.hunt_crashes("repair.put"),
     ),
     "healed-untold": Bug(
         "the index is not told of a container that was healed", "local index", "repair",

@@ -35,11 +35,11 @@ AT_A_TIME = 2
 DIES_SECONDS_MAX = 25.0
 """A worker is up after 3 s, on a busy machine 10; one that does not pass its point by then is killed where it is."""
 BLOBS_A_KILL = 12
-LOOP = ("worker.taken", "worker.handled", "worker.committed")
+LOOP = ("worker.received", "worker.handled", "worker.committed")
 OBJECT = ("object.written", "object.synced", "object.linked", "object.durable")
 DYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        GATEWAY: ("intake.begun", "intake.sent", "intake.durable", "delete.noted", "delete.marked"),
+        GATEWAY: ("upload.begun", "upload.sent", "upload.durable", "delete.noted", "delete.marked"),
         "chunker": (*LOOP, "cut.sent"),
         "dedup": (*LOOP, "relay.sent"),
         "resemblance": (*LOOP, "relay.sent"),
@@ -48,19 +48,19 @@ DYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *OBJECT,
             "place.container",
             "place.published",
-            "place.told",
+            "place.sent",
             "place.flushed",
             "version.manifest",
             "version.catalogued",
-            "version.told",
+            "version.sent",
         ),
         "maintenance": (
             "lease.taken",
             "lease.released",
             "fence.passed",
-            "round.told",
+            "gc.reported",
             "gc.marked",
-            "gc.forgot",
+            "gc.pending-withdrawn",
             "gc.generation",
             "gc.recorded",
             "gc.done",

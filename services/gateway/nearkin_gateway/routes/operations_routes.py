@@ -140,7 +140,7 @@ async def change_gc(request: Request, caller: Operator) -> Response:
 
 
 def _gc_changed(gateway: Gateway, action: str, who: str) -> dict[str, Any]:
-    pauses, told = gateway.pauses, collection_json(gateway)
+    pauses, state = gateway.pauses, collection_json(gateway)
     if action == "pause":
         pauses.pause(who)
     elif action == "resume":
@@ -148,7 +148,7 @@ def _gc_changed(gateway: Gateway, action: str, who: str) -> dict[str, Any]:
     else:
         pauses.check()
         gateway.collecting.request_run()
-        return told  # the state before the run: the client polls until `last.ended` changes
+        return state  # the one before the run: the client polls until `last.ended` changes
     return collection_json(gateway)
 
 

@@ -133,16 +133,16 @@ async def take(
     log_setup.bind(blob, tenant, trace)
     tracing.describe(trace, tracing.about(blob, tenant))
     upload = await gateway.ingest.begin(intent)
-    failpoint("intake.begun")
+    failpoint("upload.begun")
     try:
         ending = await _stream(pieces, upload, gateway.pools.hashing, with_sha256=with_sha256 or sha256 is not None)
         check_sha256(ending, sha256)
     except BaseException as err:
         await _abort(upload, err)
         raise
-    failpoint("intake.sent")
+    failpoint("upload.sent")
     await upload.finish(ending)
-    failpoint("intake.durable")
+    failpoint("upload.durable")
     _log.info("blob %s: %d bytes taken", blob.hex(), ending.size_bytes)
     return blob, ending
 

@@ -64,10 +64,10 @@ class ConcurrentWrites:
         self.refresh()  # outside first, so that the exclusive section is short
         with self._gate.exclusive() as index:
             self.refresh()
-            failpoint("gc.turn")
+            failpoint("gc.section-began")
             yield index
             self._token = self._gate.change_token()  # no other process wrote meanwhile
-        failpoint("gc.turned")
+        failpoint("gc.section-ended")
 
     def prefetch_removals(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> object:
         """Look up, outside an exclusive section, the index entries that one will remove.
@@ -75,7 +75,7 @@ class ConcurrentWrites:
         Returns the `looked_up` argument of the index.
         """
         looked_up = self._gate.prefetch_removals(chunks, segments)
-        failpoint("gc.looked-up")
+        failpoint("gc.removals-found")
         return looked_up
 
     def refresh(self) -> None:
@@ -111,7 +111,7 @@ class ConcurrentWrites:
         self._newest.update((int(container), max(found)) for container, found in listing.items())
         self._manifest_names.update(new_manifests)
         self._token = token
-        failpoint("gc.looked")
+        failpoint("gc.refreshed")
 
     def retained(self, removals: Mapping[int, ContainerRemoval]) -> set[int]:
         """Return the containers in `removals` from which nothing may be removed yet.

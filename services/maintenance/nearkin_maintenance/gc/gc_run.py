@@ -254,7 +254,7 @@ class GcPass:
         record = self._apply(executor, live_set, before, recent)  # 4 to 7
         writes.refresh()
         plan = plan_pending(live_set, sizes, self._settings.compact_below)
-        failpoint("gc.condemned-planned")
+        failpoint("gc.marking-planned")
         record = executor.mark_for_deletion(plan, record, before)  # 8
         if dry_run:
             readable = [version.manifest for version in kept if version.manifest not in roots.undeletable]

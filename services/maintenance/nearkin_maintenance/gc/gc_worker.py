@@ -179,7 +179,7 @@ class GcWorker:
             metrics.count_collected(report)
             self._lease.check()
             self._status.record_run({**self._run_record(settings, report), **gc_json(report)}, requested)
-            failpoint("round.told")
+            failpoint("gc.reported")
         _log.warning(
             "gc: %d bytes freed, %d containers deleted, %d rewritten, %d with pending deletes, %.1f s",
             report.freed_bytes,

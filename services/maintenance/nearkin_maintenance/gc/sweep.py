@@ -111,7 +111,7 @@ class GcExecutor:
         looked_up = self.concurrent_writes.prefetch_removals(chunks, segments)
         with self.concurrent_writes.exclusive() as index:
             index.withdraw(chunks, segments, (), looked_up)
-            failpoint("rebase.forgot")
+            failpoint("rebase.withdrawn")
         remaining = dict(removals)
         containers = [ContainerId(c) for c in order if c in dropped_bases.containers]
         generations = self.store.rewriter.batch_rebase(removals, rebase_plan).generations(
@@ -152,7 +152,7 @@ class GcExecutor:
         looked_up = self.concurrent_writes.prefetch_removals(plan.chunks, plan.segments)
         with self.concurrent_writes.exclusive() as index:
             index.withdraw(plan.chunks, plan.segments, whole_containers, looked_up)
-            failpoint("gc.forgot-due")
+            failpoint("gc.due-withdrawn")
         remaining = dict(plan.removals)
         removed, deferred = {}, []
         # Dependents before their bases: after a crash, every container that is left can be decoded.
@@ -236,7 +236,7 @@ class GcExecutor:
         ]  # others are newer than the run
         for container in self._rewrite_each(listed, executor.data, "merged"):
             executor.on_container_rewritten(container)
-            failpoint("gather.container")
+            failpoint("merge.container")
         live_set.mark_references()
 
     # --- 7: recompression ---------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class GcExecutor:
             plan = GcPlan(removals, plan.stale_references)
             if plan.removals:
                 index.withdraw(plan.chunks, plan.segments, (), looked_up)
-                failpoint("gc.forgot")
+                failpoint("gc.pending-withdrawn")
             now_us = self.hooks.now_us()  # after the withdrawal: the grace begins when no process finds the data
             updated = record_of(plan, now_us)
             for container in updated.keys() & record.keys():

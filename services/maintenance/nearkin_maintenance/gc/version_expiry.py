@@ -102,7 +102,7 @@ class VersionExpiry:
             self._manifests.put_mark(self._final_tombstone(version.ended))
         except AlreadyExists:
             return False
-        failpoint("gc.sentenced")
+        failpoint("gc.expired")
         return True
 
     def _final_tombstone(self, mark: Mark) -> Mark:

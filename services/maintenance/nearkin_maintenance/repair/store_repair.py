@@ -247,11 +247,11 @@ class Repairer:
         After a crash a GC run deletes the older of two.
         """
         self._containers.put(container, [data], generation + 1)
-        failpoint("heal.put")
+        failpoint("repair.put")
         self._renew(self._containers.directory(container))
-        failpoint("heal.renewed")
+        failpoint("repair.renewed")
         self._containers.delete(container, generation)
-        failpoint("heal.removed")
+        failpoint("repair.removed")
 
     def _replace(self, name: str, data: bytes) -> None:
         self._objects.replace(name, data)
