@@ -69,7 +69,7 @@ def create_app(gateway: Gateway) -> FastAPI:
             summaries.cancel()
             if hand_overs := list(gateway.background.values()):
                 await asyncio.wait(hand_overs, timeout=gateway.bounds.shutdown_seconds)
-            for task in hand_overs:  # what is left another gateway takes up
+            for task in hand_overs:  # another gateway takes up the rest
                 task.cancel()
             await asyncio.gather(sweeper, summaries, *hand_overs, return_exceptions=True)
             gateway.audit.summarize()

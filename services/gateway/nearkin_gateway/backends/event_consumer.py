@@ -1,7 +1,9 @@
-"""What the pipeline tells. Invariant: no group and no offset: each gateway reads the newest of it for itself.
+"""Read the events of the pipeline: outcomes of uploads and heartbeats of workers.
 
 topic `committed`  from `gateway.upload_status_minutes` ago on -> the table of outcomes
-topic `workers`    compacted, from its start              -> the newest word of each worker
+topic `workers`    compacted, from its start                   -> the newest heartbeat of each worker
+
+Invariant: without a group or committed offsets, so each gateway reads all of them for itself.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _log = logging.getLogger("nearkin.gateway")
 
 
 class EventConsumer:
-    """Reads both topics on a thread of its own and tells the loop."""
+    """Read both topics on a thread and pass events to the event loop."""
 
     def __init__(
         self, settings: Settings, outcomes: UploadStatuses, client_id: str, authenticator: EnvelopeAuthenticator
@@ -57,7 +59,7 @@ class EventConsumer:
         self._behind: set[int] = set()
 
     async def open(self) -> None:
-        """Start; returns when what was told before is read. Raises StoreUnavailable where that takes too long."""
+        """Start; return when earlier events are read. Raises StoreUnavailable after a timeout."""
         loop = asyncio.get_running_loop()
         since_ms = time.time_ns() // 1_000_000 - self._settings.gateway.upload_status_minutes * 60_000
         self._outcomes.set_known_from(since_ms)
@@ -96,7 +98,7 @@ class EventConsumer:
                 self._stop.wait(RESTART_SECONDS)
 
     def _read(self, client: Consumer, loop: asyncio.AbstractEventLoop, since_ms: int) -> None:
-        """Read until told to stop. What is read twice after a restart changes nothing."""
+        """Read until stopped. An event that is read twice after a restart changes nothing."""
         self._partitions = 0
         client.assign([TopicPartition(self._workers_topic, 0, OFFSET_BEGINNING)])
         self._assign_new(client, since_ms)
@@ -148,9 +150,9 @@ class EventConsumer:
         try:
             event = json.loads(value or b"")
             if not all(isinstance(event[name], str) for name in ("id", "origin", "state", "tenant", "key")):
-                raise ValueError("a field is missing")  # noqa: TRY301 - one place says where it lies
+                raise ValueError("a field is missing")  # noqa: TRY301 - the caller adds the position
             if not _ID.fullmatch(event["id"]) or not isinstance(event.get("ledger"), dict | None):
-                raise ValueError("a field is not what a committer tells")  # noqa: TRY301
+                raise ValueError("a field has no value of a committer")  # noqa: TRY301
         except (ValueError, KeyError, TypeError, RecursionError) as err:
             _log.error("%s[%s] offset %s: %s", message.topic(), message.partition(), message.offset(), err)
             return

@@ -92,9 +92,9 @@ class Ingest(Protocol):
         """Start an upload. Raises RetryableError."""
 
     async def find_committed(self, tenant: str, key: str, origin: BlobOrigin) -> dict[str, Any] | None:
-        """Search the stored versions for the one that an earlier attempt committed; return its event.
+        """Return the event of the version that an earlier attempt committed, or None.
 
-        None from a backend whose outcomes outlive the gateway. Raises StoreUnavailable.
+        None too from a backend whose outcomes outlive the gateway. Raises StoreUnavailable.
         """
 
     def check(self) -> None:

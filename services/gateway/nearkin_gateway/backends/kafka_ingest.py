@@ -1,9 +1,10 @@
-"""Ingest into the pipeline. Invariant: `finish` returns when Kafka has acknowledged every frame and the end (I3).
+"""Send uploads into the pipeline.
 
-    write: wait for room in both budgets -> frame to Kafka      acknowledgement: room again, in any order
-    finish: end to Kafka -> wait for the last acknowledgement   abort: an end that says why
+    write: wait for both budgets -> frame to Kafka              acknowledgement: release the budgets, in any order
+    finish: end to Kafka -> wait for the last acknowledgement   abort: an end with the reason
 
-The producer is idempotent and keyed by the blob: frames of an attempt arrive once and in order, or not at all.
+Invariant (I3): `finish` returns after Kafka has acknowledged every frame and the end. The producer is idempotent and
+keyed by the blob: frames of an attempt arrive once and in order, or not at all.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CHECK_SECONDS = 3.0
 """How long Kafka may take to answer a readiness check."""
 CLOSE_SECONDS = 15.0
 MESSAGE_ROOM_BYTES = 64 * 1024
-"""What an end is counted as, beside its metadata."""
+"""Size that an end counts as, in addition to its metadata."""
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -58,13 +59,13 @@ class KafkaIngest:
         self._client_id = client_id
         self._producer = producer(settings, client_id)
         self._ended: deque[Producer] = deque()
-        """Producers that failed for good, until they have told what became of their last messages."""
+        """Producers that failed, until they have reported the outcome of their last messages."""
         self._stop = threading.Event()
         self._poller = threading.Thread(target=self._poll, name="nearkin-gateway-kafka", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def find_committed(self, tenant: str, key: str, origin: BlobOrigin) -> dict[str, Any] | None:
-        """Return None: the topic `committed` has the outcomes, and the committer searches for the origin."""
+        """Return None: the committer searches for the origin, and the topic has the outcomes."""
         return None
 
     def accepts(self, tenant: str) -> bool:
@@ -72,7 +73,7 @@ class KafkaIngest:
         return True
 
     async def open(self) -> None:
-        """Start to hear of acknowledgements."""
+        """Start to receive acknowledgements."""
         self._loop = asyncio.get_running_loop()
         self._poller.start()
 
@@ -99,7 +100,10 @@ class KafkaIngest:
             raise unavailable(self._settings, err) from err
 
     async def publish(self, name: str, key: bytes, value: bytes) -> None:
-        """Send a message to one of TOPICS and wait until it is acknowledged. Raises StoreUnavailable."""
+        """Send a message to one of TOPICS and wait for its acknowledgement.
+
+        Raises StoreUnavailable.
+        """
         tracker = Tracker()
         await self.send(topic(self._settings, name), key, value, {}, tracker, 0)
         await tracker.wait_for_acks()
@@ -107,7 +111,10 @@ class KafkaIngest:
     async def send(
         self, full: str, key: bytes, value: bytes, headers: Mapping[str, bytes], tracker: Tracker, room_bytes: int
     ) -> None:
-        """Queue a message. `tracker` hears of its acknowledgement, with the `room_bytes` that it frees."""
+        """Queue a message.
+
+        Its acknowledgement is reported to `tracker`, and releases `room_bytes`.
+        """
         loop = self._loop
         assert loop is not None
 
@@ -134,7 +141,7 @@ class KafkaIngest:
                 return
 
     def _renew(self) -> None:
-        """Go on with a new producer. What the old one still held is told as lost: whoever waits for it hears 503."""
+        """Replace the producer; messages of the old one count as lost, and their uploads get 503."""
         _log.error("kafka: the producer failed for good; a new one takes over")
         self._producer.purge(in_queue=True, in_flight=True)
         self._ended.append(self._producer)
@@ -148,7 +155,7 @@ class KafkaIngest:
 
 
 class Tracker:
-    """What of some messages is acknowledged. In one event loop."""
+    """The acknowledgements of some messages, in one event loop."""
 
     def __init__(self, *budgets: Budget) -> None:
         self._budgets = budgets
@@ -158,7 +165,7 @@ class Tracker:
         self._idle.set()
 
     def sent(self) -> None:
-        """Count a message that is on its way."""
+        """Count a message as sent."""
         self._waiting += 1
         self._idle.clear()
 
@@ -173,18 +180,18 @@ class Tracker:
             self._idle.set()
 
     def check(self) -> None:
-        """Raise StoreUnavailable once a message is lost, PermanentError once one is too large for its topic."""
+        """Raise StoreUnavailable for a lost message, PermanentError for one too large."""
         if self._failure is not None:
             raise self._failure
 
     async def wait_for_acks(self) -> None:
-        """Wait until all are acknowledged: at most the producer's delivery timeout. Raises as `check` does."""
+        """Wait for all acknowledgements, up to the delivery timeout. Raises as `check` does."""
         await self._idle.wait()
         self.check()
 
 
 class KafkaUpload:
-    """Frames of one blob on their way."""
+    """An upload of one blob in frames."""
 
     def __init__(self, ingest: KafkaIngest, intent: UploadRequest) -> None:
         self._ingest = ingest
@@ -217,7 +224,7 @@ class KafkaUpload:
         await self._tracker.wait_for_acks()
 
     async def abort(self, why: str) -> None:
-        """Say that the upload ended without success; where nothing was sent nobody needs to know."""
+        """Report that the upload ended without success, unless no frame was sent."""
         if not self._position:
             return
         end = End(

@@ -1,6 +1,8 @@
-"""A gateway in front of the pipeline. Invariant: it holds no state of its own; any other one answers the same.
+"""Build a gateway in front of the pipeline.
 
-Kafka takes uploads and tells outcomes, Redis lists, the object store has what is committed.
+Invariant: it holds no state that other gateways lack.
+
+Kafka takes uploads and has their outcomes, Redis has the listings, the object store has the committed data.
 """
 
 from __future__ import annotations
@@ -78,7 +80,10 @@ class PipelineIngest(KafkaIngest):
 
 
 def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
-    """Return the parts of a gateway, waiting for servers that are not up yet. Raises NearkinError."""
+    """Return the parts of a gateway, after waiting for servers that start.
+
+    Raises NearkinError.
+    """
     objects, found, index = _connect(settings)
     client_id = f"gateway-{socket.gethostname()}"
     outcomes = UploadStatuses(int(settings.gateway.upload_status_bytes))
@@ -113,13 +118,13 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
 
 
 class FleetGcControl:
-    """Rounds that the maintenance services of the fleet do, as Redis knows of them."""
+    """GC runs of the maintenance services of a fleet, as recorded in Redis."""
 
     def __init__(self, index: RedisIndex) -> None:
         self._told = GcStatusStore(index)
 
     def last_run(self) -> dict[str, object] | None:
-        """Return what the last round did, and why a later one did not end; None before the first one."""
+        """Return the result of the last run, and the error of a later one; None before the first."""
         last = self._told.last()
         if last is None:
             return None
@@ -129,7 +134,7 @@ class FleetGcControl:
         return {"failure": None, **last, "ended": moment.replace("+00:00", "Z")}
 
     def request_run(self) -> None:
-        """Ask the maintenance services for a round."""
+        """Request a GC run from the maintenance services."""
         self._told.request_run()
 
 

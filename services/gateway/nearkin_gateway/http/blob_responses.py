@@ -1,4 +1,6 @@
-"""Sending a blob. Invariant: verified first, then sent; what goes wrong in the middle cuts the body short (I8).
+"""Send a blob.
+
+Invariant (I8): bytes are verified before they are sent; an error cuts the body short.
 
 thread:  next piece, fetched and verified    ||    loop:  the piece before it, in slices of SLICE_BYTES
 """
@@ -24,12 +26,12 @@ SLICE_BYTES = 256 * 1024
 LOOKS = 4
 """So often in `slow_seconds` it is looked at what a reader took."""
 _UNKNOWN: Mapping[str, Callable[[], Any]] = {"unsent_bytes": lambda: 0, "abort": lambda: None}
-"""Of a connection that is another server's than ours: whoever takes nothing is its concern."""
+"""For a connection of another server than ours, which handles clients that read nothing itself."""
 _log = logging.getLogger("nearkin.gateway")
 
 
 class BlobResponse(Response):
-    """A blob or a range of it, with its length declared: a reader notices when the end is missing."""
+    """A blob or a range of it, with its declared length: a client notices a missing end."""
 
     def __init__(
         self,
@@ -81,17 +83,21 @@ class BlobResponse(Response):
             if coming is not None and not coming.done():  # a generator must not be closed while a thread runs it
                 with suppress(Exception):
                     await asyncio.shield(coming)
-            # Dropped, it would be closed by whoever drops it: this loop, which would wait for what is being read.
+            # Without this reference the loop would close it on disposal, and wait for the running read.
             await asyncio.shield(asyncio.to_thread(self._pieces.close))
 
 
 class _Watch:
-    """Lets a reader go that takes less than `slots` demand over `slow_seconds` of what waits for it."""
+    """End a response to a client that reads less than `slots` require over `slow_seconds`."""
 
     def __init__(
         self, slow_seconds: int, slots: ConcurrencyLimit, unsent_bytes: Callable[[], int], abort: Callable[[], None]
     ) -> None:
-        """`unsent_bytes`: of what was handed over; `abort` ends the connection, since closing waits for who sleeps."""
+        """Watch one response.
+
+        `unsent_bytes` returns the bytes not yet sent; `abort` ends the connection, since closing waits for a slow
+        client.
+        """
         self._seconds, self._slots = slow_seconds, slots
         self._unsent_bytes, self._abort = unsent_bytes, abort
         self._handed_bytes = self._taken_bytes = 0

@@ -1,8 +1,10 @@
-"""Connections. Invariant: what a connection may hold or delay before a request exists is bounded.
+"""Parse HTTP/1.1 connections.
 
-headers above `header_bytes_max` -> 431    no whole head within `slow_seconds` -> closed
-as much beside a body's bytes -> 431       a body under `Upgrade` -> 400: the parser would take it for requests
-garbage -> 400                             a body that nobody wants: DISCARD_BYTES_MAX or DISCARD_SECONDS, then closed
+Invariant: resources of a connection without a request are bounded.
+
+headers above `header_bytes_max` -> 431    no complete head within `slow_seconds` -> closed
+as much in chunk framing of a body -> 431  a body under `Upgrade` -> 400: the parser would take it for requests
+garbage -> 400                             an unread body: DISCARD_BYTES_MAX or DISCARD_SECONDS, then closed
 a body of HTTP/1.0 without length -> 411   more than PIPELINED_MAX requests wait: closed once these are answered
 half a head, or idle: the oldest of an address beyond `idle_per_address_max`, or of all at `connections_max` -> closed
 """
@@ -42,9 +44,9 @@ class _HeadRefused(Exception):
 
 
 def _unsent_bytes(transport: asyncio.Transport) -> int:
-    """Return what the peer has not acknowledged: the system's buffer hides what a slow one takes, a third at a time."""
+    """Return the unacknowledged bytes: the system's buffer hides a slow client's progress."""
     queued = transport.get_write_buffer_size()
-    with suppress(OSError, AttributeError):  # a socket that is closed, or a system that does not tell
+    with suppress(OSError, AttributeError):  # a closed socket, or a system without this option
         told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         queued += int.from_bytes(told, sys.byteorder)
     return queued
@@ -58,7 +60,7 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
     head_too_large = f"a request's head, metadata and all, takes at most {head_bytes_max} bytes"
 
     class BoundedProtocol(HttpToolsProtocol):
-        """HTTP/1.1 for clients that nobody knows."""
+        """HTTP/1.1 with bounds for untrusted clients."""
 
         _in_head = True
         _head_bytes = 0
@@ -128,7 +130,7 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
             if size_bytes > head_bytes_max:
                 self._refuse(431, "header-too-large", head_too_large)
                 raise _HeadRefused
-            if b"#" in self.url:  # the parser would cut it off, and what lies behind it: another key
+            if b"#" in self.url:  # the parser would cut the rest off, and the request would name another key
                 self._refuse(400, "bad-request", "a request's target has no fragment: write # as %23")
                 raise _HeadRefused
             if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):
@@ -145,7 +147,7 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
             super().on_headers_complete()
 
         def _lacks_length(self) -> bool:
-            """Return whether the end of the request's body could be known by the end of the connection alone."""
+            """Return whether only the end of the connection could end the request's body."""
             return (
                 self.parser.get_http_version() < "1.1"
                 and self.parser.get_method() in BODY_METHODS
@@ -217,7 +219,7 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
         def _late(self, seconds: float) -> None:
             self._timer = None
             if self._in_head and self.cycle is not None and not self.cycle.response_complete:
-                self._arm(seconds)  # half a pipelined request: the answer before it goes first
+                self._arm(seconds)  # half a pipelined request: the response before it is sent first
             else:
                 self.transport.close()
 

@@ -1,4 +1,7 @@
-"""Digests and metadata in headers. Invariant: what is announced is checked before anything is committed."""
+"""Parse digests and metadata of headers.
+
+Invariant: announced digests are checked before the commit.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _WANTED = re.compile(r"(?:^|,)\s*sha-256\s*=\s*(10|[1-9])\s*(?:,|$)")
 
 
 def announced_sha256(headers: Headers) -> bytes | None:
-    """Return the SHA-256 that `Content-Digest` (RFC 9530) or `X-Content-SHA256` announce. Raises Problem."""
+    """Return the SHA-256 of `Content-Digest` (RFC 9530) or `X-Content-SHA256`. Raises Problem."""
     found: set[bytes] = set()
     for plain in headers.getlist("x-content-sha256"):
         if re.fullmatch("[0-9a-fA-F]{64}", plain, re.ASCII) is None:
@@ -48,7 +51,10 @@ def announced_sha256(headers: Headers) -> bytes | None:
 
 
 def announced_digests(headers: Headers) -> dict[str, bytes]:
-    """Return the digests of Content-Digest and Content-MD5 without SHA-256, by hashlib's names. Raises Problem."""
+    """Return digests of Content-Digest and Content-MD5 except SHA-256, by hashlib's names.
+
+    Raises Problem.
+    """
     found: dict[str, bytes] = {}
     for value in headers.getlist("content-md5"):
         _announce(found, "md5", value.strip(), "Content-MD5")
@@ -77,7 +83,7 @@ def _announce(found: dict[str, bytes], algorithm: str, text: str, name: str) -> 
 async def check_digests(
     pieces: AsyncIterator[bytearray], announced: Mapping[str, bytes], hashing: WorkerPool
 ) -> AsyncIterator[bytearray]:
-    """Yield the frames; raise Problem 400 at the end where they are not what was announced, before a commit."""
+    """Yield the frames; raise Problem 400 before a commit if they do not match the digests."""
     hashers = {name: hashlib.new(name, usedforsecurity=False) for name in announced}
 
     def update(frame: bytearray) -> None:
@@ -95,7 +101,7 @@ async def check_digests(
 
 
 def content_type_of(headers: Headers) -> str | None:
-    """Return the `Content-Type` to keep with a version; None for none, what is none, and plain octets."""
+    """Return the `Content-Type` to store; None if absent, invalid, or plain octets."""
     text = headers.get("content-type", "").strip()
     return text if is_media_type(text) and text.lower() != OCTET_STREAM else None
 
@@ -111,7 +117,7 @@ def repr_digest(sha256_hex: str) -> str:
 
 
 def metadata_of(headers: Headers) -> dict[str, str]:
-    """Return what `X-Nearkin-Meta-NAME: VALUE` headers say, both percent-decoded. Raises Problem, BadInput."""
+    """Return the decoded `X-Nearkin-Meta-NAME: VALUE` headers. Raises Problem, BadInput."""
     found: dict[str, str] = {}
     for name, value in headers.items():
         if name.startswith(META_PREFIX):
@@ -130,7 +136,7 @@ def metadata_of(headers: Headers) -> dict[str, str]:
 
 
 def metadata_headers(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return metadata as headers: percent-encoded, names in such a way that their case survives."""
+    """Return metadata as headers: percent-encoded, with names that keep their case."""
     headers: dict[str, str] = {}
     for name, value in metadata.items():
         headers[META_PREFIX + _header_name(name)] = quote(value, safe=_VALUE_SAFE)
@@ -141,7 +147,7 @@ def metadata_headers(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def _header_name(name: str) -> str:
-    """Return a metadata name as part of a header's: lower case stands, all else is escaped, so that case survives."""
+    """Return a metadata name for a header: lower case is kept, other characters are escaped."""
     parts = []
     for c in name:
         if c.isascii() and (c.islower() or c.isdigit() or c in _NAME_SAFE):

@@ -1,6 +1,6 @@
-"""Bounds of request headers, as OpenAPI documents them; the code that reads a header enforces the same.
+"""Bounds of request headers, documented in OpenAPI and enforced by the code that reads them.
 
-FastAPI would answer 422 to a header out of bounds: here each has its own problem, and tus wants other statuses.
+FastAPI would answer 422 to a header out of bounds: here each has its own problem, and tus requires other statuses.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ UPLOAD_ID: dict[str, Any] = {"pattern": "^[0-9a-f]{32}$"}
 
 
 def document_parameters(operation: dict[str, Any]) -> None:
-    """Document the marked headers of an OpenAPI operation as required, and no parameter as null.
+    """Document marked headers of an OpenAPI operation as required, no parameter as null.
 
-    A parameter that may be left out is no JSON value: the text `null` in its place is refused.
+    An optional parameter is no JSON value: the text `null` is refused.
     """
     for parameter in operation.get("parameters", ()):
         schema = parameter.get("schema", {})

@@ -1,7 +1,7 @@
-"""Connections without a request: half-sent heads, and those that idle. Invariant: they never keep a new one out.
+"""Bound connections without a request: half-sent heads, and idle ones.
 
-One peer address has `per_address_max` of them at most: for one more its oldest is closed. Where all connections that
-may be open are, the oldest of any address is closed for a new one.
+Invariant: they never exclude a new connection. One peer address has at most `per_address_max` of them: for one more
+its oldest is closed. When all connections are in use, the oldest of any address is closed for a new one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class IdleConnections:
         return len(self._all)
 
     def add(self, connection: Closable, address: str) -> None:
-        """Note that a connection has no request from now on; closes the oldest of its address beyond the bound."""
+        """Add a connection without a request; close the oldest of its address beyond the bound."""
         if connection in self._all:
             return
         group = peer_group(address)

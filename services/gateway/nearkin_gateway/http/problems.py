@@ -1,6 +1,6 @@
-"""Problems. Invariant: whatever goes wrong is answered as RFC 9457 has it, by the framework as by us.
+"""Answer errors as problem documents (RFC 9457), also errors of the framework.
 
-`type` is `urn:nearkin:problem:NAME`: stable, one for each kind; programs tell problems apart by it, people by `detail`.
+`type` is `urn:nearkin:problem:NAME`: stable, one for each kind; programs compare it, people read `detail`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ProblemBody(BaseModel):
     type: str = Field(examples=["urn:nearkin:problem:not-found"])
     title: str
     status: int
-    detail: str = Field(description="What is wrong with which value, and what would be right.")
+    detail: str = Field(description="The wrong value, and the valid ones.")
     instance: str | None = Field(default=None, description="Path of the request.")
     errors: list[dict[str, str]] | None = Field(default=None, description="Each field that was refused.")
 
@@ -119,11 +119,11 @@ def from_error(err: Exception) -> Problem:  # noqa: PLR0911 - one for each kind
         case RetryableError():
             return Problem(503, "unavailable", without_addresses(str(err)), headers={"Retry-After": str(RETRY_SECONDS)})
         case _:
-            return Problem(500, "internal", "an error in the gateway; its log says more")
+            return Problem(500, "internal", "an error in the gateway; see its log")
 
 
 def without_addresses(text: str) -> str:
-    """Return an error's text without folders and addresses of the servers behind; the log has all of it."""
+    """Return an error's text without folders and server addresses, which only the log has."""
     return _PATH.sub("(a folder)", _ADDRESS.sub("(an address)", text))
 
 
@@ -137,7 +137,7 @@ def answer(request: Request, problem: Problem) -> Response:
 
 
 def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> str:
-    """Return the methods of a resource: each is a route of its own, and the framework tells those of the first one."""
+    """Return the methods of a resource: the framework knows only those of its first route."""
     found: dict[str, set[str]] = {}
     for route in routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
@@ -183,7 +183,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         return answer(request, Problem(422, "invalid", f"{first['field']}: {first['message']}", errors=errors))
 
     def gone(_request: Request, _err: Exception) -> Response:
-        return Response(status_code=400)  # nobody is there to read it
+        return Response(status_code=400)  # the client has disconnected
 
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -1,4 +1,4 @@
-"""Conditions and ranges (RFC 9110, 13 and 14). Invariant: decided from a version's facts alone, without I/O."""
+"""Evaluate conditions and ranges (RFC 9110, 13 and 14) from a version's info, without I/O."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def last_modified(info: VersionInfo) -> str:
 
 
 def list_header(headers: Headers, name: str) -> str | None:
-    """Return a header that is a list: on several lines it says the same as on one (RFC 9110, 5.3)."""
+    """Return a list header, joined if it has several lines (RFC 9110, 5.3)."""
     lines = headers.getlist(name)
     return ", ".join(lines) if lines else None
 
 
 def precondition_of_put(headers: Headers) -> Precondition | None:
-    """Return what `If-Match` and `If-None-Match` ask of the key's newest version. Raises BadInput."""
+    """Return the precondition of `If-Match` and `If-None-Match`. Raises BadInput."""
     match, none_match = list_header(headers, "if-match"), list_header(headers, "if-none-match")
     if match is None and none_match is None:
         return None
@@ -41,7 +41,7 @@ def precondition_of_put(headers: Headers) -> Precondition | None:
 
 
 def check_match(match: str, info: VersionInfo) -> None:
-    """Refuse a deletion whose `If-Match` is another than the newest version that would go. Raises Problem 412."""
+    """Refuse a deletion if `If-Match` is not the newest version to delete. Raises Problem 412."""
     if not _is_tag_listed(match, etag(info), weak=False):
         raise Problem(412, PRECONDITION, f"If-Match {match:.100}: version {info.version} is {info.digest}")
 
@@ -49,8 +49,9 @@ def check_match(match: str, info: VersionInfo) -> None:
 def not_modified(headers: Headers, info: VersionInfo, *, named: bool) -> bool:
     """Return whether 304 is the answer to a read. Raises Problem 412.
 
-    A date counts in full for a `named` version alone, which never changes. Of a key's newest one it tells too little:
-    two of one second share it, and after a deletion the newest is older than what the caller has (RFC 9110, 8.8.2.2).
+    A date counts in full only for a `named` version, which never changes. For a key's newest version it is too
+    coarse: two versions of one second share it, and after a deletion the newest is older than the client's copy (RFC
+    9110, 8.8.2.2).
     """
     match, none_match = list_header(headers, "if-match"), list_header(headers, "if-none-match")
     if match is not None:
@@ -67,9 +68,11 @@ def not_modified(headers: Headers, info: VersionInfo, *, named: bool) -> bool:
 
 
 def wanted_range(headers: Headers, info: VersionInfo) -> tuple[int, int] | None:
-    """Return start and stop (the byte after the last), or None for the whole. Raises Problem 416.
+    """Return start and stop (the byte after the last), or None for the whole.
 
-    Several ranges, other units and what does not parse are passed over, as the RFC allows: the whole is sent.
+    Raises Problem 416.
+
+    Several ranges, other units and invalid ones are ignored, as the RFC allows: the whole is sent.
     """
     text = list_header(headers, "range")
     match = _RANGE.fullmatch(text.strip()) if text is not None else None
@@ -111,7 +114,7 @@ def _is_tag_listed(text: str, tag: str, *, weak: bool) -> bool:
 
 
 def _tags(name: str, text: str | None, *, weak: bool) -> Tags | None:
-    """Return the digests that a list of entity tags names; a weak tag counts in a weak comparison alone."""
+    """Return the digests in a list of entity tags; weak tags count in a weak comparison only."""
     if text is None:
         return None
     found = _TAG.finditer(text)

@@ -1,6 +1,8 @@
-"""Request bodies. Invariant: never more than a frame is held, and a client that dawdles is let go.
+"""Read request bodies.
 
-Only the time in which we wait for the client counts against it, not the time in which it waits for us.
+Invariant: at most one frame is held, and a slow client is disconnected.
+
+Only the time in which the gateway waits for the client counts, not the time in which the client waits.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from nearkin_shared.config.services import GatewaySettings
 from nearkin_shared.limits import FRAME_BYTES_MAX
 
 FRAME_SECONDS = 10.0
-"""A frame goes out by then, full or not: the pipeline ends an upload that falls silent (kafka.upload_idle_seconds)."""
+"""A frame is sent by then, full or not: the pipeline ends an idle upload (kafka.upload_idle_seconds)."""
 
 
 def check_declared(request: Request, bytes_max: int) -> None:
-    """Refuse a body that says itself that it is too large, or that is encoded. Raises Problem."""
+    """Refuse a body that is declared too large, or encoded. Raises Problem."""
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > bytes_max:
         raise _too_large(bytes_max)
@@ -43,9 +45,9 @@ def check_declared(request: Request, bytes_max: int) -> None:
 async def chunks(
     request: Request, bounds: GatewaySettings, bytes_max: int, slots: ConcurrencyLimit | None = None
 ) -> AsyncIterator[bytes]:
-    """Yield the body as it comes, some 64 KiB at a time. Raises Problem 408 or 413, ClientDisconnect.
+    """Yield the body in pieces of some 64 KiB. Raises Problem 408 or 413, ClientDisconnect.
 
-    The slowest sender that is borne depends on how many of `slots` are taken.
+    The minimum speed of a client rises with the number of used `slots`.
     """
     window_seconds = bounds.slow_seconds
     waited_seconds, window_got, total_bytes = 0.0, 0, 0
@@ -87,7 +89,10 @@ async def read_body(request: Request, bounds: GatewaySettings, bytes_max: int) -
 
 
 async def json_member(request: Request, bounds: GatewaySettings, bytes_max: int, name: str, want: str) -> Any:
-    """Return one member of the object that the body is; `want` shows what is. Raises Problem 400 too."""
+    """Return one member of the JSON object in the body; `want` is an example for the error.
+
+    Raises Problem 400 too.
+    """
     try:
         return json.loads(await read_body(request, bounds, bytes_max))[name]
     except (ValueError, RecursionError, KeyError, TypeError) as err:
@@ -95,7 +100,7 @@ async def json_member(request: Request, bounds: GatewaySettings, bytes_max: int,
 
 
 async def frames(pieces: AsyncIterator[bytes | memoryview]) -> AsyncIterator[bytearray]:
-    """Yield the same bytes in frames: of FRAME_BYTES_MAX, less where bytes come so slowly that waiting is over."""
+    """Yield the same bytes in frames of FRAME_BYTES_MAX, or less after FRAME_SECONDS."""
     frame, began = bytearray(), 0.0
     async for piece in pieces:
         left = memoryview(piece)

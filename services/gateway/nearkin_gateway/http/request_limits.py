@@ -1,4 +1,7 @@
-"""Limits in one process. Invariant: whoever is over a limit is told so at once; nobody waits in a queue without end."""
+"""Limit requests in one process.
+
+Invariant: beyond a limit a client is refused at once or waits briefly.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ CALLERS_MAX = 10_000
 
 @frozen
 class Holders:
-    """Who takes a place: its tenant, its token ("" without tokens), its peer address."""
+    """The holder of a slot: its tenant, its token ("" without tokens), its peer address."""
 
     tenant: str
     token: str
@@ -28,7 +31,7 @@ class Holders:
 
 @frozen
 class Shares:
-    """The most that one tenant, one token and one peer address may take of a limit, each 0 to 1."""
+    """Maximum shares of a limit for one tenant, one token and one peer address, each 0 to 1."""
 
     tenant: float = 1.0
     token: float = 1.0
@@ -36,7 +39,10 @@ class Shares:
 
 
 class Holdings:
-    """Places by id that are counted by holder. Invariant: no holder has more than its share of `places_max`."""
+    """Slots by id, counted by holder.
+
+    Invariant: no holder has more than its share of `places_max`.
+    """
 
     def __init__(self, name: str, places_max: int, shares: Shares, state: str = "running") -> None:
         self._name, self._max, self._shares, self._state = name, places_max, shares, state
@@ -52,7 +58,7 @@ class Holdings:
         return len(self._held) / self._max
 
     def check_room(self, holders: Holders, retry_seconds: int = RETRY_SECONDS) -> None:
-        """Refuse one more place. Raises Problem: 503 where all are taken, 429 beyond a share."""
+        """Refuse one more slot. Raises Problem: 503 if all are taken, 429 beyond a share."""
         retry = {"Retry-After": str(retry_seconds)}
         if len(self._held) >= self._max:
             why = f"{self._max} {self._name} are {self._state}, which is the most; try again"
@@ -64,13 +70,13 @@ class Holdings:
                 raise Problem(429, "share-exceeded", f"{why} (gateway.{kind}_share)", headers=retry)
 
     def add(self, place: object, holders: Holders) -> None:
-        """Count a place; one that is counted stays as it is."""
+        """Count a slot; an id that is counted already is unchanged."""
         if place not in self._held:
             self._held[place] = holders
             self._counts.update(_names(holders))
 
     def discard(self, place: object) -> None:
-        """Count a place no longer, if it was."""
+        """Stop counting a slot, if it was counted."""
         holders = self._held.pop(place, None)
         for name in [] if holders is None else _names(holders):
             self._counts[name] -= 1
@@ -78,7 +84,7 @@ class Holdings:
                 del self._counts[name]
 
     def replace(self, held: Mapping[object, Holders]) -> None:
-        """Count these places and no others."""
+        """Count these slots and no others."""
         for place in self._held.keys() - held.keys():
             self.discard(place)
         for place, holders in held.items():
@@ -86,9 +92,9 @@ class Holdings:
 
 
 class ConcurrencyLimit:
-    """So many at a time; one more is refused, and the slowest client that is borne rises as they fill.
+    """A limit of concurrent requests that also sets the minimum speed of a client.
 
-    `rates`: bytes a second that a client must move at least while half of the slots are free, and when none is.
+    `rates`: minimum bytes a second while half of the slots are free, and while none is.
     """
 
     def __init__(
@@ -170,7 +176,7 @@ class Rates:
 
 
 class Budget:
-    """Bytes that may be on their way at once; who wants more waits, first come first served."""
+    """Bytes in flight at once; a request for more waits, first come first served."""
 
     def __init__(self, bytes_max: int) -> None:
         self._max = bytes_max
@@ -189,7 +195,7 @@ class Budget:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.give(count_bytes)  # it was our turn already
+                self.give(count_bytes)  # the budget was granted already
             elif entry in self._waiting:
                 self._waiting.remove(entry)
             raise

@@ -1,6 +1,4 @@
-"""What answers look like, for OpenAPI. Invariant: names are those of nearkin_shared.results_json; none is taken
-away.
-"""
+"""Response models for OpenAPI. Invariant: names are those of nearkin_shared.results_json."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ class BlobVersion(BaseModel):
 
 
 class Outcome(BaseModel):
-    """What became of an upload; the fields of a version where it is committed."""
+    """The outcome of an upload, with the fields of the version if it is committed."""
 
     model_config = ConfigDict(extra="allow")
 
     id: str
     state: Literal["pending", "committed", "failed", "unknown"] = Field(
-        description="`unknown`: so long ago that this gateway may have forgotten; the key's versions tell."
+        description="`unknown`: this gateway no longer has the outcome; list the key's versions."
     )
     status: str = Field(description="Where to ask again.")
     key: str | None = None
@@ -49,7 +47,7 @@ class Outcome(BaseModel):
     chunks: int | None = None
     metadata: dict[str, str] | None = None
     seconds: float | None = None
-    ledger: dict[str, Any] | None = Field(default=None, description="What was saved, and by which step.")
+    ledger: dict[str, Any] | None = Field(default=None, description="The savings of each step.")
 
 
 class DamagedVersion(BaseModel):
@@ -108,7 +106,7 @@ class TenantStats(BaseModel):
     keys: int
     deleted_versions: int = Field(description="Deleted, their bytes not yet freed.")
     deleted_bytes: int = Field(description="Logical bytes of these, part of `logical_bytes`.")
-    whole: bool = Field(description="False while the index is made anew: then the sums are of a part.")
+    whole: bool = Field(description="False while the index is rebuilt: then the sums are partial.")
 
 
 class BlobExplanation(BaseModel):
@@ -132,7 +130,7 @@ class WorkerList(BaseModel):
 
 
 class ScrubPass(BaseModel):
-    """What a pass over all that is stored has come to."""
+    """The result of a pass of the scrub over all stored data."""
 
     begun: datetime | None = None
     ended: datetime | None = None
@@ -164,13 +162,13 @@ class Config(BaseModel):
     """The settings as they are now."""
 
     revision: str = Field(description="Stands for the hot values: equal on every worker that runs the same.")
-    changes: dict[str, dict[str, Any]] = Field(description="What is changed over the file.")
-    hot: list[str] = Field(description="What PATCH may change.")
+    changes: dict[str, dict[str, Any]] = Field(description="Changes over the file.")
+    hot: list[str] = Field(description="Settings that PATCH may change.")
     settings: dict[str, Any]
 
 
 class PrefixShare(BaseModel):
-    """What the keys of a prefix stand for and take."""
+    """The logical and stored bytes of the keys with a prefix."""
 
     prefix: str | None = Field(description='Up to the first slash; "" for keys without one; null: all further ones.')
     versions: int
@@ -193,13 +191,13 @@ class TenantShare(BaseModel):
 
 
 class ReductionReport(BaseModel):
-    """Who takes how much; the shares add up to the stored bytes."""
+    """Shares by prefix, which add up to the stored bytes."""
 
     tenants: list[TenantShare]
 
 
 class GrowthPoint(BaseModel):
-    """What of that which is there now was there at a time."""
+    """The sums of the current data that existed at a time."""
 
     time: datetime
     logical_bytes: int
@@ -207,7 +205,7 @@ class GrowthPoint(BaseModel):
 
 
 class GrowthReport(BaseModel):
-    """How what is there now came to be."""
+    """The growth of the current data over time."""
 
     points: list[GrowthPoint]
     versions: int
@@ -221,11 +219,11 @@ class StageLag(BaseModel):
     group: str
     lag_records: int
     old_records: int = Field(description="Of these, those older than half of kafka.retention_hours.")
-    records_per_second: float | None = Field(description="What it took over the last minute; null: not known yet.")
+    records_per_second: float | None = Field(description="Rate over the last minute; null: not known yet.")
 
 
 class MinuteSums(BaseModel):
-    """What ended in one minute."""
+    """The outcomes of one minute."""
 
     minute: datetime
     committed: int
@@ -244,7 +242,7 @@ class FailedUpload(BaseModel):
 
 
 class Pipeline(BaseModel):
-    """What goes through, and what waits. `stages` is empty where all runs in one process."""
+    """Throughput and lag of the pipeline. `stages` is empty for an embedded gateway."""
 
     embedded: bool
     stages: list[StageLag]
@@ -293,14 +291,14 @@ class LetterContent(StoredLetter):
 
 
 class Letters(BaseModel):
-    """The newest dead letters that are not dropped, newest first; none where all runs in one process."""
+    """The newest kept dead letters, newest first; empty for an embedded gateway."""
 
     embedded: bool
     letters: list[StoredLetter]
 
 
 class ReplayedLetters(BaseModel):
-    """What was sent back."""
+    """The replayed letters."""
 
     replayed: list[str]
 
@@ -321,13 +319,13 @@ class AuditEntry(BaseModel):
 
 
 class Audit(BaseModel):
-    """Changes of hot settings, newest first: at most 100, as far back as this gateway has heard of them."""
+    """Changes of settings at run time, newest first: at most 100 that this gateway has read."""
 
     changes: list[AuditEntry]
 
 
 class GcStatus(BaseModel):
-    """Garbage collection: by the gateway itself where it is embedded, else by the maintenance services."""
+    """The state of GC, by an embedded gateway itself or by the maintenance services."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -336,7 +334,7 @@ class GcStatus(BaseModel):
     grace_seconds: int
     paused: dict[str, Any] | None = Field(description="Since when and by whom; null where it is not.")
     last: dict[str, Any] | None = Field(
-        description="What the last round did; an embedded gateway remembers those since it began."
+        description="The result of the last GC run; an embedded gateway remembers those since its start."
     )
 
 
@@ -353,7 +351,7 @@ class ResumableUpload(BaseModel):
     )
     failure: str | None
     reason: str | None = Field(description="Of a failure: `precondition-failed` where a condition refused it.")
-    status: str | None = Field(description="Where its outcome is told, once it is handed over.")
+    status: str | None = Field(description="URL of the outcome, once the upload is complete.")
 
 
 class Health(BaseModel):

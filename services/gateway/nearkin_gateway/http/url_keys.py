@@ -1,7 +1,9 @@
-"""Keys in URLs. Invariant: a key is decoded once, strictly, and never normalised; two keys never share a URL.
+"""Parse keys in URLs.
+
+Invariant: a key is decoded once, strictly; two keys never share a URL.
 
 Routes match the path as it was sent. In it a literal `/versions` at the end names the versions of a key; a key that
-itself ends so is written with its last slash as %2F: /v1/blobs/notes%2Fversions. All other slashes may be either.
+ends with it is written with its last slash as %2F: /v1/blobs/notes%2Fversions. All other slashes may be either.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from nearkin_shared.validation import check_key
 
 _VERSIONS = "/versions"
 _DESCRIPTION = (
-    "The key, percent-encoded; its slashes may stand as they are or as %2F. A key that ends in `/versions` needs %2F "
+    "The key, percent-encoded; a slash may be written as / or %2F. A key that ends in `/versions` needs %2F "
     "for that last slash."
 )
 
 
 class PathAsSent:
-    """Let routes see the path percent-encoded: decoded first, %2F and / would be one, and bad UTF-8 be replaced."""
+    """Give routes the percent-encoded path: decoded, %2F would equal /."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -54,7 +56,7 @@ def decode_key(text: str, bytes_max: int) -> str:
 
 
 def quote_key(key: str) -> str:
-    """Return a key as one part of a path. `.` and `..` are escaped too: clients would take them for steps."""
+    """Return a key as one path segment; `.` and `..` are escaped: clients resolve them."""
     return key.replace(".", "%2E") if key in (".", "..") else quote(key, safe="")
 
 
@@ -84,7 +86,7 @@ BlobKey = Annotated[str, Depends(_blob)]
 
 
 def _named_by_query(request: Request) -> None:
-    """Raise Problem where a query is not UTF-8: with its bytes replaced it would name other keys than it says."""
+    """Raise Problem for a query that is not UTF-8: replaced bytes would name other keys."""
     try:
         unquote_to_bytes(request.scope["query_string"]).decode()
     except UnicodeDecodeError as err:

@@ -1,9 +1,11 @@
-"""Log each request with an id that its answer carries too. Invariant: a line is bounded, and never has a secret.
+"""Log each request with an id that its response carries too.
+
+Invariant: a line is bounded and has no secret.
 
     method=GET path="/v1/blobs/a" status=200 seconds=0.012 received=0 sent=1000 peer=127.0.0.1 request=0f3a...
 
-What the caller chose is quoted as JSON, so that no request can forge a line; a query, which may carry anything, is left
-out. `X-Request-ID` of the request is kept where it is one.
+Text of the caller is quoted as JSON, so that no request can forge a line; the query, which may have secrets, is
+omitted. A valid `X-Request-ID` of the request is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _log = logging.getLogger("nearkin.access")
 
 
 class AccessLog:
-    """Wraps the application: names the request in all that is logged meanwhile, and logs it when it has ended."""
+    """Wrap the application: add the request id to all logs of a request, and log its end."""
 
     def __init__(self, app: ASGIApp, *, enabled: bool) -> None:
         self._app, self._enabled = app, enabled
@@ -65,5 +67,5 @@ def _request_id(scope: Scope) -> str:
 
 
 def _quote(text: str) -> str:
-    """Return text of the caller's as JSON, which escapes control characters and what is not ASCII."""
+    """Return the caller's text as JSON, with escapes for control and non-ASCII characters."""
     return json.dumps(text if len(text) <= PATH_CHARACTERS_MAX else text[:PATH_CHARACTERS_MAX] + "...")

@@ -1,7 +1,7 @@
-"""Record each request that was authenticated, once it has ended, with its status and the bytes that passed.
+"""Record each authenticated request at its end, with its status and transferred bytes.
 
-The route's operation chooses the event (OPERATIONS); handlers add what they know by `annotate`, before the answer. A
-request that was refused because of who sent it is recorded by nearkin_gateway.auth.access as auth.failed.
+The route's operation selects the event (OPERATIONS); handlers add fields by `annotate`, before the response. A
+request that was refused because of its caller is recorded by nearkin_gateway.auth.access as auth.failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOTE = "nearkin.audit"
 
 @dataclass(slots=True)
 class RequestNote:
-    """What is known of a request for its record."""
+    """The fields of a request for its audit record."""
 
     actor: Actor | None = None
     event: str = ""

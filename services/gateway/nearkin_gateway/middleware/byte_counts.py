@@ -1,4 +1,4 @@
-"""Count what passes between a client and the application in one request: shared by the access log and the audit log."""
+"""Count the bytes of one request and its response, for the access log and the audit log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import Message, Receive, Send
 
 
 class ByteCountingExchange:
-    """One request and its answer: status, bytes of both bodies, and whether the answer was sent whole."""
+    """A request and its response: status, bytes of both bodies, whether sent in full."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send

@@ -1,4 +1,6 @@
-"""Let pages of configured web origins use the API (CORS). Invariant: off by default, and never with cookies.
+"""Let pages of configured web origins use the API (CORS).
+
+Invariant: off by default, and never with cookies.
 
 A page of another origin authenticates with a token in `Authorization`; the dashboard's session stays its own.
 """
@@ -24,7 +26,7 @@ EXPOSED_HEADERS = (
 
 
 def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Return the application for pages of `origins` too; the application itself where there are none."""
+    """Return the application with CORS for `origins`; the application itself without any."""
     if not origins:
         return app
     return CORSMiddleware(

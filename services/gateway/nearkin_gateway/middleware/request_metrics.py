@@ -1,4 +1,4 @@
-"""Requests counted. Invariant: a label is a route or a method that we have; what strangers send names none."""
+"""Count requests. Invariant: a label is a known route or method, never text of a client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OTHER = "other"
 
 
 class RequestMetrics:
-    """Wraps the application inside of what rewrites paths: the route is read off the scope afterwards."""
+    """Wrap the application inside the path rewriting: the route is read from the scope."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

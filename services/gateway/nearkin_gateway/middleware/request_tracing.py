@@ -1,6 +1,8 @@
-"""Requests traced. Invariant: the context that goes on into the pipeline is this request's span, sampled or not.
+"""Trace requests.
 
-A request's own `traceparent` is the parent, and its decision whether to sample is followed; without one a trace begins.
+Invariant: the context sent into the pipeline is this request's span, sampled or not.
+
+A request's own `traceparent` is the parent, and its sampling decision is followed; without one a trace begins.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class RequestTracing:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, with its span's context in place of the caller's."""
+        """Pass a request on, with its span's context instead of the caller's."""
         if scope["type"] != "http" or scope["path"] in UNTRACED:
             await self._app(scope, receive, send)
             return
@@ -47,6 +49,6 @@ class RequestTracing:
             try:
                 await self._app(scope, receive, sent)
             finally:
-                route = getattr(scope.get("route"), "path", OTHER)  # what strangers ask for names nothing
+                route = getattr(scope.get("route"), "path", OTHER)  # an unknown path is no label
                 span.update_name(f"{method} {route}")
                 span.set_attribute("http.route", route)

@@ -1,6 +1,6 @@
-"""Answer requests that a stop cuts off. Invariant: a client is asked to try again, and no traceback is logged.
+"""Answer requests that a stop cuts off: the client is asked to retry.
 
-uvicorn cancels what still runs after `gateway.shutdown_seconds`.
+uvicorn cancels running requests after `gateway.shutdown_seconds`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = logging.getLogger("nearkin.gateway")
 
 
 class AnswerCutRequests:
-    """Wraps the application: a request that is cancelled by a stop gets 503, or its connection is aborted."""
+    """Wrap the application: a cancelled request gets 503, or its connection is aborted."""
 
     def __init__(self, app: ASGIApp, is_stopping: Callable[[], bool]) -> None:
         self._app, self._is_stopping = app, is_stopping

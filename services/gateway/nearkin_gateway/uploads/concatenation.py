@@ -1,8 +1,10 @@
-"""Concatenate partial uploads into a final one (tus concatenation). Invariant: repeating the request stores once.
+"""Concatenate partial uploads into a final one (tus).
 
-    partial uploads, whole and unclaimed -> final upload: meta, then a claim in each -> handed over like any other
+Invariant: repeating the request stores once.
 
-The id of a final upload is derived from its request: a client whose answer was lost gets the same upload again.
+    partial uploads, complete and unclaimed -> final upload: meta, then a claim in each -> committed like any other
+
+The id of a final upload is derived from its request: a client whose response was lost gets the same upload again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from nearkin_shared.objectstore.base import AlreadyExists
 
 
 async def create_final(gateway: Gateway, meta: Meta, sources: Sequence[str]) -> StagedUpload:
-    """Begin the final upload that `sources` make up and hand it over. Raises Problem, NotFound, NearkinError."""
+    """Create the final upload of `sources` and commit it.
+
+    Raises Problem, NotFound, NearkinError.
+    """
     resumable, number = gateway.resumable, final_id(meta, sources)
     try:
         staged = await asyncio.to_thread(resumable.load, meta.tenant, number)
@@ -53,7 +58,10 @@ def final_id(meta: Meta, sources: Sequence[str]) -> str:
 
 
 def _check_sources(gateway: Gateway, tenant: str, sources: Sequence[str], number: str) -> int:
-    """Return the sum of the lengths. Raises NotFound, Problem: each must be partial, whole, and unclaimed by others."""
+    """Return the sum of the lengths of partial, complete, unclaimed uploads.
+
+    Raises NotFound, Problem (a source is not one).
+    """
     length_bytes, bytes_max = 0, int(gateway.bounds.body_bytes_max)
     for source in sources:
         staged = gateway.resumable.load(tenant, source)

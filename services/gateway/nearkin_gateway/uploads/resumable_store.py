@@ -1,13 +1,16 @@
-"""Resumable uploads in the object store. Invariant: the parts of an upload form a chain; its end is where to go on.
+"""Store resumable uploads in the object store.
 
-uploads/ID/meta                 what it is to become; made once
-uploads/ID/parts/OFFSET         16 hex digits; each made once, so that of two writers at one offset one is refused:
+Invariant: the parts of an upload form a chain without gap.
+
+uploads/ID/meta                 the blob that it will become; created once
+uploads/ID/parts/OFFSET         16 hex digits; each created once, so that of two writers at one offset one is refused:
                                 its bytes, then CHECK_BYTES of their BLAKE3 and offset
-uploads/ID/done                 handed over, as which attempt; or why it never will be
-uploads/ID/claim                of a partial upload: the id of the final upload that it is a part of (tus concatenation)
+uploads/ID/done                 committed, as which attempt; or why it never will be
+uploads/ID/claim                of a partial upload: the id of the final upload that it is a part of (tus
+concatenation)
 
-Any gateway takes up any upload: nothing of it is kept in a process. All calls block: they belong on a thread. In an
-encrypted store all of it is sealed under the tenant's keys; older releases sealed it under the store's, which is read.
+Any gateway continues any upload: no state is kept in a process. All calls block: run them on a thread. In an
+encrypted store all objects are encrypted under the tenant's keys; older releases used the store's, which can be read.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from nearkin_shared.utils.frozen import frozen
 ROOT = "uploads"
 ID_BYTES = 16
 PART_BYTES = 4 * FRAME_BYTES_MAX
-"""What a running PATCH holds in memory at most; a part of this size is read back in one piece."""
+"""Most memory of a running PATCH; a part of this size is read back in one piece."""
 CHECK_BYTES = 16
 UNSEEN_SECONDS = 60.0
 """An upload that is whole and not handed over, or has parts and no meta, is left alone so long: it may be at work."""
@@ -50,7 +53,7 @@ _log = logging.getLogger("nearkin.gateway")
 
 
 class DamagedPart(Corrupt):
-    """A staged part is not what was written: what was staged ends before it."""
+    """A staged part is damaged: the staged data end before it."""
 
     def __init__(self, number: str, offset: int, why: str) -> None:
         super().__init__(f"bytes from {offset} on, which were staged, are damaged: {why}")
@@ -59,7 +62,7 @@ class DamagedPart(Corrupt):
 
 @frozen
 class Meta:
-    """What an upload is to become. Times in microseconds since 1970."""
+    """The description of an upload. Times in microseconds since 1970."""
 
     tenant: str
     key: str
@@ -104,7 +107,7 @@ class UploadOutcome:
 
 @frozen
 class StagedUpload:
-    """An upload as it lies in the store. `parts` are (offset, bytes), in order, without a gap."""
+    """An upload in the store. `parts` are (offset, bytes), in order, without a gap."""
 
     id: str
     meta: Meta
@@ -119,7 +122,7 @@ class StagedUpload:
     def offset(self) -> int:
         """Return how many bytes there are."""
         if self.done is not None:
-            return self.meta.length_bytes  # its parts are gone
+            return self.meta.length_bytes  # its parts are removed
         return sum(part_bytes for _, part_bytes in self.parts) + sum(source.offset for source in self.sources)
 
     @property
@@ -131,12 +134,12 @@ class StagedUpload:
 
     @property
     def pending(self) -> bool:
-        """Return whether the upload is whole and must still be handed over; partial uploads never are."""
+        """Return whether the upload is complete and not committed; partial uploads never are."""
         return self.whole and self.done is None and not self.meta.partial
 
     @property
     def expired(self) -> bool:
-        """Return whether its time is over. One that is whole was answered so, and waits WHOLE_SECONDS for the store.
+        """Return whether its time is over. A complete upload is kept WHOLE_SECONDS longer.
 
         A claimed partial upload expires with its final upload (`Resumable.sweep`).
         """
@@ -157,7 +160,7 @@ class Resumable:
         self._suspects: dict[str, float] = {}
 
     def create(self, meta: Meta) -> str:
-        """Begin an upload; return its id. Raises StoreUnavailable; `check_room` goes first."""
+        """Create an upload; return its id. Call `check_room` before. Raises StoreUnavailable."""
         number = os.urandom(ID_BYTES).hex()
         self._put(meta.tenant, f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())
         self._add(number, meta)
@@ -172,10 +175,10 @@ class Resumable:
         self._open.discard(number)
 
     def create_final(self, number: str, meta: Meta) -> StagedUpload:
-        """Begin a final upload under an id derived from its request; a repeat returns the one there is.
+        """Create a final upload under an id derived from its request; a repeat returns the same.
 
-        1 meta  2 claims: a partial upload is removed with the final upload that claims it, and only then.
-        Raises AlreadyExists where another final upload has claimed one of the partial uploads.
+        1 meta  2 claims: a partial upload is removed with the final upload that claims it, and only then. Raises
+        AlreadyExists if another final upload has claimed one of the partial uploads.
         """
         with suppress(AlreadyExists):
             self._put(meta.tenant, f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())  # 1
@@ -214,11 +217,14 @@ class Resumable:
             return False
 
     def check_room(self, holders: Holders) -> None:
-        """Refuse one more upload, as last counted. Raises Problem: 503 where all are open, 429 beyond a share."""
+        """Refuse one more upload. Raises Problem: 503 if all are open, 429 beyond a share."""
         self._open.check_room(holders, ROOM_RETRY_SECONDS)
 
     def load(self, tenant: str, number: str) -> StagedUpload:
-        """Return an upload of a tenant. Raises NotFound: never there, another's, expired or terminated."""
+        """Return an upload of a tenant.
+
+        Raises NotFound: unknown, another's, expired or terminated.
+        """
         missing = NotFound(f"upload {number!r:.60}: there is none; it may have expired")
         if _ID.fullmatch(number) is None:
             raise missing
@@ -231,22 +237,22 @@ class Resumable:
         return staged
 
     def _put(self, tenant: str, name: str, data: bytes) -> None:
-        """Write an object of an upload: under the tenant's keys, so that an erasure of the tenant reaches it."""
+        """Write an object of an upload under the tenant's keys, so that an erasure removes it too."""
         put_new_of_tenant(self._objects, tenant, name, data)
 
     def stage(self, number: str, offset: int, data: bytes | bytearray, *, tenant: str) -> None:
-        """Add a part of a tenant's upload at the end. Raises AlreadyExists where another request put one there."""
+        """Append a part to a tenant's upload. Raises AlreadyExists if another request wrote it."""
         name, whole = _part(number, offset), b"".join((data, _check(number, offset, data)))
         try:
             self._put(tenant, name, whole)
         except AlreadyExists:
             if self._objects.size_bytes(name) > CHECK_BYTES:
                 raise
-            self._objects.delete(name)  # it was cut short: nothing of it is told of, and nobody else would remove it
+            self._objects.delete(name)  # it was cut short: no response named it, and no other process removes it
             self._put(tenant, name, whole)
 
     def read(self, staged: StagedUpload) -> Iterator[memoryview]:
-        """Yield the parts' bytes. Raises DamagedPart, or NotFound: another gateway has handed it over."""
+        """Yield the parts' bytes. Raises DamagedPart, or NotFound (another gateway committed it)."""
         for source in staged.sources:
             yield from self.read(source)
         for offset, part_bytes in staged.parts:
@@ -260,11 +266,11 @@ class Resumable:
             yield content
 
     def drop(self, damaged: DamagedPart) -> None:
-        """Remove a part that cannot be read: the chain ends before it, and goes on once it is sent again."""
+        """Remove an unreadable part: the chain ends before it until it is sent again."""
         self._objects.delete(_part(damaged.number, damaged.offset))
 
     def finish(self, staged: StagedUpload, done: UploadOutcome) -> UploadOutcome:
-        """Note how it ended, then remove its parts; return the note that stands, ours or an earlier one."""
+        """Record the outcome, then remove the parts; return the record that is valid."""
         try:
             self._put(staged.meta.tenant, f"{ROOT}/{staged.id}/done", json.dumps(asdict(done)).encode())
             self._drop(staged.id)
@@ -282,7 +288,7 @@ class Resumable:
                 self.remove(source)
 
     def remove(self, number: str) -> None:
-        """Remove all of an upload, its meta last: until then whoever sweeps comes back to it."""
+        """Remove an upload, its meta last, so that a sweep finds an unfinished removal."""
         with suppress(NotFound, Corrupt):  # before its own meta: until then a sweep comes back to it
             self._remove_sources(number, _parse(_META, self._objects.get(f"{ROOT}/{number}/meta"), number))
         names = [name for name, _ in self._objects.names(f"{ROOT}/{number}")]
@@ -318,7 +324,7 @@ class Resumable:
         self._open.replace({**self._begun, **still_open})
 
     def _sweep_claimed(self, number: str, finals: Set[str], now: float) -> None:
-        """Remove a claimed partial upload whose final upload has ended; `finals`: those that have not."""
+        """Remove a claimed partial upload whose final upload is not in `finals`, the open ones."""
         with suppress(NotFound):  # its final upload was handed over meanwhile
             if self._objects.get(f"{ROOT}/{number}/claim").decode(errors="replace") in finals:
                 self._suspects.pop(number, None)
@@ -365,7 +371,7 @@ class Resumable:
         chain, end = [], 0
         for offset, part_bytes in parts:
             if offset < end:
-                continue  # left behind a part that was sent anew, in another size
+                continue  # left over from before a part was sent again with another size
             if offset != end or part_bytes <= 0:
                 break
             chain.append((offset, part_bytes))

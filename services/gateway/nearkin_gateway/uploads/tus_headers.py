@@ -1,4 +1,7 @@
-"""Read and write the headers of tus. Invariant: what `EXTENSIONS` does not name is refused, never passed over."""
+"""Read and write the headers of tus.
+
+Invariant: extensions not in `EXTENSIONS` are refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _SOURCE = re.compile("(?:[^\\s#?]*/)?uploads/([0-9a-f]{32})", re.ASCII)
 
 @frozen
 class Description:
-    """What `Upload-Metadata` says of a blob; `key` is empty where a partial upload names none."""
+    """The fields of `Upload-Metadata`; `key` is empty if a partial upload has none."""
 
     key: str
     metadata: dict[str, str]
@@ -26,7 +29,10 @@ class Description:
 
 
 def parse_metadata(text: str, key_bytes_max: int, *, needs_key: bool) -> Description:
-    """Return what `Upload-Metadata` says: key, metadata, SHA-256 in hex. Raises Problem 400, BadInput."""
+    """Return key, metadata and SHA-256 (hex) of `Upload-Metadata`.
+
+    Raises Problem 400, BadInput.
+    """
     if len(text) > METADATA_CHARACTERS_MAX:
         raise Problem(400, "bad-metadata", f"Upload-Metadata: want at most {METADATA_CHARACTERS_MAX} characters")
     found: dict[str, str] = {}
@@ -56,9 +62,10 @@ def parse_metadata(text: str, key_bytes_max: int, *, needs_key: bool) -> Descrip
 
 
 def parse_concat(text: str | None, partials_max: int) -> tuple[str, ...] | None:
-    """Return the partial uploads that `Upload-Concat: final;URL URL` names; () for `partial`, None without header.
+    """Return the partial uploads of `Upload-Concat: final;URL URL`.
 
-    Only the id at the end of a URL counts: a gateway may be reached by several names. Raises Problem 400.
+    () for `partial`, None without header. Only the id at the end of a URL counts: a gateway may be reached by several
+    names. Raises Problem 400.
     """
     if text is None:
         return None

@@ -1,4 +1,7 @@
-"""Bodies of resumable uploads. Invariant: an offset is told only after all before it is durable in the object store."""
+"""Receive bodies of resumable uploads.
+
+Invariant: an offset is reported after all bytes before it are durable in the object store.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ SPOOL_MEMORY_BYTES = 1024 * 1024
 
 
 class UploadMutex:
-    """One request at a time for an upload in this process; in another one the parts' names keep them apart."""
+    """Serialise requests for an upload in this process; others conflict by part names."""
 
     def __init__(self, gateway: Gateway, number: str) -> None:
         self._busy, self._number = gateway.resuming, number
@@ -50,7 +53,7 @@ class UploadMutex:
 
 
 async def receive(request: Request, gateway: Gateway, staged: StagedUpload, holders: Holders) -> int:
-    """Stage the body; return how many bytes there are then. What came of a body that breaks off is staged too."""
+    """Stage the body; return the new offset. Bytes of an interrupted body are staged too."""
     room_bytes = staged.meta.length_bytes - staged.offset
     check_declared(request, room_bytes)
     if len(staged.parts) >= PARTS_MAX:
@@ -76,7 +79,7 @@ async def receive(request: Request, gateway: Gateway, staged: StagedUpload, hold
 async def _check_and_stage(
     request: Request, gateway: Gateway, staged: StagedUpload, room_bytes: int, checksum: str
 ) -> int:
-    """The same, staged only once its checksum agrees: until then it lies on local disk."""
+    """Stage the body once its checksum matches; until then it is on the local disk."""
     name, _, text = checksum.partition(" ")
     if name not in CHECKSUMS:
         raise Problem(400, "bad-checksum", f"Upload-Checksum {name:.20}: choose {' or '.join(CHECKSUMS)}")

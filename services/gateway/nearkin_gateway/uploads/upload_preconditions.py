@@ -1,4 +1,4 @@
-"""Check preconditions of uploads where the gateway can: before the bytes are sent on, and once the outcome is known.
+"""Check preconditions of uploads before the bytes are sent, and after the outcome.
 
 The commit decides (ADR 52); a check before it only spares a large body.
 """
@@ -20,7 +20,10 @@ OUTCOME_SECONDS = 5.0
 
 
 async def check_newest(gateway: Gateway, tenant: str, key: str, precondition: Precondition | None) -> None:
-    """Compare a precondition with the newest version of a key. Raises PreconditionFailed, NearkinError."""
+    """Compare a precondition with a key's newest version.
+
+    Raises PreconditionFailed, NearkinError.
+    """
     if precondition is not None:
         precondition.check(key, await _find_newest(gateway, tenant, key))
 
@@ -33,7 +36,7 @@ async def _find_newest(gateway: Gateway, tenant: str, key: str) -> VersionInfo |
 
 
 async def check_refused(gateway: Gateway, staged: StagedUpload, wait_seconds: float = 0.0) -> None:
-    """Report that the precondition of a resumable upload refused it at the commit. Raises Problem 412.
+    """Raise Problem 412 if the commit refused the precondition of a resumable upload.
 
     Waits up to `wait_seconds` for the outcome of an upload that the pipeline commits.
     """

@@ -39,7 +39,7 @@ def began_ms(blob: bytes) -> int:
 
 
 class UploadIds:
-    """Public ids with a MAC, which distinguishes an id in flight from one that was never issued."""
+    """Public ids with a MAC: an id in flight differs from one that was never issued."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = blake3(secret, derive_key_context="nearkin 2026 status ids of a gateway").digest()
