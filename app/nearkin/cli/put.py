@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from nearkin_shared.results import PutResult
 
 DESCRIPTOR_PATHS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
-"""Paths of an open file: what is empty there was as likely a failed command's output as an empty file."""
+"""Paths of an open descriptor: empty content may be the output of a failed command."""
 JSON_BLOBS_MAX = 1_000_000
-"""Files of one `put -r --json`: its answer is one value, held in memory at about 1 kB a file."""
+"""Files of one `put -r --json`: its result is one value, held in memory at about 1 kB a file."""
 
 
 class _Plan(NamedTuple):

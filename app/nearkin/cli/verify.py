@@ -110,7 +110,7 @@ def damage_lines(damage: Sequence[Damage]) -> Iterable[str]:
 
 
 def _remedies(damage: Sequence[Damage]) -> Iterable[str]:
-    """Yield what heals what is broken and cannot be repaired by itself; the index names its own remedy."""
+    """Yield remedies for damage that is not repaired by itself; the index names its own."""
     refused = f"{ERASED_FOLDER}/"  # their problem names the remedy: an authentic copy may not exist
     folders = {
         one.object_name.partition("/")[0]

@@ -218,7 +218,7 @@ def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_back = list[bool]()
-    monkeypatch.setattr("nearkin.store.give_back_free", lambda: given_back.append(True))
+    monkeypatch.setattr("nearkin.store_maintenance.give_back_free", lambda: given_back.append(True))
     chosen = settings({"restore": {"cache_bytes": 128 * MIB}})
     data = text_like(60_000_000, 3)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
