@@ -49,7 +49,7 @@ from nearkin_shared.results import (
 from nearkin_shared.retention import Decision, decisions, forget, min_age_seconds, policy_of
 from nearkin_shared.storage import chunking_record, descriptor
 from nearkin_shared.storage.chunking_record import ChunkingGuard
-from nearkin_shared.storage.committed_origins import BlobOrigin
+from nearkin_shared.storage.committed_origins import BlobOrigin, local_origin
 from nearkin_shared.storage.deletions import Deletions, user_and_host
 from nearkin_shared.storage.manifests import key_digest
 from nearkin_shared.storage.version_listing import check_newest, list_from_index, list_from_manifests
@@ -277,7 +277,7 @@ class Store(MaintainedStore):
         """Return the result of an earlier put with this origin, or None. Raises StoreUnavailable."""
         tenant = self.settings.tenant
         histories = self._manifests.histories(tenant, key)
-        manifest = self._manifests.find_origin(tenant, key, histories, origin)
+        manifest = self._manifests.find_origin(tenant, key, histories, local_origin(origin))
         return None if manifest is None else PutResult(manifest.info, manifest.ledger, manifest.seconds)
 
     # --- get ---------------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ def test_restore_wrong_check_tag_is_refused(tmp_path: Path, monkeypatch: pytest.
     """F.32: A chunk whose SHA-1 and length agree, but whose check tag differs, is not given to the reader (I8)."""
     put_with(tmp_path / "s", monkeypatch, "check_tags", lambda tags: tags ^ np.uint64(1))
     with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
-        with pytest.raises(Corrupt, match="not what their names say"):
+        with pytest.raises(Corrupt, match="failed fingerprint verification"):
             store.get("k").read()
-        with pytest.raises(Corrupt, match="not what their names say"):
+        with pytest.raises(Corrupt, match="failed fingerprint verification"):
             store.get("k", start=10, stop=20).read()
         assert any(found.object_name.startswith("containers/") for found in store.verify().damage)
 
@@ -39,6 +39,6 @@ def test_restore_wrong_fingerprint_is_refused(tmp_path: Path, monkeypatch: pytes
     """F.32: A chunk whose check tag and length agree, but whose SHA-1 differs, is not given to the reader (I8)."""
     put_with(tmp_path / "s", monkeypatch, "sha1_many", lambda found: found ^ np.uint8(1))
     with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
-        with pytest.raises(Corrupt, match="not what their names say"):
+        with pytest.raises(Corrupt, match="failed fingerprint verification"):
             store.get("k").read()
         assert any(found.object_name.startswith("containers/") for found in store.verify().damage)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from nearkin_shared.errors import BadInput, SourceFailed
 from nearkin_shared.preconditions import Precondition
-from nearkin_shared.storage.committed_origins import BlobOrigin
+from nearkin_shared.storage.committed_origins import BlobOrigin, local_origin
 from nearkin_shared.validation import Progress, Source
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def feed(writer: EmbeddedWriter, item: PutItem, progress: Progress | None) -> Fu
     if sha256 is not None and (not isinstance(sha256, bytes) or len(sha256) != hashlib.sha256().digest_size):
         raise BadInput(f"key {key!r}: SHA-256 {sha256!r:.100}: want its 32 bytes")
     blob = writer.begin(key, item.metadata, sha256, item.precondition)
-    blob.created_us, blob.origin = item.created_us, item.origin
+    blob.created_us = item.created_us
+    blob.origin = None if item.origin is None else local_origin(item.origin)
     check = hashlib.sha256() if sha256 is not None else None
     with ExitStack() as files:
         file = files.enter_context(_opened(source)) if isinstance(source, Path) else _readable(source)

@@ -38,6 +38,8 @@ NO_DIGEST = bytes(32)
 """Previous digest of a first version, and of one whose previous manifest was unreadable at its commit."""
 NO_ORIGIN = bytes(16)
 """Origin of a version whose caller waited for the result."""
+LOCAL_ORIGIN = b"embedded"
+"""First bytes of an origin in a store with one writing process. GC of such a store refuses versions of services."""
 HOLDER = 0
 """Container id of the manifest in location runs; a manifest contains no segment, so (0, _) and (1, _) never occur."""
 
@@ -108,7 +110,7 @@ class Manifest:
     known: Bools
     metadata: Mapping[str, str] = field(default_factory=dict)
     origin: bytes = NO_ORIGIN
-    """16 bytes that all attempts to store the same upload share, so that it is committed once."""
+    """16 bytes that all attempts to store the same upload share, so that it is committed once; see LOCAL_ORIGIN."""
     lengths: U32 | None = None
     """uint32[s], bytes of each segment, which give its offset in the blob. None in manifests of older releases."""
     previous: Previous = NO_PREVIOUS
@@ -116,6 +118,11 @@ class Manifest:
     """End of retention, microseconds since 1970; 0: none."""
     source_changed: bool = False
     """Whether the source changed while it was read: the content may mix two states of it."""
+
+    @property
+    def is_by_services(self) -> bool:
+        """Whether services committed the version: only they and embedded stores give origins."""
+        return self.origin != NO_ORIGIN and not self.origin.startswith(LOCAL_ORIGIN)
 
     @property
     def info(self) -> VersionInfo:

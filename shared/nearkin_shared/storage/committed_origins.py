@@ -13,8 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from blake3 import blake3
+
 from nearkin_shared.errors import Corrupt, NotFound
-from nearkin_shared.formats.manifest import NO_ORIGIN, Manifest
+from nearkin_shared.formats.manifest import LOCAL_ORIGIN, NO_ORIGIN, Manifest
 from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin_shared.utils.frozen import frozen
 
@@ -35,6 +37,12 @@ class BlobOrigin:
     """16 bytes that all attempts share."""
     first_attempt_us: int | None = None
     """Earliest time of an attempt, in microseconds since 1970; None: no attempt was made before this one."""
+
+
+def local_origin(origin: BlobOrigin) -> BlobOrigin:
+    """Return the origin for a store with one writing process, which differs from all origins of services."""
+    digest = blake3(origin.id).digest(len(NO_ORIGIN) - len(LOCAL_ORIGIN))
+    return BlobOrigin(LOCAL_ORIGIN + digest, origin.first_attempt_us)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ import pytest
 
 from nearkin_gateway.app import openapi_document
 from nearkin_gateway.auth import tokens
+from nearkin_gateway.http.connection_protocol import PIPELINED_MAX
 from nearkin_gateway.monitoring import audit_events
 from nearkin_gateway.monitoring.audit_events import COMMON_FIELDS, EVENTS, OPERATIONS, REASONS, UNAUDITED
 from nearkin_gateway.monitoring.audit_log import VALUE_CHARACTERS_MAX, Actor, AuditLog
@@ -221,10 +222,10 @@ def test_failed_authentication_is_recorded_with_its_reason(served: World, collec
 def test_a_flood_of_bad_tokens_costs_few_records(served: World, collected: Collected) -> None:
     """F.30: 1,000 requests with bad tokens end in a first record and summaries that count every other one."""
     before, began = metrics.AUDIT_EVENTS.labels("auth.failed")._value.get(), time.monotonic()
-    for first in range(0, 1000, 100):
+    for first in range(0, 1000, PIPELINED_MAX):
         heads = [
             f"GET /v1/blobs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer nk_{first + number:08x}_{'A' * 43}\r\n"
-            for number in range(100)
+            for number in range(PIPELINED_MAX)
         ]
         served.gateway.raw(("\r\n".join(heads) + "Connection: close\r\n\r\n").encode())
 

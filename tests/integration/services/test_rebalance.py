@@ -180,7 +180,7 @@ def test_a_service_ends_where_one_of_its_threads_does(
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     context: Any = SimpleNamespace(monitor=Monitor(settings.monitor))
     stop, failures = threading.Event(), list[BaseException]()
-    part = worker.Part("chunker", "frames", lambda _: Watcher())
+    part = worker.WorkerPart("chunker", "frames", lambda _: Watcher())
     worker._thread(context, part, stop, failures).join(SECONDS_MAX)
     assert stop.is_set()
     assert "its thread ended" in str(failures[0])

@@ -20,7 +20,7 @@ import numpy as np
 from blake3 import blake3
 
 from nearkin_shared.errors import NotFound, PermanentError
-from nearkin_shared.formats.manifest import NO_ORIGIN, Manifest
+from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.types import Bools, group_by_container
 from nearkin_shared.utils.frozen import frozen
 
@@ -125,7 +125,7 @@ def _collect_refs(manifest: Manifest) -> ManifestRefs | None:
         mask = np.zeros(int(ordinals.max()) + 1, np.bool_)
         mask[ordinals] = True
         segments[int(container)] = int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
-    return ManifestRefs(manifest.origin != NO_ORIGIN, segments)
+    return ManifestRefs(manifest.is_by_services, segments)
 
 
 def _digest(read_stored: Callable[[str], bytes], name: str) -> bytes | None:

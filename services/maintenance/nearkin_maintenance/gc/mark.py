@@ -20,7 +20,7 @@ from nearkin_shared.errors import Corrupt, NotFound, PermanentError
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block_kinds import reference_blocks
 from nearkin_shared.formats.directory import Directory
-from nearkin_shared.formats.manifest import NO_ORIGIN, Manifest
+from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.types import U32, ZERO, Bools, ContainerId, Locations, group_by_container
@@ -80,7 +80,7 @@ class LiveSet:
                     bits[container] = bits.get(container, 0) | number
                 continue
             segments = manifest.segments
-            if manifest.origin != NO_ORIGIN:
+            if manifest.is_by_services:
                 self.by_services = name
             for container, rows in group_by_container(segments.containers):
                 mark_ordinals(self.segments, container, segments.ordinals[rows])

@@ -33,7 +33,7 @@ from nearkin_maintenance.gc.mark import Masks, mark_ordinals, mask_of
 from nearkin_shared.config.storage import EXPIRY, HYBRID, REFCOUNT
 from nearkin_shared.errors import IndexUnsafe, PermanentError, StoreUnavailable
 from nearkin_shared.formats.directory import Directory
-from nearkin_shared.formats.manifest import NO_ORIGIN, Manifest
+from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.lmdb.environments import acquire, release
 from nearkin_shared.storage.manifests import key_and_version
 from nearkin_shared.types import ZERO, Bools, group_by_container
@@ -394,7 +394,7 @@ def _nominate_unreferenced(
 
 def _segments(rows: _Rows, manifest: Manifest) -> list[bytes]:
     """Return the segments of a version, each once, ascending."""
-    if manifest.origin != NO_ORIGIN:
+    if manifest.is_by_services:
         rows.txn.put(b"services", b"1", db=rows.tables["meta"])
     table = np.empty(len(manifest.segments), _SEGMENT)
     table["container"], table["ordinal"] = manifest.segments.containers, manifest.segments.ordinals
