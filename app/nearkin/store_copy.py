@@ -97,7 +97,7 @@ def original(info: VersionInfo) -> tuple[datetime, Mapping[str, str]]:
 
 
 def identity(info: VersionInfo) -> tuple[object, ...]:
-    """Return the fields that a version and its copies share; times in ms, as servers report them."""
+    """Return the fields that a version and its copies share; times in ms, as in HTTP."""
     created, metadata = original(info)
     return info.digest, info.size_bytes, int(created.timestamp() * 1000), tuple(sorted(metadata.items()))
 

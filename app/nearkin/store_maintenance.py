@@ -1,4 +1,4 @@
-"""Open a store and maintain it: statistics, verify, scrub, repair, garbage collection, erasure, rebuild.
+"""Open a store and maintain it: verify, scrub, repair, GC, erasure, index rebuild.
 
 Invariant: maintenance never changes the content of a version; `nearkin.store.Store` adds the operations on versions.
 """

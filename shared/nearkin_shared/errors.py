@@ -93,7 +93,7 @@ class IndexDamaged(StoreUnavailable):
 
 
 class IndexUnsafe(IndexDamaged):
-    """Reading the index in files would crash the process, did so before, or LMDB reported damage.
+    """Reading the index would crash the process, or did so, or LMDB reported damage.
 
     It is rebuilt without being opened.
     """

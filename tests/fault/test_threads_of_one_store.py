@@ -164,7 +164,7 @@ def test_of_two_puts_that_waited_for_the_same_rebuild_one_is_refused(store: Stor
     for thread in putting:
         thread.join(WAIT_SECONDS)
     assert sorted(map(type, came), key=str) == [int, StoreLocked]
-    assert "in the middle of another put" in str(next(one for one in came if isinstance(one, StoreLocked)))
+    assert "another put is in progress" in str(next(one for one in came if isinstance(one, StoreLocked)))
     assert not store._puts.at_work
     failpoints.disarm()
     assert store.put("d", CONTENT).info.version == 1

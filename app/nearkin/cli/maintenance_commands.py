@@ -96,7 +96,7 @@ def gc(dry_run: bool, deleted_too: bool, pause: bool, resume: bool, status: bool
     the versions that retention.policies do not keep, as rm does.
 
     Exit code 5 if a version, tombstone or retention record that an earlier run listed was removed: nothing of a
-    removed version is freed before it is put back, or given up by nearkin rebuild-index.
+    removed version is freed before it is restored, or given up by nearkin rebuild-index.
 
     put, get, rm and all reading commands continue meanwhile: a put waits for one step of the run, about 0.1 s. A GC
     run does not start while another process writes; if `nearkin serve` runs, start it there with --server.

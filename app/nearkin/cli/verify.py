@@ -1,4 +1,4 @@
-"""`nearkin verify` and `nearkin repair`. Invariant: exit code 5 where anything is damaged, and named; else 0."""
+"""Run `nearkin verify` and `nearkin repair`; the exit code is 5 for damage, else 0."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def parse_since(text: str, now: datetime) -> datetime:
 
 
 def parse_moment(name: str, text: str, now: datetime) -> datetime:
-    """Read the time of an option: ISO 8601, UTC unless it says otherwise, or how long ago. Raises BadInput."""
+    """Parse the time of an option: ISO 8601 (UTC by default) or an age. Raises BadInput."""
     from nearkin.cli.forget import parse_duration
 
     try:
@@ -169,7 +169,7 @@ def verify_json(report: VerifyReport, sample: float | None, since: datetime | No
 
 
 def verify_lines(report: VerifyReport) -> Iterable[str]:
-    """Yield a verification for people: each damaged object with the versions it touches, then the sum."""
+    """Yield a verification as text: damaged objects with the affected versions, then totals."""
     yield from damage_lines(report.damage)
     if report.parity_missing:
         yield f"{plural(len(report.parity_missing), 'object')} without parity: `nearkin repair` adds it"

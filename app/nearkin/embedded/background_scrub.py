@@ -70,7 +70,7 @@ class BackgroundScrubTask:
         for damage in left:
             touched = ", ".join(f"{key!r} version {version}" for key, version in damage.versions[:8])
             more = f" and {len(damage.versions) - 8} more" if len(damage.versions) > 8 else ""
-            _log.error("scrub: %s is damaged still and touches %s%s", damage.object_name, touched or "no version", more)
+            _log.error("scrub: %s still corrupt; affected versions: %s%s", damage.object_name, touched or "none", more)
 
     def _put_off(self, err: NearkinError) -> None:
         self._not_before = time.monotonic() + RETRY_SECONDS

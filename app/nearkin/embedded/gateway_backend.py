@@ -251,7 +251,7 @@ class EmbeddedIngest:
         try:
             self._begin_upkeep()
         except Exception:
-            _log.exception("looking after the store broke; it is tried again in %.0f s", BROKEN_SECONDS)
+            _log.exception("store maintenance failed; retry in %.0f s", BROKEN_SECONDS)
             self._broken_until = time.monotonic() + BROKEN_SECONDS
 
     def _begin_upkeep(self) -> None:
@@ -314,7 +314,7 @@ class EmbeddedIngest:
                 _log.exception("a GC run broke")
             self._collected = {"ended": _now(), "failure": str(err)}
             metrics.count_collected(None)
-            _log.error("garbage was not collected: %s", err)
+            _log.error("gc run failed: %s", err)
         else:
             self._collected = {"ended": _now(), "failure": None, **gc_json(report)}
             metrics.count_collected(report)

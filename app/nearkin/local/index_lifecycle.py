@@ -131,11 +131,11 @@ class LocalIndex(DeletionObserver):
         self._said = False
         """Whether the index records, because of this Store, that the store may hold more than it."""
         self._restating = threading.Lock()
-        """Held while notes of marks are put back, from the look at what is there on."""
+        """Held while notes of tombstones are corrected, from reading the tombstones on."""
         self._restated = 0
         """How often they were."""
         self._in_vain = False
-        """Whether notes that were made in vain could not be put back."""
+        """Whether notes of failed deletions could not be corrected."""
         self.damage: str | None = None
         """Why the index could not be read when `listed_versions` was asked last."""
         self.crossing = WriteLatch(str(root))

@@ -111,7 +111,7 @@ class LocalPuts:
 
     def is_put_in_progress(self, of: str = "a put") -> StoreLocked:
         """Return the error of what cannot be done within a put."""
-        return StoreLocked(f"store {self._root}: this Store is in the middle of {of}; let that end first")
+        return StoreLocked(f"store {self._root}: {of} is in progress in this process; wait for it to finish")
 
     def abort_put_of_thread(self) -> None:
         """End an unfinished put of this thread: its uncommitted data will never be committed."""

@@ -1,3 +1,4 @@
+# size: the pools of all routes
 """Provide a thread pool for each kind of blocking call.
 
 Invariant: calls that wait for one unresponsive server occupy no thread that other work needs.

@@ -1,3 +1,4 @@
+# size: the entry point only
 """Run a gateway: `python -m nearkin_gateway`.
 
 A gateway that cannot start prints the reason in one line; exit code 2 is an invalid setting.

@@ -85,7 +85,10 @@ class ErasureRecords:
         return Erasure(owner, found.erased_us, found.due_us, epoch=found.epoch)
 
     def _problem(self, owner: bytes, found: fmt.ErasedRecord, epoch: int) -> str | None:
-        """Return why a record that is not cancelled does not verify, or None. Raises StoreUnavailable."""
+        """Return why a record that is not cancelled does not verify, or None.
+
+        Raises StoreUnavailable.
+        """
         if not found.authenticated:
             return "not authenticated, and keys of this owner exist" if self._has_keys(owner) else None
         if found.epoch > epoch and self._has_keys(owner):

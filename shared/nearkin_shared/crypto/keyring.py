@@ -120,7 +120,7 @@ class Keyring:
         self._authenticating: bytes | None = None
 
     def open_blocked(self) -> Keyring:
-        """Return the keys for a verification: an erasure record that does not verify blocks and hides nothing."""
+        """Return the keys for a verification: records that do not verify block no owner."""
         keyring = Keyring(self._objects, self._wrapper, self._clock, self._wall_clock)
         keyring._reads_blocked = True
         return keyring

@@ -270,10 +270,10 @@ class LagWatch:
 
 
 def _without_record(asking: Consumer, parts: Sequence[TopicPartition]) -> list[Place]:
-    """Return those of the partitions that have no record at their offset, which is their last.
+    """Return the partitions without a record at their offset, which is their last.
 
-    A transaction, such as that of `nearkin dlq replay`, ends with a marker, which takes an offset and which no consumer
-    is given: until another record came, all that was sent seemed to be one more than all that was taken.
+    A transaction, such as that of `nearkin dlq replay`, ends with a marker, which has an offset but is not delivered
+    to consumers: until the next record the lag would seem to be one.
     """
     if not parts:
         return []

@@ -24,7 +24,7 @@ _log = logging.getLogger("nearkin.worker")
 POLL_SECONDS = 0.2
 AGAIN_SECONDS = 5.0
 JOIN_SECONDS = 60.0
-"""A rebalance waits for members that are in the middle of a step."""
+"""A rebalance waits for members that run a step."""
 END_SECONDS = 10.0
 
 
@@ -64,7 +64,7 @@ class RebalanceTrigger:
             self._over.wait(AGAIN_SECONDS)
 
     def _has_rebalanced(self) -> bool:
-        """Return whether a rebalance with another member took place."""
+        """Return whether a rebalance with another member has happened."""
         divided = threading.Event()
 
         def told(client: Consumer, parts: list[TopicPartition]) -> None:

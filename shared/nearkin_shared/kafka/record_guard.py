@@ -98,7 +98,10 @@ class RecordGuard:
         next_topic: str | None,
         next_key: Callable[[Envelope], bytes] = lambda envelope: envelope.blob,
     ) -> None:
-        """`next_topic` None: the last stage, which reports failures. `next_key`: key of that topic."""
+        """Guard the records of one stage.
+
+        `next_topic` None: the last stage, which reports failures. `next_key`: key of that topic.
+        """
         self._settings = settings
         self._stage = stage
         self._outbox = outbox

@@ -223,7 +223,7 @@ class LocalObjectStore:
         if path.is_symlink() and not path.exists():
             raise StoreUnavailable(
                 f"{os.fsencode(name).decode(errors='backslashreplace')}: a link to {os.readlink(path)!r}, which is not "
-                "there; mount it, put what it led to in its place, or remove the link"
+                "there; mount it, move the folder that it linked to here, or remove the link"
             )
 
     def stamp(self, name: str) -> tuple[int, str | None]:

@@ -42,7 +42,7 @@ class EncryptedObjectStore(ParityObjectStore):
         """Do nothing: encryption authenticates records."""
 
     def open_blocked(self) -> EncryptedObjectStore:
-        """Return the objects for a verification: those of tenants that a forged erasure record blocks are there."""
+        """Return the objects for a verification, also those that a forged erasure hides."""
         if all(erasure.problem is None for erasure in self.keyring.erasures()):
             return self
         return EncryptedObjectStore(self.inner, self._scheme, self.keyring.open_blocked())

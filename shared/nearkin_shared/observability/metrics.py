@@ -62,7 +62,7 @@ LAG_SEEN = Gauge("nearkin_lag_observed_timestamp_seconds", "When lag was last re
 SCRUB_BYTES = Counter("nearkin_scrub_bytes", "Bytes that scrubbing has read and checked.")
 SCRUB_OBJECTS = Counter("nearkin_scrub_objects", "Containers, manifests and marks that it has.")
 SCRUB_DAMAGED = Counter("nearkin_scrub_damaged", "Objects that it found damaged.")
-SCRUB_REPAIRED = Counter("nearkin_scrub_repaired", "Of these, those that it put right.")
+SCRUB_REPAIRED = Counter("nearkin_scrub_repaired", "Of these, those that it repaired.")
 SCRUB_ENDED = Gauge("nearkin_scrub_last_success_timestamp_seconds", "When the last pass over all that is stored ended.")
 
 # --- garbage collection: the maintenance service, or an embedded gateway

@@ -40,7 +40,7 @@ class BlobOrigin:
 
 
 def local_origin(origin: BlobOrigin) -> BlobOrigin:
-    """Return the origin for a store with one writing process, which differs from all origins of services."""
+    """Return the origin for a store with one writer, different from all origins of services."""
     digest = blake3(origin.id).digest(len(NO_ORIGIN) - len(LOCAL_ORIGIN))
     return BlobOrigin(LOCAL_ORIGIN + digest, origin.first_attempt_us)
 

@@ -42,7 +42,7 @@ class Mapper:
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        """`clock`: seconds of work of this thread, page faults included, waits for a core excluded."""
+        """Create a measurement. `clock`: working seconds of this thread, with page faults."""
         self._clock = clock
         self._small_bytes_left = 0
 

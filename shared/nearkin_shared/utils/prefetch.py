@@ -84,13 +84,13 @@ class PrefetchIterator(Generic[Item]):
         if not self._begun_by:
             self._begin()
         elif self._begun_by != os.getpid():
-            raise RuntimeError("what was begun before a fork is read on by the process that began it")
-        told = self._line.told.get()
+            raise RuntimeError("an iteration that began before a fork can be continued only by its own process")
+        result = self._line.told.get()
         if self._closed:
-            raise RuntimeError("was closed while it was read")
-        if not isinstance(told, _End):
+            raise RuntimeError("the iterator was closed during the iteration")
+        if not isinstance(result, _End):
             self._line.asked.put(True)
-        return told
+        return result
 
     def _begin(self) -> None:
         self._line.asked.put(True)

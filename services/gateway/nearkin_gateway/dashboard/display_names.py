@@ -1,3 +1,4 @@
+# size: escapes of untrusted text, apart from number formats
 """Display keys and other text of callers so that two different texts never look the same.
 
 Invariant: invisible characters appear as escapes; the tooltip of a shortened key has the whole key.

@@ -196,7 +196,7 @@ async def _form(request: Request, gateway: Gateway) -> dict[str, str]:
     try:
         return dict(parse_qsl(data.decode(), strict_parsing=bool(data), max_num_fields=8, errors="strict"))
     except ValueError as err:
-        raise BadInput("the form is not one of these pages") from err
+        raise BadInput("unknown form") from err
 
 
 def _inside(text: str | None) -> str:

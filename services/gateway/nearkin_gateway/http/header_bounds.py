@@ -1,3 +1,4 @@
+# size: shared by routes and OpenAPI
 """Bounds of request headers, documented in OpenAPI and enforced where a header is read.
 
 FastAPI would answer 422 to a header out of bounds: here each has its own problem, and tus requires other statuses.

@@ -1,3 +1,4 @@
+# size: shared by the access log and the audit log
 """Count the bytes of one request and its response, for the access log and the audit log."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# size: one middleware
 """Let pages of configured web origins use the API (CORS).
 
 Invariant: off by default, and never with cookies.

@@ -1,3 +1,4 @@
+# size: one middleware
 """Count requests. Invariant: a label is a known route or method, never text of a client."""
 
 from __future__ import annotations

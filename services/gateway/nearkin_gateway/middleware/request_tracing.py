@@ -1,3 +1,4 @@
+# size: one middleware
 """Trace requests.
 
 Invariant: the context sent into the pipeline is this request's span, sampled or not.

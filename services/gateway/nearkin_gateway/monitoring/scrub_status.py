@@ -1,3 +1,4 @@
+# size: one report
 """Report the state of the scrub.
 
 Invariant (I10): the report is bounded, whatever is damaged.

@@ -40,7 +40,7 @@ TOTALS_MAX = 256
 
 
 @dataclass(slots=True)
-class PrefixShare:
+class PrefixUsage:
     """Logical and stored bytes of the versions with a prefix.
 
     `prefix`: text before the first slash, "" for keys without a slash, None for all other prefixes.
@@ -69,7 +69,7 @@ class PrefixShare:
         self.own_bytes += _own_bytes(entry)
         self.left_bytes += _left(entry)
 
-    def add(self, other: PrefixShare) -> None:
+    def add(self, other: PrefixUsage) -> None:
         """Add what others were counted to."""
         self.versions += other.versions
         self.deleted_versions += other.deleted_versions
@@ -82,8 +82,8 @@ class PrefixShare:
 class Reduction:
     """The shares of a tenant, largest first. `whole` False: some versions were not examined."""
 
-    prefixes: list[PrefixShare]
-    total: PrefixShare
+    prefixes: list[PrefixUsage]
+    total: PrefixUsage
     whole: bool
 
 
@@ -114,8 +114,8 @@ class _UsagePass:
     """
 
     of: Stats
-    total: PrefixShare
-    prefixes: list[PrefixShare] = field(default_factory=list)
+    total: PrefixUsage
+    prefixes: list[PrefixUsage] = field(default_factory=list)
     rows: list[tuple[str, int, int, int, int]] | None = field(default_factory=list)
     whole: bool = True
 
@@ -217,14 +217,14 @@ class UsageStats:
 
 def count_versions(stats: Stats, entries: Iterable[CatalogEntry]) -> _UsagePass:
     """Return versions summed up by prefix; the shares add up to the stored bytes of `stats`."""
-    counted, by_prefix, others = _UsagePass(stats, PrefixShare(None)), dict[str, PrefixShare](), PrefixShare(None)
+    counted, by_prefix, others = _UsagePass(stats, PrefixUsage(None)), dict[str, PrefixUsage](), PrefixUsage(None)
     remaining = iter(entries)
     for entry in islice(remaining, ENTRIES_MAX):
         folder, slash, _ = entry.key.partition("/")
         prefix = folder + slash if slash else ""
         share = by_prefix.get(prefix)
         if share is None:
-            share = PrefixShare(prefix) if len(by_prefix) < PREFIXES_KEPT_MAX else others
+            share = PrefixUsage(prefix) if len(by_prefix) < PREFIXES_KEPT_MAX else others
             if share is not others:
                 by_prefix[prefix] = share
         share.count(entry)

@@ -1,3 +1,4 @@
+# size: shared by puts and tus
 """Check preconditions of uploads before the bytes are sent, and after the outcome.
 
 The commit decides (ADR 52); a check before it only spares a large body.

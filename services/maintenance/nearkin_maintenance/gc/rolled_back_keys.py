@@ -40,7 +40,7 @@ def check_none_rolled_back(objects: ObjectStore) -> None:
 
 
 def record_heads(objects: ObjectStore, release_reserve: Callable[[], bool] = lambda: False) -> int:
-    """Record the highest version of each key, and its marks; return how many keys were rolled back.
+    """Record the highest version and sequences of each key; return how many are rolled back.
 
     On a full disk `release_reserve` may make room for one more attempt.
 

@@ -1,4 +1,4 @@
-"""Prefixes, compiled. Invariant: equal to `_prefix_reference`, whose checks run first; what does not fit whole is undone.
+"""Prefixes, compiled. Invariant: equal to `base_prefix_reference`, whose checks run first; a partial addition is undone.
 
 content   | base 0 | base 1 | ...           starts[i] is where base i begins
 slots     | 0 | 3 | 0 | 1 | ...             1 + a base's number by hash of (container, ordinal), linear probing
@@ -20,7 +20,7 @@ cdef enum:
 
 
 cdef inline size_t slot_of(uint64_t container, uint32_t ordinal) noexcept nogil:
-    # Who chooses what is stored chooses neither: ids hold random bits, and at most some thousand are in one prefix.
+    # A caller that chooses the content cannot choose these: ids have random bits, and a prefix has some thousand at most.
     cdef uint64_t mixed = (container ^ (<uint64_t>ordinal * <uint64_t>0x9E3779B97F4A7C15)) * <uint64_t>0xD6E8FEB86659FD93
     return <size_t>(mixed ^ (mixed >> 32))
 

@@ -1,6 +1,6 @@
-"""Rows beside others, compiled. Invariant: equal to `_beside_reference`, whose checks run first.
+"""Rows next to others, compiled. Invariant: equal to `colocated_rows_reference`, whose checks run first.
 
-keys    table << 32 | row        slots   key and the group in which it was put: what another group put is not there
+keys    table << 32 | row        slots   key and the group that added it: keys of another group count as absent
 """
 
 from libc.stddef cimport size_t
@@ -24,7 +24,7 @@ cdef struct key_set:
 
 
 cdef int make_set(key_set *made, size_t most) except -1:
-    """Make a set for so many keys a turn."""
+    """Make a set for so many keys in a group."""
     cdef size_t slots = 16
     while slots < 2 * most:
         slots *= 2
@@ -36,7 +36,7 @@ cdef int make_set(key_set *made, size_t most) except -1:
 
 
 cdef inline kept_key *slot_of(const key_set *of, uint64_t key, uint64_t turn) noexcept nogil:
-    """Return where a key lies in its turn, or would."""
+    """Return the slot of a key in its group, or the free slot for it."""
     cdef size_t at = mixed(key) & of.mask
     while of.slots[at].turn == turn and of.slots[at].key != key:
         at = (at + 1) & of.mask
@@ -44,7 +44,7 @@ cdef inline kept_key *slot_of(const key_set *of, uint64_t key, uint64_t turn) no
 
 
 cdef inline bint put(const key_set *to, uint64_t key, uint64_t turn) noexcept nogil:
-    """Put a key; return whether it was not there in this turn."""
+    """Add a key; return whether it was absent in this group."""
     cdef kept_key *slot = slot_of(to, key, turn)
     cdef bint new = slot.turn != turn
     slot.key, slot.turn = key, turn

@@ -1,4 +1,4 @@
-"""Names to places. Invariant: a slot is used exactly if its mark is not 0, and no probe meets a free slot before its key.
+"""Fingerprints to locations. Invariant: a slot is used exactly if its mark is not 0, and no probe meets a free slot before its key.
 
     marks   | 0 | m | m | 0 | ...      one byte a slot: 0 free, else 128 + seven bits of the key's hash
     slots   | key, container (8), ordinal (4) | ...     packed: a lookup touches one mark line and one or two slot lines

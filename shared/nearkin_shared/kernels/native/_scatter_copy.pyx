@@ -1,4 +1,4 @@
-"""Gather kernel. Invariant: every slice is checked against its buffer and its place before one byte moves."""
+"""Gather kernel. Invariant: every slice is checked against its buffer and its target before one byte moves."""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
@@ -73,7 +73,7 @@ cdef int _check_entries(str name, Py_ssize_t found, Py_ssize_t slices) except -1
 
 
 cdef object array_of(str name, object values, object dtype):
-    """Return a copy of `values`, C-contiguous: what is checked must not change, were it the memory that is written to.
+    """Return a copy of `values`, C-contiguous: checked values must not change, even if they are in the memory written to.
 
     Refuses another dtype and more than one dimension.
     """

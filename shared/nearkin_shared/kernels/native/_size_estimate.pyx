@@ -215,7 +215,7 @@ cdef uint64_t estimate(const uint8_t *chunk, uint32_t chunk_bytes) noexcept nogi
             last_offset = start - source
             at = start + length
             anchor = at
-        # The search may have run past the block; what it has not seen there may match. A match that ended there stands.
+        # The search may have run past the block; bytes that it skipped there may match. A match that ended there is kept.
         at = block_end if anchor < block_end else anchor
         block = block_end
     count_bytes(&taken, chunk + anchor, end)

@@ -1,9 +1,9 @@
-"""Runs of a tree, compiled. Invariant: equal to `_runs_reference` wherever a run's heads ascend; its checks run first.
+"""Runs of a tree, compiled. Invariant: equal to `sorted_runs_reference` wherever a run's heads ascend; its checks run first.
 
     run   | children | head 0 | head 1 | ... | tail, value | tail, value | ...
 
-Heads are even by how they are made: a key's place is guessed from it and lies a few hundred bytes off, so that of a run that
-is not in memory one page or two of heads are read, and one of rows where the head is there.
+Heads are uniformly distributed: a key's position is estimated from it to within a few hundred bytes, so that of a run that
+is not in memory one page or two of heads are read, and one of rows if the head is found.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -42,7 +42,7 @@ cdef enum:
     FAN_BITS = 3
     DEPTH_MAX = 20
     STEP = 16  # heads: two cache lines
-    AHEAD = 8  # rows whose guessed place is fetched before it is asked for
+    AHEAD = 8  # rows whose estimated position is prefetched
 
 
 cdef inline uint64_t head_at(const uint8_t *heads, uint64_t at) noexcept nogil:

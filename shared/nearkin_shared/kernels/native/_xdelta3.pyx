@@ -55,7 +55,7 @@ cdef class _Payload:
 
 
 cdef object _array(str name, object values, object dtype):
-    """Return a copy of `values`, C-contiguous: what is checked must not change while the GIL is released.
+    """Return a copy of `values`, C-contiguous: checked values must not change while the GIL is released.
 
     Refuses another dtype and more than one dimension.
     """

@@ -255,17 +255,17 @@ cdef extern from * nogil:
     void become(uint8_t *state, uint8_t now, meeting *where)
     void wait_while(const uint8_t *state, uint8_t coming, meeting *where)
 
-# What is known of a buffer. Another thread waits while it is COMING: whoever fills it is at it.
+# State of a buffer. Another thread waits while it is COMING: some thread fills it.
 cdef uint8_t COMING = 0, THERE = 1, MISSING = 2
-# Looks at a buffer that comes before its core is left to others: a frame takes some 50 us. Whoever fills it may have
+# Checks of a COMING buffer before the thread yields its core: a frame takes some 50 us. The filling thread may have
 # lost its own core to a third thread, and gets this one.
 cdef int LOOKS = 1000
 
 
 cdef class _Decoding:
-    """Frames that any number of threads decode together: each takes the first that nobody has.
+    """Frames that any number of threads decode together: each takes the first that no thread has.
 
-    What a frame refers to is filled by frames before it, so that somebody is at these, or was: nobody waits in a circle.
+    A frame refers to buffers that earlier frames fill, which threads have taken before: no threads wait in a circle.
     """
 
     cdef _Jobs jobs
@@ -349,7 +349,7 @@ cdef class _Decoding:
         cdef int looks
         for row in range(self.bound[i], self.bound[i + 1]):
             slot, looks = self.of[row], 0
-            if self.filler[slot] >= i:  # also where another thread has filled it by now: who is faster decides nothing
+            if self.filler[slot] >= i:  # also if another thread has filled it by now: the result must not depend on timing
                 return False
             while state_of(&self.state[slot]) == COMING and looks < LOOKS:
                 looks += 1

@@ -53,9 +53,10 @@ def check_rows(rows: NDArray[np.intp], chunks: int) -> None:
 
 
 class BaseRows:
-    """The bases of a batch's chunks, checked once: chunk i has rows bounds[i] to bounds[i + 1], the best one first.
+    """The bases of a batch's chunks, checked once.
 
-    The bytes of row r are lengths[r] bytes of buffers[which[r]] from offsets[r] on; all stay as they are meanwhile.
+    Chunk i has rows bounds[i] to bounds[i + 1], the best one first. The bytes of row r are lengths[r] bytes of
+    buffers[which[r]] from offsets[r] on; all are unchanged meanwhile.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ Invariant: a cut depends only on the bytes of its own chunk, never on their deli
     |----------------|====================|=============================|
        never cut        stricter mask         looser mask                 always cut
 
-A chunk of L bytes, min_bytes < L < max_bytes, ends where the hash of its last bytes (a full window, which lies wholly
-inside the chunk because min_bytes >= window) matches. So the hash at a position is a pure function of the window before
+A chunk of L bytes, min_bytes < L < max_bytes, ends where the hash of its last bytes (a full window, wholly inside the
+chunk because min_bytes >= window) matches. So the hash at a position is a pure function of the window before
 it, and this file computes it for every position from its formula, without rolling, before it walks the chunks.
 
 The first length tried is min_bytes + 1: thus PRUNE counts its trials in E[S] (section 4.1, equation 2).
@@ -74,9 +74,9 @@ GEAR: NDArray[np.uint64] = _gear_table()
 
 
 def gear_mask(mask_bits: int) -> int:
-    """Return the Gear mask of `mask_bits` (0 to 48) set bits, spread evenly over bits 15 to 62 of the hash.
+    """Return the Gear mask of `mask_bits` (0 to 48) bits, spread evenly over bits 15 to 62.
 
-    Bit k sees the last k + 1 bytes, hence the high part, as in FastCDC. Bit 63 stays free so that the hash after the
+    Bit k sees the last k + 1 bytes, hence the high part, as in FastCDC. Bit 63 is free so that the hash after the
     first of two bytes can be tested shifted left by one. Of the steps coprime to 48, 29 is nearest 48 / golden ratio:
     every prefix of the sequence is spread, and a stricter mask contains a looser one.
     """
@@ -110,7 +110,7 @@ def _integer(name: str, value: int) -> int:
 
 
 def check_bounds(min_bytes: int, target_bytes: int, max_bytes: int) -> tuple[int, int, int]:
-    """Return the bounds as plain integers: 64 <= min_bytes <= target_bytes <= max_bytes <= 921600.
+    """Return the bounds as integers: 64 <= min_bytes <= target_bytes <= max_bytes <= 921600.
 
     Errors: BadInput naming the value.
     """
@@ -230,7 +230,7 @@ def _walk(
     strict_ends: NDArray[np.int64],
     loose_ends: NDArray[np.int64],
 ) -> NDArray[np.uint32]:
-    """Return the lengths of the certain chunks: strict ends count up to the target, loose ends above it."""
+    """Return the lengths of the certain chunks: strict ends up to the target, then loose."""
     lengths: list[int] = []
     start = 0
     while total_bytes - start >= max_bytes or (final and start < total_bytes):
@@ -295,7 +295,7 @@ def _pieces(total_bytes: int, piece_bytes: int, final: bool) -> NDArray[np.uint3
 
 
 def fixed_cut(data: Payload, chunk_bytes: int, final: bool) -> NDArray[np.uint32]:
-    """Return the chunks of exactly `chunk_bytes` (64 to 921600) at the start of `data`; when `final`, the rest too.
+    """Return the chunks of exactly `chunk_bytes` (64 to 921600); when `final`, the rest too.
 
     Returns uint32[chunks], bytes. Errors: BadInput naming the value. Source: static chunking, ALG-Dedupe section 4.3.
     """
@@ -306,7 +306,7 @@ def fixed_cut(data: Payload, chunk_bytes: int, final: bool) -> NDArray[np.uint32
 
 
 def whole_cut(data: Payload, max_bytes: int, final: bool) -> NDArray[np.uint32]:
-    """Return `data` as one chunk when it is the whole blob; above `max_bytes` (64 to 921600), cut at each such bound.
+    """Return the whole blob as one chunk, or chunks of `max_bytes` (64 to 921600).
 
     While not `final` only pieces of exactly `max_bytes` are certain. Returns uint32[chunks], bytes.
     Errors: BadInput naming the value. Source: whole-file chunking, ALG-Dedupe section 4.3.
@@ -318,7 +318,7 @@ def whole_cut(data: Payload, max_bytes: int, final: bool) -> NDArray[np.uint32]:
 
 
 def expected_chunk_bytes(min_bytes: int, max_bytes: int, mask_bits: int) -> float:
-    """Return the mean chunk, in bytes, that rabin and inck make of random data with a pattern of 0 to 62 `mask_bits`.
+    """Return the mean chunk in bytes of rabin and inck for random data; 0 to 62 `mask_bits`.
 
     E[S] = min + 2^n * (1 - (1 - 2^-n)^N), N = max - min: PRUNE section 4.1, equation 2.
     Errors: BadInput naming the value.

@@ -64,7 +64,7 @@ def check_beside(
     moved: NDArray[np.bool_],
     bounds: NDArray[np.uint32],
 ) -> np.dtype[Any] | None:
-    """Return the dtype of the tables, None where there is none. Raises BadInput for arrays that do not agree."""
+    """Return the dtype of the tables, None without any. Raises BadInput if they differ."""
     check_array("which", which, np.int32)
     check_array("ordinals", ordinals, np.uint32)
     check_array("moved", moved, np.bool_)

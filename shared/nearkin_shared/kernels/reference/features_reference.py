@@ -139,10 +139,10 @@ _PUSH = np.array([remainder(byte << 32) for byte in range(256)], np.uint32)
 
 
 def rabin_fingerprints(data: NDArray[np.uint8], window_bytes: int) -> NDArray[np.uint32]:
-    """Return the fingerprint of every whole window: uint32[len(data) - window_bytes + 1], in order of position.
+    """Return the fingerprint of each window: uint32[len(data) - window_bytes + 1].
 
     A window is the polynomial over GF(2) whose coefficients are its bits, first byte highest; its fingerprint is the
-    remainder modulo P. Taken here a byte of all windows at a time (Horner's rule), without rolling.
+    remainder modulo P. Computed here a byte of all windows at a time (Horner's rule), without rolling.
     """
     positions = len(data) - window_bytes + 1
     fingerprints = np.zeros(positions, np.uint32)
@@ -154,7 +154,7 @@ def rabin_fingerprints(data: NDArray[np.uint8], window_bytes: int) -> NDArray[np
 
 
 def gear_hashes(data: NDArray[np.uint8], window_bytes: int) -> NDArray[np.uint64]:
-    """Return the Gear hash after every whole window: sum of GEAR[byte] << age, the lowest window_bytes bits of it."""
+    """Return each window's Gear hash: the low window_bytes bits of sum GEAR[byte] << age."""
     positions = len(data) - window_bytes + 1
     gear = np.array(GEAR, np.uint64)[data]
     hashes = np.zeros(positions, np.uint64)
@@ -164,10 +164,10 @@ def gear_hashes(data: NDArray[np.uint8], window_bytes: int) -> NDArray[np.uint64
 
 
 def super_feature(rank: int, features: list[int]) -> int:
-    """Return SF_rank: a 64-bit hash of the rank and the features in order, never 0 (0 becomes 1).
+    """Return SF_rank: a 64-bit hash of the rank and the features in order, never 0.
 
-    Each step is a bijection of the 64-bit state: rows that differ in one feature of a group never share that group's
-    super-feature, and the rank in the seed keeps SF_0 and SF_1 of equal features apart.
+    A hash of 0 becomes 1. Each step is a bijection of the 64-bit state: rows that differ in one feature of a group
+    never share that group's super-feature, and the rank in the seed keeps SF_0 and SF_1 of equal features apart.
     """
     state = (rank + 1) * MIX[0] & _MASK64
     for feature in features:
@@ -221,7 +221,7 @@ def _sketched(
     lengths: NDArray[np.uint32],
     plan: FeaturePlan,
 ) -> NDArray[np.uint64]:
-    """Return uint64[n, k] super-features by `row` of each chunk, zeros for one shorter than a window a feature."""
+    """Return uint64[n, k] super-features by `row`; zeros for a chunk shorter than its windows."""
     data, offsets, lengths = check_chunks(payload, offsets, lengths)
     rows = np.zeros((len(offsets), plan.super_features), np.uint64)
     for i, (offset, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):

@@ -39,7 +39,7 @@ _MASK64: Final = (1 << 64) - 1
 
 
 class TagKey:
-    """The keys of one dedup domain's check tags, derived once; immutable, and its text never shows them.
+    """The keys of one dedup domain's check tags; immutable, and never part of its text.
 
     `secret` is the store's 32 bytes; `domain` (0 to 255 bytes) names the dedup domain, normally the tenant: the same
     content has unrelated tags in two domains. Raises `BadInput` for any other type or length.

@@ -19,7 +19,7 @@ ENTRIES_MAX: Final = 1 << 40
 
 
 class NameTable:
-    """An in-memory map from keys of one width to (container, ordinal); see the compiled one's stub."""
+    """A map from keys of one width to (container, ordinal); the stub has the details."""
 
     def __init__(self, key_bytes: int, max_entries: int) -> None:
         _check_bounds("key_bytes", key_bytes, KEY_BYTES_MIN, KEY_BYTES_MAX)

@@ -65,13 +65,13 @@ def least_hash(target_bytes: int) -> int:
 
 
 def cut_range(min_bytes: int, target_bytes: int, max_bytes: int) -> tuple[int, int]:
-    """Return (low_bytes, high_bytes): half the target and one and a half, where the bounds allow it."""
+    """Return (low_bytes, high_bytes): 0.5 and 1.5 of the target, limited by the bounds."""
     low_bytes = max(min_bytes, target_bytes // 2)
     return low_bytes, min(2 * target_bytes - low_bytes, max_bytes)
 
 
 def hashes(data: memoryview) -> NDArray[np.uint16]:
-    """Return each 32-byte window's hash: the sum over its sixteen little-endian words, modulo 2^16.
+    """Return each 32-byte window's hash: a sum over its 16 little-endian words, modulo 2^16.
 
     The word that ends 2k bytes before the window's end is multiplied with the SPREAD of every bit that is set in k.
     """

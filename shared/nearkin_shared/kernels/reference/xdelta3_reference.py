@@ -125,7 +125,7 @@ class AddressCache:
             elif mode >= FIRST_NEAR:
                 address += self.nears[mode - FIRST_NEAR]
         if not 0 <= address < here:
-            raise Corrupt("copy address lies at or after its own position")
+            raise Corrupt("copy address is at or after its own position")
         self.nears[self.next_near] = address
         self.next_near = (self.next_near + 1) % NEAR_SLOTS
         self.sames[address % SAME_SLOTS] = address
@@ -173,7 +173,7 @@ def decode_window(rest: Reader, base: bytes, so_far: bytes, target_bytes: int) -
         segment_bytes = rest.number()
         segment_offset = rest.number()
         if segment_offset + segment_bytes > len(whole):
-            raise Corrupt("source segment lies outside what it copies from")
+            raise Corrupt("source segment is outside its source")
         segment = whole[segment_offset : segment_offset + segment_bytes]
 
     body = Reader(rest.take(rest.number(), "window is cut short"))
@@ -194,7 +194,7 @@ def decode_window(rest: Reader, base: bytes, so_far: bytes, target_bytes: int) -
 
 
 def decode(delta: bytes, base: bytes, target_bytes: int) -> bytes:
-    """Return the target of exactly `target_bytes` bytes from `delta` and `base`. Raises Corrupt."""
+    """Return the target of exactly `target_bytes` bytes. Raises Corrupt."""
     rest = Reader(memoryview(delta))
     if len(delta) < 5:
         raise Corrupt("header is cut short")
@@ -304,7 +304,7 @@ def encode_many(
     level: int = 1,
     limit_bytes: NDArray[np.uint32] | None = None,
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-    """Return (deltas, delta_lengths); shapes, bounds and errors as in `_xdelta3.pyi`; the level changes nothing."""
+    """Return (deltas, delta_lengths) as in `_xdelta3.pyi`; the level has no effect."""
     target_payload, base_payload = payload_of("targets", targets), payload_of("bases", bases)
     check_array("target_offsets", target_offsets, np.uint64)
     check_array("target_lengths", target_lengths, np.uint32)

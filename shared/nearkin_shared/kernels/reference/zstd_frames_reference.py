@@ -107,7 +107,7 @@ def check_slices(
     bounds: NDArray[np.uint32],
     frames: int,
 ) -> None:
-    """Raise BadInput for arrays of other types, and for bounds that do not share the slices out among the frames."""
+    """Raise BadInput for arrays of other types, or bounds that do not cover the slices."""
     check_array("which", which, np.int32)
     check_array("offsets", offsets, np.uint64)
     check_array("lengths", lengths, np.uint32)
