@@ -53,13 +53,14 @@ fuzz: setup ## 200,000 changed inputs for each parser; prints the seed, keeps wh
 asan: setup ## the kernels' tests and 10 million inputs of the VCDIFF decoder under Address- and UBSanitizer
 	@bash tools/asan $(VENV) 10000000
 
-check: setup ## ruff, ruff format, mypy strict, import-linter, vocabulary, spelling, documentation site
+check: setup ## ruff, ruff format, mypy strict, import-linter, vocabulary, spelling, documentation site, collection of all tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python tools/check_vocabulary.py
 	@$(BIN)/codespell
+	@$(BIN)/python -m pytest --collect-only --quiet >/dev/null
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 up: setup ## start Kafka, Redis, an S3 server, workers and a gateway on this machine; print its URL and a token

@@ -38,13 +38,22 @@ SOAK_TESTS = Path(__file__).with_name("soak_tests.txt")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of `soak_tests.txt`. Raises UsageError for a test that a whole collection does not have."""
+    """Mark the tests of `soak_tests.txt`.
+
+    Raises UsageError for a test that a whole collection does not have; workers of pytest-xdist, which could not report
+    it, leave that to `make check`.
+    """
     lines = SOAK_TESTS.read_text(encoding="utf-8").splitlines()
     listed = {line for line in lines if not line.startswith("#")}
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.soak)
-    is_whole = config.args == config.getini("testpaths") and not config.option.ignore and not config.option.keyword
+    is_whole = (
+        not hasattr(config, "workerinput")
+        and config.args == config.getini("testpaths")
+        and not config.option.ignore
+        and not config.option.keyword
+    )
     absent = listed - {item.nodeid for item in items}
     if is_whole and absent:
         raise pytest.UsageError(f"{SOAK_TESTS.name}: no such test: {min(absent)}; correct its name or remove the line")
