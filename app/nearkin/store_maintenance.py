@@ -20,7 +20,7 @@ from weakref import WeakSet
 from nearkin.local.failed_puts import FailedPutCleaner
 from nearkin.local.index_lifecycle import WRITER_LOCK_TIMEOUT_SECONDS, LocalIndex
 from nearkin.local.index_location import IndexLocation
-from nearkin.local.writer import LocalPuts
+from nearkin.local.writer import LocalPuts, WriterParts
 from nearkin_shared.crypto.keyring import Keyring
 from nearkin_shared.errors import (
     BadInput,
@@ -134,7 +134,7 @@ class MaintainedStore:
             reserve=self.reserve,
             heads=self._heads,
         )
-        self._puts = LocalPuts(
+        parts = WriterParts(
             root,
             lambda: self.settings,
             covered,
@@ -143,9 +143,9 @@ class MaintainedStore:
             self._manifests,
             self._index,
             clock,
-            self._repair_quarantined,
-            FailedPutCleaner(root, self._containers, self._index, self.reserve),
         )
+        failed = FailedPutCleaner(root, self._containers, self._index, self.reserve)
+        self._puts = LocalPuts(parts, self._repair_quarantined, failed)
         _STORES.add(self)
 
     def __enter__(self) -> Self:

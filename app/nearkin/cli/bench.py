@@ -17,7 +17,8 @@ from nearkin.cli.session import AsWrittenGroup, current_session, json_option
 from nearkin_shared.errors import BadInput, StoreUnavailable
 
 if TYPE_CHECKING:
-    from nearkin.lab.measurement_record import MeasurementRecord
+    from nearkin.lab.measure import RunPlan
+    from nearkin.lab.measurement_record import Corpus, MeasurementRecord
 
 RUNS_MAX = 99
 PAIRS_MAX = 20_000
@@ -181,18 +182,11 @@ def store_(peers: str | None, upkeep_every: int | None, **given: Any) -> None:
             report.write(record, asked.out, ())
         except StoreUnavailable as error:  # there may be room by the end, and all is printed in any case
             if not failed and not current_session().as_json:
-                notice(f"{error}; goes on measuring")
+                notice(f"{error}; continues measuring")
             failed.append(error)
 
-    def measure(corpora: list[Any], **more: Any) -> MeasurementRecord:
-        return store_suite.run(
-            corpora,
-            chosen,
-            work=asked.work,
-            upkeep_every=upkeep_every,
-            save=save,
-            **more,
-        )
+    def measure(corpora: list[Corpus], plan: RunPlan) -> MeasurementRecord:
+        return store_suite.run(corpora, chosen, plan, work=asked.work, upkeep_every=upkeep_every, save=save)
 
     _run("store", asked, None, measure)
 
@@ -226,8 +220,8 @@ def pairs(peers: str | None, pairs_max: int, **given: Any) -> None:
     asked = _choose(peers, _PAIR_PEERS, **given)
     codecs = pairs_suite.choose_codecs(asked.peers)
 
-    def measure(corpora: list[Any], **more: Any) -> MeasurementRecord:
-        return pairs_suite.run(corpora, codecs, pairs_max=pairs_max, work=asked.work, **more)
+    def measure(corpora: list[Corpus], plan: RunPlan) -> MeasurementRecord:
+        return pairs_suite.run(corpora, codecs, plan, pairs_max=pairs_max, work=asked.work)
 
     _run("pairs", asked, _PAIR_VERSIONS, measure)
 
@@ -254,8 +248,8 @@ def kernels(peers: str | None, against: Path | None, **given: Any) -> None:
     asked = _choose(peers, _KERNEL_PEERS, **given)
     chosen = kernels_suite.choose_kernels(list(kernels_suite.PEERS) if asked.peers == ["all"] else asked.peers, against)
 
-    def measure(corpora: list[Any], **more: Any) -> MeasurementRecord:
-        return kernels_suite.run(corpora, chosen, **more)
+    def measure(corpora: list[Corpus], plan: RunPlan) -> MeasurementRecord:
+        return kernels_suite.run(corpora, chosen, plan)
 
     _run("kernels", asked, _KERNEL_VERSIONS, measure)
 
@@ -268,7 +262,7 @@ def _run(
     from nearkin.cli.progress import steps_bar
     from nearkin.lab import report
     from nearkin.lab.corpora import check_corpora, find_corpora
-    from nearkin.lab.measure import choose_core
+    from nearkin.lab.measure import RunPlan, choose_core
     from nearkin_shared.utils.terminal import printable
 
     session = current_session()
@@ -289,7 +283,7 @@ def _run(
     corpora = find_corpora(asked.corpora, asked.versions, versions_at_most)
     command = printable(shlex.join(["nearkin", *sys.argv[1:]]))
     with steps_bar(f"bench {room}", shown=not session.as_json) as steps:
-        record = measure(corpora, core=core, runs=asked.runs, warmups=asked.warmups, command=command, steps=steps)
+        record = measure(corpora, RunPlan(core, asked.runs, asked.warmups, command, steps))
     try:
         written = report.write(record, asked.out, kinds)
     finally:  # a full disk must not take along what was measured

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,6 +38,17 @@ _SHA1_BLOCKS_A_ROUND = 500
 
 Steps = Callable[[int, int, str], None]
 """Called with the number of steps done, of all steps, and the name of the current one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """How a suite is run: on which core, how often, and by which command."""
+
+    core: int | None
+    runs: int
+    warmups: int
+    command: str
+    steps: Steps | None
 
 
 class CommandFailed(PermanentError):

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,37 +41,37 @@ GC_MEMORY_BYTES = 48 * MIB
 """Bound of decoded blocks cached for puts and restores while a GC run writes, which caches twice as many itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class WriterParts:
+    """The parts of an open store that puts use."""
+
+    root: Path
+    settings: Callable[[], Settings]
+    """Called at each put, because settings change at run time."""
+    covered: ParityObjectStore
+    fingerprinter: Fingerprinter
+    containers: ContainerStore
+    manifests: ManifestStore
+    index: LocalIndex
+    clock: Callable[[], float]
+
+
 class LocalPuts:
     """Carries out the puts of one open store."""
 
-    def __init__(
-        self,
-        root: Path,
-        settings: Callable[[], Settings],
-        covered: ParityObjectStore,
-        fingerprinter: Fingerprinter,
-        containers: ContainerStore,
-        manifests: ManifestStore,
-        index: LocalIndex,
-        clock: Callable[[], float],
-        heal: Callable[[], None],
-        failed: FailedPutCleaner,
-    ) -> None:
-        """Create a writer.
-
-        `settings` is called at each put, because settings change at run time. `heal` is called after each commit.
-        """
+    def __init__(self, parts: WriterParts, repair: Callable[[], None], failed: FailedPutCleaner) -> None:
+        """Create a writer. `repair` is called after each commit."""
         self._failed = failed
-        self._root = root
-        self._settings = settings
-        self._covered = covered
-        self._fingerprinter = fingerprinter
-        self._containers = containers
-        self._manifests = manifests
-        self._index = index
-        self._clock = clock
-        self._heal = heal
-        self._reading_bytes = int(settings().restore.cache_bytes)
+        self._root = parts.root
+        self._settings = parts.settings
+        self._covered = parts.covered
+        self._fingerprinter = parts.fingerprinter
+        self._containers = parts.containers
+        self._manifests = parts.manifests
+        self._index = parts.index
+        self._clock = parts.clock
+        self._repair = repair
+        self._reading_bytes = int(parts.settings().restore.cache_bytes)
         self._spares: SparePools | None = None
         self.after_fork()
 
@@ -211,7 +212,7 @@ class LocalPuts:
             writer.flush()
             self._index.behind = False
             failpoint("put.settled")
-            self._heal()
+            self._repair()
             yield from (_outcome(done) for done in waiting)
 
 

@@ -45,7 +45,6 @@ from nearkin_shared.formats.manifest import moment_of
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.objectstore.parity import FOLDER as PARITY
 from nearkin_shared.objectstore.parity import ParityObjectStore, parity_name, read_decoded
-from nearkin_shared.storage import descriptor
 from nearkin_shared.tenant_names import collision_of
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
@@ -429,9 +428,8 @@ class Keyring:
         """Erase a tenant's keys, durably; return how many it has.
 
         From now on no process reads or writes objects under them: other processes stop within FRESH_SECONDS. The keys
-        are
-        removed after `grace_seconds` by `finish_erasures`; until then `cancel_erasure` restores access. A repeated call
-        completes an interrupted one. An earlier erasure keeps its grace unless the new one is due before.
+        are removed after `grace_seconds` by `finish_erasures`; until then `cancel_erasure` restores access. A repeated
+        call completes an interrupted one. An earlier erasure keeps its grace unless the new one is due before.
 
         Raises: TenantCollision, StoreUnavailable.
         """
@@ -586,28 +584,3 @@ class Keyring:
 
 def _number_after(owner: _Owner, head: int = 0) -> int:
     return max(head, *owner.keys, 0) + 1 + secrets.randbelow(NUMBERS_SKIPPED_MAX)
-
-
-def open_keyring(objects: ParityObjectStore, wrapper: KeyWrapper) -> Keyring:
-    """Return the keys of a store; create the first one for a new store.
-
-    `objects` are unencrypted.
-
-    Raises:
-        ConfigError: the store is not encrypted, or another key wraps its keys.
-        Corrupt: the store is encrypted, and its keys are missing.
-    """
-    keyring = Keyring(objects, wrapper)
-    if keyring.has_store_key:
-        return keyring
-    try:
-        sealed = read_decoded(objects, descriptor.NAME, fmt.decode_envelope)
-    except NotFound:
-        keyring.make_store_key()
-        return keyring
-    if sealed is None:
-        raise ConfigError(
-            'storage.encryption: this store is not encrypted: set "none", or create an encrypted store and put '
-            "its versions into it"
-        )
-    raise Corrupt(f"{fmt.FOLDER}/: the keys of this store are missing: restore the folder from a copy")

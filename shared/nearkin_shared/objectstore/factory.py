@@ -9,15 +9,15 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.crypto.key_wrapping import wrapper_of
-from nearkin_shared.crypto.keyring import Keyring, open_keyring
+from nearkin_shared.crypto.key_wrapping import KeyWrapper, wrapper_of
+from nearkin_shared.crypto.keyring import Keyring
 from nearkin_shared.errors import ConfigError, Corrupt, NoStore, NotFound, StoreUnavailable
-from nearkin_shared.formats import reed_solomon
+from nearkin_shared.formats import key_record, reed_solomon
 from nearkin_shared.formats.parity_object import scheme_of
 from nearkin_shared.objectstore import parity as objectstore_parity
 from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore, ObjectStore
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
-from nearkin_shared.objectstore.parity import ParityObjectStore
+from nearkin_shared.objectstore.parity import ParityObjectStore, read_decoded
 from nearkin_shared.storage import containers, descriptor
 from nearkin_shared.storage.chunking_record import check_service_settings
 from nearkin_shared.utils.private_files import make_private_folders
@@ -185,3 +185,28 @@ def _check_refuses(objects: ObjectStore) -> None:
         "object_store: this server overwrites what is there although asked not to (If-None-Match: *), so that "
         "a version could be lost: use one that knows conditional puts"
     )
+
+
+def open_keyring(objects: ParityObjectStore, wrapper: KeyWrapper) -> Keyring:
+    """Return the keys of a store; create the first one for a new store.
+
+    `objects` are unencrypted.
+
+    Raises:
+        ConfigError: the store is not encrypted, or another key wraps its keys.
+        Corrupt: the store is encrypted, and its keys are missing.
+    """
+    keyring = Keyring(objects, wrapper)
+    if keyring.has_store_key:
+        return keyring
+    try:
+        sealed = read_decoded(objects, descriptor.NAME, key_record.decode_envelope)
+    except NotFound:
+        keyring.make_store_key()
+        return keyring
+    if sealed is None:
+        raise ConfigError(
+            'storage.encryption: this store is not encrypted: set "none", or create an encrypted store and put '
+            "its versions into it"
+        )
+    raise Corrupt(f"{key_record.FOLDER}/: the keys of this store are missing: restore the folder from a copy")

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nearkin_shared.crypto.key_wrapping import LocalKeys, key_id_of
-from nearkin_shared.crypto.keyring import FRESH_SECONDS, NUMBERS_SKIPPED_MAX, Keyring, open_keyring
+from nearkin_shared.crypto.keyring import FRESH_SECONDS, NUMBERS_SKIPPED_MAX, Keyring
 from nearkin_shared.errors import ConfigError, Corrupt, FormatTooNew, KeysLost, StoreUnavailable, TenantErased
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats import key_record as fmt
@@ -17,6 +17,7 @@ from nearkin_shared.formats.encrypted_object import STORE_OWNER
 from nearkin_shared.formats.key_record import DataKey
 from nearkin_shared.formats.parity_object import Scheme
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
+from nearkin_shared.objectstore.factory import open_keyring
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage import descriptor

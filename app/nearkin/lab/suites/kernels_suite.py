@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nearkin.lab.compare_builds import kernels_against
-from nearkin.lab.measure import CommandFailed, Steps, pin_to_core, sha1_mbps
+from nearkin.lab.measure import CommandFailed, RunPlan, Steps, pin_to_core, sha1_mbps
 from nearkin.lab.measurement_record import Corpus, LeftOut, MeasurementRecord, Row, Spread, cell, speed, spread
 from nearkin.lab.suites.kernel_cases import CHUNKING, IN_THIS_PROCESS, KERNELS, Kernel, Material, PreparedRow
 from nearkin.lab.tools import rust_fastcdc
@@ -46,27 +46,22 @@ def choose_kernels(names: Sequence[str], against: Path | None = None) -> list[Ke
 def run(
     corpora: Sequence[Corpus],
     kernels: Sequence[Kernel],
-    *,
-    core: int | None,
-    runs: int,
-    warmups: int,
-    command: str,
-    steps: Steps | None,
+    plan: RunPlan,
 ) -> MeasurementRecord:
-    """Measure every kernel over every corpus: `warmups` passes, then `runs` that count.
+    """Measure every kernel over every corpus: warm-up passes, then `plan.runs` that count.
 
     Raises PermanentError when nothing could be measured.
     """
-    record = MeasurementRecord("kernels", command, core, runs, warmups, corpora)
+    record = MeasurementRecord("kernels", plan.command, plan.core, plan.runs, plan.warmups, corpora)
     record.details = {
         "features_cpu_path": features.cpu_path(),
         "fingerprint_cpu_path": fingerprint.cpu_path(),
         "sample_bytes": {},
     }
-    each = len(kernels) + warmups + runs
-    with pin_to_core(core):
+    each = len(kernels) + plan.warmups + plan.runs
+    with pin_to_core(plan.core):
         for number, corpus in enumerate(corpora):
-            _measure_corpus(record, corpus, kernels, steps, number * each, len(corpora) * each)
+            _measure_corpus(record, corpus, kernels, plan.steps, number * each, len(corpora) * each)
     if not record.rows:
         raise PermanentError(f"nothing was measured: {'; '.join(one.text() for one in record.left_out_once())}")
     return record

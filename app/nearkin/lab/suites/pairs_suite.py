@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from nearkin.lab.delta_codecs import OWN, PEERS, Codec, Xdelta3, ZstdPrefix
-from nearkin.lab.measure import CommandFailed, Steps, pin_to_core, sha1_mbps
+from nearkin.lab.measure import CommandFailed, RunPlan, Steps, pin_to_core, sha1_mbps
 from nearkin.lab.measurement_record import Corpus, LeftOut, MeasurementRecord, Row, cell, speed, spread, table_cell_name
 from nearkin.lab.similar_chunks import APPROACHES, SPEEDS, ChunkPairs, Chunks, find_pairs, fresh_chunks
 from nearkin.lab.tools.base_tool import MissingPeer
@@ -46,26 +46,22 @@ def choose_codecs(names: Sequence[str]) -> list[type[Codec]]:
 def run(
     corpora: Sequence[Corpus],
     codecs: Sequence[type[Codec]],
+    plan: RunPlan,
     *,
     pairs_max: int,
-    core: int | None,
-    runs: int,
-    warmups: int,
     work: Path | None,
-    command: str,
-    steps: Steps | None,
 ) -> MeasurementRecord:
     """Measure the feature algorithms and every codec that is installed over every corpus.
 
     pairs_max: how many pairs the codecs are compared over, taken evenly from all that were found.
     Raises PermanentError when a corpus has too few versions to hold a fresh chunk.
     """
-    record = MeasurementRecord("pairs", command, core, runs, warmups, corpora)
+    record = MeasurementRecord("pairs", plan.command, plan.core, plan.runs, plan.warmups, corpora)
     record.details = {"features_cpu_path": features.cpu_path(), "pairs_max": pairs_max, "chunks": {}}
     steps_each = len(APPROACHES) * len(_TABLE_3_CODECS) + len(SPEEDS) + len(codecs)
-    with pin_to_core(core):
+    with pin_to_core(plan.core):
         for number, corpus in enumerate(corpora):
-            meter = _Meter(steps, number * steps_each, len(corpora) * steps_each, corpus.name)
+            meter = _Meter(plan.steps, number * steps_each, len(corpora) * steps_each, corpus.name)
             _measure_corpus(record, corpus, codecs, pairs_max, work, meter)
     return record
 

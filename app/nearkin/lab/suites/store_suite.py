@@ -20,7 +20,7 @@ from pathlib import Path
 from nearkin.lab.measure import (
     CommandFailed,
     Cost,
-    Steps,
+    RunPlan,
     pin_to_core,
     read_through,
     same_bytes,
@@ -45,30 +45,26 @@ seconds of processor time, which is more reliable if the machine has other work 
 def run(
     corpora: Sequence[Corpus],
     peers: Sequence[type[Peer]],
+    plan: RunPlan,
     *,
-    core: int | None,
-    runs: int,
-    warmups: int,
     work: Path | None,
-    command: str,
-    steps: Steps | None,
     upkeep_every: int | None = None,
     save: Callable[[MeasurementRecord], object] = lambda _: None,
 ) -> MeasurementRecord:
-    """Measure every installed peer over every corpus, `runs` times.
+    """Measure every installed peer over every corpus, `plan.runs` times.
 
     work: a folder on the file system to measure; None: the temporary folder's. Before the first repetition every
-    program is started once and every file is read once; `warmups` whole repetitions are not counted. `upkeep_every`:
-    after so many versions each store does its maintenance, which no put counts. `save` is called with the record
-    after each repetition: a whole run takes long, and an early end must not lose all of it. Raises PermanentError
-    when nothing at all could be measured.
+    program is started once and every file is read once; `plan.warmups` whole repetitions are not counted.
+    `upkeep_every`: after so many versions each store does its maintenance, which no put counts. `save` is called with
+    the record after each repetition: a whole run takes long, and an early end must not lose all of it. Raises
+    PermanentError when nothing at all could be measured.
     """
-    record = MeasurementRecord("store", command, core, runs, warmups, corpora)
+    record = MeasurementRecord("store", plan.command, plan.core, plan.runs, plan.warmups, corpora)
     floor_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     record.details = {"peak_bytes_never_below": floor_bytes}
-    with pin_to_core(core):
+    with pin_to_core(plan.core):
         versions = _installed_peers(peers, record)
-        repetitions = range(-warmups, runs)
+        repetitions = range(-plan.warmups, plan.runs)
         total, done = len(corpora) * len(versions) * len(repetitions), 0
         for corpus in corpora:
             read_through(corpus.paths)
@@ -79,8 +75,8 @@ def run(
                 if number >= 0:
                     record.sha1_8k_mbps.append(sha1)
                 for peer in versions:
-                    if steps:
-                        steps(done, total, f"{corpus.name}: {peer.name}")
+                    if plan.steps:
+                        plan.steps(done, total, f"{corpus.name}: {peer.name}")
                     done += 1
                     try:
                         figures = measure(peer, corpus, work, upkeep_every)

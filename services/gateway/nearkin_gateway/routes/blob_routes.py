@@ -39,6 +39,7 @@ from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.state import Gateway, gateway_of
 from nearkin_gateway.uploads.upload_preconditions import check_newest
 from nearkin_gateway.uploads.upload_service import (
+    NewBlob,
     check_failed,
     check_idempotency_key,
     check_replay,
@@ -192,18 +193,17 @@ async def put_blob(
             await check_replay(gateway, earlier, pieces, sha256)
             annotate(request, blob=earlier["id"], version=earlier["version"], replay=True)
             return created_response(gateway, caller.tenant, earlier, replay=True)
-        blob, ending = await take(
-            gateway,
-            pieces,
+        new = NewBlob(
             caller.tenant,
             key,
-            metadata=metadata,
+            metadata,
             origin=origin,
             sha256=sha256,
-            with_sha256=wants_sha256(request.headers),
+            wants_sha256=wants_sha256(request.headers),
             trace=_trace(request),
             precondition=precondition,
         )
+        blob, ending = await take(gateway, pieces, new)
     annotate(request, blob=blob.hex())
     outcome = await gateway.outcomes.wait(blob, wait)
     if outcome is None:

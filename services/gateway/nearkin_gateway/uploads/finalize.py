@@ -19,7 +19,7 @@ from nearkin_gateway.monitoring.audit_log import Actor
 from nearkin_gateway.state import Gateway
 from nearkin_gateway.uploads.resumable_store import DamagedPart, Meta, StagedUpload, UploadOutcome
 from nearkin_gateway.uploads.upload_preconditions import OUTCOME_SECONDS, check_refused
-from nearkin_gateway.uploads.upload_service import find_committed, one_at_a_time, take
+from nearkin_gateway.uploads.upload_service import NewBlob, find_committed, one_at_a_time, take
 from nearkin_shared.errors import NearkinError, NotFound, PreconditionFailed
 from nearkin_shared.observability import tracing
 from nearkin_shared.preconditions import PRECONDITION
@@ -106,17 +106,16 @@ async def _store(gateway: Gateway, staged: StagedUpload) -> UploadOutcome:
                 _record_stored(gateway, staged, done)
             return done
         try:
-            blob, _ = await take(
-                gateway,
-                frames(_parts(gateway, staged)),
+            new = NewBlob(
                 meta.tenant,
                 meta.key,
-                metadata=meta.metadata,
+                meta.metadata,
                 origin=origin,
                 sha256=None if meta.sha256 is None else bytes.fromhex(meta.sha256),
                 trace=None if trace is None else trace.decode(),
                 precondition=meta.precondition,
             )
+            blob, _ = await take(gateway, frames(_parts(gateway, staged)), new)
         except PreconditionFailed as err:
             return UploadOutcome(None, str(err), PRECONDITION)
         except Problem as err:

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
@@ -107,36 +108,48 @@ async def find_committed(gateway: Gateway, tenant: str, key: str, origin: BlobOr
     return found if found is not None else await gateway.ingest.find_committed(tenant, key, origin)
 
 
-async def take(
-    gateway: Gateway,
-    pieces: AsyncIterator[bytearray],
-    tenant: str,
-    key: str,
-    *,
-    metadata: Mapping[str, str],
-    origin: BlobOrigin | None = None,
-    sha256: bytes | None = None,
-    with_sha256: bool = False,
-    trace: str | None = None,
-    precondition: Precondition | None = None,
-) -> tuple[bytes, UploadResult]:
+@dataclass(frozen=True, slots=True)
+class NewBlob:
+    """A blob to store, as its request describes it."""
+
+    tenant: str
+    key: str
+    metadata: Mapping[str, str]
+    origin: BlobOrigin | None = None
+    sha256: bytes | None = None
+    """The digest that the client announced."""
+    wants_sha256: bool = False
+    trace: str | None = None
+    precondition: Precondition | None = None
+
+
+async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob) -> tuple[bytes, UploadResult]:
     """Store a body and return the attempt's id with its size and digests.
 
-    `pieces` yields frames of at most FRAME_BYTES_MAX; `sha256` is the digest that the client announced.
-
-    Raises Problem, NearkinError.
+    `pieces` yields frames of at most FRAME_BYTES_MAX. Raises Problem, NearkinError.
     """
-    blob = new_id()
-    origin = origin or BlobOrigin(blob)
-    now_us = time.time_ns() // 1000
-    intent = UploadRequest(tenant, key, blob, origin.id, now_us, metadata, trace, precondition, origin.first_attempt_us)
-    log_setup.bind(blob, tenant, trace)
-    tracing.describe(trace, tracing.about(blob, tenant))
+    blob, now_us = new_id(), time.time_ns() // 1000
+    origin = new.origin or BlobOrigin(blob)
+    intent = UploadRequest(
+        new.tenant,
+        new.key,
+        blob,
+        origin.id,
+        now_us,
+        new.metadata,
+        new.trace,
+        new.precondition,
+        origin.first_attempt_us,
+    )
+    log_setup.bind(blob, new.tenant, new.trace)
+    tracing.describe(new.trace, tracing.about(blob, new.tenant))
     upload = await gateway.ingest.begin(intent)
     failpoint("upload.begun")
     try:
-        ending = await _stream(pieces, upload, gateway.pools.hashing, with_sha256=with_sha256 or sha256 is not None)
-        check_sha256(ending, sha256)
+        ending = await _stream(
+            pieces, upload, gateway.pools.hashing, with_sha256=new.wants_sha256 or new.sha256 is not None
+        )
+        check_sha256(ending, new.sha256)
     except BaseException as err:
         await _abort(upload, err)
         raise
