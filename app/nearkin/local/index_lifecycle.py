@@ -1,3 +1,4 @@
+# size: the flags of one lock and one index stay together until they are an explicit state machine
 """Manage the index of a local store: open, recover, rebuild, lock.
 
 missing, older or incomplete -> rebuilt      a writer died -> completed      damage found -> broken entries withdrawn
