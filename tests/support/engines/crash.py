@@ -8,6 +8,7 @@ a process of its own before the next is killed.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import random
@@ -38,7 +39,8 @@ KEYS = ("a", "b", "ключ/🔑")
 LIVE_VERSIONS_MAX = 14
 """Above it versions are forgotten, so that a check stays at some 20 ms."""
 KILLS_A_STORE = 24
-CHILD_SECONDS_MAX = 120
+CHILD_SECONDS_MAX = 600
+"""A child that takes longer hangs: one works for about a second on an idle machine, for a minute on a loaded one."""
 VARIANTS: Sequence[Mapping[str, Mapping[str, object]]] = (
     {},
     {"gc": {"mode": "hybrid"}},
@@ -260,6 +262,7 @@ class Campaign:
 
     def _in_child(self, root: Path, oracle: Oracle, plan: Chosen | None, write: int) -> None:
         code = 1
+        faulthandler.enable()  # a child that hangs is aborted, and prints where each of its threads waits
         try:
             if self._plant is not None:
                 self._plant()
