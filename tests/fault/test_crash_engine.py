@@ -117,7 +117,9 @@ def test_an_older_generation_may_be_broken_already_when_a_store_is_broken(tmp_pa
     assert flipped == {older, newer}
 
 
-def test_a_rebuilt_index_is_durable_before_the_old_one_is_taken_for_gone(tmp_path: Path, monkeypatch) -> None:
+def test_a_rebuilt_index_is_durable_before_the_old_one_is_taken_for_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced = []
     monkeypatch.setattr("nearkin.local.index_lifecycle.sync_folder", synced.append)
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:

@@ -43,7 +43,7 @@ CONTENTS = contents_of_a_history()
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Path:
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sound") / "store"
     with open_store(root, settings=CHOSEN, create=True) as store:
         for (key, _), content in CONTENTS.items():
@@ -75,7 +75,7 @@ def places(path: Path, seed: int) -> list[int]:
 
 
 @pytest.mark.soak
-def test_any_flipped_bit_of_a_container_is_named_with_the_versions_it_touches(root):
+def test_any_flipped_bit_of_a_container_is_named_with_the_versions_it_touches(root: Path) -> None:
     touched: set[tuple[str, int]] = set()
     for number, path in enumerate(containers(root)):
         whole = path.read_bytes()
@@ -95,7 +95,7 @@ def test_any_flipped_bit_of_a_container_is_named_with_the_versions_it_touches(ro
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.99, 0.9999])
-def test_a_truncated_container_is_named_with_the_versions_it_touches(root, share):
+def test_a_truncated_container_is_named_with_the_versions_it_touches(root: Path, share: float) -> None:
     for path in containers(root):
         whole = path.read_bytes()
         path.write_bytes(whole[: int(len(whole) * share)])
@@ -105,7 +105,7 @@ def test_a_truncated_container_is_named_with_the_versions_it_touches(root, share
         path.write_bytes(whole)
 
 
-def test_a_deleted_container_is_named_with_the_versions_it_touches_through_bases_too(root):
+def test_a_deleted_container_is_named_with_the_versions_it_touches_through_bases_too(root: Path) -> None:
     through_bases = 0
     for path in containers(root):
         whole = path.read_bytes()
@@ -120,7 +120,7 @@ def test_a_deleted_container_is_named_with_the_versions_it_touches_through_bases
     assert through_bases
 
 
-def test_two_damaged_containers_are_both_named_and_no_other_version_is(root):
+def test_two_damaged_containers_are_both_named_and_no_other_version_is(root: Path) -> None:
     first, *_, last = containers(root)
     first.unlink()
     flip(last, last.stat().st_size // 2)
@@ -131,7 +131,7 @@ def test_two_damaged_containers_are_both_named_and_no_other_version_is(root):
         assert {version for d in damage for version in d.versions} == failing
 
 
-def test_a_container_in_the_place_of_another_is_named(root):
+def test_a_container_in_the_place_of_another_is_named(root: Path) -> None:
     first, second, *_ = containers(root)
     first.write_bytes(second.read_bytes())
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -149,7 +149,9 @@ def manifest_of(root: Path, version: tuple[str, int]) -> Path:
 
 
 @pytest.mark.parametrize("version", [("history", 3), ("alone", 1), ("empty", 1)])
-def test_any_flipped_bit_of_a_manifest_is_named_and_touches_its_version_alone(root, version):
+def test_any_flipped_bit_of_a_manifest_is_named_and_touches_its_version_alone(
+    root: Path, version: tuple[str, int]
+) -> None:
     path = manifest_of(root, version)
     whole = path.read_bytes()
     draw = random.Random(str(version))
@@ -165,7 +167,7 @@ def test_any_flipped_bit_of_a_manifest_is_named_and_touches_its_version_alone(ro
         assert_verify_names(store, root, path)
 
 
-def test_a_deleted_manifest_is_named_by_what_the_index_remembers(root):
+def test_a_deleted_manifest_is_named_by_what_the_index_remembers(root: Path) -> None:
     path = manifest_of(root, ("history", 3))
     path.unlink()
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -174,7 +176,7 @@ def test_a_deleted_manifest_is_named_by_what_the_index_remembers(root):
         assert store.get("history", 5).read() == CONTENTS["history", 5]
 
 
-def test_a_lost_index_and_a_broken_manifest_leave_every_other_version(root):
+def test_a_lost_index_and_a_broken_manifest_leave_every_other_version(root: Path) -> None:
     path = manifest_of(root, ("history", 3))
     flip(path, 50)
     shutil.rmtree(root / "index")
@@ -189,7 +191,7 @@ def test_a_lost_index_and_a_broken_manifest_leave_every_other_version(root):
 
 
 @pytest.mark.parametrize("harm", ["flip", "header", "delete", "truncate"])
-def test_a_put_after_damage_uses_no_broken_base(root, harm):
+def test_a_put_after_damage_uses_no_broken_base(root: Path, harm: str) -> None:
     victims = containers(root)[:-1]
     for path in victims:
         hurt(path, harm)
@@ -216,7 +218,7 @@ def hurt(path: Path, harm: str) -> None:
 
 
 @pytest.mark.parametrize("harm", ["flip", "header", "delete", "truncate"])
-def test_after_a_rebuild_a_put_of_the_same_content_is_whole_again(root, harm):
+def test_after_a_rebuild_a_put_of_the_same_content_is_whole_again(root: Path, harm: str) -> None:
     for path in containers(root):
         hurt(path, harm)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -238,7 +240,7 @@ def put_again(store: Store) -> dict[tuple[str, int], bytes]:
 
 
 @pytest.mark.parametrize("harm", ["flip", "header", "delete", "truncate"])
-def test_after_verify_the_same_content_put_again_is_whole_without_a_rebuild(root, harm):
+def test_after_verify_the_same_content_put_again_is_whole_without_a_rebuild(root: Path, harm: str) -> None:
     victims = containers(root)[1:4]
     for path in victims:
         hurt(path, harm)
@@ -253,7 +255,9 @@ def test_after_verify_the_same_content_put_again_is_whole_without_a_rebuild(root
         assert {d.object_name for d in store.verify().damage} == left
 
 
-def test_a_put_notices_that_containers_are_missing_and_leans_on_nothing_that_lay_in_them(root, caplog):
+def test_a_put_notices_that_containers_are_missing_and_leans_on_nothing_that_lay_in_them(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before = open_store(root, settings=CHOSEN, create=True)
     counted = before.stats().containers
     before.close()
@@ -269,7 +273,7 @@ def test_a_put_notices_that_containers_are_missing_and_leans_on_nothing_that_lay
         assert caplog.text == ""
 
 
-def test_what_is_sound_stays_known_after_verify_has_found_damage(root):
+def test_what_is_sound_stays_known_after_verify_has_found_damage(root: Path) -> None:
     path = containers(root)[3]
     flip(path, 40)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -280,14 +284,14 @@ def test_what_is_sound_stays_known_after_verify_has_found_damage(root):
     assert touched
 
 
-def test_verify_of_a_sound_store_leaves_the_index_as_it_was(root):
+def test_verify_of_a_sound_store_leaves_the_index_as_it_was(root: Path) -> None:
     with open_store(root, settings=CHOSEN, create=True) as store:
         before = store._index.readable().entries()
         assert store.verify().forgotten is None
         assert store._index.readable().entries() == before
 
 
-def test_verify_beside_a_running_put_says_that_the_index_still_names_what_is_broken(root):
+def test_verify_beside_a_running_put_says_that_the_index_still_names_what_is_broken(root: Path) -> None:
     flip(containers(root)[1], 40)
     with (
         open_store(root, settings=CHOSEN, create=True) as writer,
@@ -301,7 +305,9 @@ def test_verify_beside_a_running_put_says_that_the_index_still_names_what_is_bro
         assert reader.verify().forgotten is None  # healed by what was put again
 
 
-def test_a_version_whose_manifest_is_broken_or_lost_hides_no_other(root, caplog):
+def test_a_version_whose_manifest_is_broken_or_lost_hides_no_other(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     flipped, lost = manifest_of(root, ("history", 3)), manifest_of(root, ("alone", 2))
     flip(flipped, 50)
     lost.unlink()
@@ -326,7 +332,7 @@ def test_a_version_whose_manifest_is_broken_or_lost_hides_no_other(root, caplog)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b"\0" * 300, b"\xff\xfe", b'{"format": "nearkin-store"}'])
-def test_a_broken_descriptor_is_refused_by_name_and_nothing_is_written(root, garbage):
+def test_a_broken_descriptor_is_refused_by_name_and_nothing_is_written(root: Path, garbage: bytes) -> None:
     (root / "nearkin.json").write_bytes(garbage)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     with pytest.raises(Corrupt, match=r"nearkin\.json"):
@@ -334,7 +340,7 @@ def test_a_broken_descriptor_is_refused_by_name_and_nothing_is_written(root, gar
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
 
 
-def test_no_flipped_bit_of_the_descriptor_gives_out_a_wrong_byte(root):
+def test_no_flipped_bit_of_the_descriptor_gives_out_a_wrong_byte(root: Path) -> None:
     path = root / "nearkin.json"
     whole = path.read_bytes()
     for at in range(len(whole)):
@@ -362,7 +368,7 @@ def test_no_flipped_bit_of_the_descriptor_gives_out_a_wrong_byte(root):
     ],
     ids=["shorter", "none", "longer", "recipes"],
 )
-def test_a_manifest_that_was_written_anew_gives_no_wrong_whole(root, changed, words):
+def test_a_manifest_that_was_written_anew_gives_no_wrong_whole(root: Path, changed, words: str) -> None:
     path = next(path for path in manifests(root) if "alone" in decode_manifest(path.read_bytes(), "m").key)
     manifest = decode_manifest(path.read_bytes(), "m")
     path.chmod(0o644)
@@ -379,7 +385,7 @@ def test_a_manifest_that_was_written_anew_gives_no_wrong_whole(root, changed, wo
 
 
 @pytest.mark.parametrize("harm", ["empty", "gone", "flipped"])
-def test_verify_of_an_open_store_reads_its_descriptor(root, harm):
+def test_verify_of_an_open_store_reads_its_descriptor(root: Path, harm: str) -> None:
     path = root / "nearkin.json"
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.verify().damage == ()
@@ -393,7 +399,7 @@ def test_verify_of_an_open_store_reads_its_descriptor(root, harm):
 
 
 @pytest.mark.parametrize("of", ["container", "manifest", "index"])
-def test_a_pipe_in_the_place_of_a_file_is_damage_that_nobody_waits_for(root, of):
+def test_a_pipe_in_the_place_of_a_file_is_damage_that_nobody_waits_for(root: Path, of: str) -> None:
     path = {"container": containers(root)[0], "manifest": manifests(root)[0], "index": root / "index" / "data.mdb"}[of]
     path.unlink()
     os.mkfifo(path)
@@ -409,7 +415,7 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_that_nobody_waits_for(root, of)
             assert {version for damage in store.verify().damage for version in damage.versions} >= failing
 
 
-def test_what_does_not_belong_into_the_store_is_named(root):
+def test_what_does_not_belong_into_the_store_is_named(root: Path) -> None:
     (root / "containers" / "notes.txt").write_text("mine")
     with (
         open_store(root, settings=CHOSEN, create=True) as store,
@@ -418,7 +424,7 @@ def test_what_does_not_belong_into_the_store_is_named(root):
         store.put("k", b"x")
 
 
-def test_errors_of_damage_are_one_line_and_name_the_remedy(root):
+def test_errors_of_damage_are_one_line_and_name_the_remedy(root: Path) -> None:
     containers(root)[0].unlink()
     with open_store(root, settings=CHOSEN, create=True) as store:
         for key, version in find_broken(store, CONTENTS):
@@ -428,7 +434,7 @@ def test_errors_of_damage_are_one_line_and_name_the_remedy(root):
     assert json.loads((root / "nearkin.json").read_bytes())["format_version"] == 1
 
 
-def test_after_a_rebuild_no_put_leans_on_what_is_broken_whichever_block_it_is(root):
+def test_after_a_rebuild_no_put_leans_on_what_is_broken_whichever_block_it_is(root: Path) -> None:
     from nearkin_shared.formats.container import decode_container
     from nearkin_shared.formats.container_layout import BLOCK
 

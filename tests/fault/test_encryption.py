@@ -115,7 +115,9 @@ def test_the_whole_life_of_a_store_is_lived_encrypted(root: Path) -> None:
         assert store.get("alone").read() == CONTENTS["alone", 1]
 
 
-def test_a_preview_leaves_nothing_in_clear_on_any_disk(root: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_preview_leaves_nothing_in_clear_on_any_disk(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from nearkin_shared.objectstore import overlay
 
     scratch, seen = tmp_path / "scratch", []
@@ -269,7 +271,7 @@ def test_a_broken_container_heals_by_putting_the_same_again(root: Path) -> None:
 @pytest.mark.parametrize("directory_read", [True, False])
 @pytest.mark.parametrize("before_end", [60_000, 30_000])
 def test_nothing_leans_on_what_a_broken_page_near_the_directory_breaks_and_it_heals(
-    tmp_path: Path, monkeypatch, before_end: int, directory_read: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_end: int, directory_read: bool
 ) -> None:
     chosen, content, root = settings(ENCRYPTED), random_bytes(300_000, 1), tmp_path / "store"
     with open_store(root, settings=chosen, create=True) as store:

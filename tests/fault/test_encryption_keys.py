@@ -66,7 +66,9 @@ def keys_taken_away(root: Path, to: Path) -> Path:
     return folder
 
 
-def test_a_tenant_whose_keys_are_lost_is_not_given_another_that_seals_what_nobody_can_read(root, tmp_path) -> None:
+def test_a_tenant_whose_keys_are_lost_is_not_given_another_that_seals_what_nobody_can_read(
+    root: Path, tmp_path: Path
+) -> None:
     folder = keys_taken_away(root, tmp_path / "keys")
     with open_store(root, settings=CHOSEN, create=True) as store:
         before = objects(root)
@@ -82,7 +84,7 @@ def test_a_tenant_whose_keys_are_lost_is_not_given_another_that_seals_what_nobod
         assert store.put("anew", CONTENTS["alone", 1]).ledger.unique_bytes == 0
 
 
-def test_keys_that_are_found_again_read_beside_what_a_key_made_meanwhile_has_sealed(root, tmp_path) -> None:
+def test_keys_that_are_found_again_read_beside_what_a_key_made_meanwhile_has_sealed(root: Path, tmp_path: Path) -> None:
     contents = {**CONTENTS, ("anew", 1): random_bytes(50_000, 9)}
     folder = keys_taken_away(root, tmp_path / "keys")
     with open_store(root, settings=CHOSEN, create=True) as store:

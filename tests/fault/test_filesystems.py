@@ -103,7 +103,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"E_FLOCK": errno.ENOLCK, "E_LINK": errno.EPERM, "E_RENAMEAT2": errno.EINVAL},
     ],
 )
-def test_store_without_links_or_folder_sync_works(tmp_path, shim, failing):
+def test_store_without_links_or_folder_sync_works(tmp_path: Path, shim: Path, failing) -> None:
     """F.5: A store works where links or syncs of folders are not offered, and no name is replaced."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LD_PRELOAD": str(shim)}
     environment |= {name: str(number) for name, number in failing.items()}
@@ -112,7 +112,7 @@ def test_store_without_links_or_folder_sync_works(tmp_path, shim, failing):
     assert (run.returncode, run.stdout) == (0, "kept\n"), run.stderr
 
 
-def test_link_that_succeeded_and_answers_eexist_counts(tmp_path, monkeypatch):
+def test_link_that_succeeded_and_answers_eexist_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.5: NFS may repeat a link that it has made, and answer that the name is taken."""
     real = os.link
 
@@ -129,7 +129,7 @@ def test_link_that_succeeded_and_answers_eexist_counts(tmp_path, monkeypatch):
     assert objects.get("a/x") == b"1"
 
 
-def test_other_failures_of_a_folder_sync_are_errors(tmp_path, shim):
+def test_other_failures_of_a_folder_sync_are_errors(tmp_path: Path, shim: Path) -> None:
     """F.5: A folder that could not be synced for another reason fails the put."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LD_PRELOAD": str(shim)}
     command = [sys.executable, "-c", WRITING, str(tmp_path / "s")]
@@ -163,7 +163,7 @@ def start_holder(root: Path, shim: Path, **failing: int) -> subprocess.Popen[str
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
-def test_lock_without_flock_excludes_and_ends_with_process(tmp_path, shim):
+def test_lock_without_flock_excludes_and_ends_with_process(tmp_path: Path, shim: Path) -> None:
     """F.5: Where flock is not offered one process writes at a time, and a killed holder's lock is free at once."""
     for _ in range(2):
         with start_holder(tmp_path, shim, E_FLOCK=errno.ENOTSUP) as holder:
@@ -175,7 +175,7 @@ def test_lock_without_flock_excludes_and_ends_with_process(tmp_path, shim):
             holder.kill()
 
 
-def test_filesystem_without_locks_names_the_remedy(tmp_path, shim):
+def test_filesystem_without_locks_names_the_remedy(tmp_path: Path, shim: Path) -> None:
     """F.5: Where no kind of lock is offered nothing is written, and the error says what helps."""
     with start_holder(tmp_path, shim, E_FLOCK=errno.ENOLCK, E_OFD=errno.EINVAL) as holder:
         answer = holder.stdout.readline()
@@ -185,7 +185,9 @@ def test_filesystem_without_locks_names_the_remedy(tmp_path, shim):
 
 
 @pytest.mark.parametrize(("kind", "warnings"), [("nfs4", 1), ("fuse.sshfs", 1), ("ext4", 0)])
-def test_index_on_a_network_filesystem_is_warned_of_once(tmp_path, monkeypatch, caplog, kind, warnings):
+def test_index_on_a_network_filesystem_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, warnings: int
+) -> None:
     """F.5: An index on a network filesystem is used with one warning in a process."""
     root = tmp_path / "s"
     device = tmp_path.stat().st_dev
@@ -199,7 +201,7 @@ def test_index_on_a_network_filesystem_is_warned_of_once(tmp_path, monkeypatch, 
     assert caplog.text.count("network filesystem") == warnings
 
 
-def test_filesystem_type_is_read_from_the_kernel(tmp_path):
+def test_filesystem_type_is_read_from_the_kernel(tmp_path: Path) -> None:
     """F.5: The type of a real mount is found, and a missing path has none."""
     assert mounts.filesystem_type(Path("/proc/self")) == "proc"
     assert mounts.filesystem_type(tmp_path / "missing") is None

@@ -29,7 +29,7 @@ LARGE = random_bytes(20 * MIB, 2)
 
 
 @pytest.fixture
-def disk(tmp_path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of its own, of 48 MiB."""
     if os.name != "posix" or os.geteuid() != 0:
         pytest.skip("only root may mount the small disk that this test fills")
@@ -68,7 +68,7 @@ def assert_nothing_happened(store: Store) -> None:
 
 
 @pytest.mark.parametrize("room_mib", [0, 1, 3, 7, 12])
-def test_a_put_that_does_not_fit_leaves_no_version_and_succeeds_after_making_room(disk, room_mib):
+def test_a_put_that_does_not_fit_leaves_no_version_and_succeeds_after_making_room(disk: Path, room_mib: int) -> None:
     root = disk / "store"
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("earlier", EARLIER)
@@ -86,7 +86,7 @@ def test_a_put_that_does_not_fit_leaves_no_version_and_succeeds_after_making_roo
         assert DISK_MIB * MIB - left.f_bavail * left.f_frsize < 34 * MIB
 
 
-def test_a_full_disk_lets_a_new_process_read_and_then_go_on(disk):
+def test_a_full_disk_lets_a_new_process_read_and_then_go_on(disk: Path) -> None:
     root = disk / "store"
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("earlier", EARLIER)
@@ -103,7 +103,7 @@ def test_a_full_disk_lets_a_new_process_read_and_then_go_on(disk):
         assert store.get("large").read() == LARGE
 
 
-def test_a_store_cannot_be_made_on_a_full_disk_and_can_later(disk):
+def test_a_store_cannot_be_made_on_a_full_disk_and_can_later(disk: Path) -> None:
     ballast = fill(disk, 0)
     with pytest.raises(StoreUnavailable, match="make room"):
         open_store(disk / "store", settings=CHOSEN, create=True)
@@ -113,7 +113,7 @@ def test_a_store_cannot_be_made_on_a_full_disk_and_can_later(disk):
         assert store.get("earlier").read() == EARLIER
 
 
-def test_a_full_index_says_which_setting_to_raise_and_then_goes_on(tmp_path):
+def test_a_full_index_says_which_setting_to_raise_and_then_goes_on(tmp_path: Path) -> None:
     tiny = settings(CHOSEN, {"index": {"map_bytes": 16 * MIB}, "chunker": SMALL_CHUNKS})
     content = random_bytes(6 * MIB, 4)
     with open_store(tmp_path / "s", settings=tiny, create=True) as store:
@@ -133,7 +133,9 @@ def test_a_full_index_says_which_setting_to_raise_and_then_goes_on(tmp_path):
 SMALL_CHUNKS = {"min_bytes": 64, "target_bytes": 128, "max_bytes": 256}
 
 
-def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get_does(tmp_path, monkeypatch):
+def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The folder's sync failed after the manifest had its name: the version is there, and was in no listing."""
     from nearkin_shared.objectstore import base as objectstore_base
 
@@ -141,7 +143,7 @@ def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get
         store.put("k", b"first")
         real, manifests = objectstore_base.sync_folder, []
 
-        def fails(folder):
+        def fails(folder) -> None:
             if "manifests" in folder.parts:
                 manifests.append(folder)
                 raise OSError(errno.EIO, "Input/output error")
@@ -161,7 +163,7 @@ def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get
     "room_kib", [0, 16, 64, *(pytest.param(kib, marks=pytest.mark.soak) for kib in (4, 8, 32, 40, 128))]
 )
 @pytest.mark.parametrize("command", [["ls"], ["stats"], ["put", "tiny", "/etc/hostname"], ["rebuild-index"]])
-def test_an_index_that_does_not_fit_is_an_error_and_ends_no_process(disk, room_kib, command):
+def test_an_index_that_does_not_fit_is_an_error_and_ends_no_process(disk: Path, room_kib, command: list[str]) -> None:
     """LMDB maps a file of holes: to write where the device has no room for them is SIGBUS."""
     root = disk / "store"
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -180,7 +182,7 @@ def test_an_index_that_does_not_fit_is_an_error_and_ends_no_process(disk, room_k
         assert store.get("earlier").read() == EARLIER
 
 
-def test_a_round_that_has_no_room_to_write_containers_anew_frees_those_that_go_as_a_whole(disk):
+def test_a_round_that_has_no_room_to_write_containers_anew_frees_those_that_go_as_a_whole(disk: Path) -> None:
     root = disk / "store"
     without_reserve = {"storage": {"reserve_bytes": 0}}  # with one a round of this size has room, and raises nothing
     chosen = settings(CHOSEN, without_reserve, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})

@@ -120,7 +120,7 @@ def unnumbered(names: set[str]) -> list[str]:
     return sorted("gc/record.nkg" if name.endswith(".nkg") else name for name in names)
 
 
-def check(store):
+def check(store) -> None:
     assert store.verify().damage == ()
     for (key, number), content in contents().items():
         if (key, number) in GONE:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nearkin import open_store
@@ -15,7 +17,7 @@ from tests.support.engines.model import Violation
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=range(len(VARIANTS)))
-def test_rebuilt_index_of_each_variant_is_equal(tmp_path, variant):
+def test_rebuilt_index_of_each_variant_is_equal(tmp_path: Path, variant) -> None:
     """F.1: A rebuild makes the entries that are there, also where their values are sealed under random nonces."""
     with open_store(tmp_path / "s", settings=settings(CHOSEN, variant), create=True) as store:
         first = random_bytes(200_000, 1)
@@ -27,7 +29,7 @@ def test_rebuilt_index_of_each_variant_is_equal(tmp_path, variant):
 
 
 @pytest.mark.parametrize("variant", [{}, ENCRYPTED], ids=["plain", "sealed"])
-def test_version_with_other_fields_is_a_violation(tmp_path, variant):
+def test_version_with_other_fields_is_a_violation(tmp_path: Path, variant) -> None:
     """F.1: The comparison sees a version whose fields are not what its manifest says, sealed or not."""
     with open_store(tmp_path / "s", settings=settings(CHOSEN, variant), create=True) as store:
         store.put("k", b"content")
@@ -56,7 +58,16 @@ def test_version_with_other_fields_is_a_violation(tmp_path, variant):
     ],
     ids=str,
 )
-def test_version_with_fields_of_other_names_or_types_is_refused(tmp_path, variant, wrong):
+def test_version_with_fields_of_other_names_or_types_is_refused(
+    tmp_path: Path,
+    variant,
+    wrong: dict[str, None]
+    | dict[str, dict[str, int]]
+    | dict[str, dict[str, str]]
+    | dict[str, float]
+    | dict[str, int]
+    | dict[str, str],
+) -> None:
     """F.1: A listing refuses a version whose fields have other names or types, although its check is right."""
     with open_store(tmp_path / "s", settings=settings(CHOSEN, variant), create=True) as store:
         store.put("k", b"content")

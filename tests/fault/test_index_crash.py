@@ -71,7 +71,7 @@ def listing(root: Path) -> tuple[int, str, str]:
     return child.returncode, out, err
 
 
-def test_damaged_page_costs_one_process_then_index_is_rebuilt(root):
+def test_damaged_page_costs_one_process_then_index_is_rebuilt(root: Path) -> None:
     """F.27: A process that a damaged page ended leaves a note; the next one rebuilds the index and says so."""
     damage_node_offsets(root / "index" / "data.mdb")
     code, _, _ = listing(root)
@@ -83,7 +83,7 @@ def test_damaged_page_costs_one_process_then_index_is_rebuilt(root):
     assert listing(root) == (0, "2\n", "")
 
 
-def test_kill_of_a_healthy_process_costs_no_rebuild(root, caplog):
+def test_kill_of_a_healthy_process_costs_no_rebuild(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F.27: A note of a killed process costs a check of the pages, and goes with the next close."""
     waiting = LISTING + "    sys.stdin.readline()\n"
     child = process(waiting, root)
@@ -99,7 +99,7 @@ def test_kill_of_a_healthy_process_costs_no_rebuild(root, caplog):
     assert not list((root / "index").glob("open.*"))
 
 
-def test_many_deaths_without_a_close_rebuild_the_index(root):
+def test_many_deaths_without_a_close_rebuild_the_index(root: Path) -> None:
     """F.27: What kills each process is set aside in the end, even where a check of the pages shows nothing."""
     for number in range(CRASHES_MAX + 1):
         (root / "index" / f"open.0123456789abcdef.1.1.{number}").touch()
@@ -110,7 +110,7 @@ def test_many_deaths_without_a_close_rebuild_the_index(root):
     assert "set aside" in err
 
 
-def test_killed_processes_that_had_settled_cost_no_rebuild(root):
+def test_killed_processes_that_had_settled_cost_no_rebuild(root: Path) -> None:
     """F.27: The count of dead processes begins again once one has had the checked index open for some time."""
     for number in range(CRASHES_MAX):
         (root / "index" / f"open.0123456789abcdef.1.1.{number}").touch()
@@ -125,7 +125,7 @@ def test_killed_processes_that_had_settled_cost_no_rebuild(root):
     assert listing(root) == (0, "2\n", "")
 
 
-def test_process_that_dies_at_opening_keeps_the_notes(root):
+def test_process_that_dies_at_opening_keeps_the_notes(root: Path) -> None:
     """F.27: A process that is killed before it has settled adds its note to those of the processes before it."""
     for number in range(CRASHES_MAX):
         (root / "index" / f"open.0123456789abcdef.1.1.{number}").touch()
@@ -136,7 +136,7 @@ def test_process_that_dies_at_opening_keeps_the_notes(root):
     assert (code, out, "set aside" in err) == (0, "2\n", True)
 
 
-def test_note_of_a_living_process_is_not_dead(tmp_path):
+def test_note_of_a_living_process_is_not_dead(tmp_path: Path) -> None:
     """F.27: A process is known by its number, its start and the machine's boot; a number used again is another."""
     note = write_note(tmp_path)
     assert note is not None
@@ -149,7 +149,7 @@ def test_note_of_a_living_process_is_not_dead(tmp_path):
     assert len(dead_notes(tmp_path)) == len(others) + 1
 
 
-def test_ledger_that_may_crash_is_made_again(root):
+def test_ledger_that_may_crash_is_made_again(root: Path) -> None:
     """F.27: The collector's ledger, another LMDB file, is handled the same way."""
     counting = settings(SMALL, {"gc": {"mode": "refcount"}})
     with open_store(root, settings=counting) as store:
@@ -182,13 +182,13 @@ def filled(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_page_check_accepts_what_lmdb_writes(tmp_path, seed):
+def test_page_check_accepts_what_lmdb_writes(tmp_path: Path, seed: int) -> None:
     """F.27: A sound file is not taken for a damaged one, whatever was written and removed."""
     filled(tmp_path, seed)
     assert find_page_damage(tmp_path / "data.mdb") is None
 
 
-def test_page_check_accepts_indexes_of_stores(root):
+def test_page_check_accepts_indexes_of_stores(root: Path) -> None:
     """F.27: A store's index after puts, deletions and collection is sound."""
     with open_store(root, settings=CHOSEN) as store:
         for number in range(10):
@@ -198,7 +198,7 @@ def test_page_check_accepts_indexes_of_stores(root):
     assert find_page_damage(root / "index" / "data.mdb") is None
 
 
-def test_page_check_finds_an_offset_beyond_the_page(tmp_path):
+def test_page_check_finds_an_offset_beyond_the_page(tmp_path: Path) -> None:
     """F.27: Two bytes that would have LMDB read beyond the file are found."""
     filled(tmp_path, 1)
     damage_node_offsets(tmp_path / "data.mdb")
@@ -206,7 +206,7 @@ def test_page_check_finds_an_offset_beyond_the_page(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_accepted_damage_does_not_kill_a_process(tmp_path, seed):
+def test_accepted_damage_does_not_kill_a_process(tmp_path: Path, seed: int) -> None:
     """F.27: What the check accepts of random damage is read and written in a process, which does not crash."""
     filled(tmp_path, seed)
     data = tmp_path / "data.mdb"

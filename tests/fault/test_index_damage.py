@@ -29,7 +29,9 @@ def named(root: Path, path: Path) -> str:
 
 @pytest.mark.parametrize("read_only", [True, False])
 @pytest.mark.parametrize("kept_pages", [0, 3, 9])
-def test_verify_names_an_index_that_cannot_be_read_and_all_else_that_is_broken(root, kept_pages, read_only):
+def test_verify_names_an_index_that_cannot_be_read_and_all_else_that_is_broken(
+    root: Path, kept_pages: int, read_only: bool
+) -> None:
     data = root / "index" / "data.mdb"
     data.write_bytes(data.read_bytes()[: kept_pages * 4096] or b"x" * 8192)
     manifests(root)[0].write_bytes(b"")
@@ -54,7 +56,7 @@ def flip_value(root: Path, table: str, at: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize("table", ["versions", "containers"])
-def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root, table):
+def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root: Path, table: str) -> None:
     for at in range(0, 260, 13):
         flip_value(root, table, at, at % 8)
         with open_store(root, settings=CHOSEN, create=True) as store:
@@ -78,7 +80,7 @@ def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root, t
         assert store.verify().damage == ()
 
 
-def test_what_another_table_keeps_is_not_taken_for_a_version(root):
+def test_what_another_table_keeps_is_not_taken_for_a_version(root: Path) -> None:
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         of, to = env.open_db(b"containers"), env.open_db(b"versions")
         with env.begin(write=True) as txn, txn.cursor(db=of) as cursor:
@@ -88,7 +90,7 @@ def test_what_another_table_keeps_is_not_taken_for_a_version(root):
         store.stats()
 
 
-def test_what_is_noted_of_marks_at_another_length_is_damage(root):
+def test_what_is_noted_of_marks_at_another_length_is_damage(root: Path) -> None:
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         meta = env.open_db(b"meta")
         with env.begin(write=True, db=meta) as txn:
@@ -108,7 +110,7 @@ def test_what_is_noted_of_marks_at_another_length_is_damage(root):
 
 
 @pytest.mark.parametrize("instead", ["file", "link"])
-def test_an_index_made_anew_stands_in_the_place_of_what_is_no_folder(root, tmp_path, instead):
+def test_an_index_made_anew_stands_in_the_place_of_what_is_no_folder(root: Path, tmp_path: Path, instead: str) -> None:
     shutil.rmtree(root / "index")
     if instead == "file":
         (root / "index").write_bytes(b"mine")
@@ -124,7 +126,9 @@ def test_an_index_made_anew_stands_in_the_place_of_what_is_no_folder(root, tmp_p
 
 
 @pytest.mark.parametrize("said", [lmdb.BadTxnError, lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError])
-def test_index_that_lmdb_reports_damaged_while_open_is_rebuilt(root, monkeypatch, said):
+def test_index_that_lmdb_reports_damaged_while_open_is_rebuilt(
+    root: Path, monkeypatch: pytest.MonkeyPatch, said
+) -> None:
     """F.27: the next call of the same process, a server for example, sets the index aside and rebuilds it."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         index = store._index.readable()
@@ -138,7 +142,7 @@ def test_index_that_lmdb_reports_damaged_while_open_is_rebuilt(root, monkeypatch
         assert store.verify().damage == ()
 
 
-def test_an_index_whose_format_reads_as_no_number_is_damaged(root):
+def test_an_index_whose_format_reads_as_no_number_is_damaged(root: Path) -> None:
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         database = env.open_db(b"meta")
         with env.begin(write=True, db=database) as txn:
@@ -152,7 +156,7 @@ def test_an_index_whose_format_reads_as_no_number_is_damaged(root):
 
 
 @pytest.mark.parametrize("harm", ["garbage", "empty", "cut", "zeros"])
-def test_a_damaged_index_is_rebuilt_or_refused_clearly_and_then_works(root, harm):
+def test_a_damaged_index_is_rebuilt_or_refused_clearly_and_then_works(root: Path, harm: str) -> None:
     data = root / "index" / "data.mdb"
     size = data.stat().st_size
     match harm:

@@ -30,7 +30,9 @@ def without_the_newest(root: Path) -> tuple[Path, bytes]:
 
 @pytest.mark.parametrize("mode", ["mark-sweep", "hybrid"])
 @pytest.mark.parametrize("more", [{}, ENCRYPTED], ids=["clear", "sealed"])
-def test_nothing_of_a_version_goes_whose_manifest_is_lost_and_a_copy_brings_it_back(tmp_path: Path, more, mode) -> None:
+def test_nothing_of_a_version_goes_whose_manifest_is_lost_and_a_copy_brings_it_back(
+    tmp_path: Path, more, mode: str
+) -> None:
     chosen, content = settings(CHOSEN, more, {"gc": {"mode": mode}}), random_bytes(300_000, 1)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         store.put("a", content)

@@ -48,7 +48,7 @@ def wide(folder: Path) -> list[str]:
     return [str(path) for path in (folder, *folder.rglob("*")) if path.lstat().st_mode & 0o077]
 
 
-def test_store_encrypted_leaks_nothing_into_files(tmp_path):
+def test_store_encrypted_leaks_nothing_into_files(tmp_path: Path) -> None:
     """F.1: No marker of freed heap, blob content or key name is in any file, and no other user may read one."""
     temporary, home = tmp_path / "tmp", tmp_path / "home"
     temporary.mkdir(mode=0o700)
@@ -76,7 +76,7 @@ def test_store_encrypted_leaks_nothing_into_files(tmp_path):
     assert wide(tmp_path / "s") == []
 
 
-def test_index_of_other_keys_is_not_read(tmp_path):
+def test_index_of_other_keys_is_not_read(tmp_path: Path) -> None:
     """F.1: Names of a sealed index answer prefixes, and an index sealed under other keys is made again."""
     root = tmp_path / "s"
     with open_store(root, settings=SEALED, create=True) as store:
@@ -94,7 +94,7 @@ def test_index_of_other_keys_is_not_read(tmp_path):
         assert "other keys" in store._index._rebuild_reason
 
 
-def test_index_of_an_older_version_is_rebuilt_once(tmp_path, caplog):
+def test_index_of_an_older_version_is_rebuilt_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F.1: An index whose pages may carry memory of a process is made again once, and the user is told."""
     root = tmp_path / "s"
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -115,7 +115,7 @@ def test_index_of_an_older_version_is_rebuilt_once(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_modes_of_an_older_store_are_tightened(tmp_path):
+def test_modes_of_an_older_store_are_tightened(tmp_path: Path) -> None:
     """F.1: A writer takes other users' access from what an older version left."""
     root = tmp_path / "s"
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -129,7 +129,7 @@ def test_modes_of_an_older_store_are_tightened(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lock", "lock.holder", "lock.round", "lock.wanted"])
-def test_lock_file_as_link_is_refused(tmp_path, name):
+def test_lock_file_as_link_is_refused(tmp_path: Path, name: str) -> None:
     """F.24: A link in the place of a lock's file is refused, and what it leads to stays as it is."""
     root, victim = tmp_path / "s", tmp_path / "victim"
     victim.write_bytes(b"precious\n" * 10)
@@ -144,7 +144,7 @@ def test_lock_file_as_link_is_refused(tmp_path, name):
     assert victim.read_bytes() == b"precious\n" * 10
 
 
-def test_holder_with_another_name_is_not_written(tmp_path):
+def test_holder_with_another_name_is_not_written(tmp_path: Path) -> None:
     """F.24: The holder's file is not written through where it is a hard link to another file."""
     root, victim = tmp_path / "s", tmp_path / "victim"
     victim.write_bytes(b"precious\n")
@@ -158,7 +158,7 @@ def test_holder_with_another_name_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tmp", "index"])
-def test_own_folder_as_link_is_refused(tmp_path, name):
+def test_own_folder_as_link_is_refused(tmp_path: Path, name: str) -> None:
     """F.24: A link in the place of a folder of a store's own is refused, whoever made it."""
     root, other = tmp_path / "s", tmp_path / "downloads"
     other.mkdir()
@@ -175,7 +175,7 @@ def test_own_folder_as_link_is_refused(tmp_path, name):
     assert [path.name for path in other.iterdir()] == ["movie.part"]
 
 
-def test_new_index_as_link_is_replaced(tmp_path):
+def test_new_index_as_link_is_replaced(tmp_path: Path) -> None:
     """F.24: A rebuild removes a link in the place of its folder, and nothing behind it."""
     root, other = tmp_path / "s", tmp_path / "home"
     other.mkdir()
@@ -190,7 +190,7 @@ def test_new_index_as_link_is_replaced(tmp_path):
     assert not (root / "index").is_symlink()
 
 
-def test_object_as_link_is_refused_and_replaced(tmp_path):
+def test_object_as_link_is_refused_and_replaced(tmp_path: Path) -> None:
     """F.24: An object that is a link is damage, its target is not read, and repair replaces the link."""
     (tmp_path / "s").mkdir()
     objects = LocalObjectStore(tmp_path / "s")
@@ -207,7 +207,7 @@ def test_object_as_link_is_refused_and_replaced(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a link to another user")
-def test_folder_linked_by_another_user_is_refused(tmp_path):
+def test_folder_linked_by_another_user_is_refused(tmp_path: Path) -> None:
     """F.24: A link to a folder of objects counts only where this user or root has made it."""
     (tmp_path / "s").mkdir()
     objects, other = LocalObjectStore(tmp_path / "s"), tmp_path / "other disk"
@@ -226,7 +226,7 @@ def test_folder_linked_by_another_user_is_refused(tmp_path):
     assert (other / "a/x").is_file()
 
 
-def test_pipe_in_place_of_own_file_is_refused(tmp_path):
+def test_pipe_in_place_of_own_file_is_refused(tmp_path: Path) -> None:
     """F.32: A pipe in the place of a store's own file is refused, and nobody waits for its other end."""
     path = tmp_path / "lock"
     os.mkfifo(path)

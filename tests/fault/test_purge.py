@@ -354,7 +354,7 @@ def test_purge_through_services_is_refused(tmp_path: Path, monkeypatch: pytest.M
         store.delete("a")
         real = LiveSet.__init__
 
-        def by_services(self, *given, **named):
+        def by_services(self, *given, **named) -> None:
             real(self, *given, **named)
             self.by_services = "manifests/xx"
 

@@ -86,7 +86,7 @@ def run_reader(root: Path, kind: str, who: str, temporary: Path, stderr: list[st
 
 
 @pytest.mark.parametrize(("kind", "has_index"), [("plain", True), ("encrypted", False)])
-def test_store_of_another_user_is_read(folder, kind, has_index):
+def test_store_of_another_user_is_read(folder: Path, kind: str, has_index: bool) -> None:
     """F.8: A user who may read a store and not write its index lists, restores and verifies it."""
     root = folder / "s"
     wanted = make_store(root, kind)
@@ -106,7 +106,7 @@ def test_store_of_another_user_is_read(folder, kind, has_index):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 @pytest.mark.parametrize("has_index", [True, False])
-def test_store_on_a_read_only_mount_is_read(folder, has_index):
+def test_store_on_a_read_only_mount_is_read(folder: Path, has_index: bool) -> None:
     """F.8: A store on read-only media is listed, with its index and without."""
     root, mounted = folder / "s", folder / "mounted"
     wanted = make_store(root, "plain")
@@ -125,7 +125,7 @@ def test_store_on_a_read_only_mount_is_read(folder, has_index):
     assert "Read-only file system" in found[2]
 
 
-def test_reader_beside_a_writer_shows_new_versions(folder):
+def test_reader_beside_a_writer_shows_new_versions(folder: Path) -> None:
     """F.8: A reader with a temporary index shows a version that a writer adds to a key, and newer keys in time."""
     from nearkin.local import temporary_index
 

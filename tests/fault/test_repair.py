@@ -49,7 +49,7 @@ def touched(store: Store) -> set[tuple[str, int]]:
 # ------------------------------------------------------------------ the same content, put again
 
 
-def test_versions_that_named_a_broken_block_restore_again_once_their_content_was_put_again(root):
+def test_versions_that_named_a_broken_block_restore_again_once_their_content_was_put_again(root: Path) -> None:
     healed = 0
     for number, path in enumerate(containers(root)):
         copy = Path(shutil.copytree(root, root.parent / f"copy-{number}"))
@@ -68,7 +68,9 @@ def test_versions_that_named_a_broken_block_restore_again_once_their_content_was
     assert healed >= 4
 
 
-def test_a_put_reads_no_block_of_what_is_quarantined_unless_some_of_it_was_put_again(root, monkeypatch):
+def test_a_put_reads_no_block_of_what_is_quarantined_unless_some_of_it_was_put_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = containers(root)[-2]
     flip(path, 60)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -87,7 +89,7 @@ def test_a_put_reads_no_block_of_what_is_quarantined_unless_some_of_it_was_put_a
         assert touched(store) == set()
 
 
-def test_what_was_put_again_in_part_heals_in_part_and_the_rest_later(root):
+def test_what_was_put_again_in_part_heals_in_part_and_the_rest_later(root: Path) -> None:
     victim = max(containers(root), key=lambda path: len(blocks_of(path)))
     for start in blocks_of(victim):
         flip(victim, start + 3)
@@ -111,7 +113,7 @@ def test_what_was_put_again_in_part_heals_in_part_and_the_rest_later(root):
         assert find_broken(store, CONTENTS) == set()
 
 
-def test_the_broken_bytes_stay_until_all_chunks_of_their_block_were_found(root):
+def test_the_broken_bytes_stay_until_all_chunks_of_their_block_were_found(root: Path) -> None:
     raw = CONTENTS["alone", 1][:1000]  # random, so that it is stored as it is
     victim = next(path for path in containers(root) if raw in path.read_bytes())
     start = blocks_of(victim)[0]
@@ -130,7 +132,7 @@ def test_the_broken_bytes_stay_until_all_chunks_of_their_block_were_found(root):
         assert find_broken(store, CONTENTS) == set()
 
 
-def test_quarantine_outlives_the_index_and_what_is_in_it_is_stored_anew(root):
+def test_quarantine_outlives_the_index_and_what_is_in_it_is_stored_anew(root: Path) -> None:
     victim = containers(root)[0]
     flip(victim, blocks_of(victim)[0] + 3)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -151,7 +153,7 @@ def test_quarantine_outlives_the_index_and_what_is_in_it_is_stored_anew(root):
         assert find_broken(store, CONTENTS) == set()
 
 
-def test_a_broken_record_of_what_is_quarantined_is_named_and_made_anew(root):
+def test_a_broken_record_of_what_is_quarantined_is_named_and_made_anew(root: Path) -> None:
     victim = containers(root)[0]
     flip(victim, blocks_of(victim)[0] + 3)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -168,7 +170,7 @@ def test_a_broken_record_of_what_is_quarantined_is_named_and_made_anew(root):
 
 
 @pytest.mark.parametrize("harm", ["flip", "header", "truncate", "delete", "manifest", "mark"])
-def test_a_copy_of_the_object_puts_it_right_whatever_is_broken(root, tmp_path, harm):
+def test_a_copy_of_the_object_puts_it_right_whatever_is_broken(root: Path, tmp_path: Path, harm: str) -> None:
     path = containers(root)[1]
     if harm == "manifest":
         path = manifests(root)[0]
@@ -223,7 +225,7 @@ def test_what_repair_put_right_is_known_again_when_it_is_put(tmp_path: Path, bac
             check_index_is_the_one_a_rebuild_makes(store)
 
 
-def test_a_file_of_the_content_heals_and_one_of_another_content_changes_nothing(root, tmp_path):
+def test_a_file_of_the_content_heals_and_one_of_another_content_changes_nothing(root: Path, tmp_path: Path) -> None:
     victim = containers(root)[0]
     flip(victim, blocks_of(victim)[0] + 3)
     other, content = tmp_path / "other", tmp_path / "content"
@@ -243,7 +245,9 @@ def test_a_file_of_the_content_heals_and_one_of_another_content_changes_nothing(
         assert find_broken(store, CONTENTS) == set()
 
 
-def test_content_that_is_cut_otherwise_heals_nothing_and_says_why(root, tmp_path, caplog):
+def test_content_that_is_cut_otherwise_heals_nothing_and_says_why(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     content = tmp_path / "content"
     content.write_bytes(random_bytes(400_000, 77))
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
@@ -297,7 +301,7 @@ def test_what_was_collected_is_not_quarantined_with_what_is_broken(tmp_path: Pat
         assert not list((root / "quarantine").iterdir())
 
 
-def test_a_broken_copy_of_an_object_is_not_used(root, tmp_path):
+def test_a_broken_copy_of_an_object_is_not_used(root: Path, tmp_path: Path) -> None:
     path = containers(root)[1]
     copy = tmp_path / "copy"
     copy.write_bytes(path.read_bytes())
@@ -311,7 +315,7 @@ def test_a_broken_copy_of_an_object_is_not_used(root, tmp_path):
     assert {name: data for name, data in objects(root).items() if not name.startswith("quarantine/")} == before
 
 
-def test_repair_of_a_sound_store_changes_no_byte(root, covered_root):
+def test_repair_of_a_sound_store_changes_no_byte(root: Path, covered_root: Path) -> None:
     for folder, chosen in ((root, CHOSEN), (covered_root, COVERED)):
         before = objects(folder)
         with open_store(folder, settings=chosen, create=True) as store:
@@ -323,7 +327,9 @@ def test_repair_of_a_sound_store_changes_no_byte(root, covered_root):
 # ------------------------------------------------------------------ who dies, and who reads beside it
 
 
-def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_leaves_a_store_that_reads(root):
+def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_leaves_a_store_that_reads(
+    root: Path,
+) -> None:
     raw = CONTENTS["alone", 1][:1000]
     victim = next(path for path in containers(root) if raw in path.read_bytes())
     flip(victim, blocks_of(victim)[0] + 3)
@@ -350,7 +356,7 @@ def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_le
 
 
 @pytest.mark.parametrize("point", ["repair.put", "repair.renewed", "repair.removed"])
-def test_who_dies_while_healing_leaves_an_index_that_says_what_a_rebuilt_one_does(root, point) -> None:
+def test_who_dies_while_healing_leaves_an_index_that_says_what_a_rebuilt_one_does(root: Path, point: str) -> None:
     """Found by the crash engine: the index was told last, and not at all by whoever came after a death."""
     raw = CONTENTS["alone", 1][:1000]
     victim = next(path for path in containers(root) if raw in path.read_bytes())
@@ -377,7 +383,7 @@ with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}
         check_index_is_the_one_a_rebuild_makes(store)
 
 
-def test_what_leans_on_a_healed_chunk_reads_while_the_broken_generation_is_there_too(root) -> None:
+def test_what_leans_on_a_healed_chunk_reads_while_the_broken_generation_is_there_too(root: Path) -> None:
     """Found by the crash engine: healed, the chunk lay at depth 0; who read the older generation found it deeper."""
     victim, at = next(
         (path, int(table.offsets[block]))

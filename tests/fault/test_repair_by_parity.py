@@ -22,7 +22,7 @@ def named(root: Path, path: Path) -> str:
     return str(path.relative_to(root))
 
 
-def test_with_parity_every_get_goes_on_over_damage_and_repair_puts_the_bytes_back(covered_root):
+def test_with_parity_every_get_goes_on_over_damage_and_repair_puts_the_bytes_back(covered_root: Path) -> None:
     before, draw = objects(covered_root), random.Random(5)
     names = sorted(before)
     for name in [*draw.sample(names, 12), "nearkin.json"]:
@@ -40,7 +40,7 @@ def test_with_parity_every_get_goes_on_over_damage_and_repair_puts_the_bytes_bac
         assert after == before, [n for n in after.keys() | before.keys() if after.get(n) != before.get(n)]
 
 
-def test_a_stretch_that_is_lost_comes_back_by_parity(covered_root):
+def test_a_stretch_that_is_lost_comes_back_by_parity(covered_root: Path) -> None:
     before = objects(covered_root)
     path = max(containers(covered_root), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())
@@ -53,7 +53,7 @@ def test_a_stretch_that_is_lost_comes_back_by_parity(covered_root):
     assert objects(covered_root) == before
 
 
-def test_more_damage_than_parity_bears_is_told_as_ever_and_no_wrong_byte_leaves(covered_root):
+def test_more_damage_than_parity_bears_is_told_as_ever_and_no_wrong_byte_leaves(covered_root: Path) -> None:
     path = max(containers(covered_root), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())
     data[: len(data) // 2] = bytes(len(data) // 2)
@@ -66,7 +66,7 @@ def test_more_damage_than_parity_bears_is_told_as_ever_and_no_wrong_byte_leaves(
         assert not any(damage.repairable for damage in report.damage)
 
 
-def test_a_store_that_had_no_parity_gets_it_by_repair_and_one_that_has_keeps_it(root):
+def test_a_store_that_had_no_parity_gets_it_by_repair_and_one_that_has_keeps_it(root: Path) -> None:
     with open_store(root, settings=COVERED, create=True) as store:
         report = store.verify()
         assert report.damage == ()
@@ -83,7 +83,7 @@ def test_a_store_that_had_no_parity_gets_it_by_repair_and_one_that_has_keeps_it(
         assert store.repair().damage == ()
 
 
-def test_what_is_damaged_gets_no_parity_before_it_is_what_was_written_again(root):
+def test_what_is_damaged_gets_no_parity_before_it_is_what_was_written_again(root: Path) -> None:
     """Parity of the damaged bytes was made: repair put these in the place of what was damaged later."""
     before = objects(root)
     for path in (containers(root)[0], manifests(root)[0]):
@@ -104,7 +104,7 @@ def test_what_is_damaged_gets_no_parity_before_it_is_what_was_written_again(root
     assert {name: (root / name).read_bytes() for name in damaged} == {name: before[name] for name in damaged}
 
 
-def test_what_is_put_right_a_second_time_is_not_told_as_damage_that_is_left(covered_root, tmp_path):
+def test_what_is_put_right_a_second_time_is_not_told_as_damage_that_is_left(covered_root: Path, tmp_path: Path) -> None:
     """Its parity is of bytes that were damaged already: these come back first, and then what the copy holds."""
     path = max(containers(covered_root), key=lambda path: path.stat().st_size)
     copy = Path(shutil.copy(path, tmp_path / path.name))
@@ -120,7 +120,7 @@ def test_what_is_put_right_a_second_time_is_not_told_as_damage_that_is_left(cove
     assert path.read_bytes() == copy.read_bytes()
 
 
-def test_a_put_tells_of_its_parity_too(tmp_path):
+def test_a_put_tells_of_its_parity_too(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", settings=COVERED, create=True) as store:
         before = stored_bytes(tmp_path / "s")
         result = store.put("k", random_bytes(300_000, 5))
@@ -128,7 +128,7 @@ def test_a_put_tells_of_its_parity_too(tmp_path):
         assert store.stats().ledger.stored_bytes == stored_bytes(tmp_path / "s")
 
 
-def test_parity_goes_with_its_object(covered_root):
+def test_parity_goes_with_its_object(covered_root: Path) -> None:
     chosen = settings(COVERED, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}})
     with open_store(covered_root, settings=chosen, create=True) as store:
         for key in ("history", "alone", "mixed", "empty"):
@@ -142,7 +142,7 @@ def test_parity_goes_with_its_object(covered_root):
     assert set(of) == {name for name in left if not name.startswith(("parity/", "gc/"))}
 
 
-def test_broken_parity_of_a_sound_object_goes_where_no_scheme_is_known(covered_root):
+def test_broken_parity_of_a_sound_object_goes_where_no_scheme_is_known(covered_root: Path) -> None:
     """It was said to be repaired, and told as damage by every verify from then on."""
     path = covered_root / "parity" / f"{named(covered_root, containers(covered_root)[0])}.nkp"
     path.write_bytes(bytes(path.stat().st_size))
@@ -155,7 +155,7 @@ def test_broken_parity_of_a_sound_object_goes_where_no_scheme_is_known(covered_r
         assert store.repair().parity_added == 1
 
 
-def test_parity_that_another_process_began_goes_with_its_object_and_mends_it(root):
+def test_parity_that_another_process_began_goes_with_its_object_and_mends_it(root: Path) -> None:
     """A Store that had once found no parity took it that there was none until it was closed for good."""
     collecting = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
     with open_store(root, settings=settings(CHOSEN, collecting), create=True) as store:

@@ -44,7 +44,9 @@ def rebased(tmp_path: Path) -> tuple[Path, Path, dict[tuple[str, int], bytes]]:
     return root, backup, kept
 
 
-def test_a_copy_from_before_a_round_takes_nothing_with_it_that_is_sound(rebased, tmp_path) -> None:
+def test_a_copy_from_before_a_round_takes_nothing_with_it_that_is_sound(
+    rebased: tuple[Path, Path, dict[tuple[str, int], bytes]], tmp_path: Path
+) -> None:
     root, backup, kept = rebased
     for path in containers(root):
         copy = backup / path.parent.name / f"{path.name[:16]}.nkc"
@@ -57,7 +59,9 @@ def test_a_copy_from_before_a_round_takes_nothing_with_it_that_is_sound(rebased,
                 assert find_broken(store, kept) <= before
 
 
-def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(rebased) -> None:
+def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(
+    rebased: tuple[Path, Path, dict[tuple[str, int], bytes]],
+) -> None:
     root, backup, kept = rebased
     there = [path.name[:16] for path in containers(root)]
     for path in containers(root):
@@ -73,7 +77,7 @@ def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(r
 
 @pytest.mark.parametrize("newest_first", [False, True])
 def test_of_copies_of_several_generations_the_one_that_is_needed_is_taken_in_whatever_order(
-    rebased, tmp_path, newest_first
+    rebased: tuple[Path, Path, dict[tuple[str, int], bytes]], tmp_path: Path, newest_first: bool
 ) -> None:
     """The one that was given last was: of generation 0, deltas lean on what a round has taken away since."""
     root, backup, kept = rebased
@@ -92,7 +96,9 @@ def test_of_copies_of_several_generations_the_one_that_is_needed_is_taken_in_wha
 
 @pytest.mark.parametrize("newest_first", [False, True])
 @pytest.mark.parametrize("rolled_back", [False, True])
-def test_what_a_round_has_freed_comes_back_only_where_the_store_names_it(tmp_path, newest_first, rolled_back) -> None:
+def test_what_a_round_has_freed_comes_back_only_where_the_store_names_it(
+    tmp_path: Path, newest_first: bool, rolled_back: bool
+) -> None:
     root, before = tmp_path / "store", tmp_path / "before"
     chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.95}, "deletion": {"undelete_seconds": 0}})
     contents = {("going", 1): random_bytes(100_000, 1), ("staying", 1): random_bytes(100_000, 2)}
@@ -118,7 +124,9 @@ def test_what_a_round_has_freed_comes_back_only_where_the_store_names_it(tmp_pat
         assert (decode_container(path.read_bytes(), path.name).chunks.there == there[not rolled_back]).all()
 
 
-def test_chunks_are_found_in_a_copy_of_each_generation(rebased, tmp_path) -> None:
+def test_chunks_are_found_in_a_copy_of_each_generation(
+    rebased: tuple[Path, Path, dict[tuple[str, int], bytes]], tmp_path: Path
+) -> None:
     root, backup, kept = rebased
     later = Path(shutil.copytree(root / "containers", tmp_path / "later"))
     for path in containers(root):
@@ -134,7 +142,7 @@ def test_chunks_are_found_in_a_copy_of_each_generation(rebased, tmp_path) -> Non
         assert find_broken(store, kept) == set()
 
 
-def test_copies_are_not_held_in_memory(tmp_path, monkeypatch) -> None:
+def test_copies_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "store"
     with open_store(root, settings=settings({"runner": {"batch_bytes": 4 << 20}}), create=True) as store:
         store.put("large", random_bytes(48 << 20, 5))
@@ -158,7 +166,7 @@ def test_copies_are_not_held_in_memory(tmp_path, monkeypatch) -> None:
             assert held.held_bytes < 3.5 * largest_bytes
 
 
-def test_a_copy_that_changes_while_it_is_used_is_not_used(root, tmp_path) -> None:
+def test_a_copy_that_changes_while_it_is_used_is_not_used(root: Path, tmp_path: Path) -> None:
     path = containers(root)[0]
     (copy := tmp_path / "copy").write_bytes(path.read_bytes())
     with open_store(root, settings=CHOSEN, create=True) as store:

@@ -27,7 +27,7 @@ CONTENTS = {(f"k{number}", 1): random_bytes(120_000, number) for number in range
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Path:
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sound") / "store"
     with open_store(root, settings=CHOSEN, create=True) as store:
         for (key, _), content in CONTENTS.items():
@@ -45,7 +45,7 @@ def whole_pass(store: Store) -> list:
     return steps
 
 
-def test_a_pass_reads_every_byte_of_containers_manifests_and_marks(root):
+def test_a_pass_reads_every_byte_of_containers_manifests_and_marks(root: Path) -> None:
     with open_store(root, settings=CHOSEN, create=True) as store:
         steps = whole_pass(store)
         stored = [name for name in objects(root) if not name.startswith("scrub/")]
@@ -57,7 +57,7 @@ def test_a_pass_reads_every_byte_of_containers_manifests_and_marks(root):
         assert sum(store.stats().parts.values()) == sum(map(len, objects(root).values()))
 
 
-def test_a_restart_goes_on_where_it_stood_and_repeats_nothing(root):
+def test_a_restart_goes_on_where_it_stood_and_repeats_nothing(root: Path) -> None:
     count = len(containers(root))
     with open_store(root, settings=CHOSEN, create=True) as store:
         scrubber = store.scrubber()
@@ -70,7 +70,7 @@ def test_a_restart_goes_on_where_it_stood_and_repeats_nothing(root):
         assert store.scrubber().state.ended_objects == len(objects(root)) - 3
 
 
-def test_a_lost_or_broken_state_begins_a_new_pass(root):
+def test_a_lost_or_broken_state_begins_a_new_pass(root: Path) -> None:
     with open_store(root, settings=CHOSEN, create=True) as store:
         whole_pass(store)
         (path,) = (root / "scrub").iterdir()
@@ -81,7 +81,7 @@ def test_a_lost_or_broken_state_begins_a_new_pass(root):
         assert len(list((root / "scrub").iterdir())) == 1
 
 
-def test_steps_take_a_bounded_share_of_the_time(root):
+def test_steps_take_a_bounded_share_of_the_time(root: Path) -> None:
     """F.18: Many small objects, which are few bytes, do not keep a core busy while a gateway lists them."""
     chosen = settings(CHOSEN, {"scrub": {"rate_bytes": "1GiB"}})
     with open_store(root, settings=chosen, create=True) as store:
@@ -93,7 +93,7 @@ def test_steps_take_a_bounded_share_of_the_time(root):
         assert scrubber.waits_seconds() >= 0.8 * took * (1 / BUSY_SHARE - 1)
 
 
-def test_a_step_is_due_when_the_bytes_of_the_one_before_may_have_been_read(root):
+def test_a_step_is_due_when_the_bytes_of_the_one_before_may_have_been_read(root: Path) -> None:
     chosen = settings(CHOSEN, {"scrub": {"rate_bytes": 100_000}})
     with open_store(root, settings=chosen, create=True) as store:
         scrubber = store.scrubber()
@@ -106,7 +106,7 @@ def test_a_step_is_due_when_the_bytes_of_the_one_before_may_have_been_read(root)
 
 
 @pytest.mark.parametrize("begun", [1795817040.5, 1795817039.6683779])
-def test_the_next_pass_begins_when_it_is_due_and_none_does_at_zero_days(root, begun):
+def test_the_next_pass_begins_when_it_is_due_and_none_does_at_zero_days(root: Path, begun: float) -> None:
     """The second time comes out a microsecond later once it is rounded to one: that is no clock that was wrong."""
     now = [begun]
     with open_store(root, settings=CHOSEN, clock=lambda: now[0], create=True) as store:
@@ -127,7 +127,7 @@ def test_the_next_pass_begins_when_it_is_due_and_none_does_at_zero_days(root, be
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_it_finds_is_named_with_its_versions_and_heals_when_put_again(root, seed):
+def test_what_it_finds_is_named_with_its_versions_and_heals_when_put_again(root: Path, seed: int) -> None:
     draw = random.Random(seed)
     path = draw.choice(containers(root)[:-1])
     flip(path, draw.randrange(40, path.stat().st_size // 2))
@@ -148,11 +148,13 @@ def test_what_it_finds_is_named_with_its_versions_and_heals_when_put_again(root,
 
 
 @pytest.mark.parametrize("fails", ["attend", "save"])
-def test_what_could_not_be_dealt_with_is_found_again_by_the_next_step(root, fails, monkeypatch):
+def test_what_could_not_be_dealt_with_is_found_again_by_the_next_step(
+    root: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flip(containers(root)[1], 60)
     rooms = iter([False])  # no room on the device, and then there is
 
-    def only_with_room(*_):
+    def only_with_room(*_) -> None:
         if not next(rooms, True):
             raise StoreUnavailable("no room left on the device")
 
@@ -169,7 +171,7 @@ def test_what_could_not_be_dealt_with_is_found_again_by_the_next_step(root, fail
         assert (scrubber.state.read_objects, scrubber.state.damaged_objects) == (2, 1)
 
 
-def test_with_parity_it_puts_right_what_it_finds_and_adds_what_is_missing(root):
+def test_with_parity_it_puts_right_what_it_finds_and_adds_what_is_missing(root: Path) -> None:
     with open_store(root, settings=COVERED, create=True) as store:
         assert not any(step.damaged for step in whole_pass(store))
         before = {name: data for name, data in objects(root).items() if not name.startswith("scrub/")}
@@ -186,7 +188,7 @@ def test_with_parity_it_puts_right_what_it_finds_and_adds_what_is_missing(root):
         assert {name: data for name, data in objects(root).items() if not name.startswith("scrub/")} == before
 
 
-def test_an_embedded_gateway_scrubs_by_itself_tells_how_far_and_heals(root):
+def test_an_embedded_gateway_scrubs_by_itself_tells_how_far_and_heals(root: Path) -> None:
     path = containers(root)[1]
     chosen = embedded(root, {"storage": {"parity": "rs-8-2"}, "scrub": {"rate_bytes": "1GiB", "every_days": 1}})
     with open_store(root, settings=chosen, create=True) as store:
@@ -209,7 +211,7 @@ def test_an_embedded_gateway_scrubs_by_itself_tells_how_far_and_heals(root):
     assert path.read_bytes() == whole
 
 
-def test_a_state_comes_back_and_one_with_any_flipped_bit_is_refused():
+def test_a_state_comes_back_and_one_with_any_flipped_bit_is_refused() -> None:
     state = ScrubState(7, 9, "manifests/a\0", 100, 3, 1, 5, 4, 3, 2)
     data = encode_state(state)
     assert decode_state(data, "s") == state
@@ -221,14 +223,14 @@ def test_a_state_comes_back_and_one_with_any_flipped_bit_is_refused():
 
 
 @pytest.mark.parametrize("parity", [pytest.param("none", marks=pytest.mark.soak), "rs-8-2"])
-def test_every_flipped_bit_is_detected_and_with_parity_healed(tmp_path, parity):
+def test_every_flipped_bit_is_detected_and_with_parity_healed(tmp_path: Path, parity: str) -> None:
     result = run(70, seed=11, parity=parity, root=tmp_path / "store")
     assert result.missed == []
     assert len(result.by_kind) >= 5
     assert result.healed >= (50 if parity != "none" else 0)
 
 
-def test_a_descriptor_whose_version_a_flip_made_a_later_one_is_read_by_its_parity(root):
+def test_a_descriptor_whose_version_a_flip_made_a_later_one_is_read_by_its_parity(root: Path) -> None:
     with open_store(root, settings=COVERED, create=True) as store:
         store.repair()
     path = root / "nearkin.json"

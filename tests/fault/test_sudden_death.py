@@ -41,7 +41,7 @@ with open_store(sys.argv[1], settings=settings(SMALL, {"features": {"algorithm":
 
 
 @pytest.fixture
-def first(tmp_path) -> Path:
+def first(tmp_path: Path) -> Path:
     path = tmp_path / "first"
     path.write_bytes(text_like(1_500_000, 3) + random_bytes(1_500_000, 4) + bytes(300_000))
     return path
@@ -81,7 +81,9 @@ def on_one_core():
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
 @pytest.mark.parametrize("cores", ["all", pytest.param("one", marks=pytest.mark.soak)])
-def test_no_moment_to_die_leaves_half_a_version_or_loses_an_acknowledged_one(how, cores, first, tmp_path, request):
+def test_no_moment_to_die_leaves_half_a_version_or_loses_an_acknowledged_one(
+    how, cores: str, first: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     if cores == "one":
         request.getfixturevalue("on_one_core")
     seed = random.SystemRandom().randrange(1 << 32)
@@ -149,7 +151,9 @@ def assert_index_is_the_one_a_rebuild_makes(root: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["put", "publish", "manifest"])
-def test_what_died_between_two_steps_is_caught_up_with_by_the_next_writer(step, first, tmp_path):
+def test_what_died_between_two_steps_is_caught_up_with_by_the_next_writer(
+    step: str, first: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "store"
     died = process(DIES, root, first, step)
     died.communicate(timeout=30)
@@ -171,7 +175,7 @@ def test_what_died_between_two_steps_is_caught_up_with_by_the_next_writer(step, 
 
 
 @pytest.mark.parametrize("made", [[], ["chunks"]], ids=["no database", "one database"])
-def test_an_index_whose_maker_died_is_made_whole_by_a_reader(tmp_path, made) -> None:
+def test_an_index_whose_maker_died_is_made_whole_by_a_reader(tmp_path: Path, made) -> None:
     with open_store(tmp_path / "store", settings=CHOSEN, create=True) as store:
         store.put("k", random_bytes(100_000, 1))
     shutil.rmtree(tmp_path / "store" / "index")
@@ -230,7 +234,7 @@ with open_store(sys.argv[1], settings=settings(SMALL), create=True) as store:
 """
 
 
-def test_during_a_put_readers_work_and_a_second_writer_is_told_who_holds_the_lock(first, tmp_path):
+def test_during_a_put_readers_work_and_a_second_writer_is_told_who_holds_the_lock(first: Path, tmp_path: Path) -> None:
     root, content = tmp_path / "store", first.read_bytes()
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", first)
@@ -263,7 +267,7 @@ def test_during_a_put_readers_work_and_a_second_writer_is_told_who_holds_the_loc
         writer.communicate()
 
 
-def test_two_stores_in_one_process_exclude_each_other_like_two_processes(tmp_path):
+def test_two_stores_in_one_process_exclude_each_other_like_two_processes(tmp_path: Path) -> None:
     with (
         open_store(tmp_path / "s", settings=CHOSEN, create=True) as one,
         open_store(tmp_path / "s", settings=CHOSEN, create=True) as other,
@@ -277,7 +281,9 @@ def test_two_stores_in_one_process_exclude_each_other_like_two_processes(tmp_pat
         assert other.put("k", b"other").info.version == 2
 
 
-def test_a_put_that_commits_while_verify_runs_is_not_taken_for_damage(first, tmp_path, monkeypatch):
+def test_a_put_that_commits_while_verify_runs_is_not_taken_for_damage(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from nearkin_shared.storage.containers import ContainerStore
 
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
