@@ -1,6 +1,7 @@
-"""The dashboard in a real browser: an operator's walk, by pointer, by keyboard alone, on a phone, in the dark.
+"""Test the dashboard in a real browser.
 
-Screenshots lie in test-artefacts/dashboard, which git leaves out.
+By pointer, by keyboard alone, on a phone, in dark mode.
+Screenshots are written to test-artefacts/dashboard, which git ignores.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def test_an_operators_walk(opened: Callable[..., Page], tmp_path: Path) -> None:
     assert algorithm.get_by_label("algorithm").input_value() == "finesse"
     algorithm.get_by_label("algorithm").select_option("ntransform")
     algorithm.get_by_role("button", name="Set").click()
-    expect(page.locator("#said")).to_have_text("features.algorithm is ntransform now.")
+    expect(page.locator("#status-message")).to_have_text("features.algorithm is ntransform now.")
     expect(page.locator("#audit")).to_contain_text('{"features": {"algorithm": "ntransform"}}')
     expect(algorithm.get_by_label("algorithm")).to_have_value("ntransform")
     shot(page, "walk-3-settings")
@@ -266,10 +267,12 @@ def test_the_keyboard_alone_is_enough(opened: Callable[..., Page], served: Serve
     page.keyboard.press("o")  # odess
     tab_to("Set")
     page.keyboard.press("Enter")
-    expect(page.locator("#said")).to_have_text("features.algorithm is odess now.")
+    expect(page.locator("#status-message")).to_have_text("features.algorithm is odess now.")
     tab_to("Reset")
     page.keyboard.press("Space")
-    expect(page.locator("#said")).to_have_text("features.algorithm is what the file says again.")
+    expect(page.locator("#status-message")).to_have_text(
+        "features.algorithm has the value of the configuration file again."
+    )
 
     page.goto("/ui/blob?key=db%2Fshop.dump")
     tab_to("Delete the key")
@@ -341,7 +344,7 @@ def upload(page: Page, key: str) -> None:
 
 
 def pipeline_page() -> str:
-    """The pipeline's page as a gateway in front of Kafka has it, with a failure, a paused worker and a dead letter."""
+    """Return the page of a gateway with Kafka: a failure, a paused worker and a dead letter."""
     minute = {"committed": 3, "logical_bytes": 9_000_000, "stored_bytes": 700_000, "failed": 1}
     told = {
         "embedded": False,
@@ -369,7 +372,7 @@ def pipeline_page() -> str:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_nothing_lies_beside_the_screen(opened: Callable[..., Page], width: int) -> None:
-    """F.21: every cell and button is on the screen, charts fill their card, dates stay on one line."""
+    """Every cell and button is on the screen, charts fill their card, dates stay on one line."""
     page = opened()
     upload(page, LONG_KEY)
     upload(page, "layout/gone")
@@ -404,7 +407,7 @@ def test_nothing_lies_beside_the_screen(opened: Callable[..., Page], width: int)
 
 
 def test_dead_letter_is_dropped_after_a_question(opened: Callable[..., Page]) -> None:
-    """F.20: Drop asks first and needs no reason; cancelled, nothing is sent; the request names the letter alone."""
+    """Ask before a drop, without a reason; send nothing if cancelled, else the letter alone."""
     page = opened()
     sent: list[tuple[str, str | None]] = []
 
@@ -426,7 +429,7 @@ def test_dead_letter_is_dropped_after_a_question(opened: Callable[..., Page]) ->
     assert sent == []
     drop.click()
     dialog.get_by_role("button", name="Drop").click()
-    expect(page.locator("#said")).to_have_text("Letter 3-1042 was dropped.")
+    expect(page.locator("#status-message")).to_have_text("Letter 3-1042 was dropped.")
     assert sent == [("/dead/drop", '{"letters":["3-1042"]}')]
     page.goto("/ui/blob?key=db%2Fshop.dump")  # a deletion still asks for its reason
     page.wait_for_load_state()
@@ -438,7 +441,10 @@ def test_dead_letter_is_dropped_after_a_question(opened: Callable[..., Page]) ->
 
 
 def test_keys_are_short_and_their_invisible_characters_shown(opened: Callable[..., Page]) -> None:
-    """F.21: a long key loses its middle and has a tooltip; what cannot be seen is an escape, in dialogs too."""
+    """Shorten a long key in its middle, with a tooltip.
+
+    Escape invisible characters, in dialogs too.
+    """
     page = opened()
     upload(page, LONG_KEY)
     upload(page, INVISIBLE_KEY)
@@ -456,7 +462,10 @@ def test_keys_are_short_and_their_invisible_characters_shown(opened: Callable[..
 
 
 def test_settings_show_units_and_pause_apart(opened: Callable[..., Page]) -> None:
-    """F.21: numbers of bytes have their unit beside them; `paused` has a card of its own that shows its state."""
+    """Show the unit next to numbers of bytes.
+
+    Show `paused` and its state on a card of its own.
+    """
     page = opened()
     page.goto("/ui/settings")
     field = page.get_by_label("raw bytes")
@@ -468,9 +477,9 @@ def test_settings_show_units_and_pause_apart(opened: Callable[..., Page]) -> Non
     assert page.locator(".flow").get_by_label("paused").count() == 0
     switch.get_by_label("paused").select_option("on")
     switch.get_by_role("button", name="Set").click()
-    expect(page.locator("#said")).to_have_text("service.paused is true now.")
+    expect(page.locator("#status-message")).to_have_text("service.paused is true now.")
     expect(page.locator(".switch.on").get_by_role("heading")).to_have_text("The services are paused")
     shot(page, "settings-paused")
     page.locator(".switch").get_by_label("paused").select_option("off")
     page.locator(".switch").get_by_role("button", name="Set service.paused", exact=True).click()
-    expect(page.locator("#said")).to_have_text("service.paused is false now.")
+    expect(page.locator("#status-message")).to_have_text("service.paused is false now.")

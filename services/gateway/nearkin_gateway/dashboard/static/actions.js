@@ -17,9 +17,9 @@ async function act(button, told, work) {
   }
 }
 
-// What was done is said once, by the page that shows it: on this one it would be gone before it was read.
-function saidThere(told, go) {
-  sessionStorage.setItem("said", told);
+// The next page shows the message, once: this one is replaced before it could be read.
+function sayOnNextPage(text, go) {
+  sessionStorage.setItem("message", text);
   go();
 }
 
@@ -47,7 +47,7 @@ async function remove(button) {
   if (reason === null) return;
   const query = new URLSearchParams({ ...(version && { version }), ...(reason && { reason }) });
   if (await act(button, null, () => call("DELETE", `/v1/blobs/${keyPath(key)}?${query}`))) {
-    saidThere(`Deleted ${what}.`, () => location.assign(`/ui/blob?${new URLSearchParams({ key })}`));
+    sayOnNextPage(`Deleted ${what}.`, () => location.assign(`/ui/blob?${new URLSearchParams({ key })}`));
   }
 }
 
@@ -55,7 +55,7 @@ async function bringBack(button) {
   const { undelete: key, version } = button.dataset;
   const path = `/v1/undelete/${keyPath(key)}?${new URLSearchParams({ version })}`;
   if (await act(button, null, () => call("POST", path))) {
-    saidThere(`${visible(key)}, version ${version} is back.`, () => location.reload());
+    sayOnNextPage(`${visible(key)}, version ${version} is back.`, () => location.reload());
   }
 }
 
@@ -84,9 +84,9 @@ async function set(form, button, value) {
   const { section, field } = form.dataset;
   const body = JSON.stringify({ [section]: { [field]: value } });
   const headers = { "Content-Type": "application/merge-patch+json" };
-  const told = value === null ? `${section}.${field} is what the file says again.` : `${section}.${field} is ${value} now.`;
+  const text = value === null ? `${section}.${field} has the value of the configuration file again.` : `${section}.${field} is ${value} now.`;
   if (await act(button, null, () => call("PATCH", "/v1/config", { body, headers }))) {
-    saidThere(told, () => location.reload());
+    sayOnNextPage(text, () => location.reload());
   }
 }
 
@@ -110,9 +110,9 @@ export function setUp() {
     event.preventDefault();
     set(event.target, event.submitter ?? event.target.querySelector("button"), valueOf(event.target.elements.value));
   });
-  const said = sessionStorage.getItem("said");
-  if (said) {
-    sessionStorage.removeItem("said");
-    say(said);
+  const message = sessionStorage.getItem("message");
+  if (message) {
+    sessionStorage.removeItem("message");
+    say(message);
   }
 }

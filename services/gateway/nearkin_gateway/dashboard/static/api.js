@@ -43,7 +43,7 @@ function escape(character) {
 export const visible = (text) => text.replace(INVISIBLE, escape).replace(/^ +| +$/g, (spaces) => "\\x20".repeat(spaces.length));
 
 export function say(text, failed = false) {
-  const said = document.getElementById("said");
-  said.classList.toggle("failed", failed);
-  said.textContent = visible(text);
+  const line = document.getElementById("status-message");
+  line.classList.toggle("failed", failed);
+  line.textContent = visible(text);
 }
