@@ -20,7 +20,7 @@ def call(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="session")
 def puts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """A store that holds two versions of one key and one of another; and what the puts answered."""
+    """Return a store with three versions of two keys, and the results of the puts."""
     folder = tmp_path_factory.mktemp("filled")
     store = folder / "store"
     assert run("init", store).returncode == 0

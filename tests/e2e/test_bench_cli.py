@@ -49,7 +49,10 @@ def check_common(record: dict[str, Any], room: str, corpus: Path, runs: int) -> 
 
 
 def check_pictures(out: Path, room: str, names: list[str]) -> None:
-    """Both charts are pictures: the SVG names every tool, the PNG decodes to its last pixel and is not blank."""
+    """Check that both charts are pictures.
+
+    The SVG names every tool; the PNG decodes to its last pixel and is not blank.
+    """
     from PIL import Image
 
     text = "".join(ElementTree.parse(out / f"{room}.svg").getroot().itertext())
@@ -201,7 +204,7 @@ def test_a_peer_that_gives_other_bytes_back_is_not_in_the_table(corpus: Path, tm
 
 BROKEN = {
     "cannot be run": b"no program",
-    "says no text": b"#!/bin/sh\nprintf '\\377\\n'\nexit 1\n",
+    "prints no text": b"#!/bin/sh\nprintf '\\377\\n'\nexit 1\n",
     "writes nothing": b"#!/bin/sh\nexit 0\n",
 }
 

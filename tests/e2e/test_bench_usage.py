@@ -1,4 +1,4 @@
-"""`nearkin bench`: what is wrong is told in one line, before anything is measured, and help teaches by example."""
+"""Test `nearkin bench`: errors are one line before any measurement, help has examples."""
 
 from __future__ import annotations
 

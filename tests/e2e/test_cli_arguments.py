@@ -1,4 +1,4 @@
-"""What the arguments of commands mean."""
+"""Test how commands parse their arguments."""
 
 from __future__ import annotations
 

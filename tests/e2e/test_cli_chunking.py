@@ -20,7 +20,7 @@ def archive(tmp_path: Path) -> Path:
 
 
 def test_commands_use_the_store_record(archive: Path) -> None:
-    """F.11: put and config without settings use profile and chunker of the store."""
+    """Put and config without settings use profile and chunker of the store."""
     assert answer("--store", archive, "put", "k", "-", stdin=FIRST, env={"NEARKIN_PROFILE": "archive"})
     again = answer("--store", archive, "put", "again", "-", stdin=FIRST)
     assert again["duplicate_chunks"] == again["chunks"]
@@ -31,7 +31,10 @@ def test_commands_use_the_store_record(archive: Path) -> None:
 
 
 def test_put_under_other_settings_wants_force(archive: Path, tmp_path: Path) -> None:
-    """F.11: settings of the environment or a file that differ are refused by name; --force warns and stores."""
+    """Refuse other settings of the environment or a file by name.
+
+    With --force, warn and store.
+    """
     file = tmp_path / "other.toml"
     file.write_text("[chunker]\ntarget_bytes = 8192\nmin_bytes = 2048\n")
     refused = run("--store", archive, "--config", file, "put", "k", "-", stdin=FIRST)
@@ -48,7 +51,7 @@ def test_put_under_other_settings_wants_force(archive: Path, tmp_path: Path) -> 
 
 
 def test_serve_refuses_other_settings_at_start(archive: Path) -> None:
-    """F.11: `nearkin serve` under other settings than the store's ends at once and names both."""
+    """`nearkin serve` under other settings than the store's ends at once and names both."""
     done = run("serve", archive, "--port", "0", "--no-token", env={"NEARKIN_CHUNKER__ALGORITHM": "rabin"})
     assert done.returncode == ExitCode.USAGE
     assert b"chunker.algorithm rabin: this store is written with chunker.algorithm leastcdc" in done.stderr

@@ -1,4 +1,4 @@
-"""`nearkin completion` and `nearkin docs man`: what the shell and man(1) make of them."""
+"""Test `nearkin completion` and `nearkin docs man` with a real shell and man(1)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.servers.servers import MissingTool
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_prints_a_script_with_an_install_hint(call: InProcess, shell: str) -> None:
-    """F.13: a script for each shell, with the line that installs it."""
+    """A script for each shell, with the line that installs it."""
     script = call("completion", shell).stdout.decode()
     assert f"_NEARKIN_COMPLETE={shell}_complete" in script
     assert f"# install: nearkin completion {shell} > " in script
@@ -39,7 +39,7 @@ def test_completion_prints_a_script_with_an_install_hint(call: InProcess, shell:
     ],
 )
 def test_bash_completes_commands_and_options(tmp_path: Path, line: str, expected: set[str]) -> None:
-    """F.13: bash with the script offers what fits."""
+    """Bash with the script offers what fits."""
     script = tmp_path / "nearkin.bash"
     script.write_bytes(run("completion", "bash").stdout)
     program = tmp_path / "nearkin"
@@ -56,7 +56,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path, line: str, expected
 
 @pytest.mark.parametrize(("line", "kind"), [("nearkin put key fi", "file"), ("nearkin --store fo", "dir")])
 def test_completion_leaves_paths_to_the_shell(line: str, kind: str) -> None:
-    """F.13: files and folders are completed by the shell itself."""
+    """Files and folders are completed by the shell itself."""
     words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_NEARKIN_COMPLETE": "bash_complete"}
     assert run(env=words).stdout.decode().split(",")[0].strip() == kind
 
@@ -65,7 +65,7 @@ def test_completion_leaves_paths_to_the_shell(line: str, kind: str) -> None:
 
 
 def test_man_has_a_page_for_every_command(tmp_path: Path, call: InProcess) -> None:
-    """F.13: `docs man FOLDER` writes a page for each command, groups' commands too, that names all its options."""
+    """Write one page per command, also of groups, that names all its options."""
     call("docs", "man", tmp_path / "man1")
     pages = {path.name: path.read_text() for path in (tmp_path / "man1").iterdir()}
     assert {"nearkin.1", "nearkin-put.1", "nearkin-copy.1", "nearkin-keys-rotate.1", "nearkin-docs-man.1"} <= set(pages)
@@ -82,7 +82,7 @@ def test_man_has_a_page_for_every_command(tmp_path: Path, call: InProcess) -> No
 
 
 def test_man_pages_format_without_warnings(need: Callable[[Callable[[], Any]], Any]) -> None:
-    """F.13: groff formats every page without a warning, examples line by line and unchanged."""
+    """Groff formats every page without a warning, examples line by line and unchanged."""
 
     def groff() -> str:
         found = shutil.which("groff")
@@ -106,7 +106,7 @@ def test_man_pages_format_without_warnings(need: Callable[[Callable[[], Any]], A
 
 
 def test_man_escapes_control_lines_and_backslashes() -> None:
-    """F.13: no text of a help becomes a roff request."""
+    """No text of a help becomes a roff request."""
 
     @click.command()
     def odd() -> None:

@@ -52,7 +52,7 @@ def facts(infos: list[VersionInfo]) -> list[tuple[object, ...]]:
 
 
 def test_copy_keeps_content_times_and_metadata(source: Path, target: Path, call: InProcess) -> None:
-    """F.13: a local copy has the same versions, bytes, creation times and metadata; a second run copies nothing."""
+    """Copy versions, bytes, creation times and metadata; a second run copies nothing."""
     first = call.answer("--store", target, "copy", "--from", source)
     assert (len(first["versions"]), first["present"], first["failures"]) == (7, 0, [])
     assert facts(listed(target)) == facts(listed(source))
@@ -65,7 +65,7 @@ def test_copy_keeps_content_times_and_metadata(source: Path, target: Path, call:
 
 
 def test_copy_is_incremental_and_keeps_deletions(source: Path, target: Path, call: InProcess) -> None:
-    """F.13: only newer versions are copied; an older one that the target deleted does not return."""
+    """Only newer versions are copied; an older one that the target deleted does not return."""
     call.answer("--store", target, "copy", "--from", source)
     with open_store(target, settings=CHOSEN, create=True) as store:
         store.delete("db/a", 1)
@@ -77,14 +77,17 @@ def test_copy_is_incremental_and_keeps_deletions(source: Path, target: Path, cal
 
 
 def test_copy_selects_keys_by_name_and_glob(source: Path, target: Path, call: InProcess) -> None:
-    """F.13: KEY copies that key alone, GLOB those that match; --prefix renames; an unknown key is an error."""
+    """Select with KEY that key alone, with GLOB all matches; --prefix renames.
+
+    An unknown key is an error.
+    """
     call.answer("--store", target, "copy", "--from", source, "notes", "db/*", "--prefix", "old/")
     assert sorted({info.key for info in listed(target)}) == ["old/db/a", "old/db/b", "old/notes"]
     assert b"nothing" in call("--store", target, "copy", "--from", source, "nothing").stderr
 
 
 def test_copy_dry_run_changes_nothing(source: Path, target: Path, call: InProcess) -> None:
-    """F.13: --dry-run lists what would be copied."""
+    """--dry-run lists what would be copied."""
     plan = call.answer("--store", target, "copy", "--from", source, "--dry-run")
     assert [(one["key"], one["version"]) for one in plan["versions"]][:2] == [("big", 1), ("big", 2)]
     assert plan["bytes"] == sum(len(content) for contents in CONTENTS.values() for content in contents)
@@ -94,7 +97,7 @@ def test_copy_dry_run_changes_nothing(source: Path, target: Path, call: InProces
 
 
 def test_copy_resumes_after_an_interruption(source: Path, target: Path, call: InProcess) -> None:
-    """F.13: a copy that was cut off leaves whole versions; the next run copies exactly the rest."""
+    """A copy that was cut off leaves whole versions; the next run copies exactly the rest."""
     with (
         open_store(source, settings=CHOSEN, create=True) as origin,
         open_store(target, settings=CHOSEN, create=True) as store,
@@ -110,7 +113,7 @@ def test_copy_resumes_after_an_interruption(source: Path, target: Path, call: In
 
 
 def test_copy_stops_a_key_at_damage(source: Path, target: Path, call: InProcess) -> None:
-    """F.13: nothing damaged is copied; other keys are; the key continues once its source is repaired."""
+    """Copy nothing damaged but all other keys; the key continues once its source is repaired."""
     sound = {path: path.read_bytes() for path in containers(source)}
     with open_store(source, settings=CHOSEN, read_only=True) as store:
         broken = max(containers(source), key=lambda path: path.stat().st_size)
@@ -128,7 +131,7 @@ def test_copy_stops_a_key_at_damage(source: Path, target: Path, call: InProcess)
 
 
 def test_copy_never_hides_a_newer_version(source: Path, target: Path, call: InProcess) -> None:
-    """F.13: where the target's own newest version is later, the key is not copied, and named."""
+    """Where the target's own newest version is later, the key is not copied, and named."""
     with open_store(target, settings=CHOSEN, create=True) as store:
         store.put("notes", b"written here, later")
     done = call("--store", target, "copy", "--from", source)
@@ -140,7 +143,7 @@ def test_copy_never_hides_a_newer_version(source: Path, target: Path, call: InPr
 
 
 def test_copy_to_a_server_and_back_keeps_times(source: Path, target: Path, tmp_path: Path, call: InProcess) -> None:
-    """F.13: local to server and server to local: incremental both ways, with the original creation times."""
+    """Copy incrementally from local to server and back, with the original creation times."""
     with ScriptedGateway(tmp_path / "served") as gateway:
         token = {"NEARKIN_TOKEN": TOKEN}
         up = call.answer("--server", gateway.url, "copy", "--from", source, env=token)
@@ -154,7 +157,7 @@ def test_copy_to_a_server_and_back_keeps_times(source: Path, target: Path, tmp_p
 
 
 def test_copy_onto_itself_is_refused(source: Path, call: InProcess) -> None:
-    """F.13: a store is not copied into itself; a missing source is named."""
+    """A store is not copied into itself; a missing source is named."""
     same = call("--store", source, "copy", "--from", f"file://{source}")
     assert same.returncode == 2
     assert b"is the target too" in same.stderr
@@ -166,7 +169,7 @@ def test_copy_onto_itself_is_refused(source: Path, call: InProcess) -> None:
 def test_from_config_holds_over_the_environment(
     source: Path, tmp_path: Path, call: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F.13: the file of --from-config alone sets SRC, whatever the environment says for the target."""
+    """Configure SRC by the file of --from-config alone, whatever the environment sets."""
     plain = tmp_path / "plain.toml"
     plain.write_text('[storage]\nencryption = "none"\n')
     generate(tmp_path / "kek")

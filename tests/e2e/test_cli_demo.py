@@ -1,4 +1,4 @@
-"""`nearkin demo`, which `make demo` runs: it passes when everything comes back, else it fails."""
+"""Test `nearkin demo`, which `make demo` runs: it fails unless every byte is restored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_demo_passes_when_everything_comes_back(
     assert demo.main(["--store", str(tmp_path / "store")]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == "PASS"
-    assert shown.count("came back byte for byte") == len(releases) + 1
+    assert shown.count("restored byte for byte") == len(releases) + 1
 
 
 @pytest.mark.parametrize(

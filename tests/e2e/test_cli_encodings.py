@@ -26,7 +26,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
 def test_ls_in_other_encodings_lists_all(root: Path, encoding: str) -> None:
-    """F.7: characters that stdout cannot show are escaped; the listing does not end half-way."""
+    """Characters that stdout cannot show are escaped; the listing does not end half-way."""
     done = run("--store", root, "ls", env={"PYTHONIOENCODING": encoding})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(b"\n") == 3
@@ -35,7 +35,7 @@ def test_ls_in_other_encodings_lists_all(root: Path, encoding: str) -> None:
 
 
 def test_keys_in_latin1_locale_are_the_same(root: Path, tmp_path: Path) -> None:
-    """F.7: under a Latin-1 locale the bytes of a key, of a file's name and of a store's path mean the same."""
+    """Treat the bytes of keys, file names and store paths alike under a Latin-1 locale."""
     made = shutil.which("localedef") and subprocess.run(
         ["localedef", "-i", "en_US", "-f", "ISO-8859-1", tmp_path / "en_US.ISO-8859-1"],
         check=False,

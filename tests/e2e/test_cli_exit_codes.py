@@ -39,7 +39,7 @@ def hold(root: Path) -> subprocess.Popen[bytes]:
 
 
 def test_exit_codes_tell_failures_apart(call: InProcess, root: Path, tmp_path: Path) -> None:
-    """F.10: done, failed, usage and no store have codes of their own, as the help lists them."""
+    """Done, failed, usage and no store have codes of their own, as the help lists them."""
     assert call("--store", root, "ls").returncode == ExitCode.DONE == 0
     assert call("--store", root, "get", "none").returncode == ExitCode.NOT_FOUND == 4
     assert call("--store", root, "put").returncode == ExitCode.USAGE == 2
@@ -50,7 +50,7 @@ def test_exit_codes_tell_failures_apart(call: InProcess, root: Path, tmp_path: P
 
 
 def test_locked_store_has_its_own_exit_code(call: InProcess, root: Path) -> None:
-    """F.10: a store that another process writes to is refused with 11; --wait SECONDS waits that long."""
+    """Exit with 11 if another process writes to the store; --wait SECONDS waits that long."""
     with hold(root) as holder:
         assert call("--store", root, "put", "k", "-", stdin=b"x").returncode == ExitCode.LOCKED == 11
         assert call("--store", root, "gc").returncode == ExitCode.LOCKED
@@ -63,7 +63,7 @@ def test_locked_store_has_its_own_exit_code(call: InProcess, root: Path) -> None
 
 @pytest.mark.parametrize("words", [("put", "k", "/etc/hostname"), ("rm", "held"), ("gc",), ("rebuild-index",)])
 def test_wait_outlasts_another_writer(root: Path, words: tuple[str, ...]) -> None:
-    """F.10: with --wait a command does its work once the other process has closed the store."""
+    """With --wait a command does its work once the other process has closed the store."""
     with hold(root) as holder:
         waiting = subprocess.Popen(command("--store", root, "--wait", "60", *words), env=environment())
         with pytest.raises(subprocess.TimeoutExpired):
@@ -83,7 +83,7 @@ def encrypted(tmp_path: Path, name: str = "right.key") -> dict[str, str]:
 
 
 def test_not_found_and_precondition_have_own_exit_codes(root: Path) -> None:
-    """F.10: a missing key or version is 4, a conditional put over another version is 7."""
+    """A missing key or version is 4, a conditional put over another version is 7."""
     assert run("--store", root, "put", "k", "-", stdin=b"x").returncode == 0
     assert run("--store", root, "get", "none").returncode == ExitCode.NOT_FOUND == 4
     assert run("--store", root, "get", "k", "--version", "9").returncode == ExitCode.NOT_FOUND
@@ -93,7 +93,10 @@ def test_not_found_and_precondition_have_own_exit_codes(root: Path) -> None:
 
 
 def test_damage_has_its_own_exit_code(root: Path, tmp_path: Path) -> None:
-    """F.10: get, get --salvage, verify and repair of damaged data exit with 5, copy with 3 as some are not copied."""
+    """Exit with 5 on damage in get, get --salvage, verify and repair; copy exits with 3.
+
+    `copy` exits with 3 because it copies part of the versions.
+    """
     assert run("--store", root, "put", "k", "-", stdin=FIRST).returncode == 0
     damage(root)
     for words in (("get", "k"), ("get", "k", "--salvage"), ("verify",), ("verify", "k"), ("repair",)):
@@ -103,7 +106,7 @@ def test_damage_has_its_own_exit_code(root: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_key_has_its_own_exit_code(tmp_path: Path) -> None:
-    """F.10: a wrong or missing key-encryption key is 12, as restic's wrong password."""
+    """A wrong or missing key-encryption key is 12, as restic's wrong password."""
     right = encrypted(tmp_path)
     root = tmp_path / "sealed"
     assert run("--store", root, "init", env=right).returncode == 0
@@ -113,7 +116,7 @@ def test_wrong_key_has_its_own_exit_code(tmp_path: Path) -> None:
 
 
 def test_full_disk_has_its_own_exit_code(tmp_path: Path) -> None:
-    """F.10: a put that does not fit on the store's device exits with 6."""
+    """A put that does not fit on the store's device exits with 6."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount the small disk that this test fills")
     disk = tmp_path / "disk"
@@ -130,7 +133,7 @@ def test_full_disk_has_its_own_exit_code(tmp_path: Path) -> None:
 
 
 def test_keys_of_a_missing_store_name_init(tmp_path: Path) -> None:
-    """F.10: `nearkin keys` without a store exits with 10 and names `nearkin init`, for object_store.url too."""
+    """Exit with 10 and name `nearkin init` if no store exists, also for object_store.url."""
     env = encrypted(tmp_path)
     for more in ({"NEARKIN_STORE": str(tmp_path / "none")}, {"NEARKIN_OBJECT_STORE__URL": str(tmp_path / "none")}):
         done = run("keys", "list", env={**env, **more})
@@ -139,7 +142,7 @@ def test_keys_of_a_missing_store_name_init(tmp_path: Path) -> None:
 
 
 def test_serve_waits_for_the_lock(root: Path, tmp_path: Path) -> None:
-    """F.10: `serve --wait` starts once the other process has closed the store."""
+    """`serve --wait` starts once the other process has closed the store."""
     with hold(root) as holder, (tmp_path / "out").open("w+b") as out:
         words = command("serve", root, "--port", "0", "--no-token", "--wait", "60")
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=out, env=environment()) as serving:

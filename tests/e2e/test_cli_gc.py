@@ -1,4 +1,4 @@
-"""`nearkin gc` as a command: what it prints, as text and as JSON, and what it does."""
+"""Test `nearkin gc` as a command: its effects and its output as text and as JSON."""
 
 from __future__ import annotations
 

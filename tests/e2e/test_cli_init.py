@@ -29,7 +29,7 @@ COMMANDS = (
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
 def test_command_without_store_is_refused(call: InProcess, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """F.2: each command refuses a path without a store, names `nearkin init`, and creates nothing."""
+    """Each command refuses a path without a store, names `nearkin init`, and creates nothing."""
     mount_point = tmp_path / "disk"
     mount_point.mkdir()
     for place in (mount_point, mount_point / "nearkin"):
@@ -39,7 +39,7 @@ def test_command_without_store_is_refused(call: InProcess, tmp_path: Path, words
 
 
 def test_serve_without_store_is_refused(tmp_path: Path) -> None:
-    """F.2: `nearkin serve PATH` refuses a path without a store."""
+    """`nearkin serve PATH` refuses a path without a store."""
     done = run("serve", tmp_path / "store", "--no-token", "--port", "0")
     assert (done.returncode, done.stdout) == (10, b"")
     assert REMEDY.encode() in done.stderr
@@ -47,7 +47,7 @@ def test_serve_without_store_is_refused(tmp_path: Path) -> None:
 
 
 def test_command_on_other_folder_is_refused(call: InProcess, tmp_path: Path) -> None:
-    """F.2: a folder with other files is no store, and init does not turn it into one."""
+    """A folder with other files is no store, and init does not turn it into one."""
     (tmp_path / "photo.jpg").write_bytes(b"mine")
     assert_refused(call("--store", tmp_path, "ls"), 10, f"no store at {tmp_path}; {REMEDY}")
     assert_refused(call("init", tmp_path), 2, "the folder is not empty")
@@ -55,7 +55,7 @@ def test_command_on_other_folder_is_refused(call: InProcess, tmp_path: Path) -> 
 
 
 def test_init_creates_store_for_other_commands(tmp_path: Path) -> None:
-    """F.2: after `nearkin init PATH`, put and get work; a second init is refused and changes nothing."""
+    """Put and get after `nearkin init PATH`; a second init is refused and changes nothing."""
     store = tmp_path / "deep" / "store"
     assert b"created store" in run("init", store).stdout
     before = (store / "nearkin.json").read_bytes()
@@ -66,21 +66,21 @@ def test_init_creates_store_for_other_commands(tmp_path: Path) -> None:
 
 
 def test_init_answers_with_path_and_id(call: InProcess, tmp_path: Path) -> None:
-    """F.2: `init --json` prints the store's path and id."""
+    """`init --json` prints the store's path and id."""
     told = call.answer("init", tmp_path / "store")
     with open_store(tmp_path / "store", create=True) as store:
         assert told == {"store": str(tmp_path / "store"), "id": store.store_id}
 
 
 def test_init_with_server_is_refused(call: InProcess, tmp_path: Path) -> None:
-    """F.2: init creates local stores only, and takes one path."""
+    """Init creates local stores only, and takes one path."""
     assert_refused(call("init", "--server", "http://127.0.0.1:1"), 2, "creates a local store")
     assert_refused(call("init", "--store", tmp_path / "a", tmp_path / "b"), 2, "name one of them")
     assert os.listdir(tmp_path) == []
 
 
 def test_api_open_without_store_is_refused(tmp_path: Path) -> None:
-    """F.2: `open_store` creates a store only with `create=True`; `create_store` refuses an existing one."""
+    """Create a store with `create=True` only; `create_store` refuses an existing one."""
     with pytest.raises(NotFound, match="no store at"):
         open_store(tmp_path / "store")
     with pytest.raises(NotFound, match="no store at"):

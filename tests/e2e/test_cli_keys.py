@@ -1,4 +1,4 @@
-"""`nearkin keys`: the keys of an encrypted store, from the first to the last, and what is refused."""
+"""Test `nearkin keys`: the life of an encrypted store's keys, and the refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_keys_are_made_listed_rotated_and_wrapped_anew(filled: Path, run) -> Non
 
 
 def test_rotate_refuses_a_tenant_without_keys(filled: Path, run) -> None:
-    """F.26: a mistyped tenant gets no key."""
+    """A mistyped tenant gets no key."""
     error = run("keys", "rotate", "defualt", code=2)["error"]
     assert "has no data keys (its first put makes one); is that its name?" in error["message"]
     assert [key["tenant"] for key in run("keys", "list")] == [None, "default"]

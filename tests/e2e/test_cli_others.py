@@ -1,4 +1,7 @@
-"""Commands that look at a store: ls, info, stats, verify, rebuild-index, explain, config, version."""
+"""Test the commands that inspect a store.
+
+These are ls, info, stats, verify, rebuild-index, explain, config and version.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +139,7 @@ def test_an_index_made_anew_by_itself_names_what_it_lacks(
 
 
 def test_explain_tells_what_is_stored_of_raw_chunks(store: Path, call: InProcess) -> None:
-    """They were told as they are before compression, deltas after it."""
+    """Count raw chunks by their stored bytes, as deltas are, not by their logical bytes."""
     first = call.answer("--store", store, "explain", "db/dump", "--version", "1")["kinds"]["raw"]
     stats = call.answer("--store", store, "stats")
     assert 0 < first["stored_estimate_bytes"] <= stats["stored_bytes"]

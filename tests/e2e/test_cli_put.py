@@ -60,7 +60,7 @@ def test_the_sha256_of_the_content_is_checked(tmp_path: Path, call: InProcess) -
 
 
 def test_put_content_type_is_kept_and_shown(tmp_path: Path, call: InProcess) -> None:
-    """F.19: --content-type is the metadata that a gateway answers with; info and get --json show it."""
+    """--content-type is the metadata that a gateway answers with; info and get --json show it."""
     new_store(tmp_path / "store")
     store = ("--store", tmp_path / "store")
     put = call.answer(
@@ -150,7 +150,7 @@ def test_a_folder_without_prefix_uses_the_relative_paths(tmp_path: Path, tree: P
 
 
 def test_what_cannot_be_read_is_named_and_all_else_is_stored(tmp_path: Path, tree: Path) -> None:
-    (tree / "secret").write_bytes(b"not for everybody")
+    (tree / "secret").write_bytes(b"readable by root alone")
     (tree / "sub/closed").mkdir()
     (tree / "sub/closed/b").write_bytes(b"bbbb")
     for path in (tree / "secret", tree / "sub/closed"):
@@ -187,12 +187,12 @@ def test_what_cannot_be_read_is_named_and_all_else_is_stored(tmp_path: Path, tre
     ]
     notices = told.stderr.decode().splitlines()
     assert f"nearkin: cannot be read, permission denied: {tree / 'secret'}" in notices
-    assert len([notice for notice in notices if "cannot be read" in notice]) == 2, "each is told once"
+    assert len([notice for notice in notices if "cannot be read" in notice]) == 2, "one notice for each file"
     assert notices[-1] == "nearkin: 2 could not be read and are not stored: run this again as a user who may read them"
 
 
 def as_anybody() -> list[str]:
-    """Return how a command is begun that may read no more than anybody; root else reads all."""
+    """Return the words that start a command without root's right to read every file."""
     if os.geteuid():
         return []
     if shutil.which("setpriv") is None:
@@ -208,7 +208,10 @@ def test_no_name_is_not_the_current_folder(tmp_path: Path, call: InProcess, argu
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_not_stored(tmp_path: Path) -> None:
-    """What was read of it before and what is left were never its content together."""
+    """Refuse a file that shrinks.
+
+    The bytes read before and after never were its content together.
+    """
     path = tmp_path / "log"
     path.write_bytes(FIRST * (1 + 40 * MIB // len(FIRST)))
 
@@ -253,7 +256,7 @@ def test_a_file_name_that_is_not_utf8_stops_the_folder_before_anything_is_put(tm
 
 
 def test_put_with_a_condition_that_fails_exits_1(tmp_path: Path, call: InProcess) -> None:
-    """F.16: `put --if-none-match` and `--if-match` refuse with exit code 1 and store nothing."""
+    """`put --if-none-match` and `--if-match` refuse with exit code 1 and store nothing."""
     file, store = tmp_path / "file", ("--store", tmp_path / "s")
     file.write_bytes(b"one")
     new_store(tmp_path / "s")

@@ -37,7 +37,7 @@ def root(tmp_path: Path) -> Path:
 def test_quiet_command_prints_nothing_on_success(
     root: Path, tmp_path: Path, call: InProcess, arguments: list[str], flag: str
 ) -> None:
-    """F.13: with --quiet a command that changes something prints nothing when it succeeds."""
+    """With --quiet a command that changes something prints nothing when it succeeds."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "file").write_bytes(b"content")
@@ -48,7 +48,7 @@ def test_quiet_command_prints_nothing_on_success(
 
 
 def test_quiet_still_prints_what_was_asked_for(root: Path, call: InProcess) -> None:
-    """F.13: --quiet keeps listings, JSON answers and errors."""
+    """--quiet keeps listings, JSON answers and errors."""
     assert call("--store", root, "-q", "ls").stdout.endswith(b"old\n")
     assert b"no damage" in call("--store", root, "-q", "verify").stdout
     assert b"would forget" in call("--store", root, "-q", "forget", "--keep-last", "1", "--dry-run").stdout
@@ -59,7 +59,7 @@ def test_quiet_still_prints_what_was_asked_for(root: Path, call: InProcess) -> N
 
 
 def test_quiet_names_a_file_that_cannot_be_read(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.13: a file that `put -r` could not store is a failure: --quiet names it."""
+    """A file that `put -r` could not store is a failure: --quiet names it."""
     from nearkin.cli.put import _LeftOut
 
     lines: list[str] = []
@@ -73,7 +73,7 @@ def test_quiet_names_a_file_that_cannot_be_read(root: Path, tmp_path: Path, monk
 
 @pytest.mark.parametrize(("flags", "drawn"), [([], True), (["--quiet"], False)])
 def test_quiet_draws_no_progress_on_a_terminal(root: Path, tmp_path: Path, flags: list[str], drawn: bool) -> None:
-    """F.13: on a terminal a put draws a progress bar, with --quiet none."""
+    """On a terminal a put draws a progress bar, with --quiet none."""
     (tmp_path / "data").write_bytes(os.urandom(3_000_000))
     controller, terminal = pty.openpty()
     arguments = command("--store", root, *flags, "put", "data", tmp_path / "data")

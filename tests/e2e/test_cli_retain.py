@@ -8,7 +8,7 @@ from tests.support.checks.commands import InProcess, assert_refused, new_store
 
 
 def test_retain_says_until_when_and_rm_refuses(call: InProcess, tmp_path: Path) -> None:
-    """F.29: The command extends a retention, `info` shows it, `rm` and `rm --now` refuse, nothing shortens it."""
+    """Extend a retention with the command; `info` shows it, rm refuses, nothing shortens it."""
     new_store(tmp_path / "store")
     call("put", "db/dump", "-", stdin=b"one", env={"NEARKIN_STORE": str(tmp_path / "store")})
     said = call("retain", "db/dump", "--until", "2100-01-02").stdout

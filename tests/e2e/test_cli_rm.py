@@ -59,7 +59,7 @@ def test_what_rm_refuses_changes_nothing(
 
 
 def test_rm_now_while_gc_is_paused_deletes_nothing(call: InProcess, tmp_path: Path) -> None:
-    """F.4: A pause is found before the deletion, not between it and the removal of the bytes."""
+    """A pause is found before the deletion, not between it and the removal of the bytes."""
     new_store(tmp_path / "store")
     call("put", "k", "-", stdin=b"x", env={"NEARKIN_STORE": str(tmp_path / "store")})
     call("gc", "--pause")

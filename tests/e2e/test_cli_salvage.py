@@ -1,4 +1,4 @@
-"""`get --salvage` and `get --at`: what is left of a damaged version, and the version of a time."""
+"""Test `get --salvage` of a damaged version and `get --at` of a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def root(tmp_path: Path) -> Path:
 
 
 def check_holes(written: bytes, holes: list[dict[str, object]]) -> int:
-    """Check that everything outside of holes is the content and everything in them zero; return the lost bytes."""
+    """Check that bytes outside holes are the content and inside are zero.
+
+    Return the lost bytes.
+    """
     expected, lost = bytearray(CONTENT), 0
     for hole in holes:
         offset, length = int(str(hole["offset"])), int(str(hole["length_bytes"]))
@@ -45,7 +48,10 @@ def check_holes(written: bytes, holes: list[dict[str, object]]) -> int:
 
 @pytest.mark.parametrize("damage", ["bit", "truncated", "missing"])
 def test_salvage_writes_all_but_what_is_lost(root: Path, tmp_path: Path, call: InProcess, damage: str) -> None:
-    """F.13: readable bytes are written, lost ones are zeros and listed; without the option nothing is written (I8)."""
+    """Write readable bytes, and zeros with a list for lost ones.
+
+    Without the option nothing (I8).
+    """
     victim = containers(root)[1]
     if damage == "bit":
         flip(victim, 5000)
@@ -70,14 +76,14 @@ def test_salvage_writes_all_but_what_is_lost(root: Path, tmp_path: Path, call: I
 
 
 def test_salvage_of_a_sound_version_is_a_get(root: Path, tmp_path: Path, call: InProcess) -> None:
-    """F.13: where nothing is lost the exit code is 0 and the list of holes empty."""
+    """Where nothing is lost the exit code is 0 and the list of holes empty."""
     report = call.answer("--store", root, "get", "disk.img", "--salvage", "-o", tmp_path / "out")
     assert (report["holes"], report["lost_bytes"]) == ([], 0)
     assert (tmp_path / "out").read_bytes() == CONTENT
 
 
 def test_salvage_of_everything_lost_is_one_size_of_zeros(root: Path, tmp_path: Path, call: InProcess) -> None:
-    """F.13: with all containers gone the file has the version's size and no content."""
+    """With all containers gone the file has the version's size and no content."""
     for path in containers(root):
         path.unlink()
     done = call("--store", root, "--json", "get", "disk.img", "--salvage", "-o", tmp_path / "out")
@@ -87,7 +93,10 @@ def test_salvage_of_everything_lost_is_one_size_of_zeros(root: Path, tmp_path: P
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=12))
 def test_place_puts_known_parts_where_they_are(parts: list[tuple[int, bool]]) -> None:
-    """F.13: parts before the first and after the last unknown one are placed exactly; the rest is one gap."""
+    """Place the parts before the first and after the last unknown one exactly.
+
+    The rest is one gap.
+    """
     total = sum(length for length, _ in parts)
     starts = [sum(length for length, _ in parts[:number]) for number in range(len(parts))]
     placed = place([length if known else None for length, known in parts], total)
@@ -119,7 +128,7 @@ def dated(tmp_path: Path) -> Path:
     ("at", "content"), [("25h", b"version 1"), ("15h", b"version 2"), ("1h", b"version 3"), ("1d1h", b"version 1")]
 )
 def test_at_writes_the_version_of_that_time(dated: Path, call: InProcess, at: str, content: bytes) -> None:
-    """F.13: `--at` takes how long ago, or a time, and writes what was the newest version then."""
+    """`--at` takes how long ago, or a time, and writes what was the newest version then."""
     assert call("--store", dated, "get", "db", "--at", at).stdout == content
     hours = int(at.removesuffix("h")) if "d" not in at else 25
     moment = f"{NOW - timedelta(hours=hours):%Y-%m-%dT%H:%M:%SZ}"
@@ -127,7 +136,7 @@ def test_at_writes_the_version_of_that_time(dated: Path, call: InProcess, at: st
 
 
 def test_at_names_a_deleted_version(dated: Path, call: InProcess) -> None:
-    """F.13: a version that was deleted since is named; an older one is never written in its place."""
+    """Name a version that was deleted since; never write an older one instead of it."""
     with open_store(dated, settings=CHOSEN) as store:
         store.delete("db", 2)
     refused = call("--store", dated, "get", "db", "--at", "15h")
@@ -142,7 +151,7 @@ def test_at_names_a_deleted_version(dated: Path, call: InProcess) -> None:
 
 
 def test_at_ignores_what_was_deleted_before_that_time(tmp_path: Path, call: InProcess) -> None:
-    """F.13: a version that was gone already at that time does not count."""
+    """Ignore a version that was deleted before that time."""
     root = tmp_path / "store"
     for hours, action in ((30, "put"), (20, "put"), (15, "delete")):
         moment = (NOW - timedelta(hours=hours)).timestamp()
@@ -168,14 +177,14 @@ def test_at_ignores_what_was_deleted_before_that_time(tmp_path: Path, call: InPr
 def test_at_and_salvage_refuse_what_has_no_answer(
     dated: Path, call: InProcess, arguments: list[str], said: bytes
 ) -> None:
-    """F.13: times without a version and options that exclude each other are refused by name."""
+    """Times without a version and options that exclude each other are refused by name."""
     done = call("--store", dated, "get", "db", *arguments)
     assert done.returncode != 0
     assert said in done.stderr
 
 
 def test_at_works_through_a_server(tmp_path: Path, call: InProcess) -> None:
-    """F.13: `--at` works with --server; --salvage says that it needs the store's files."""
+    """Use `--at` with --server; --salvage reports that it needs the store's files."""
     with ScriptedGateway(tmp_path / "served") as gateway:
         gateway.read().put("db", b"served")
         served = ["--server", gateway.url, "get", "db"]

@@ -1,4 +1,4 @@
-"""The commands with --server: what they print and how they end is what they do with a local store."""
+"""Test commands with --server: output and exit code equal those of a local store."""
 
 from __future__ import annotations
 

@@ -21,7 +21,10 @@ from tests.support.checks.waiting import until
 
 @pytest.fixture(autouse=True)
 def _hang_ups_end_commands() -> Iterator[None]:
-    """Whoever runs the tests under nohup has them ignored, and a command leaves that as it is."""
+    """Reset SIGHUP to its default.
+
+    Under nohup it is ignored, and a command leaves that as it is.
+    """
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)

@@ -1,4 +1,4 @@
-"""Contents that `put` must not store as whole ones: failed commands, empty input, files that change."""
+"""Test contents that `put` must not store: failed commands, empty input, changing files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keys(root: Path) -> list[str]:
 
 
 def test_put_from_command_stores_its_output(call: InProcess, root: Path) -> None:
-    """F.9: `put KEY --from-command -- CMD` stores what a successful command writes."""
+    """`put KEY --from-command -- CMD` stores what a successful command writes."""
     call("--store", root, "put", "dump", *python("print('row ' * 100_000)"))
     assert call("--store", root, "get", "dump").stdout == b"row " * 100_000 + b"\n"
 
@@ -38,7 +38,7 @@ def test_put_from_command_stores_its_output(call: InProcess, root: Path) -> None
     [("sys.exit(3)", "failed with exit code 3"), ("os.kill(os.getpid(), 9)", "was ended by SIGKILL")],
 )
 def test_put_from_failed_command_stores_nothing(call: InProcess, root: Path, end: str, says: str) -> None:
-    """F.9: a command that fails after it wrote data stores nothing; its exit code and stderr are reported."""
+    """Store nothing if the command fails after output; report its exit code and stderr."""
     script = f"import os, sys; os.write(1, bytes(3_000_000)); os.write(2, b'connection lost'); {end}"
     done = call("--store", root, "--json", "put", "dump", *python(script))
     assert done.returncode != 0
@@ -50,7 +50,7 @@ def test_put_from_failed_command_stores_nothing(call: InProcess, root: Path, end
 
 
 def test_put_from_unknown_command_is_refused(call: InProcess, root: Path) -> None:
-    """F.9: a command that cannot be started, or none, is a usage error."""
+    """A command that cannot be started, or none, is a usage error."""
     missing = call("--store", root, "put", "dump", "--from-command", "--", "no-such-program")
     assert_refused(missing, 2, "command 'no-such-program': cannot be run: no such file")
     assert_refused(call("--store", root, "put", "dump", "--from-command"), 2, "give the command after --")
@@ -58,14 +58,14 @@ def test_put_from_unknown_command_is_refused(call: InProcess, root: Path) -> Non
 
 
 def test_put_from_command_without_store_runs_nothing(call: InProcess, tmp_path: Path) -> None:
-    """F.9: the command is not started if there is no store for its output."""
+    """The command is not started if there is no store for its output."""
     script = f"open({str(tmp_path / 'ran')!r}, 'w')"
     assert call("--store", tmp_path / "none", "put", "dump", *python(script)).returncode != 0
     assert not (tmp_path / "ran").exists()
 
 
 def test_put_of_empty_stdin_needs_allow_empty(call: InProcess, root: Path) -> None:
-    """F.9: an empty standard input, as of a dump that failed in a shell pipe, is refused without --allow-empty."""
+    """Refuse an empty standard input, as of a failed dump in a pipe, without --allow-empty."""
     assert_refused(call("--store", root, "put", "dump", "-"), 2, "standard input is empty; nothing was stored")
     assert_refused(call("--store", root, "put", "dump", *python("")), 2, "the command's output is empty")
     assert keys(root) == []
@@ -76,7 +76,7 @@ def test_put_of_empty_stdin_needs_allow_empty(call: InProcess, root: Path) -> No
 
 @pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="the system has no /dev/fd")
 def test_put_of_empty_descriptor_needs_allow_empty(call: InProcess, root: Path, tmp_path: Path) -> None:
-    """F.9: an empty device, or an empty file behind /dev/stdin or /dev/fd, is refused as empty standard input is."""
+    """Refuse an empty device or file behind /dev/stdin or /dev/fd as empty standard input."""
     (tmp_path / "empty").touch()
     with (tmp_path / "empty").open() as file:
         source = f"/dev/fd/{file.fileno()}"
@@ -91,7 +91,7 @@ def test_put_of_empty_descriptor_needs_allow_empty(call: InProcess, root: Path, 
 
 
 def test_put_of_changing_file_sets_source_changed(tmp_path: Path) -> None:
-    """F.12: a file that another process writes while it is read is flagged in the result and in the version."""
+    """Flag a file that another process writes during the put, in result and version."""
     path = tmp_path / "file"
     path.write_bytes(bytes(8_000_000))
     changed = False
@@ -112,7 +112,7 @@ def test_put_of_changing_file_sets_source_changed(tmp_path: Path) -> None:
 
 
 def test_put_of_growing_file_warns(root: Path, tmp_path: Path) -> None:
-    """F.12: `put` warns on stderr of a file that changed while it was read, and JSON has the flag."""
+    """`put` warns on stderr of a file that changed while it was read, and JSON has the flag."""
     script = (
         "import os, sys; from nearkin.local import source_feed; from nearkin.cli import main\n"
         "read = source_feed._read_into\n"
@@ -135,7 +135,7 @@ def test_put_of_growing_file_warns(root: Path, tmp_path: Path) -> None:
 
 
 def test_put_of_unchanged_file_is_not_flagged(root: Path, tmp_path: Path) -> None:
-    """F.12: a file that stays the same is stored without a warning."""
+    """A file that stays the same is stored without a warning."""
     (tmp_path / "file").write_bytes(b"same")
     done = run("--store", root, "--json", "put", "file", tmp_path / "file")
     assert (json.loads(done.stdout)["source_changed"], done.stderr) == (False, b"")

@@ -25,7 +25,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("target", ["/dev/stdout", "/proc/self/fd/1", "/dev/fd/1"])
 def test_get_to_dev_stdout_keeps_the_log(root: Path, tmp_path: Path, target: str) -> None:
-    """F.6: `get -o /dev/stdout >> log` appends to the log and does not replace it."""
+    """`get -o /dev/stdout >> log` appends to the log and does not replace it."""
     (tmp_path / "log").write_bytes(b"before\n")
     inode = (tmp_path / "log").stat().st_ino
     with (tmp_path / "log").open("ab") as log:
@@ -36,7 +36,7 @@ def test_get_to_dev_stdout_keeps_the_log(root: Path, tmp_path: Path, target: str
 
 
 def test_get_to_pipes_writes_to_them(root: Path, tmp_path: Path) -> None:
-    """F.6: pipes, `>(command)`, named pipes and devices are opened as they are."""
+    """Pipes, `>(command)`, named pipes and devices are opened as they are."""
     assert run("--store", root, "get", "key", "-o", "/dev/stdout").stdout == CONTENT
     assert run("--store", root, "get", "key", "-o", "/dev/null").returncode == 0
     words = " ".join(str(word) for word in command("--store", root, "get", "key", "-o"))
@@ -50,7 +50,7 @@ def test_get_to_pipes_writes_to_them(root: Path, tmp_path: Path) -> None:
 
 
 def test_get_to_mounted_file_writes_in_place(root: Path, tmp_path: Path) -> None:
-    """F.6: a single file that is a mount point, as in containers, is written in place: rename fails with EBUSY."""
+    """Write a mounted file, as in containers, in place: rename fails with EBUSY."""
     if shutil.which("unshare") is None or os.geteuid() != 0:
         pytest.skip("mounting takes root and unshare")
     (tmp_path / "host").write_bytes(b"old and longer " * 100_000)

@@ -1,4 +1,4 @@
-"""Help and wrong usage: what teaches, and what is refused in one line before any store is touched."""
+"""Test help and wrong usage: examples, and one line of error before a store is touched."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2_and_touches_no_store(
 
 
 def test_refused_connection_names_a_remedy(call: InProcess) -> None:
-    """F.13: nothing listens on port 9."""
+    """Nothing listens on port 9."""
     assert_refused(call("--server", "http://127.0.0.1:9", "ls"), 1, "is the gateway running, and the address right?")
 
 
@@ -165,7 +165,10 @@ def test_a_store_that_is_not_there_is_not_made_by_reading(tmp_path: Path, call: 
 def test_the_command_starts_no_threads_that_it_never_uses(
     monkeypatch: pytest.MonkeyPatch, given: str | None, threads: str
 ) -> None:
-    """Those of numpy's linear algebra: they spin on the core that a short put could have had. Who sets it is heard."""
+    """Start no threads of numpy's linear algebra unless the user sets their number.
+
+    They would spin on the core that a short put needs.
+    """
 
     def ended(code: int) -> NoReturn:
         raise SystemExit(code)
@@ -173,7 +176,7 @@ def test_the_command_starts_no_threads_that_it_never_uses(
     monkeypatch.setattr(cli, "main", lambda: 7)
     monkeypatch.setattr(os, "_exit", ended)
     monkeypatch.setattr("nearkin.cli.set_threshold", lambda _: None)
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", given or "")  # what was there before comes back afterwards
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", given or "")  # restores the earlier value at the end
     if given is None:
         monkeypatch.delenv("OPENBLAS_NUM_THREADS")
     with pytest.raises(SystemExit, match="7"):

@@ -1,4 +1,4 @@
-"""Run the scripts in examples/ as a reader would, against a folder, a gateway, or all services."""
+"""Run the scripts in examples/ as a reader would, on a folder, a gateway, or all services."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def ingest_worker(pipeline: Pipeline) -> Iterator[None]:
 
 
 def test_examples_are_short_and_all_run_here() -> None:
-    """G.7: each script in examples/ has a test in this file and 30 to 80 lines."""
+    """Each script in examples/ has a test in this file and 30 to 80 lines."""
     assert {path.stem for path in EXAMPLES.glob("*.py")} == NAMES
     for path in EXAMPLES.glob("*.py"):
         assert LINES_MIN <= len(path.read_text().splitlines()) <= LINES_MAX, path.name
 
 
 def test_snippet_of_python_page_runs(tmp_path: Path) -> None:
-    """G.7: the code on the page about the Python API runs as it is shown."""
+    """The code on the page about the Python API runs as it is shown."""
     (snippet,) = re.findall(r"(?s)```python\n(.*?)```", PYTHON_PAGE.read_text())
     (tmp_path / "db.dump").write_bytes(noise(100_000, "snippet").tobytes())
     check = "assert data == open('db.dump', 'rb').read(4096)\n"
@@ -77,7 +77,7 @@ def test_snippet_of_python_page_runs(tmp_path: Path) -> None:
 
 
 def test_put_and_get_example_restores_both_versions(tmp_path: Path) -> None:
-    """G.7: the second version takes a fraction of the first, and both come back."""
+    """The second version takes a fraction of the first, and both come back."""
     output = run_example("put_and_get", tmp_path / "store")
     stored = [int(text.replace(",", "")) for text in re.findall(r"([\d,]+) stored", output)]
     assert len(stored) == 2
@@ -89,7 +89,7 @@ def test_put_and_get_example_restores_both_versions(tmp_path: Path) -> None:
 
 
 def test_resumable_upload_example_continues(tmp_path: Path) -> None:
-    """G.7: the second connection begins where the first one stopped, and the blob equals the file."""
+    """The second connection begins where the first one stopped, and the blob equals the file."""
     file = tmp_path / "file"
     file.write_bytes(noise(2_500_000, "resumable").tobytes())
     with running(embedded(tmp_path / "store")) as gateway:
@@ -101,7 +101,7 @@ def test_resumable_upload_example_continues(tmp_path: Path) -> None:
 
 
 def test_compare_features_example_lists_algorithms(tmp_path: Path) -> None:
-    """G.7: each algorithm finds bases among versions with scattered changes, and `none` finds no base."""
+    """Find bases among versions with scattered changes by each algorithm, and none by `none`."""
     data = np.array(noise(2_000_000, "features"))
     for version in range(3):
         data[np.random.default_rng(version).integers(0, len(data), 40)] ^= 1
@@ -116,7 +116,7 @@ def test_compare_features_example_lists_algorithms(tmp_path: Path) -> None:
 
 
 def test_gc_example_frees_forgotten_versions(tmp_path: Path) -> None:
-    """G.7: the second GC run deletes the data of the versions that the policy does not keep."""
+    """The second GC run deletes the data of the versions that the policy does not keep."""
     output = run_example("gc_and_retention", tmp_path / "store")
     before, after = (int(text.replace(",", "")) for text in re.findall(r"stored: ([\d,]+) bytes", output))
     assert after < before / 2
@@ -126,7 +126,7 @@ def test_gc_example_frees_forgotten_versions(tmp_path: Path) -> None:
 
 
 def test_kafka_example_reads_records_back(kafka: Any, redis: Any, tmp_path: Path) -> None:
-    """G.7: records of a user's topic pass through all services and come back from the gateway."""
+    """Records of a user's topic pass through all services and come back from the gateway."""
     unique = os.urandom(6).hex()
     topic = f"users-{unique}"
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap})

@@ -43,14 +43,14 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedGateway]:
 def test_ls_glob_local_and_server_list_the_same(
     keys: ScriptedGateway, call: InProcess, arguments: list[str], expected: list[str]
 ) -> None:
-    """F.13: `ls GLOB` lists the matching keys, of a local store and through a server."""
+    """`ls GLOB` lists the matching keys, of a local store and through a server."""
     local = call.answer("--store", keys.read().root, "ls", *arguments)
     served = call.answer("--server", keys.url, "ls", *arguments, env={"NEARKIN_TOKEN": TOKEN})
     assert [info["key"] for info in local] == [info["key"] for info in served] == expected
 
 
 def test_ls_deleted_takes_a_glob(tmp_path: Path, call: InProcess) -> None:
-    """F.13: a glob selects deleted versions too."""
+    """A glob selects deleted versions too."""
     with open_store(tmp_path / "store", settings=CHOSEN, create=True) as store:
         for key in KEYS:
             store.put(key, b"x")
@@ -60,7 +60,7 @@ def test_ls_deleted_takes_a_glob(tmp_path: Path, call: InProcess) -> None:
 
 
 def test_ls_glob_ignores_damage_of_other_keys(tmp_path: Path, call: InProcess) -> None:
-    """F.13: a version that does not match is not reported as unreadable."""
+    """A version that does not match is not reported as unreadable."""
     root = tmp_path / "store"
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("db/a.sql", b"1")
@@ -89,7 +89,7 @@ def two_keys(tmp_path: Path) -> tuple[Path, list[Path], list[Path]]:
 
 
 def test_verify_key_reads_only_its_containers(two_keys: tuple[Path, list[Path], list[Path]], call: InProcess) -> None:
-    """F.13: `verify KEY` reads what the key's versions reach and nothing else."""
+    """`verify KEY` reads what the key's versions reach and nothing else."""
     root, of_a, of_b = two_keys
     report = call.answer("--store", root, "verify", "a")
     assert (report["ok"], report["versions"], report["containers"]) == (True, 2, len(of_a))
@@ -104,7 +104,7 @@ def test_verify_key_reads_only_its_containers(two_keys: tuple[Path, list[Path], 
 
 
 def test_verify_version_skips_other_versions(two_keys: tuple[Path, list[Path], list[Path]], call: InProcess) -> None:
-    """F.13: `verify KEY --version V` ignores damage that only other versions reach."""
+    """`verify KEY --version V` ignores damage that only other versions reach."""
     root, of_a, _ = two_keys
     flip(of_a[0], 200)
     reports = [json.loads(call("--store", root, "--json", "verify", "a", "--version", n).stdout) for n in "12"]
@@ -113,7 +113,7 @@ def test_verify_version_skips_other_versions(two_keys: tuple[Path, list[Path], l
 
 
 def test_verify_key_finds_damage_in_a_base(tmp_path: Path) -> None:
-    """F.13: a base container that only deltas of the version need is read too."""
+    """A base container that only deltas of the version need is read too."""
     root, first = tmp_path / "store", text_like(400_000, 4)
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("base", first)
@@ -129,7 +129,7 @@ def test_verify_key_finds_damage_in_a_base(tmp_path: Path) -> None:
 
 
 def test_verify_key_names_a_lost_manifest(two_keys: tuple[Path, list[Path], list[Path]]) -> None:
-    """F.13: a version that the index lists and whose manifest is missing is damage, not a shorter list."""
+    """Report a version as damaged if the index lists it and its manifest is missing."""
     root, _, _ = two_keys
     with open_store(root, settings=CHOSEN, create=True) as store:
         name = next((root / "manifests").rglob("*.nkm"))
@@ -139,7 +139,7 @@ def test_verify_key_names_a_lost_manifest(two_keys: tuple[Path, list[Path], list
 
 
 def test_verify_key_through_a_server_downloads_it(keys: ScriptedGateway, call: InProcess) -> None:
-    """F.13: `verify KEY` works with --server: every version is compared with its BLAKE3."""
+    """`verify KEY` works with --server: every version is compared with its BLAKE3."""
     report = call.answer("--server", keys.url, "verify", "db/web.sql", env={"NEARKIN_TOKEN": TOKEN})
     assert (report["ok"], report["versions"], report["bytes_read"]) == (True, 1, len("db/web.sql"))
 
@@ -157,7 +157,7 @@ def test_verify_key_through_a_server_downloads_it(keys: ScriptedGateway, call: I
 def test_verify_key_refuses_what_it_cannot_read(
     two_keys: tuple[Path, list[Path], list[Path]], call: InProcess, arguments: list[str], said: str
 ) -> None:
-    """F.13: an unknown key or version, and options of a verification of everything, are refused by name."""
+    """Refuse an unknown key or version, and options that apply to a full verification only."""
     done = call("--store", two_keys[0], "verify", *arguments)
     assert done.returncode != 0
     assert said in done.stderr.decode()

@@ -1,4 +1,7 @@
-"""What the store must show on real data: every byte back, with the index, without it, and after it was made again."""
+"""Test the store on real data.
+
+Every byte is restored, with, without and after rebuild of the index.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ def sources(corpus: str) -> list[Path]:
                 return corpus_cache.redis_dumps(5)
             case _:
                 return corpus_cache.vm_images(1, mebibytes=300)
-    except NearkinError as err:  # no network, no Redis server: the text says which
+    except NearkinError as err:  # no network or no Redis server: the text names it
         pytest.skip(f"{corpus}: {err}")
 
 
 def assert_same(store: Store, info: VersionInfo, source: Path) -> None:
-    """Compare piece by piece: two copies of 300 MB in memory would be the test's, not the store's."""
+    """Compare piece by piece: two copies of 300 MB would count as the test's memory."""
     with source.open("rb") as original:
         for piece in store.get(info.key, info.version):
             assert original.read(len(piece)) == bytes(piece)

@@ -1,4 +1,7 @@
-"""The figure the store is for: ten releases of a real package, default settings, every byte under the root counted."""
+"""Measure the reduction of ten releases of a real package with default settings.
+
+Every byte below the root counts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nearkin serve`: what it says, whom it lets in, how it ends."""
+"""Test `nearkin serve`: its output, its access rules and its end."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_store_that_is_served_already_is_refused_in_one_line(tmp_path: Path) -
     assert done.returncode == 11
     assert "Traceback" not in done.stderr
     assert re.search("^nearkin: store .* is being written by process", done.stderr, re.MULTILINE)
-    assert "--wait SECONDS" in done.stderr  # F.10: it names the option
+    assert "--wait SECONDS" in done.stderr  # It names the option
 
 
 def test_a_port_that_is_taken_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The wheel, in an empty virtual environment, with the packages that it names and no others, at their locked hashes."""
+"""Test the wheel in an empty virtual environment with its packages at locked hashes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def ran(*command: str | Path, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of these sources; kernels that are built already are taken as they are: compiling takes a minute."""
+    """Build the wheel of these sources; take built kernels as they are.
+
+    Compiling takes a minute.
+    """
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, source)
@@ -51,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = source / "build" / platform / "nearkin_shared" / "kernels" / "native"
     built.mkdir(parents=True)
     for kernel in Path(nearkin_shared.kernels.native.__path__[0]).glob("_*.so"):
-        shutil.copy(kernel, built)  # younger than its sources, so it is up to date
+        shutil.copy(kernel, built)  # newer than its sources, so it is up to date
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
     ran(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", source / "wheel", source, folder=source)
     (made,) = (source / "wheel").iterdir()

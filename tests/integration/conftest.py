@@ -1,4 +1,4 @@
-"""A local store under collection, and the clock that it goes by."""
+"""Provide a local store with GC and a clock for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore from a copy taken while the store was written (docs/how-to/operate-services.md, *Backup and disaster*)."""
+"""Test restore from a copy taken during writes (see docs/how-to/operate-services.md)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nearkin_shared.errors import NotFound
 from tests.support.data.stores import SMALL, attempt, settings
 
 TRUTH = ("nearkin.json", "chunking.json", "containers", "manifests", "gc", "parity", "quarantine", "scrub", "heads")
-"""What is copied: neither the index, nor locks, nor what a writer has not finished."""
+"""The copied objects: no index, no locks, no unfinished files."""
 BEFORE = 6
 
 
 def copied(source: Path, target: Path, order: tuple[str, ...]) -> None:
-    """Copy objects one by one, as any tool does; one that goes meanwhile is left out."""
+    """Copy objects one by one, as any tool does; omit one that is deleted meanwhile."""
     for top in order:
         found = source / top
         files = [found] if found.is_file() else sorted(path for path in found.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Blocks with all that they lean on: decoded together where that can be, looked into one by one where it cannot."""
+"""Test the decoding of blocks with all their bases: in one call, or one by one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def chains_of(source: ContainerStore) -> BlockDecoder:
 
 
 def leaning(source: ContainerStore, name: BlockName) -> set[BlockName]:
-    """Return the block, and all that lean on it, however far up."""
+    """Return the block and all blocks that depend on it, directly or not."""
     reader, found = ChunkReader(source), {name}
     while True:
         more = set(found)
@@ -94,7 +94,7 @@ def test_a_chain_is_decoded_in_one_call(store: Store, monkeypatch: pytest.Monkey
     assert len(trips) == len({name[0] for name in every}), "and those of a container together"
     calls.clear()
     assert all(a is b for a, b in zip(chains_of(source).decode(deepest), found, strict=True))
-    assert not calls, "they are at hand"
+    assert not calls, "they are cached"
 
 
 @pytest.mark.parametrize("bound", [1, 100_000, 300_000])
@@ -148,7 +148,7 @@ def test_who_decodes_beside_another_has_half_of_the_bound(store: Store, monkeypa
     monkeypatch.setattr(block_decoder, "decode_frames", beside)
     decoded()
     decoded()
-    assert taken[1:] == [len(names), len(names)], "alone, beside another and after it"
+    assert taken[1:] == [len(names), len(names)], "alone, and concurrently with another and after it"
     assert 0 < taken[0] < len(names)
 
 
@@ -180,7 +180,7 @@ def test_who_decodes_alone_has_others_help(store: Store, monkeypatch: pytest.Mon
 
 
 def test_a_stored_block_in_the_cache_keeps_no_memory_but_its_own(tmp_path: Path) -> None:
-    """Records that lie one behind the other are read together: of such a read the cache may drop all blocks but one."""
+    """Copy the block: adjacent records share one read, of which the cache may keep one."""
     content = random_bytes(6 * TOGETHER_BYTES_MAX, 1)
     with open_store(tmp_path / "s", settings=chosen(SMALL), create=True) as store:
         store.put("k", content)

@@ -1,4 +1,7 @@
-"""The store's chunking record: its own settings are used, others are refused or forced, damage of it is named."""
+"""Test the store's chunking record.
+
+Used by default, others refused or forced, damage named.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_store_record_is_used_where_nothing_is_set(root: Path) -> None:
-    """F.11: a store that is opened with default settings is written as it was created: all chunks are duplicates."""
+    """Write with the recorded settings if none are set: all chunks of a repeat are duplicates."""
     with open_store(root, settings=Settings()) as store:
         assert store.settings.chunker.target_bytes == 16384
         result = store.put("again", CONTENT + b"x")
@@ -38,7 +41,7 @@ def test_store_record_is_used_where_nothing_is_set(root: Path) -> None:
 
 
 def test_store_profile_is_used_where_none_is_set(tmp_path: Path) -> None:
-    """F.11: the profile's other settings come with it, but for those that the caller sets."""
+    """The profile's other settings come with it, but for those that the caller sets."""
     create_store(tmp_path / "s", settings=load(None, {"profile": "archive"})[0]).close()
     with open_store(tmp_path / "s", settings=settings({"delta": {"level": 5}})) as store:
         assert (store.settings.profile, store.settings.delta.max_depth, store.settings.delta.level) == ("archive", 6, 5)
@@ -47,7 +50,10 @@ def test_store_profile_is_used_where_none_is_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("force", [False, True])
 def test_put_under_other_settings_needs_force(root: Path, caplog: pytest.LogCaptureFixture, force: bool) -> None:
-    """F.11: other set values are refused by both values and the remedy; forced, they are warned of and used."""
+    """Refuse other settings with both values and the remedy.
+
+    Forced, warn of them and use them.
+    """
     with open_store(root, settings=settings(COARSE, FIXED), force=force) as store:
         assert store.get("k").read() == CONTENT
         if force:
@@ -60,7 +66,7 @@ def test_put_under_other_settings_needs_force(root: Path, caplog: pytest.LogCapt
 
 
 def test_explicit_default_value_is_refused(root: Path) -> None:
-    """F.11: with `explicit` a default value that the caller set counts as set."""
+    """With `explicit` a default value that the caller set counts as set."""
     names = {"chunker.target_bytes"}
     with (
         open_store(root, settings=Settings(), explicit=names) as store,
@@ -70,7 +76,7 @@ def test_explicit_default_value_is_refused(root: Path) -> None:
 
 
 def test_store_without_record_gets_one_at_a_put(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F.11: a store of an older release is read as before, and recorded once, by the first put's settings."""
+    """Read a store of an older release as before; record the first put's settings, once."""
     (root / chunking_record.NAME).unlink()
     with open_store(root, settings=settings(FIXED)) as store:
         assert store.get("k").read() == CONTENT
@@ -85,7 +91,7 @@ def test_store_without_record_gets_one_at_a_put(root: Path, caplog: pytest.LogCa
 
 
 def test_first_of_two_writers_makes_the_record(root: Path) -> None:
-    """F.11: the record is created exclusively: the process that comes second is held to it."""
+    """Create the record exclusively: the second process has to follow it."""
     (root / chunking_record.NAME).unlink()
     with open_store(root, settings=settings(FIXED)) as late:
         with open_store(root, settings=settings(COARSE)) as first:
@@ -96,7 +102,7 @@ def test_first_of_two_writers_makes_the_record(root: Path) -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_damaged_record_is_named_and_stops_puts_alone(tmp_path: Path, encrypted: bool) -> None:
-    """F.11: with a damaged or forged record reads go on, `verify` names it, and puts are refused."""
+    """With a damaged or forged record reads go on, `verify` names it, and puts are refused."""
     chosen = settings(SMALL)
     if encrypted:
         key = "A" * 43 + "="
@@ -117,7 +123,7 @@ def test_damaged_record_is_named_and_stops_puts_alone(tmp_path: Path, encrypted:
 
 
 def test_record_is_not_forged_without_the_secret(root: Path) -> None:
-    """F.11: a record with a valid check but without the store's MAC is not believed."""
+    """A record with a valid check but without the store's MAC is not believed."""
     path = root / chunking_record.NAME
     path.chmod(0o600)
     path.write_bytes(chunking_record.encode_record(chunking_record.record_of(settings(FIXED)), bytes(32)))
@@ -126,7 +132,7 @@ def test_record_is_not_forged_without_the_secret(root: Path) -> None:
 
 
 def test_record_is_repaired_from_parity(tmp_path: Path) -> None:
-    """F.11: the record has parity as the descriptor has: puts go on, `repair` restores it."""
+    """The record has parity as the descriptor has: puts go on, `repair` restores it."""
     chosen = settings(COARSE, {"storage": {"parity": "rs-4-2"}})
     with create_store(tmp_path / "s", settings=chosen) as store:
         store.put("k", CONTENT)
@@ -142,7 +148,7 @@ def test_record_is_repaired_from_parity(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [FIXED, {"profile": "archive"}])
 def test_service_under_other_settings_is_refused(root: Path, changes: dict[str, object]) -> None:
-    """F.11: a service whose settings differ from the store's does not start, unless a setting allows it."""
+    """Refuse to start a service whose settings differ from the store's, unless allowed."""
     there = {"object_store": {"url": str(root)}}
     open_store_of(settings(COARSE, there))
     with pytest.raises(ConfigError, match=r"this store is written with .*storage.allow_other_chunking"):
@@ -151,7 +157,7 @@ def test_service_under_other_settings_is_refused(root: Path, changes: dict[str, 
 
 
 def test_service_records_the_settings_of_a_new_store(tmp_path: Path) -> None:
-    """F.11: the service that creates a store records its settings."""
+    """The service that creates a store records its settings."""
     place = {"object_store": {"url": str(tmp_path / "s")}, "storage": {"create": True}}
     objects, _ = open_store_of(settings(COARSE, place))
     record = chunking_record.read_record(objects)

@@ -1,4 +1,4 @@
-"""A closed store holds none of what was read, before any garbage collector comes by."""
+"""Test that a closed store holds no memory of its reads, before any garbage collection."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a writer beside a maintenance worker leans on: nothing condemned, nothing gone, nothing read before the
-record changed.
+"""Test a writer concurrent with a maintenance worker.
+
+No pending-delete bases, no stale reads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_sec
 
 
 class World:
-    """A store of which one of two blobs is condemned, and what a worker sees of it."""
+    """A store with one of two blobs pending delete, and a worker's view of it."""
 
     def __init__(self, root: Path) -> None:
         self.now = 1_764_000_000.0
@@ -95,7 +96,7 @@ def test_what_was_read_is_let_go_of_when_the_record_changes(world: World) -> Non
 
 
 def test_what_was_read_is_let_go_of_once_a_round_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have written containers anew, less deep and with more chunks, and condemned nothing."""
+    """Release directories after a GC run that rewrote containers and marked none."""
     monkeypatch.setattr("nearkin_shared.storage.pending_delete_watch.REFRESH_SECONDS", -1.0)
     ended = iter([None, None, 1.0, 1.0])
     watch = PendingDeleteWatcher(PendingDeleteStore(world.objects), 3600.0, lambda: next(ended))
@@ -106,7 +107,7 @@ def test_what_was_read_is_let_go_of_once_a_round_has_ended(world: World, monkeyp
         before = world.containers.directory(container)
         collected.refresh()
         known.append(world.containers.directory(container) is before)
-    assert known == [False, True, False, True], "what was before the first look is not known"
+    assert known == [False, True, False, True], "a change before the first check is not known"
 
 
 def test_chunks_are_lost_once_they_are_condemned_and_once_they_are_gone(world: World) -> None:

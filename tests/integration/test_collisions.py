@@ -1,4 +1,4 @@
-"""SHA-1 collisions: two contents of one fingerprint stay two contents, published pairs and made ones alike."""
+"""Test SHA-1 collisions: two contents of one fingerprint stay two, published or generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every choice by name, with every other: what is put comes back, whichever algorithms kept it."""
+"""Test every choice by name with every other: all contents are restored."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_any_chunker_codec_and_depth_round_trips_with_every_features_algorithm(c
                 assert stats.ledger.delta_chunks > 0
             if codec == "none":
                 assert stats.ledger.delta_chunks == 0
-            if algorithm == "none":  # no sketches: only neighbours tell of a base
+            if algorithm == "none":  # no sketches: bases are found by locality only
                 assert set(stats.found_by) <= {"locality"}
             assert store.verify().damage == ()
             explained = store.explain("k", 4)

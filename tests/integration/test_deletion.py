@@ -1,4 +1,4 @@
-"""Deleting and bringing back, on every object store: numbers, order, races, and each step that may be the last."""
+"""Test delete and undelete on every object store: numbers, order, races, and crash points."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_number_is_never_given_again(objects: ObjectStore) -> None:
     deletions.delete("default", "k", 3, **SETTINGS)
     assert put(manifests) == 4
     assert seen(manifests) == [4]
-    # Its bytes are freed: the collector's mark is made, then the manifest goes.
+    # Its bytes are freed: the collector's tombstone is written, then the manifest is deleted.
     manifests.put_mark(Mark("default", "k", 3, 2, MarkKind.COLLECTED, 5, 0))
     objects.delete(object_name("default", "k", 3))
     objects.delete(object_name("default", "k", 4))
@@ -290,7 +290,7 @@ def test_bounds_are_named_before_anything_changes() -> None:
 
 
 def test_the_newest_version_is_the_last_to_go_and_the_first_to_come_back() -> None:
-    """So that no reader ever meets an older one in its place, whatever cuts the call short."""
+    """Show no reader an older version instead, whatever cuts the call short."""
     for letters in ("E", ".E", "..E", "...E"):
         objects = memory_objects()
         manifests = ManifestStore(objects)
@@ -352,7 +352,7 @@ def test_the_index_hears_of_a_mark_before_it_is_made() -> None:
 
 
 def test_a_folder_read_while_it_changes_hides_no_version(tmp_path: Path) -> None:
-    """A listing may hold version 1's deletion and miss version 2, which was committed before it."""
+    """Hide no version if a listing has the deletion of 1 and misses the earlier put of 2."""
     manifests = ManifestStore(LocalObjectStore(tmp_path))
     put(manifests)
 

@@ -1,4 +1,4 @@
-"""Deletions that fail in a store: what was noted of them is counted no more, and no note of another is lost."""
+"""Test failed deletions: their counters are rolled back, and no other deletion's are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Determinism: what a store keeps depends on what was put, never on timing, queues or the store's own ids."""
+"""Test determinism: stored bytes depend on the puts, never on timing, queues or store ids."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded, f
     if crowded:  # blocks are handed over in the midst of a batch, and more are closed than may wait
         monkeypatch.setattr("nearkin_delta.container_builder.HANDED_BYTES", 64 << 10)
         monkeypatch.setattr("nearkin_delta.container_builder.CLOSING_BYTES_MAX", 1 << 20)
-    if far:  # what one block comes to tells how the next is written
+    if far:  # the size of one block decides how the next one is written
         monkeypatch.setattr("nearkin_delta.compression_params.FAR_BYTES_MIN", 1 << 14)
     changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}, "delta": {"max_depth": 2}}
     changes["block"] = {"far_matches": far}
     base = text_like(1_500_000, 5)
-    # Each batch leans on what the one before has filled a container with: how deep that lies is told by when it ends.
+    # The bases of each batch are in the container that the previous batch filled; their depth depends on its end.
     in_itself = b"".join(mutate(base, number, edits=200 * number) for number in range(8))
 
     def kept_on(count: int):
@@ -126,7 +126,10 @@ def test_a_round_on_one_core_and_on_three_writes_what_one_on_two_writes(tmp_path
 
 
 def test_a_version_that_differs_little_lies_in_one_container_however_many_batches_it_has(tmp_path):
-    """Each batch of patches was counted at half its bytes, was a full container, and cost a sync of its own."""
+    """Fill one container over many batches of patches.
+
+    Patches were counted at half their bytes: each batch ended a container, with a sync.
+    """
     changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "256KiB"}}
     with open_store(tmp_path / "s", settings=settings(changes), create=True) as store:
         store.put("k", FIRST)

@@ -1,4 +1,7 @@
-"""Retention that is extended after the commit: who deletes, frees or rebuilds honours it; none shortens it."""
+"""Test retention extended after the commit: honoured by deletions, GC and rebuild.
+
+Never shortened.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def records(root: Path) -> list[Path]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_extended_retention_refuses_every_deletion(tmp_path: Path, clock: Clock, kind: str) -> None:
-    """F.29: rm, forget, policies, purge and GC leave a version alone whose retention was extended; then it ends."""
+    """Refuse rm, forget, policies, purge and GC until the extended retention ends."""
     policy = {"retention": {"policies": [{"prefix": "", "keep_last": 1}], "superseded_seconds": 0}}
     with opened(tmp_path / "s", clock, kind, **policy) as store:
         store.put("k", b"one")
@@ -84,7 +87,7 @@ def test_extended_retention_refuses_every_deletion(tmp_path: Path, clock: Clock,
 
 
 def test_retention_is_never_shortened(tmp_path: Path, clock: Clock) -> None:
-    """F.29: An earlier time, one in the past and one after a century are refused with both values and the remedy."""
+    """Refuse an earlier, a past and a too distant time with both values and the remedy."""
     with opened(tmp_path / "s", clock) as store:
         store.put("k", b"one")
         store.retain("k", LATER)
@@ -107,7 +110,7 @@ def test_retention_is_never_shortened(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_retention_of_the_manifest_is_extended(tmp_path: Path, clock: Clock) -> None:
-    """F.29: An extension of a version that its manifest retains has to be later than the manifest's time."""
+    """Require a later time than the manifest's for an extension of a retained version."""
     with opened(tmp_path / "s", clock, retention={"min_age_seconds": 30 * DAY}) as store:
         store.put("k", b"one")
         with pytest.raises(BadInput, match="never shortened"):
@@ -121,7 +124,7 @@ def test_retention_of_the_manifest_is_extended(tmp_path: Path, clock: Clock) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gc_keeps_a_deleted_version_that_is_retained(tmp_path: Path, clock: Clock, kind: str) -> None:
-    """F.29: A tombstone of a process that ignored the retention frees nothing before it ends, purge included."""
+    """Free nothing before the retention ends although a tombstone exists, purge included."""
     with opened(tmp_path / "s", clock, kind) as store:
         store.put("k", b"one")
         store.retain("k", LATER)
@@ -148,7 +151,7 @@ FORGED = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("forgery", FORGED)
 def test_forged_retention_record_removes_nothing(tmp_path: Path, clock: Clock, kind: str, forgery: str) -> None:
-    """F.29: A record that the store's key does not authenticate keeps its version; verify names it."""
+    """A record that the store's key does not authenticate keeps its version; verify names it."""
     with opened(tmp_path / "s", clock, kind) as store:
         store.put("k", b"one")
         name = store._manifests.retentions.name("default", "k", 1, 1)
@@ -166,7 +169,7 @@ def test_forged_retention_record_removes_nothing(tmp_path: Path, clock: Clock, k
 def test_gc_keeps_a_deleted_version_whose_retention_is_not_known(
     tmp_path: Path, clock: Clock, kind: str, forgery: str
 ) -> None:
-    """F.32: GC frees no deleted version whose retention record does not verify."""
+    """GC frees no deleted version whose retention record does not verify."""
     with opened(tmp_path / "s", clock, kind) as store:
         store.put("k", b"one")
         now_us = int(clock.now * 1e6)
@@ -182,7 +185,7 @@ def test_gc_keeps_a_deleted_version_whose_retention_is_not_known(
 
 
 def test_record_never_shortens_the_retention_of_its_manifest(tmp_path: Path, clock: Clock) -> None:
-    """F.32: Of the times in manifest and record the later one holds; a record since the listing counts."""
+    """Apply the later time of manifest and record; a record since the listing counts."""
     earlier_us, later_us = (int(time.timestamp() * 1e6) for time in (START + timedelta(days=1), LATER))
     with opened(tmp_path / "s", clock) as store:
         store.put("k", b"one")
@@ -196,13 +199,16 @@ def test_record_never_shortens_the_retention_of_its_manifest(tmp_path: Path, clo
 
 
 def test_points_of_extensions_are_all_tried() -> None:
-    """F.29: Every failpoint of extended retentions is tried in this file."""
+    """Every failpoint of extended retentions is tried in this file."""
     assert set(RETENTION_POINTS) == {"retention.noted", "retention.recorded", "gc.retention"}
 
 
 @pytest.mark.parametrize("point", ["retention.noted", "retention.recorded"])
 def test_extension_cut_short_is_repeated(tmp_path: Path, clock: Clock, point: str) -> None:
-    """F.29: An extension that was cut short holds or does not, listings agree, and the same again succeeds."""
+    """Repeat an interrupted extension.
+
+    It holds or does not, listings agree, the repeat succeeds.
+    """
     with opened(tmp_path / "s", clock) as store:
         store.put("k", b"one")
         failpoints.arm(f"{point}:1:error")
@@ -218,7 +224,7 @@ def test_extension_cut_short_is_repeated(tmp_path: Path, clock: Clock, point: st
 
 
 def test_gc_cut_short_removes_the_record_later(tmp_path: Path, clock: Clock) -> None:
-    """F.29: GC that died between a version's retention record and its marks goes on in the next run."""
+    """GC that died between a version's retention record and its marks goes on in the next run."""
     with opened(tmp_path / "s", clock) as store:
         store.put("k", b"one")
         store.retain("k", LATER)
@@ -238,7 +244,7 @@ def test_gc_cut_short_removes_the_record_later(tmp_path: Path, clock: Clock) -> 
 
 
 def test_acknowledged_extension_survives_a_power_cut(tmp_path: Path, clock: Clock) -> None:
-    """F.29: Whatever a disk keeps that lost its power after the answer, no process deletes the version."""
+    """Keep an acknowledged extension in every state of the disk after a power cut."""
     root = tmp_path / "s"
     with opened(root, clock) as store:
         store.put("k", b"one")

@@ -1,4 +1,7 @@
-"""A restore knows what it will read: what it is done with goes first, and what comes out is the same."""
+"""Test eviction hints of a restore.
+
+Used data is evicted first, and the bytes are the same.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +152,10 @@ def test_containers_that_are_looked_into_again_give_the_same(made, monkeypatch: 
 def test_a_block_of_a_later_generation_than_was_looked_into_is_not_followed(
     made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round wrote the container anew between two batches: its new blocks have numbers that the old one has not."""
+    """Give up the hints if a GC run rewrote the container.
+
+    Block numbers of the plan are stale.
+    """
     root, versions = made
     real = EvictionHints._dependencies_in
 
@@ -213,7 +219,7 @@ def test_what_is_broken_ahead_is_told_after_all_that_lies_before_it(made) -> Non
 
 
 def test_where_nothing_is_foreseen_nothing_is_planned_ahead(made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that are made long before they are read only grow old: a round may write their containers anew."""
+    """Plan nothing ahead without hints: plans get stale when a GC run rewrites containers."""
     root, _ = made
     blob = opened(root, 2_000_000, VERSIONS)
     plans, made_so_far = list(blob._range_plans()), list[int]()
@@ -231,8 +237,9 @@ def test_where_nothing_is_foreseen_nothing_is_planned_ahead(made, monkeypatch: p
 
 
 def test_a_plan_of_before_a_round_is_made_anew(tmp_path: Path) -> None:
-    """The round itself, in this process, has read the generation that it wrote: what is at hand is not what was
-    planned by. Rows that it gave other bases leaned on chunks that are gone.
+    """Plan again after a GC run of this process: cached directories are newer than the plan.
+
+    Rows that the run gave other bases had bases that were deleted.
     """
     now = [1.7e9]
     content = bytearray(np.random.default_rng(0).bytes(9_000_000))
@@ -260,7 +267,7 @@ def test_a_plan_of_before_a_round_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_plan_in_whose_midst_a_later_generation_comes_is_made_anew(made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who shares the caches noted it once the older one was read: the one at hand is the one that is there."""
+    """Plan again if another thread caches a later generation while the plan is made."""
     root, _ = made
     source = opened(root, 2_000_000, 1)._source
     container = min(container for container, _ in source.ids())

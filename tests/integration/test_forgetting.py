@@ -1,4 +1,7 @@
-"""What an LMDB index forgets, looked up beforehand: the same as with a scan, whatever was written in between."""
+"""Test removals from an LMDB index by looked-up entries.
+
+The result is that of a scan, also after changes in between.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def test_of_what_was_looked_up_only_what_is_named_is_forgotten(tmp_path: Path) -
 
 
 def test_where_a_container_was_published_meanwhile_all_is_read(tmp_path: Path) -> None:
-    """One whose writer died before it told the index, say: whoever writes next tells of it."""
+    """Scan if a container was published meanwhile, for example that of a crashed writer."""
     folder = filled(tmp_path / "s")
     index = LmdbIndex(folder, DOMAIN, MAP_BYTES)
     chunks, segments, containers = unwanted(index)

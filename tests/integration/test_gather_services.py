@@ -1,4 +1,4 @@
-"""Rounds of the services' maintenance, over S3 and Redis, gather as those of one process do."""
+"""Test that GC runs of the services over S3 and Redis merge blocks as a local store's do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VERSIONS = range(1, 17)
 
 
 class Deployed(Fleet):
-    """A store in whose sixteen versions nearly every chunk changes each time; after `later` they are old."""
+    """Sixteen versions, each with nearly all chunks changed; after `later` they are old."""
 
     def __init__(self, folder: Path, elsewhere: S3ObjectStore, redis: Redis, prefix: str) -> None:
         self.contents: dict[int, bytes] = {}
@@ -87,7 +87,7 @@ def fleet(tmp_path: Path, s3_objects: S3ObjectStore, redis: Redis, key_prefix: s
 def test_what_is_old_enough_is_gathered_and_goes_with_its_versions(fleet: Deployed) -> None:
     rounds, before = fleet.make_gc_worker(gc=GATHERING), fleet.stored_bytes()
     assert rounds.run_once() is not None
-    assert fleet.blocks() == (0, 0)  # their versions might be on their way yet
+    assert fleet.blocks() == (0, 0)  # their versions might be in flight
     fleet.later()
     report = rounds.run_once()
     assert report is not None

@@ -1,4 +1,4 @@
-"""What newer versions changed is taken into the blocks of the chunks that it goes back to."""
+"""Test merged blocks: GC runs join chunks of newer versions with their bases' blocks."""
 
 from __future__ import annotations
 
@@ -119,7 +119,10 @@ def numbers_ascend(store: Store) -> bool:
 
 @pytest.mark.soak
 def test_what_is_left_of_a_block_is_gathered_from_once_more_together_with_a_block_behind_it(apart, clock, caplog):
-    """It has a number of its own by then, behind that block's; rows that are laid together ascend all the same."""
+    """Merge the rest of a block with a block behind it.
+
+    The rest has a number behind that block's; merged rows must ascend nevertheless.
+    """
     for parts in PARTS:
         put_changed(apart, clock, parts)
         before = digests(apart)
@@ -175,7 +178,7 @@ def test_what_was_gathered_is_put_together_again_from_the_chunks_that_it_was(sto
 
 
 def test_who_stays_open_reads_what_came_since_and_leans_on_chunks_that_a_round_appended(store, clock):
-    """It has read the directories of the generations before, and their blocks."""
+    """Read and deduplicate in a store opened before: it has read earlier generations."""
     with open_store(store.root, settings=GATHERED, read_only=True) as reader:
         for number in EVERY:
             put(store, range(number, number + 1))
@@ -205,7 +208,7 @@ def test_a_long_history_takes_clearly_less_and_no_chunk_gets_deeper(store, clock
     check(store, EVERY)
     assert store.stats().ledger.stored_bytes == stored_bytes(store.root)
     clock.now += DAY
-    assert store.gc().containers_rewritten == 0  # what was gathered stays
+    assert store.gc().containers_rewritten == 0  # merged blocks stay
 
 
 def test_rounds_between_puts_go_on_with_what_earlier_ones_gathered(store, clock):
@@ -240,7 +243,10 @@ def test_the_index_is_made_again_from_gathered_containers(store, clock):
 
 
 def test_what_is_counted_of_versions_stays_as_it_was(store):
-    """What was gathered is there twice, joined and as chunks that refer to it: dedup had saved less than nothing."""
+    """Count merged chunks once.
+
+    Counted as chunk and as reference, dedup saved less than nothing.
+    """
     put(store, EVERY)
     before = store.stats()
     store.gc()
@@ -324,7 +330,7 @@ def reach_of(store: Store) -> LiveSet:
 
 
 def planned(store: Store, young: int = 0) -> MergePlan | None:
-    """Return what is to be gathered where so many of the oldest containers are young."""
+    """Return the merge plan if so many of the oldest containers are recent."""
     ids = sorted(container for container, _ in store._containers.ids())
     return plan_merge(reach_of(store), ids, ids[:young], MergeBounds(3, 1 << 20, 1 << 17, 1 << 16, 2))
 
@@ -399,7 +405,7 @@ def test_where_a_block_does_not_decode_again_nothing_is_gathered_in_its_containe
 
 @pytest.mark.parametrize("versions", [10, 12])
 def test_what_fewer_versions_have_changed_than_it_takes_is_left_as_it_is(tmp_path, clock, versions):
-    """Eleven lean on the first one: twelve versions are there."""
+    """Leave twelve versions alone: eleven depend on the first one."""
     chosen = settings(GATHERED, {"gc": {"merge_versions_min": 11, "recompress_level": 0}})
     with open_store(tmp_path / "few", settings=chosen, clock=clock, create=True) as store:
         put(store, range(1, versions + 1))
@@ -410,7 +416,7 @@ def test_what_fewer_versions_have_changed_than_it_takes_is_left_as_it_is(tmp_pat
 
 @pytest.mark.parametrize(("block_bytes", "takes"), [(1 << 20, 0), (1 << 18, 1)])
 def test_a_raw_block_that_is_larger_than_what_is_gathered_takes_nothing_in(tmp_path, clock, block_bytes, takes):
-    """In parts it takes more than is gained, and what it was to take in would be left as it was."""
+    """Leave a large raw block alone: its slices cost more than they save."""
     whole = settings(GATHERED, {"block": {"raw_bytes": "8MiB"}})
     with open_store(tmp_path / "large", settings=whole, clock=clock, create=True) as store:
         put(store, range(1, 8))
@@ -468,7 +474,7 @@ def test_chunks_that_lean_on_one_joined_chunk_are_each_the_first_of_a_family(tmp
     with open_store(tmp_path / "g", settings=GATHERED, create=True) as opened:
         put(opened, EVERY)
         opened.gc()
-    shallow = settings(GATHERED, {"delta": {"max_depth": 1}})  # a new chunk leans on what its base refers to then
+    shallow = settings(GATHERED, {"delta": {"max_depth": 1}})  # the base of a new chunk is then its base's base
     with open_store(tmp_path / "g", settings=shallow, create=True) as opened:
         opened.put("k", mutate(HISTORY[12], 99, edits=150, edit_bytes_max=40))
         firsts_of_families(opened)

@@ -1,4 +1,4 @@
-"""Garbage collection in a local store: what goes, what stays, when; told beforehand to the byte."""
+"""Test GC in a local store: deletions, survivors, timing, and exact predictions in bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.data.stores import ENCRYPTED, containers, flip, manifests, ob
 from tests.support.fakes.clock import DAY, Clock
 
 DELETION_SETS = 100 if "EVERY_SET" in os.environ else 30
-"""Deletion sets whose reclaim is told before."""
+"""Number of deletion sets whose reclaim is predicted."""
 
 
 def test_a_store_without_deletions_frees_nothing_but_what_a_deeper_search_does(opened, clock):
@@ -59,7 +59,10 @@ def test_what_nothing_needs_goes_and_all_else_restores(opened, clock):
 
 @pytest.mark.parametrize("instead", ["empty", "file", "link"])
 def test_no_round_takes_manifests_that_are_not_there_for_none(opened, clock, instead, tmp_path):
-    """Their disk is not mounted, and the index is lost, which would have told it."""
+    """Refuse a GC run if manifests are missing.
+
+    Their disk is not mounted, and the index is lost.
+    """
     store = opened()
     content = random_bytes(300_000, 1)
     store.put("k", content)
@@ -447,7 +450,7 @@ def test_a_round_is_refused_while_a_put_is_at_work(opened):
 
 def test_what_was_condemned_by_a_clock_ahead_waits_anew(tmp_path, clock, opened):
     opened()
-    trusting = settings(COLLECTED, {"gc": {"trust_clock": True}})  # else a round by such a clock is refused (F.29)
+    trusting = settings(COLLECTED, {"gc": {"trust_clock": True}})  # else a GC run by such a clock is refused
     store = open_store(tmp_path / "s", settings=trusting, clock=clock)
     store.put("k", random_bytes(300_000, 1))
     store.delete("k")
@@ -462,7 +465,7 @@ def test_what_was_condemned_by_a_clock_ahead_waits_anew(tmp_path, clock, opened)
 
 @pytest.mark.soak
 def test_what_was_told_of_any_deletion_set_is_what_goes(tmp_path, monkeypatch):
-    """Random sets; each byte was told before it goes."""
+    """Predict each byte that GC frees after random deletions."""
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)  # half of the time, and no power cut is tested here
     clock = Clock()
     first, other = text_like(60_000, 1), random_bytes(30_000, 2)

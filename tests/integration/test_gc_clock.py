@@ -1,4 +1,7 @@
-"""GC by a clock that is ahead: nothing is freed, the error names both times and the remedy."""
+"""Test GC by a clock that is ahead: nothing is freed.
+
+The error has both times and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def container(seconds: float) -> int:
 
 
 def test_gc_refuses_a_clock_far_ahead(tmp_path: Path, clock: Clock) -> None:
-    """F.29: A clock a year ahead freed what was deleted a moment ago; the run is refused before anything is freed."""
+    """Refuse the run by a clock a year ahead, which would free recent deletions."""
     with opened(tmp_path / "s", clock) as store:
         store.put("k", b"x" * 1000)
         store.delete("k")
@@ -66,7 +69,7 @@ def test_gc_refuses_a_clock_far_ahead(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_put_by_a_wrong_clock_does_not_confirm_it() -> None:
-    """F.29: A container that is as far ahead as the clock is no proof: the gap before it is what counts."""
+    """Reject a container as far ahead as the clock as proof: the gap before it counts."""
     objects = memory_objects()
     check_clock(objects, [container(START)], START, GcSettings())
     with pytest.raises(ClockSkew):
@@ -79,7 +82,7 @@ def test_put_by_a_wrong_clock_does_not_confirm_it() -> None:
 def test_put_before_the_first_gc_confirms_no_clock(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, record: str
 ) -> None:
-    """F.29: Without a clock record a put by a clock 400 days ahead does not confirm it: nothing retained is freed."""
+    """Free nothing retained after a put by a clock 400 days ahead, without clock record."""
     with opened(tmp_path / "s", clock) as store:
         store.put("k", os.urandom(1000))
         store.retain("k", datetime.fromtimestamp(START + 300 * DAY, UTC))
@@ -102,7 +105,7 @@ def test_put_before_the_first_gc_confirms_no_clock(
 
 
 def test_deletion_by_a_clock_behind_keeps_its_window(tmp_path: Path, clock: Clock) -> None:
-    """F.29: The undelete window of an rm by a clock that is 10 days behind begins at the last GC run's time."""
+    """Start the undelete window of an rm by a clock 10 days behind at the last GC run's time."""
     changes = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 7 * DAY}}
     settings = with_changes(Settings(), changes)
     with open_store(tmp_path / "s", settings=settings, clock=clock, create=True) as store:
@@ -121,7 +124,7 @@ def test_deletion_by_a_clock_behind_keeps_its_window(tmp_path: Path, clock: Cloc
 
 
 def test_deletion_by_a_clock_before_the_put_keeps_it(tmp_path: Path, clock: Clock) -> None:
-    """F.29: Without a GC run the window begins at the version's own time at the earliest."""
+    """Without a GC run the window begins at the version's own time at the earliest."""
     changes = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 7 * DAY}}
     with open_store(tmp_path / "s", settings=with_changes(Settings(), changes), clock=clock, create=True) as store:
         store.put("k", b"one")
@@ -133,7 +136,7 @@ def test_deletion_by_a_clock_before_the_put_keeps_it(tmp_path: Path, clock: Cloc
 
 
 def test_version_dated_in_9999_can_be_deleted(tmp_path: Path, clock: Clock) -> None:
-    """F.29: A version that a wrong clock dated to the last day that a mark can name is deleted, and freed by purge."""
+    """Delete a version dated to the last day that a tombstone can express; purge frees it."""
     changes = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 7 * DAY}}
     with open_store(tmp_path / "s", settings=with_changes(Settings(), changes), clock=clock, create=True) as store:
         clock.now = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
@@ -145,7 +148,7 @@ def test_version_dated_in_9999_can_be_deleted(tmp_path: Path, clock: Clock) -> N
 
 
 def test_min_age_by_a_clock_behind_is_not_shortened(tmp_path: Path, clock: Clock) -> None:
-    """F.29: A put by a clock that is behind the last GC run is retained from that run's time, not in the past."""
+    """Retain a put by a clock that is behind from the last GC run's time, not from the past."""
     settings = with_changes(Settings(), {"retention": {"min_age_seconds": 5 * DAY}})
     with open_store(tmp_path / "s", settings=settings, clock=clock, create=True) as store:
         store.put("k", b"one")
@@ -163,7 +166,10 @@ def test_min_age_by_a_clock_behind_is_not_shortened(tmp_path: Path, clock: Clock
 
 
 def test_old_gap_is_confirmed_once() -> None:
-    """F.29: A gap among old containers needs `gc.trust_clock` once; the record of that run covers it."""
+    """Require `gc.trust_clock` once for a gap among old containers.
+
+    That run's record covers it.
+    """
     objects = memory_objects()
     containers = [container(START - YEAR), container(START)]
     with pytest.raises(ClockSkew, match=rf"between {shown(START - YEAR)} and {shown(START)}"):
@@ -173,7 +179,7 @@ def test_old_gap_is_confirmed_once() -> None:
 
 
 def test_trusted_clock_is_recorded(tmp_path: Path, clock: Clock) -> None:
-    """F.29: One run with `gc.trust_clock` confirms the clock; later ones need it no more."""
+    """One run with `gc.trust_clock` confirms the clock; later ones need it no more."""
     with opened(tmp_path / "s", clock) as store:
         store.put("k", b"x")
     clock.now += YEAR
@@ -188,7 +194,7 @@ def test_trusted_clock_is_recorded(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_clock_record_is_written_once_a_day(tmp_path: Path, clock: Clock) -> None:
-    """F.29: A run leaves one record, and replaces it after a day; a store that GC visits is never refused."""
+    """Write one record, replaced after a day; never refuse a store with regular GC runs."""
     with opened(tmp_path / "s", clock) as store:
         store.put("k", b"x")
         for _ in range(5):
@@ -203,7 +209,7 @@ def test_clock_record_is_written_once_a_day(tmp_path: Path, clock: Clock) -> Non
 
 
 def test_forged_clock_record_counts_as_none(tmp_path: Path, clock: Clock) -> None:
-    """F.29: A record that the store's key does not authenticate confirms no clock; verify names it."""
+    """A record that the store's key does not authenticate confirms no clock; verify names it."""
     with opened(tmp_path / "s", clock) as store:
         store.put("k", b"x")
         name = ClockRecords(store._covered).name(7)
@@ -217,7 +223,7 @@ def test_forged_clock_record_counts_as_none(tmp_path: Path, clock: Clock) -> Non
 
 
 def test_clock_behind_lowers_the_record_only_if_trusted() -> None:
-    """F.29: A GC run by a clock that is behind leaves the recorded time; `gc.trust_clock` sets it."""
+    """A GC run by a clock that is behind leaves the recorded time; `gc.trust_clock` sets it."""
     objects = memory_objects()
     check_clock(objects, [], START, GcSettings())
     check_clock(objects, [], START - 10 * DAY, GcSettings())
@@ -227,7 +233,7 @@ def test_clock_behind_lowers_the_record_only_if_trusted() -> None:
 
 
 class Dated(ObstoreObjectStore):
-    """An object store whose server has a clock that stands still."""
+    """An object store whose server has a stopped clock."""
 
     has_server_clock = True
 
@@ -237,7 +243,7 @@ class Dated(ObstoreObjectStore):
 
 
 def test_clock_behind_that_of_a_server_leaves_the_record() -> None:
-    """F.29: A GC run by a clock that is behind leaves the recorded time where a server dates the records too."""
+    """Keep the recorded time, also if a server dates the records and the clock is behind."""
     objects = Dated(MemoryStore())
     check_clock(objects, [], START, GcSettings())
     check_clock(objects, [], START - 10 * DAY, GcSettings())
@@ -245,7 +251,7 @@ def test_clock_behind_that_of_a_server_leaves_the_record() -> None:
 
 
 def test_clock_behind_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """F.29: A clock that is behind the store's containers is reported with both times; the run goes on."""
+    """Report both times if the clock is behind the store's containers, and continue the run."""
     objects = memory_objects()
     with caplog.at_level(logging.WARNING):
         check_clock(objects, [container(START + YEAR)], START, GcSettings())
@@ -254,7 +260,7 @@ def test_clock_behind_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_gc_refuses_a_clock_ahead_of_the_s3_server(s3_objects: ObjectStore) -> None:
-    """F.29: Against an S3 server's date 300 s are tolerated, and no more; a clock that is behind is no danger."""
+    """Tolerate 300 s beyond an S3 server's date, and no more; a clock behind is no danger."""
     now = datetime.now(UTC).timestamp()
     check_clock(s3_objects, [], now + 200, GcSettings())
     with pytest.raises(ClockSkew, match=r"the object store's 2.*Z, [45]\d\d s less.*nothing is freed"):

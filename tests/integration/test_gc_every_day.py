@@ -1,4 +1,4 @@
-"""What a store under collection takes on every day, beside a fresh store of the same versions."""
+"""Test a store with daily GC runs: its size against a fresh store of the same versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def edited(content: bytes, draw: random.Random) -> bytes:
 
 
 def test_what_died_since_a_round_does_not_hold_what_that_condemned(tmp_path: Path) -> None:
-    """A round a day, as a daily `nearkin gc`: without the dead encoded again too it is 1.34 times a fresh store."""
+    """Encode chunks that died since a GC run again too: else the store is 1.34x a fresh one.
+
+    The schedule is one run per day, as by a daily `nearkin gc`.
+    """
     now, draw, content = [1_764_000_000.0], random.Random(1), text_like(600_000, 1)
     chosen, versions = with_changes(Settings(), CHANGES), dict[int, bytes]()
     with open_store(tmp_path / "s", settings=chosen, clock=lambda: now[0], create=True) as store:

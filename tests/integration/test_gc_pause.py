@@ -1,4 +1,4 @@
-"""Pausing garbage collection: durable, seen by whoever would do a round, and heeded between two steps of one."""
+"""Test the GC pause: durable, seen by all processes, checked between two steps of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_sec
 
 
 def filled(root: Path) -> None:
-    """Leave several containers that a second round would remove."""
+    """Store several containers that a second GC run would remove."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         for number in range(4):
             store.put(f"k{number}", random_bytes(200_000, number))
@@ -31,11 +31,11 @@ def test_a_paused_store_collects_nothing_until_it_is_resumed(tmp_path: Path) -> 
     root = tmp_path / "s"
     filled(root)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        store.pauses.pause("somebody on some host")
+        store.pauses.pause("an operator on some host")
     before = objects(root)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert store.gc_state().paused_by == "somebody on some host"
-        with pytest.raises(GcPaused, match=r"somebody on some host.*--resume"):
+        assert store.gc_state().paused_by == "an operator on some host"
+        with pytest.raises(GcPaused, match=r"an operator on some host.*--resume"):
             store.gc()
         assert objects(root) == before
         assert store.gc(dry_run=True).freed_bytes > 0

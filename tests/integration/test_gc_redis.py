@@ -1,4 +1,4 @@
-"""Rounds over an S3 store and a Redis index: one maintenance worker at a time, and none after its lease."""
+"""Test GC runs over S3 and Redis: one maintenance worker at a time, none after its lease."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ YEAR = 31_536_000.0
 
 
 class Deployed(Fleet):
-    """A store of six versions, four of them deleted, its index in Redis, and maintenance workers over both."""
+    """Six versions, four of them deleted, an index in Redis, and maintenance workers."""
 
     def __init__(self, folder: Path, elsewhere: ObjectStore, redis: Redis, prefix: str) -> None:
         self.contents: dict[int, bytes] = {}
@@ -68,7 +68,7 @@ def fleet(tmp_path: Path, s3_objects: S3ObjectStore, redis: Redis, key_prefix: s
 
 
 def test_a_round_that_is_asked_for_while_one_is_at_work_comes_after_it(fleet: Deployed) -> None:
-    """What was deleted just before one asked, the round at work may have looked at before."""
+    """Run again for a request during a run, which may have marked before the latest deletion."""
     told, rounds = GcStatusStore(fleet.index), fleet.make_gc_worker()
     told.request_run()
 
@@ -160,7 +160,7 @@ def test_no_round_is_done_by_a_clock_that_differs_from_that_of_redis(
 
 
 def test_a_machine_that_slept_holds_no_lease(fleet: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suspended, CLOCK_MONOTONIC stands still."""
+    """Hold no lease after a suspension, in which CLOCK_MONOTONIC stops."""
     slept_seconds = 0.0
 
     def clock_gettime(clock: int) -> float:
@@ -229,7 +229,7 @@ def test_a_maintenance_that_slept_past_its_lease_does_nothing_more_and_another_e
     thread.start()
     assert asleep.wait(60)
     fleet.index.server.one(("DEL", f"{fleet.index.prefix}:{{m}}:lease"))  # as if it had run out
-    sleepy._lease.give_up()  # what its own clock says when it wakes
+    sleepy._lease.give_up()  # its own clock reports no expiry when it wakes
     assert fleet.make_gc_worker().run_once() is not None
     left = dict(fleet.objects.names("containers"))
     awake.set()
@@ -246,8 +246,9 @@ LEASE_SECONDS = 4.0  # what a busy machine may let the process wait before it st
 def test_a_maintenance_that_is_stopped_past_its_lease_does_at_most_the_effect_it_stood_before(
     tmp_path: Path, redis: Redis, key_prefix: str, effect: int
 ) -> None:
-    """SIGSTOP between the look at the lease and the effect; the lease ends in Redis, another maintenance does the
-    round.
+    """Apply at most one effect after SIGSTOP between lease check and effect.
+
+    The lease ends in Redis, and another maintenance worker does the GC run.
     """
     root, prefix = tmp_path / "objects", key_prefix.rstrip(":")
     root.mkdir()
@@ -268,7 +269,7 @@ def test_a_maintenance_that_is_stopped_past_its_lease_does_at_most_the_effect_it
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as asleep:
         try:
             _, status = os.waitpid(asleep.pid, os.WUNTRACED)
-            assert os.WIFSTOPPED(status), f"the round has fewer than {effect} effects: {status}"
+            assert os.WIFSTOPPED(status), f"the GC run has fewer than {effect} effects: {status}"
             done = until(fleet.make_gc_worker().run_once)  # refused for as long as the lease is the other's
             assert done is not None
             assert done.freed_bytes > 0

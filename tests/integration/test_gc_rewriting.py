@@ -1,4 +1,4 @@
-"""Collection that writes containers anew: dead bases, little left, and readers who had begun."""
+"""Test GC runs that rewrite containers: dead bases, small remainders, concurrent readers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tests.support.fakes.clock import DAY, Clock
 
 
 def chain(store: Store, clock: Clock, versions: int, keep: int) -> dict[int, bytes]:
-    """Put versions that each lean on the one before, and delete all but the last ones; return these."""
+    """Put versions, each based on the previous one; delete all but the last ones.
+
+    Return these.
+    """
     content, kept = text_like(400_000, 1), {}
     for number in range(1, versions + 1):
         content = mutate(content, number, edits=60)
@@ -97,7 +100,7 @@ def test_whoever_had_begun_to_read_reads_on_while_bases_change(opened, clock):
 
 @pytest.mark.parametrize("codec", ["patch", "xdelta3"])
 def test_who_knows_some_of_what_was_written_anew_reads_on(tmp_path, clock, codec):
-    """Each reader has let go of one container, as its cache may, and is told of no base that others had before."""
+    """Read on with a partly stale cache: each reader lacks one container and has no old bases."""
     chosen = settings(COLLECTED, {"delta": {"codec": codec}})
     with open_store(tmp_path / "s", settings=chosen, clock=clock, create=True) as store:
         kept = chain(store, clock, versions=14, keep=3)
@@ -139,7 +142,7 @@ def test_who_is_overtaken_by_a_round_at_work_reads_on_and_what_is_gone_without_o
 
 
 def beside(store: Store) -> tuple[dict[str, bytes], int]:
-    """Put blobs that share containers, delete most of them; return what is left and the bytes stored."""
+    """Put blobs that share containers, delete most; return the rest and the bytes stored."""
     contents = {f"k{number}": random_bytes(30_000, number) for number in range(20)}
     list(store.put_many(contents.items()))
     before = stored_bytes(store.root)
@@ -160,7 +163,7 @@ def test_a_container_with_little_left_is_written_anew(opened, clock):
     for key, content in contents.items():
         assert store.get(key).read() == content
         assert sum(segment.length_bytes for segment in store.explain(key).segments) == len(content)
-    # A second time: those that were written anew are written anew again.
+    # A second time: rewritten containers are rewritten again.
     for key in list(contents)[1:]:
         store.delete(key)
         del contents[key]

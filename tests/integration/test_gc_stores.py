@@ -1,4 +1,4 @@
-"""The same rounds over any object store: what a local store put there is collected, and what is kept restores."""
+"""Test the same GC runs over any object store that a local store wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`index.path`: the index of a local store on another disk, and how an older state of the store is noticed."""
+"""Test `index.path`: the index on another disk, and detection of an older store."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def contents(machine: Machine) -> dict[str, bytes]:
 
 
 def test_index_path_holds_the_index_of_the_store(first: Machine, root: Path) -> None:
-    """F.5: the index is in a folder named after the store, private, and none is in the store."""
+    """The index is in a folder named after the store, private, and none is in the store."""
     first.put("k", b"x" * 100_000)
     with first.open() as store:
         folder = first.index_path / store.store_id
@@ -84,7 +84,7 @@ def test_index_path_holds_the_index_of_the_store(first: Machine, root: Path) -> 
 
 
 def test_two_machines_in_turn_find_all_blobs(first: Machine, second: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    """F.5: each notices what the other one stored, rebuilds its index and is told once, and deduplicates again."""
+    """Notice the other machine's puts, rebuild the index, report once, deduplicate again."""
     data = {f"blob {number}": random_bytes(300_000, number) for number in range(6)}
     for number, (key, each) in enumerate(data.items()):
         machine = (first, second)[number % 2]
@@ -103,7 +103,7 @@ def test_two_machines_in_turn_find_all_blobs(first: Machine, second: Machine, ca
 def test_index_of_the_only_writer_is_not_rebuilt(
     first: Machine, second: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F.5: sessions of one machine, and readers elsewhere, leave its index valid."""
+    """Sessions of one machine, and readers elsewhere, leave its index valid."""
     first.put("a", random_bytes(200_000, 1))
     assert set(contents(second)) == {"a"}
     caplog.clear()
@@ -116,7 +116,7 @@ def test_index_of_the_only_writer_is_not_rebuilt(
 
 
 def test_open_reader_notices_another_machines_put(first: Machine, second: Machine) -> None:
-    """F.5: a process that keeps the store open lists what another machine put since, also while that one writes."""
+    """List another machine's puts in an open store, also while that machine writes."""
     first.put("a", b"1")
     with second.open() as reader:
         assert [info.key for info in reader.versions()] == ["a"]
@@ -129,7 +129,7 @@ def test_open_reader_notices_another_machines_put(first: Machine, second: Machin
 def test_deletion_while_a_reader_mends_is_noticed(
     first: Machine, second: Machine, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F.5: a deletion that meets an index which is only being mended invalidates the other machine's all the same."""
+    """Invalidate the other machine's index by a deletion that finds an index in recovery."""
     first.put("a", b"1")
     assert set(contents(second)) == {"a"}
     shutil.rmtree(first.index_path)
@@ -151,7 +151,7 @@ def test_deletion_while_a_reader_mends_is_noticed(
 
 
 def test_machine_without_index_path_notices_too(first: Machine, root: Path) -> None:
-    """F.5: `index/` in the store is an index like any other: it is stale after a machine with `index.path` wrote."""
+    """Treat `index/` in the store as stale after a machine with `index.path` wrote."""
     plain = settings(SMALL)
     first.put("a", random_bytes(200_000, 1))
     with open_store(root, settings=plain) as store:
@@ -165,7 +165,7 @@ def test_machine_without_index_path_notices_too(first: Machine, root: Path) -> N
 
 
 def test_index_in_the_store_is_removed_at_first_use(tmp_path: Path, first: Machine) -> None:
-    """F.5: an index without a token could not be told from a valid one once the token is lost."""
+    """Remove it: without a token it looks valid once the store's token is lost."""
     root = tmp_path / "older"
     with open_store(root, settings=settings(SMALL), create=True) as store:
         store.put("k", b"1")
@@ -176,7 +176,10 @@ def test_index_in_the_store_is_removed_at_first_use(tmp_path: Path, first: Machi
 
 
 def test_copied_root_never_uses_the_originals_index(tmp_path: Path, first: Machine, root: Path) -> None:
-    """F.5: a copy has the store's id and token: what only the original stored afterwards is not taken for stored."""
+    """Reject the index for a copy with the same id and token.
+
+    Later chunks are not in the copy.
+    """
     first.put("a", random_bytes(200_000, 1))
     shutil.copytree(root, tmp_path / "copy")
     copy = Machine(first.index_path, tmp_path / "copy")
@@ -187,7 +190,7 @@ def test_copied_root_never_uses_the_originals_index(tmp_path: Path, first: Machi
 
 
 def test_copy_from_the_middle_of_a_session_is_noticed(tmp_path: Path, first: Machine, root: Path) -> None:
-    """F.5: a copy made while the writer had the store open lacks what it put afterwards."""
+    """A copy made while the writer had the store open lacks what it put afterwards."""
     later = random_bytes(200_000, 2)
     with first.open() as store:
         store.put("a", random_bytes(200_000, 1))
@@ -202,7 +205,10 @@ def test_copy_from_the_middle_of_a_session_is_noticed(tmp_path: Path, first: Mac
 
 
 def test_copy_after_a_died_session_is_noticed(tmp_path: Path, first: Machine, root: Path) -> None:
-    """F.5: the writer died with its index open; the copy has its token and lacks containers that the index names."""
+    """Notice a copy made after a crash.
+
+    Same token, but without containers that the index names.
+    """
     later = random_bytes(200_000, 2)
     child = os.fork()
     if not child:
@@ -221,7 +227,7 @@ def test_copy_after_a_died_session_is_noticed(tmp_path: Path, first: Machine, ro
 
 
 def test_writer_that_dies_while_it_claims_is_safe(first: Machine, second: Machine) -> None:
-    """F.5: of the three steps of a new token each may be the last one."""
+    """Of the three steps of a new token each may be the last one."""
     first.put("a", b"1")
     second.put("b", b"2")
     plain = IndexLocation._write_token
@@ -242,7 +248,7 @@ def test_writer_that_dies_while_it_claims_is_safe(first: Machine, second: Machin
 
 
 def test_damaged_or_lost_token_rebuilds_the_index(first: Machine, root: Path) -> None:
-    """F.5: a token that is lost, torn or not one matches no index; the next writer makes a new one."""
+    """A token that is lost, torn or not one matches no index; the next writer makes a new one."""
     first.put("a", b"1")
     for damage in (b"", b"0123", b"\xff" * 33, b"g" * 32 + b"\n"):
         (root / TOKEN_FILE).write_bytes(damage)
@@ -253,7 +259,7 @@ def test_damaged_or_lost_token_rebuilds_the_index(first: Machine, root: Path) ->
 
 
 def test_token_behind_a_link_is_refused(tmp_path: Path, first: Machine, root: Path) -> None:
-    """F.24: the token is never written through a link, or into a file that a copy as links shares."""
+    """The token is never written through a link, or into a file that a copy as links shares."""
     first.put("a", b"1")
     kept = (root / TOKEN_FILE).read_bytes()
     os.link(root / TOKEN_FILE, tmp_path / "shared")
@@ -267,7 +273,7 @@ def test_token_behind_a_link_is_refused(tmp_path: Path, first: Machine, root: Pa
 
 
 def test_index_path_lost_is_made_again(first: Machine) -> None:
-    """F.5: a removed index folder costs a rebuild, and `rebuild-index` makes it again at any time."""
+    """A removed index folder costs a rebuild, and `rebuild-index` makes it again at any time."""
     data = random_bytes(200_000, 1)
     first.put("a", data)
     shutil.rmtree(first.index_path)
@@ -281,7 +287,7 @@ def test_index_path_lost_is_made_again(first: Machine) -> None:
 
 
 def test_index_path_of_another_user_is_not_believed(first: Machine) -> None:
-    """F.5: a folder that others may write is refused for writing; readers use a temporary index."""
+    """A folder that others may write is refused for writing; readers use a temporary index."""
     first.put("a", b"1")
     with first.open() as store:
         folder = store.index_folder
@@ -296,7 +302,7 @@ def test_index_path_of_another_user_is_not_believed(first: Machine) -> None:
 
 
 def test_index_path_not_a_folder_is_named(tmp_path: Path, root: Path, first: Machine) -> None:
-    """F.5: an index folder that cannot be made is an error of writers that names it."""
+    """An index folder that cannot be made is an error of writers that names it."""
     (tmp_path / "file").write_bytes(b"")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StoreUnavailable, match=str(place)):
@@ -324,7 +330,7 @@ def fill(disk: Path, but_bytes: int) -> Path:
 
 
 def test_index_path_full_fails_the_put_and_keeps_all(disk: Path, root: Path, first: Machine) -> None:
-    """F.5: a full index disk is named; what is stored can be read, and the put succeeds once there is room."""
+    """Name the full index disk; read all; put once there is room."""
     first.put("a", b"1" * 100_000)
     ballast, full = fill(disk, 8192), Machine(disk, root)
     with pytest.raises(NoRoom, match=rf"{disk}.*index\.path"):
@@ -336,7 +342,7 @@ def test_index_path_full_fails_the_put_and_keeps_all(disk: Path, root: Path, fir
 
 
 def test_index_path_full_keeps_the_reserve_and_lists(disk: Path, root: Path, first: Machine) -> None:
-    """F.5: commands that free space leave the reserve of a store whose disk is not full; readers list all."""
+    """Keep the store's reserve if its own disk is not full; readers list all."""
     first.put("a", b"1" * 100_000)
     reserve = root / "reserve"
     assert reserve.is_file()
@@ -351,7 +357,7 @@ def test_index_path_full_keeps_the_reserve_and_lists(disk: Path, root: Path, fir
 
 @pytest.mark.parametrize("room_kib", [300, 501])
 def test_index_path_that_fills_in_a_session_is_named(tmp_path: Path, disk: Path, root: Path, room_kib: int) -> None:
-    """F.5: whichever commit to the index does not fit names its folder; what was acknowledged is there."""
+    """Name the folder at whichever index commit fails; keep all acknowledged versions."""
     small = {"chunker": {"min_bytes": 256, "target_bytes": 512, "max_bytes": 1024}}
     first, full = Machine(tmp_path / "first", root, small), Machine(disk, root, small)
     with first.open(create=True):
@@ -368,7 +374,7 @@ def test_index_path_that_fills_in_a_session_is_named(tmp_path: Path, disk: Path,
 
 @pytest.mark.parametrize("path", ["cache", "./x", "", "a\0b", "/" + "x" * 5000])
 def test_index_path_not_absolute_is_refused(path: str) -> None:
-    """F.5: a path that depends on the current folder would give each call an index of its own."""
+    """A path that depends on the current folder would give each call an index of its own."""
     with pytest.raises(ConfigError, match=r"index\.path"):
         with_changes(Settings(), {"index": {"path": path}})
 
@@ -376,7 +382,7 @@ def test_index_path_not_absolute_is_refused(path: str) -> None:
 @pytest.mark.parametrize("inside", ["", "index", "containers", "tmp/a/b"])
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_index_path_inside_the_store_is_refused(tmp_path: Path, first: Machine, inside: str, is_linked: bool) -> None:
-    """F.5: neither the store's folder nor one below it can be `index.path`, by whatever name; nothing is changed."""
+    """Refuse the store's folder and folders below it by any name; change nothing."""
     first.put("a", b"1")
     path = first.root / inside
     if is_linked:
@@ -393,7 +399,7 @@ def test_index_path_inside_the_store_is_refused(tmp_path: Path, first: Machine, 
 
 
 def test_index_path_in_a_linked_containers_folder_is_refused(tmp_path: Path, first: Machine) -> None:
-    """F.5: where `containers` is a link to another disk, that folder is the store's own too."""
+    """Where `containers` is a link to another disk, that folder is the store's own too."""
     first.put("a", b"1")
     moved = (first.root / "containers").rename(tmp_path / "disk")
     (first.root / "containers").symlink_to(moved)
@@ -406,7 +412,7 @@ def test_index_path_in_a_linked_containers_folder_is_refused(tmp_path: Path, fir
 def test_index_path_below_home_is_expanded(
     tmp_path: Path, root: Path, first: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F.5: ~ is the user's home folder; one that is not known is an error that names the setting."""
+    """~ is the user's home folder; one that is not known is an error that names the setting."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     with Machine(Path("~/cache"), root).open() as store:
         assert store.index_folder == tmp_path / "home" / "cache" / store.store_id
@@ -417,7 +423,7 @@ def test_index_path_below_home_is_expanded(
 def test_index_path_on_a_network_filesystem_warns(
     first: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F.5: what counts is where the index is, not where the store is."""
+    """Decide by the filesystem of the index, not by that of the store."""
     monkeypatch.setattr("nearkin.local.index_lifecycle._CHECKED_FOLDERS", set())
     monkeypatch.setattr(
         "nearkin.local.index_lifecycle.network_type", lambda path: "nfs4" if path == first.index_path else None
@@ -428,7 +434,7 @@ def test_index_path_on_a_network_filesystem_warns(
 
 
 def test_gc_beside_another_machines_puts_keeps_all(first: Machine, second: Machine, root: Path) -> None:
-    """F.5: a GC run between whose steps another machine puts sees what that one refers to."""
+    """A GC run between whose steps another machine puts sees what that one refers to."""
     erase = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
     first.settings = settings(first.settings, erase)
     second.settings = settings(second.settings, erase)
@@ -459,7 +465,7 @@ def test_gc_beside_another_machines_puts_keeps_all(first: Machine, second: Machi
 def test_stats_and_config_name_the_index_folder(
     first: Machine, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """F.5: the command shows where the index is, and takes the setting from the environment."""
+    """The command shows where the index is, and takes the setting from the environment."""
     monkeypatch.setenv("NEARKIN_INDEX__PATH", str(first.index_path))
     monkeypatch.setenv("COLUMNS", "500")
     assert main(["--store", str(root), "stats"]) == 0

@@ -1,4 +1,4 @@
-"""Lending: what bases are read from lies where it was decoded, is what `fetch` gives, and stays what it is."""
+"""Test buffer leases: bases are read where they were decoded, with the bytes of `fetch`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEPT = pytest.mark.parametrize("store", ["patch", "xdelta3"], indirect=True)
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """Four versions, kept as the codec says, with zeros between."""
+    """Return a store of four versions in the codec's form, with zeros between."""
     content = text_like(400_000, 1) + bytes(200_000)
     with open_store(tmp_path / "s", settings=chosen(SMALL, {"delta": {"codec": request.param}}), create=True) as opened:
         for version in range(4):
@@ -76,7 +76,7 @@ def test_what_is_lent_is_what_is_fetched_whatever_is_at_hand(store: Store, data:
     places = everything(source)
     plan = reader.plan(places)
     wanted = fetched(reader, plan)
-    kept = data.draw(st.integers(0, 4), "one block in so many is at hand")
+    kept = data.draw(st.integers(0, 4), "one block in so many is cached")
     numbers = count()
     source.blocks.drop_if(lambda _: not kept or next(numbers) % kept > 0)
     rows = data.draw(st.lists(st.integers(0, len(places) - 1), min_size=1, max_size=60))
@@ -131,7 +131,9 @@ def test_a_block_that_lies_in_several_windows_is_lent_once(store: Store, monkeyp
     monkeypatch.setattr(chunk_reader, "WINDOW_BYTES", 30_000)
     monkeypatch.setattr(buffer_leases, "LEASED_SHARE", 1 << 30)
     pieces = reader.lease(plan)
-    assert source.blocks.hits + source.blocks.misses - looked_up > len(names)  # a block for each window it lies in
+    assert source.blocks.hits + source.blocks.misses - looked_up > len(
+        names
+    )  # a block for each window with a part of it
     assert len([buffer for buffer in pieces.buffers if len(buffer)]) == len(names)
     assert bytes_of(pieces) == fetched(reader, plan)
 

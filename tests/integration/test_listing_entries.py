@@ -1,4 +1,4 @@
-"""What a listing shows is in the index: cursors, fields, and the manifests that are not read."""
+"""Test the index entries of a listing: cursors, fields, and manifests that are not read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def index(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> Itera
 
 @pytest.mark.parametrize("prefix", ["", "a", "b/", "x" * 400, "nothing"])
 def test_catalog_after_resumes_at_each_entry(index: LmdbIndex | RedisIndex, prefix: str) -> None:
-    """F.28: a listing continues in the index after any entry, whatever the page; nothing is missed or repeated."""
+    """Continue after any entry at any page size; miss and repeat nothing."""
     expected = [(entry.key, entry.version) for entry in index.catalog("default", prefix)]
     assert expected == sorted(expected, key=lambda one: (one[0].encode(), one[1]))
 
@@ -75,13 +75,13 @@ def test_catalog_after_resumes_at_each_entry(index: LmdbIndex | RedisIndex, pref
 
 
 def test_entries_show_what_manifests_say(index: LmdbIndex | RedisIndex, store: Store) -> None:
-    """F.18: all fields of a listing agree with the manifest, in both indexes."""
+    """All fields of a listing agree with the manifest, in both indexes."""
     infos = {(m.key, m.version): m.info for m in manifests_of(store)}
     assert {(entry.key, entry.version): entry.info for entry in index.catalog("default")} == infos
 
 
 def test_long_metadata_is_read_from_the_manifest(store: Store) -> None:
-    """F.18: an index keeps no more than 4 KiB of metadata a version."""
+    """An index keeps no more than 4 KiB of metadata a version."""
     store.put("k", b"x", metadata={"long": "m" * 5000})
     assert next(iter(store.catalog("default"))).info is None
     assert listed(store)[0].metadata == {"long": "m" * 5000}
@@ -96,7 +96,7 @@ def listed(store: Store, count: Callable[[str], None] = lambda _: None) -> list[
 
 
 def test_listing_reads_no_manifest(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.18: of versions without marks a gateway's page comes from the index alone; of others the store decides."""
+    """List versions without tombstones from the index alone; ask the store about others."""
     list(store.put_many([Item(f"k{number}", b"%d" % number) for number in range(50)]))
     read: list[str] = []
     get = ManifestStore.get
@@ -117,7 +117,7 @@ def test_listing_reads_no_manifest(store: Store, monkeypatch: pytest.MonkeyPatch
 
 
 def test_page_of_one_key_reads_few_entries(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.28: a listing of one key does not read the whole catalog, at its start or its end."""
+    """A listing of one key does not read the whole catalog, at its start or its end."""
     list(store.put_many([Item(f"k{number:04}", b"x") for number in range(500)]))
     decoded: list[CatalogEntry] = []
     from nearkin_shared.index.lmdb import lmdb_catalog
@@ -140,7 +140,7 @@ def test_page_of_one_key_reads_few_entries(store: Store, monkeypatch: pytest.Mon
 
 
 def test_verify_compares_listed_fields(store: Store) -> None:
-    """F.18: an index that shows another size than the manifest is reported."""
+    """An index that shows another size than the manifest is reported."""
     store.put("k", b"content")
     assert not store.verify().damage
     index = store._index.writable()
@@ -153,7 +153,7 @@ def test_verify_compares_listed_fields(store: Store) -> None:
 
 
 def test_metadata_in_any_order_leave_no_damage(store: Store) -> None:
-    """F.18: verify compares what the index lists with the manifest, which sorts the names of metadata."""
+    """Verify metadata in any order: the manifest sorts names, the index does not."""
     store.put("k", b"content", metadata={"z": "1", "a": "2", "é": "3"})
     assert store.verify().damage == ()
     assert list(store.info("k").metadata) == ["a", "z", "é"]
@@ -161,7 +161,7 @@ def test_metadata_in_any_order_leave_no_damage(store: Store) -> None:
 
 @pytest.mark.parametrize("more", [{}, ENCRYPTED, {"storage": {"parity": "rs-4-2"}}], ids=["clear", "sealed", "parity"])
 def test_local_listing_reads_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
-    """F.18: a local listing opens no manifest of a key without tombstones, whatever kind of put stored it."""
+    """Open no manifest of a key without tombstones, whatever kind of put stored it."""
     read: list[str] = []
     get = ManifestStore.get
 
@@ -188,7 +188,7 @@ def test_local_listing_reads_no_manifest(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_local_listing_reports_missing_and_truncated(store: Store, tmp_path: Path) -> None:
-    """F.18: a manifest that is missing or of another size is reported, though manifests are not read."""
+    """Report a missing or truncated manifest although manifests are not read."""
     list(store.put_many([Item(f"k{number}", b"%d" % number) for number in range(3)]))
     root = tmp_path / "s"
     (root / object_name("default", "k0", 1)).unlink()
@@ -200,7 +200,7 @@ def test_local_listing_reports_missing_and_truncated(store: Store, tmp_path: Pat
 
 
 def test_gateway_reports_lost_newest_manifest(store: Store, tmp_path: Path) -> None:
-    """F.25: a gateway's listings name the newest version as damaged if its manifest is gone and the index lists it."""
+    """Report the newest version as damaged if its manifest is missing and the index lists it."""
     store.put("k", b"one")
     store.put("k", b"two")
     store.put("only", b"one")

@@ -1,4 +1,7 @@
-"""Patches lean on no deltas: put under one codec after the other, no chunk costs a tree of blocks."""
+"""Test that patches have no delta bases.
+
+A mix of codecs costs no tree of blocks per chunk.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An older copy of ROOT/index that is put back: nothing that was deleted since is taken for stored."""
+"""Test a restored older copy of ROOT/index: chunks deleted since are not used."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def older(tmp_path: Path) -> Path:
 def test_older_index_with_removed_chunks_is_rebuilt(
     tmp_path: Path, older: Path, remove: Callable[[Store], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F.5: Content that was removed from a container is stored again where an older index still names it."""
+    """Store removed content again although an older index names it."""
     root = tmp_path / "store"
     with open_store(root, settings=PURGING if remove is purge else AT_ONCE) as store:
         remove(store)
@@ -69,7 +69,7 @@ def test_older_index_with_removed_chunks_is_rebuilt(
 def test_index_copied_as_a_removal_begins_is_rebuilt(
     tmp_path: Path, older: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F.5: A copy between the new token in the store and the removal of the entries has the older token."""
+    """Reject a copy made between the new token and the removal of entries: its token is older."""
     root, copy, real = tmp_path / "store", tmp_path / "copy", LmdbIndex._withdraw
 
     def forget(index: LmdbIndex, *arguments: Any) -> None:
@@ -89,7 +89,7 @@ def test_index_copied_as_a_removal_begins_is_rebuilt(
 def test_removal_that_fails_leaves_the_index_current(
     tmp_path: Path, older: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F.5: Where the transaction of a removal fails the index still has a token of the store, the first time too."""
+    """Keep a valid token if the transaction of a removal fails, also the first time."""
     root = tmp_path / "store"
 
     def fail(*_: Any) -> None:
@@ -107,7 +107,7 @@ def test_removal_that_fails_leaves_the_index_current(
 
 
 def test_older_index_of_later_puts_is_completed(tmp_path: Path, older: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F.5: An older index that only lacks entries is not rebuilt, and puts replace no token."""
+    """An older index that only lacks entries is not rebuilt, and puts replace no token."""
     root = tmp_path / "store"
     with open_store(root, settings=AT_ONCE) as store:
         store.put("later", random_bytes(100_000, 3))
@@ -122,7 +122,7 @@ def test_older_index_of_later_puts_is_completed(tmp_path: Path, older: Path, cap
 def test_damaged_token_of_removals_rebuilds_once(
     tmp_path: Path, older: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F.5: A token that is not one is replaced with the index, and the next start needs no rebuild."""
+    """A token that is not one is replaced with the index, and the next start needs no rebuild."""
     root = tmp_path / "store"
     with open_store(root, settings=AT_ONCE) as store:
         collect(store)

@@ -1,4 +1,4 @@
-"""Patch blocks in a store: deep chains restore within bounds, formats live side by side, finders are told."""
+"""Test patch blocks: bounded memory of deep chains, mixed formats, counted finders."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_paper_profile_has_no_patch_blocks(tmp_path):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_range_costs_the_directories_of_its_segments_and_of_what_these_name(tmp_path: Path, told: bool) -> None:
-    """Not of all before it; but for a version whose manifest does not tell how long its segments are."""
+    """Read the directories of the range's segments only, if the manifest has lengths."""
     content = random_bytes(40_000_000, 5)
     small = settings({"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "256KiB"}})
     with open_store(tmp_path / "s", settings=small, create=True) as store:
@@ -231,7 +231,7 @@ def test_a_segment_that_is_not_as_long_as_its_manifest_says_ends_a_restore(tmp_p
     with open_store(tmp_path / "s", create=True) as store:
         for bounds in ({}, {"start": int(lengths[0]), "stop": int(lengths[0]) + 5}, {"start": 899_000}):
             reads = store.get("k", **bounds)
-            if bounds.get("start") == 899_000:  # behind both: what it asks for is where it is said to be
+            if bounds.get("start") == 899_000:  # behind both: the second segment is at its stated offset
                 assert reads.read() == content[899_000:]
             else:
                 with pytest.raises(Corrupt, match=f"segment of {lengths[1]} bytes has chunks of {lengths[1] + 1}"):

@@ -1,4 +1,4 @@
-"""Histories whose versions change some stretches for a while, then others: rounds in between, everything read after."""
+"""Test histories that change some regions for a while, then others, with GC runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOUR = 3600
 
 
 class Lot:
-    """What chance says of one history."""
+    """The random choices of one history."""
 
     def __init__(self, seed: int) -> None:
         self._lot = np.random.default_rng(seed)
@@ -64,7 +64,10 @@ class Lot:
         return [slice(start, start + self.number(20_000, 250_000)) for start in starts]
 
     def changed(self, content: bytes, stretches: list[slice]) -> bytes:
-        """Return the next version: some bytes of most chunks of the stretches, and now and then more behind them."""
+        """Return the next version.
+
+        Some bytes of most chunks in the stretches, sometimes more behind.
+        """
         found = np.frombuffer(content, np.uint8).copy()
         for stretch in stretches:
             for at in range(stretch.start, min(stretch.stop, len(found) - 1000), self.number(800, 4000)):

@@ -1,4 +1,4 @@
-"""Restores from a store that is far: reads wait side by side, within bounds, and what comes out is the same."""
+"""Test restores from a distant store: concurrent bounded reads, and the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that was opened with `read_only=True` refuses every call that would change what is stored."""
+"""Test that a store opened with `read_only=True` refuses every call that changes data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WRITES: dict[str, Callable[[Store], object]] = {
 
 @pytest.mark.parametrize("call", WRITES.values(), ids=WRITES)
 def test_read_only_store_refuses_writes(tmp_path: Path, call: Callable[[Store], object]) -> None:
-    """F.5: a writing call raises before it changes anything; reading calls and dry runs work."""
+    """A writing call raises before it changes anything; reading calls and dry runs work."""
     with open_store(tmp_path, settings=settings(SMALL), create=True) as store:
         for key in ("a", "gone"):
             store.put(key, b"1" * 10_000)
@@ -48,7 +48,7 @@ def test_read_only_store_refuses_writes(tmp_path: Path, call: Callable[[Store], 
 
 
 def test_read_only_store_refuses_new_keys(tmp_path: Path) -> None:
-    """F.5: the keys of an encrypted store are listed, and neither rotated nor erased."""
+    """The keys of an encrypted store are listed, and neither rotated nor erased."""
     encrypted = settings({**SMALL, **ENCRYPTED})
     with open_store(tmp_path / "store", settings=encrypted, create=True) as store:
         store.put("a", b"1" * 10_000)

@@ -1,4 +1,4 @@
-"""Chunks of several containers are given other bases side by side, place by place of the stream."""
+"""Test batch rebase: chunks of several containers get other bases in stream order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HISTORY = history(14)
 
 
 def aged(root: Path, clock: Clock, chosen: object = SMALL_BLOCKS) -> Store:
-    """Return a store of which the first versions are gone, one round before what leans on them is written anew."""
+    """Return a store one GC run before the dependents of its deleted versions are rewritten."""
     store = open_store(root, settings=chosen, clock=clock, create=True)  # type: ignore[arg-type]
     for number, content in HISTORY.items():
         store.put("k", content)
@@ -62,7 +62,7 @@ def check(store: Store) -> None:
 
 
 def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Do a round with 2 MiB of blocks at hand; return the bytes that it decodes."""
+    """Do a GC run with a cache of 2 MiB of blocks; return the bytes that it decodes."""
     found, real = [0], ContainerStore.cache_blocks
 
     def keep(self: ContainerStore, names: list[BlockName], decoded: list[np.ndarray]) -> None:
@@ -191,7 +191,10 @@ def test_chunks_lie_at_the_place_of_what_they_go_back_to(tmp_path, clock):
 
 
 def _share_of_stream(store: Store, container: int) -> np.ndarray:
-    """Return where the container's chunks lie in the first version that names them, a share of it; nan: in none."""
+    """Return the chunks' relative positions in their first version.
+
+    Nan if no version has them.
+    """
     directory = store._containers.of(None).directory(container)
     found = np.full(len(directory.chunks), np.nan)
     own = directory.segments.chunks
@@ -220,7 +223,10 @@ def test_what_leans_on_nothing_that_goes_is_copied_and_lies_less_deep(tmp_path, 
 
 
 def test_a_container_of_recipes_alone_is_no_obstacle(tmp_path, clock):
-    """Of zeros no chunk is stored. Every later round failed once one had condemned something."""
+    """Collect a container with recipes only: no chunk of zeros is stored.
+
+    Every later GC run failed once one had marked something for deletion.
+    """
     base = text_like(400_000, 1)
     with open_store(
         tmp_path / "s", settings=settings({"deletion": {"undelete_seconds": 0}}), clock=clock, create=True

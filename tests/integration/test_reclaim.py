@@ -1,6 +1,7 @@
-"""What a deletion will free is told to the byte, through delta chains, shared segments, two tenants and re-basing.
+"""Test exact predictions of reclaim: delta chains, shared segments, two tenants, rebase.
 
-Each set is tried on a copy of one store: told, then collected round by round until nothing more goes.
+Each set is tried on a copy of one store: predicted, then collected by GC runs until
+nothing more is freed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def opened(root: Path, clock: Clock, mode: str, tenant: str = "default") -> Stor
 
 
 def filled(root: Path, clock: Clock, mode: str) -> dict[Version, bytes]:
-    """Make a store of versions that lean on one another, some of them the same content under another key."""
+    """Make a store of versions based on one another, some with one content under two keys."""
     contents: dict[Version, bytes] = {}
     for number, tenant in enumerate(TENANTS):
         first, other = text_like(90_000, number), random_bytes(40_000, 2)
@@ -60,7 +61,7 @@ def filled(root: Path, clock: Clock, mode: str) -> dict[Version, bytes]:
 
 
 def leaning_and_shared(root: Path, clock: Clock, mode: str) -> tuple[int, int]:
-    """Return how many chunks lean on one that leans itself, and how many segments several versions name."""
+    """Return the numbers of chunks at depth 2 or more and of shared segments."""
     with opened(root, clock, mode) as store:
         everyones = store._containers.of(None)
         deep = sum(int((everyones.directory(container).chunks.depths > 1).sum()) for container, _ in everyones.ids())
@@ -85,7 +86,7 @@ def test_what_was_told_of_any_deletion_set_goes_in_the_end_to_the_byte(mode: str
     for number in range(SETS):
         root, clock.now = tmp_path / "one", Clock.now
         shutil.copytree(tmp_path / "all", root)
-        # the first: all that the newest versions lean on
+        # the first: all bases of the newest versions
         going = draw.sample(sorted(contents), draw.randint(1, 12)) if number else [v for v in contents if v[2] < 4]
         for tenant in TENANTS:
             with opened(root, clock, mode, tenant) as store:
@@ -106,7 +107,7 @@ def test_what_was_told_of_any_deletion_set_goes_in_the_end_to_the_byte(mode: str
                 if not done.freed_bytes and not done.pending_delete_containers:
                     break
             else:
-                raise AssertionError(f"{ROUNDS_MAX} rounds, and the last still freed {done.freed_bytes} bytes")
+                raise AssertionError(f"{ROUNDS_MAX} GC runs, and the last still freed {done.freed_bytes} bytes")
             passed = failpoints.disarm()
             assert before - stored_bytes(root) == told.freed_bytes + told.pending_delete_bytes
             freed_bytes += before - stored_bytes(root)

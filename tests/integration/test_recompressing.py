@@ -1,4 +1,4 @@
-"""Rounds compress again, once, what puts compressed in a hurry; nothing else of it changes."""
+"""Test recompression: GC runs compress again, once, what puts compressed fast."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check(store: Store) -> None:
 
 
 def directories(store: Store) -> dict[int, Directory]:
-    """Return the directory of every container, as it lies on the disk."""
+    """Return the directory of every container as stored."""
     found = store._containers.of(None)
     found.evict()
     return {container: found.directory(container) for container, _ in found.ids()}
@@ -117,7 +117,10 @@ def test_random_bytes_and_what_mostly_leans_on_others_are_left_as_they_are(store
 
 
 def test_what_is_written_anew_for_another_reason_is_compressed_on_the_way(tmp_path, clock):
-    """A container of which a part goes is of a later generation then, and no round looks at it again."""
+    """Recompress while a container is rewritten for another reason.
+
+    Its generation is later then, and no GC run considers it again.
+    """
     parts = {f"k{number}": text_like(900_000, number) for number in range(4)}
     left = {}
     for level in (0, 9):
@@ -128,7 +131,7 @@ def test_what_is_written_anew_for_another_reason_is_compressed_on_the_way(tmp_pa
             for number in range(2):
                 store.delete(f"k{number}")
             clock.now += 8 * DAY
-            # As if what is young could not be: so that the first to write it anew is the round that frees.
+            # As if recent containers could not be: so that the run that frees is the first to rewrite it.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Recompressor, "chosen", lambda *_: [])
                 collect_repeatedly(store, clock)
@@ -163,7 +166,10 @@ def test_the_young_are_left_alone(store):
 
 
 def test_what_is_about_to_go_is_left_as_it_is_and_its_bases_are_not(store, clock):
-    """The second version leans on the first, which is deleted; another key has nobody."""
+    """Leave containers pending delete alone, but not their bases.
+
+    The second version depends on the first, which is deleted; nothing depends on another key.
+    """
     put(store)
     store.put("alone", text_like(900_000, 9))
     store.delete("k", 1)

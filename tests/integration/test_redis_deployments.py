@@ -1,4 +1,4 @@
-"""Redis as operators run it: as a Cluster, behind TLS, with a user of few rights, with many processes at once."""
+"""Test Redis as operators run it: Cluster, TLS, a restricted user, many processes at once."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_entries_are_spread_over_a_cluster(cluster: list[RedisServer]) -> None:
 
 
 def test_one_emptied_server_of_a_cluster_is_noticed_by_all(cluster: list[RedisServer]) -> None:
-    """F.17: entries on the servers that were not emptied are kept; those of the emptied one are gone."""
+    """Keep the entries of the servers that were not emptied."""
     answers = []
     flush(cluster)
     one = RedisIndex(cluster_settings(cluster), samples.DOMAIN)
@@ -170,7 +170,7 @@ def test_tls_is_checked_both_ways(certificates: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ca_file", "cert_file", "key_file"])
 def test_a_file_for_tls_that_is_not_there_is_told_as_the_setting(name: str, certificates: Path, tmp_path: Path) -> None:
-    """The library says `Error 2 connecting to ...`, which a worker takes for a server that is away, and waits for."""
+    """Name the setting: the library's `Error 2 connecting to ...` looks like an outage."""
     cert, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
     given = {"ca_file": cert, "cert_file": cert, "key_file": key, name: str(tmp_path / "none.pem")}
     with pytest.raises(ConfigError, match=rf'^redis\.{name} ".*none\.pem": No such file'):
@@ -292,7 +292,7 @@ def test_eight_processes_that_publish_the_same_containers_agree(tmp_path: Path) 
 
 
 class Address:
-    """A port that leads to whichever server is the primary: connections that are there stay where they lead."""
+    """A port that leads to the current primary; open connections keep their server."""
 
     def __init__(self, server: RedisServer) -> None:
         self.server = server
@@ -325,7 +325,10 @@ class Address:
 
 
 def test_after_a_failover_connections_to_what_is_a_replica_now_are_let_go(tmp_path: Path) -> None:
-    """It answers reads, and refuses writes for as long as anybody keeps the connection: its address leads elsewhere."""
+    """Close connections to a former primary.
+
+    It answers reads and refuses writes as long as the connection is open.
+    """
     with RedisServer(tmp_path / "a") as before, RedisServer(tmp_path / "b") as after:
         address = Address(before)
         index = RedisIndex(RedisSettings(url=address.url, retries=0), samples.DOMAIN)

@@ -14,7 +14,7 @@ BYTES_PER_CHUNK_MAX = 64
 
 @pytest.mark.soak
 def test_a_unique_chunk_takes_at_most_64_bytes(tmp_path: Path) -> None:
-    """The benchmark at a tenth of its size: what does not grow with the chunks weighs ten times as much here."""
+    """Measure at a tenth of the benchmark's size: constant costs weigh ten times as much here."""
     made = tmp_path / "out.json"
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""A Redis that is changed, or fills, while services run: readiness and metrics tell it."""
+"""Test a Redis that changes or fills while services run: readiness and metrics report it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def index(redis: Redis) -> Iterator[RedisIndex]:
 
 
 def test_policy_changed_at_runtime_is_reported(redis: Redis, index: RedisIndex) -> None:
-    """F.19: a policy that may evict, set while services run, fails the check and shows as a metric."""
+    """A policy that may evict, set while services run, fails the check and shows as a metric."""
     index.server.check_memory()
     assert metrics.REDIS_EVICTS._value.get() == 0
     with client.Redis.from_url(redis.url) as admin:
@@ -38,7 +38,7 @@ def test_policy_changed_at_runtime_is_reported(redis: Redis, index: RedisIndex) 
 
 
 def test_full_redis_is_reported(redis: Redis, index: RedisIndex) -> None:
-    """F.19: a Redis whose maxmemory is used up fails the check; its fullness is a metric before that."""
+    """Fail the check if Redis's maxmemory is used up; its fullness is a metric before that."""
     with client.Redis.from_url(redis.url) as admin:
         used = int(admin.info("memory")["used_memory"])
         admin.config_set("maxmemory", used * 4)

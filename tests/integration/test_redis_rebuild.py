@@ -1,4 +1,4 @@
-"""The Redis index made again from a real store: by one process of many, while the others go on."""
+"""Test the rebuild of the Redis index from a real store by one of many processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def connect(server: RedisServer, store: Store) -> RedisIndex:
 
 
 def fill(store: Store, index: Index, known: Collection[int] = ()) -> None:
-    """What a service hands in: the store's containers and versions, less the containers that are there."""
+    """Publish the store's containers and versions, less the known ones, as a service does."""
     tenants = DomainOwners(store._fingerprinters, ["default"], store._manifests)
     rebuild_index(store._containers, store._manifests, index, tenants, super_features_of, known=KnownObjects(known))
 

@@ -1,4 +1,4 @@
-"""A Redis that comes back from an older dump, or after a restart: what it answers, and how it is checked."""
+"""Test a Redis restored from an older dump or restarted: its answers and their check."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def save(url: str) -> None:
 
 
 def test_put_after_older_dump_is_restorable(single: tuple[RedisServer, Fleet]) -> None:
-    """F.23: content that GC freed since the dump is stored again, by processes that were there and by new ones."""
+    """Store again content that GC freed since the dump, by running and by new processes."""
     server, fleet = single
     save(server.url)
     collect(fleet)
@@ -136,7 +136,7 @@ def test_put_after_older_dump_is_restorable(single: tuple[RedisServer, Fleet]) -
 
 
 def test_gc_run_leaves_stale_partitions_stale(single: tuple[RedisServer, Fleet]) -> None:
-    """F.23: a GC run does not declare entries checked that came back from before an earlier run."""
+    """Leave restored entries of before an earlier run unchecked after a GC run."""
     server, fleet = single
     save(server.url)
     collect(fleet)
@@ -149,7 +149,7 @@ def test_gc_run_leaves_stale_partitions_stale(single: tuple[RedisServer, Fleet])
 
 
 def test_fresh_index_entries_survive_a_gc_run(single: tuple[RedisServer, Fleet]) -> None:
-    """F.23: partitions that were present at a GC run keep answering."""
+    """Partitions that were present at a GC run keep answering."""
     _, fleet = single
     collect(fleet)
     with closing(joining(fleet)) as fresh:
@@ -188,7 +188,7 @@ def is_settled(server: RedisServer) -> bool:
 
 
 def test_cluster_node_of_older_dump_is_noticed(tmp_path: Path) -> None:
-    """F.23: one node of a Cluster restored from before GC answers no freed container, and is checked."""
+    """Answer no freed container from a Cluster node restored from before GC; check the node."""
     with cluster(tmp_path) as servers:
         url = servers[0].url.replace("redis://", "redis+cluster://").removesuffix("/0")
         fleet = deployed(tmp_path, url)
@@ -238,7 +238,7 @@ class Idle(Backlog):
 
 
 def test_committer_refuses_freed_containers(single: tuple[RedisServer, Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.23: a blob whose segments were answered by a stale index fails visibly, and has the index checked (I2)."""
+    """Fail a blob with segments of a stale index visibly, and have the index checked (I2)."""
     _, fleet = single
     manifest = fleet.manifests.get("default", "a", 1)
     collect(fleet)
@@ -275,7 +275,7 @@ def persistent(tmp_path: Path) -> Iterator[tuple[RedisServer, Fleet]]:
 
 
 def test_restart_keeps_the_index(persistent: tuple[RedisServer, Fleet]) -> None:
-    """F.17: after a clean restart entries and versions are answered at once, and no container is decoded again."""
+    """Answer entries and versions at once after a clean restart; decode no container again."""
     server, fleet = persistent
     before = fleet.index.entries()
     server.stop()
@@ -303,7 +303,7 @@ def test_restart_keeps_the_index(persistent: tuple[RedisServer, Fleet]) -> None:
 
 
 def test_restart_that_lost_writes_adds_them_again(tmp_path: Path) -> None:
-    """F.17: what was published and committed after the last persisted write, and only that, is added again."""
+    """Add again exactly what was published and committed after the last persisted write."""
     (tmp_path / "redis").mkdir()
     with RedisServer(tmp_path / "redis") as server:
         fleet = deployed(tmp_path, server.url)
@@ -329,7 +329,7 @@ def test_restart_that_lost_writes_adds_them_again(tmp_path: Path) -> None:
 
 
 def test_catalog_is_complete_before_containers_are(persistent: tuple[RedisServer, Fleet]) -> None:
-    """F.17: listings come from the index while containers are still being published."""
+    """Listings come from the index while containers are still being published."""
     server, fleet = persistent
     server.stop()
     server.start()

@@ -1,4 +1,7 @@
-"""Bad input: what is refused says why and leaves every object as it was; odd keys are kept and listed as they are."""
+"""Test bad input: refusals give a reason and change no object.
+
+Odd keys are kept as they are.
+"""
 
 from __future__ import annotations
 
@@ -384,7 +387,7 @@ def test_two_stores_of_one_process_read_side_by_side_and_one_writes(tmp_path):
         other.rebuild_index()
         other.put("more", b"x")
         other.close()
-        assert one.stats().versions == 3  # of the index that lies there now
+        assert one.stats().versions == 3  # of the index that is there now
 
 
 # ------------------------------------------------------------------ folders

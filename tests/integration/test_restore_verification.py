@@ -1,4 +1,4 @@
-"""What a restore compares: containers whose checksums agree and whose chunks are not what their directory names."""
+"""Test what a restore compares: wrong chunks under valid checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTENT = random_bytes(300_000, 7)
 
 
 def put_with(root: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, change: Any) -> None:
-    """Store CONTENT with one kernel changed, so that all checksums agree with wrong chunk names."""
+    """Store CONTENT with one kernel changed: all checksums agree with wrong chunk names."""
     real = getattr(fingerprints, kernel)
     with monkeypatch.context() as patched, open_store(root, settings=settings(SMALL), create=True) as store:
         patched.setattr(fingerprints, kernel, lambda *arguments: change(real(*arguments)))
@@ -25,7 +25,7 @@ def put_with(root: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, change: A
 
 
 def test_restore_wrong_check_tag_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.32: A chunk whose SHA-1 and length agree, but whose check tag differs, is not given to the reader (I8)."""
+    """Refuse a chunk with a wrong check tag and the right SHA-1 and length (I8)."""
     put_with(tmp_path / "s", monkeypatch, "check_tags", lambda tags: tags ^ np.uint64(1))
     with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
         with pytest.raises(Corrupt, match="failed fingerprint verification"):
@@ -36,7 +36,7 @@ def test_restore_wrong_check_tag_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_restore_wrong_fingerprint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.32: A chunk whose check tag and length agree, but whose SHA-1 differs, is not given to the reader (I8)."""
+    """Refuse a chunk with a wrong SHA-1 and the right check tag and length (I8)."""
     put_with(tmp_path / "s", monkeypatch, "sha1_many", lambda found: found ^ np.uint8(1))
     with open_store(tmp_path / "s", settings=settings(SMALL)) as store:
         with pytest.raises(Corrupt, match="failed fingerprint verification"):

@@ -1,4 +1,4 @@
-"""Retention that a version carries, versions pushed out by many puts, and clocks that are ahead."""
+"""Test a version's own retention, versions displaced by puts, and clocks ahead."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def settings(retention: dict[str, Any]) -> Settings:
 
 
 def at(seconds: float) -> Callable[[], float]:
-    """Return a clock that stands so many seconds from now."""
+    """Return a clock that is stopped so many seconds from now."""
     return lambda: NOW + seconds
 
 
 def test_retention_holds_under_settings_without_any(tmp_path: Path) -> None:
-    """F.29: A process whose own `retention.min_age_seconds` is 0 deleted what another one retains for a year."""
+    """Honour a year's retention in a process whose `retention.min_age_seconds` is 0."""
     path = tmp_path / "s"
     with open_store(path, settings=settings({"min_age_seconds": YEAR_SECONDS}), clock=at(0), create=True) as store:
         info = store.put("backup", b"content").info
@@ -50,7 +50,7 @@ def test_retention_holds_under_settings_without_any(tmp_path: Path) -> None:
 
 
 def test_retention_by_policies_of_gc_is_honoured(tmp_path: Path) -> None:
-    """F.29: GC under a policy that keeps one version leaves those that their manifests retain."""
+    """GC under a policy that keeps one version leaves those that their manifests retain."""
     path = tmp_path / "s"
     with open_store(path, settings=settings({"min_age_seconds": YEAR_SECONDS}), clock=at(0), create=True) as store:
         for number in range(3):
@@ -62,13 +62,13 @@ def test_retention_by_policies_of_gc_is_honoured(tmp_path: Path) -> None:
 
 
 def test_many_puts_push_no_good_version_out(tmp_path: Path) -> None:
-    """F.29: Seven puts of a write-only token ended the good backup under `keep_last = 7` at the next GC run."""
+    """Keep the good backup under `keep_last = 7` after seven puts of a write-only token."""
     path, policy = tmp_path / "s", {"policies": [{"prefix": "", "keep_last": 7}]}
     with open_store(path, settings=settings(policy), clock=at(-YEAR_SECONDS), create=True) as store:
         store.put("db.dump", b"the good backup")
     with open_store(path, settings=settings(policy), clock=at(0), create=True) as store:
         for number in range(9):
-            store.put("db.dump", b"encrypted by somebody else %d" % number)
+            store.put("db.dump", b"encrypted by an attacker %d" % number)
         assert store.gc().forgotten == 0
         assert store.get("db.dump", 1).read() == b"the good backup"
     with open_store(path, settings=settings(policy), clock=at(2 * 86_400), create=True) as store:
@@ -76,7 +76,7 @@ def test_many_puts_push_no_good_version_out(tmp_path: Path) -> None:
 
 
 def test_forget_refuses_when_a_version_is_from_the_future(tmp_path: Path) -> None:
-    """F.29: A clock that is wrong is noticed before anything is forgotten by it."""
+    """A clock that is wrong is noticed before anything is forgotten by it."""
     path, policy = tmp_path / "s", {"policies": [{"prefix": "", "keep_last": 1}], "superseded_seconds": 0}
     with open_store(path, settings=settings(policy), clock=at(3600), create=True) as store:
         store.put("k", b"one")

@@ -1,4 +1,7 @@
-"""Retention records that were lost or have names that no release writes: the version stays, and the damage is named."""
+"""Test lost retention records and unknown record names.
+
+The version stays, damage is named.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def lose_first_record(store: Store, key: str = "k") -> str:
 
 
 def test_lost_record_leaves_the_last_in_force(tmp_path: Path, clock: Clock) -> None:
-    """F.29: Without record 1 the later one retains: listings, rm and verify, which names the gap as damage."""
+    """Apply the later record without record 1: listings, rm and verify, which names the gap."""
     with opened(tmp_path / "s", clock) as store:
         name = lose_first_record(store)
         store.put("k", b"two")
@@ -63,7 +66,7 @@ def test_lost_record_leaves_the_last_in_force(tmp_path: Path, clock: Clock) -> N
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_gc_keeps_a_version_with_a_lost_record(tmp_path: Path, clock: Clock, restart: bool) -> None:
-    """F.29: GC and purge free no version whose mark ignored a retention of which record 1 is lost."""
+    """GC and purge free no version whose mark ignored a retention of which record 1 is lost."""
     with opened(tmp_path / "s", clock) as store:
         lose_first_record(store)
         now_us = int(clock.now * 1e6)
@@ -80,7 +83,7 @@ def test_gc_keeps_a_version_with_a_lost_record(tmp_path: Path, clock: Clock, res
 
 
 def test_erasure_counts_a_version_with_a_lost_record(tmp_path: Path, clock: Clock) -> None:
-    """F.29: An erasure of a tenant refuses for a retention of which only record 2 is left."""
+    """An erasure of a tenant refuses for a retention of which only record 2 is left."""
     with opened(tmp_path / "s", clock, encrypted=True) as store:
         lose_first_record(store)
         with pytest.raises(RetentionActive, match="retained versions: 1, the last one until 2026-12-03"):
@@ -92,7 +95,7 @@ def test_erasure_counts_a_version_with_a_lost_record(tmp_path: Path, clock: Cloc
 def test_unknown_record_name_damages_its_version(
     tmp_path: Path, clock: Clock, last: str, all_versions: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F.29: A name that no release writes is damage of one version; a listing shows the others, verify names it."""
+    """Report an unknown record name as damage of one version; listings show the others."""
     with opened(tmp_path / "s", clock) as store:
         for key in ("a", "k", "z"):
             store.put(key, b"one")
@@ -107,7 +110,10 @@ def test_unknown_record_name_damages_its_version(
 
 @pytest.mark.parametrize("name", ["stray.nkm", "ab/stray.nkm", "K/foo.txt", "K/.nkm", "K/sub/0000000000000001.nkm"])
 def test_unknown_manifest_name_is_damage(tmp_path: Path, clock: Clock, name: str) -> None:
-    """F.29: verify names a file among the manifests that no release writes; verify and rebuild_index go on."""
+    """Report a file among the manifests with an unknown name.
+
+    Verify and rebuild_index continue.
+    """
     with opened(tmp_path / "s", clock) as store:
         for key in ("a", "k", "z"):
             store.put(key, b"one")

@@ -1,4 +1,4 @@
-"""Sizes: at every bound of a chunk, segment, block, batch and container, one byte less and one more, all comes back."""
+"""Test sizes one byte below and above each bound: chunk, segment, block, batch, container."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_fixed_chunks_end_where_they_should(size, tmp_path):
 
 @pytest.mark.parametrize("pieces", [1, 7, 4096, 100_003])
 def test_whatever_pieces_a_source_comes_in_the_same_is_stored(pieces, tmp_path):
-    """A pipe gives what it has; what is stored must depend on the bytes alone."""
+    """Store the same for any pieces: a pipe returns what it has."""
 
     class Trickling(BytesIO):
         def readinto(self, window):
@@ -68,7 +68,7 @@ def test_whatever_pieces_a_source_comes_in_the_same_is_stored(pieces, tmp_path):
             return self._file.read(min(count, pieces))
 
     size = 20_000 if pieces == 1 else 150_000 if pieces == 7 else 1_400_000
-    text = text_like(size, 5)  # its copies are similar to what lies in this batch or in the last: where it ends matters
+    text = text_like(size, 5)  # its copies are similar to this batch or the last one: its end matters
     content = text + mutate(text, 1, edits=size // 5000) + mutate(text, 2, edits=size // 5000)
     ledgers = []
     for number, source in enumerate((content, Trickling(content), OnlyReads(content))):
@@ -121,6 +121,6 @@ def test_a_closed_store_gives_back_what_it_has_read_and_a_blob_of_it_can_be_read
         blob = store.get("k")
         assert blob.read() == content
         assert store._containers.blocks.used_bytes >= len(content)
-    # A circle of references keeps the store itself until the garbage collector comes, which is long in some processes.
+    # A reference cycle keeps the store until the garbage collector runs, which takes long in some processes.
     assert store._containers.blocks.used_bytes == 0
     assert blob.read() == content

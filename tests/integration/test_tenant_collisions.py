@@ -1,4 +1,7 @@
-"""Two tenants whose names have one hash: nothing of the first is shown to the second, which is refused by name."""
+"""Test two tenants with one hash.
+
+The second sees nothing of the first and is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def one_head(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_second_tenant_of_a_hash_reads_nothing_and_is_refused(
     tmp_path: Path, changes: Mapping[str, Mapping[str, object]]
 ) -> None:
-    """F.30: The index lists nothing of the first tenant to the second, whose put is refused before it stores."""
+    """List nothing of the first tenant to the second; refuse its put before it stores."""
     with opened(tmp_path, "first", changes) as store:
         store.put("key", b"the first tenant's")
     before = objects(tmp_path)
@@ -69,7 +72,10 @@ def test_second_tenant_of_a_hash_reads_nothing_and_is_refused(
 
 
 def test_index_with_two_tenants_of_a_hash_keeps_them_apart(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """F.30: A rebuilt index has versions of both; a listing, a GC run or an erasure of one leaves the other's."""
+    """Keep tenants apart in a rebuilt index.
+
+    Listing, GC run and erasure of one spare the other.
+    """
     for tenant in ("first", "second"):
         with opened(tmp_path, tenant) as store:
             store.put(f"of {tenant}", b"x")
@@ -103,7 +109,7 @@ def redis_index(redis: Redis, key_prefix: str, monkeypatch: pytest.MonkeyPatch) 
 def test_redis_refuses_the_second_tenant_of_a_hash(
     tmp_path: Path, redis_index: RedisIndex, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F.30: Redis lists nothing of the first tenant to the second, and the second's commits change nothing of it."""
+    """List nothing of the first tenant to the second in Redis; its commits change nothing."""
     with opened(tmp_path, "first") as store:
         store.put("key", b"the first tenant's")
         first = manifest_of(store, "key")
@@ -123,7 +129,7 @@ def test_redis_refuses_the_second_tenant_of_a_hash(
 
 
 def test_keys_of_another_tenant_of_a_hash_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.30: A data key names its tenant: a second one of the same domain neither reads, writes nor erases by it."""
+    """Refuse a data key to a second tenant of the domain: no read, write or erasure."""
     for module in (fingerprints, keyring, encrypting):
         monkeypatch.setattr(module, "domain_of", lambda _tenant: b"\3" * 16)
     with opened(tmp_path, "first", ENCRYPTED) as store:
@@ -142,7 +148,7 @@ def test_keys_of_another_tenant_of_a_hash_are_refused(tmp_path: Path, monkeypatc
 
 
 def test_features_of_another_tenant_of_a_hash_are_no_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.30: With one namespace of super-features a put finds no base that is another tenant's, and is stored."""
+    """Find no base of another tenant in a shared super-feature namespace; store the put."""
 
     def of_one_namespace(sketch: str, _domain: bytes, super_features: U64) -> U8:
         return feature_keys(sketch, b"\4" * 16, super_features)

@@ -112,7 +112,7 @@ def _compare(store: Store, version: int, source: Path) -> None:
             raise DiffersError(f"version {version} ends at byte {compared_bytes}; {source.name} goes on")
     seconds = time.perf_counter() - started
     speed = format_speed(compared_bytes, seconds)
-    print(f"version {version}: {human_bytes(compared_bytes)} came back byte for byte, {speed}")
+    print(f"version {version}: {human_bytes(compared_bytes)} restored byte for byte, {speed}")
 
 
 if __name__ == "__main__":

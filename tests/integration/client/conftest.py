@@ -1,4 +1,4 @@
-"""A client, and a gateway that fails as it is told to."""
+"""Provide a client and a gateway with scripted failures."""
 
 from __future__ import annotations
 

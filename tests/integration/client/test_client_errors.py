@@ -1,4 +1,4 @@
-"""Answers that are no successes come as our own errors, and never tell a token."""
+"""Test error responses: the client raises its own errors, and none shows a token."""
 
 from __future__ import annotations
 

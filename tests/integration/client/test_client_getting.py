@@ -1,4 +1,4 @@
-"""Faults on the way down: what is got is what was put, or an error."""
+"""Test faults during a download: the bytes are those that were put, or an error is raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Faults on the way up: what is put is stored once or not at all, and whoever put it knows."""
+"""Test faults during an upload.
+
+It is stored once or not at all, and the caller learns which.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ def test_an_accepted_put_is_followed_to_its_commit(store: RemoteStore, gateway: 
 
 def test_an_accepted_put_that_fails_says_why(store: RemoteStore, gateway: ScriptedGateway) -> None:
     gateway.script("accept-fail")
-    with pytest.raises(RetryableError, match=r"key 'k': nothing was stored: the pipeline said no"):
+    with pytest.raises(RetryableError, match=r"key 'k': nothing was stored: the pipeline refused it"):
         store.put("k", DATA)
 
 

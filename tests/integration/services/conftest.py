@@ -1,4 +1,4 @@
-"""A gateway for one file's tests, and a client of it; files that want other settings have their own."""
+"""Provide a gateway per test file, and a client; files with other settings have their own."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def _section(page: str, name: str) -> str:
 
 
 def test_docs_page_has_a_section_for_each_operation(gateway: RunningGateway) -> None:
-    """F.20: /docs shows each route's method, path, scopes, parameters, bodies and statuses, without a session."""
+    """Show each route's method, path, scopes, parameters, bodies, statuses without a session."""
     answer = httpx.get(f"{gateway.url}/docs", timeout=60)
     assert answer.status_code == 200
     for path, operations in openapi_document()["paths"].items():
@@ -54,7 +54,7 @@ def test_docs_page_has_a_section_for_each_operation(gateway: RunningGateway) -> 
 
 
 def test_docs_page_loads_nothing_from_elsewhere(gateway: RunningGateway) -> None:
-    """F.20: the page keeps the dashboard's policy: no inline script or style, no other host."""
+    """The page keeps the dashboard's policy: no inline script or style, no other host."""
     answer = httpx.get(f"{gateway.url}/docs", timeout=60)
     assert answer.headers["content-security-policy"] == POLICY
     assert not re.search(r"<style|\sstyle=|<script(?![^>]*\bsrc=)|\son\w+=", answer.text)
@@ -62,7 +62,7 @@ def test_docs_page_loads_nothing_from_elsewhere(gateway: RunningGateway) -> None
 
 
 def test_dashboard_pages_link_to_the_docs_page(gateway: RunningGateway) -> None:
-    """F.20: every page of the dashboard links to the reference."""
+    """Every page of the dashboard links to the reference."""
     assert '<a href="/docs">API reference</a>' in httpx.get(f"{gateway.url}/login").text
 
 
@@ -81,5 +81,5 @@ def test_dashboard_pages_link_to_the_docs_page(gateway: RunningGateway) -> None:
     ],
 )
 def test_describe_schema_names_type_and_bounds(schema: dict[str, object], text: str) -> None:
-    """F.20: types and bounds are described in words."""
+    """Types and bounds are described in words."""
     assert describe_schema(schema) == text

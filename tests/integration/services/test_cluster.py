@@ -1,4 +1,4 @@
-"""The local cluster: what `make up` starts, `make down` ends, and nobody else is touched."""
+"""Test the local cluster of `make up`: `make down` ends it and no other process."""
 
 from __future__ import annotations
 

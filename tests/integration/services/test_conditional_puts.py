@@ -1,4 +1,4 @@
-"""Conditional puts through an embedded gateway and the local API: decided where the version is committed."""
+"""Test conditional puts, decided at the commit, by embedded gateway and local API."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def together(count: int, work: Callable[[int], None]) -> None:
 
 
 def test_of_six_concurrent_first_puts_one_is_created(gateway: RunningGateway, client: httpx.Client) -> None:
-    """F.16: Six concurrent `If-None-Match: *` were all 201; one is, five are 412 and leave no version."""
+    """Create one of six concurrent `If-None-Match: *`; the five others are 412 and no version.
+
+    All six were 201 once.
+    """
     for key in ("six", "six again"):
         statuses: list[int] = []
 
@@ -54,7 +57,7 @@ def test_of_six_concurrent_first_puts_one_is_created(gateway: RunningGateway, cl
 
 
 def test_refused_put_names_the_version_in_its_way(client: httpx.Client) -> None:
-    """F.16: 412 is a problem of its own that says which version there is."""
+    """Return a problem of its own with 412 that names the existing version."""
     client.put("/v1/blobs/named", content=b"one")
     answer = client.put("/v1/blobs/named", content=b"two", headers={"If-Match": '"blake3:' + "0" * 64 + '"'})
     assert (answer.status_code, answer.json()["type"]) == (412, "urn:nearkin:problem:precondition-failed")
@@ -64,7 +67,7 @@ def test_refused_put_names_the_version_in_its_way(client: httpx.Client) -> None:
 
 
 def test_client_raises_precondition_failed(gateway: RunningGateway) -> None:
-    """F.16: The Python client takes the same arguments as the local store and raises the same error."""
+    """The Python client takes the same arguments as the local store and raises the same error."""
     with connect(gateway.url) as remote:
         first = remote.put("by client", b"one", if_none_match="*")
         with pytest.raises(PreconditionFailed):
@@ -75,7 +78,7 @@ def test_client_raises_precondition_failed(gateway: RunningGateway) -> None:
 
 
 def test_history_of_an_embedded_gateway_is_linearizable(gateway: RunningGateway) -> None:
-    """F.16: Concurrent conditional puts, gets and deletions of a key are explained by some order of them."""
+    """Explain concurrent conditional puts, gets and deletions of a key by some order of them."""
     for seed in range(4):
         recorder, key = Recorder(), f"history {seed}"
         with gateway.client() as client:
@@ -134,7 +137,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_local_put_checks_its_precondition(store: Store) -> None:
-    """F.16: `Store.put` has the conditions of the gateway; a refused put stores no version."""
+    """`Store.put` has the conditions of the gateway; a refused put stores no version."""
     with store:
         first = store.put("k", b"one", if_none_match="*").info
         with pytest.raises(PreconditionFailed, match="version 1"):
@@ -152,7 +155,7 @@ def test_local_put_checks_its_precondition(store: Store) -> None:
 
 
 def test_refused_put_of_a_group_leaves_the_others(store: Store) -> None:
-    """F.16: The committer decides for each blob of a group in order; one that is refused ends alone."""
+    """The committer decides for each blob of a group in order; one that is refused ends alone."""
     from nearkin_shared.preconditions import Precondition
 
     only_first = Precondition(if_none_match=("*",))
@@ -171,7 +174,7 @@ def test_refused_put_of_a_group_leaves_the_others(store: Store) -> None:
 
 
 def test_bytes_of_a_refused_put_are_freed_by_gc(tmp_path: Path) -> None:
-    """F.16: A put that lost at the commit has written containers; no version refers to them, and GC frees them."""
+    """Free the containers of a put that lost at the commit: no version refers to them."""
     from nearkin.lab.generated_data import random_bytes
     from nearkin_shared.config.loader import with_changes
     from nearkin_shared.config.settings import Settings

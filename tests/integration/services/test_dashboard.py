@@ -1,4 +1,4 @@
-"""The dashboard's pages over HTTP: sessions, CSRF, the policy, and that the numbers are those of the store."""
+"""Test the dashboard's pages over HTTP: sessions, CSRF, the policy, and the figures shown."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def test_what_callers_named_is_text_in_every_page(login: Login) -> None:
 
 def test_the_overview_says_what_the_api_says(login: Login) -> None:
     client = login()
-    time.sleep(STATS_SECONDS)  # what was put a moment ago is in none of them, or in all
+    time.sleep(STATS_SECONDS)  # a put of a moment ago is in none of them, or in all
     stats, reduction = client.get("/v1/stats").json(), client.get("/v1/reduction").json()["tenants"][0]
     growth = client.get("/v1/growth").json()
     assert reduction["logical_bytes"] == stats["logical_bytes"]

@@ -1,4 +1,4 @@
-"""Dead letters on a real Kafka: listed, shown, and sent back once, whatever happens at the same time."""
+"""Test dead letters on a real Kafka: listed, shown, and replayed once despite races."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class World:
         )
 
     def sent_back(self) -> list[Any]:
-        """What is in the user's topic, as its consumers see it."""
+        """Return the records of the user's topic as its consumers see them."""
         consumer = Consumer(
             {
                 "bootstrap.servers": self.settings.kafka.bootstrap_servers,
@@ -275,7 +275,10 @@ def test_a_kafka_that_is_not_there_is_told_in_one_line(
 
 
 def test_what_a_replay_leaves_behind_its_records_is_no_record_that_waits(world: World) -> None:
-    """Its marker takes an offset: an upload that stopped there was never ended, and lag grew for ever."""
+    """Count no lag for a replay's transaction marker, which takes an offset.
+
+    An upload that stopped there never ended, and lag grew without bound.
+    """
     settings, full = world.settings, topic(world.settings, "segments")
     outbox = Outbox(settings, "test", None)
     outbox.send("segments", b"k" * 16, b"value", {})
@@ -314,7 +317,7 @@ def _end(settings: Settings, full: str, partition: int) -> int:
 
 
 def test_dropped_letters_are_neither_listed_nor_replayed(world: World) -> None:
-    """F.20: a drop hides a letter, is marked, and excludes a replay and a second drop."""
+    """A drop hides a letter, is marked, and excludes a replay and a second drop."""
     world.reject(world.record(1), world.record(2), world.record(3))
     first, second, third = sorted(list_letters(world.settings), key=lambda letter: str(letter.source))
     assert [letter.place for letter in drop(world.settings, [first.place, second.place], "ops@host")] == [
@@ -337,7 +340,7 @@ def test_dropped_letters_are_neither_listed_nor_replayed(world: World) -> None:
 
 
 def test_dlq_drop_hides_letters_from_list(world: World, call: Callable[..., tuple[int, str, str]]) -> None:
-    """F.20: `nearkin dlq drop` names what it dropped; `list --all` and `show` still mark it."""
+    """`nearkin dlq drop` names what it dropped; `list --all` and `show` still mark it."""
     world.reject(*(world.record(n) for n in range(3)))
     names = [letter["letter"] for letter in json.loads(call("dlq", "list", "--json")[1])]
     assert call("dlq", "drop", names[0]) == (0, f"{names[0]}\n", "nearkin: 1 dropped\n")

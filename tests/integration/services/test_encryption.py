@@ -1,4 +1,7 @@
-"""Services over an encrypted store: what they store is sealed, and an erased tenant's uploads fail where all see it."""
+"""Test services over an encrypted store.
+
+Objects are encrypted, an erased tenant's uploads fail.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,10 @@ def restored(pipeline: Pipeline, tenant: str, key: str, version: int) -> bytes:
 
 
 def asked_at_a_gateway(pipeline: Pipeline, folder: Path) -> None:
-    """Ask for what an erased tenant had, and put more, through a gateway: 410 before a body is taken."""
+    """Request an erased tenant's blobs and put more through a gateway.
+
+    410 before a body is read.
+    """
     text, _ = tokens.create(folder / "tokens.json", "db", tokens.SCOPES)
     auth = {"auth": {"tokens_file": str(folder / "tokens.json")}, "gateway": {"port": 0}}
     with running(with_changes(pipeline.settings, auth)) as gateway:
@@ -114,7 +120,10 @@ def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipe
 
 @pytest.mark.soak
 def test_a_tenant_whose_keys_are_lost_fails_visibly_until_they_are_back(pipeline: Pipeline, tmp_path: Path) -> None:
-    """A worker that made it a new key would commit what leans on chunks that nobody can read."""
+    """Fail uploads while the keys are lost.
+
+    A worker that made a new key would commit deltas whose bases cannot be decrypted.
+    """
     versions = [FIRST, mutate(FIRST, 3, edits=40, edit_bytes_max=90)]
     for tenant in ("db", "web"):
         assert uploaded(pipeline, tenant, "key", versions[0])["state"] == "committed", pipeline.logs()

@@ -1,4 +1,7 @@
-"""What the engine did is read off an embedded gateway's /metrics: a process of its own, where all begins at nothing."""
+"""Test the engine's metrics on an embedded gateway's /metrics.
+
+The gateway is a process of its own, so all counters start at 0.
+"""
 
 from __future__ import annotations
 

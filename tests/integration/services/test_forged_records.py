@@ -1,4 +1,4 @@
-"""Records that somebody else writes to the topics of a running pipeline."""
+"""Test forged records that another process writes to the topics of a running pipeline."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sections(kafka: Any, redis: Any, topic_prefix: str, key_prefix: str, tmp_pat
 
 @pytest.fixture
 def settings(sections: dict[str, dict[str, Any]]) -> Settings:
-    """Settings of topics that are there, with one partition, so that their records stay in order."""
+    """Return settings of existing topics with one partition, so that records stay in order."""
     sections["kafka"]["partitions"] = 1
     found = load(None, sections)[0]
     create_topics(found)
@@ -64,7 +64,10 @@ def empty_blob(tenant: str) -> End:
 
 
 def test_forged_placed_commits_nothing(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    """F.31: who may write to `placed` commits no version of another tenant; the pipeline goes on."""
+    """Commit no version of another tenant for a forger who may write to `placed`.
+
+    The pipeline continues.
+    """
     with Pipeline(tmp_path, sections) as pipeline:
         settings = pipeline.settings
         with uploading(settings) as uploader:
@@ -87,7 +90,7 @@ def test_forged_placed_commits_nothing(sections: dict[str, dict[str, Any]], tmp_
 
 
 def test_unsigned_upload_commits_under_accept(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    """F.31: during an upgrade the records of an older release are committed, those of another store are not."""
+    """Commit records of an older release during an upgrade, but none of another store."""
     sections["kafka"]["unauthenticated"] = "accept"
     with Pipeline(tmp_path, sections) as pipeline, uploading(pipeline.settings) as uploader:
         end = empty_blob("victim")
@@ -112,7 +115,10 @@ def _put_aside(settings: Settings, end: End) -> None:
 
 @pytest.mark.parametrize("forger", FORGERS)
 def test_forged_config_changes_no_setting(settings: Settings, forger: EnvelopeAuthenticator | None) -> None:
-    """F.31: who may write to `config` changes no setting, and what gateways wrote stays in force."""
+    """Change no setting for a forger who may write to `config`.
+
+    Gateways' settings stay in force.
+    """
 
     def change(section: str, field: str, value: object, ident: str, over: str) -> bytes:
         changes = {section: {field: value}}
@@ -133,7 +139,7 @@ def test_forged_config_changes_no_setting(settings: Settings, forger: EnvelopeAu
 
 @pytest.mark.parametrize("forger", FORGERS)
 def test_forged_outcomes_are_passed_over(settings: Settings, forger: EnvelopeAuthenticator | None) -> None:
-    """F.31: who may write to `committed` or `workers` makes a gateway tell no outcome and list no worker."""
+    """Ignore outcomes and workers of a forger who may write to `committed` or `workers`."""
     forged, ours = os.urandom(16), os.urandom(16)
 
     def outcome(blob: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Who may do what: tokens, scopes, tenants, addresses, rates."""
+"""Test access control: tokens, scopes, tenants, addresses, rates."""
 
 from __future__ import annotations
 
@@ -252,7 +252,10 @@ def test_loopback_needs_no_tokens(host: str) -> None:
 
 
 def test_a_gateway_that_ended_leaves_no_thread_behind(tmp_path: Path) -> None:
-    """F.15: a body of several frames uses the pools for hashing and local files; all threads end with the gateway."""
+    """End all threads with the gateway.
+
+    The body's frames use the hashing and local file pools.
+    """
     before = set(threading.enumerate())
     with running(embedded(tmp_path / "store")) as found, found.client() as client:
         for key in ("deleted", "k"):
@@ -332,7 +335,7 @@ def test_requests_are_counted_by_route_never_by_what_strangers_send(gateway: Run
 
 
 def test_admin_of_a_tenant_sees_and_sets_nothing_of_others(client: Maker) -> None:
-    """F.29: `admin` of one tenant listed all tenants and set `service.read_only` for all of them."""
+    """`admin` of one tenant listed all tenants and set `service.read_only` for all of them."""
     admin = client("default", "read", "write", "delete", "admin")
     client("another", "read")
     answer = admin.patch("/v1/config", json={"service": {"read_only": True}})
@@ -345,7 +348,7 @@ def test_admin_of_a_tenant_sees_and_sets_nothing_of_others(client: Maker) -> Non
 
 
 def test_operator_has_no_tenant(client: Maker, tmp_path: Path) -> None:
-    """F.29: A token of the scope `operator` alone opens the settings and no tenant's blobs."""
+    """A token of the scope `operator` alone opens the settings and no tenant's blobs."""
     _, made = tokens.create(tmp_path / "t.json", "default", ["operator"])
     assert (made.tenant, tokens.TokenFile(tmp_path / "t.json").tenants()) == ("", [])
     operator = client("ignored", "operator")
@@ -357,7 +360,7 @@ def test_operator_has_no_tenant(client: Maker, tmp_path: Path) -> None:
 
 
 def test_statistics_of_a_tenant_hold_nothing_of_others(client: Maker, tmp_path: Path) -> None:
-    """F.29: Sums of an embedded gateway counted every tenant of its folder."""
+    """Sums of an embedded gateway counted every tenant of its folder."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     with open_store(shared, settings=with_changes(Settings(), {"tenant": "other"}), create=True) as store:
         store.put("k", os.urandom(300_000))

@@ -19,7 +19,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_access_log_has_a_line_with_the_id_of_the_answer(
     client: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F.20: method, path, status, bytes and id are in one line; a given id is kept, a query is left out."""
+    """Write method, path, status, bytes and id in one line; keep a given id, omit the query."""
     with caplog.at_level(logging.INFO, "nearkin.access"):
         answer = client.put("/v1/blobs/logged?wait=1", content=b"12345", headers={"X-Request-ID": "ci-7.a"})
         made = client.get("/v1/blobs/absent").headers["x-request-id"]
@@ -39,7 +39,7 @@ def test_access_log_has_a_line_with_the_id_of_the_answer(
 def test_access_log_cannot_be_forged(
     gateway: RunningGateway, client: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F.20: quotes, escapes and length of a path stay inside one bounded line, and no token is in it."""
+    """Keep quotes, escapes and length of a path inside one bounded line without any token."""
     with caplog.at_level(logging.INFO, "nearkin.access"):
         gateway.raw(
             b'GET /v1/x"\\status=200"' + b"a" * 2000 + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"

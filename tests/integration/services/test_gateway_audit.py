@@ -1,4 +1,4 @@
-"""The audit log: every event by a real request, bounded under a flood, and without secrets."""
+"""Test the audit log: real requests, bounded under a flood, without secrets."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def browse(gateway: RunningGateway, text: str) -> None:
 
 
 def test_every_audit_event_comes_from_a_real_request(served: World, collected: Collected, written: io.StringIO) -> None:
-    """F.30: Each event of the table is produced, with its fields alone, and no line of the log has a secret."""
+    """Produce each event of the table with its fields alone; no line of the log has a secret."""
     text = served.token()
     with served.gateway.client(text) as client:
         store_and_read(client)
@@ -171,7 +171,7 @@ def test_every_audit_event_comes_from_a_real_request(served: World, collected: C
 
 
 def test_audit_records_name_actor_key_and_result(served: World, collected: Collected) -> None:
-    """F.30: A read has tenant, token id, peer, key, version, range, bytes and the id of its answer."""
+    """A read has tenant, token id, peer, key, version, range, bytes and the id of its answer."""
     with served.client("read", "write") as client:
         client.put("/v1/blobs/a/key", content=CONTENT)
         answer = client.get("/v1/blobs/a/key", headers={"Range": "bytes=2-5"})
@@ -191,7 +191,7 @@ def test_audit_records_name_actor_key_and_result(served: World, collected: Colle
 
 
 def test_failed_authentication_is_recorded_with_its_reason(served: World, collected: Collected) -> None:
-    """F.30: Reasons are told apart; the id of a token is recorded only once its secret was proved."""
+    """Reasons are told apart; the id of a token is recorded only once its secret was proved."""
     url, gone = served.gateway.url, served.token("read")
     file = json.loads(served.file.read_text())
     file["tokens"][-1]["expires"] = 1
@@ -220,7 +220,7 @@ def test_failed_authentication_is_recorded_with_its_reason(served: World, collec
 
 
 def test_a_flood_of_bad_tokens_costs_few_records(served: World, collected: Collected) -> None:
-    """F.30: 1,000 requests with bad tokens end in a first record and summaries that count every other one."""
+    """Summarise 1,000 requests with bad tokens: one first record, and counts of all others."""
     before, began = metrics.AUDIT_EVENTS.labels("auth.failed")._value.get(), time.monotonic()
     for first in range(0, 1000, PIPELINED_MAX):
         heads = [
@@ -240,7 +240,7 @@ def test_a_flood_of_bad_tokens_costs_few_records(served: World, collected: Colle
 
 
 def test_reads_beyond_the_rate_are_counted_and_changes_kept(tmp_path: Path, collected: Collected) -> None:
-    """F.30: Beyond `audit.per_second` reads are summed up by event; no deletion is left out."""
+    """Beyond `audit.per_second` reads are summed up by event; no deletion is left out."""
     for served in world(tmp_path, window_seconds=3600, per_second=5):
         with served.client() as client:
             for number in range(8):
@@ -259,7 +259,7 @@ def test_reads_beyond_the_rate_are_counted_and_changes_kept(tmp_path: Path, coll
 
 
 def test_success_is_recorded_once_in_a_window(tmp_path: Path, collected: Collected) -> None:
-    """F.30: The first use of a token from an address is a record, further ones are a number."""
+    """The first use of a token from an address is a record, further ones are a number."""
     for served in world(tmp_path, window_seconds=3600):
         with served.client("read") as client:
             for _ in range(10):
@@ -273,7 +273,7 @@ def test_success_is_recorded_once_in_a_window(tmp_path: Path, collected: Collect
 def test_reads_and_the_whole_log_can_be_turned_off(
     tmp_path: Path, collected: Collected, audit: dict[str, Any], kept: set[str]
 ) -> None:
-    """F.30: `audit.reads` leaves changes and authentication, `audit.enabled` nothing."""
+    """`audit.reads` leaves changes and authentication, `audit.enabled` nothing."""
     for served in world(tmp_path, **audit):
         with served.client() as client:
             client.put("/v1/blobs/a", content=b"x")
@@ -284,7 +284,10 @@ def test_reads_and_the_whole_log_can_be_turned_off(
 
 
 def test_audit_values_are_bounded_and_escaped(collected: Collected) -> None:
-    """F.30: Line ends, invisible characters and backslashes of a key cannot forge a record; its length is bounded."""
+    """Bound the length of a key in a record.
+
+    Line ends, invisible characters, backslashes forge none.
+    """
     log = AuditLog(Settings().audit)
     log.record("blob.read", Actor("default"), {"key": "a\nb\x7f\u202e\u2028\\n" + "k" * 5000, "version": 1})
     (record,) = collected.records
@@ -294,7 +297,7 @@ def test_audit_values_are_bounded_and_escaped(collected: Collected) -> None:
 
 
 def test_audit_file_is_private_json_and_survives_rotation(tmp_path: Path) -> None:
-    """F.30: `audit.path` has mode 0600, takes the records from the other logs, and is opened again once moved."""
+    """Write `audit.path` with mode 0600 and these records alone; open it again once moved."""
     path, log = tmp_path / "audit.json", AuditLog(Settings().audit)
     logging.getLogger(log_setup.AUDIT).setLevel(logging.INFO)
     with log_setup.audit_file(with_changes(Settings(), {"audit": {"path": str(path)}})):
@@ -332,7 +335,10 @@ def block_with_fifo(path: Path) -> None:
 def test_blocked_audit_path_loses_records_and_no_request(
     tmp_path: Path, collected: Collected, block: Callable[[Path], Any], unblock: Callable[[Path], Any]
 ) -> None:
-    """F.30: Puts go on while `audit.path` cannot be opened, lost records are counted, and it is used once it can be."""
+    """Continue puts while `audit.path` cannot be opened; count lost records.
+
+    Use it once it can be.
+    """
     path = tmp_path / "log" / "audit.json"
     path.parent.mkdir()
     lost = metrics.AUDIT_LOST._value
@@ -366,7 +372,7 @@ def test_blocked_audit_path_loses_records_and_no_request(
 
 
 def test_audit_path_with_a_hard_link_is_refused(tmp_path: Path) -> None:
-    """F.30: A file that has another name is not appended to: not at the start, and not after a rotation."""
+    """Append to no file that has another name, neither at start nor after a rotation."""
     path, victim, log = tmp_path / "audit.json", tmp_path / "victim", AuditLog(Settings().audit)
     victim.write_text("as it was")
     settings = with_changes(Settings(), {"audit": {"path": str(path)}})
@@ -385,7 +391,7 @@ def test_audit_path_with_a_hard_link_is_refused(tmp_path: Path) -> None:
 def test_audit_windows_end_after_a_summary_that_failed(
     served: World, collected: Collected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F.30: An error in one summary is logged, and later windows are summarized."""
+    """An error in one summary is logged, and later windows are summarized."""
     emit, failed = collected.emit, []
 
     def fail_once(record: logging.LogRecord) -> None:
@@ -406,7 +412,7 @@ def test_audit_windows_end_after_a_summary_that_failed(
 
 
 def test_every_operation_has_an_audit_event() -> None:
-    """F.30: A route that is added needs an event, or a reason to have none."""
+    """A route that is added needs an event, or a reason to have none."""
     document = openapi_document()
     operations = {found["operationId"] for methods in document["paths"].values() for found in methods.values()}
     assert operations == OPERATIONS.keys() | UNAUDITED
@@ -415,8 +421,9 @@ def test_every_operation_has_an_audit_event() -> None:
 
 
 def test_docs_page_has_the_table_of_audit_events() -> None:
-    """F.30: `python -m nearkin_gateway.monitoring.audit_events` has nothing to write, and the page names every
-    reason.
+    """Name every reason on the page; the generator has nothing to write.
+
+    The generator is `python -m nearkin_gateway.monitoring.audit_events`.
     """
     page = (ROOT / audit_events.PAGE).read_text()
     assert audit_events.with_event_table(page) == page

@@ -1,4 +1,4 @@
-"""Blobs over HTTP, against a real gateway on a real socket with an embedded store below it."""
+"""Test blobs over HTTP on a real socket, with an embedded store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_is_put_comes_back_with_its_digest_and_ledger(client: httpx.Client)
 
 
 def test_what_was_stored_is_a_download_and_never_a_page_of_this_origin(client: httpx.Client) -> None:
-    """F.19: GET returns the stored type, under headers that forbid to run it."""
+    """GET returns the stored type, under headers that forbid to run it."""
     client.put("/v1/blobs/page.html", content=b"<script>alert(1)</script>", headers={"Content-Type": "text/html"})
     for headers, status in (({}, 200), ({"Range": "bytes=0-3"}, 206)):
         for answer in (client.get("/v1/blobs/page.html", headers=headers), client.head("/v1/blobs/page.html")):
@@ -177,7 +177,7 @@ def test_a_listing_pages_through_all_keys_once_in_order(client: httpx.Client) ->
 @pytest.mark.parametrize("url", ["/v1/blobs", "/v1/deleted"])
 @pytest.mark.parametrize("query", ["prefix=page/%ff", "prefix=%C3%28&limit=5", "after=%80"])
 def test_a_query_that_is_not_utf8_is_refused(client: httpx.Client, url: str, query: str) -> None:
-    """Its bytes replaced, `%ff` would list what begins with U+FFFD, and say that there is none."""
+    """Refuse `%ff`: with its bytes replaced it would list keys that begin with U+FFFD."""
     answer = client.get(f"{url}?{query}")
     assert answer.status_code == 400
     assert answer.json()["type"] == "urn:nearkin:problem:bad-query"
@@ -243,7 +243,7 @@ def test_a_method_that_is_not_for_a_resource_is_told_all_that_are(
 
 
 def test_announced_digests_are_checked_before_anything_is_stored(client: httpx.Client) -> None:
-    """F.19: a wrong digest is a mismatch, a malformed one a bad digest."""
+    """A wrong digest is a mismatch, a malformed one a bad digest."""
     data = noise(1_500_000, seed=4)
     sha256 = hashlib.sha256(data)
     good = f"sha-256=:{base64.b64encode(sha256.digest()).decode()}:"
@@ -400,7 +400,7 @@ def test_damage_in_the_middle_cuts_the_body_and_damage_at_the_start_is_a_problem
 
 
 def test_a_broken_manifest_is_named_and_hides_no_other_blob(tmp_path: Path) -> None:
-    """F.25: a listed newest version without a good manifest is an error, and no 404."""
+    """A listed newest version without a good manifest is an error, and no 404."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         for key in ("a", "b", "c"):
             client.put(f"/v1/blobs/{key}", content=key.encode())

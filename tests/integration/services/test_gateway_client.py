@@ -1,4 +1,4 @@
-"""Our own client and commands against the real gateway: what they say to one another they both mean."""
+"""Test that the client and the commands agree with the real gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Concatenation of partial uploads (tus), and the headers that resumable uploads tell and refuse."""
+"""Test concatenation of partial uploads (tus), and the headers of resumable uploads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def described(key: str, **more: str) -> str:
 
 
 def partial(client: httpx.Client, data: bytes, length: int | None = None) -> str:
-    """Upload `data` as a partial upload, as tus-js-client does: without metadata; return its URL."""
+    """Upload `data` as a partial upload without metadata, as tus-js-client does.
+
+    Return its URL.
+    """
     headers = {**OCTETS, **PARTIAL, "Upload-Length": str(len(data) if length is None else length)}
     answer = client.post("/v1/uploads", headers=headers, content=data)
     assert answer.status_code == 201, answer.text
@@ -57,7 +60,7 @@ def ids_of(gateway: RunningGateway) -> list[str]:
 
 
 def test_partial_upload_alone_stores_no_blob(client: httpx.Client) -> None:
-    """F.14: a whole partial upload with a key makes no version, and its HEAD says that it is partial."""
+    """Make no version of a complete partial upload with a key; its HEAD reports `partial`."""
     headers = {**OCTETS, **PARTIAL, "Upload-Length": "5", "Upload-Metadata": described("alone")}
     url = str(client.post("/v1/uploads", headers=headers, content=b"third").headers["location"])
     told = client.head(url, headers=TUS).headers
@@ -71,7 +74,10 @@ def test_partial_upload_alone_stores_no_blob(client: httpx.Client) -> None:
 
 
 def test_final_upload_stores_the_parts_in_order(gateway: RunningGateway, client: httpx.Client) -> None:
-    """F.14: three partial uploads become one blob with the final upload's metadata; their bytes are freed."""
+    """Join three partial uploads into one blob with the final one's metadata.
+
+    Free their bytes.
+    """
     data = [os.urandom(700_001), b"", os.urandom(300_000)]
     urls = [partial(client, part) for part in data]
     answer = final(client, "joined", [f"{gateway.url}{url}" for url in urls])
@@ -84,7 +90,7 @@ def test_final_upload_stores_the_parts_in_order(gateway: RunningGateway, client:
 
 
 def test_final_upload_repeated_is_one_version(client: httpx.Client) -> None:
-    """F.14: a client that lost the answer asks again, and gets the same upload."""
+    """A client that lost the answer asks again, and gets the same upload."""
     urls = [partial(client, b"a"), partial(client, b"b")]
     first, second = final(client, "repeated", urls), final(client, "repeated", urls)
     assert (second.status_code, second.headers["location"]) == (201, first.headers["location"])
@@ -93,7 +99,7 @@ def test_final_upload_repeated_is_one_version(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("name", ["unfinished", "plain", "unknown", "twice", "many", "large", "length"])
 def test_final_upload_of_wrong_parts_is_refused(client: httpx.Client, name: str) -> None:
-    """F.14: what cannot be concatenated is refused by its own status, and no version is made."""
+    """Refuse parts that cannot be concatenated, each with its own status; make no version."""
     whole = partial(client, b"whole")
     ordinary = client.post("/v1/uploads", headers={**TUS, "Upload-Length": "9", "Upload-Metadata": described("p")})
     urls, status = {
@@ -112,7 +118,10 @@ def test_final_upload_of_wrong_parts_is_refused(client: httpx.Client, name: str)
 
 
 def test_claimed_part_goes_into_one_final_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.14: of two final uploads with a common part one is refused, and the part is deleted with the other alone."""
+    """Refuse one of two final uploads with a common part.
+
+    Delete the part with the other alone.
+    """
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         urls = [partial(client, b"a"), partial(client, b"b"), partial(client, b"c")]
         monkeypatch.setattr("nearkin_gateway.uploads.concatenation.hand_over", _never)
@@ -132,7 +141,7 @@ async def _never(*_: object) -> None:
 
 
 def test_create_final_that_lost_the_race_takes_it_back(tmp_path: Path) -> None:
-    """F.14: a final upload that cannot claim all its parts leaves neither itself nor claims behind."""
+    """A final upload that cannot claim all its parts leaves neither itself nor claims behind."""
     uploads = Resumable(LocalObjectStore(tmp_path), 10)
     parts = [uploads.create(meta(partial=True, length=0)) for _ in range(3)]
     uploads.create_final("1" * 32, meta(sources=(parts[2],)))
@@ -144,7 +153,10 @@ def test_create_final_that_lost_the_race_takes_it_back(tmp_path: Path) -> None:
 
 
 def test_sweep_removes_parts_of_an_ended_final_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.14: partial uploads live as long as the final upload that claims them, and expire alone otherwise."""
+    """Keep partial uploads as long as the final upload that claims them.
+
+    Else they expire alone.
+    """
     monkeypatch.setattr(stored, "UNSEEN_SECONDS", 0.0)
     uploads = Resumable(LocalObjectStore(tmp_path), 10)
     alone, claimed = (uploads.create(meta(partial=True, length=0, lives_us=-1)) for _ in range(2))
@@ -177,7 +189,7 @@ def meta(
     ],
 )
 def test_extension_not_offered_is_refused(client: httpx.Client, headers: dict[str, str]) -> None:
-    """F.14: a header of an extension that OPTIONS does not name never makes an ordinary upload."""
+    """A header of an extension that OPTIONS does not name never makes an ordinary upload."""
     answer = client.post(
         "/v1/uploads", headers={**TUS, "Upload-Length": "5", "Upload-Metadata": described("k"), **headers}
     )
@@ -188,7 +200,7 @@ def test_extension_not_offered_is_refused(client: httpx.Client, headers: dict[st
 
 
 def test_cross_origin_page_uploads_where_configured(tmp_path: Path) -> None:
-    """F.14: a page of a configured origin passes the preflight, uploads, and may read every header of tus."""
+    """Allow a page of a configured origin the preflight, the upload, and all headers of tus."""
     page = {"Origin": "https://app.example", "Sec-Fetch-Site": "cross-site"}
     with running(embedded(tmp_path, {"gateway": {"cors_origins": ["https://app.example"]}})) as gateway:
         preflight = {"Access-Control-Request-Method": "PATCH", "Access-Control-Request-Headers": "upload-offset"}
@@ -209,6 +221,6 @@ def test_cross_origin_page_uploads_where_configured(tmp_path: Path) -> None:
 
 
 def test_cross_origin_is_off_by_default(gateway: RunningGateway) -> None:
-    """F.14: without `gateway.cors_origins` no answer lets a page of another origin read it."""
+    """Without `gateway.cors_origins` no answer lets a page of another origin read it."""
     answer = httpx.get(f"{gateway.url}/livez", headers={"Origin": "https://app.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]

@@ -50,7 +50,7 @@ def is_refused(answer: httpx.Response) -> bool:
 
 
 def test_upload_overtaken_by_a_put_is_refused_at_the_end(client: httpx.Client) -> None:
-    """F.16: the condition held at the creation and not at the commit: 412, no version, also to HEAD and a repeat."""
+    """Refuse with 412, also HEAD and a repeat, if the condition fails at the commit only."""
     url = begin(client, "overtaken", 6, ONLY_FIRST).headers["location"]
     assert add(client, url, 0, b"abc").status_code == 204
     client.put("/v1/blobs/overtaken", content=b"other")
@@ -64,7 +64,7 @@ def test_upload_overtaken_by_a_put_is_refused_at_the_end(client: httpx.Client) -
 
 @pytest.mark.parametrize("kind", ["plain", "with-body", "final"])
 def test_creation_whose_condition_fails_is_412(gateway: RunningGateway, client: httpx.Client, kind: str) -> None:
-    """F.16: what cannot be committed is refused before its bytes are sent; nothing is kept of it."""
+    """Refuse a failing condition before bytes are sent; keep nothing of the upload."""
     key = f"there {kind}"
     client.put(f"/v1/blobs/{key}", content=b"one")
     folder = gateway.store / "uploads"
@@ -81,7 +81,7 @@ def test_creation_whose_condition_fails_is_412(gateway: RunningGateway, client: 
 
 @pytest.mark.parametrize("kind", ["plain", "with-body", "final"])
 def test_upload_whose_condition_holds_is_committed(client: httpx.Client, kind: str) -> None:
-    """F.16: If-Match with the newest version's tag stores the next one, by every way of creation."""
+    """If-Match with the newest version's tag stores the next one, by every way of creation."""
     key = f"replaced {kind}"
     tag = client.put(f"/v1/blobs/{key}", content=b"one").headers["etag"]
     match = {"If-Match": f'"blake3:{"0" * 64}", {tag}'}
@@ -97,7 +97,7 @@ def test_upload_whose_condition_holds_is_committed(client: httpx.Client, kind: s
 
 
 def test_of_six_concurrent_first_uploads_one_is_stored(gateway: RunningGateway, client: httpx.Client) -> None:
-    """F.16: six uploads that were all begun before the first version: one is 204, five are 412."""
+    """Six uploads that were all begun before the first version: one is 204, five are 412."""
     urls = [begin(client, "six", 2, ONLY_FIRST).headers["location"] for _ in range(6)]
     barrier, statuses = threading.Barrier(6), list[int]()
 
@@ -116,21 +116,21 @@ def test_of_six_concurrent_first_uploads_one_is_stored(gateway: RunningGateway, 
 
 
 def test_condition_of_an_upload_is_bounded_as_of_a_put(client: httpx.Client) -> None:
-    """F.28: more than 32 tags are 400 at the creation, and no upload is begun."""
+    """More than 32 tags are 400 at the creation, and no upload is begun."""
     many = ", ".join(f'"blake3:{number:064x}"' for number in range(33))
     assert begin(client, "many", 3, {"If-Match": many}).status_code == 400
     assert client.put("/v1/blobs/many", content=b"one", headers={"If-Match": many}).status_code == 400
 
 
 def test_condition_of_a_partial_upload_has_no_effect(client: httpx.Client) -> None:
-    """F.16: a client sends its headers with each request; a partial upload stores no blob that they could refuse."""
+    """Ignore the condition of a partial upload, which stores no blob; clients send it always."""
     client.put("/v1/blobs/part", content=b"one")
     answer = begin(client, "part", 3, {**ONLY_FIRST, "Upload-Concat": "partial"}, b"abc")
     assert (answer.status_code, answer.headers["upload-offset"]) == (201, "3")
 
 
 def test_final_upload_repeated_after_a_refusal_is_412(client: httpx.Client) -> None:
-    """F.16: a final upload repeated with the same condition is the same upload, and one without it is another."""
+    """Identify a repeated final upload by its condition: another condition, another upload."""
     answer = begin_final(client, "again", [b"a", b"b"], ONLY_FIRST)
     concat = client.head(answer.headers["location"], headers=TUS).headers["upload-concat"]
     described = {"Upload-Metadata": f"key {base64.b64encode(b'again').decode()}", "Upload-Concat": concat}
@@ -141,7 +141,7 @@ def test_final_upload_repeated_after_a_refusal_is_412(client: httpx.Client) -> N
 
 
 def test_conditional_upload_survives_a_restart(tmp_path: Path) -> None:
-    """F.16: the condition is kept with the upload: the gateway that goes on with it checks it."""
+    """The condition is kept with the upload: the gateway that goes on with it checks it."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         url = begin(client, "later", 3, ONLY_FIRST).headers["location"]
         assert add(client, url, 0, b"ab").status_code == 204
@@ -152,7 +152,7 @@ def test_conditional_upload_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_committed_upload_not_noted_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.16: the version in the way of a repeated hand-over is its own: it is stored once and reported so."""
+    """Recognise an upload's own version in a repeated hand-over: stored once, reported so."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         url = begin(client, "own", 3, ONLY_FIRST).headers["location"]
         plain, rooms = Resumable.finish, iter([False])

@@ -1,4 +1,4 @@
-"""Requests with conditions, and requests that are sent again, against a real gateway on a real socket."""
+"""Test conditional and repeated requests against a real gateway on a real socket."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_conditional_put_that_is_sent_again_is_answered_as_the_first_was(clien
 def test_a_conditional_put_that_is_sent_again_before_its_outcome_is_told_is_no_stranger(
     gateway: RunningGateway, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The version is there first, and then whoever waits hears of it."""
+    """Recognise the repeat although the version exists before its outcome is reported."""
     only_first = {"If-None-Match": "*", "Idempotency-Key": "sent again at once"}
     first = client.put("/v1/blobs/at once", content=b"one", headers=only_first)
     told, asked = gateway.gateway.outcomes.of_origin, list[bytes]()

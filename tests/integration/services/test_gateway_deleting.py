@@ -128,10 +128,10 @@ def test_a_deletion_that_is_sent_again_leaves_what_was_put_since(client: httpx.C
     client.put("/v1/blobs/resent", content=b"first")
     once = {"Idempotency-Key": "lost the answer"}
     assert client.delete("/v1/blobs/resent", headers=once).headers["x-nearkin-versions"] == "1"
-    assert client.put("/v1/blobs/resent", content=b"of somebody else").json()["version"] == 2
+    assert client.put("/v1/blobs/resent", content=b"of another client").json()["version"] == 2
     repeat = client.delete("/v1/blobs/resent", headers=once)
     assert (repeat.status_code, repeat.headers["x-nearkin-versions"]) == (204, "1")
-    assert client.get("/v1/blobs/resent").content == b"of somebody else"
+    assert client.get("/v1/blobs/resent").content == b"of another client"
     assert client.delete("/v1/blobs/resent").headers["x-nearkin-versions"] == "1"  # another call takes it
 
 

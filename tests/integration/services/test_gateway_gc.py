@@ -1,4 +1,4 @@
-"""Garbage collection over HTTP: asked for, paused, resumed and told of; by the command too."""
+"""Test GC over HTTP and by command: start, pause, resume, status."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def state(gateway: RunningGateway) -> dict[str, Any]:
 
 
 def run(gateway: RunningGateway) -> dict[str, Any]:
-    """Ask for a round and return what it did."""
+    """Request a GC run and return its result."""
     before = ask(gateway, "run")
     assert before.status_code == 202
     return ended_since(gateway, before.json()["last"])
 
 
 def ended_since(gateway: RunningGateway, before: object) -> dict[str, Any]:
-    """Return what the next round did that ends after the one `before`."""
+    """Return the result of the next GC run that ends after the one `before`."""
     last: dict[str, Any] = {}
 
     def ended() -> bool:
@@ -86,7 +86,10 @@ def test_a_round_that_is_asked_for_is_done_and_told(gateway: RunningGateway) -> 
 
 @pytest.fixture
 def held() -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Hold the next round where it has marked; (it is there, it may go on)."""
+    """Stop the next GC run after its mark phase.
+
+    Yield (event that it is there, event to continue).
+    """
     there, on = threading.Event(), threading.Event()
 
     def watch(name: str) -> None:
@@ -130,7 +133,7 @@ def test_a_gateway_that_stops_ends_the_round_that_is_at_work(
         ask(gateway, "run").raise_for_status()
         assert there.wait(60)
         threading.Timer(0.3, on.set).start()
-    with open_store(tmp_path / "store", create=True) as store:  # the lock is free, and nothing was condemned
+    with open_store(tmp_path / "store", create=True) as store:  # the lock is free, and nothing is pending delete
         assert store.put("k", b"after").info.version == 2
         assert store.gc_state().pending_delete_containers == 0
 
@@ -153,9 +156,9 @@ def test_a_round_that_cannot_even_begin_leaves_the_writer_at_work(
     with gateway.client() as client:
         assert client.put("/v1/blobs/after", content=b"x").status_code == 201
     before = state(gateway)["last"]
-    # Not `undo`: the writer may be about to look how long it waits, and would wait a minute.
+    # Not `undo`: the writer may be about to check how long to wait, and would wait a minute.
     monkeypatch.setattr(threading.Thread, "start", plain)
-    assert ended_since(gateway, before)["failure"] is None  # what was asked for is not forgotten
+    assert ended_since(gateway, before)["failure"] is None  # the request is not forgotten
 
 
 def test_while_collection_is_paused_a_round_is_refused(gateway: RunningGateway) -> None:
@@ -203,7 +206,7 @@ def test_a_round_that_is_due_and_paused_is_looked_for_now_and_then_and_puts_go_o
         monkeypatch.setattr(GcPauseFlag, "read", counted)
         until(lambda: len(looked) > 3)
         assert looked[3] - looked[0] > 2.0  # once a second, not again and again
-        (tmp_path / "store" / "pause" / "notes.txt").write_text("lies where none of it is known")
+        (tmp_path / "store" / "pause" / "notes.txt").write_text("a file that is no pause record")
         before = len(looked)
         until(lambda: len(looked) > before)
         with gateway.client() as client:

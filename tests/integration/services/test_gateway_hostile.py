@@ -1,4 +1,7 @@
-"""Clients that lie, dawdle or flood: the right status, bounded memory, and a gateway that lives on."""
+"""Test clients that lie, stall or flood.
+
+Status, bounded memory, and a gateway that survives.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def test_a_body_that_stops_is_408_and_stores_nothing(gateway: RunningGateway) ->
     started = time.monotonic()
     answer = gateway.raw(head("/v1/blobs/stops", "Content-Length: 1000000") + b"x" * 500)
     assert status_of(answer) == 408
-    assert time.monotonic() - started > SLOW_SECONDS * 0.9  # and it came, though nothing more was sent
+    assert time.monotonic() - started > SLOW_SECONDS * 0.9  # and it arrived, though nothing more was sent
     assert b"too-slow" in answer
 
 
@@ -128,7 +131,7 @@ def test_too_large_a_body_is_413_announced_or_not(gateway: RunningGateway) -> No
 
 
 def test_an_early_refusal_reads_on_only_so_far(gateway: RunningGateway) -> None:
-    """A body of 1 GiB to somebody who is refused: discarded up to a bound, then the connection is closed."""
+    """Discard a refused body of 1 GiB up to a bound, then close the connection."""
     sent = 0
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
         connection.sendall(head("/v1/nothing", f"Content-Length: {1024 * MIB}"))
@@ -186,7 +189,7 @@ def test_an_oversized_url_is_refused(gateway: RunningGateway) -> None:
 
 
 def test_a_header_without_end_is_refused_while_it_comes(gateway: RunningGateway) -> None:
-    """The parser keeps a header until it ends: counted as it comes, or 1 GiB of it would lie in memory."""
+    """Count a header while it arrives: the parser keeps it until it ends, in memory."""
     sent = 0
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nX: ")
@@ -213,7 +216,7 @@ def test_one_upload_too_many_is_503_and_a_freed_place_is_taken(gateway: RunningG
 
 def test_one_connection_too_many_is_refused(tmp_path: Path) -> None:
     with running(embedded(tmp_path, {"gateway": {"connections_max": 4}})) as own:
-        body = head("/v1/blobs/held", "Content-Length: 100000")  # under way: an idle one would make room (F.28)
+        body = head("/v1/blobs/held", "Content-Length: 100000")  # under way: an idle one would make room
         holders = [socket.create_connection(("127.0.0.1", own.port)) for _ in range(4)]
         try:
             for connection in holders:
@@ -294,7 +297,7 @@ def test_a_reader_that_leaves_frees_its_place(gateway: RunningGateway) -> None:
 def test_a_reader_that_leaves_does_not_make_the_others_wait_for_what_is_being_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What reads ahead is ended by who waits for it: never by the loop, which serves everybody."""
+    """End read-ahead in the thread that waits for it, never in the loop of all clients."""
     ended: list[str] = []
 
     close = PrefetchIterator.close
@@ -391,7 +394,9 @@ def test_a_stopping_gateway_finishes_the_upload_that_runs(tmp_path: Path) -> Non
         def body() -> Iterator[bytes]:
             for number in range(20):
                 if number == 5:
-                    httpx.get(f"{url}/livez", timeout=60).raise_for_status()  # it came later: this one is being read
+                    httpx.get(
+                        f"{url}/livez", timeout=60
+                    ).raise_for_status()  # it is later in the stream: this one is being read
                     child.terminate()
                 time.sleep(0.05)
                 yield b"x" * 100_000
@@ -407,7 +412,10 @@ def test_a_stopping_gateway_finishes_the_upload_that_runs(tmp_path: Path) -> Non
 def test_a_body_under_an_upgrade_is_refused_and_never_taken_for_an_empty_one(
     gateway: RunningGateway, length: str
 ) -> None:
-    """`curl --http2` and Java's client ask for h2c with the first request: the parser ends it with its head."""
+    """Refuse the body of a request that asks for h2c, which the parser ends with its head.
+
+    `curl --http2` and Java's client ask for h2c with the first request.
+    """
     begun = head("/v1/blobs/upgrade", "Connection: Upgrade", "Upgrade: h2c", length)
     assert status_of(gateway.raw(begun + (b"abcdef" if "Length" in length else b"6\r\nabcdef\r\n0\r\n\r\n"))) == 400
     with gateway.client() as client:
@@ -418,7 +426,7 @@ def test_a_body_under_an_upgrade_is_refused_and_never_taken_for_an_empty_one(
 
 @pytest.mark.parametrize("method", ["PUT", "POST", "PATCH"])
 def test_http_1_0_body_without_length_is_411(gateway: RunningGateway, method: str) -> None:
-    """F.19: HTTP/1.0 without Content-Length ends a body by closing; it is refused, not stored as an empty version."""
+    """Refuse an HTTP/1.0 body without Content-Length instead of storing an empty version."""
     begun = head("/v1/blobs/one-zero", method=method).replace(b"HTTP/1.1", b"HTTP/1.0")
     answer = gateway.raw(begun + b"hello")
     assert (status_of(answer), b"urn:nearkin:problem:length-required" in answer) == (411, True)

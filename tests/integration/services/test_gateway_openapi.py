@@ -1,4 +1,4 @@
-"""The OpenAPI document against the live gateway: what it says is what is answered, whatever is asked."""
+"""Test the OpenAPI document against the live gateway: every response is documented."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ BOUNDS = {
 }
 """Problems of requests that the document rules out: none that is made from it may be refused so."""
 BEYOND = {"createUpload": {"bad-length"}}
-"""What no schema can say: an upload has a length unless it is a final one."""
+"""Cases no schema can express: an upload has a length unless it is a final one."""
 
 
 def problem_of(response: Any) -> str | None:
@@ -132,7 +132,7 @@ OUTSIDE = [
 def test_header_outside_its_documented_bounds_is_refused(
     gateway: RunningGateway, token: str, method: str, path: str, header: str, value: str
 ) -> None:
-    """F.19: what the document rules out, the code refuses: a bound is never documented alone."""
+    """Refuse in code what the document rules out: no bound is documented only."""
     document = httpx.get(f"{gateway.url}/openapi.json").json()
     pattern = {"/v1/blobs/k": "/v1/blobs/{key}", "/v1/undelete/k": "/v1/undelete/{key}"}.get(
         path, "/v1/uploads/{id}" if path.endswith("0" * 32) else path

@@ -1,4 +1,4 @@
-"""The gateway in front of the real pipeline: Kafka, Redis, the four workers as processes; all over HTTP."""
+"""Test the gateway with a real pipeline over HTTP: Kafka, Redis, four worker processes."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_many_uploads_at_once_all_end_committed(gateway: RunningGateway, client:
         thread.join()
     assert len(ended) == 200
     assert {told["state"] for told in ended} == {"committed"}
-    until(lambda: gateway.gateway.uploads.taken_count == 0)  # its place is given back once its answer was sent
+    until(lambda: gateway.gateway.uploads.taken_count == 0)  # its slot is free once its response was sent
     until(lambda: gateway.gateway.ingest.budget.used_bytes == 0)  # type: ignore[attr-defined]
 
 
@@ -257,7 +257,7 @@ def test_streaming_160_megabytes_to_kafka_takes_bounded_memory(
             assert settled(client, answer)["size_bytes"] == total
             with client.stream("GET", "/v1/blobs/large") as got:
                 assert sum(len(part) for part in got.iter_raw()) == total
-    # 8 MiB may be unacknowledged; the client library keeps what it compresses and sends beside that.
+    # 8 MiB may be unacknowledged; the client library adds the frames that it compresses and sends.
     assert peak - before < 80 * MIB, f"{(peak - before) / MIB:.0f} MiB more than at rest"
 
 
@@ -352,7 +352,7 @@ def test_lag_and_speed_of_every_stage_are_told_to_admins(client: httpx.Client) -
 
 
 def test_what_is_no_outcome_and_no_workers_word_is_passed_over(client: httpx.Client, pipeline: Pipeline) -> None:
-    """Whoever hears outcomes goes on hearing them: every status would be pending for ever."""
+    """Keep consuming outcomes after garbage: else every status would stay pending."""
     settings = load(pipeline.config_file)[0]
     outbox = Outbox(settings, "test", store_authenticator(settings))
     event = {"id": "00" * 16, "origin": "00" * 16, "state": "committed", "tenant": "t", "key": "k"}
@@ -388,7 +388,7 @@ def test_a_dead_letter_is_seen_sent_back_once_and_marked(
         page = browser.get("/ui/pipeline").text
         assert f'data-replay="{letter["letter"]}"' in page
         assert "Not applicable" not in page
-        assert "delta/" in page  # a worker that was heard of
+        assert "delta/" in page  # a worker with heartbeats
     assert client.post("/v1/dead/replay", json={"letters": [letter["letter"]]}).json() == {
         "replayed": [letter["letter"]]
     }
@@ -421,7 +421,7 @@ def test_dead_letters_are_shown_and_dropped_by_operators(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """F.20: the gateway shows a dead letter within a bound and drops it, for operators; so does `dlq --server`."""
+    """Show a dead letter within a bound and drop it, for operators, as does `dlq --server`."""
 
     def waiting() -> list[dict[str, Any]]:
         return [entry for entry in client.get("/v1/dead").json()["letters"] if not entry["replayed"]]
@@ -474,7 +474,7 @@ def test_a_change_of_settings_is_in_the_audit_once_and_at_every_gateway(
     mark = {"block": {"level": 4}}
     assert client.patch("/v1/config", json=mark).status_code == 200
     assert client.patch("/v1/config", json={"block": {"level": None}}).status_code == 200
-    time.sleep(2)  # what a gateway told itself comes back to it from the topic
+    time.sleep(2)  # a gateway reads its own change back from the topic
     told = client.get("/v1/audit").json()["changes"]
     assert [entry["changes"].get("block") for entry in told[:2]] == [None, mark["block"]]
     assert sum(entry["changes"].get("block") == mark["block"] for entry in told) == 1
@@ -497,7 +497,7 @@ def test_the_overview_of_the_pipeline_adds_up(client: httpx.Client, gateway: Run
 
 
 def test_of_concurrent_first_puts_the_pipeline_commits_one(client: httpx.Client) -> None:
-    """F.16: The condition travels to the committer; 412 within `wait`, else a status with the reason."""
+    """Check the condition in the committer; 412 within `wait`, else a status with the reason."""
     answers: list[httpx.Response] = []
 
     def one(number: int) -> None:
@@ -519,7 +519,7 @@ def test_of_concurrent_first_puts_the_pipeline_commits_one(client: httpx.Client)
 
 
 def test_pipeline_checks_conditions_of_resumable_uploads(client: httpx.Client) -> None:
-    """F.16: The condition of a tus upload travels to the committer, which refuses the one that lost."""
+    """The condition of a tus upload travels to the committer, which refuses the one that lost."""
     tus = {"Tus-Resumable": "1.0.0", "Content-Type": "application/offset+octet-stream"}
     described = {"Upload-Metadata": f"key {base64.b64encode(b'tus-first').decode()}", "If-None-Match": "*"}
     urls = [
@@ -545,7 +545,7 @@ def settled_upload(client: httpx.Client, url: str) -> dict[str, Any]:
 
 
 def test_pipeline_gateway_that_ended_leaves_no_thread(pipeline: Pipeline, all_scopes: str) -> None:
-    """F.15: The threads that asked Kafka for a page end with the gateway."""
+    """The threads that asked Kafka for a page end with the gateway."""
     before = set(threading.enumerate())
     with running(load(pipeline.config_file)[0]) as found, found.client(all_scopes) as client:
         assert client.get("/v1/pipeline").status_code == 200

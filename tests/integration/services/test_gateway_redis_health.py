@@ -20,7 +20,7 @@ from tests.support.servers.servers import Redis
 
 
 def test_redis_memory_check_follows_the_server(redis: Redis) -> None:
-    """F.19: the gateway's check fails while Redis may evict or is full, and passes again afterwards."""
+    """The gateway's check fails while Redis may evict or is full, and passes again afterwards."""
     check = redis_memory_check(with_changes(Settings(), {"redis": {"url": redis.url, "prefix": "ready"}}))
     check()
     with client.Redis.from_url(redis.url) as admin:
@@ -56,7 +56,7 @@ def gateway(kafka: Any, redis: Redis, topic_prefix: str, key_prefix: str, tmp_pa
 
 
 def test_readyz_follows_the_memory_of_redis(gateway: RunningGateway, redis: Redis) -> None:
-    """F.19: /readyz is 503 and names Redis while its policy may evict or it is full, and 200 again afterwards."""
+    """Return 503 from /readyz and name Redis while it may evict or is full, then 200 again."""
     with gateway.client() as asked, client.Redis.from_url(redis.url) as admin:
 
         def reason() -> str:
@@ -80,5 +80,5 @@ def test_readyz_follows_the_memory_of_redis(gateway: RunningGateway, redis: Redi
 
 
 def test_redis_memory_check_without_redis_passes() -> None:
-    """F.19: uploads are accepted while Redis is away, so that alone does not make a gateway unready."""
+    """Uploads are accepted while Redis is away, so that alone does not make a gateway unready."""
     redis_memory_check(with_changes(Settings(), {"redis": {"url": "redis://127.0.0.1:9"}}))()

@@ -1,4 +1,4 @@
-"""Uploads that are repeated after the embedded gateway was killed or restarted: each is stored once."""
+"""Test uploads repeated after the embedded gateway was killed or restarted: stored once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def version_count(client: httpx.Client) -> int:
 
 
 def send_until_killed(folder: Path, failpoint: str, headers: dict[str, str]) -> str:
-    """Send an upload of 5 bytes to a gateway that is killed at a failpoint; return the upload's URL."""
+    """Send an upload of 5 bytes to a gateway killed at a failpoint; return the upload's URL."""
     with serve(folder, f"{failpoint}:1:kill") as (child, client):
         begun = client.post("/v1/uploads", headers={**TUS, **DESCRIBED, "Upload-Length": "5", **headers})
         assert begun.status_code == 201, begun.text
@@ -53,7 +53,7 @@ def send_until_killed(folder: Path, failpoint: str, headers: dict[str, str]) -> 
 
 @pytest.mark.parametrize("failpoint", AFTER_COMMIT)
 def test_tus_upload_killed_after_commit_is_one_version(tmp_path: Path, failpoint: str) -> None:
-    """F.16: a gateway killed between the commit of a resumable upload and its note stores it once."""
+    """A gateway killed between the commit of a resumable upload and its note stores it once."""
     url = send_until_killed(tmp_path, failpoint, {})
     with serve(tmp_path) as (_, client):
         assert client.head(url, headers=TUS).headers["upload-offset"] == "5"
@@ -62,7 +62,7 @@ def test_tus_upload_killed_after_commit_is_one_version(tmp_path: Path, failpoint
 
 
 def test_conditional_tus_upload_killed_is_not_refused(tmp_path: Path) -> None:
-    """F.16: after a kill a conditional upload answers with its own version, which its condition would refuse."""
+    """Return the upload's own version after a kill, although its condition would refuse it."""
     url = send_until_killed(tmp_path, "upload.durable", {"If-None-Match": "*"})
     with serve(tmp_path) as (_, client):
         told = client.head(url, headers=TUS)
@@ -72,7 +72,7 @@ def test_conditional_tus_upload_killed_is_not_refused(tmp_path: Path) -> None:
 
 
 def test_final_upload_killed_after_commit_is_one_version(tmp_path: Path) -> None:
-    """F.16: a final upload whose POST is repeated after a kill stores its parts once."""
+    """A final upload whose POST is repeated after a kill stores its parts once."""
     with serve(tmp_path, "upload.durable:1:kill") as (child, client):
         urls = []
         for data in (b"he", b"llo"):
@@ -89,7 +89,7 @@ def test_final_upload_killed_after_commit_is_one_version(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("failpoint", ["", *AFTER_COMMIT])
 def test_idempotency_key_outlives_a_restart(tmp_path: Path, failpoint: str) -> None:
-    """F.16: a PUT with the same Idempotency-Key after a kill or a clean stop answers with the first one's version."""
+    """Return the first PUT's version for its Idempotency-Key after a kill or a stop."""
     headers = {"Idempotency-Key": "one", "If-None-Match": "*"}
     with serve(tmp_path, f"{failpoint}:1:kill" if failpoint else "") as (child, client):
         with suppress(httpx.HTTPError):
@@ -106,7 +106,7 @@ def test_idempotency_key_outlives_a_restart(tmp_path: Path, failpoint: str) -> N
 
 
 def test_put_of_a_committed_origin_makes_no_version(tmp_path: Path) -> None:
-    """F.16: a commit searches for its origin itself: two attempts may wait for the writer at once."""
+    """A commit searches for its origin itself: two attempts may wait for the writer at once."""
     origin = BlobOrigin(b"o" * 16, time.time_ns() // 1000)
     with nearkin.create_store(tmp_path / "store") as store:
         first, second = store.put_many([Item("key", data, origin=origin) for data in (b"one", b"two")])

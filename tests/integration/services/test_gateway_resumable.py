@@ -363,7 +363,10 @@ def test_an_upload_whose_notes_are_damaged_does_not_keep_the_others_from_being_s
 
 @pytest.mark.parametrize("encryption", ["none", "aes-256-gcm"])
 def test_a_damaged_part_is_asked_for_again_at_once(tmp_path: Path, encryption: str) -> None:
-    """Such a hand-over was tried again and again until the upload expired, and nobody was told; or it was stored."""
+    """Ask for a damaged part at once.
+
+    The hand-over was repeated until the upload expired without a report, or stored damage.
+    """
     generate(tmp_path / "store.key")
     sealed = {"storage": {"encryption": encryption, "key_file": str(tmp_path / "store.key")}}
     if encryption == "none":
@@ -401,7 +404,10 @@ def test_a_damaged_part_is_asked_for_again_at_once(tmp_path: Path, encryption: s
 
 
 def test_after_a_damaged_part_all_is_sent_again_in_parts_of_other_sizes(tmp_path: Path) -> None:
-    """Old borders ended the chain within the new parts: 204 was the answer, and what was stored was cut short."""
+    """Send all parts again, in other sizes, after a damaged part.
+
+    Old part borders ended the chain within the new parts: 204 for a truncated blob.
+    """
     data = noise(400, "borders").tobytes()
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         url = begin(client, "borders", 400)

@@ -1,4 +1,7 @@
-"""Resumable uploads where somebody counts on a bound: on how many are open, and on what a last answer says."""
+"""Test the bounds of resumable uploads.
+
+How many are open, and the last response's content.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Retention over HTTP: extended through a gateway, by both clients and the command, and honoured by deletions."""
+"""Test retention over HTTP.
+
+Extended by gateway, clients and command, honoured by deletions.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def client(gateway: RunningGateway, token: str) -> Iterator[httpx.Client]:
 
 
 def test_gateway_extends_a_retention(client: httpx.Client) -> None:
-    """F.29: An extension is in every answer that shows the version, and its deletion is 409."""
+    """An extension is in every answer that shows the version, and its deletion is 409."""
     client.put("/v1/blobs/one", content=b"x")
     client.put("/v1/blobs/two", content=b"y")
     answer = client.post("/v1/retention/one", params={"until": LATER.isoformat(), "reason": "audit"})
@@ -69,7 +72,10 @@ def test_gateway_extends_a_retention(client: httpx.Client) -> None:
 
 
 def test_gateway_refuses_to_shorten_a_retention(client: httpx.Client) -> None:
-    """F.29: An earlier time is 400 with both values, a missing key 404, no time 422; a repeat changes nothing."""
+    """Return 400 for an earlier time (with both), 404 without the key, 422 without a time.
+
+    A repeat changes nothing.
+    """
     client.put("/v1/blobs/kept", content=b"x")
     for _ in range(2):
         assert client.post("/v1/retention/kept", params={"until": LATER.isoformat()}).status_code == 200
@@ -83,7 +89,7 @@ def test_gateway_refuses_to_shorten_a_retention(client: httpx.Client) -> None:
 
 
 def test_token_without_delete_cannot_retain(gateway: RunningGateway, folder: Path) -> None:
-    """F.29: A token that writes and may not delete cannot make versions that nobody can delete."""
+    """Refuse retention to a token that writes and may not delete."""
     text = new_token(gateway, folder, "read", "write")
     with gateway.client(text) as client:
         client.put("/v1/blobs/junk", content=b"x")
@@ -93,7 +99,7 @@ def test_token_without_delete_cannot_retain(gateway: RunningGateway, folder: Pat
 
 
 def test_clients_extend_a_retention(gateway: RunningGateway, token: str) -> None:
-    """F.29: Both clients extend, and raise what the library raises."""
+    """Both clients extend, and raise what the library raises."""
     with nearkin.connect(gateway.url, token) as store:
         store.put("mine", b"x")
         assert store.retain("mine", LATER).retain_until == LATER
@@ -113,7 +119,7 @@ def test_clients_extend_a_retention(gateway: RunningGateway, token: str) -> None
 
 
 def test_end_of_a_retention_is_parsed() -> None:
-    """F.29: `--until` takes ISO 8601 in UTC, `--for` a duration; neither, both or nonsense is refused."""
+    """Parse `--until` as ISO 8601 in UTC and `--for` as a duration; refuse all else."""
     now = datetime(2026, 11, 27, tzinfo=UTC)
     assert parse_end("2027-01-02", None, now) == datetime(2027, 1, 2, tzinfo=UTC)
     assert parse_end("2027-01-02T03:00+02:00", None, now) == datetime(2027, 1, 2, 1, tzinfo=UTC)

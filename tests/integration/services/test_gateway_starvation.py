@@ -1,4 +1,7 @@
-"""One caller, or one server that hangs, does not deny the others: probes, connections, readers, empty uploads."""
+"""Test that one caller or one hanging server does not deny service to the others.
+
+Covered are probes, connections, readers and empty uploads.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from tests.support.servers.gateways import embedded, running
 
 
 def test_readyz_while_the_object_store_hangs_denies_no_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.15: more probes than threads wait for a hanging object store; a put goes on, and they are told."""
+    """Accept a put while more probes than threads wait for a hanging object store."""
     goes_on, checks = threading.Event(), []
 
     def hang(_: VersionCatalog) -> None:
@@ -79,7 +82,7 @@ def is_open(connection: socket.socket) -> bool:
 
 
 def test_half_sent_heads_deny_no_other_client(tmp_path: Path) -> None:
-    """F.28: half-sent heads of many addresses take all connections; each new request is answered all the same."""
+    """Answer each new request while half-sent heads of many addresses take all connections."""
     with running(embedded(tmp_path, {"gateway": {"connections_max": 20}})) as gateway, ExitStack() as held:
         heads = [held.enter_context(half_sent(gateway.port, f"127.0.0.{2 + number}")) for number in range(20)]
         until(lambda: gateway.connections == 20)
@@ -90,7 +93,10 @@ def test_half_sent_heads_deny_no_other_client(tmp_path: Path) -> None:
 
 
 def test_half_sent_heads_of_one_address_are_bounded(tmp_path: Path) -> None:
-    """F.28: one address keeps `idle_per_address_max` connections without a request; those of others are untouched."""
+    """Bound one address to `idle_per_address_max` idle connections.
+
+    Leave those of others open.
+    """
     with running(embedded(tmp_path, {"gateway": {"idle_per_address_max": 5}})) as gateway, ExitStack() as held:
         other = held.enter_context(half_sent(gateway.port, "127.0.0.3"))
         heads = [held.enter_context(half_sent(gateway.port, "127.0.0.2")) for _ in range(12)]
@@ -100,7 +106,7 @@ def test_half_sent_heads_of_one_address_are_bounded(tmp_path: Path) -> None:
 
 
 def test_busy_connection_is_never_closed_for_another(tmp_path: Path) -> None:
-    """F.28: a connection with a request under way is not idle, however many others its address opens."""
+    """Treat a connection with a request in progress as busy, however many its address opens."""
     with (
         running(embedded(tmp_path, {"gateway": {"idle_per_address_max": 1}})) as gateway,
         socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as busy,
@@ -114,7 +120,7 @@ def test_busy_connection_is_never_closed_for_another(tmp_path: Path) -> None:
 
 
 def test_slow_readers_of_one_token_deny_no_other_tenant(tmp_path: Path) -> None:
-    """F.28: readers that take next to nothing hold their token's share of the downloads, and no more (429)."""
+    """Bound slow readers to their token's share of the downloads (429)."""
     evil = tokens.create(tmp_path / "tokens.json", "default", ["read", "write"])[0]
     victim = tokens.create(tmp_path / "tokens.json", "victim", ["read"])[0]
     changes = {"auth": {"tokens_file": str(tmp_path / "tokens.json")}, "gateway": {"downloads_max": 4}}
@@ -137,7 +143,7 @@ def test_slow_readers_of_one_token_deny_no_other_tenant(tmp_path: Path) -> None:
 
 
 def test_slots_demand_more_speed_as_they_fill() -> None:
-    """F.28: the slowest client that is borne is `slow` up to half of the slots and `busy` when all are taken."""
+    """Accept clients as slow as `slow` up to half of the slots, and `busy` when all are taken."""
     slots, demanded = ConcurrencyLimit("downloads", 4, None, (1024, 65_536)), []
     with ExitStack() as held:
         for number in range(4):
@@ -150,7 +156,7 @@ def test_slots_demand_more_speed_as_they_fill() -> None:
 
 @pytest.mark.parametrize(("kind", "places"), [("tenant", 6), ("token", 4), ("address", 2)])
 def test_holdings_refuse_beyond_each_share(kind: str, places: int) -> None:
-    """F.28: a tenant, a token and an address are each bounded by their own share; all together by the limit."""
+    """Bound a tenant, a token and an address by their own shares, and all by the limit."""
     holdings = Holdings("places", 8, Shares(tenant=0.75, token=0.5, address=0.25))
 
     def mine(number: int) -> Holders:
@@ -173,7 +179,7 @@ def test_holdings_refuse_beyond_each_share(kind: str, places: int) -> None:
 
 
 def test_empty_uploads_hold_a_share_and_expire_in_minutes(tmp_path: Path) -> None:
-    """F.28: a tenant's empty uploads leave room for others, and are gone after `resumable_empty_minutes`."""
+    """Bound a tenant's empty uploads; delete them after `resumable_empty_minutes`."""
     changes = {"resumable_max": 4, "tenant_share": 0.5, "address_share": 1, "resumable_empty_minutes": 1}
     with running(embedded(tmp_path, {"gateway": changes})) as gateway, gateway.client() as client:
         headers = {"Tus-Resumable": "1.0.0", "Upload-Length": "1", "Upload-Metadata": "key aw=="}
@@ -185,7 +191,7 @@ def test_empty_uploads_hold_a_share_and_expire_in_minutes(tmp_path: Path) -> Non
 
 
 def test_empty_upload_expires_and_one_with_bytes_stays(tmp_path: Path) -> None:
-    """F.28: what has no byte yet is swept after its minutes; what has one lives as long as before."""
+    """Expire an upload without bytes after its minutes; keep one with bytes as before."""
     uploads, now_us = Resumable(LocalObjectStore(tmp_path), 10), time.time_ns() // 1000
     meta = Meta("default", "k", 5, now_us, now_us + 3_600_000_000, empty_expires_us=now_us - 1)
     empty, begun = uploads.create(meta), uploads.create(meta)
@@ -201,7 +207,7 @@ def test_empty_upload_expires_and_one_with_bytes_stays(tmp_path: Path) -> None:
 
 
 def test_pipelined_requests_of_a_connection_are_bounded(tmp_path: Path) -> None:
-    """F.28: of 50 requests in one write the first PIPELINED_MAX + 1 are answered; then the connection is closed."""
+    """Answer PIPELINED_MAX + 1 of 50 requests in one write; then close the connection."""
     with running(embedded(tmp_path)) as gateway:
         answers = gateway.raw(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
         assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1") == PIPELINED_MAX + 1
@@ -212,7 +218,7 @@ def test_pipelined_requests_of_a_connection_are_bounded(tmp_path: Path) -> None:
 
 
 def test_client_that_leaves_a_pipeline_leaves_no_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F.28: a client that resets its connection while others of its requests wait is no error of the gateway."""
+    """Log no error if a client resets its connection while more of its requests wait."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         assert client.put("/v1/blobs/large", content=os.urandom(32 * MIB)).status_code == 201
         for _ in range(3):

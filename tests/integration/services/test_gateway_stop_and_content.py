@@ -16,7 +16,7 @@ from tests.support.servers.gateways import drain, process
 
 
 def test_upload_cut_by_a_stop_is_503_without_traceback(tmp_path: Path) -> None:
-    """F.19: what still sends when `shutdown_seconds` are over is told to try again; the log has no traceback."""
+    """Return 503 to uploads at the end of `shutdown_seconds`; the log has no traceback."""
     environment = {
         "NEARKIN_STORE": str(tmp_path / "store"),
         "NEARKIN_GATEWAY__INGEST": "embedded",
@@ -58,7 +58,7 @@ def digest(name: str, data: bytes) -> str:
     ],
 )
 def test_wrong_or_malformed_digest_is_400(client: httpx.Client, headers: dict[str, str]) -> None:
-    """F.19: a digest of any known algorithm that the body has not is refused, and nothing is stored."""
+    """A digest of any known algorithm that the body has not is refused, and nothing is stored."""
     answer = client.put("/v1/blobs/digest/wrong", content=b"body", headers=headers)
     assert answer.status_code == 400, answer.text
     assert answer.json()["type"] in ("urn:nearkin:problem:bad-digest", "urn:nearkin:problem:digest-mismatch")
@@ -66,7 +66,7 @@ def test_wrong_or_malformed_digest_is_400(client: httpx.Client, headers: dict[st
 
 
 def test_right_digests_are_taken(client: httpx.Client) -> None:
-    """F.19: right digests pass, and those of algorithms that we do not know are passed over (RFC 9530)."""
+    """Accept right digests; ignore those of unknown algorithms (RFC 9530)."""
     headers = {
         "Content-MD5": digest("md5", b"body"),
         "Content-Digest": f"sha-512=:{digest('sha512', b'body')}:, unixsum=:AAA=:",
@@ -75,7 +75,7 @@ def test_right_digests_are_taken(client: httpx.Client) -> None:
 
 
 def test_content_type_is_kept_and_returned(client: httpx.Client) -> None:
-    """F.19: the media type of a put, or `filetype` of a tus upload, comes back from GET and HEAD."""
+    """Return the media type of a put, or `filetype` of a tus upload, from GET and HEAD."""
     client.put("/v1/blobs/page", content=b"{}", headers={"Content-Type": "application/json; charset=utf-8"})
     for answer in (client.get("/v1/blobs/page"), client.head("/v1/blobs/page")):
         assert answer.headers["content-type"] == "application/json; charset=utf-8"
@@ -92,7 +92,7 @@ def test_content_type_is_kept_and_returned(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("sent", [None, "", "text", "text/<b>", "application/octet-stream", "a/" + "b" * 300])
 def test_content_type_that_is_none_is_octets(client: httpx.Client, sent: str | None) -> None:
-    """F.19: what is no media type is not kept, and what metadata say by hand is not believed."""
+    """Drop an invalid media type, and ignore one that a client writes into metadata."""
     headers = {} if sent is None else {"Content-Type": sent}
     assert client.put("/v1/blobs/plain", content=b"x", headers=headers).status_code == 201
     assert client.get("/v1/blobs/plain").headers["content-type"] == "application/octet-stream"

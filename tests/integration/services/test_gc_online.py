@@ -1,6 +1,4 @@
-"""Garbage collection beside ingest and restore: workers, Kafka, Redis, and a maintenance worker that does a round
-every second.
-"""
+"""Test GC runs every second concurrently with ingest and restore (workers, Kafka, Redis)."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ DAYS = 8
 
 POLICIES = [
     {"prefix": "kept/", "tenant": "default", "keep_last": 2},
-    {"prefix": "other/", "tenant": "somebody else", "keep_last": 1},
+    {"prefix": "other/", "tenant": "another tenant", "keep_last": 1},
 ]
 
 
@@ -110,7 +108,7 @@ def test_a_maintenance_frees_what_is_deleted_while_versions_come_and_are_read(pi
             reader.join()
         assert reader.wrong == [], pipeline.logs()
         assert index.versions_of("default", "a")[-KEEP:] == [DAYS - 1, DAYS]
-        # What is left is deduplicated against as ever, and what has gone is stored anew.
+        # Chunks that are left still deduplicate, and deleted ones are stored again.
         event = uploader.wait(uploader.put("a", [live["a", DAYS]]))
         assert (event["state"], event["ledger"]["unique_bytes"]) == ("committed", 0)
         fresh = Reader(pipeline, live)
@@ -120,7 +118,7 @@ def test_a_maintenance_frees_what_is_deleted_while_versions_come_and_are_read(pi
 
 
 def put_days(uploader: Uploader, deletions: Deletions, live: dict[tuple[str, int], bytes]) -> int:
-    """Put versions of two keys, of which the last ones are kept; return the bytes of all that was ever new."""
+    """Put versions of two keys, of which the last ones are kept; return the bytes ever new."""
     draw, stored = random.Random(1), 0
     contents = {"a": text_like(300_000, 1), "b": text_like(200_000, 2)}
     for day in range(1, DAYS + 1):
@@ -161,9 +159,9 @@ def test_the_maintenance_forgets_by_policy_and_what_is_deleted_comes_back(pipeli
     assert reader.read("other/a", 4) == contents[3]
     GcPauseFlag(reader.objects).pause("the test")
     until(lambda: not rounds.requested_run, pipeline.logs)
-    time.sleep(2)  # whoever had not seen the pause has begun by now, and has the lease
+    time.sleep(2)  # a worker that had not seen the pause has begun by now, and has the lease
     until(lambda: not index.server.one(("EXISTS", f"{index.prefix}:{{m}}:lease")), pipeline.logs)
-    assert deletions.undelete("default", "kept/a", 2) == 1  # the next round would forget it again
+    assert deletions.undelete("default", "kept/a", 2) == 1  # the next GC run would forget it again
     assert reader.read("kept/a", 2) == contents[1]
     GcPauseFlag(reader.objects).resume()
     until(lambda: shown(reader, "kept/a") == [3, 4], pipeline.logs)

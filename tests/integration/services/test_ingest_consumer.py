@@ -1,4 +1,4 @@
-"""The consumer of users' topics on a real Kafka: a record becomes a blob once, or a dead letter, and stalls nobody."""
+"""Test the consumer of users' topics on a real Kafka: one blob or dead letter per record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Headers = list[tuple[str, bytes | None]]
 
 @dataclass
 class Blob:
-    """What of one attempt is in the topic `frames`."""
+    """One attempt's frames in the topic `frames`."""
 
     tenant: str = ""
     key: str = ""
@@ -204,7 +204,7 @@ def test_records_become_blobs_in_order_and_offsets_are_committed(world: World) -
 
 
 def test_a_keys_blobs_meet_on_one_partition_however_many_there_are(world: World) -> None:
-    """Topics that somebody has given more partitions, or that are older than the settings."""
+    """Use one partition per key in topics with more partitions than the settings name."""
     others = with_changes(world.settings, {"kafka": {"partitions": 3}})
     world.produce([(b"key", b"%d" % number, []) for number in range(12)])
     with world.running(settings=others):
@@ -274,7 +274,7 @@ def test_claim_checks_are_streamed_from_the_object_store(world: World) -> None:
 
 
 def test_blobs_of_one_key_stay_in_order(world: World) -> None:
-    """All stages key messages by blob id: ids of one key's blobs fall on one partition, so versions follow records."""
+    """Keep a key's versions in the order of its records: its blob ids share one partition."""
     world.produce([(b"k%d" % (n % 3), b"%d" % n, []) for n in range(60)])
     with world.running():
         until(lambda: world.committed() == 60)
@@ -290,7 +290,7 @@ def test_blobs_of_one_key_stay_in_order(world: World) -> None:
 
 
 class Away(LocalObjectStore):
-    """An object store that cannot be reached until told so."""
+    """An object store that cannot be reached until `back` is set."""
 
     def __init__(self, root: Path, after_ranges: int = 0) -> None:
         super().__init__(root)
@@ -320,7 +320,7 @@ def test_an_object_store_that_is_away_holds_back_its_own_partition_alone(world: 
     assert [(blob.key, len(blob.content)) for blob in world.whole() if blob.key == "away"] == [("away", 2_000_000)]
     assert sorted(blob.key for blob in world.whole()) == ["after", "away", "before", "other"]
     failed = [blob.end for blob in world.blobs() if blob.end is not None and blob.end.failure is not None]
-    assert [str(end.failure) for end in failed] == ["ingest: no answer"]  # the attempt of which a frame had gone
+    assert [str(end.failure) for end in failed] == ["ingest: no answer"]  # the attempt with a published frame
     assert world.read("dead") == []
 
 
@@ -417,7 +417,7 @@ def test_a_paused_consumer_takes_nothing_and_goes_on(world: World) -> None:
 
 
 def test_a_long_object_does_not_cost_the_consumer_its_membership(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two frames the group is told that we live; the records that wait meanwhile come after, once."""
+    """Stay in the group during a long object; the waiting records follow, once."""
     monkeypatch.setattr(ingest_consumer, "ALIVE_SECONDS", 0.05)
     content = noise(4_000_000, "long").tobytes()
     (world.folder / "in" / "dump").write_bytes(content)

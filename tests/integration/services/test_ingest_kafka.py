@@ -16,7 +16,7 @@ from nearkin_shared.kafka.clients import create_topics
 
 
 class Failed:
-    """A producer after a fatal error, which no client can bring about at will: each call tells of it."""
+    """A producer after a fatal error: each call raises it, which no client can cause at will."""
 
     def produce(self, *_: object, **__: object) -> None:
         raise KafkaException(KafkaError(KafkaError._FATAL, "the log was cut"))

@@ -1,4 +1,4 @@
-"""From a user's topic to the client, all real: Kafka, Redis, the workers, the ingest worker, the gateway."""
+"""Test the way from a user's topic to the client with real Kafka, Redis and processes."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_dead_letter_is_replayed_once_it_can_be_stored(
         return json.loads(done.stdout)
 
     until(lambda: any("incoming/late" in letter["message"] for letter in dlq("list")))
-    # The first of them: who loses its partition before the offset is committed leaves a second letter.
+    # The first of them: a consumer that loses its partition before the commit leaves a second letter.
     letter, *_ = (letter for letter in dlq("list", "--topic", USERS) if "incoming/late" in letter["message"])
     (pipeline.folder / "objects" / "incoming" / "late").write_bytes(b"there now")
     assert [found["letter"] for found in dlq("replay", letter["letter"])["replayed"]] == [letter["letter"]]

@@ -1,4 +1,7 @@
-"""How the ingest consumer starts: it signs frames by the secret of a store that others create."""
+"""Test the start of the ingest consumer.
+
+It signs frames with the secret of an existing store.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def settings(kafka: Any, topic_prefix: str, tmp_path: Path) -> Settings:
 def test_ingest_waits_until_the_store_is_created(
     settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """F.31: started first, it creates no store of its own, and signs by the one that a stage has created."""
+    """Create no store when started first; sign by the one that a stage created."""
     stop = threading.Event()
     with ThreadPoolExecutor(1) as executor:
         try:
@@ -53,13 +56,13 @@ def test_ingest_waits_until_the_store_is_created(
 
 
 def test_ingest_without_a_store_is_refused(settings: Settings) -> None:
-    """F.31: where no service may create a store it does not wait for one."""
+    """Where no service may create a store it does not wait for one."""
     with pytest.raises(NoStore):
         ingest_main._connect(with_changes(settings, {"storage": {"create": False}}), threading.Event())
 
 
 def test_ingest_without_key_of_encrypted_store_is_refused(settings: Settings) -> None:
-    """F.31: the secret of an encrypted store is sealed, so the key is needed to sign frames."""
+    """The secret of an encrypted store is sealed, so the key is needed to sign frames."""
     key = base64.b64encode(b"k" * 32).decode()
     sealed = with_changes(settings, {"storage": {"encryption": "aes-256-gcm", "key": key}})
     open_store_of(sealed)

@@ -1,4 +1,4 @@
-"""The table of Kafka ACLs in docs/how-to/operate-services.md: a pipeline runs with it and uses every entry."""
+"""Test the table of Kafka ACLs in docs/how-to/operate-services.md: complete and minimal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RULE = re.compile(r"resourceType=(\w+), resourceName=([^,]+), patternType=(\w+),
 
 
 class Acl(NamedTuple):
-    """What one ACL allows a user, as Kafka's enumerations name it."""
+    """One ACL of a user, in Kafka's enumerations."""
 
     user: str
     operation: str
@@ -88,7 +88,7 @@ def _enumerated(operation: str) -> str:
 
 
 class Audit:
-    """What the broker's authorizer has decided, by its log."""
+    """The decisions of the broker's authorizer, from its log."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -118,7 +118,10 @@ class Audit:
 def guarded_kafka(
     need: Callable[[Callable[[], Any]], Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Kafka, str]]:
-    """A broker with an authorizer; and the address at which its users log in. Who comes without a name may do all."""
+    """Yield a broker with an authorizer and the address of user logins.
+
+    Anonymous clients may do all.
+    """
     port, clients, controller = free_port(), free_port(), free_port()
     accounts = " ".join(f'user_{user}="{PASSWORD}"' for user in {acl.user for acl in documented_acls()} | {"admin"})
     plain = "org.apache.kafka.common.security.plain.PlainLoginModule"
@@ -145,7 +148,7 @@ def guarded_kafka(
 
 @pytest.fixture
 def pipeline(guarded_kafka: tuple[Kafka, str], redis: Any, key_prefix: str, tmp_path: Path) -> Pipeline:
-    """A pipeline, not started, each of whose processes logs in as the user that the table has for it."""
+    """Return a stopped pipeline whose processes log in as the users of the table."""
     tokens.create(tmp_path / "tokens.json", "nobody", ["read"])
     config: dict[str, dict[str, object]] = {
         "kafka": {
@@ -171,7 +174,7 @@ def pipeline(guarded_kafka: tuple[Kafka, str], redis: Any, key_prefix: str, tmp_
 
 @pytest.mark.soak
 def test_pipeline_runs_under_the_documented_acls(guarded_kafka: tuple[Kafka, str], pipeline: Pipeline) -> None:
-    """F.31: nothing that the services do is denied under the table of ACLs, and no entry of the table is idle."""
+    """Run all services under the table of ACLs: nothing is denied, and every entry is used."""
     server, _ = guarded_kafka
     documented, audit = documented_acls(), Audit(server.log)
     _prepare(server, documented)
@@ -222,7 +225,7 @@ def _is_ready(client: httpx.Client) -> bool:
 
 
 def _put_and_get(client: httpx.Client, bootstrap: str) -> None:
-    """Store a blob through the gateway and one through a user's topic; change a setting of the running services."""
+    """Store a blob by gateway and one by topic; change a setting of the running services."""
     data = noise(1_500_000, "acls").tobytes()
     answer = client.put("/v1/blobs/put", params={"wait": 60}, content=data)
     assert answer.status_code == 201, answer.text
@@ -235,7 +238,7 @@ def _put_and_get(client: httpx.Client, bootstrap: str) -> None:
 
 
 def _replay_dead_letters(client: httpx.Client, bootstrap: str, pipeline: Pipeline) -> None:
-    """Have each stage and the ingest consumer put a record aside, and send all of them back through the gateway."""
+    """Make each stage and the ingest consumer dead-letter a record; replay all by the gateway."""
     forger = users_producer(bootstrap)
     for name in STAGE_TOPICS:
         forger.produce(PREFIX + name, b"no message", b"k" * 16)
@@ -250,12 +253,12 @@ def _replay_dead_letters(client: httpx.Client, bootstrap: str, pipeline: Pipelin
     letters = waiting()
     assert client.get(f"/v1/dead/letters/{letters[0]}").status_code == 200
     assert client.post("/v1/dead/replay", json={"letters": letters}).status_code == 200
-    # Each is put aside again: what was sent back has reached every topic.
+    # Each becomes a dead letter again: every replayed record has reached its topic.
     until(lambda: len(waiting()) == len(letters) and not set(waiting()) & set(letters), pipeline.logs, poll_seconds=0.5)
 
 
 def _await_no_lag(client: httpx.Client) -> None:
-    """Wait until no group is behind; the markers of the replay, which are not records, do not count."""
+    """Wait until no group is behind; a replay's markers, which are no records, do not count."""
 
     def behind() -> list[dict[str, Any]]:
         return [stage for stage in client.get("/v1/pipeline").json()["stages"] if stage["lag_records"]]
@@ -269,7 +272,7 @@ def _await_use(audit: Audit, acls: set[Acl]) -> None:
 
 
 def _abandon_uploads(pipeline: Pipeline) -> None:
-    """End an upload without segments, then one without frames: committer and chunker ask how far the others are."""
+    """End an upload without segments and one without frames: both services query group lag."""
     settings, blob = pipeline.settings, os.urandom(16)
     with uploading(settings) as uploader:
         outbox = Outbox(settings, "test", store_authenticator(settings))

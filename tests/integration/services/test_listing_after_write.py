@@ -1,4 +1,4 @@
-"""Listing after write: each listing that begins after a put was acknowledged shows its version."""
+"""Test listing after write: a listing that begins after an acknowledged put shows it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def listed(client: httpx.Client, limit: int, prefix: str = "", versions: str = "
 
 
 def check_pages(client: httpx.Client, acknowledged: Acknowledged, draw: random.Random) -> None:
-    """List every version, one prefix of them, and the newest ones: each shows what was acknowledged before."""
+    """List every version, one prefix, and the newest: each shows all acknowledged before."""
     before = acknowledged.snapshot()
     assert before <= listed(client, draw.randint(1, 7))
     before, prefix = acknowledged.snapshot(), draw.choice(("a/", "b/", "ключ/x", ""))
@@ -131,7 +131,7 @@ def listing_process(root: Path) -> Iterator[Callable[[], set[Version]]]:
 
 
 def test_embedded_listing_shows_acknowledged_puts(tmp_path: Path) -> None:
-    """F.32: Pages of an embedded gateway and another process list every put that was acknowledged before they began."""
+    """List every acknowledged put in pages of an embedded gateway and in another process."""
     acknowledged = Acknowledged()
     with running(embedded(tmp_path / "s")) as gateway, listing_process(tmp_path / "s") as listing:
 
@@ -148,7 +148,7 @@ def test_embedded_listing_shows_acknowledged_puts(tmp_path: Path) -> None:
 
 
 def test_command_listing_shows_acknowledged_puts(tmp_path: Path) -> None:
-    """F.32: `ls` in another process lists a version once `put` has returned, before the writer has closed its store."""
+    """List a version in another process once `put` returned, before the store is closed."""
     with open_store(tmp_path / "s", create=True) as store, listing_process(tmp_path / "s") as listing:
         put_before: set[Version] = set()
         for number, key in enumerate((*KEYS, *KEYS)):
@@ -177,7 +177,7 @@ def pipeline(kafka: Any, redis_of_test: RedisServer, tmp_path: Path) -> Iterator
 
 
 def test_pipeline_listing_shows_acknowledged_puts(pipeline: Pipeline, redis_of_test: RedisServer) -> None:
-    """F.32: Each of two gateways lists every put that one has answered with 201, also once Redis was restarted."""
+    """List every put at both gateways after its 201, also after a restart of Redis."""
     settings, acknowledged = load(pipeline.config_file)[0], Acknowledged()
     with running(settings) as one, running(settings) as other, one.client() as here, other.client() as there:
         put(here, KEYS[0], b"first", acknowledged)

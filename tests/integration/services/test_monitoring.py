@@ -1,4 +1,4 @@
-"""Workers tell how they are, what they did, and take settings that are swapped under them as Kubernetes swaps them."""
+"""Test workers' health and metrics, and settings files swapped as Kubernetes swaps them."""
 
 from __future__ import annotations
 
@@ -159,7 +159,10 @@ def test_lag_is_read_from_outside_and_what_waits_for_half_the_retention_is_old(
 
 
 def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    """The kubelet's way: nearkin.toml -> ..data/nearkin.toml, ..data -> ..TIME, and a rename replaces the latter."""
+    """Notice the kubelet's swap.
+
+    Nearkin.toml -> ..data/nearkin.toml, and ..data is renamed over.
+    """
     folder = tmp_path / "config"
     folder.mkdir()
 
@@ -216,7 +219,7 @@ def test_an_edit_made_while_a_worker_starts_comes_into_force(
 def test_changes_are_heard_after_the_topic_could_not_be_read(
     sections: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
 ) -> None:
-    """Twice it ends; what comes into force then is what was told last, not all that was told once more."""
+    """Apply the last reported change after the topic ended twice, not all changes again."""
     settings = load(None, {"kafka": sections["kafka"]})[0]
     prepare_topics(settings)
     failing = threading.Event()
@@ -269,7 +272,7 @@ def test_changes_are_heard_after_the_topic_could_not_be_read(
         hot.stop()
     assert not [thread for thread in hot._threads if thread.is_alive()]
     changed = [record.message for record in caplog.records if " -> ntransform" in record.message]
-    assert len(changed) == 1, "what it read before it ended is not told again"
+    assert len(changed) == 1, "changes read before it ended are not reported again"
 
 
 def test_a_file_whose_folder_is_away_for_a_while_is_heard(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -314,7 +317,10 @@ def test_topics_are_made_once_with_their_retention_and_keep_their_partitions(
 def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_last_message_is_read(
     sections: dict[str, dict[str, Any]],
 ) -> None:
-    """Each gateway merges over what it has read: a message that another overtook must not take that one back."""
+    """Keep both changes although each gateway merges over what it has read.
+
+    A message that another one overtook must not revert that one.
+    """
     settings = load(None, {"kafka": sections["kafka"]})[0]
     prepare_topics(settings)
     sender = producer(settings, "test-config")

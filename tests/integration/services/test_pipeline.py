@@ -1,4 +1,4 @@
-"""The stages behind real Kafka, Redis and an object store: what goes in comes out, whatever is repeated or toggled."""
+"""Test the stages with real Kafka, Redis and an object store, under repeats and toggles."""
 
 from __future__ import annotations
 
@@ -114,7 +114,10 @@ def test_a_cut_upload_fails_visibly_and_garbage_stalls_nothing(pipeline: Pipelin
 
 @pytest.mark.soak
 def test_an_end_of_which_nobody_could_tell_stalls_nobody(pipeline: Pipeline, uploader: Uploader) -> None:
-    """The committer would tell when it began, as a date: it failed of that, began anew, and met it again."""
+    """Survive an end whose time is no date.
+
+    The committer failed on the date, restarted, and met the same record again.
+    """
     for name in ("frames", "placed"):
         end = End(Envelope(b"q" * 16, "default", "late"), 1 << 62, b"o" * 16, 0, bytes(32), segments=0)
         for partition in range(8):
@@ -139,14 +142,14 @@ def test_a_pause_longer_than_an_upload_may_rest_fails_none(pipeline: Pipeline, u
         time.sleep(1.0)
         pipeline.write_config(service={"paused": True})
         sent = 4 * MIB
-        # The upload itself never stops, however long this machine takes to tell all workers.
+        # The upload itself never stops, however long this machine takes to notify all workers.
         while not all_said("service.paused False -> True"):
             yield data[sent : sent + 1000]
             uploader.outbox.flush()
             sent += 1000
             assert sent < len(data), pipeline.logs()  # 3 minutes
             time.sleep(0.1)
-        time.sleep(2 * IDLE_SECONDS)  # whoever slept takes what came before it looks again
+        time.sleep(2 * IDLE_SECONDS)  # a paused worker takes what arrived before it checks again
         yield data[sent:]
 
     blob = uploader.put("paused", pieces())
@@ -220,7 +223,9 @@ def test_the_algorithm_is_toggled_by_editing_the_file_while_blobs_come(
         sketches = store.stats().sketches
     by_algorithm = {kind: sum(n for name, n in sketches.items() if kind in name) for kind in ("finesse", "ntransform")}
     assert all(by_algorithm.values()), sketches
-    until(lambda: "fineese" in (pipeline.folder / "delta.log").read_text(), lambda: "the refused value was never told")
+    until(
+        lambda: "fineese" in (pipeline.folder / "delta.log").read_text(), lambda: "the refused value was not reported"
+    )
 
 
 @pytest.mark.parametrize(("service", "reads"), [("chunker", "frames"), ("resemblance", "fresh")])

@@ -69,7 +69,7 @@ class Watcher:
 
 @contextmanager
 def beside(work: Callable[[], None], over: threading.Event) -> Iterator[None]:
-    """Do `work` in a thread; tell it by `over` to end."""
+    """Run `work` in a thread during the block; set `over` to end it."""
     thread = threading.Thread(target=work)
     thread.start()
     try:
@@ -131,7 +131,7 @@ def with_topics(kafka: object, topic_prefix: str) -> Settings:
 
 
 class Upset(Watcher):
-    """Has the client fail inside its own call when the first partitions come, as where a coordinator moves."""
+    """A watcher whose client fails inside its callback, as with a moving coordinator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,10 @@ class Upset(Watcher):
 
 
 def test_a_worker_starts_over_where_kafka_fails_while_partitions_come(kafka: object, topic_prefix: str) -> None:
-    """Such an error left `poll` as a KafkaError, which is no exception: the thread died, and nobody was told."""
+    """Start over when `poll` raises a KafkaError.
+
+    It is no exception class that `except Exception` catches: the thread died unnoticed.
+    """
     settings, upset = with_topics(kafka, topic_prefix), Upset()
     stop = threading.Event()
 
@@ -164,7 +167,7 @@ def test_a_worker_starts_over_where_kafka_fails_while_partitions_come(kafka: obj
 def test_a_service_ends_where_one_of_its_threads_does(
     kafka: object, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also by what no `except` sees but a bare one: the client raises it where nobody takes hold of its own errors."""
+    """End the service also by an error that only a bare `except` catches."""
     settings = with_topics(kafka, topic_prefix)
 
     def ends(*_: object) -> None:
@@ -189,7 +192,10 @@ def test_a_service_ends_where_one_of_its_threads_does(
 def test_what_was_taken_of_a_partition_that_is_given_away_is_left_to_its_next_owner(
     kafka: object, topic_prefix: str
 ) -> None:
-    """A batch grows for a second while messages stream, and a rebalance comes in between: a crash of the chunker."""
+    """Leave a partial batch to the next owner of its partition.
+
+    A batch grows for a second; a rebalance in that second crashed the chunker.
+    """
     settings = with_topics(kafka, topic_prefix)
     first, second = Watcher(), Watcher()
     with streaming(settings), working(settings, "first", first):
@@ -212,18 +218,18 @@ from nearkin_shared.kafka.consumer_loop import Loop
 config, name, folder = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 mine = set()
 
-def tell():
+def report():
     (folder / f"{name}.new").write_text(" ".join(map(str, sorted(mine))))
     os.replace(folder / f"{name}.new", folder / name)
 
 class Handler:
     def on_assigned(self, partition, metadata):
         mine.add(partition)
-        tell()
+        report()
 
     def on_dropped(self, partition):
         mine.discard(partition)
-        tell()
+        report()
 
     def drain(self, partition):
         (folder / f"{name}.gives").touch()
@@ -235,7 +241,7 @@ class Handler:
     def committable(self):
         return []
 
-tell()
+report()
 Loop(load(config)[0], "chunker", "frames", name, Handler()).run(threading.Event(), lambda: False)
 """
 
@@ -270,7 +276,7 @@ def test_a_worker_killed_as_it_gives_partitions_away_leaves_none_without_an_owne
         time.sleep(2.0)  # what a start makes of the group is over
         start("two")
         until((tmp_path / "one.gives").exists)
-        kill("one")  # and back before its session is over: nobody hears that it was away
+        kill("one")  # and back before its session is over: no member notices its absence
         start("one")
         until(lambda: owned("one", "two") == list(range(PARTITIONS)))
     finally:

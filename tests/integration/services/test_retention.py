@@ -1,4 +1,7 @@
-"""Retention in a local store and over HTTP: what goes, what nobody may delete yet, and what `gc` applies by itself."""
+"""Test retention locally and over HTTP.
+
+Deletions, refusals, and policies that `gc` applies.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def test_nobody_deletes_what_is_too_young(tmp_path, clock):
         with pytest.raises(RetentionActive, match="is kept until"):
             store.delete("db/a", 12)
         with pytest.raises(RetentionActive):
-            store.delete("db/a")  # one of them is too young: none goes
+            store.delete("db/a")  # one of them is too recent: none is deleted
         assert len(listed(store, "db/")) == 12
         assert store.delete("db/a", 1) == 1
         assert store.delete("web/a") == 12

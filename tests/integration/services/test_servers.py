@@ -1,4 +1,4 @@
-"""The servers that the other tests stand on: what they keep, and how they end."""
+"""Test the servers that the other tests use: their durability and their end."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ int fdatasync(int fd) { (void)fd; return usleep(300000); }
 
 @pytest.fixture(params=["disk", "slow disk"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk as it is, or one whose fsync takes 300 ms: what a Redis under load writes to."""
+    """Return the disk as it is, or one whose fsync takes 300 ms, as under load."""
     if request.param == "slow disk":
         library = tmp_path / "slow_fsync.so"
         compile_ = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]

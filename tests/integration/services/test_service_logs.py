@@ -1,4 +1,4 @@
-"""A gateway's own lines, as JSON: which upload they are about, and neither its token, its name nor its bytes."""
+"""Test a gateway's own log lines as JSON: the upload's ids, and no token, name or bytes."""
 
 from __future__ import annotations
 

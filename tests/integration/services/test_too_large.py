@@ -1,4 +1,7 @@
-"""A topic that takes smaller messages than Nearkin sends: no repetition helps, so who sends is told what would."""
+"""Test a topic whose message limit is below Nearkin's.
+
+An error names the remedy, no retry.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,10 @@ def alter(settings: Settings, name: str, **values: str) -> None:
 
 
 def test_unclean_election_is_refused_and_put_right(made: Settings) -> None:
-    """F.31: a worker does not start over a topic that may lose acknowledged messages; the topics' Job corrects it."""
+    """Refuse to start on a topic that may lose acknowledged messages.
+
+    The topics' Job corrects it.
+    """
     check_durability(made)
     alter(made, "placed", unclean_leader_election_enable="true")
     with pytest.raises(ConfigError, match=r"placed: unclean\.leader"):
@@ -64,7 +67,7 @@ def test_unclean_election_is_refused_and_put_right(made: Settings) -> None:
 
 
 def test_services_refuse_unclean_election_at_start(made: Settings, redis: Any, key_prefix: str, tmp_path: Path) -> None:
-    """F.31: stages, gateways and the ingest consumer check their topics before they connect to anything else."""
+    """Check topics in stages, gateways and the ingest consumer before any other connection."""
     alter(made, "frames", unclean_leader_election_enable="true")
     changes = {"object_store": {"url": str(tmp_path)}, "redis": {"url": redis.url, "prefix": key_prefix.rstrip(":")}}
     settings = with_changes(made, {**changes, "storage": {"create": True}})
@@ -76,14 +79,14 @@ def test_services_refuse_unclean_election_at_start(made: Settings, redis: Any, k
 
 
 def test_stricter_topics_are_kept(made: Settings) -> None:
-    """F.31: what an operator asks for beyond Nearkin's own stays."""
+    """Keep an operator's settings that are stricter than Nearkin's own."""
     alter(made, "frames", min_insync_replicas="2")
     assert prepare_topics(made)[1] == []
     check_durability(made)
 
 
 def test_topics_of_older_versions_are_warned_of_and_changed(made: Settings, caplog: pytest.LogCaptureFixture) -> None:
-    """F.19: `committed` gets its codec and `config` its compaction where topics were made without; the Job alters."""
+    """Warn of a missing codec of `committed` and compaction of `config`; the Job alters them."""
     alter(made, "committed", compression_type="producer")
     alter(made, "config", segment_ms="604800000", min_cleanable_dirty_ratio="0.5")
     alter(made, "workers", cleanup_policy="delete")
@@ -107,7 +110,10 @@ def test_topics_of_older_versions_are_warned_of_and_changed(made: Settings, capl
 
 
 def test_compacted_stage_topic_is_refused_and_put_right(made: Settings) -> None:
-    """F.31: compaction of a topic between stages removes records that were acknowledged and are not done."""
+    """Refuse compaction between stages.
+
+    It removes acknowledged records that are not processed.
+    """
     alter(made, "segments", cleanup_policy="compact,delete")
     with pytest.raises(ConfigError, match=r"segments: cleanup\.policy"):
         check_durability(made)
@@ -117,7 +123,7 @@ def test_compacted_stage_topic_is_refused_and_put_right(made: Settings) -> None:
 
 @pytest.mark.parametrize(("replication", "in_sync"), [(1, "1"), (2, "1"), (3, "2"), (5, "2")])
 def test_durability_needs_two_of_three_replicas(replication: int, in_sync: str) -> None:
-    """F.31: with three replicas two acknowledge; with fewer one broker may still restart."""
+    """With three replicas two acknowledge; with fewer one broker may still restart."""
     wanted = durability(load(None, {"kafka": {"replication": replication}})[0])
     assert wanted == {"min.insync.replicas": in_sync, "unclean.leader.election.enable": "false"}
     problem = durability_problem({**wanted, "min.insync.replicas": "1"}, wanted)

@@ -1,4 +1,4 @@
-"""Traces, as a collector receives them over OTLP: through real workers, batches linked, and nothing private told."""
+"""Test traces as an OTLP collector receives them: linked batches, and nothing private."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass
 class Collector:
-    """What an OpenTelemetry collector is to us: OTLP over HTTP."""
+    """An OpenTelemetry collector: OTLP over HTTP."""
 
     port: int = 0
     spans: list[Span] = field(default_factory=list)
@@ -168,7 +168,7 @@ def test_a_blobs_trace_goes_from_the_request_to_its_commit_and_batches_are_linke
     (request,) = below(spans, CALLER)
     assert (request.service, request.name, request.kind) == ("nearkin-gateway", "PUT /v1/blobs/{key:path}", SERVER)
     assert request.about["http.response.status_code"] == 201
-    # Each stage's span lies below one of the stage before.
+    # Each stage's span is a child of a span of the previous stage.
     above = {request.id}
     for stage in STAGES:
         found = [span for span in spans if span.name == stage]
@@ -187,7 +187,7 @@ def test_a_blobs_trace_goes_from_the_request_to_its_commit_and_batches_are_linke
         [request.name, *(span.name for span in spans if span.name in STAGES), "commit"]
     )
 
-    # A batch is a trace of its own, linked to the messages that it took; whoever works within it links to it.
+    # A batch is a trace of its own, linked to its messages; spans within the batch link to it.
     known = {span.id: span for span in collector.spans}
     batches = [span for span in collector.spans if span.name.endswith(" batch")]
     assert {span.name for span in batches} == {f"{stage} batch" for stage in STAGES}
@@ -303,7 +303,7 @@ print(tried, waits)
 
 
 def test_a_collector_that_never_answers_is_waited_for_by_no_work_and_keeps_no_process() -> None:
-    """In a process of its own, which ends though what exports does not: spans beyond the queue are dropped."""
+    """Drop spans beyond the queue instead of waiting, also when the process ends."""
     environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}
     command = [sys.executable, "-c", AWAY]
     done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=120)

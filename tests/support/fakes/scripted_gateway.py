@@ -259,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.gateway.accepted[number] = (max(0, left - 1), result)
         told: dict[str, object] = {"id": number, "state": "pending", "failure": None}
         if not left and result is None:
-            told |= {"state": "failed", "failure": "the pipeline said no"}
+            told |= {"state": "failed", "failure": "the pipeline refused it"}
         elif not left and result is not None:
             told |= {"state": "committed", **results_json.info_json(result.info), "seconds": result.seconds}
             told["ledger"] = results_json.ledger_json(result.ledger, result.seconds)
