@@ -1,1 +1,1 @@
-"""Studies that are no product feature; run one as `python -m benchmarks.NAME` in the work tree."""
+"""Studies that are not a product feature; run one as `python -m benchmarks.NAME` in the work tree."""

@@ -1,5 +1,6 @@
-"""The chaos run: `python -m benchmarks.chaos --blobs 300 --kills 40 [--seed N]`. Exit code 1 when a promise was
-broken.
+"""Run the chaos test: `python -m benchmarks.chaos --blobs 300 --kills 40 [--seed N]`.
+
+The exit code is 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def say(line: str) -> None:
-    """Tell how it goes."""
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,10 +1,13 @@
-"""Where the CPU of running processes goes, by shared object. Invariant: what is sampled is what runs, nothing wrapped.
+"""Sample the CPU time of running processes by shared object.
+
+Invariant: the sampled process runs unchanged; no function is wrapped.
 
     with Sampled({"dedup": pid}) as sampled: ...
     sampled.seconds["dedup"]["interpreter"]
 
-`perf` samples the instruction pointer: in libpython it is the interpreter's own time (bytecode, objects, garbage),
-elsewhere that of the object's code. A call into the C library or the system is counted there, whoever made it.
+`perf` samples the instruction pointer. A sample in libpython is the interpreter's own time (bytecode, objects,
+garbage collection); a sample elsewhere is time of that object's code. A call into the C library or the kernel is
+counted there, whichever object made it.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def class_of(shared_object: str) -> str:
 
 
 class Sampled:
-    """Samples processes from entering to leaving; then `seconds` has CPU seconds by process and class."""
+    """Sampler of processes between entry and exit; `seconds` then holds CPU seconds by process and class."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = pids

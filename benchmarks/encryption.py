@@ -1,9 +1,12 @@
-"""What encryption costs. Invariant: what is compared alternates in one run, on one core.
+"""Measure the cost of encryption.
+
+Invariant: the compared variants alternate in one run, on one core.
 
     taskset -c 1 python -m benchmarks.encryption [--rounds 3] [--megabytes 96] [FILE ...]
 
-Pages of several sizes; then puts and gets without and with `storage.encryption`, of random bytes (all are stored) and
-of the files given, as versions of one key (most are not). Seconds are of CPU time, waits for the disk left out.
+Measures pages of several sizes; then puts and gets without and with `storage.encryption`, of random bytes (all are
+stored) and of the given files as versions of one key (most chunks are duplicates). Seconds are CPU time without waits
+for the disk.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ OBJECT_BYTES = 4 << 20
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the CPU seconds that some work takes, of all threads: what else runs on the machine does not count."""
+    """Return the CPU seconds of a call, over all threads of this process."""
     started = time.process_time()
     work()
     return time.process_time() - started

@@ -1,10 +1,10 @@
-"""How long a put waits beside rounds of garbage collection, and what a round costs.
+"""Measure how long a put waits for a concurrent GC run, and the cost of the run.
 
     python -m benchmarks.gc_beside [--megabytes 500] [--versions 60] [--folder F]
 
-A store of many versions of one key, of which all but the last ten are deleted; a process does rounds without a grace
-until nothing goes any more, another opens the store, puts 100 KB and closes it, again and again. Without that other
-process first (`alone`), then with it (`beside`), on a copy of the same store.
+The store has many versions of one key, of which all but the last ten are deleted. One process does GC runs without a
+grace until a run deletes nothing more; another opens the store, puts 100 KB and closes it, repeatedly. The first
+measurement is without that other process (`alone`), the second with it (`concurrent`), on a copy of the same store.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def make(root: Path, megabytes: int, versions: int) -> None:
 
 
 def rounds_of(root: Path, *, puts: bool) -> dict[str, object]:
-    """Do rounds in a process; return what each did, and what puts in this one waited meanwhile."""
+    """Do GC runs in a child process; return their figures, and how long puts of this process waited."""
     words = [sys.executable, "-c", ROUNDS, str(root), str(Path(__file__).parent)]
     waits, refused, number, held = [], 0, 0, b""
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
@@ -80,7 +80,7 @@ def rounds_of(root: Path, *, puts: bool) -> dict[str, object]:
             while True:
                 try:
                     with open_store(root, settings=CHOSEN, create=True) as store:
-                        store.put(f"beside-{number % 5}", held)
+                        store.put(f"concurrent-{number % 5}", held)
                 except StoreLocked:
                     refused += 1
                     time.sleep(0.002)
@@ -91,7 +91,7 @@ def rounds_of(root: Path, *, puts: bool) -> dict[str, object]:
             time.sleep(0.02)
         said = [json.loads(line) for line in child.stdout.read().splitlines()]
     if child.returncode:
-        raise SystemExit(f"the rounds ended with {child.returncode}")
+        raise SystemExit(f"the child process of the GC runs exited with status {child.returncode}")
     waits.sort()
     return {
         "rounds": said,

@@ -1,7 +1,10 @@
-"""What a round of garbage collection costs, day by day. Invariant: every store gets the same bytes of change a day.
+"""Measure the cost of a GC run, day by day.
 
-Three keys are put every day, of which some stretches are changed: as many bytes whatever the store's size. The last 5
-versions are kept; a round a day. Read and written is what its system calls say (/proc/self/io), the index included.
+Invariant: every store receives the same number of changed bytes a day.
+
+Three keys are put every day with some changed stretches, of as many bytes whatever the store's size. The last 5
+versions are kept; there is one GC run a day. Bytes read and written are those of the process's system calls
+(/proc/self/io), the index included.
 
     python -m benchmarks.gc_cost --scales 1 2 4 --modes mark-sweep hybrid --days 14 --out gc-cost
 
@@ -36,7 +39,7 @@ KEEP = 5
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """A day's puts and its round."""
+    """Figures of one day: its puts and its GC run."""
 
     mode: str
     scale: int
@@ -106,8 +109,7 @@ def run(mode: str, scale: int, days: int) -> list[Day]:
 def table(days: list[Day]) -> str:
     """Return the means of each store's days, once versions end, as Markdown."""
     lines = [
-        "| `gc.mode` | content | stored MB | changed MB a day | rounds that mark | read MB | written MB | rows "
-        "| CPU s |",
+        "| `gc.mode` | content | stored MB | changed MB a day | runs that mark | read MB | written MB | rows | CPU s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for mode, scale in dict.fromkeys((day.mode, day.scale) for day in days):
@@ -124,7 +126,7 @@ def table(days: list[Day]) -> str:
 
 
 def draw(days: list[Day], out: Path) -> None:
-    """Draw what each day's round read, wrote and computed against what the day changed."""
+    """Draw the bytes read and written and the CPU time of each day's GC run against the bytes changed that day."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -1,13 +1,15 @@
-"""Garbage collection over 30 days. Invariant: nothing is compared but stores of the same versions, made the same way.
+"""Compare a store after 30 days of garbage collection with a fresh store.
 
-Three keys are put every day, each a little changed; the last 7 versions of each are kept, and a round of garbage
-collection is done a day. Then: the store's bytes beside those of a fresh store of the versions that are left.
+Invariant: the compared stores hold the same versions, written the same way.
+
+Three keys are put every day, each slightly changed; the last 7 versions of each are kept, and there is one GC run a
+day. At the end the store's bytes are compared with those of a fresh store of the remaining versions.
 
     python -m benchmarks.gc_days [--edits stretches|small] [--days 30] [--keep 7]      one row a gc.compact_below
     python -m benchmarks.gc_days --mode all [--delete-every 7] [--scale 4]             one row a gc.mode
 
-Rows touched are those of the ledger that nominates (services/maintenance/nearkin_maintenance/gc/reference_counts.py),
-for each put, deletions included.
+Rows touched are those of the ledger that nominates garbage
+(services/maintenance/nearkin_maintenance/gc/reference_counts.py), per put, deletions included.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def stretches(content: bytes, draw: random.Random, share: float) -> bytes:
 
 
 def small(content: bytes, draw: random.Random, share: float) -> bytes:
-    """Change a share of the bytes in edits of 200 bytes all over: almost every chunk, every day."""
+    """Change a share of the bytes in edits of 200 bytes spread over the content: almost every chunk, every day."""
     data = bytearray(content)
     for _ in range(int(len(data) * share / 200)):
         at = draw.randrange(len(data) - 400)
@@ -62,7 +64,7 @@ Edit = Callable[[bytes, random.Random, float], bytes]
 
 @dataclass(slots=True)
 class Counted:
-    """What the rounds of a run told of their ledger."""
+    """Figures that the GC runs report of their ledger."""
 
     touched: int = 0
     marked: int = 0
@@ -70,7 +72,7 @@ class Counted:
 
 @contextmanager
 def counted() -> Iterator[Counted]:
-    """Count what every ledger tells."""
+    """Collect the figures of every ledger update."""
     found, real = Counted(), ReferenceCounts.update
 
     def update(ledger: ReferenceCounts, *rest: Any) -> Any:
@@ -175,7 +177,7 @@ def main() -> None:
         for mode in GC_MODES if "all" in given.mode else given.mode:
             print(run(0.9, edit, given, mode), flush=True)
         return
-    print("compact_below        stored        fresh  ratio  rewritten  CPU s  held: bases       beside")
+    print("compact_below        stored        fresh  ratio  rewritten  CPU s  held: bases        other")
     for compact_below in given.compact_below:
         print(run(compact_below, edit, given), flush=True)
 

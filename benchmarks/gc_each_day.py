@@ -1,13 +1,22 @@
-"""What a store under collection holds, on each day. Invariant: every day's fresh store gets that day's live versions.
+"""Measure the contents of a collected store on each day.
 
-As gc_days.py, but measured each day after its puts, its deletions and its round, and with what the bytes are made of:
+Invariant: each day's fresh store receives that day's live versions.
+
+As gc_days.py, but measured each day after its puts, its deletions and its GC run, and by kind of bytes:
 
     python -m benchmarks.gc_each_day [--edits stretches|small] [--days 30] [--keep 7] [--scale 1]
 
-`living`, `bases`, `condemned`, `beside`: shares of blocks that versions read, that living ones lean on alone, that wait
-for the grace, and that lie beside what is needed; `names`: directories; `rest`: manifests, marks, records. Each less
-what the fresh store has of it, in per cent of the fresh store. `due`: the ratio, had all that was condemned gone;
-`highest`: that of the day's highest moment, its puts and every round counted.
+Columns, each minus the fresh store's value and in per cent of the fresh store:
+
+`living`      block shares that versions read
+`bases`       block shares needed only as bases of live chunks
+`condemned`   block shares that are pending delete
+`beside`      block shares of dead chunks in blocks that are still needed
+`names`       directories
+`rest`        manifests, tombstones, records
+
+`due` is the ratio if all data pending delete were deleted; `highest` the highest ratio of the day, measured after its
+puts and after every GC run.
 """
 
 from __future__ import annotations
@@ -44,12 +53,12 @@ Live = dict[tuple[str, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """A day's end: the store, the fresh one, what the round wrote and took."""
+    """End of a day: bytes of the store and of the fresh store, bytes written and CPU seconds of the GC runs."""
 
     day: int
     stored: int
     highest: int
-    """Of what was stored after the puts and deletions, and after each round."""
+    """Highest number of stored bytes after the puts and deletions, and after each GC run."""
     fresh: int
     parts: dict[str, int]
     fresh_parts: dict[str, int]
@@ -65,7 +74,7 @@ class Day:
 
 
 def parts_of(store: Store) -> dict[str, int]:
-    """Return what the bytes of a store are made of; a chunk's share of its block is an estimate."""
+    """Return the bytes of a store by kind; a chunk's share of its block is an estimate."""
     objects, manifests = store._containers.of(None), store._manifests
     roots = find_roots(manifests, 0)
     reach = LiveSet(objects, manifests, [version.manifest for version in roots.kept])
@@ -108,7 +117,7 @@ def history(edits: str, days: int, scale: int) -> Iterator[Contents]:
 
 
 def fresh_store(live: Live, chosen: Settings) -> tuple[int, dict[str, int]]:
-    """Return the bytes of a store of these versions alone, put in their order, and what they are made of."""
+    """Return the bytes of a fresh store of these versions, put in their order, in total and by kind."""
     with tempfile.TemporaryDirectory() as folder, open_store(folder, settings=chosen, create=True) as store:
         for (key, _), content in sorted(live.items(), key=lambda entry: (entry[0][1], entry[0][0])):
             store.put(key, content)
@@ -174,7 +183,9 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=1, help="times 8 MB")
     parser.add_argument("--mode", choices=GC_MODES, default=MARK_SWEEP)
     parser.add_argument("--compact-below", type=float, default=0.9)
-    parser.add_argument("--rounds", type=int, default=2, help="a day: with 2 the second frees what the first condemned")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="GC runs a day: with 2 the second frees what the first marks"
+    )
     parser.add_argument("--grace-seconds", type=int, default=Settings().gc.grace_seconds)
     parser.add_argument("--fresh", type=Path, help="keep the fresh stores' figures in this file, or take them from it")
     given = parser.parse_args()
@@ -200,7 +211,7 @@ def main() -> None:
     written, content = mean(day.written_bytes for day in ended), mean(day.content_bytes for day in ended)
     print(
         f"{given.edits}: days {given.keep} to {given.days - 1}: ratio {min(over):.3f} to {max(over):.3f}, mean "
-        f"{mean(over):.3f}, highest moment {highest:.3f}; rounds write {written / 1e6:.2f} MB a day for "
+        f"{mean(over):.3f}, highest moment {highest:.3f}; GC runs write {written / 1e6:.2f} MB a day for "
         f"{content / 1e6:.1f} MB of content, {mean(day.cpu_seconds for day in ended):.2f} CPU s"
     )
 

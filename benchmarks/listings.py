@@ -1,4 +1,4 @@
-"""Listings through the HTTP gateway: seconds for all keys, page by page, by number of keys.
+"""Measure listings through the HTTP gateway: seconds for all keys, page by page, by number of keys.
 
     taskset -c 1 python -m benchmarks.listings --keys 1000,10000,20000 [--index lmdb|redis] [--runs 5]
 
@@ -73,7 +73,10 @@ def fill(root: Path, keys: int) -> None:
 
 
 def list_all(client: httpx.Client, keys: int) -> float:
-    """List every key by pages of PAGE_KEYS; return the seconds. Raises AssertionError for a key that is missing."""
+    """List every key by pages of PAGE_KEYS; return the seconds.
+
+    Raises: AssertionError if a key is missing.
+    """
     began, listed, following = time.perf_counter(), 0, f"/v1/blobs?limit={PAGE_KEYS}"
     while following:
         answer = client.get(following).raise_for_status()

@@ -1,10 +1,12 @@
-"""The LMDB index: bytes and speed. Invariant: the worst case, in which all chunks are unique and raw.
+"""Measure bytes and speed of the LMDB index.
+
+Invariant: this is the worst case, in which all chunks are unique and raw.
 
     python -m benchmarks.lmdb_index --chunks 1000000 --chunks 4000000 --json out.json
 
-The same claims as benchmarks/redis_index.py makes, published a container at a time into a folder; the environment's
-size is what the file takes on disk (st_blocks), after each number of chunks. Lookups are of random ones, warm: what
-they take when the pages are not in memory is a seek for each, and not measured here.
+The entries are those of benchmarks/redis_index.py, published a container at a time into a folder; the size of the
+environment is the file's size on disk (st_blocks) after each number of chunks. Lookups are of random entries with
+pages in memory; a lookup whose pages are on disk adds one seek, which is not measured here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Long histories, gathered or not. Invariant: every version read is compared with the file that was put.
+"""Compare long histories with and without gathering.
+
+Invariant: every version read is compared with the file that was put.
 
     python -m benchmarks.long_history [-c rdb] [--versions 40] [--every 4] [--gather-bytes 4MiB] [--keep N]
 
-Puts versions one after the other, does a round of garbage collection after every few, and prints after each round what
-the store holds, the last put and reads of the oldest and the newest version: seconds, and MB decoded. `--keep`: only
-the last N versions stay; then rounds have a grace of 0. docs/benchmarks/history.md, ADR 33 has the figures.
+Puts versions in order, does a GC run after every few, and prints after each run the stored bytes, the last put, and
+reads of the oldest and the newest version: seconds, and MB decoded. `--keep`: only the last N versions are kept; the
+runs then have a grace of 0. Figures: docs/benchmarks/history.md, ADR 33.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ KEY = "k"
 
 @contextmanager
 def decoding() -> Iterator[Callable[[], float]]:
-    """Yield what tells the MB of blocks decoded since it was asked last."""
+    """Yield a function that returns the MB of blocks decoded since its last call."""
     real, decoded = ContainerStore.cache_blocks, [0]
 
     def keep(self: ContainerStore, names: Sequence[BlockName], contents: Sequence[U8]) -> None:
@@ -68,11 +70,11 @@ def read(store: Store, version: int, file: Path) -> None:
 
 
 def main() -> None:
-    """Print one row a round."""
+    """Print one row per GC run."""
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("-c", "--corpus", default="rdb")
     given.add_argument("--versions", type=int, default=40)
-    given.add_argument("--every", type=int, default=4, help="puts between rounds")
+    given.add_argument("--every", type=int, default=4, help="puts between GC runs")
     given.add_argument("--gather-bytes", default="4MiB", help="gc.merge_block_bytes; 0: never")
     given.add_argument("--keep", type=int, help="versions that stay; without: all")
     chosen = given.parse_args()
@@ -81,7 +83,7 @@ def main() -> None:
     if chosen.keep is not None:
         changes = {"gc": {**changes["gc"], "grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
     settings = with_changes(Settings(), changes)
-    print("version      put: s, decoded      round: s, decoded      stored MB  oldest: s, decoded   newest: s, decoded")
+    print("version      put: s, decoded     GC run: s, decoded      stored MB  oldest: s, decoded   newest: s, decoded")
     with tempfile.TemporaryDirectory() as folder, decoding() as decoded:
         root = Path(folder, "s")
         for number, file in enumerate(corpus.paths, 1):

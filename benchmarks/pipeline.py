@@ -1,11 +1,10 @@
-"""The services on this machine: MB/s end to end, bytes a stage, who uses the CPU, and what Python costs a segment.
+"""Measure the pipeline on this machine: MB/s end to end, bytes per stage, CPU per process, Python time per segment.
 
     python -m benchmarks.pipeline --versions 4
 
-Kafka, Redis and one worker of each service run beside the uploader; the store is a folder. Every blob is waited for;
-the last is put again: then everything is known. What comes first is put by another tenant beforehand: a JVM and an
-interpreter that have just started are not what is measured.
-docs/benchmarks/history.md, ADR 8 has the figures.
+Kafka, Redis and one worker of each service run on the same machine as the uploader; the store is a folder. The
+uploader waits for every blob; the last is put again, when all its chunks are known. Another tenant puts a blob
+beforehand, so that the start of a JVM and an interpreter is not measured. Figures: docs/benchmarks/history.md, ADR 8.
 """
 
 from __future__ import annotations

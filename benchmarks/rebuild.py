@@ -1,10 +1,12 @@
-"""Rebuilding a lost index: chunks a minute. Invariant: what is rebuilt is a store that `put` made, all chunks unique.
+"""Measure the rebuild of a lost index in chunks a minute.
+
+Invariant: the rebuilt store was made by `put`, and all its chunks are unique.
 
     taskset -c 1 python -m benchmarks.rebuild --chunks 200000 [--index lmdb|redis] [--rounds 3]
 
-Half of the content is random, half a text of which each version is edited, so that there are deltas with their
-sketches. Chunks are of 1 KiB: what a rebuild does counts by chunks. Prints the median by the clock and by CPU time, the
-latter what one core does when nothing else runs. Redis runs beside, on a server of its own.
+Half of the content is random, half is a text of which each version is edited, so that there are deltas with their
+sketches. Chunks are of 1 KiB, as the cost of a rebuild depends on the number of chunks. Prints the median by the
+clock and by CPU time; the latter is what one idle core achieves. Redis runs on a server of its own.
 """
 
 from __future__ import annotations

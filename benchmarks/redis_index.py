@@ -1,10 +1,12 @@
-"""The Redis index: memory and speed. Invariant: the worst case, in which all chunks are unique and raw.
+"""Measure memory and speed of the Redis index.
+
+Invariant: this is the worst case, in which all chunks are unique and raw.
 
     python -m benchmarks.redis_index --chunks 1000000 --json out.json
 
-Starts a server of its own. Each container brings 512 chunks of random names, 3 random super-features each, and 32
-segments of 16 chunks; afterwards one version that holds all segments is committed, so that each has a count. Memory is
-what the server reports (INFO memory) before the first container and after the last step.
+Starts a server of its own. Each container brings 512 chunks with random names, 3 random super-features each, and 32
+segments of 16 chunks; afterwards one version that holds all segments is committed, so that each has a count. Memory
+is what the server reports (INFO memory) before the first container and after the last step.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ SKETCH, DOMAIN = "finesse/12/3/48", bytes(range(16))
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Calls of one kind: entries a second by the clock, and by the processor time of this process."""
+    """Speed of one kind of call: entries a second by the clock, and by the CPU time of this process."""
 
     what: str
     batch: int
@@ -72,7 +74,7 @@ def claims_of(container: ContainerId, count: int, random: np.random.Generator) -
 
 
 def memory(index: RedisIndex) -> dict[str, int]:
-    """Return what the server says of its memory."""
+    """Return the memory figures that the server reports."""
     found = index.server.one(("INFO", "memory"))
     return {name: int(found[name]) for name in ("used_memory", "used_memory_dataset", "used_memory_rss")}
 

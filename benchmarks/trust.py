@@ -1,9 +1,11 @@
-"""What trust costs. Invariant: what is compared alternates in one run, on one core.
+"""Measure the cost of parity, verify, scrub and repair.
+
+Invariant: the compared variants alternate in one run, on one core.
 
     taskset -c 1 python -m benchmarks.trust [--megabytes 64] [--rounds 5] [--parity rs-28-4]
 
-Puts of fresh data without and with parity; then verify, a pass of scrubbing, gets over a flipped bit, and repair. MB/s
-are of CPU time, waits for the disk left out.
+Puts fresh data without and with parity; then measures verify, a scrub pass, gets over a flipped bit, and repair. MB/s
+are of CPU time without waits for the disk.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ MB = 1_000_000
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the CPU seconds that some work takes, of all threads: what else runs on the machine does not count."""
+    """Return the CPU seconds of a call, over all threads of this process."""
     started = time.process_time()
     work()
     return time.process_time() - started

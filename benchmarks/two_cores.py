@@ -1,12 +1,14 @@
-"""What a second core gives a put. Invariant: one core and two take turns, each with a store of its own, in one run.
+"""Measure the speed that a second core adds to a put.
+
+Invariant: runs on one core and on two alternate, each with a store of its own.
 
     python -m benchmarks.two_cores --corpus botocore rdb vm-debian --versions 3 --runs 3 --json out.json
 
-`fresh` puts the versions of a corpus into an empty store, oldest first; `known` puts the last of them once more. Speeds
-are by the clock, the put durable. `two puts`: what two processes, a core each, get done in the time that one of them
-takes with the machine to itself. Where two "cores" are threads of one, or share their memory with others, that is less
-than 2, and it is what any program could have gained. The last column needs no quiet machine: all processor time of the
-put over that of its busiest thread is what more cores could give at most.
+`fresh` puts the versions of a corpus into an empty store, oldest first; `known` puts the last of them once more.
+Speeds are by the clock, until the put is durable. `two puts`: the work of two processes, a core each, in the time
+that one of them takes alone on the machine. Where two "cores" are threads of one, or share their memory with others,
+that is less than 2, and it is the upper bound for any program. The last column does not need an idle machine: all CPU
+time of the put divided by that of its busiest thread is the largest gain that more cores can give.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Row:
 
 
 class ThreadClocks:
-    """Processor seconds of a writer's threads, by name, summed over its puts; on one core the caller's cuts, too."""
+    """CPU seconds of a writer's threads by name, summed over its puts; on one core the caller's chunking, too."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -84,7 +86,7 @@ class ThreadClocks:
 
 
 def timed_put(root: Path, paths: list[Path], clocks: ThreadClocks) -> float:
-    """Return the seconds by the clock of putting the files, synced; the threads' seconds go to `clocks`."""
+    """Return the seconds by the clock of putting the files, synced; add the threads' seconds to `clocks`."""
     clocks.seconds.clear()
     with open_store(root, create=True) as store:
         started, own = time.perf_counter(), time.thread_time()
@@ -96,9 +98,10 @@ def timed_put(root: Path, paths: list[Path], clocks: ThreadClocks) -> float:
 
 
 def puts_on_a_core(core: int, paths: list[Path], together: Barrier) -> list[float]:
-    """Return the seconds of the fresh puts and of the known one, begun with the others' and ended before theirs begin.
+    """Return the seconds of the fresh puts and of the known put of one process.
 
-    For a process of its own.
+    The put of each kind starts when all processes are ready, and no process starts the next kind before all have
+    finished.
     """
     os.sched_setaffinity(0, [core])
     clocks, seconds = ThreadClocks(), []
@@ -110,7 +113,7 @@ def puts_on_a_core(core: int, paths: list[Path], together: Barrier) -> list[floa
 
 
 def batch_rebase(paths: list[Path], cores: list[int]) -> list[list[float]]:
-    """Return the seconds of the fresh puts and of the known one, for a process on each core, all at the same time."""
+    """Return the seconds of the fresh puts and of the known put, for one process per core, all at the same time."""
     context = get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(len(cores), context) as processes:
         together = manager.Barrier(len(cores))

@@ -1,9 +1,10 @@
-"""Real servers for the tests of the services. Invariant: what a test writes has a name that no other test uses.
+"""Provide real servers for the tests of the services.
+
+Invariant: the names that a test writes are used by no other test.
 
 kafka.bootstrap   one Kafka for the whole run, shared by the workers of pytest-xdist; start your own to break it
-redis.url         one Redis for each worker; a test that breaks it starts it again, or starts its own
-s3.endpoint       one S3 server for each worker; the same holds
-topic_prefix, key_prefix, bucket     new for each test
+redis.url         one Redis for each worker; a test that breaks it restarts it, or starts its own s3.endpoint
+one S3 server for each worker; the same holds topic_prefix, key_prefix, bucket     new for each test
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from nearkin_shared.objectstore.s3 import S3ObjectStore
 from tests.support.servers.servers import S3, MissingTool, Redis, shared_kafka
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Begun in the background of a shell: what the tests start would inherit that, and never hear a Ctrl-C.
+    # A shell's background job ignores SIGINT: child processes would inherit that and never react to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# How long an example takes says how busy the machine is: a deadline of 200 ms failed a test of arithmetic.
+# The time that an example takes depends on the machine's load: a deadline of 200 ms failed a test of arithmetic.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
 
@@ -61,7 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @contextmanager
 def needed() -> Iterator[None]:
-    """Skip where a program is not installed; in CI that is a failure, else it would be green without the servers."""
+    """Skip the test if a program is not installed.
+
+    In CI that is a failure, as the run would otherwise pass without the servers.
+    """
     try:
         yield
     except MissingTool as missing:
@@ -72,7 +76,7 @@ def needed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def need() -> Callable[[Callable[[], Any]], Any]:
-    """`need(make)` returns what `make()` does, or skips (fails in CI) where that misses a program."""
+    """Return `need`: `need(make)` returns the result of `make()`, or skips (in CI: fails) if a program is missing."""
 
     def call(make: Callable[[], Any]) -> Any:
         with needed():

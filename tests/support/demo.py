@@ -1,4 +1,6 @@
-"""The demo. Invariant: PASS means that every byte of every version came back, and the last again without its index.
+"""Run the demo.
+
+Invariant: PASS means that every version was read back byte for byte, and the last again after an index rebuild.
 
     download three releases -> put them as versions of one key -> get each -> lose the index -> rebuild it -> get again
 
@@ -97,13 +99,16 @@ def _put(store: Store, source: Path) -> None:
 
 
 def _compare(store: Store, version: int, source: Path) -> None:
-    """Stream a version beside its source; raises DiffersError at the first piece that is not the same."""
+    """Compare a version with its source piece by piece.
+
+    Raises: DiffersError at the first piece that differs.
+    """
     started = time.perf_counter()
     compared_bytes = 0
     blob = store.get(KEY, version)
     with source.open("rb") as original, bytes_bar(f"get version {version}", blob.size_bytes, shown=True) as progress:
         for piece in blob:
-            if original.read(len(piece)) != bytes(piece):  # a copy and memcmp: comparing a view goes byte by byte
+            if original.read(len(piece)) != bytes(piece):  # a copy and memcmp: a view is compared byte by byte
                 raise DiffersError(f"version {version} differs from {source.name} after byte {compared_bytes}")
             compared_bytes += len(piece)
             if progress is not None:

@@ -2,7 +2,8 @@
 
 The environment variable PLANTED_MUTANT holds the mutant as JSON: `module`, `old`, `new`. The module is compiled from
 its source with `old` replaced by `new`; the file on disk is not changed. The run ends with `NOT_PLANTED_EXIT_CODE` if
-no test imported the module or if `old` is not exactly once in its source, so a stale mutant is never counted as caught.
+no test imported the module or if `old` is not exactly once in its source, so a stale mutant is never counted as
+caught.
 """
 
 from __future__ import annotations

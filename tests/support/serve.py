@@ -1,7 +1,9 @@
-"""`make serve`. Invariant: a store that is there is served as it is; an empty one is filled with what shows something.
+"""Run `make serve`.
 
-Three keys whose versions resemble one another as real ones do: an archive of these sources with edits, a database's
-dump with changed records, an image of a disk. Nothing is fetched.
+Invariant: an existing store is served unchanged; an empty one is filled with demonstration data.
+
+The data are three keys whose versions resemble one another as real ones do: an archive of these sources with edits, a
+database dump with changed records, a disk image. Nothing is downloaded.
 """
 
 from __future__ import annotations

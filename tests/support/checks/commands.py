@@ -1,4 +1,4 @@
-"""The command, run as people and scripts run it: a process with arguments, pipes and an exit code."""
+"""Run the command as a user or a script does: a process with arguments, pipes and an exit code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECOND = FIRST[:150_000] + b"an insertion" + FIRST[150_000:290_000] + FIRST[290_
 
 
 def environment(more: dict[str, str] | None = None) -> dict[str, str]:
-    """Return the environment without what Nearkin reads of it, but for how its kernels run, and with `more`."""
+    """Return the environment without the variables that Nearkin reads, except those of its kernels, plus `more`."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -59,7 +59,10 @@ def parse_answer(done: subprocess.CompletedProcess[bytes]) -> Any:
 
 
 class InProcess:
-    """The same entry point in this process: starting one is most of a test. Each command runs as a process too."""
+    """Runner of the command's entry point in this process.
+
+    A process start takes most of the time of a test. A test of each command runs it as a process, too.
+    """
 
     def __init__(self, capture: pytest.CaptureFixture[bytes], patch: pytest.MonkeyPatch) -> None:
         self._capture, self._patch = capture, patch
@@ -94,7 +97,7 @@ def assert_refused(done: subprocess.CompletedProcess[bytes], code: int, says: st
 
 
 def new_store(folder: Path) -> Path:
-    """Create an empty store and return its folder; in this process, which is faster than `nearkin init`."""
+    """Create an empty store in this process, which is faster than `nearkin init`, and return its folder."""
     create_store(folder, settings=Settings()).close()
     return folder
 

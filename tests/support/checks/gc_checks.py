@@ -1,4 +1,7 @@
-"""Rounds over a test's store. Invariant: what a round reports was told before, and is what the disk says after it."""
+"""Check GC runs over a test's store.
+
+Invariant: the report of a run equals the dry run before it and the change on the disk.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,14 @@ from tests.support.fakes.clock import DAY, Clock
 COLLECTED = settings(
     SMALL, {"deletion": {"undelete_seconds": 7 * DAY}, "gc": {"grace_seconds": DAY, "compact_below": 0.8}}
 )
-"""A grace of a day, and a week in which what was deleted comes back."""
+"""A grace of a day, and an undelete window of a week."""
 
 
 def collect_repeatedly(store: Store, clock: Clock, rounds: int = 4) -> int:
-    """Collect round after round, each a day later; return the bytes freed. Raises AssertionError."""
+    """Do GC runs a day apart; return the bytes freed.
+
+    Raises: AssertionError.
+    """
     freed = 0
     for _ in range(rounds):
         clock.now += DAY
@@ -46,9 +52,9 @@ with open_store(sys.argv[1], settings=settings(COLLECTED, json.loads(sys.argv[3]
 
 
 def kill_during_gc(root: Path, chosen: Mapping[str, Mapping[str, object]], point: str, times: int) -> None:
-    """Do a round in a process that is killed at a failpoint, passed so many times; `chosen`: changes of COLLECTED.
+    """Do a GC run in a process that is killed at the n-th passing of a failpoint.
 
-    Raises AssertionError where it never gets there.
+    `chosen`: changes of COLLECTED. Raises: AssertionError if the process never reaches the failpoint.
     """
     assert point in POINTS
     with process(_ROUND, root, f"{point}:{times}:kill", json.dumps(chosen)) as dying:

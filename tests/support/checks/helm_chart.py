@@ -1,8 +1,10 @@
-"""The chart's papers. Invariant: its README and the schema of `config` say what values.yaml and the settings say.
+"""Write and check the documents of the Helm chart.
+
+Invariant: its README and the schema of `config` agree with values.yaml and with the settings.
 
 python -m tests.support.checks.helm_chart            writes both, in the folder deploy/helm/nearkin
 values.yaml     `# -- text` above a value is its row in README.md
-Settings        fields, names and bounds are `properties.config` of values.schema.json; secrets are left out
+Settings        fields, names and bounds are `properties.config` of values.schema.json; secrets are omitted
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def _section(section: type[Any], prefix: str) -> dict[str, Any]:
 
 
 def _value(kind: Any) -> dict[str, Any]:
-    """Return the schema of one field; a rule that has no counterpart here is left to the services."""
+    """Return the schema of one field; a rule that JSON Schema cannot express is left to the services."""
     plain, _ = field_type(kind)
     rule: object = None
     if get_origin(plain) is Annotated:
@@ -157,9 +159,9 @@ def undocumented_values(values: str) -> list[str]:
 def with_values(readme: str, values: str) -> str:
     """Return README.md with the table of values as they are now."""
     table = ["| value | default | |", "|---|---|---|"]
-    for name, default, told in rows(values):
+    for name, default, text in rows(values):
         shown = json.dumps(default).replace("|", "\\|")
-        table.append(f"| `{name}` | `{shown}` | {re.sub('[|]', chr(92) + '|', told)} |")
+        table.append(f"| `{name}` | `{shown}` | {re.sub('[|]', chr(92) + '|', text)} |")
     before, _, rest = readme.partition(BEGIN)
     after = rest.partition(END)[2]
     return "\n".join([f"{before}{BEGIN}", *table, f"{END}{after}"])

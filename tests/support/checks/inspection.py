@@ -1,6 +1,8 @@
-"""What lies in a local store. Invariant: read from its files and its index as they are; nothing is mended on the way.
+"""Inspect the contents of a local store.
 
-Raises Violation where an index names what is not there (I1, and the order of deletion), or something is nobody's.
+Invariant: files and index are read as they are; the inspection repairs nothing.
+
+Raises: Violation if an index names missing data (I1, and the order of deletion), or an object has no owner.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def containers(root: Path) -> frozenset[int]:
 
 
 def copy_opener(root: Path, chosen: Settings) -> Callable[[Path], bytes]:
-    """Return what reads an object's file, and opens what is sealed; parity mends nothing of it."""
+    """Return a function that reads an object's file and decrypts it; parity does not repair it."""
     objects = as_set(LocalObjectStore(root), chosen)
     if isinstance(objects, EncryptedObjectStore):
         return lambda path: objects.decrypt(str(path.relative_to(root)), path.read_bytes())
@@ -58,15 +60,15 @@ def copy_opener(root: Path, chosen: Settings) -> Callable[[Path], bytes]:
 
 
 def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
-    """Raise Violation where the index names a container, chunk or segment that is not there: whole, by its directory.
+    """Raise Violation if the index names a missing container, chunk or segment, according to the directories.
 
-    An index that is missing, or that its maker did not finish, names nothing.
+    An index that is missing or incomplete names nothing.
     """
     if not (root / "index" / "data.mdb").is_file():
         return
     names = entry_names_of(as_set(LocalObjectStore(root), chosen))()
     with tempfile.TemporaryDirectory(prefix="nearkin-index-") as copy:
-        # a copy, of a store that nobody has open: opening a file of LMDB's writes to it
+        # a copy, of a store that no process has open: LMDB writes to a file when it opens it
         shutil.copyfile(root / "index" / "data.mdb", Path(copy) / "data.mdb")
         try:
             index = LmdbIndex(
@@ -100,7 +102,7 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
             if entry is not None and int(row["ordinal"]) in (entry.segments if table == "segments" else entry.chunks):
                 raise Violation(
                     f"the index's {table} name number {int(row['ordinal'])} of container {int(row['container']):016x}, "
-                    "which is condemned: it would be a hit"
+                    "which is pending delete: a put could use it"
                 )
             if int(row["ordinal"]) >= len(there) or not there[int(row["ordinal"])]:
                 raise Violation(
@@ -110,9 +112,9 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
 
 
 def check_no_orphans(store: Store) -> None:
-    """Raise Violation where a container holds nothing that a version needs, or something half-written is left.
+    """Raise Violation if a container holds nothing that a version needs, or a partly written file is left.
 
-    What a dead block leans on is needed for as long as its container is (docs/adr/0015).
+    The bases of a dead block are needed as long as its container exists (docs/adr/0015).
     """
     manifests = [name for name, _ in store._manifests.names()]
     reach = LiveSet(store._containers, store._manifests, manifests)
@@ -124,7 +126,7 @@ def check_no_orphans(store: Store) -> None:
             break
         staying = wider
     for container in sorted(there - staying):
-        raise Violation(f"container {container:016x} is nobody's, and no round frees it")
+        raise Violation(f"no version needs container {container:016x}, and no GC run frees it")
     scratch = store.root / "tmp"
     left = list(scratch.iterdir()) if scratch.is_dir() else []
     if left:
@@ -132,17 +134,17 @@ def check_no_orphans(store: Store) -> None:
 
 
 def check_parity_is_of_what_is_there(store: Store) -> None:
-    """Raise Violation where parity is left of an object that is gone."""
+    """Raise Violation if parity of a deleted object is left."""
     names = [name for name, _ in LocalObjectStore(store.root).names(FOLDER)]
     orphans = [
         name for name in names if not (store.root / name.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)).is_file()
     ]
     if orphans:
-        raise Violation(f"parity of what is gone: {orphans[:3]}")
+        raise Violation(f"parity of deleted objects: {orphans[:3]}")
 
 
 def check_index_is_the_one_a_rebuild_makes(store: Store) -> None:
-    """Raise Violation where the live index lacks a chunk or segment that a rebuilt one has, or names a version else."""
+    """Raise Violation if the live index lacks a chunk or segment of a rebuilt one, or lists a version differently."""
     live = store._index.writable().entries()
     if store.rebuild_index().skipped:
         raise Violation("a rebuild had to leave something out")
@@ -158,7 +160,10 @@ def check_index_is_the_one_a_rebuild_makes(store: Store) -> None:
 
 
 def newest(root: Path) -> dict[int, Path]:
-    """Return the file of each container that counts; an older generation stays where a process died beside it."""
+    """Return the file of each container's valid generation.
+
+    An older generation remains if a process died between writing the new one and deleting the old one.
+    """
     found: dict[int, Path] = {}
     for path in sorted((root / "containers").rglob("*.nkc")):  # id, then id.0001, ...: by generation
         generation = path.name[17:21] if path.name[17:21] != "nkc" else ""

@@ -1,4 +1,7 @@
-"""Rooms of the lab as commands. Invariant: what is run knows none of the settings that this process was given."""
+"""Run suites of the lab as commands.
+
+Invariant: a suite receives none of the settings of this process.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def run(*arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]
 
 
 def run_and_read_record(out: Path, room: str, *arguments: str | Path, **more: str) -> dict[str, Any]:
-    """Run a room, and return its record: the one of --json is the one in the file. Raises AssertionError."""
+    """Run a suite, and return its record; the output of `--json` equals the file. Raises AssertionError."""
     done = run(room, "--out", out, "--json", *arguments, **more)
     assert (done.returncode, done.stderr) == (0, "")
     record: dict[str, Any] = json.loads(done.stdout)

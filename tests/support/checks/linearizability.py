@@ -24,13 +24,13 @@ ABSENT = "(absent)"
 
 @frozen
 class Operation:
-    """One call: `started` and `ended` by one clock; `ended` infinite for one whose answer never came."""
+    """One call: `started` and `ended` by one clock; `ended` is infinite if the call was never answered."""
 
     kind: Kind
     started: float
     ended: float
     value: State = None
-    """What a put wrote, or a get read."""
+    """The state that a put wrote, or a get read."""
     expected: State = None
     """Precondition of a put: the content of the newest version, ABSENT for none, None for any."""
     done: bool | None = True
@@ -59,7 +59,7 @@ class Recorder:
 
 
 def is_linearizable(operations: Iterable[Operation], first: State = None) -> bool:
-    """Return whether some order of the operations explains them all, beginning with the state `first`."""
+    """Return whether some order of the operations explains their results, starting with the state `first`."""
     ordered = sorted(operations, key=lambda operation: operation.started)
     assert len(ordered) <= OPERATIONS_MAX
     whole = (1 << len(ordered)) - 1
@@ -90,7 +90,7 @@ def _apply(state: State, operation: Operation) -> list[State]:
     if operation.kind == "get":
         return [state] if operation.value == state else []
     if operation.kind == "delete":
-        # Two that overlap share the versions, and each says that it deleted some: the register is empty once.
+        # Two that overlap share the versions, and each reports that it deleted some: the register is empty once.
         if operation.done:
             return [None]
         took_effect = state is not None

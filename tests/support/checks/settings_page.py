@@ -1,4 +1,6 @@
-"""The page of all settings. Invariant: it says what the source says of each field, or a test fails.
+"""Write the page of all settings.
+
+Invariant: the page states the same as the source for each field, or a test fails.
 
 python -m tests.support.checks.settings_page     writes docs/reference/settings.md
 """

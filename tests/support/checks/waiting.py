@@ -1,4 +1,7 @@
-"""Waiting in tests. Invariant: what does not come in time fails the test and tells what there was instead."""
+"""Wait for conditions in tests.
+
+Invariant: a condition that is not met in time fails the test with a report of the actual state.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,18 @@ POLL_SECONDS = 0.05
 
 
 def until(
-    what: Callable[[], Found],
-    told: Callable[[], object] = lambda: "waited in vain",
+    condition: Callable[[], Found],
+    describe: Callable[[], object] = lambda: "the condition was not met in time",
     seconds: float = 90.0,
     poll_seconds: float = POLL_SECONDS,
 ) -> Found:
-    """Ask until the answer is true, and return it. Raises AssertionError with what is `told` once time is up."""
+    """Poll until the result is true, and return it.
+
+    Raises: AssertionError with the result of `describe` when the time is up.
+    """
     deadline = time.monotonic() + seconds
-    while not (found := what()):
+    while not (found := condition()):
         if time.monotonic() >= deadline:
-            raise AssertionError(told())
+            raise AssertionError(describe())
         time.sleep(poll_seconds)
     return found

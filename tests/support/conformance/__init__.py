@@ -1,4 +1,6 @@
-"""Conformance: one contract, many stores. Invariant: a subclass brings a fixture and nothing else.
+"""Conformance tests: one contract for several implementations.
+
+Invariant: a subclass adds a fixture and nothing else.
 
 class TestMyObjects(ObjectStoreContract):
     @pytest.fixture

@@ -1,4 +1,6 @@
-"""What an index lets go of: entries by their container, versions with their counts, and again changes nothing."""
+"""Contract for the removal of index entries.
+
+Entries are removed by container, versions with their counts; a repetition changes nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class CollectionIndex(Index, SupportsCollection, Protocol):
 
 
 class CollectionContract:
-    """Subclasses give a fixture `index` that was filled (`fill`), and say what marks are left over."""
+    """Contract of a filled index. Subclasses provide the fixture `index` (see `fill`) and the marks that remain."""
 
     @staticmethod
     def fill(index: Index) -> None:
@@ -68,7 +70,7 @@ class CollectionContract:
         assert index.container_ids().tolist() == [SECOND]
 
     def test_published_again_only_what_may_be_found_is(self, index: CollectionIndex) -> None:
-        """A rebuild leaves out what is condemned."""
+        """A rebuild leaves out entries that are pending delete."""
         index.withdraw({FIRST: None}, {}, [FIRST])
         index.publish(replace(first_claims(), only=np.array([2], np.uint32), super_features={}))
         assert rows(index.locate_chunks(chunk_names("a", "ccc"))) == [None, (FIRST, 2)]

@@ -1,4 +1,6 @@
-"""What every index must do. Invariant: each test states one sentence of the Index protocol.
+"""Contract of every index.
+
+Invariant: each test states one sentence of the Index protocol.
 
 Entries are made up: two containers of three chunks and two segments each, the second in part a copy of the first.
 """
@@ -43,7 +45,7 @@ def chunk_names(*labels: str) -> U8:
 def claims(
     container: ContainerId, chunks: list[str], segments: list[str], super_features: list[list[int]]
 ) -> ContainerEntries:
-    """Return the claims of a container of three raw chunks and two segments, with these names and super-features."""
+    """Return the entries of a container of three raw chunks and two segments, with these names and super-features."""
     names = chunk_names(*chunks)
     lengths: U32 = names[:, 28:].copy().view("<u4").ravel().astype(np.uint32)
     count = len(lengths)
@@ -100,7 +102,10 @@ def of_rank(index: FeatureIndex, sketch: str, rank: int, super_features: U64) ->
 
 
 class IndexContract:
-    """Give `index`, a fixture that returns an empty Index of domain `samples.DOMAIN`, and `counts`."""
+    """Contract of an index.
+
+    Subclasses provide `index`, a fixture that returns an empty Index of domain `samples.DOMAIN`, and `counts`.
+    """
 
     def counts(self, index: Index) -> Mapping[tuple[int, int], int]:
         """Return how many versions hold each segment that any holds."""
@@ -164,7 +169,7 @@ class IndexContract:
         assert rows(of_rank(index, OTHER_SKETCH, 0, np.array([70], np.uint64))) == [None]
 
     def test_the_lowest_rank_that_is_known_finds_the_base(self, index: Index) -> None:
-        """Asked rank by rank or about all at once; what is pending is seen behind what is published."""
+        """Lookups rank by rank and of all ranks at once agree; pending entries are found after published ones."""
         index.publish(first_claims())
         index.publish(second_claims())
         pending = PendingIndex(index, samples.DOMAIN)
@@ -176,7 +181,7 @@ class IndexContract:
         assert not len(pending.locate_bases(SKETCH, nothing)[2])
 
     def test_no_super_feature_is_never_found(self, index: Index) -> None:
-        """0 says that a chunk has none."""
+        """0 means that a chunk has no super-feature."""
         index.publish(first_claims())
         assert rows(of_rank(index, SKETCH, 0, np.zeros(1, np.uint64))) == [None]
         assert rows(index.locate_ranks(SKETCH, np.zeros((1, 2), np.uint64))) == [None, None]
@@ -235,7 +240,7 @@ class IndexContract:
         assert list(index.containers()) == [summarise(first_claims()), summarise(second_claims())]
 
     def test_of_many_publishers_of_the_same_chunks_one_is_first(self, index: Index) -> None:
-        """Whoever it was, it stays so; no location is made up of two, and what only one brings is found there."""
+        """The first entry stays, no location mixes two entries, and chunks of a single publisher are found there."""
         made = [
             claims(
                 ContainerId((3 << 40) + n),
@@ -335,7 +340,7 @@ class IndexContract:
         assert index.versions_of("default", "k2") == [7]
 
     def test_keys_are_listed_by_prefix_in_order(self, index: Index) -> None:
-        """Prefixes end anywhere, also within a character's bytes' neighbours; order is that of UTF-8."""
+        """A prefix may end anywhere, also next to the bytes of a multi-byte character; the order is that of UTF-8."""
         long = "k" * 1000
         for key in ("b", "a/2", "a/1", "ä", "a", long + "2", long + "1"):
             index.commit(manifest(key, 2, []), 100)
@@ -360,7 +365,7 @@ class IndexContract:
         assert list(index.manifest_names("two", "")) == [("k", 2)]
 
     def test_the_marks_of_versions_are_told_with_them(self, index: Index) -> None:
-        """The highest stands, whatever comes later or twice, and whether it was noted before its version or after."""
+        """The highest mark is kept, whatever is recorded later or twice, before its version or after it."""
         index.mark_many([MarkedVersion("default", "k", 2, 1, 90)])
         index.commit_many([(manifest("k", version, []), 100) for version in (1, 2, 3)])
         index.commit(manifest("k", 3, [], "other"), 100)

@@ -1,4 +1,7 @@
-"""What every object store must do. Invariant: each test states one sentence of the ObjectStore protocol."""
+"""Contract of every object store.
+
+Invariant: each test states one sentence of the ObjectStore protocol.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ class ObjectStoreContract:
         assert objects.get("a/x") == b"first"
 
     def test_an_object_is_replaced_whole(self, objects: ObjectStore) -> None:
-        """Where a store can: its own bytes come back in the place of damaged ones, longer or shorter."""
+        """If the store supports it, new bytes replace damaged ones, longer or shorter."""
         if not isinstance(objects, SupportsReplace):
             pytest.skip("this store replaces nothing")
         objects.put_new("a/x", b"damaged")
@@ -115,7 +118,7 @@ class ObjectStoreContract:
             done.result()
 
     def test_what_is_not_there_is_not_found(self, objects: ObjectStore) -> None:
-        """Neither beside other objects nor in an empty store."""
+        """A missing name is not found, in a store with other objects and in an empty one."""
         for _ in range(2):
             with pytest.raises(NotFound, match="a/none"):
                 objects.get("a/none")
@@ -161,7 +164,7 @@ class ObjectStoreContract:
         assert objects.get("a/x") == b"second"
 
     def test_of_writers_at_once_exactly_one_wins(self, objects: ObjectStore) -> None:
-        """The commit point: what is there afterwards is the winner's, whole (I2)."""
+        """This is the commit point: afterwards the object is the winner's, whole (I2)."""
         contents = [bytes([number]) * 100_000 for number in range(WRITERS)]
         for race in range(10):
             barrier = threading.Barrier(WRITERS)
@@ -180,7 +183,7 @@ class ObjectStoreContract:
             assert objects.get(f"race/{race // 5}/{race}") == contents[won.index(True)]
 
     def test_a_listing_while_others_write_misses_nothing_older(self, objects: ObjectStore) -> None:
-        """What was there before and stays is listed, with its size; what is half-written is not."""
+        """Objects that exist throughout are listed with their sizes; partly written ones are not."""
         before = {f"busy/{number % 7}/old{number}" for number in range(300)}
         for name in before:
             objects.put_new(name, b"12345")

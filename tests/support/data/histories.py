@@ -1,4 +1,4 @@
-"""Stores with a history: versions that are deltas of one another, content of their own, content of both, and none."""
+"""Stores with a history: versions that are deltas of one another, unrelated content, a mixture, and an empty one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import open_store
 from nearkin_shared.config.settings import Settings
 
-WORD = b"a sentence that nobody but its owner may read. "
+WORD = b"a sentence that no other than the owner reads. "
 """In every version of `history`."""
 
 

@@ -1,4 +1,7 @@
-"""Batches as the stages make them, for tests of messages. Invariant: made by the real stages, without their servers."""
+"""Make batches for tests of messages.
+
+Invariant: the real stages make them, without their servers.
+"""
 
 from __future__ import annotations
 

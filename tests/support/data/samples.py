@@ -1,7 +1,9 @@
-"""Small containers and manifests. Invariant: the same call gives the same content, on every machine and for good.
+"""Make small containers and manifests.
 
-They show each thing that a format can say: raw and delta blocks, stored and compressed, bases here and elsewhere,
-recipes that name their own chunks, other containers' chunks and holes.
+Invariant: the same call gives the same content, on every machine and in every release.
+
+They cover each feature of the formats: raw and delta blocks, stored and compressed, bases in the same and in another
+container, recipes that name their own chunks, other containers' chunks and holes.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def small_container() -> bytes:
 
 
 def rest_container() -> bytes:
-    """Return what is left of `small_container` without chunks 1, 2, 4 and 5 and its last segment, written anew."""
+    """Return `small_container` rewritten without chunks 1, 2, 4 and 5 and its last segment."""
     whole = decode_container(small_container(), "whole")
     text = np.frombuffer(b"The quick brown fox. " * 20, np.uint8)[:100]
     packer = compressor()
@@ -123,7 +125,7 @@ PATCHED_BASES = (b"".join(b"row %04d of the first base; " % i for i in range(40)
 
 
 def patch_container() -> bytes:
-    """Return a container of 4 chunks: a base, and a patch block that leans on it and on another container's chunk."""
+    """Return a container of 4 chunks: a base, and a patch block with this base and one in another container."""
     first, second = PATCHED_BASES
     raw = np.frombuffer(first, np.uint8)
     targets = [first[100:600] + b"!" + first[600:900], second[:300] + first[:50], second[200:] + b"?"]
@@ -246,7 +248,7 @@ def read_all(data: bytes | memoryview) -> tuple[Directory, list[bytes]]:
 
 
 def with_directory(data: bytes, directory: bytes) -> bytes:
-    """Return a container with another directory and checksums that agree: what only a writer could have made."""
+    """Return a container with another directory and matching checksums, as only a writer could make it."""
     offset, _, _, _, _ = container_layout.FOOTER.unpack(data[-container_layout.FOOTER.size :])
     lead = container_layout.FOOTER.pack(offset, len(directory), columns.check_bytes(directory), b"", b"")[:20]
     return data[:offset] + directory + lead + columns.check_bytes(data[: container_layout.HEADER.size], lead) + b"NKCF"

@@ -1,10 +1,12 @@
-"""Stores under test. Invariant: what is said here of a store was read from that store, by its public calls.
+"""Prepare stores for tests and read them.
+
+Invariant: functions here read a store by its public calls.
 
 SMALL          settings under which a megabyte fills many blocks and several containers
-ENCRYPTED      settings of a store that is sealed
-settings(...)  the settings of a test: nothing of the environment, named sections only
+ENCRYPTED      settings of an encrypted store
+settings(...)  the settings of a test: nothing of the environment, only the given sections
 objects(root)  every object that counts as stored, and its bytes
-readable(...)  what each version's `get` answers now: its bytes or the error
+readable(...)  the current result of each version's `get`: its bytes or the error
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ SMALL: Mapping[str, Mapping[str, object]] = {
 ENCRYPTED: Mapping[str, Mapping[str, object]] = {
     "storage": {"encryption": "aes-256-gcm", "key": "bmVhcmtpbiB0ZXN0cywgYSBrZXkgb2YgMzIgYnl0ZXM="}
 }
-"""Every object sealed; a key for tests, of nobody's data."""
+"""Encryption of every object, with a key for tests."""
 
 OBJECT_FOLDERS = ("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys")
 
 
 def settings(*changes: Settings | Mapping[str, object]) -> Settings:
-    """Return the defaults, or the settings given, with changes merged in; variables of the environment do not count."""
+    """Return the default or given settings with changes merged in; environment variables are ignored."""
     chosen = Settings()
     for change in changes:
         chosen = change if isinstance(change, Settings) else with_changes(chosen, change)
@@ -48,7 +50,7 @@ def settings(*changes: Settings | Mapping[str, object]) -> Settings:
 
 
 def objects(root: Path) -> dict[str, bytes]:
-    """Return every object of a local store by its name, the descriptor included; index, lock and scratch are none."""
+    """Return every object of a local store by its name, including the descriptor, without index, lock and scratch."""
     paths = [path for folder in OBJECT_FOLDERS for path in (root / folder).rglob("*") if path.is_file()]
     paths += [root / name for name in (descriptor.NAME, chunking_record.NAME) if (root / name).is_file()]
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(paths)}
@@ -77,7 +79,7 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
 
 
 def attempt(store: Store, key: str, version: int) -> tuple[bytes, NearkinError | None]:
-    """Return the bytes that a `get` gave out and the error it ended with, None where it ended well."""
+    """Return the bytes that a `get` yielded and the error that ended it, or None if it succeeded."""
     given = bytearray()
     try:
         for piece in store.get(key, version):
@@ -88,7 +90,7 @@ def attempt(store: Store, key: str, version: int) -> tuple[bytes, NearkinError |
 
 
 def find_broken(store: Store, contents: Mapping[tuple[str, int], bytes]) -> set[tuple[str, int]]:
-    """Return the versions of `contents` whose `get` fails. Raises AssertionError where one gives out a wrong byte."""
+    """Return the versions of `contents` whose `get` fails. Raises AssertionError if one yields a wrong byte."""
     failed = set()
     for (key, version), content in contents.items():
         given, err = attempt(store, key, version)
@@ -103,7 +105,7 @@ def find_broken(store: Store, contents: Mapping[tuple[str, int], bytes]) -> set[
 
 
 def process(script: str, *arguments: str | Path, interpreter: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Start `script` in a Python of its own that imports what this one does; the caller waits for it or ends it."""
+    """Start `script` in a Python process that imports the same packages; the caller waits for it or ends it."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return subprocess.Popen(
         [sys.executable, *interpreter, "-c", script, *map(str, arguments)],

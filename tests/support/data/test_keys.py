@@ -1,4 +1,7 @@
-"""Keys for tests. Invariant: a keyring here is a real one; its objects, clocks and keys are the test's."""
+"""Provide keys for tests.
+
+Invariant: a keyring is a real one; its objects, clocks and keys are the test's.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Single-bit flips over a whole store. Invariant: each is detected and named; with parity nothing of it is ever seen.
+"""Flip single bits all over a store.
+
+Invariant: each flip is detected and named; with parity no read is affected.
 
     python -m tests.support.engines.bitflips --flips 10000 --seed 1 [--parity rs-8-2] [--encrypted]
 
-Every kind of object is hit as often as any other, at bits drawn by the seed; a flip is undone, or repaired, before the
-next one.
+Every kind of object is hit equally often, at bits drawn from the seed; a flip is undone, or repaired, before the next
+one.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ CHOSEN = {"delta": {"max_depth": 3}, "deletion": {"undelete_seconds": 0}}
 
 @dataclass(slots=True)
 class Result:
-    """What became of the flips; `missed` should be empty."""
+    """Results of the flips; `missed` should be empty."""
 
     seed: int
     parity: str
@@ -55,10 +57,10 @@ class Result:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.by_kind.items()))
-        said = f"{self.flips - len(self.missed):,} of {self.flips:,} flips detected and named ({kinds})"
+        summary = f"{self.flips - len(self.missed):,} of {self.flips:,} flips detected and named ({kinds})"
         if self.parity != "none":
-            said += f"; {self.healed:,} read through and healed by {self.parity}"
-        return f"{said}; seed {self.seed}, {self.seconds:.0f} s"
+            summary += f"; {self.healed:,} read through and repaired by {self.parity}"
+        return f"{summary}; seed {self.seed}, {self.seconds:.0f} s"
 
 
 def kind_of(name: str) -> str:
@@ -91,7 +93,7 @@ def contents() -> dict[tuple[str, int], bytes]:
 
 
 def make_store(root: Path, chosen: Settings) -> None:
-    """Make a store with every kind of object: one version is deleted, and some is condemned."""
+    """Make a store with every kind of object: one version is deleted, and some data are pending delete."""
     with open_store(root, settings=chosen, create=True) as store:
         for (key, _), content in contents().items():
             store.put(key, content)
@@ -112,7 +114,7 @@ class _Parts(NamedTuple):
 
 
 class _Bench:
-    """One store and what looks at it, made anew for each flip so that nothing is cached."""
+    """One store and its readers, opened again for each flip so that nothing is cached."""
 
     def __init__(self, root: Path, chosen: Settings) -> None:
         self._root = root
@@ -132,7 +134,7 @@ class _Bench:
         return _Parts(raw, covered, fingerprinter, containers, ManifestStore(covered))
 
     def damaged_names(self) -> set[str]:
-        """Return the damaged objects that a verification names; of a store that cannot be opened the descriptor."""
+        """Return the damaged objects that verify names; the descriptor if the store cannot be opened."""
         from nearkin_maintenance import IndexedVersions, Verifier
 
         try:
@@ -169,9 +171,9 @@ class _Bench:
 
 
 def run(flips: int, seed: int, parity: str = "none", root: Path | None = None, *, encrypted: bool = False) -> Result:
-    """Flip so many bits, one at a time, of a store made in `root` (a folder that is removed, without).
+    """Flip `flips` bits, one at a time, of a store in the folder `root` (default: a temporary one).
 
-    Of an encrypted store without parity keys are left out: all that a broken one has sealed is damaged with it.
+    Key records of an encrypted store without parity are left out: a broken one damages all objects under its key.
     """
     if root is None:
         with tempfile.TemporaryDirectory(prefix="nearkin-bitflips-") as folder:
@@ -215,7 +217,7 @@ def _one(root: Path, before: Mapping[str, bytes], name: str, at: int, bit: int, 
             if wrong:
                 result.missed.append(f"{what}: not read: {sorted(wrong)}")
             elif (root / name).read_bytes() != before[name]:
-                result.missed.append(f"{what}: not healed")
+                result.missed.append(f"{what}: not repaired")
             else:
                 result.healed += 1
     except (AssertionError, NearkinError) as err:
@@ -223,14 +225,14 @@ def _one(root: Path, before: Mapping[str, bytes], name: str, at: int, bit: int, 
     (root / name).write_bytes(before[name])
 
 
-@click.command(help="Flip bits of a store, one at a time; each must be detected, and healed where there is parity.")
+@click.command(help="Flip bits of a store, one at a time; each must be detected, and repaired where there is parity.")
 @click.option("--flips", default=10_000, show_default=True)
 @click.option("--seed", default=1, show_default=True)
 @click.option("--parity", default="none", show_default=True)
 @click.option("--encrypted", is_flag=True, help="Of a store that is sealed, its keys too where there is parity.")
 def main(flips: int, seed: int, parity: str, encrypted: bool) -> None:
     """Run, print what became of them, and fail where one was missed."""
-    logging.getLogger("nearkin").setLevel(logging.ERROR)  # each of the reads through parity would be told
+    logging.getLogger("nearkin").setLevel(logging.ERROR)  # each read through parity would be logged
     result = run(flips, seed, parity, encrypted=encrypted)
     for missed in result.missed:
         click.echo(missed)

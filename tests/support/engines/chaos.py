@@ -1,8 +1,11 @@
-"""Chaos: the whole pipeline while its parts die. Invariant: what is random comes from one seed, which is printed.
+"""Run the whole pipeline while its parts die.
 
-Blobs are put through the gateway by several clients, each with an idempotency key, tried again as a client would.
-Meanwhile workers and gateway are SIGKILLed, Kafka is restarted, Redis emptied and killed, the S3 server stopped.
-Afterwards: every 201 and every 202 restores byte for byte, nothing is there twice, and every partition moves.
+Invariant: all random choices derive from one seed, which is printed.
+
+Several clients put blobs through the gateway, each with an idempotency key and the retries of a real client.
+Meanwhile workers and gateway are SIGKILLed, Kafka is restarted, Redis is emptied and killed, the S3 server is
+stopped. Afterwards: every 201 and every 202 restores byte for byte, no version exists twice, and every partition
+advances.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Killed stores. Invariant: the same seed makes the same calls, contents and kills; what a store answers is checked in
-a process of its own before the next is killed.
+"""Kill stores at failpoints.
+
+Invariant: the same seed makes the same calls, contents and kills; a separate process checks the store's answers
+before the next one is killed.
 
     this process: imports all, opens nothing (obstore must not be used before a fork)
       fork -> open, check against the oracle, calls, SIGKILL at the n-th passing of a failpoint    | some twenty times
@@ -70,7 +72,7 @@ GROUPS: Mapping[str, str] = {
 
 @frozen
 class Chosen:
-    """One child: what it does and where it dies."""
+    """Plan of one child: its calls and the failpoint that kills it."""
 
     calls: tuple[Call, ...]
     armed: failpoints.ArmedFailpoint | None
@@ -78,7 +80,7 @@ class Chosen:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a run."""
+    """Result of a run."""
 
     seed: int
     kills: int = 0
@@ -91,7 +93,7 @@ class Outcome:
 
 
 class Campaign:
-    """Stores that are killed again and again. `plant` is called in each child before it opens anything."""
+    """Stores that are killed repeatedly. `plant` is called in each child before it opens anything."""
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class Campaign:
         self._points = tuple(point for point in self._all_points if _is_passed(point, self._settings))
         self._journal({"store": root.name, "settings": repr(variant)})
         number = 0
-        for _ in range(8 * kills):  # a count that is never reached kills nobody
+        for _ in range(8 * kills):  # a count that is never reached kills no child
             if self.outcome.kills - before >= kills or self.outcome.violations:
                 break
             plan, number = self._plan(oracle, number)
@@ -150,7 +152,7 @@ class Campaign:
             shutil.rmtree(root, ignore_errors=True)
 
     def _variant(self) -> Mapping[str, Mapping[str, object]]:
-        """Choose the settings of a store: mostly some under which the points are passed that were met least."""
+        """Choose the settings of a store, mostly such that they reach the failpoints met least often."""
         if len(self._variants) == 1:
             return self._variants[0]
         least = min(self._all_points, key=lambda point: self.outcome.by_point.get(point, 0))
@@ -158,7 +160,7 @@ class Campaign:
         return self._draw.choice(fitting if fitting and self._draw.random() < 0.5 else self._variants)
 
     def _plan(self, oracle: Oracle, number: int) -> tuple[Chosen, int]:
-        """Choose calls, and a point on their way."""
+        """Choose calls, and a failpoint among their steps."""
         point = self._point()
         group = point.partition(".")[0]
         group = GROUPS.get(group, group)
@@ -176,7 +178,7 @@ class Campaign:
             nonlocal number
             items = []
             for _ in range(count):
-                # mostly the next of its family, some anew: so there are duplicates, deltas and garbage
+                # mostly the next content of its family, some unrelated: so there are duplicates, deltas and garbage
                 again = self._draw.random() < 0.2 and number > 0
                 items.append((self._draw.choice(KEYS), self._draw.randrange(number) if again else number))
                 number += not again
@@ -207,7 +209,7 @@ class Campaign:
                     contents=number,
                 )
                 add(broken)
-                if self._draw.random() < 0.5 and shadow.live:  # heals what it brings again
+                if self._draw.random() < 0.5 and shadow.live:  # repairs the content that it stores again
                     again = shadow.contents[self._draw.choice(sorted(shadow.live))]
                     add(Put(((self._draw.choice(KEYS), again),)))
                 add(Mend(broken))
@@ -218,10 +220,10 @@ class Campaign:
         return Chosen(tuple(calls), failpoints.ArmedFailpoint(point, count, "kill")), number
 
     def _point(self) -> str:
-        """Choose a point: half of the times among those that were met least, which some are hard to meet."""
+        """Choose a failpoint: half of the time among those met least often, as some are hard to reach."""
         beside_older = [point for point in ("gc.renewed", "gc.replaced") if point in self._points]
         if self._last in ("compact.put", "compact.renewed") and beside_older and self._draw.random() < 0.8:
-            return self._draw.choice(beside_older)  # only where a round died between two generations
+            return self._draw.choice(beside_older)  # only where a GC run died between two generations
         least = min(self.outcome.by_point.get(point, 0) for point in self._points)
         rare = [point for point in self._points if self.outcome.by_point.get(point, 0) <= least + 1]
         return self._draw.choice(rare if self._draw.random() < 0.5 else self._points)
@@ -246,7 +248,7 @@ class Campaign:
     # --- one child ---------------------------------------------------------------------------------------------------
 
     def _child(self, root: Path, oracle: Oracle, plan: Chosen | None) -> None:
-        for call in plan.calls if plan else ():  # made here, so that every child has them at hand
+        for call in plan.calls if plan else ():  # made here, so that every child has the contents in memory
             for _, number in call.items if isinstance(call, Put) else ():
                 content(number)
         sys.stdout.flush()
@@ -326,7 +328,7 @@ def _shadow(oracle: Oracle) -> Oracle:
 
 
 def _is_passed(point: str, chosen: Settings) -> bool:
-    """Return whether a point is passed under these settings: parity repairs before anything is healed, say."""
+    """Return whether these settings reach a failpoint: for example, parity repairs before a chunk copy can."""
     group, has_parity = point.partition(".")[0], chosen.storage.parity != "none"
     ledger, gathers = chosen.gc.mode != "mark-sweep", int(chosen.gc.merge_block_bytes) > 0
     needs = {"ledger": ledger, "gather": gathers, "parity": has_parity, "heal": not has_parity}
@@ -339,7 +341,7 @@ def _send(write: int, said: tuple[object, ...]) -> None:
 
 
 def _read(read: int, child: int) -> list[tuple[object, ...]]:
-    """Return what a child said until it ended; one that hangs is ended."""
+    """Return the messages of a child until it ended; end one that hangs."""
     import select
 
     deadline, data = time.monotonic() + CHILD_SECONDS_MAX, bytearray()

@@ -1,8 +1,10 @@
-"""What a process does that is going to be killed. Invariant: it checks all that was acknowledged before it does more.
+"""Run the calls of a process that will be killed.
 
-open -> what was broken is repaired -> what is seen is compared with the oracle -> calls, up to where it dies
+Invariant: it checks everything acknowledged so far before its first call.
 
-A store that is broken on purpose is repaired by whoever opens it next: killed in a repair, the next one goes on.
+open -> repair planted damage -> compare the answers with the oracle -> calls, up to the failpoint that kills it
+
+The next process to open a store repairs planted damage: if it is killed during the repair, its successor continues.
 """
 
 from __future__ import annotations
@@ -59,12 +61,12 @@ GATHERING: Mapping[str, Mapping[str, object]] = {
     "delta": {"codec": "patch", "max_depth": 1},
     "gc": {"merge_block_bytes": "1MiB", "merge_versions_min": 2},
 }
-"""Chains are short, so that rounds gather what a few versions changed."""
+"""Base chains are short, so that GC runs gather the changes of a few versions."""
 
 
 @lru_cache(64)
 def content(number: int) -> bytes:
-    """Return the bytes that a number stands for: a family's first content after `number // FAMILIES` edits."""
+    """Return the bytes that a number denotes: a family's first content after `number // FAMILIES` edits."""
     family, edits = number % FAMILIES, number // FAMILIES
     sizes = (180_000, 90_000, 4_000)
     first = (text_like, random_bytes, text_like)[family](sizes[family], family)
@@ -79,9 +81,9 @@ def work(
     chosen: Settings,
     say: Callable[..., None],
 ) -> None:
-    """Check a store, and do calls; None: collect all garbage instead, and check that nothing is left over.
+    """Check a store, and do calls; if None: collect all garbage instead, and check that nothing is left.
 
-    `say` is told what is settled, begun and done. Raises Violation.
+    `say` receives each settled, begun and completed call. Raises: Violation.
     """
     recovering = armed is not None and armed.name.startswith(RECOVERING)
     if armed is not None and recovering:
@@ -120,7 +122,7 @@ def work(
 
 
 def possible(oracle: Oracle, call: Call) -> bool:
-    """Return whether a call has anything to do: what died before may have ended otherwise than was planned."""
+    """Return whether a call has an effect: the calls of a killed process may have ended otherwise than planned."""
     match call:
         case Delete():
             return bool(oracle.hidden_versions(call))
@@ -173,7 +175,7 @@ def copies_of(root: Path) -> Path:
 
 
 def _break(store: Store, call: Break) -> None:
-    """Flip a bit of a manifest, or of a container's block, and have it found; what it was is kept beside the store."""
+    """Flip a bit of a manifest, or of a container's block, and let verify find it; keep a copy next to the store."""
     draw, root = random.Random(call.draw), store.root
     paths = manifests(root) if call.manifest else sorted((root / "containers").rglob("*.nkc"))
     if not paths:
@@ -201,10 +203,10 @@ def _break(store: Store, call: Break) -> None:
 
 
 def mend(store: Store, broken: Break) -> None:
-    """Repair: from the copy, or from the content of all that was ever put; nothing may be broken after that.
+    """Repair from the copy, or from all content ever put; then require that nothing is damaged.
 
-    A copy of a container that was written anew since is of no use, and content makes no broken manifest good, nor a
-    container whose directory lay in the page that is lost.
+    A copy of a container that was rewritten since is of no use. Content repairs no manifest, nor a container whose
+    directory was on the lost page.
     """
     copies = copies_of(store.root)
     if not copies.is_dir():  # there was nothing to break
@@ -237,8 +239,8 @@ def _restore(store: Store, oracle: Oracle) -> dict[tuple[str, int], bytes]:
 
 
 def _end(store: Store, oracle: Oracle) -> None:
-    """Collect until nothing is left to free; then delete all, and collect again: nothing may be left over."""
-    report = store.repair()  # parity that whoever died did not come to make is made
+    """Collect until nothing is left to free; then delete all, and collect again: no object may remain."""
+    report = store.repair()  # makes the parity that a killed process did not write
     if report.damage or report.repaired:
         raise Violation(f"repair names {report.damage[:3]}, repaired {report.repaired[:3]}")
     _collect(store, oracle)
@@ -266,4 +268,4 @@ def _collect(store: Store, oracle: Oracle) -> None:
         oracle.acknowledge()
         if not report.freed_bytes and not report.pending_delete_containers:
             return
-    raise Violation(f"{COLLECTIONS_MAX} rounds, and the last still freed {report.freed_bytes} bytes: {report}")
+    raise Violation(f"{COLLECTIONS_MAX} GC runs, and the last still freed {report.freed_bytes} bytes: {report}")

@@ -1,10 +1,16 @@
-"""Hunts. Invariant: one raises Violation where what is asked of it does not hold, and ends without where it does.
+"""Check invariants, so that planted mistakes can be detected.
 
-power      every prefix of what a workload did to the disk      killed     children at failpoints
-raced      one call held while another is done                  flipped    bits of containers, then verify
-scrubbed   bits of each kind of object, then a scrub            read_on    a reader who began before a compaction
-fenced     a round whose lease is over after each effect        counted    garbage, before marking looks by itself
-healed     broken blocks, then their content
+Invariant: a check raises Violation if its invariant is broken, and returns otherwise.
+
+power      every prefix of a workload's disk operations
+killed     children at failpoints
+raced      one call held while another is done
+flipped    bits of containers, then verify
+scrubbed   bits of each kind of object, then a scrub
+read_on    a reader that began before a compaction
+fenced     a GC run whose lease ends after each effect
+counted    garbage, before marking finds it
+repaired   broken blocks, then their content
 """
 
 from __future__ import annotations
@@ -118,13 +124,13 @@ def hunt_by_scrub(folder: Path, plant: Plant) -> None:
 
 
 def _make_sparse_store(root: Path) -> tuple[dict[str, bytes], float]:
-    """Make a store in which containers that hold what is needed hold mostly what is condemned; return the time too."""
+    """Make a store whose containers hold some live data and mostly data pending delete; return the time, too."""
     contents = {f"k{number}": random_bytes(BLOB_BYTES, number) for number in range(BLOBS)}
     now = [crash_child.START]
     with open_store(root, settings=crash_child.CHOSEN, clock=lambda: now[0], create=True) as store:
         list(store.put_many(contents.items()))
         for number in range(BLOBS):
-            if number % 4 != 1:  # what stays has not the place in its block that it will have in the next one
+            if number % 4 != 1:  # live chunks get another position in their block by the rewrite
                 store.delete(f"k{number}")
                 del contents[f"k{number}"]
         now[0] += 2 * DAY
@@ -133,7 +139,7 @@ def _make_sparse_store(root: Path) -> tuple[dict[str, bytes], float]:
 
 
 def hunt_reference_counts(folder: Path, plant: Plant) -> None:
-    """Delete one of two versions: counts nominate it, before marking looks by itself after a week, and it goes."""
+    """Delete one of two versions: reference counts nominate it before the weekly marking, and its data are deleted."""
     plant()
     chosen, now = settings(crash_child.CHOSEN, {"gc": {"mode": "hybrid"}}), [crash_child.START]
     with open_store(folder / "s", settings=chosen, clock=lambda: now[0], create=True) as store:
@@ -148,7 +154,7 @@ def hunt_reference_counts(folder: Path, plant: Plant) -> None:
 
 
 def hunt_repair(folder: Path, plant: Plant) -> None:
-    """Break a block of each of some containers, and give the content: the index says what a rebuilt one does."""
+    """Break a block in some containers, and repair from the content: the index equals a rebuilt one."""
     plant()
     with open_store(folder / "s", settings=crash_child.CHOSEN, create=True) as store:
         for number in range(6):
@@ -165,7 +171,7 @@ class _RemoteObjects(LocalObjectStore):
 
 
 def read_on(folder: Path, plant: Plant) -> None:
-    """Read, from a store that is far, what containers hold that are written anew after the reader knew them."""
+    """Read from a remote store the contents of containers that are rewritten after the reader resolved them."""
     plant()
     root = folder / "s"
     contents, later = _make_sparse_store(root)
@@ -179,7 +185,7 @@ def read_on(folder: Path, plant: Plant) -> None:
             known.directory(container)
     with open_store(root, settings=crash_child.CHOSEN, clock=lambda: later, create=True) as store:
         if not store.gc().containers_rewritten:
-            raise Violation("nothing was written anew")
+            raise Violation("no container was rewritten")
     for key, blob in blobs.items():
         try:
             read = blob.read()
@@ -218,9 +224,7 @@ class _LeasedObjects(LocalObjectStore):
 
 
 def hunt_fence(folder: Path, plant: Plant) -> None:
-    """Let a maintenance worker's lease be over after its first effect, its second, ...: nothing follows, and all
-    restores.
-    """
+    """End a maintenance worker's lease after its n-th effect, for each n: none follows, and all versions restore."""
     plant()
     contents, later = _make_sparse_store(folder / "all")
     with open_store(folder / "all", settings=crash_child.CHOSEN, clock=lambda: later - DAY, create=True) as store:
@@ -241,11 +245,11 @@ def hunt_fence(folder: Path, plant: Plant) -> None:
         shutil.rmtree(root)
         if not over:
             return
-    raise Violation(f"{EFFECTS_MAX} effects, and the round has not ended")
+    raise Violation(f"{EFFECTS_MAX} effects, and the GC run has not ended")
 
 
 def _collector(store: Store, leased: _LeasedObjects, now: float) -> GcRun:
-    """Return a round over an open store's objects, fenced as the maintenance service's are."""
+    """Return a GC run over an open store's objects, fenced as in the maintenance service."""
     fence = FencedObjectStore(leased, leased.check)
     found = ContainerStore(fence, store._fingerprinter.domain, 1 << 20)
     tenants = DomainOwners(store._fingerprinters, [store.settings.tenant], ManifestStore(fence))

@@ -1,7 +1,9 @@
-"""What a pipeline promised. Invariant: a 201 and a 202 restore byte for byte, once, and nothing else is listed.
+"""Check the promises of a pipeline.
 
-Clients put blobs through the gateway, each with an idempotency key, tried again as a client would; some they delete
-again. Whatever died meanwhile, `check` asks for all of it afterwards.
+Invariant: each 201 and each 202 restores byte for byte, once, and no other version is listed.
+
+Clients put blobs through the gateway, each with an idempotency key and the retries of a real client, and delete some
+of them. Whichever parts died meanwhile, `check` requests all of it afterwards.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ GROUPS = (
 
 @dataclass(slots=True)
 class Put:
-    """What one client was told about one blob."""
+    """The gateway's answers to one client about one blob."""
 
     key: str
     digest: str
@@ -55,7 +57,7 @@ class Put:
 
 @dataclass(slots=True)
 class Report:
-    """What came of a run; `problems` is empty when all that was promised was kept."""
+    """Result of a run; `problems` is empty if all promises were kept."""
 
     seed: int
     blobs: int
@@ -82,7 +84,7 @@ def content(generator: np.random.Generator, pool: list[bytes]) -> bytes:
 
 
 class Promises:
-    """Clients of one gateway on `port`, and what they were told."""
+    """Clients of one gateway on `port`, and the answers they received."""
 
     def __init__(self, seed: int, blobs: int, port: int) -> None:
         self.report = Report(seed, blobs)
@@ -166,7 +168,7 @@ class Promises:
         return put
 
     def _delete(self, url: str, deadline: float, draw: random.Random) -> bool:
-        """Delete a key, again until it is said to be gone."""
+        """Delete a key, repeatedly until the gateway confirms the deletion."""
         while True:
             try:
                 answer = httpx.delete(url, timeout=httpx.Timeout(60, connect=2))
@@ -181,7 +183,7 @@ class Promises:
     # --- what was promised -------------------------------------------------------------------------------------------
 
     def check(self, puts: list[Put]) -> None:
-        """Ask for all that was put, and for what is listed; what is not as it was promised is among the problems."""
+        """Request every blob and the listing; add each broken promise to the problems."""
         problems = self.report.problems
         deadline = time.monotonic() + SETTLE_SECONDS_MAX
         expected = set()

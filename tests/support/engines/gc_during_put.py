@@ -1,12 +1,14 @@
-"""Rounds beside puts. Invariant: what is acknowledged restores, whatever a round was about to free when it came.
+"""Do GC runs during puts.
 
-    k 1   A X B      deleted, X condemned and due, A and B live: their container is to be written anew without X
+Invariant: acknowledged data restore, whatever a concurrent GC run was about to free.
+
+    k 1   A X B      deleted, X pending delete and due, A and B live: the container is to be rewritten without X
     k 2   A Y B
-    k 3   A x B      put meanwhile: A is a hit, and X, which stood beside it, is as good a base as there is for x
+    k 3   A x B      put meanwhile: A is a duplicate, and X, the stream neighbour of A, is the best base for x
 
-a put of the same Store, of another one      at each step of a round
-a second round                               refused (StoreLocked)
-a rebuild of the index                       names and counts what there is once the round has ended
+a put of the same Store, of another one      at each step of a GC run
+a second GC run                              refused (StoreLocked)
+a rebuild of the index                       names and counts the data that exist when the run has ended
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def _contents() -> tuple[bytes, bytes, bytes]:
 
 
 def neighbours(folder: Path) -> Scene:
-    """Make the store in which what goes lies beside what lives."""
+    """Make the store in which dead chunks are next to live ones."""
     made = Scene(folder / "s")
     one, second, _ = _contents()
     with made.open() as store:
@@ -43,7 +45,7 @@ def neighbours(folder: Path) -> Scene:
         made.now += 2 * DAY
         store.gc()
         if not store.gc_state().pending_delete_containers:
-            raise Violation("nothing was condemned: the scene shows nothing")
+            raise Violation("nothing is pending delete: the scene tests nothing")
         made.now += 2 * DAY
     made.wanted = {("k", 2): second}
     return made
@@ -51,7 +53,7 @@ def neighbours(folder: Path) -> Scene:
 
 def _read(_: Scene, store: Store) -> None:
     if store.get("k", 2).read() != _contents()[1]:  # directories and blocks are in this Store's caches from now on
-        raise Violation("other bytes before the round")
+        raise Violation("other bytes before the GC run")
 
 
 def _collect(_: Scene, store: Store) -> None:
@@ -64,7 +66,7 @@ def _put_dependent(made: Scene, store: Store) -> None:
 
 
 def put_during_gc(folder: Path, every: int = 1) -> int:
-    """A put of the same Store, which has the store's lock, that leans on what goes, at each step of the round."""
+    """Put data that depend on dead chunks, with the store's lock, by the same Store, at each step of a GC run."""
 
     def first(made: Scene, store: Store) -> None:
         made.wanted["a", store.put("a", b"takes the lock").info.version] = b"takes the lock"
@@ -74,7 +76,7 @@ def put_during_gc(folder: Path, every: int = 1) -> int:
 
 
 def put_from_elsewhere(folder: Path, every: int = 1) -> int:
-    """The same by another Store, with a lock, an index and caches of its own, as another process has."""
+    """Do the same by another Store, with a lock, an index and caches of its own, as another process has."""
 
     def other(made: Scene, _: Store) -> None:
         with made.open() as elsewhere:
@@ -84,7 +86,7 @@ def put_from_elsewhere(folder: Path, every: int = 1) -> int:
 
 
 def second_gc_run(folder: Path, every: int = 1) -> int:
-    """A second round, by another Store, at each step of a round: refused."""
+    """Start a second GC run, by another Store, at each step of a run: it is refused."""
 
     def other(made: Scene, _: Store) -> None:
         with made.open() as elsewhere:
@@ -92,13 +94,13 @@ def second_gc_run(folder: Path, every: int = 1) -> int:
                 elsewhere.gc()
             except StoreLocked:
                 return
-        raise Violation("two rounds were at work")
+        raise Violation("two GC runs were active")
 
     return at_each_step(folder, _collect, other, every=every, make=neighbours, first=_read)
 
 
 def rebuild_during_gc(folder: Path, every: int = 1) -> int:
-    """The index is made anew by another Store, at each step of a round that ends versions."""
+    """Rebuild the index by another Store, at each step of a GC run that removes versions."""
 
     def other(made: Scene, _: Store) -> None:
         with made.open() as elsewhere:

@@ -1,5 +1,7 @@
-"""What a store must answer. Invariant: what was acknowledged is required; of the one call in flight every outcome that
-the contracts allow is, and nothing else.
+"""Model the required answers of a store.
+
+Invariant: acknowledged effects are required; of the call in flight each outcome that the contracts allow is accepted,
+and no other.
 
     begin(call) -> the call acknowledged: done(call)
                 -> the process died: settle(seen) decides which outcome it was, or raises Violation
@@ -52,21 +54,21 @@ class Forget:
 
 @frozen
 class Gc:
-    """A round, `days` after whatever came before."""
+    """A GC run, `days` after the call before it."""
 
     days: int
 
 
 @frozen
 class Rebuild:
-    """The index made anew; `lost`: it is removed, and the next put finds it missing."""
+    """A rebuild of the index; `lost`: the index is removed, and the next put finds it missing."""
 
     lost: bool
 
 
 @frozen
 class Break:
-    """A bit of a container's block, or of a manifest, is another; `draw` says which one."""
+    """A flipped bit of a container's block, or of a manifest; `draw` selects it."""
 
     draw: int
     manifest: bool
@@ -79,7 +81,7 @@ class Break:
 
 @frozen
 class Mend:
-    """What was broken is repaired."""
+    """A repair of all planted damage."""
 
     broken: Break
 
@@ -89,7 +91,7 @@ Call = Put | Delete | Undelete | Forget | Gc | Rebuild | Break | Mend
 
 @frozen
 class Seen:
-    """What a store answers: listings, and the manifests that lie in it."""
+    """Answers of a store: its listings and its stored manifests."""
 
     live: frozenset[Version]
     deleted: frozenset[Version]
@@ -99,7 +101,7 @@ class Seen:
 
 @dataclass(slots=True)
 class Oracle:
-    """The model of one store and one tenant. Time is the store's clock; it never goes back here."""
+    """Model of one store and one tenant. Its time is the store's clock, which never runs backwards here."""
 
     now: float
     undelete_seconds: float = DAY
@@ -113,11 +115,11 @@ class Oracle:
     """Of versions that were deleted: which call did it, 0 for a Forget."""
     in_flight: Call | None = None
     may_go: frozenset[int] | None = None
-    """Containers that the round in flight may remove: those that an earlier one condemned long enough ago."""
+    """Containers that the GC run in flight may delete: pending delete since an earlier run, with the grace over."""
     containers: frozenset[int] = frozenset()
     """Those that were there before the call in flight."""
     broken: Break | None = None
-    """What was broken, and is to be repaired before anything is compared."""
+    """Planted damage, which must be repaired before the answers are compared."""
     calls: int = 0
 
     # --- what is there -----------------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ class Oracle:
         return [found for key in sorted(keys) for found in self.versions(key)[: -call.keep]]
 
     def coming(self, call: Undelete) -> list[Version]:
-        """Return what an undeletion brings back, oldest first; nothing where the model cannot tell."""
+        """Return the versions that an undeletion restores, oldest first; none if the model cannot know."""
         if call.version is not None:
             found = (call.key, call.version)
             return [found] if self.until.get(found, 0.0) >= self.now else []
@@ -160,7 +162,7 @@ class Oracle:
     # --- what happens ------------------------------------------------------------------------------------------------
 
     def begin(self, call: Call, containers: frozenset[int] = frozenset(), due: frozenset[int] = frozenset()) -> None:
-        """Note a call that starts; `containers` that are there, and those of them that are condemned and `due`."""
+        """Record the start of a call, the existing `containers`, and the `due` ones: pending delete, grace over."""
         self.calls += 1
         self.now += 1  # no two calls at one moment
         if isinstance(call, Gc):
@@ -225,7 +227,7 @@ class Oracle:
                 coming = self.coming(call)
                 back = [version for version in coming if version in seen.live]
                 if back and coming[-1] not in back:
-                    raise Violation(f"{back}: they came back before {coming[-1]}, which is newer")
+                    raise Violation(f"{back}: restored before {coming[-1]}, which is newer")
                 for version in back:
                     del self.until[version]
             case Gc():
@@ -237,12 +239,15 @@ class Oracle:
                 pass
 
     def check_containers(self, there: frozenset[int]) -> None:
-        """Nothing goes but what an earlier round has condemned, long enough ago (I6). Raises Violation."""
+        """Check that each deleted container was pending delete since an earlier GC run, for at least the grace (I6).
+
+        Raises: Violation.
+        """
         vanished = self.containers - there
         allowed = self.may_go if self.may_go is not None else frozenset()
         if vanished - allowed:
             names = ", ".join(f"{container:016x}" for container in sorted(vanished - allowed))
-            raise Violation(f"containers {names} are gone; no earlier round had condemned them, or not long enough ago")
+            raise Violation(f"containers {names} were deleted; no earlier GC run marked them, or not long enough ago")
 
 
 def check_bytes(found: Mapping[Version, bytes], wanted: Mapping[Version, bytes]) -> None:

@@ -1,6 +1,8 @@
-"""Mistakes. Invariant: each changes this process alone, for good, and is what a programmer may have written.
+"""Plant mistakes.
 
-Called in a child that ends soon after; nothing of it reaches the product.
+Invariant: each changes only this process, until it ends, and is a mistake that a programmer may make.
+
+Called in a child process that ends soon after; no other process is affected.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ def create_overwrites() -> None:
 
 
 def published_before_durable() -> None:
-    """The index is told of a container before it is put."""
+    """Publish a container in the index before its object is put."""
     real = EmbeddedWriter._commit
 
     def commit(self: EmbeddedWriter, item: Any) -> None:
@@ -139,9 +141,9 @@ def newest_deleted_first() -> None:
 
 
 def undelete_unchecked() -> None:
-    """An undeletion does not look whether its version is there still, nor keeps GC steps of its process away.
+    """Undelete without checking that the version still exists, and without excluding GC steps of the process.
 
-    Services have the first alone; in one process either would do.
+    Services have only the first protection; in one process either suffices.
     """
     _patch(ManifestStore, "is_committed", lambda *_: True)
     _patch(LocalIndex, "outside_gc_step", lambda _: nullcontext())
@@ -153,7 +155,7 @@ def not_caught_up() -> None:
 
 
 def container_before_index() -> None:
-    """A container goes before the index forgets it."""
+    """Delete a container before the index forgets it."""
     real = nearkin_maintenance.gc.sweep.GcExecutor.sweep
 
     class Late:
@@ -179,7 +181,7 @@ def container_before_index() -> None:
 
 
 def bases_not_counted() -> None:
-    """Marking leaves out what deltas and blocks lean on."""
+    """Leave the bases of deltas and blocks out of the live set."""
 
     def closed(self: Any, chunks: Mapping[int, Any], complete: Any = (), dropped_bases: Any = None) -> Any:
         return {container: mask.copy() for container, mask in chunks.items()}
@@ -188,7 +190,7 @@ def bases_not_counted() -> None:
 
 
 def recheck_skipped() -> None:
-    """What is due goes without being looked at again."""
+    """Delete due data without checking them again."""
 
     def sweep(live_set: Any, ids: Any, due: Mapping[int, PendingDelete]) -> Any:
         plan = nearkin_maintenance.gc.gc_plan
@@ -207,7 +209,7 @@ def recheck_skipped() -> None:
 
 
 def pending_delete_still_found() -> None:
-    """The index does not forget what is condemned."""
+    """Leave data pending delete in the index."""
     real: Any = nearkin_maintenance.gc.sweep.GcExecutor.mark_for_deletion
 
     class Keeps:
@@ -225,7 +227,7 @@ def pending_delete_still_found() -> None:
 
 
 def deletes_in_same_run() -> None:
-    """A round frees what it condemned itself."""
+    """Free data in the GC run that marks them."""
     real = nearkin.local.local_gc.LocalGc.run
 
     def run(self: Any, *arguments: Any) -> Any:
@@ -236,7 +238,7 @@ def deletes_in_same_run() -> None:
 
 
 def grace_ignored() -> None:
-    """The next round frees, however soon it comes."""
+    """Free data in the next GC run, whatever the grace."""
     _patch(nearkin_maintenance.gc.gc_run.GcPass, "_is_due", lambda *_: True)
 
 
@@ -259,7 +261,7 @@ def older_generation_first() -> None:
 
 
 def number_given_again() -> None:
-    """The last mark of a key's highest version goes too."""
+    """Delete the last mark of a key's highest version."""
     real = nearkin_maintenance.gc.roots.find_roots
 
     def roots(manifests: Any, now_us: int, **more: Any) -> Any:
@@ -278,12 +280,12 @@ def lock_not_taken() -> None:
 
 
 def concurrent_writes_ignored() -> None:
-    """A round does not look at what was put while it marked and planned."""
+    """Ignore data put while a GC run marks and plans."""
     _patch(nearkin_maintenance.gc.concurrent_writes.ConcurrentWrites, "refresh", lambda *_: None)
 
 
 def retained_bases_not_kept() -> None:
-    """What is spared for a put keeps nothing that its dead blocks lean on, nor does what came."""
+    """Keep no bases of the dead blocks that a put retains, nor of newly written data."""
     real = nearkin_maintenance.gc.concurrent_writes.ConcurrentWrites.refresh
 
     def look(self: Any) -> None:
@@ -294,13 +296,13 @@ def retained_bases_not_kept() -> None:
 
 
 def read_is_kept() -> None:
-    """Puts of the process that does a round keep what they have read of a container that goes."""
+    """Let puts of the process of a GC run keep cached blocks of a deleted container."""
     _patch(nearkin.local.local_gc.LocalWriterGate, "on_container_rewritten", lambda *_: None)
     _patch(ContainerStore, "_set_generation", lambda self, *noted: self._generations.update([noted]))
 
 
 def exclusive_section_without_lock() -> None:
-    """A step of a round takes no lock, and waits for no put."""
+    """Run the step of a GC run without a lock, and without waiting for puts."""
 
     @contextmanager
     def turn(self: LocalIndex, wait_seconds: float) -> Iterator[LmdbIndex]:
@@ -310,7 +312,7 @@ def exclusive_section_without_lock() -> None:
 
 
 def delta_not_verified() -> None:
-    """The encoder fails now and then, as broken memory would; what it gives is kept unread."""
+    """Let the encoder fail now and then, as with broken memory, and store its output unverified."""
     real = xdelta3.encode_many
 
     def encode(*arguments: Any, **more: Any) -> Any:
@@ -335,7 +337,7 @@ def directory_unchecked() -> None:
 
 
 def block_number_given_again() -> None:
-    """Compaction gives the number of a block that is gone to another one."""
+    """Reuse in a compaction the number of a deleted block."""
     laying = nearkin_maintenance.optimize.block_writer.BlockWriter
     real = laying.write_raw
 
@@ -364,7 +366,7 @@ def scrub_skips_a_container() -> None:
 
 
 def repair_deletes_first() -> None:
-    """Healing removes the broken generation before the healed one is durable."""
+    """Remove the broken generation before the repaired one is durable."""
 
     def new_generation(self: Any, container: Any, generation: int, data: bytes) -> None:
         directory = self._containers.directory(container)
@@ -377,7 +379,7 @@ def repair_deletes_first() -> None:
 
 
 def repair_not_published() -> None:
-    """The index is not told of a container that was healed."""
+    """Leave a repaired container unpublished in the index."""
 
     def new_generation(self: Any, container: Any, generation: int, data: bytes) -> None:
         self._containers.put(container, [data], generation + 1)
@@ -388,7 +390,7 @@ def repair_not_published() -> None:
 
 
 def fence_not_checked() -> None:
-    """Who removes an object does not ask whether the lease is held still."""
+    """Delete an object without checking that the lease is still held."""
 
     def delete(self: Any, name: str) -> None:
         self.inner.delete(name)
@@ -397,7 +399,7 @@ def fence_not_checked() -> None:
 
 
 def counted_twice() -> None:
-    """The ledger counts a segment twice when a version comes, and once when it goes."""
+    """Count a segment twice for a new version, and once for a deleted one."""
     rows = vars(nearkin_maintenance.gc.reference_counts)["_Rows"]
     real = rows.hold
 
@@ -410,7 +412,7 @@ def counted_twice() -> None:
 
 @contextmanager
 def _other_index(since: Any, other: Callable[[Any], Any]) -> Iterator[None]:
-    """Let turns give another index than theirs."""
+    """Let exclusive sections yield another index than theirs."""
     real = since.exclusive
 
     @contextmanager

@@ -1,11 +1,14 @@
-"""Planted bugs. Invariant: each is one mistake that the product does not make, put into a child process alone, and each
-is caught: an engine that finds none of these would find none of ours.
+"""Plant mistakes and check that a test engine detects each.
 
-    python -m tests.support.engines.mutation_engine            every bug: what caught it, and what was said
+Invariant: each is one mistake that the product does not make, planted in a child process only, and each is detected:
+an engine that misses these would miss ours.
+
+    python -m tests.support.engines.mutation_engine            every mistake: its engine, and the violation
     python -m tests.support.engines.mutation_engine NAME ...
 
-What two mechanisms guard (a hit on what is condemned, say, is still spared by the next round's marking) is looked for
-where the first of them is broken: in the index and the record as they lie on the disk.
+Some invariants have two mechanisms: a duplicate of a chunk that is pending delete, for example, is still kept by the
+marking of the next GC run. The first mechanism is then checked by itself: in the index and the record as stored on
+the disk.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ CAUGHT, MISSED = "caught", "missed"
 
 @frozen
 class Bug:
-    """One mistake. `hunt` raises Violation where an engine catches it; `breaks` names what it is against."""
+    """One planted mistake. `hunt` raises Violation if an engine detects it; `breaks` names the broken invariant."""
 
     mistake: str
     breaks: str
@@ -57,7 +60,7 @@ BUGS: Mapping[str, Bug] = {
         detectors.hunt_races(races.commit_while_committing),
     ),
     "published-before-durable": Bug(
-        "the index is told of a container before it is put", "I1", "power",
+        "a container is published in the index before its object is put", "I1", "power",
         mutants.published_before_durable, detectors.power("put")
     ),
     "manifest-before-container": Bug(
@@ -78,27 +81,27 @@ BUGS: Mapping[str, Bug] = {
         detectors.hunt_crashes("object.durable"),
     ),
     "container-before-index": Bug(
-        "a container goes before the index forgets it", "deletion order", "crash", mutants.container_before_index,
+        "a container is deleted before the index forgets it", "deletion order", "crash", mutants.container_before_index,
         detectors.hunt_crashes("gc.container", "object.removed"),
     ),
     "bases-not-counted": Bug(
-        "marking leaves out what deltas and blocks lean on", "I7", "crash", mutants.bases_not_counted,
+        "marking leaves out the bases of deltas and blocks", "I7", "crash", mutants.bases_not_counted,
         detectors.hunt_crashes("gc.container"),
     ),
     "recheck-skipped": Bug(
-        "what is due goes without being looked at again", "I6", "races", mutants.recheck_skipped,
+        "due data are deleted without another check", "I6", "races", mutants.recheck_skipped,
         detectors.hunt_races(races.manifest_away),
     ),
     "condemned-still-a-hit": Bug(
-        "the index does not forget what is condemned", "I6", "crash", mutants.pending_delete_still_found,
+        "the index keeps entries pending delete", "I6", "crash", mutants.pending_delete_still_found,
         detectors.hunt_crashes("gc.done", "gc.recorded"),
     ),
     "same-round": Bug(
-        "a round frees what it condemned itself", "I6", "crash",
+        "a GC run frees data that it marked itself", "I6", "crash",
         mutants.deletes_in_same_run, detectors.hunt_crashes("gc.done", "gc.begun")
     ),
     "grace-ignored": Bug(
-        "the next round frees, however soon it comes", "I6", "crash",
+        "the next GC run frees, whatever the grace", "I6", "crash",
         mutants.grace_ignored, detectors.hunt_crashes("gc.done", "gc.begun")
     ),
     "older-generation-first": Bug(
@@ -107,7 +110,7 @@ BUGS: Mapping[str, Bug] = {
         detectors.power("put + compaction"),
     ),
     "number-given-again": Bug(
-        "the last mark of a key's highest version goes too", "versions", "crash", mutants.number_given_again,
+        "the last mark of a key's highest version is deleted too", "versions", "crash", mutants.number_given_again,
         detectors.hunt_crashes("gc.marks", "gc.done"),
     ),
     "lock-not-taken": Bug(
@@ -115,19 +118,19 @@ BUGS: Mapping[str, Bug] = {
         detectors.hunt_races(races.collect_while_putting),
     ),
     "came-not-looked-at": Bug(
-        "a round does not look at what was put while it marked and planned", "I6", "races",
+        "a GC run ignores data put while it marked and planned", "I6", "races",
         mutants.concurrent_writes_ignored, detectors.hunt_races(gc_during_put.put_during_gc),
     ),
     "spared-leans-on-nothing": Bug(
-        "what is spared for a put keeps nothing that it leans on", "I7", "races",
+        "data retained for a put keep none of their bases", "I7", "races",
         mutants.retained_bases_not_kept, detectors.hunt_races(gc_during_put.put_during_gc),
     ),
     "read-is-kept": Bug(
-        "puts of a process keep what they have read of a container that its round removes", "I7", "races",
+        "puts of a process keep cached blocks of a container that its GC run removes", "I7", "races",
         mutants.read_is_kept, detectors.hunt_races(gc_during_put.put_during_gc),
     ),
     "turn-without-lock": Bug(
-        "a step of a round takes no lock", "I6", "races", mutants.exclusive_section_without_lock,
+        "a step of a GC run takes no lock", "I6", "races", mutants.exclusive_section_without_lock,
         detectors.hunt_races(races.collect_while_putting),
     ),
     "delta-not-verified": Bug(
@@ -135,7 +138,7 @@ BUGS: Mapping[str, Bug] = {
         detectors.hunt_crashes("put.settled", "index.written", codec="xdelta3"),
     ),
     "block-number-given-again": Bug(
-        "compaction gives the number of a block that is gone to another one", "I8", "readers",
+        "compaction reuses the number of a deleted block", "I8", "readers",
         mutants.block_number_given_again, detectors.read_on,
     ),
     "scrub-skips": Bug(
@@ -143,11 +146,11 @@ BUGS: Mapping[str, Bug] = {
         mutants.scrub_skips_a_container, detectors.hunt_by_scrub,
     ),
     "healed-removes-first": Bug(
-        "healing removes the broken generation before the healed one is durable", "I1", "crash",
+        "repair removes the broken generation before the repaired one is durable", "I1", "crash",
         mutants.repair_deletes_first, detectors.hunt_crashes("repair.put"),
     ),
     "healed-untold": Bug(
-        "the index is not told of a container that was healed", "local index", "repair",
+        "a repaired container is not published in the index", "local index", "repair",
         mutants.repair_not_published, detectors.hunt_repair,
     ),
     "fence-not-asked": Bug(
@@ -155,7 +158,7 @@ BUGS: Mapping[str, Bug] = {
         mutants.fence_not_checked, detectors.hunt_fence,
     ),
     "counted-twice": Bug(
-        "the ledger counts a segment twice when a version comes, and once when it goes", "gc.mode", "orphans",
+        "the ledger counts a segment twice for a new version, and once for a deleted one", "gc.mode", "orphans",
         mutants.counted_twice, detectors.hunt_reference_counts,
     ),
     "directory-unchecked": Bug(
@@ -168,7 +171,7 @@ BUGS: Mapping[str, Bug] = {
 
 
 def hunt(name: str, bug: Bug, folder: Path) -> tuple[str, str]:
-    """Return (caught or missed, what was said), from a child of this process, which has opened nothing yet."""
+    """Return ("caught" or "missed", the violation), from a child of this process, which has not opened a store yet."""
     said = folder / f"{name}.json"
     child = os.fork()
     if not child:
@@ -190,7 +193,7 @@ def hunt(name: str, bug: Bug, folder: Path) -> tuple[str, str]:
 
 
 def hunt_all(names: Sequence[str], folder: Path) -> Iterator[tuple[str, str, str, float]]:
-    """Yield (name, caught or missed, what was said, seconds) of each bug named."""
+    """Yield (name, "caught" or "missed", the violation, seconds) for each of the named mistakes."""
     for name in names:
         started = time.perf_counter()
         outcome, said = hunt(name, BUGS[name], folder)

@@ -1,5 +1,7 @@
-"""Power cuts. Invariant: after every first part of what a workload did to the disk, whatever of it is durable, the
-store opens and answers what was acknowledged, byte for byte, with its index as it then was and without one.
+"""Explore power cuts.
+
+Invariant: after every prefix of a workload's disk operations, whichever of them are durable, the store opens and
+answers all acknowledged calls byte for byte, with its index as of that moment and without one.
 
     setup, durable -> calls, recorded -> every prefix -> every world of it -> open, compare, verify, put the same again
                                       -> the n-th call fails, for all n    -> compare, the same again, compare
@@ -43,7 +45,7 @@ from tests.support.engines.model import (
 from tests.support.fakes.power_loss_disk import SCRATCH, Disk, RecordingOs, Step, recording
 
 UNTRACED = ("index", "index.new", *LOCKS, SCRATCH)
-"""What is no object: LMDB syncs its file itself, of locks nothing need be durable."""
+"""Files that are no objects: LMDB syncs its file itself, and locks need not be durable."""
 
 
 KEPT = "kept-copies"
@@ -96,7 +98,9 @@ WORKLOADS: Mapping[str, Workload] = {
     "repair from a copy": _repaired(replace(_BROKEN, by_copy=True), "repair.replaced"),
     "repair from parity": _repaired(_BROKEN, "repair.replaced", PARITY),
     "repair of a manifest": _repaired(replace(_BROKEN, manifest=True), "repair.replaced"),
-    "put that heals": Workload((*_STEPS, _BROKEN), (Put((("b", 0), ("b", 3))), Mend(_BROKEN)), passes=("repair.put",)),
+    "put that repairs": Workload(
+        (*_STEPS, _BROKEN), (Put((("b", 0), ("b", 3))), Mend(_BROKEN)), passes=("repair.put",)
+    ),
     "gathering": Workload((*_STEPS, Put((("a", 6),))), (Gc(2),), GATHERING, ("merge.container",)),
     "recompression": Workload(_STEPS, (Gc(2),), passes=("recompress.container",)),
     "rebase": Workload(
@@ -110,7 +114,7 @@ WORKLOADS: Mapping[str, Workload] = {
 
 @dataclass(slots=True)
 class ExplorationResult:
-    """What was looked at."""
+    """Figures of an exploration."""
 
     prefixes: int = 0
     worlds: int = 0
@@ -151,9 +155,9 @@ def _index(root: Path) -> bytes | None:
 def _record(
     root: Path, chosen: Settings, oracle: Oracle, calls: Sequence[Call]
 ) -> tuple[list[Step], Mapping[str, int]]:
-    """Do the calls; return each step, among them what was begun and acknowledged and each state of the index.
+    """Do the calls; return each step, with notes of begun and acknowledged calls and each state of the index.
 
-    The second value tells how often each failpoint was passed.
+    The second value counts how often each failpoint was passed.
     """
     passed: dict[str, int] = {}
     with recording(root) as layer:
@@ -257,7 +261,7 @@ def _try_world(
 
 
 def world_key(tree: Mapping[str, bytes | None], index: bytes | None, state: int) -> bytes:
-    """Return what is the same for two worlds only if their files, index and acknowledged calls are."""
+    """Return a value that is equal for two worlds only if their files, index and acknowledged calls are equal."""
     digest = hashlib.sha256(f"{state} {index is not None}".encode() + (index or b""))
     for path, data in sorted(tree.items()):
         if data is not None:
@@ -291,7 +295,7 @@ def _check(place: Path, oracle: Oracle, chosen: Settings, workload: Workload) ->
     if not (oracle.broken is not None and chosen.storage.encryption != "none"):  # a page may hold a whole container
         inspection.check_index_names_only_what_is_there(place, chosen)
     if not (place / "nearkin.json").is_file() and oracle.contents:
-        raise Violation("the store's descriptor is gone")
+        raise Violation("the store's descriptor is missing")
     try:
         with open_store(place, settings=chosen, clock=lambda: oracle.now, create=True) as store:
             again = oracle.in_flight
@@ -325,7 +329,7 @@ def _compare(store: Store, oracle: Oracle) -> None:
 def fail_each(
     folder: Path, workload: Workload, *, error: int = errno.ENOSPC, every: int = 1, chosen: Settings = CHOSEN
 ) -> ExplorationResult:
-    """Let the n-th mutating call to the disk fail, for every n (or each `every`-th). Raises Violation naming n."""
+    """Let the n-th mutating disk call fail, for every n (or each `every`-th). Raises Violation naming n."""
     explored = ExplorationResult()
     base = folder / "base"
     oracle = _prepare(base, chosen, workload.setup)

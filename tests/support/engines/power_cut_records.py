@@ -2,7 +2,7 @@
 
     prepare, durable -> actions, recorded -> every prefix -> every world -> check -> the interrupted again -> check
 
-Invariant: an action is acknowledged once it has returned; `check` is told which were, and which one was interrupted.
+Invariant: an action is acknowledged once it has returned; `check` receives the acknowledged and the interrupted ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Action = Callable[[Path, Results], object]
 
 @frozen
 class RecordWorkload:
-    """Actions on records. Each opens the folder anew, so that no process knows what another has made durable."""
+    """Actions on records. Each opens the folder again, as a separate process that knows nothing of the others."""
 
     actions: Mapping[str, Action]
     check: Callable[[Path, Results, str | None], None]

@@ -1,12 +1,13 @@
-"""Races. Invariant: one call is held at a step, by name and number, while another is done: every step in turn, no luck.
+"""Race two calls.
 
-put at each step of gc          done, and whatever the round and the next ones free, it restores
+Invariant: one call is held at a step, by name and number, while another is done: every step in order, none at random.
+
+put at each step of gc          done, and restores whatever this GC run and the next ones free
 gc at each step of put          refused (StoreLocked), by this Store and by another
-undelete at each step of gc     it came first and the version stays for good, or it did not and the version is gone
-gc at each step of undelete     the same
-commit at each step of commit   two that take the same number: each is a version of its own
-a manifest that was away        condemned while it was, spared when it is back (marking confirms, what counts nominate)
-a writer that sleeps            SIGSTOP: nobody takes its store, however late it is
+undelete at each step of gc     before the deletion: the version stays; after it: the version is deleted gc at each
+step of undelete     the same commit at each step of commit   two that choose the same number: each becomes a version
+of its own a manifest that was missing     pending delete meanwhile, retained when it is back (marking confirms
+nominations) a writer that sleeps            SIGSTOP: no other process takes its store, however late it is
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tests.support.engines.model import DAY, Violation
 HELD_SECONDS_MAX = 2.0
 """A call that waits for the one that is held is left to go on after it."""
 IN_TURN_SECONDS = 0.2
-"""Within a turn of a round whoever writes waits for its end; readers and deletions do not."""
+"""Within an exclusive section of a GC run writers wait for its end; readers and deletions do not."""
 NOBODY_COMES_BY = frozenset({"index.writing", "object.folder-made"})
 """Here LMDB's only writer is held, or the lock of a folder that is being made: the other would wait."""
 STEPS_MAX = 500
@@ -44,7 +45,7 @@ ROUNDS_AFTER = 4
 
 @dataclass(slots=True)
 class Scene:
-    """A store in which something is condemned and due, something deleted, and what must restore."""
+    """A store with data pending delete and due, a deleted version, and versions that must restore."""
 
     root: Path
     now: float = START
@@ -55,27 +56,27 @@ class Scene:
         return open_store(self.root, settings=CHOSEN, clock=lambda: self.now, create=True)
 
     def check(self, store: Store) -> None:
-        """Raise Violation where something wanted does not restore, now or after rounds to come, or sums drift."""
+        """Raise Violation if an expected version does not restore, now or after later GC runs, or sums drift."""
         for number in range(ROUNDS_AFTER):
             for (key, version), data in self.wanted.items():
                 try:
                     if store.get(key, version).read() != data:
-                        raise Violation(f"{(key, version)}: other bytes, {number} rounds later")
+                        raise Violation(f"{(key, version)}: other bytes, {number} GC runs later")
                 except NearkinError as err:
-                    raise Violation(f"{(key, version)}, {number} rounds later: {type(err).__name__}: {err}") from err
+                    raise Violation(f"{(key, version)}, {number} GC runs later: {type(err).__name__}: {err}") from err
             damage = store.verify().damage
             if damage:
-                raise Violation(f"{number} rounds later verify names {damage[0]}")
+                raise Violation(f"{number} GC runs later verify names {damage[0]}")
             counted, there = store.stats().ledger.stored_bytes, stored_bytes(self.root)
             if counted != there:
-                raise Violation(f"{number} rounds later {counted} bytes are counted, and {there} are there")
+                raise Violation(f"{number} GC runs later {counted} bytes are counted, and {there} are stored")
             self.now += 2 * DAY
             store.gc()
         check_index_is_the_one_a_rebuild_makes(store)
 
 
 def scene(folder: Path) -> Scene:
-    """Make a store: `b` and the first of `a` are condemned and due; the first of `u` was deleted a moment ago."""
+    """Make a store: `b` and the first of `a` are pending delete and due; the first of `u` was just deleted."""
     made = Scene(folder / "s")
     with made.open() as store:
         list(store.put_many([("a", content(0)), ("b", content(1)), ("u", content(1) + content(0)), ("u", content(2))]))
@@ -99,7 +100,7 @@ def at_each_step(
     make: Callable[[Path], Scene] = scene,
     first: Callable[[Scene, Store], object] = lambda *_: None,
 ) -> int:
-    """Hold `held` at its first failpoint, at its second, ... while `other` is done; return how many there were.
+    """Hold `held` at its n-th failpoint while `other` is done, for each n; return the number of failpoints.
 
     `first` is done before, each time, by the Store of both.
     """
@@ -168,7 +169,7 @@ def _held_at(
 
 
 def put_while_collecting(folder: Path, every: int = 1) -> int:
-    """A put of what is dead, at each step of a round: hits and bases while condemning, a commit while sweeping."""
+    """Put dead data at each step of a GC run: duplicates and bases during marking, a commit during the sweep."""
 
     def other(made: Scene, store: Store) -> None:
         data = content(1) + content(6)
@@ -178,7 +179,7 @@ def put_while_collecting(folder: Path, every: int = 1) -> int:
 
 
 def collect_while_putting(folder: Path, every: int = 1) -> int:
-    """Two rounds, a grace apart, at each step of a put that leans on what they would free."""
+    """Do two GC runs, a grace apart, at each step of a put that depends on the data they would free."""
     data = content(1) + content(6)
 
     def held(_: Scene, store: Store) -> None:
@@ -197,7 +198,7 @@ def collect_while_putting(folder: Path, every: int = 1) -> int:
                     if collecting is not store:
                         collecting.close()
                 if store._puts.at_work:
-                    raise Violation("a round was done while a put was at work")
+                    raise Violation("a GC run ended while a put was active")
 
     return at_each_step(folder, held, other, every=every)
 
@@ -217,12 +218,12 @@ def _undeleted_late(made: Scene, store: Store) -> None:
 
 
 def undelete_while_collecting(folder: Path, every: int = 1) -> int:
-    """An undeletion at each step of a round."""
+    """Undelete at each step of a GC run."""
     return at_each_step(folder, lambda _, store: store.gc(), _undeleted_late, every=every)
 
 
 def collect_while_undeleting(folder: Path, every: int = 1) -> int:
-    """A round at each step of an undeletion."""
+    """Do a GC run at each step of an undeletion."""
 
     def other(made: Scene, store: Store) -> None:
         made.now += 2 * DAY
@@ -233,7 +234,7 @@ def collect_while_undeleting(folder: Path, every: int = 1) -> int:
 
 
 def delete_while_putting(folder: Path, every: int = 1) -> int:
-    """A deletion of all that a key has, at each step of a put of that key: the new version stays, if it came later."""
+    """Delete all versions of a key at each step of its put: the new version stays if it was committed later."""
     data = content(9)
 
     def held(_: Scene, store: Store) -> None:
@@ -251,7 +252,7 @@ def delete_while_putting(folder: Path, every: int = 1) -> int:
 
 
 def commit_while_committing(folder: Path) -> int:
-    """Two committers of one key without a lock, as services are: whoever comes second takes the next number."""
+    """Commit a key twice without a lock, as services do: the second committer takes the next number."""
     step = 1
     while step < STEPS_MAX:
         root = folder / f"step-{step}"
@@ -302,7 +303,7 @@ def _commit(root: Path, size_bytes: int) -> None:
 
 
 def manifest_away(folder: Path) -> int:
-    """A manifest and the index are lost, a round condemns what it alone needed, it comes back: the next spares that."""
+    """Lose a manifest and the index, let a GC run mark its data, restore it: the next run retains the data."""
     made = scene(folder)
     with made.open() as store:
         data = content(4) + content(7)
@@ -310,11 +311,11 @@ def manifest_away(folder: Path) -> int:
         (path,) = [made.root / name for name, _ in store._manifests.names() if store._manifests.read(name).key == "k"]
         away = folder / "away"
         path.rename(away)
-        store.rebuild_index()  # else the index lists it, and no round goes on
+        store.rebuild_index()  # else the index lists the version, and each GC run refuses to start
         made.now += 2 * DAY
         condemned = store.gc().pending_delete_containers
         if not condemned:
-            raise Violation("nothing was condemned: the scene shows nothing")
+            raise Violation("nothing is pending delete: the scene tests nothing")
         away.rename(path)
         made.now += 2 * DAY
         store.gc()
@@ -335,7 +336,7 @@ with open_store(sys.argv[1], settings=CHOSEN, clock=lambda: START + 4 * DAY, cre
 
 
 def stopped_writer(folder: Path, point: str = "object.synced", count: int = 2) -> None:
-    """A writer is stopped in the middle of a put, for ten days by the clock; others are refused; then it goes on."""
+    """Stop a writer during a put for ten days by the clock: other writers are refused; then it continues."""
     made = scene(folder)
     words = [sys.executable, "-c", SLEEPER, str(made.root), f"{point}:{count}:stop"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
@@ -351,7 +352,7 @@ def stopped_writer(folder: Path, point: str = "object.synced", count: int = 2) -
                         call()
                     except StoreLocked:
                         continue
-                    raise Violation("somebody else took the store of a writer that sleeps")
+                    raise Violation("another writer took the store of a writer that sleeps")
                 for (key, version), data in made.wanted.items():
                     if store.get(key, version).read() != data:
                         raise Violation(f"{(key, version)}: other bytes while a writer sleeps")

@@ -1,10 +1,12 @@
-"""Services that die at failpoints. Invariant: what was promised is kept, whichever step each of them died at.
+"""Kill services at failpoints.
+
+Invariant: all promises are kept, whichever step each service died at.
 
     python -m tests.support.engines.service_crash --kills 200 --seed 7
 
-Kafka, Redis and a folder of objects are real, workers and gateway processes of their own. Clients put and delete all
-the while. A worker is started with a failpoint armed, dies there, and is started anew with the next one: two of them
-at a time, so that the others carry on.
+Kafka, Redis and a folder of objects are real, workers and gateway are separate processes. Clients put and delete
+throughout. A worker is started with an armed failpoint, dies there, and is restarted with the next one: two of them
+at a time, so that the others continue.
 """
 
 from __future__ import annotations
@@ -140,7 +142,7 @@ class Deaths:
     # --- deaths ------------------------------------------------------------------------------------------------------
 
     def _kill(self, pipeline: Pipeline) -> None:
-        """Take the next death of a service that nobody else is killing, until none is left."""
+        """Do the next kill of a service that no other thread is killing, until none is left."""
         while True:
             with self._free:
                 while True:
@@ -163,7 +165,7 @@ class Deaths:
                     self._free.notify_all()
 
     def _die(self, pipeline: Pipeline, service: str, armed: str) -> bool:
-        """Start a service anew so that it dies at a point; return whether it did. It runs when this returns."""
+        """Restart a service with a failpoint that kills it; return whether it died. It runs when this returns."""
         pipeline.kill(service)
         if armed.startswith("rebuild."):
             with redis_client.Redis.from_url(self._redis.url) as client:
@@ -186,7 +188,7 @@ class Deaths:
 @click.option("--seed", type=int, help="of an earlier run: the same blobs and deaths; by lot")
 @click.option("--folder", type=click.Path(path_type=Path), help="where all is kept; a temporary folder")
 def main(kills: int, seed: int | None, folder: Path | None) -> None:
-    """Kill services at failpoints, and check that all that was acknowledged is there, once, and nothing else."""
+    """Kill services at failpoints, and check that all acknowledged versions exist, once, and no others."""
     seed = random.SystemRandom().randrange(1 << 31) if seed is None else seed
     place = Path(tempfile.mkdtemp(prefix="nearkin-deaths-", dir=folder))
     report = Deaths(place, seed, kills, click.echo).run()

@@ -1,10 +1,10 @@
-"""Long runs of the crash engine: `python -m tests.support.engines.soak --kills 2000 --seed 7`.
+"""Run the crash engine for long: `python -m tests.support.engines.soak --kills 2000 --seed 7`.
 
     RUNS/20261127-154452-seed-7/run.json        seed, arguments and, at the end, the outcome with its violations
                                 journal.jsonl   settings of each store, calls of each child before it starts, its end
                                 store-62, store-62-copies    of a run that ended with a violation
 
-Invariant: the seed is printed and written before anything else, and the same one does the same again.
+Invariant: the seed is printed and written before anything else, and the same seed repeats the run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def soak(
     kills: int, seed: int | None, folder: Path | None, runs: Path, points: str | None, *, disk: bool, cost: bool
 ) -> None:
     """Kill stores at failpoints, and check after each kill that nothing acknowledged is lost."""
-    logging.getLogger("nearkin").setLevel(logging.ERROR)  # each rebuild would be told
+    logging.getLogger("nearkin").setLevel(logging.ERROR)  # each rebuild would be logged
     if cost:
         click.echo(f"{min(timeit.repeat(_pass, number=1_000_000, repeat=5)) * 1000:.0f} ns a passing, unarmed")
         return
@@ -72,7 +72,7 @@ def soak(
         click.echo(f"seed {seed}: {outcome.violations[0]}\nkept in {record.folder}", err=True)
         sys.exit(1)
     missed = [point for point in chosen if not outcome.by_point.get(point)]
-    click.echo(f"points at which nobody died: {', '.join(missed) or 'none'}")
+    click.echo(f"failpoints that killed no process: {', '.join(missed) or 'none'}")
 
 
 class RunRecord:
@@ -86,12 +86,12 @@ class RunRecord:
         self._write(self._run)
 
     def append(self, entry: Mapping[str, object]) -> None:
-        """Append an entry to the journal; it is on its way to the disk before the child starts."""
+        """Append an entry to the journal; it is flushed to the kernel before the child starts."""
         with (self.folder / "journal.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
     def finish(self, outcome: Outcome, stores: Path) -> None:
-        """Write the outcome; move the store of a violation, and the copies beside it, to the run's folder."""
+        """Write the outcome; move the store of a violation, and its copies, to the run's folder."""
         self._write({**self._run, "outcome": asdict(outcome)})
         if outcome.violations:
             for path in stores.iterdir():

@@ -1,4 +1,7 @@
-"""A clock for tests. Invariant: it stands still until a test moves it."""
+"""Provide a clock for tests.
+
+Invariant: its time changes only when a test moves it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ DAY = 86_400
 
 @dataclass
 class Clock:
-    """Seconds since 1970, where a store or a maintenance worker wants to be told."""
+    """Clock of a store or a maintenance worker: seconds since 1970."""
 
     now: float = 1_764_000_000.0
 

@@ -1,4 +1,4 @@
-"""What stands around a committer in tests: an outbox that is looked at, and stages that are never behind."""
+"""Fake the surroundings of a committer: an outbox to inspect, and stages without a backlog."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nearkin_shared.kafka.lag import Backlog
 
 
 class EmptyBacklog(Backlog):
-    """Says that nothing waits before."""
+    """A backlog that is always empty."""
 
     def __init__(self) -> None:
         """Ask no Kafka."""

@@ -1,12 +1,14 @@
-"""Faults between an HTTP client and a server, by script. Invariant: the n-th request of a method meets the n-th letter.
+"""Inject faults between an HTTP client and a server, by script.
+
+Invariant: the n-th request of a method meets the n-th letter.
 
     .   pass it on
     E   cut the connection: the server never sees the request
     L   pass it on, then cut the connection: done, but the reply is lost
     5   answer 503: the server never sees the request
     F   pass it on, then answer 503 all the same
-    C   answer 409 ConditionalRequestConflict, as S3 does while another request for the name is under way
-    D   pass it on, answer only once the client has given up: done, and nobody hears of it
+    C   answer 409 ConditionalRequestConflict, as S3 does while another request for the name is in progress
+    D   pass it on, answer only once the client has given up: done, and the client never learns it
     W   wait until the client has given up, and for `held`, then pass it on
     H   pass it on, answer with half of the body, then cut the connection
 
@@ -32,7 +34,7 @@ _CONFLICT = b"<Error><Code>ConditionalRequestConflict</Code><Message>Try again.<
 
 
 class FaultyHttp:
-    """A proxy on loopback before the server at `port`; `url` is what clients are given instead."""
+    """A proxy on loopback in front of the server at `port`; clients use its `url`."""
 
     def __init__(self, port: int, script: str = "", *, method: str = "PUT", held: Callable[[], object] = bool) -> None:
         """Listen. Raises ValueError for letters that are none."""
@@ -62,7 +64,7 @@ class FaultyHttp:
 
     @property
     def port(self) -> int:
-        """The port it listens on: one of these can stand before another."""
+        """Return the port it listens on, so that proxies can be chained."""
         return int(self._listener.server_address[1])
 
     @property
@@ -83,7 +85,7 @@ class FaultyHttp:
         self._listener.server_close()
 
     def _serve(self, client: socket.socket) -> None:
-        """Serve one request: a connection is closed after its answer, so that each letter meets one of its own."""
+        """Serve one request; the connection is closed after the answer, so that each request meets its own letter."""
         client.settimeout(SOCKET_SECONDS)
         try:
             request = _read(client)
@@ -93,7 +95,7 @@ class FaultyHttp:
             try:
                 self._answer(client, request, self._letter(request))
             except OSError:
-                return  # whoever hung up first: that is what is being tested
+                return  # the peer that closed first is the subject of the test
 
     def _letter(self, request: bytes) -> str:
         if not request.startswith(self._method + b" "):

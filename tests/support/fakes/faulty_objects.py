@@ -1,4 +1,6 @@
-"""Faults by script. Invariant: the n-th mutating call meets the n-th letter, and nothing else differs from `inner`.
+"""Inject faults into an object store, by script.
+
+Invariant: the n-th mutating call meets the n-th letter, and nothing else differs from `inner`.
 
 FaultyObjectStore(inner, "..L.E")    the third write is done but its reply lost, the fifth fails before it writes
 """
@@ -15,7 +17,7 @@ LETTERS = ".LE"
 
 
 class FaultyObjectStore(DelegatingObjectStore):
-    """An ObjectStore whose `put_new` and `delete` each consume one letter; when none are left, all is well.
+    """An ObjectStore whose `put_new` and `delete` each consume one letter; when none are left, all calls succeed.
 
     `.` does it; `L` does it and raises StoreUnavailable: the reply is lost; `E` raises before doing it.
     """
@@ -32,7 +34,7 @@ class FaultyObjectStore(DelegatingObjectStore):
 
     @property
     def spent(self) -> bool:
-        """Return whether every letter was met: a test whose script is not spent did not test its end."""
+        """Return whether every letter was met: otherwise the test did not reach the end of its script."""
         return len(self.calls) >= len(self._script)
 
     def put_new(self, name: str, *parts: Payload) -> None:

@@ -1,4 +1,7 @@
-"""Sources that are read once. Invariant: they give what they were made of, in order, and never go back."""
+"""Provide sources that can be read once only.
+
+Invariant: they return their content in order, and cannot seek.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""A disk that loses power. Invariant: what was synced stays; of all else any part may stay, in any order.
+"""Simulate a disk that loses power.
+
+Invariant: synced data stay; of all other data any part may stay, in any order.
 
     recording(root)   every create, write, fsync, link, unlink, mkdir and folder sync below `root`; or the n-th fails
-    Disk(tree)        is given some first part of these, and yields each tree that a power cut may leave
+    Disk(tree)        receives a prefix of these, and yields each tree that a power cut may leave
 
-A file's bytes are there once the file is synced: before that none, a part cut at 512 or 4096 bytes, or zeros of the
-full length. A name is there, or gone, once its folder is synced: before that each may be or not, whatever came first.
+A file's bytes are durable once the file is synced: before that there are none, a part cut at 512 or 4096 bytes, or
+zeros of the full length. A name is created, or deleted, once its folder is synced: before that each change may be
+lost, independently of the others.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ SCRATCH = "tmp"
 
 @frozen
 class Step:
-    """One call. `what`: create, write, sync, link, unlink, mkdir, sync-folder, or note (what the driver says).
+    """One call. `what`: create, write, sync, link, unlink, mkdir, sync-folder, or note (an event of the driver).
 
-    `failed`: a sync that failed, and after which the kernel takes for written what it could not write.
+    `failed`: a failed sync, after which the kernel considers the lost data written.
     """
 
     what: str
@@ -46,9 +49,7 @@ class Step:
 
 
 class RecordingOs:
-    """Stands in for `os` in nearkin_shared.objectstore.base: does what it is told, and notes it, or fails the n-th
-    call.
-    """
+    """Replacement of `os` in nearkin_shared.objectstore.base: does and records each call, or fails the n-th."""
 
     def __init__(self, root: Path, fail_at: int = 0, error: int = errno.ENOSPC) -> None:
         self._root = root
@@ -70,7 +71,7 @@ class RecordingOs:
         return 0 < self._fail_at <= self.calls
 
     def note(self, said: Any) -> None:
-        """Add what the driver says to the list."""
+        """Add an event of the driver to the list."""
         with self._lock:
             self.steps.append(Step("note", said=said))
 
@@ -112,7 +113,7 @@ class RecordingOs:
             return count
 
     def fsync(self, descriptor: int) -> None:
-        """Note which file or folder is durable now; the sync itself is spared, the disk here is a list."""
+        """Record which file or folder is durable; the sync itself is omitted, as the simulated disk is a list."""
         with self._lock:
             failed = self.calls + 1 == self._fail_at
             file = self._descriptors.get(descriptor)
@@ -168,7 +169,7 @@ class RecordingOs:
 
 @contextmanager
 def recording(root: Path, fail_at: int = 0, error: int = errno.ENOSPC) -> Iterator[RecordingOs]:
-    """Put a RecordingOs under every LocalObjectStore, and under key and token files, for as long as the block runs."""
+    """Put a RecordingOs under every LocalObjectStore, and under key and token files, within the block."""
     layer = RecordingOs(root, fail_at, error)
     before = [(vars(module), vars(module)["os"]) for module in (product_module, durable_files)]
     for names, _ in before:
@@ -188,7 +189,7 @@ Tree = Mapping[str, bytes | None]
 
 @dataclass(slots=True)
 class Disk:
-    """What was written and what of it is durable. Begins with a tree that is."""
+    """Written data and the durable part of them. Begins with a durable tree."""
 
     tree: dict[str, bytes | None]
     contents: dict[int, bytearray] = field(default_factory=dict)
@@ -204,7 +205,7 @@ class Disk:
     """Names, of files made since the beginning, that are durable."""
 
     def apply(self, step: Step) -> None:
-        """Do what a step says."""
+        """Apply a step."""
         match step.what:
             case "create":
                 self.contents[step.file] = bytearray()
@@ -254,7 +255,7 @@ class Disk:
                 yield {path: by_file[names[path]] if path in names else data for path, data in tree.items()}
 
     def _variants(self, file: int) -> list[bytes]:
-        """Return what a file may hold: what was synced, or where there is more, any tear of that."""
+        """Return the possible contents of a file: the synced one, or any torn write after it."""
         whole, synced = bytes(self.contents[file]), self.synced.get(file)
         if synced == whole:
             return [whole]

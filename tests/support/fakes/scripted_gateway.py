@@ -1,11 +1,13 @@
-"""A gateway that fails as it is told to. Invariant: its answers are the real one's, its faults are scripted in order.
+"""Provide a gateway with scripted faults.
+
+Invariant: its answers are those of the real gateway, its faults follow the script in order.
 
     with ScriptedGateway(folder) as gateway:
-        gateway.script("busy", "cut:1000", "ok")     # what becomes of the next requests; then all is well
+        gateway.script("busy", "cut:1000", "ok")     # faults of the next requests; later requests succeed
         nearkin.connect(gateway.url)
 
-What it is for is what the real gateway never does: wrong bytes, cut answers, pages of another program. It keeps what is
-put in a local store, and answers a put as its script says: committed at once, or accepted and committed later.
+It does what the real gateway never does: wrong bytes, cut answers, pages of another program. It keeps blobs in a
+local store, and answers a put as scripted: committed at once, or accepted and committed later.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ class ScriptedGateway:
     def __init__(self, folder: Path) -> None:
         self._store = open_store(folder, create=True)
         self.lock = threading.RLock()
-        """Held by whoever uses the store, which is for one thread."""
+        """Held by each user of the store, which is not thread-safe."""
         self._script: deque[str] = deque()
         self.seen: list[tuple[str, str, dict[str, str]]] = []
         self.puts: dict[str, PutResult] = {}
         """By idempotency key."""
         self.accepted: dict[str, tuple[int, PutResult | None]] = {}
-        """By id: how often it is still `pending`, then what came of it."""
+        """By id: how many more polls answer `pending`, then the result."""
         self.settings: dict[str, Any] = {"features": {"algorithm": "finesse"}}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
         self._server.daemon_threads = True
@@ -93,7 +95,7 @@ class ScriptedGateway:
         return len(self._script)
 
     def next_fault(self) -> str:
-        """Return what the request at hand is to meet."""
+        """Return the scripted fault of the current request."""
         with self.lock:
             return self._script.popleft() if self._script else "ok"
 
@@ -246,7 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _change(
         self, what: Callable[..., int], key: str, version: int | None, headers: dict[str, str], fault: str, **more: Any
     ) -> None:
-        """Delete or undelete; a repeat with the same idempotency key is answered as the first call was."""
+        """Delete or undelete; a repetition with the same idempotency key gets the first answer."""
         count = what("default", key, version, request=bytes.fromhex(headers["idempotency-key"]), **more)
         if fault == "lost-reply":
             self.close_connection = True
@@ -257,13 +259,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _status(self, number: str) -> None:
         left, result = self.gateway.accepted[number]
         self.gateway.accepted[number] = (max(0, left - 1), result)
-        told: dict[str, object] = {"id": number, "state": "pending", "failure": None}
+        status: dict[str, object] = {"id": number, "state": "pending", "failure": None}
         if not left and result is None:
-            told |= {"state": "failed", "failure": "the pipeline refused it"}
+            status |= {"state": "failed", "failure": "the pipeline refused it"}
         elif not left and result is not None:
-            told |= {"state": "committed", **results_json.info_json(result.info), "seconds": result.seconds}
-            told["ledger"] = results_json.ledger_json(result.ledger, result.seconds)
-        self._json(200, told)
+            status |= {"state": "committed", **results_json.info_json(result.info), "seconds": result.seconds}
+            status["ledger"] = results_json.ledger_json(result.ledger, result.seconds)
+        self._json(200, status)
 
     def _page(self, name: str, found: list[VersionInfo] | list[Deletion], query: dict[str, str]) -> None:
         start, count = int(query.get("after", "0")), min(int(query["limit"]), 3)  # so that a test's few take pages

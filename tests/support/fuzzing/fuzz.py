@@ -1,11 +1,13 @@
-"""Fuzzing. Invariant: whatever bytes a parser is given, it ends in time and within memory, well or with its refusal.
+"""Fuzz the parsers.
 
-    python -m tests.support.fuzzing.fuzz                       every target, 2,000 inputs each, by lot; prints the seed
+Invariant: any input ends in time and within memory, successfully or with the parser's refusal.
+
+    python -m tests.support.fuzzing.fuzz                       every target, 2,000 random inputs each; prints the seed
     python -m tests.support.fuzzing.fuzz manifest --inputs 200000 --seed 7
     python -m tests.support.fuzzing.fuzz manifest --atheris    guided by coverage, where atheris is installed
 
-An input that is at fault is written to the folder that `--keep` names; what is in tests/fuzz/<target>/ is tried first,
-every time. Native parsers are fuzzed in C as well: tests/fuzz/vcdiff.c, `make fuzz`.
+A failing input is written to the folder that `--keep` names; inputs in tests/fuzz/<target>/ are tried first, every
+time. Native parsers are fuzzed in C as well: tests/fuzz/vcdiff.c, `make fuzz`.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def try_input(name: str, target: Target, data: bytes) -> bool:
 
 
 def try_input_in_time(name: str, target: Target, data: bytes) -> bool:
-    """Give a target one input, as `tried` does; one that takes more CPU than SECONDS_MAX is at fault too.
+    """Run a target on one input as `try_input` does; an input that takes more CPU than SECONDS_MAX is a fault, too.
 
     `_hangs` handles SIGPROF meanwhile.
     """
@@ -129,9 +131,9 @@ def mutate_input(draw: random.Random, data: bytes, others: Sequence[bytes]) -> b
 
 
 def run(name: str, inputs: int, seed: int, regressions: Path | None = None) -> tuple[int, int]:
-    """Give a target its seeds, what is kept of earlier faults, and `inputs` changed ones; return (given, taken).
+    """Run a target on its seeds, kept inputs of earlier faults and `inputs` mutated ones; return (given, accepted).
 
-    Raises Fault. Call it in the main thread: a signal ends what hangs.
+    Call it in the main thread: a signal ends an input that hangs. Raises: Fault.
     """
     target, draw = TARGETS[name], random.Random(f"{seed} {name}")
     pool, taken, given = target.seeds(), 0, 0
@@ -145,7 +147,7 @@ def run(name: str, inputs: int, seed: int, regressions: Path | None = None) -> t
             started = time.process_time()
             was_taken = try_input_in_time(name, target, data)
             given, taken = given + 1, taken + was_taken
-            # What is allowed and takes long, a manifest of 2^23 segments in 352 bytes say, is not made more of.
+            # Valid inputs that take long, such as a manifest of 2^23 segments in 352 bytes, are not mutated further.
             if was_taken and number >= len(fixed) and time.process_time() - started < CHANGED_SECONDS_MAX:
                 pool.append(data)
                 if len(pool) > KEPT_MAX:
@@ -178,7 +180,7 @@ def _address_space() -> int:
 
 
 def run_guided(name: str, inputs: int, seed: int, regressions: Path | None, seconds: int) -> None:
-    """Let atheris choose the inputs, by what they cover, `seconds` long (0: until they are done). Does not return."""
+    """Let atheris choose the inputs by coverage, for `seconds` (0: until all are done). Does not return."""
     atheris = import_module("atheris")  # no requirement: a wheel of 35 MB that few want
 
     target = TARGETS[name]
@@ -193,7 +195,7 @@ def run_guided(name: str, inputs: int, seed: int, regressions: Path | None, seco
         (corpus / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
     options: list[Any] = [sys.argv[0], f"-runs={inputs}", f"-seed={seed % (1 << 31)}", f"-max_len={INPUT_BYTES_MAX}"]
     options += [f"-max_total_time={seconds}"] if seconds else []
-    # Its clock goes on where the machine is stopped; what hangs is ended by CPU time before.
+    # Its clock includes the time in which the machine is suspended; the CPU limit ends a hang earlier.
     options += [f"-timeout={STOPPED_SECONDS_MAX}", f"-rss_limit_mb={(MEMORY_BYTES_MAX >> 20) + 512}", str(corpus)]
     for function in [one for one in gc.get_objects() if isinstance(one, FunctionType)]:
         if (function.__module__ or "").startswith("nearkin"):  # all of the process: a minute and a half
@@ -207,7 +209,7 @@ def run_guided(name: str, inputs: int, seed: int, regressions: Path | None, seco
 @click.option("--inputs", default=2000, show_default=True, help="for each target")
 @click.option("--seed", type=int, help="of an earlier run; by lot")
 @click.option("--atheris", "by_coverage", is_flag=True, help="one target, guided by coverage")
-@click.option("--seconds", default=0, help="with --atheris: how long at most; else as many inputs as are told")
+@click.option("--seconds", default=0, help="with --atheris: the time limit; 0 for as many inputs as --inputs")
 @click.option("--regressions", type=click.Path(path_type=Path), help="folder of inputs to try first, by target")
 @click.option("--keep", type=click.Path(path_type=Path), help="folder for the input that is at fault")
 def main(
@@ -224,7 +226,7 @@ def main(
     unknown = set(names) - TARGETS.keys()
     if unknown:
         raise click.UsageError(f"no such target: {', '.join(sorted(unknown))}; choose of {', '.join(TARGETS)}")
-    logging.getLogger("nearkin").setLevel(logging.ERROR)  # each setting that a request changes would be told
+    logging.getLogger("nearkin").setLevel(logging.ERROR)  # each setting that a request changes would be logged
     seed = random.SystemRandom().randrange(1 << 31) if seed is None else seed
     click.echo(f"seed {seed}")
     if by_coverage:

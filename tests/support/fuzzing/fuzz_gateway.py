@@ -1,12 +1,14 @@
-"""Whole requests for the gateway. Invariant: each is answered with a status that the API document names for its route.
+"""Fuzz the gateway with whole requests.
 
-    METHOD target          the target as sent: bytes that no server lets through are percent-encoded
-    name: value            any number of lines; a line that HTTP forbids is one that no server lets through
+Invariant: the status of each answer is one that the API document lists for its route.
+
+    METHOD target          the target as sent: bytes that no server accepts are percent-encoded
+    name: value            any number of lines; a line that HTTP forbids is one that no server accepts
                            an empty line
-    body                   given in two pieces; cut to, or short of, what a Content-Length announces
+    body                   sent in two pieces; cut to, or short of, the announced Content-Length
 
-The application runs in this process, over a store of its own that is made anew every REQUESTS_A_STORE requests.
-`{id}` in a target stands for the resumable upload that was begun last.
+The application runs in this process, over a store of its own that is replaced every REQUESTS_A_STORE requests. `{id}`
+in a target is the id of the latest resumable upload.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}")
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _FRAMING = (b"transfer-encoding", b"connection", b"upgrade", b"expect")
-"""What the server itself attends to."""
+"""Headers that the server itself handles."""
 
 
 class RequestRefused(Exception):
-    """The request was answered with a status of 400 to 499, or that it can be tried again (503)."""
+    """The answer had a status of 400 to 499, or one that allows a retry (503)."""
 
 
 @cache
@@ -71,7 +73,7 @@ class _Running:
         self.loop.run_until_complete(self._warm())
 
     async def _warm(self) -> None:
-        """Start every thread: what they and their allocators map is not what a request takes."""
+        """Start every thread, so that their memory and their allocators' is not counted for a request."""
         together = threading.Barrier(THREADS_MAX)
         await asyncio.gather(*(asyncio.to_thread(together.wait, 60) for _ in range(THREADS_MAX)))
 
@@ -108,7 +110,10 @@ class Gateway:
         return self._running
 
     def answer(self, data: bytes) -> int:
-        """Return the status of the answer. Raises Refused; AssertionError for one that is not documented."""
+        """Return the status of the answer.
+
+        Raises: RequestRefused; AssertionError for an undocumented status.
+        """
         running = self._started()
         running.requests += 1
         scope, pieces = _request(data, running.upload)

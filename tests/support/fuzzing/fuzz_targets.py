@@ -1,8 +1,10 @@
-"""Parsers of bytes that others may have made. Invariant: a target takes any bytes, and ends well or with a refusal.
+"""Define fuzz targets: parsers of bytes that others may have made.
 
-Checksums keep what is random out of the parsers behind them; who writes bytes on purpose makes checksums too. So a
-target that ends in `-sealed` puts the right ones in before it parses, and seeds hold tables in zstd frames of raw
-blocks, in which a changed byte is a changed entry and not a broken frame.
+Invariant: a target accepts any bytes, and returns or refuses.
+
+Checksums keep random bytes out of the parsers behind them, but an attacker writes valid checksums. So a target that
+ends in `-sealed` inserts the right ones before it parses, and seeds hold tables in zstd frames of raw blocks, in
+which a changed byte is a changed entry and not a broken frame.
 """
 
 from __future__ import annotations
@@ -44,8 +46,7 @@ from tests.support.fuzzing import fuzz_gateway
 
 INPUT_BYTES_MAX = 64 * 1024
 MEMORY_BYTES_MAX = 768 << 20
-"""What a process may take on top of what it has before the first input: the largest of formats, some tables of 2^24
-rows, included."""
+"""Memory that an input may add to the process: the largest tables of the formats have 2^24 rows."""
 
 
 @frozen
@@ -152,7 +153,7 @@ def _blocks() -> list[bytes]:
 
 
 def _with_checksum(parse: Callable[[bytes], object]) -> Callable[[bytes], object]:
-    """Return a parser of bytes whose last 8 are their checksum, once they have been given the right one."""
+    """Return a parser that replaces the last 8 bytes by the right checksum before it parses."""
 
     def sealed(data: bytes) -> object:
         body = data[: -columns.CHECK_BYTES]
@@ -203,7 +204,7 @@ _BASE = bytes(samples.noise(4096, "base of deltas"))
 
 
 def _delta(data: bytes) -> object:
-    """Decode VCDIFF: its first three bytes say how many bytes of a base there are, and of the target."""
+    """Decode VCDIFF: the first three bytes determine the sizes of the base and of the target."""
     lengths = np.frombuffer(data[:3].ljust(3, b"\0"), np.uint8).astype(np.uint32)
     delta = np.frombuffer(data[3:], np.uint8)
     one = np.zeros(1, np.uint64)
@@ -232,7 +233,7 @@ def _deltas() -> list[bytes]:
 
 
 def _frame(data: bytes) -> object:
-    """Decode a zstd frame into as many bytes as the first two say, after a prefix where the third is odd."""
+    """Decode a zstd frame into as many bytes as the first two state, with a prefix if the third is odd."""
     head = data[:3].ljust(3, b"\0")
     out = np.empty(int.from_bytes(head[:2], "little"), np.uint8)
     decode_frame(data[3:], out, "fuzz", _BASE if head[2] & 1 else None)
@@ -299,7 +300,7 @@ def _patches() -> list[bytes]:
 
 
 def _patch(data: bytes) -> object:
-    """What the gateway does with the body of PATCH /v1/admin/config."""
+    """Parse the body of PATCH /v1/admin/config as the gateway does."""
     from nearkin_shared.kafka.live_config import check_changes
 
     try:
@@ -312,7 +313,7 @@ def _patch(data: bytes) -> object:
 
 
 def _headers(data: bytes) -> object:
-    """What the gateway does with a request's path and headers: lines, the first the key as sent."""
+    """Parse a request's path and headers as the gateway does: lines, of which the first is the key as sent."""
     from starlette.datastructures import Headers
 
     from nearkin_gateway.http.digests import announced_sha256, metadata_of, wants_sha256
@@ -337,7 +338,7 @@ def _headers(data: bytes) -> object:
     for step in steps:
         try:
             step()
-        except Exception as err:  # each is tried, whatever the one before it said
+        except Exception as err:  # each is tried, whatever the result of the one before
             status = getattr(err, "status", 500)
             if not isinstance(err, BadInput | NotFound) and not 400 <= status < 500:
                 raise
@@ -389,7 +390,7 @@ def _parities() -> list[bytes]:
 
 
 def _parity(data: bytes) -> object:
-    """Mend a damaged object by a parity object whose first head has been given its check."""
+    """Repair a damaged object by a parity object whose first header has a valid check."""
     head = data[: parity_object.HEAD.size - columns.CHECK_BYTES]
     data = head + columns.check_bytes(head) + data[parity_object.HEAD.size :]
     return parity_object.reconstruct("an object", _small_container()[:-1] + b"x", data)

@@ -1,4 +1,7 @@
-"""Certificates for tests. Invariant: made by openssl on the spot, for this machine's loopback alone."""
+"""Make certificates for tests.
+
+Invariant: openssl makes them on the spot, for this machine's loopback only.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 
 def self_signed(folder: Path) -> Path:
-    """Write `cert.pem`, which is its own issuer, and `key.pem` into a folder, and return the folder."""
+    """Write a self-signed `cert.pem` and its `key.pem` into a folder, and return the folder."""
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),

@@ -1,11 +1,13 @@
-"""A whole Nearkin on this machine. Invariant: `down` ends exactly what `up` started, and data outlive both.
+"""Run a whole Nearkin on this machine.
+
+Invariant: `down` ends exactly the processes that `up` started, and data outlive both.
 
     python -m tests.support.servers.cluster up        `make up`: prints the URL, a token and a curl line that works
-    python -m tests.support.servers.cluster status    `make status`: 1 where something has ended by itself
+    python -m tests.support.servers.cluster status    `make status`: 1 if a process has ended by itself
     python -m tests.support.servers.cluster down      `make down`
 
-Servers, then workers, then the gateway; each a process of its own with its log in `.cluster/`. `up` again starts what
-is missing, on the same ports over the same data.
+Servers start first, then workers, then the gateway; each is a process with its own log in `.cluster/`. A second `up`
+starts the missing parts, on the same ports over the same data.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ SERVERS = ("redis", "s3", "kafka")
 
 @frozen
 class Service:
-    """A process of Nearkin: its module, and the line of its log or the path of its URL that says it is ready."""
+    """A process of Nearkin: its module, and the line of its log or the path of its URL that signals readiness."""
 
     name: str
     module: str
@@ -99,7 +101,7 @@ class Cluster:
         return kept.read_text().strip() if kept.exists() else ""
 
     def log(self, name: str) -> Path:
-        """Return where a part tells what it does."""
+        """Return the path of a part's log."""
         return self.folder / name / f"{name}.log" if name in SERVERS else self.folder / f"{name}.log"
 
     def member(self, name: str) -> Member | None:
@@ -112,7 +114,7 @@ class Cluster:
         return member is not None and member.alive
 
     def up(self, tell: Callable[[str], None] = lambda line: None) -> list[str]:
-        """Start what does not run, and wait until all of it serves; return what was started. Raises NearkinError."""
+        """Start the parts that do not run, wait until all serve, and return the started ones. Raises NearkinError."""
         with self._locked():
             started: list[str] = []
             servers = self._servers()
@@ -184,7 +186,7 @@ class Cluster:
         }
 
     def _configure(self, servers: Mapping[str, Server]) -> None:
-        """Make bucket, topics, token and the file of settings that all parts read; an edited file is left alone."""
+        """Make bucket, topics, token and the settings file that all parts read; an edited file stays unchanged."""
         s3, kafka, redis = servers["s3"], servers["kafka"], servers["redis"]
         assert isinstance(s3, S3)
         assert isinstance(kafka, Kafka)
@@ -313,7 +315,10 @@ def down(cluster: Cluster) -> None:
 @main.command()
 @click.pass_obj
 def status(cluster: Cluster) -> None:
-    """Say what runs; exit code 1 where something that was started has ended by itself, 3 where nothing was started."""
+    """Print which parts run.
+
+    The exit code is 1 if a started part has ended by itself, 3 if none was started.
+    """
     ended = []
     for name in cluster.names:
         member = cluster.member(name)

@@ -1,4 +1,7 @@
-"""Gateways for tests. Invariant: real ones on a real socket of loopback, in a thread or in a process of their own."""
+"""Start gateways for tests.
+
+Invariant: they are real ones on a loopback socket, in a thread or in a process of their own.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,9 @@ class RunningGateway:
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, **more)
 
     def raw(self, data: bytes, *, timeout: float = 10.0) -> bytes:
-        """Return what the server says to bytes on a socket, until it closes.
+        """Return the server's answer to bytes on a socket, until it closes.
 
-        Once it has begun to answer, until it says nothing for `timeout`. Raises TimeoutError where it never does.
+        Once the answer has begun, a silence of `timeout` ends it. Raises: TimeoutError if there is no answer.
         """
         with socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER_SECONDS_MAX) as connection:
             connection.sendall(data)
@@ -66,7 +69,7 @@ class RunningGateway:
 
 
 def drain(connection: socket.socket) -> bytes:
-    """Return what comes until the other side closes, or until the socket's timeout."""
+    """Return the received bytes until the peer closes, or until the socket's timeout."""
     parts = []
     try:
         while part := connection.recv(65536):

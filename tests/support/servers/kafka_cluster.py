@@ -1,4 +1,4 @@
-"""Kafka with several brokers: one controller and N brokers as processes of their own, each of which may be killed.
+"""Run Kafka with several brokers: one controller and N brokers, each a process that a test may kill.
 
 with KafkaCluster(folder, 3) as cluster: cluster.bootstrap, cluster.brokers[1].kill(), cluster.brokers[1].start()
 """

@@ -1,6 +1,8 @@
-"""Kafka. Invariant: one KRaft node that is broker and controller, on loopback, with its topics in one folder.
+"""Run one Kafka node.
 
-Topics are made by who needs them, never by a first use; everything internal has one replica.
+Invariant: one KRaft node is broker and controller, on loopback, with its topics in one folder.
+
+Topics are created explicitly, never by first use; all internal topics have one replica.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ rootLogger.appenderRef.out.ref = out
 
 
 def users_producer(bootstrap: str, **more: Any) -> Producer:
-    """Return a producer as a user has one who needs order: it stays where a broker that is new to a topic refuses the
-    first batch, and takes it with the second. `more` are its settings, with _ for a dot.
+    """Return a producer with the settings of a user who needs order.
+
+    Such a producer keeps its position if a broker that is new to a topic refuses the first batch, and sends it again
+    with the second. `more` are its settings, with _ for a dot.
     """
     settings = {name.replace("_", "."): value for name, value in more.items()}
     return Producer({"bootstrap.servers": bootstrap, "enable.idempotence": True, **settings})
@@ -54,7 +58,11 @@ class Kafka(Server):
         properties: Mapping[str, object] | None = None,
         log_levels: Mapping[str, str] | None = None,
     ) -> None:
-        """`properties` are the node's own, over those that are chosen here; `log_levels` of its loggers, by name."""
+        """Configure a node.
+
+        `properties` are the node's own and override those chosen here; `log_levels` are those of its loggers, by
+        name.
+        """
         super().__init__(folder, port=port, owner_pid=owner_pid, detached=detached)
         self._properties = dict(properties or {})
         self._log_levels = dict(log_levels or {})
@@ -96,7 +104,7 @@ class Kafka(Server):
             raise ServerFailed(f"kafka: {self._data} could not be formatted: {(done.stdout + done.stderr).strip()}")
 
     def command(self) -> list[str]:
-        """Return the JVM itself, not Kafka's shell script: the process that is signalled is the server."""
+        """Return the command of the JVM itself, not of Kafka's shell script: signals reach the server process."""
         return [*self._java("kafka.Kafka"), str(self._configuration)]
 
     def ready(self) -> bool:
@@ -117,7 +125,7 @@ class Kafka(Server):
         return self._log(topic, partition).stat().st_size
 
     def truncate(self, topic: str, size_bytes: int, partition: int = 0) -> None:
-        """Cut the log of a partition of a node that is down, as a disk that lost its last writes does."""
+        """Cut the log of a partition of a stopped node, like a disk that lost its last writes."""
         os.truncate(self._log(topic, partition), size_bytes)
 
     def _log(self, topic: str, partition: int) -> Path:

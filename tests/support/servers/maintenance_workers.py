@@ -1,7 +1,10 @@
-"""Janitors over one store of objects and one index in Redis. Invariant: each process that joins sees the same clock.
+"""Run maintenance workers over one store of objects and one index in Redis.
 
-python -m tests.support.servers.maintenance_workers ROOT URL PREFIX NOW LEASE_SECONDS POINT:COUNT:ACTION    one round,
-armed
+Invariant: all processes see the same clock.
+
+python -m tests.support.servers.maintenance_workers ROOT URL PREFIX NOW LEASE_SECONDS POINT:COUNT:ACTION
+
+does one GC run with an armed failpoint.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ class Fleet:
         assert not self.index.check()
 
     def stored_bytes(self) -> int:
-        """Return the bytes of all that versions, and rounds, need."""
+        """Return the bytes of all objects that versions, and GC runs, need."""
         return sum(size for folder in ("containers", "manifests", "gc") for _, size in self.objects.names(folder))
 
     def read(self, key: str, version: int) -> bytes:
@@ -74,7 +77,7 @@ class Fleet:
         return Blob(manifest.info, manifest, containers, self.fingerprinter("default"), 0, manifest.size_bytes).read()
 
     def check_index(self) -> None:
-        """Assert that the index names nothing that is gone, and every container."""
+        """Assert that the index names no deleted container, and every existing one."""
         containers = self.containers(self.objects)
         there = {container: containers.directory(container).chunks.there for container, _ in containers.ids()}
         for table in ("chunks", "features"):
@@ -98,7 +101,7 @@ class Fleet:
     def make_gc_worker(
         self, over: ObjectStore | None = None, gc: GcSettings = GC, lease_seconds: float = LEASE_SECONDS
     ) -> GcWorker:
-        """Return a maintenance worker's rounds, by the fleet's clock."""
+        """Return a maintenance worker's GC worker with the fleet's clock."""
 
         def rewriter(containers: ContainerStore) -> Rewriter:
             return Rewriter(containers, self.tenants(), self.fingerprinter("default"), BlockRecoder(self.chosen))
@@ -114,7 +117,7 @@ class Fleet:
 
 
 def main(root: str, url: str, prefix: str, now: str, lease_seconds: str, armed: str) -> None:
-    """Do one round; print the name of the error that it ended with, or `done`."""
+    """Do one GC run; print the name of the error that ended it, or `done`."""
     fleet = Fleet(LocalObjectStore(Path(root)), url, prefix, float(now))
     rounds = fleet.make_gc_worker(lease_seconds=float(lease_seconds))
     failpoints.arm(armed)

@@ -1,4 +1,4 @@
-"""The workers as processes, and uploads without a gateway: for tests and measurements of the pipeline itself."""
+"""Run the workers as processes and upload without a gateway, for tests and benchmarks of the pipeline itself."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Pipeline:
         process.wait()
 
     def stop(self) -> dict[str, int]:
-        """End all workers cleanly; return their exit codes. One that does not end in time logs where it is."""
+        """End all workers cleanly; return their exit codes. A worker that does not end in time logs its stacks."""
         for process in self.processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -112,12 +112,12 @@ class Pipeline:
         return codes
 
     def logs(self) -> str:
-        """Return what the workers said."""
+        """Return the logs of the workers."""
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
 
 
 def _abort(process: subprocess.Popen[bytes]) -> int:
-    """End a process, once Python's fault handler has written the stacks of its threads; return its exit code."""
+    """End a process after Python's fault handler has written the stacks of its threads; return its exit code."""
     process.send_signal(signal.SIGABRT)
     try:
         return process.wait(ABORT_SECONDS_MAX)
@@ -127,12 +127,12 @@ def _abort(process: subprocess.Popen[bytes]) -> int:
 
 
 def store_authenticator(settings: Settings) -> EnvelopeAuthenticator:
-    """Return what signs messages for the pipeline of a store, which is created where it is missing."""
+    """Return the authenticator of messages for a store's pipeline; a missing store is created."""
     return authenticator_of(settings, open_store_of(settings)[1])
 
 
 class Uploader:
-    """Puts blobs on the topic `frames`, and hears what became of them."""
+    """Client that writes blobs to the topic `frames` and receives the events about them."""
 
     def __init__(self, settings: Settings, tenant: str = "default") -> None:
         self._settings = settings
@@ -152,7 +152,7 @@ class Uploader:
         cut: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> str:
-        """Send a blob; return its id once Kafka has all of it. `cut`: the end never comes."""
+        """Send a blob; return its id once Kafka has all of it. `cut`: omit the end message."""
         blob, hasher, position = secrets.token_bytes(16), blake3(), 0
         began_us = time.time_ns() // 1000
         for piece in pieces:
@@ -176,7 +176,7 @@ class Uploader:
         return blob.hex()
 
     def events(self, seconds: float = 0.0) -> dict[str, list[dict[str, Any]]]:
-        """Return all that was told, by blob id, after listening for so long."""
+        """Return all events by blob id, after listening for `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             message = self._consumer.poll(POLL_SECONDS)
@@ -193,7 +193,7 @@ class Uploader:
         deadline = time.monotonic() + seconds
         while blob not in self._events:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"blob {blob}: nothing heard in {seconds:.0f} s")
+                raise TimeoutError(f"blob {blob}: no event in {seconds:.0f} s")
             self.events()
         return self._events[blob][0]
 

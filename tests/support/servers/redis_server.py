@@ -1,4 +1,6 @@
-"""A Redis server with options of one's own. Invariant: as `servers.Redis`, but it keeps nothing on disk unless told to.
+"""Run a Redis server with custom options.
+
+Invariant: as `servers.Redis`, but nothing is kept on disk unless an option requires it.
 
 with redis_server(folder) as url: ...
 server = RedisServer(folder, "--cluster-enabled", "yes").start(); server.kill(); server.start(); server.stop()

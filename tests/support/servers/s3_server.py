@@ -1,7 +1,9 @@
-"""S3. Invariant: a real server answers over HTTP on loopback; what it acknowledged it has after a restart.
+"""Run an S3 server.
 
-versitygw   objects are files in the folder; conditional create is atomic; the one to measure and to break
-moto        where there is no Go: objects are in memory, gone after a restart
+Invariant: a real server answers over HTTP on loopback; it keeps acknowledged objects over a restart.
+
+versitygw   objects are files in the folder; conditional create is atomic; the one to measure and to break moto
+where there is no Go: objects are in memory and lost after a restart
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class S3(Server):
     """An S3 server: `endpoint` is its URL, `access_key_id` and `secret_access_key` open it."""
 
     name = "s3"
-    stop_seconds = 2.0  # versitygw waits for its clients to hang up, 10 s long; what it acknowledged is in files
+    stop_seconds = 2.0  # versitygw waits 10 s for its clients to close; acknowledged objects are in files
     access_key_id = "nearkin"
     secret_access_key = "nearkin-on-loopback"
 
@@ -73,7 +75,7 @@ class S3(Server):
         return [str(self._versitygw), *listening, "--keep-alive", "--quiet", "posix", str(self._buckets)]
 
     def environment(self) -> Mapping[str, str]:
-        """Return the keys: on a command line everybody could read them."""
+        """Return the keys: on a command line every user of the machine could read them."""
         return {"ROOT_ACCESS_KEY_ID": self.access_key_id, "ROOT_SECRET_ACCESS_KEY": self.secret_access_key}
 
     def ready(self) -> bool:
@@ -109,7 +111,7 @@ class S3(Server):
         return name
 
     def settings(self, bucket: str, prefix: str = "", **changed: Any) -> ObjectStoreSettings:
-        """Return what a store in `bucket` below `prefix` is opened with; `changed` are fields of the section."""
+        """Return the settings of a store in `bucket` below `prefix`; `changed` are fields of the section."""
         chosen: dict[str, Any] = {
             "url": f"s3://{bucket}/{prefix}",
             "endpoint": self.endpoint,

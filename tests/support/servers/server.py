@@ -1,8 +1,9 @@
-"""A server of one test or one cluster. Invariant: it has its own folder and port on loopback, and it always ends.
+"""Run a server for one test or one cluster.
+
+Invariant: it has its own folder and port on loopback, and it always ends.
 
 Started under a keeper (`tests.support.servers.supervisor`), so that it dies with its owner however that ends; or
-detached, when a cluster is to outlive the command that started it. Its data stay in the folder over a restart; its port
-stays too.
+detached, when a cluster is to outlive the command that started it. Data and port stay over a restart.
 
     Server(folder)   .start()  .stop()  .kill()  .restart()   also `with`; .pid, .port, .log
 """
@@ -41,9 +42,9 @@ class ServerFailed(RetryableError):
 
 
 def free_port(second_above: int = 0) -> int:
-    """Return a TCP port of loopback that nobody listens on. Raises ServerFailed when none of 100 is free.
+    """Return a free TCP port of loopback. Raises ServerFailed if none of 100 is free.
 
-    `second_above`: nor on the port so far above it, which its server takes too.
+    `second_above`: the port so far above it, which its server takes too, is also free.
 
     Drawn from below the range that the system gives to clients: a port from within it can be taken by a client while
     the server restarts, and a client that keeps trying it can even connect to itself.
@@ -76,7 +77,7 @@ def accepts(port: int) -> bool:
 
 
 class Server(ABC):
-    """What every server here can do; a subclass says what to run and when it is ready."""
+    """Common operations of all servers; a subclass defines the command and the readiness check."""
 
     name: str
     start_seconds: float = 30.0
@@ -85,7 +86,7 @@ class Server(ABC):
     def __init__(
         self, folder: Path, *, port: int | None = None, owner_pid: int | None = None, detached: bool = False
     ) -> None:
-        """`detached`: it outlives everybody. Else it dies with its owner, this process by default.
+        """Prepare a server; `detached`: it outlives its owner. Else it dies with its owner, this process by default.
 
         With another owner the folder is the owner's as well: it is removed when the owner ends.
         """
@@ -100,7 +101,7 @@ class Server(ABC):
         self._parent: subprocess.Popen[str] | None = None
         self._handle = -1
         self.on_launch: Callable[[int], None] = lambda pid: None
-        """Told the pid before the server is ready: who keeps notes of what runs must not miss one that hangs."""
+        """Receives the pid before the server is ready, so that a note exists even of a server that hangs."""
 
     @abstractmethod
     def command(self) -> list[str]:
@@ -114,7 +115,7 @@ class Server(ABC):
         """Make in the folder what the server needs before each start."""
 
     def environment(self) -> Mapping[str, str]:
-        """Return variables for the server beside those of this process."""
+        """Return variables for the server in addition to those of this process."""
         return {}
 
     @property
@@ -161,7 +162,7 @@ class Server(ABC):
         return self.start()
 
     def leave_to_owner(self) -> None:
-        """Let go of a server that another process owns: from here on it is that process's end that ends it."""
+        """Release a server that another process owns: from here on it ends with that process."""
         if self._parent is not None:
             if self._parent.stdout is not None:
                 self._parent.stdout.close()
@@ -224,7 +225,7 @@ class Server(ABC):
             if time.monotonic() > deadline:
                 raise self._failed(f"not ready after {self.start_seconds:.0f} s")
             time.sleep(0.02)
-        if not self.running:  # what answered was somebody else on this port
+        if not self.running:  # another process answered on this port
             raise self._failed("ended while it started")
 
     def _signal(self, number: signal.Signals) -> None:
@@ -235,7 +236,7 @@ class Server(ABC):
         if self._parent is not None:
             try:
                 self._parent.wait(GONE_SECONDS)
-            except subprocess.TimeoutExpired:  # a keeper whose server is gone
+            except subprocess.TimeoutExpired:  # the keeper of an ended server
                 self._parent.kill()
                 self._parent.wait()
             if self._parent.stdout is not None:
@@ -256,7 +257,7 @@ def log_end(log: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
     except OSError as err:
         lines = [f"unreadable: {err.strerror}"]
-    return "\n".join(f"  {line}" for line in lines) or "  (it said nothing)"
+    return "\n".join(f"  {line}" for line in lines) or "  (no output)"
 
 
 def _wait_for_end(handle: int, seconds: float) -> bool:

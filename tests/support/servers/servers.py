@@ -1,11 +1,13 @@
-"""Servers for tests and for the local cluster. Invariant: real, on loopback, without Docker, none left over.
+"""Provide servers for tests and for the local cluster.
+
+Invariant: they are real, on loopback, without Docker, and none is left running.
 
     with Kafka(folder) as kafka: kafka.bootstrap
     with Redis(folder) as redis: redis.url
     with S3(folder) as s3: s3.endpoint, s3.make_bucket("name")
 
-Each has start, stop, kill and restart. Data stay over a restart and a SIGKILL (moto's, which are in memory, do not).
-Raises MissingTool where a program is not installed, ServerFailed with the end of its log where one does not start.
+Each has start, stop, kill and restart. Data stay over a restart and a SIGKILL (except moto's, which are in memory).
+Raises: MissingTool if a program is not installed; ServerFailed with the end of its log if one does not start.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ __all__ = ["S3", "Kafka", "MissingTool", "Redis", "Server", "ServerFailed", "sha
 
 
 class Redis(Server):
-    """A Redis or Valkey server that keeps an append-only file, so that a SIGKILL loses nothing it answered."""
+    """A Redis or Valkey server with an append-only file, so that a SIGKILL loses no acknowledged write."""
 
     name = "redis"
 
@@ -59,7 +61,7 @@ class Redis(Server):
 def shared_kafka(folder: Path, owner_pid: int) -> Iterator[str]:
     """Yield the bootstrap address of one Kafka for all processes that name the same folder; the first starts it.
 
-    It ends, and its data go, when process `owner_pid` does. Nobody may stop it: others are using it.
+    When process `owner_pid` ends, it is stopped and its data are deleted. No test may stop it, as others use it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / "kafka.json"

@@ -1,4 +1,6 @@
-"""Keeper: runs one program for an owner. Invariant: the program never outlives its owner, however that ends.
+"""Run one program for an owner.
+
+Invariant: the program never outlives its owner, however that ends.
 
     python -I -S supervisor.py OWNER_PID FOLDER PROGRAM ARGUMENT...
 
@@ -6,9 +8,9 @@
     keeper dies -> the kernel kills the program (PR_SET_PDEATHSIG: of the thread that forked, and this has but one)
 
 FOLDER is removed when the owner dies; `-` keeps all. The owner need not be the parent: workers of a test run share a
-server that belongs to the run. The program's pid is written to standard output, as one line; its own output goes where
-the keeper's standard error goes. SIGTERM, SIGINT and SIGHUP are handed on. Only what the standard library has is used:
-this starts in 30 ms, without site-packages.
+server that belongs to the run. The program's pid is written to standard output, as one line; its own output is that
+of the keeper's standard error. SIGTERM, SIGINT and SIGHUP are forwarded. Only the standard library is imported: the
+start takes 30 ms, without site-packages.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ def _die_with(keeper_pid: int) -> None:
 
 
 def main(owner_pid: int, folder: str, command: list[str]) -> int:
-    """Run `command` until it ends or process `owner_pid` does. Returns its exit status, as a shell would."""
+    """Run `command` until it ends or process `owner_pid` does; return its exit status, as a shell would."""
     try:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:
         return 0  # died before we got here: nothing was started
     try:
-        # One thread, and this imports nothing more: what preexec_fn is unsafe for is not here.
+        # This process has one thread and imports nothing more, so preexec_fn is safe here.
         program = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
