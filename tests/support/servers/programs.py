@@ -137,7 +137,7 @@ def _go_program(name: str, target: str, version: str, *flags: str, go_mod: str |
         return None
 
     def fetch(folder: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # what versitygw is built from takes 1.8 GB
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # the build of versitygw takes 1.8 GB
             environment = {
                 "GOBIN": str(folder),
                 "GOPATH": f"{scratch}/path",
