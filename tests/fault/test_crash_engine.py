@@ -192,7 +192,7 @@ def test_an_undeletion_in_flight_brings_the_newest_version_back_first() -> None:
         assert oracle.live == back
     oracle = oracle_with(BOTH, Delete("k", None))
     oracle.begin(Undelete("k", None))
-    with pytest.raises(Violation, match="came back before"):
+    with pytest.raises(Violation, match="restored before"):
         oracle.settle(seen({("k", 1)}, {("k", 2)}))
 
 
@@ -206,7 +206,7 @@ def test_a_round_may_remove_only_what_was_condemned_and_due() -> None:
     oracle.begin(Gc(2), frozenset({7, 8}), frozenset({8}))
     oracle.settle(seen({("k", 1), ("k", 2)}, containers={7}))
     oracle.begin(Gc(2), frozenset({7, 8}), frozenset({8}))
-    with pytest.raises(Violation, match="no earlier round"):
+    with pytest.raises(Violation, match="no earlier GC run"):
         oracle.settle(seen({("k", 1), ("k", 2)}, containers={8}))
 
 

@@ -56,18 +56,19 @@ VARIANTS: Sequence[Mapping[str, Mapping[str, object]]] = (
 GROUPS: Mapping[str, str] = {
     "compact": "gc",
     "rebase": "gc",
-    "gather": "gc",
+    "merge": "gc",
     "recompress": "gc",
     "ledger": "gc",
     "commit": "put",
     "undelete": "delete",
-    "quarantine": "heal",
-    "repair": "heal",
+    "quarantine": "repair",
     "index": "any",
     "object": "any",
     "parity": "any",
 }
-"""Which calls pass a group of points, where it is not the group's own name."""
+"""Calls that pass a group of failpoints, unless they have the group's own name."""
+CHUNK_REPAIR_POINTS = ("repair.put", "repair.renewed", "repair.removed", "repair.released")
+"""Failpoints of a repair from copies of chunks, which parity makes unnecessary."""
 
 
 @frozen
@@ -200,7 +201,7 @@ class Campaign:
                 add(self._deletion(shadow))
                 for _ in range(self._draw.choice((2, 3, 4))):
                     add(Gc(self._draw.choice((0, 2, 2, 2))))
-            case "heal":
+            case "repair":
                 broken = Break(
                     self._draw.randrange(1 << 30),
                     manifest=self._draw.random() < 0.2,
@@ -330,9 +331,10 @@ def _shadow(oracle: Oracle) -> Oracle:
 def _is_passed(point: str, chosen: Settings) -> bool:
     """Return whether these settings reach a failpoint: for example, parity repairs before a chunk copy can."""
     group, has_parity = point.partition(".")[0], chosen.storage.parity != "none"
-    ledger, gathers = chosen.gc.mode != "mark-sweep", int(chosen.gc.merge_block_bytes) > 0
-    needs = {"ledger": ledger, "gather": gathers, "parity": has_parity, "heal": not has_parity}
-    return needs.get(group, True)
+    if point in CHUNK_REPAIR_POINTS:
+        return not has_parity
+    has_ledger, merges = chosen.gc.mode != "mark-sweep", int(chosen.gc.merge_block_bytes) > 0
+    return {"ledger": has_ledger, "merge": merges, "parity": has_parity}.get(group, True)
 
 
 def _send(write: int, said: tuple[object, ...]) -> None:
