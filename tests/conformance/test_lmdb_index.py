@@ -30,13 +30,14 @@ class TestLmdbIndex(IndexContract):
         return found
 
 
-def test_an_index_that_is_not_durable_yet_is_once_it_says_that_it_is_complete(tmp_path: Path) -> None:
+def test_index_complete_after_bulk_write_becomes_durable(tmp_path: Path) -> None:
+    """An index opened without durability is synced before it is marked complete."""
     index = LmdbIndex(tmp_path / "index", samples.DOMAIN, 64 << 20, durable=False)
     assert not index._env.flags()["sync"]
     synced: list[tuple[bool, bool]] = []
 
     class Watched:
-        """The environment, and whether it said that it is complete when it was synced."""
+        """Environment that records whether the index was complete at each sync."""
 
         def __init__(self, env: Any) -> None:
             self._real = env

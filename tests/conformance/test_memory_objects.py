@@ -1,4 +1,4 @@
-"""Memory as an object store, and a faulty one whose script is empty: a wrapper is a store itself."""
+"""Run the object store contract over memory, over wrappers, and over a fault injector without faults."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestOverlay(ObjectStoreContract):
             yield overlay
 
 
-def test_an_overlay_changes_nothing_below_it() -> None:
+def test_overlay_writes_leave_lower_store_unchanged() -> None:
     below = memory_objects()
     below.put_new("a/1", b"one")
     below.put_new("a/2", b"two")
@@ -61,7 +61,7 @@ def test_an_overlay_changes_nothing_below_it() -> None:
     assert {name: below.get(name) for name, _ in below.names("a")} == {"a/1": b"one", "a/2": b"two"}
 
 
-class TestSealedObjects(ObjectStoreContract):
+class TestEncryptingObjectStore(ObjectStoreContract):
     @pytest.fixture
     def objects(self) -> EncryptingObjectStore:
         return EncryptingObjectStore(memory_objects(), ObjectEncryption(MemoryKeys().keyring))

@@ -61,8 +61,8 @@ class TestRedisCollection(CollectionContract):
         return sum(int(told.split()[1]) for start, told in pairs if start not in listed)
 
 
-def test_of_a_hundred_thousand_entries_exactly_the_unwanted_go_while_others_come(url: str) -> None:
-    """Buckets are parted while they are read: what is put meanwhile stays, what was to go goes."""
+def test_withdraw_100000_entries_keeps_concurrent_writes(url: str) -> None:
+    """Exactly the entries to withdraw are removed while buckets are split and other entries are written."""
     with redis.Redis.from_url(url) as client:
         client.flushall()
     index = RedisIndex(RedisSettings(url=url, partitions=2), samples.DOMAIN)

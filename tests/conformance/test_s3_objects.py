@@ -1,4 +1,4 @@
-"""S3 as an object store, over two servers: the contract, and who wins where many want one name."""
+"""Run the object store contract over two S3 servers, and check which of several writers wins a name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class TestVersitygw(ObjectStoreContract):
     def objects(self, versitygw: S3) -> S3ObjectStore:
         return new_store(versitygw)
 
-    def test_of_sixteen_writers_exactly_one_wins_and_it_is_the_one_that_says_so(self, objects: S3ObjectStore) -> None:
+    def test_sixteen_writers_of_one_name_have_one_winner(self, objects: S3ObjectStore) -> None:
+        """The writer whose put succeeds is the one whose bytes are stored."""
         for race in range(20):
             contents = [random_bytes(200_000, race * WRITERS + number) for number in range(WRITERS)]
             barrier = threading.Barrier(WRITERS)
@@ -59,7 +60,7 @@ class TestVersitygw(ObjectStoreContract):
             assert won.count(True) == 1
             assert objects.get(f"race/{race}") == contents[won.index(True)]
 
-    def test_writers_of_the_same_bytes_are_told_apart(self, objects: S3ObjectStore) -> None:
+    def test_writers_of_equal_bytes_have_one_winner(self, objects: S3ObjectStore) -> None:
         barrier = threading.Barrier(WRITERS)
 
         def put(_: int) -> bool:
@@ -84,14 +85,14 @@ class TestMoto(ObjectStoreContract):
 
 
 @pytest.mark.parametrize("checksum", ["crc64nvme", "none"])
-def test_every_checksum_stores_the_same_bytes(versitygw: S3, checksum: str) -> None:
+def test_put_with_each_checksum_stores_equal_bytes(versitygw: S3, checksum: str) -> None:
     objects = new_store(versitygw, checksum=checksum)
     data = random_bytes(300_000, 5)
     objects.put_new("a", data)
     assert objects.get("a") == data
 
 
-def test_stores_below_different_prefixes_of_a_bucket_do_not_meet(versitygw: S3) -> None:
+def test_prefixes_of_one_bucket_are_separate(versitygw: S3) -> None:
     bucket = versitygw.make_bucket(f"b{secrets.token_hex(6)}")
     whole = S3ObjectStore(versitygw.settings(bucket))
     one, other = (S3ObjectStore(versitygw.settings(bucket, prefix)) for prefix in ("one", "one-more/"))

@@ -47,12 +47,12 @@ def filled(kind: Any, batches: list[list[list[tuple[int, int, int, int]]]], boun
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(CHUNKS, min_size=1, max_size=4), st.tuples(st.integers(1, 8000), st.integers(1, 30)))
-def test_takes_the_same_bases_in_the_same_order(batches: list[Any], bounds: tuple[int, int]) -> None:
+def test_add_takes_equal_bases_in_equal_order(batches: list[Any], bounds: tuple[int, int]) -> None:
     assert filled(BasePrefix, batches, bounds) == filled(reference.BasePrefix, batches, bounds)
 
 
 @pytest.mark.parametrize("kind", [BasePrefix, reference.BasePrefix])
-def test_thousands_of_bases_keep_their_places(kind: Any) -> None:
+def test_add_thousands_of_bases_keeps_positions(kind: Any) -> None:
     prefix = kind(1 << 20, 4096)
     chunks = [[(container, ordinal, ordinal, 7)] for container in (3, 9) for ordinal in range(3000)]
     assert prefix.add(np.arange(len(chunks)), bases_of(kind, chunks)) == 4096
@@ -64,7 +64,7 @@ def test_thousands_of_bases_keep_their_places(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [BasePrefix, reference.BasePrefix])
-def test_the_first_chunk_brings_all_its_bases(kind: Any) -> None:
+def test_add_first_chunk_takes_all_its_bases(kind: Any) -> None:
     prefix = kind(10, 1)
     assert prefix.add(np.arange(2), bases_of(kind, [[(1, 1, 0, 50), (1, 2, 50, 50)], [(1, 3, 0, 1)]])) == 1
     assert bytes(prefix.content) == bytes(PAYLOAD[:100])
@@ -87,7 +87,7 @@ def test_the_first_chunk_brings_all_its_bases(kind: Any) -> None:
         (6, np.array([5000], np.uint32), "5000 bytes: leaves buffer 0"),
     ],
 )
-def test_refuses_bases_that_leave_their_arrays(kind: Any, index: int, value: Any, named: str) -> None:
+def test_add_refuses_bases_outside_their_arrays(kind: Any, index: int, value: Any, named: str) -> None:
     given_ = [*columns([[(1, 1, 0, 50)]])]
     assert len(kind(*given_)) == 1
     given_[index] = value
@@ -100,26 +100,27 @@ def test_refuses_bases_that_leave_their_arrays(kind: Any, index: int, value: Any
     ("rows", "named"),
     [(np.array([1]), "rows up to 1"), (np.array([-1]), "from -1"), (np.array([0], np.int32), "rows int32")],
 )
-def test_refuses_rows_that_are_not_there(kind: Any, rows: Any, named: str) -> None:
+def test_add_refuses_rows_out_of_range(kind: Any, rows: Any, named: str) -> None:
     prefix = kind(100, 10)
     with pytest.raises(BadInput, match=named):
         prefix.add(rows, bases_of(kind, [[(1, 1, 0, 50)]]))
     assert len(prefix) == 0
 
 
-def test_refuses_what_are_no_bases() -> None:
+def test_add_refuses_values_that_are_no_bases() -> None:
     with pytest.raises(TypeError):
         BasePrefix(100, 10).add(np.arange(1), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [BasePrefix, reference.BasePrefix])
-def test_refuses_bounds_that_hold_nothing(kind: Any) -> None:
+def test_prefix_refuses_bounds_without_room(kind: Any) -> None:
     with pytest.raises(BadInput, match="bytes_max 0"):
         kind(0, 1)
 
 
 @pytest.mark.parametrize("kind", [BasePrefix, reference.BasePrefix])
-def test_bytes_that_are_looked_at_stay_where_they_are(kind: Any) -> None:
+def test_content_with_open_view_is_not_moved(kind: Any) -> None:
+    """A prefix refuses changes while a view of its content is open."""
     prefix = kind(100, 10)
     prefix.add(np.arange(1), bases_of(kind, [[(1, 1, 0, 50)]]))
     with prefix.content as seen:
@@ -134,7 +135,7 @@ def test_bytes_that_are_looked_at_stay_where_they_are(kind: Any) -> None:
     assert len(prefix) == 0
 
 
-def test_nobody_writes_into_a_prefix() -> None:
+def test_prefix_refuses_writes_by_callers() -> None:
     prefix = BasePrefix(1 << 20, 4096)
     prefix.add(np.zeros(1, np.intp), bases_of(BasePrefix, [[(1, 2, 3, 1000)]]))
     before = bytes(prefix.content)
@@ -143,4 +144,4 @@ def test_nobody_writes_into_a_prefix() -> None:
     with prefix.content as content, pytest.raises((TypeError, BufferError)):
         io.BytesIO(b"other bytes").readinto(content)
     assert bytes(prefix.content) == before
-    prefix.clear()  # nothing looks at it any more
+    prefix.clear()  # no view is open any more

@@ -1,4 +1,4 @@
-"""Chunking: the compiled kernels answer as their definition does, and random data is cut as long as PRUNE predicts."""
+"""Compare the compiled chunkers with their definition, and the mean length of chunks with PRUNE's formula."""
 
 from typing import Any
 
@@ -61,23 +61,21 @@ def bounds(draw: st.DrawFn) -> tuple[int, int, int]:
 @given(name=st.sampled_from(sorted(PAIRS)), data=contents, limits=bounds(), final=st.booleans())
 @example(name="fastcdc", data=b"", limits=(64, 64, 64), final=True)
 @example(name="rabin", data=bytes(64), limits=(64, 64, 64), final=False)
-def test_kernel_cuts_as_the_reference_does(name: str, data: bytes, limits: tuple[int, int, int], final: bool) -> None:
+def test_kernel_cuts_as_reference(name: str, data: bytes, limits: tuple[int, int, int], final: bool) -> None:
     kernel_cut, reference_cut = PAIRS[name]
     assert kernel_cut(data, *limits, final).tolist() == reference_cut(data, *limits, final).tolist()
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=contents, limits=bounds(), final=st.booleans(), skip=st.integers(0, 70))
-def test_every_path_of_leastcdc_cuts_as_the_reference_does(
-    data: bytes, limits: tuple[int, int, int], final: bool, skip: int
-) -> None:
+def test_leastcdc_paths_cut_as_reference(data: bytes, limits: tuple[int, int, int], final: bool, skip: int) -> None:
     expected = reference_least.leastcdc_cut(data[skip:], *limits, final).tolist()
     for path in compiled_least.cpu_paths():
         inside = memoryview(data)[skip:]  # any alignment
         assert compiled_least.leastcdc_cut(inside, *limits, final, path=path).tolist() == expected
 
 
-def test_a_path_that_this_machine_lacks_is_refused_by_name() -> None:
+def test_missing_cpu_path_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r'path "neon": choose .*base'):
         compiled_least.leastcdc_cut(b"", 64, 64, 64, True, path="neon")
 
@@ -89,7 +87,7 @@ def test_a_path_that_this_machine_lacks_is_refused_by_name() -> None:
     limits=bounds(),
     window=st.one_of(st.sampled_from([16, 31, 47, 62, 64]), st.integers(16, 256)),
 )
-def test_kernel_cuts_as_the_reference_does_with_any_window(
+def test_kernel_with_any_window_cuts_as_reference(
     name: str, data: bytes, limits: tuple[int, int, int], window: int
 ) -> None:
     kernel_cut, reference_cut = PAIRS[name]
@@ -105,9 +103,7 @@ def test_kernel_cuts_as_the_reference_does_with_any_window(
     above=st.integers(0, 2000),
     most=st.integers(0, 20_000),
 )
-def test_kernel_cuts_as_the_reference_does_at_a_target_of_any_length(
-    name: str, data: bytes, least: int, above: int, most: int
-) -> None:
+def test_kernel_with_any_target_cuts_as_reference(name: str, data: bytes, least: int, above: int, most: int) -> None:
     kernel_cut, reference_cut = PAIRS[name]
     limits = (least, least + above, least + above + most)
     assert kernel_cut(data, *limits, True).tolist() == reference_cut(data, *limits, True).tolist()
@@ -119,7 +115,7 @@ def test_kernel_cuts_as_the_reference_does_at_a_target_of_any_length(
     data=contents,
     pieces=st.lists(st.integers(1, 5000), min_size=1, max_size=20),
 )
-def test_every_way_of_delivery_gives_the_same_chunks(name: str, data: bytes, pieces: list[int]) -> None:
+def test_piecewise_input_gives_equal_chunks(name: str, data: bytes, pieces: list[int]) -> None:
     kernel_cut = PAIRS[name][0]
     lengths: list[int] = []
     tail, taken, turn = b"", 0, 0
@@ -136,7 +132,7 @@ def test_every_way_of_delivery_gives_the_same_chunks(name: str, data: bytes, pie
 
 @pytest.mark.parametrize("name", sorted(PAIRS))
 @pytest.mark.parametrize("kind", ["random", "text", "high"])
-def test_kernel_cuts_as_the_reference_does_over_many_lanes(name: str, kind: str) -> None:
+def test_kernel_over_many_lanes_cuts_as_reference(name: str, kind: str) -> None:
     kernel_cut, reference_cut = PAIRS[name]
     data = make(kind, 11, 150_000)
     for limits in ((2048, 8192, 65536), (64, 64, 1000), (512, 32768, 900 * 1024)):
@@ -144,7 +140,7 @@ def test_kernel_cuts_as_the_reference_does_over_many_lanes(name: str, kind: str)
 
 
 @pytest.mark.parametrize("name", sorted(PAIRS))
-def test_a_cut_reads_nothing_beyond_its_payload(name: str) -> None:
+def test_cut_reads_nothing_beyond_its_payload(name: str) -> None:
     kernel_cut = PAIRS[name][0]
     data = make("random", 12, 30_000)
     for total_bytes in (65, 127, 4097, 9_999):
@@ -155,7 +151,7 @@ def test_a_cut_reads_nothing_beyond_its_payload(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PAIRS))
-def test_kernel_and_reference_refuse_alike(name: str) -> None:
+def test_kernel_and_reference_refuse_equal_arguments(name: str) -> None:
     for arguments in (
         (b"", 1, 1024, 4096, True),
         ("text", 256, 1024, 4096, True),
@@ -178,7 +174,7 @@ def random_data() -> bytes:
 
 @pytest.mark.parametrize("mask_bits", range(10, 16))
 @pytest.mark.parametrize("name", ["rabin", "inck"])
-def test_random_data_is_cut_as_long_as_prune_predicts(name: str, mask_bits: int, random_data: bytes) -> None:
+def test_random_data_has_mean_length_of_prune(name: str, mask_bits: int, random_data: bytes) -> None:
     # the mean of 4,500 chunks (15 bits) has a standard error of 1 %; fewer bits make more chunks
     min_bytes, max_bytes = 2048, 65536
     lengths = PAIRS[name][0](random_data, min_bytes, 1 << mask_bits, max_bytes, True)

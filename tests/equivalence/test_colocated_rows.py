@@ -1,4 +1,4 @@
-"""Rows beside others: both implementations find all of them, each once in a group, and nothing that the group has."""
+"""Compare both implementations of colocated rows: each row once in a group, and none that the group has already."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ def table(rows: list[tuple[int, int, int, int]]) -> np.ndarray:
     st.integers(0, 3),
     st.sampled_from([None, 0, 1]),
 )
-def test_it_is_what_stands_next_to_what_was_moved_in_blocks_that_are_read(
+def test_colocated_rows_are_neighbours_of_moved_rows(
     tables: list[list[tuple[int, int, int, int]] | None],
     groups: list[list[tuple[int, int, bool]]],
     depth_below: int,
     bytes_max: int,
     left_out: int | None,
 ) -> None:
+    """Only neighbours in blocks that are read anyway are returned."""
+
     def row(of: int, ordinal: int) -> tuple[int, int, int, int] | None:
         mine = tables[of] or []
         return mine[ordinal] if 0 <= ordinal < len(mine) else None
@@ -76,8 +78,8 @@ def test_it_is_what_stands_next_to_what_was_moved_in_blocks_that_are_read(
         assert list(zip(*(column.tolist() for column in columns), strict=True)) == wanted
 
 
-def test_many_groups_of_many_rows(kernel: Any) -> None:
-    """Every second row is there: all between them stand beside two, and are found once in each of two groups."""
+def test_colocated_rows_of_many_groups_are_found_once(kernel: Any) -> None:
+    """The groups hold every second row, so each row between has two neighbours, and is found once in each group."""
     rows = table([(1, 0, 0, number // 64) for number in range(4001)])
     ordinals = np.tile(np.arange(0, 4001, 2, dtype=np.uint32), 2)
     of, found, groups = kernel.rows_beside(
@@ -112,7 +114,7 @@ def test_many_groups_of_many_rows(kernel: Any) -> None:
         ({"tables": [np.zeros(2, CHUNK_ROW), np.zeros(2, np.uint8)]}, "tables.1. uint8"),
     ],
 )
-def test_arrays_that_do_not_agree_are_refused(kernel: Any, change: dict[str, Any], said: str) -> None:
+def test_colocated_rows_refuse_arrays_that_do_not_agree(kernel: Any, change: dict[str, Any], said: str) -> None:
     given_ = {
         "tables": [np.zeros(3, CHUNK_ROW)],
         "which": np.zeros(1, np.int32),

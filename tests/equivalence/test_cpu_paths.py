@@ -1,4 +1,4 @@
-"""The kernels on narrower processors: emulated, so that an instruction the processor lacks would end the process."""
+"""Run the kernels on emulated older processors, which end the process at an instruction that they lack."""
 
 import os
 import shutil
@@ -71,7 +71,7 @@ def widest() -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["base", "avx2", "avx512"])
-def test_every_path_gives_the_same_bytes(widest: list[str], path: str) -> None:
+def test_each_cpu_path_gives_equal_bytes(widest: list[str], path: str) -> None:
     if {"base": 0, "avx2": 1, "avx512": 2}[path] > {"base": 0, "avx2": 1, "avx512": 2}.get(widest[0], 0):
         pytest.skip(f"this processor stops at {widest[0]}")
     *paths, digest = _run(NEARKIN_CPU=path)
@@ -79,7 +79,7 @@ def test_every_path_gives_the_same_bytes(widest: list[str], path: str) -> None:
 
 
 @pytest.mark.parametrize("processor", ["Nehalem", "Haswell"])
-def test_an_older_processor_gives_the_same_bytes(widest: list[str], processor: str) -> None:
+def test_older_processor_gives_equal_bytes(widest: list[str], processor: str) -> None:
     emulator = shutil.which("qemu-x86_64")
     if emulator is None:
         pytest.skip("qemu-x86_64 is not installed (Debian package qemu-user)")

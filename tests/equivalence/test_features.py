@@ -1,4 +1,4 @@
-"""The compiled features equal their definition, on every CPU path, for every shape of input."""
+"""Compare the compiled features with their definition on every CPU path, for every shape of input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALGORITHMS = ("ntransform", "ntransform_scalar", "finesse", "finesse_scalar", "o
 
 
 def content(seed: int, length: int, symbols: int) -> bytes:
-    """Return `length` bytes of `symbols` values; with few, fingerprints tie and zero runs appear."""
+    """Return `length` bytes of `symbols` values; few values cause equal fingerprints and runs of zeros."""
     return np.random.default_rng(seed).integers(0, symbols, length, dtype=np.uint8).tobytes()
 
 
@@ -50,7 +50,7 @@ def chunk_lists(draw: st.DrawFn) -> tuple[bytes, np.ndarray[Any, Any], np.ndarra
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @settings(max_examples=60, deadline=None)
 @given(chunks=chunk_lists(), plan=plans(), window=st.sampled_from([48, 48, 48, 39, 64]))
-def test_compiled_features_equal_the_definition(
+def test_compiled_features_equal_definition(
     algorithm: str, chunks: tuple[Any, Any, Any], plan: dict[str, int], window: int
 ) -> None:
     expected = getattr(reference, algorithm)(*chunks, **plan, window_bytes=window)
@@ -62,7 +62,7 @@ def test_compiled_features_equal_the_definition(
 
 @settings(max_examples=60, deadline=None)
 @given(chunks=chunk_lists(), sampling=st.integers(0, 16), data=st.data())
-def test_odess_agrees_for_every_sampling_and_window(
+def test_odess_with_any_sampling_and_window_agrees(
     chunks: tuple[Any, Any, Any], sampling: int, data: st.DataObject
 ) -> None:
     window = data.draw(st.integers(32 + sampling, 64))
@@ -71,7 +71,7 @@ def test_odess_agrees_for_every_sampling_and_window(
 
 
 @pytest.mark.parametrize("window", [4, 5, 31, 47, 49, 128, 256])
-def test_rabin_windows_of_any_size_agree(window: int) -> None:
+def test_rabin_with_any_window_agrees(window: int) -> None:
     payload = content(7, 30_000, 256)
     chunks = payload, np.array([1, 100], np.uint64), np.array([29_000, 12 * window], np.uint32)
     for algorithm in ("ntransform", "finesse"):
@@ -80,20 +80,20 @@ def test_rabin_windows_of_any_size_agree(window: int) -> None:
 
 
 def edge_lengths() -> list[int]:
-    """Lengths beside every boundary of the vector code: windows, lanes, turns of 16 rows, buffers of 4096 positions."""
+    """Return lengths around each boundary of the vector code: windows, lanes, 16 rows, buffers of 4096 positions."""
     positions = {64 * k + d for k in (1, 2, 16, 17) for d in (-1, 0, 1)} | {1024 + 63, 4097, 8200}
     whole = {p + 47 for p in positions}
-    many = set(range(578, 2700, 67))  # lanes of every unevenness
+    many = set(range(578, 2700, 67))  # lanes of unequal lengths
     subs = {12 * (p + 47) + p % 12 for p in positions if p < 1100}
     return sorted(whole | subs | {0, 1, 47, 48, 575, 576, 577} | many)
 
 
-# (features, super-features, window): more sub-chunks than lanes, fewer; runs shorter than a turn; wide windows
+# (features, super-features, window): more sub-chunks than lanes, fewer; runs shorter than 16 rows; wide windows
 EDGE_PLANS = ((64, 4, 48), (33, 3, 16), (12, 3, 4), (5, 1, 15), (2, 1, 256), (1, 1, 48))
 
 
 def guarded(payload: bytes) -> memoryview:
-    """Return a copy between two pages that end the process when read; its length is a whole number of pages."""
+    """Return a copy between two guard pages, which end the process when read; the length is a multiple of a page."""
     assert len(payload) % mmap.PAGESIZE == 0
     region = mmap.mmap(-1, len(payload) + 2 * mmap.PAGESIZE)
     region[mmap.PAGESIZE : -mmap.PAGESIZE] = payload
@@ -149,7 +149,9 @@ def run_with(cpu: str, script: str, *arguments: str) -> subprocess.CompletedProc
 
 
 def reachable() -> tuple[str, ...]:
-    """Return the paths this machine has, asked in a process of its own so that NEARKIN_CPU here does not hide any."""
+    """Return the CPU paths of this machine, as a separate process reports them: NEARKIN_CPU may hide some of them
+    here.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "NEARKIN_CPU"}
     script = "from nearkin_shared.kernels.native import _features; print(_features.cpu_path())"
     best = subprocess.run(
@@ -163,7 +165,8 @@ def reachable() -> tuple[str, ...]:
     return PATHS[: PATHS.index(best) + 1]
 
 
-def test_every_cpu_path_gives_the_definition_s_answers_and_reads_nothing_outside() -> None:
+def test_each_cpu_path_equals_definition_within_bounds() -> None:
+    """Guard pages around each buffer end the process if a kernel reads outside."""
     expected = hashlib.sha256(repr(answers_here(reference, edge_payload())).encode()).hexdigest()
     for path in reachable():
         result = run_with(path, SCRIPT, __file__)
@@ -171,7 +174,7 @@ def test_every_cpu_path_gives_the_definition_s_answers_and_reads_nothing_outside
         assert result.stdout.split() == [path, expected], path
 
 
-def test_an_unknown_or_unreachable_cpu_path_is_refused_at_import() -> None:
+def test_unknown_cpu_path_is_refused_at_import() -> None:
     for demand in ("", "sse9", *PATHS[len(reachable()) :]):
         result = run_with(demand, "import nearkin_shared.kernels.native._features")
         assert result.returncode
@@ -181,19 +184,19 @@ def test_an_unknown_or_unreachable_cpu_path_is_refused_at_import() -> None:
 
 @pytest.mark.parametrize("kernel", [compiled, reference], ids=["compiled", "reference"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-class TestBothRefuseWhatIsOutOfBounds:
+class TestOutOfBoundsArguments:
     def refuses(self, kernel: Any, algorithm: str, named: str, *chunks: Any, **parameters: Any) -> None:
         with pytest.raises(BadInput, match=named):
             getattr(kernel, algorithm)(*chunks, **parameters)
 
-    def test_a_chunk_past_the_end_is_refused(self, kernel: Any, algorithm: str) -> None:
+    def test_chunk_past_the_end_is_refused(self, kernel: Any, algorithm: str) -> None:
         one = np.array([1], np.uint64)
         self.refuses(kernel, algorithm, "offset 1 with length 1000", bytes(1000), one, np.array([1000], np.uint32))
         huge = np.array([2**64 - 1], np.uint64)
         self.refuses(kernel, algorithm, "18446744073709551615", bytes(1000), huge, np.array([1], np.uint32))
         self.refuses(kernel, algorithm, "payload's 0 bytes", b"", np.zeros(1, np.uint64), np.array([1], np.uint32))
 
-    def test_an_array_of_another_type_is_refused(self, kernel: Any, algorithm: str) -> None:
+    def test_array_of_another_type_is_refused(self, kernel: Any, algorithm: str) -> None:
         offsets, lengths = np.zeros(2, np.uint64), np.zeros(2, np.uint32)
         self.refuses(kernel, algorithm, "offsets is int64", b"x", offsets.astype(np.int64), lengths)
         self.refuses(kernel, algorithm, "lengths is uint64", b"x", offsets, lengths.astype(np.uint64))
@@ -202,7 +205,7 @@ class TestBothRefuseWhatIsOutOfBounds:
         self.refuses(kernel, algorithm, "offsets is uint64", b"x", np.zeros(4, np.uint64)[::2], lengths)
         self.refuses(kernel, algorithm, "2 entries and lengths 1", b"x", offsets, lengths[:1])
 
-    def test_a_payload_that_is_no_plain_buffer_is_refused(self, kernel: Any, algorithm: str) -> None:
+    def test_payload_that_is_no_plain_buffer_is_refused(self, kernel: Any, algorithm: str) -> None:
         arrays = np.zeros(1, np.uint64), np.zeros(1, np.uint32)
         self.refuses(kernel, algorithm, "payload is a str", "text", *arrays)
         self.refuses(kernel, algorithm, "not C-contiguous", memoryview(bytes(10))[::2], *arrays)
@@ -217,7 +220,7 @@ class TestBothRefuseWhatIsOutOfBounds:
         self.refuses(kernel, algorithm, "window_bytes 257", *chunks, window_bytes=257)
         self.refuses(kernel, algorithm, "features 12.0 is not a whole number", *chunks, features=12.0)
 
-    def test_every_kind_of_buffer_gives_the_same_answer(self, kernel: Any, algorithm: str) -> None:
+    def test_features_of_each_kind_of_buffer_are_equal(self, kernel: Any, algorithm: str) -> None:
         payload = content(3, 4096, 256)
         arrays = np.zeros(1, np.uint64), np.array([4096], np.uint32)
         expected = getattr(kernel, algorithm)(payload, *arrays).tolist()
@@ -225,7 +228,7 @@ class TestBothRefuseWhatIsOutOfBounds:
         for buffer in (bytearray(payload), memoryview(payload), read_only, read_only.view("<u4").reshape(32, 32)):
             assert getattr(kernel, algorithm)(buffer, *arrays).tolist() == expected
 
-    def test_no_chunks_and_no_bytes_give_no_features(self, kernel: Any, algorithm: str) -> None:
+    def test_features_of_nothing_are_empty(self, kernel: Any, algorithm: str) -> None:
         function = getattr(kernel, algorithm)
         assert function(b"", np.zeros(0, np.uint64), np.zeros(0, np.uint32)).shape == (0, 3)
         assert function(b"", np.zeros(2, np.uint64), np.zeros(2, np.uint32)).tolist() == [[0] * 3] * 2

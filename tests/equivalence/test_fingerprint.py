@@ -1,4 +1,4 @@
-"""The fast fingerprint kernel answers as its definition does. Invariant: on every code path the machine has."""
+"""Compare the fast fingerprint kernel with its definition. Invariant: equal on every code path of the machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def pieces(draw: st.DrawFn) -> tuple[bytes, NDArray[np.uint64], NDArray[np.uint3
 
 
 @given(pieces())
-def test_fast_and_plain_agree_on_any_pieces(given_pieces: tuple[bytes, NDArray[np.uint64], NDArray[np.uint32]]) -> None:
+def test_fast_and_plain_kernel_agree_on_any_pieces(
+    given_pieces: tuple[bytes, NDArray[np.uint64], NDArray[np.uint32]],
+) -> None:
     payload, offsets, lengths = given_pieces
     fingerprints = fast.sha1_many(payload, offsets, lengths)
     tags = fast.check_tags(payload, offsets, lengths, KEY)
@@ -51,7 +53,7 @@ def test_fast_and_plain_agree_on_any_pieces(given_pieces: tuple[bytes, NDArray[n
 
 
 @given(st.lists(st.integers(0, 3), min_size=32, max_size=32), st.sampled_from([0, 255]), st.integers(1, 5000))
-def test_tags_agree_where_every_carry_happens(key_bytes: list[int], fill: int, length: int) -> None:
+def test_tags_with_each_carry_agree(key_bytes: list[int], fill: int, length: int) -> None:
     key = TagKey(bytes(key_bytes), b"")
     payload, offsets, lengths = bytes([fill]) * length, np.zeros(1, np.uint64), np.array([length], np.uint32)
     np.testing.assert_array_equal(
@@ -59,7 +61,7 @@ def test_tags_agree_where_every_carry_happens(key_bytes: list[int], fill: int, l
     )
 
 
-def test_both_kernels_refuse_the_same_arguments() -> None:
+def test_both_kernels_refuse_equal_arguments() -> None:
     zero64, zero32 = np.zeros(1, np.uint64), np.zeros(1, np.uint32)
     wrong = [
         (None, zero64, zero32),
@@ -98,7 +100,7 @@ def test_both_kernels_refuse_the_same_arguments() -> None:
             kernel.names(np.zeros((2, 20), np.uint8), zero64, zero32)
 
 
-def test_the_reference_tag_matches_the_siphash_paper() -> None:
+def test_reference_tag_matches_siphash_paper() -> None:
     assert plain.siphash(bytes(range(16)), bytes(range(15)), 2, 4) == 0xA129CA6149BE45E5
 
 
@@ -148,7 +150,7 @@ def probe(path: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_cpu_path_gives_the_same_fingerprints_and_tags() -> None:
+def test_each_cpu_path_gives_equal_fingerprints_and_tags() -> None:
     machine = fast.cpu_path() if "NEARKIN_CPU" not in os.environ else "base"
     answers = {}
     for path in PATHS[: PATHS.index(machine) + 1]:
@@ -168,7 +170,7 @@ def test_every_cpu_path_gives_the_same_fingerprints_and_tags() -> None:
     assert set(answers.values()) == {hashlib.sha256(tags.tobytes()).hexdigest()}
 
 
-def test_the_measured_choice_names_engines_that_are_here() -> None:
+def test_measured_choice_names_available_engines() -> None:
     engines = fast.sha1_engines()
     assert all(0 < block_nanoseconds < 100_000 for block_nanoseconds in engines.values()), engines
     few, many, few_max = fast.sha1_choice()
@@ -180,7 +182,7 @@ def test_the_measured_choice_names_engines_that_are_here() -> None:
         assert 0 <= few_max < {"avx2": 8, "avx512": 16}[many]
 
 
-def test_an_engine_that_is_not_here_is_refused_with_those_that_are() -> None:
+def test_unavailable_engine_is_refused_with_choices() -> None:
     with pytest.raises(BadInput, match=r"'avx1024'.*portable"):
         fast.sha1_many(b"", np.zeros(0, np.uint64), np.zeros(0, np.uint32), engine="avx1024")
     done = subprocess.run(
@@ -200,7 +202,7 @@ def test_an_engine_that_is_not_here_is_refused_with_those_that_are() -> None:
     assert "leave portable" in done.stderr
 
 
-def test_an_unknown_cpu_path_is_refused_with_the_choices() -> None:
+def test_unknown_cpu_path_is_refused_with_choices() -> None:
     done = probe("avx1024")
     assert done.returncode != 0
     assert 'NEARKIN_CPU "avx1024": choose' in done.stderr

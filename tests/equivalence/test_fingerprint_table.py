@@ -1,4 +1,4 @@
-"""The compiled name table behaves as a dict does. Invariant: after any calls, and when a call is refused."""
+"""Compare the compiled fingerprint table with a dict. Invariant: equal after any calls, refused ones included."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nearkin_shared.kernels.reference import fingerprint_table_reference as plai
 
 
 def keys_of(numbers: list[int], key_bytes: int) -> NDArray[np.uint8]:
-    """Return keys that differ in their last byte only, so that nothing but the hash spreads them."""
+    """Return keys that differ in their last byte only, so that the hash alone spreads them."""
     keys = np.zeros((len(numbers), key_bytes), np.uint8)
     keys[:, key_bytes - 2] = [number >> 8 for number in numbers]
     keys[:, key_bytes - 1] = [number & 255 for number in numbers]
@@ -80,13 +80,13 @@ TestTableAgainstDict = TableAgainstDict.TestCase
 
 
 @given(st.lists(st.integers(0, 50), max_size=200), st.sampled_from([1, 2, 20, 32, 40]))
-def test_first_occurrence_agrees(numbers: list[int], key_bytes: int) -> None:
+def test_first_occurrence_agrees_with_dict(numbers: list[int], key_bytes: int) -> None:
     keys = np.zeros((len(numbers), key_bytes), np.uint8)
     keys[:, -1] = numbers
     np.testing.assert_array_equal(fast.first_occurrence(keys), plain.first_occurrence(keys))
 
 
-def test_a_large_table_keeps_every_entry_through_growth_and_discard() -> None:
+def test_large_table_keeps_entries_through_growth() -> None:
     rows = 100_000
     keys, table = many(rows), fast.NameTable(32, 1 << 20)
     containers, ordinals = np.arange(rows, dtype=np.uint64) // 500, np.arange(rows, dtype=np.uint32)
@@ -103,7 +103,7 @@ def test_a_large_table_keeps_every_entry_through_growth_and_discard() -> None:
     np.testing.assert_array_equal(table.get_many(keys)[2], containers % 2 == 1)
 
 
-def test_a_refused_put_changes_nothing() -> None:
+def test_refused_put_changes_nothing() -> None:
     table = fast.NameTable(32, 100)
     table.put_first_many(many(90), np.zeros(90, np.uint64), np.zeros(90, np.uint32))
     with pytest.raises(RetryableError, match="101 entries would exceed max_entries 100"):
@@ -114,7 +114,7 @@ def test_a_refused_put_changes_nothing() -> None:
     assert table.put_first_many(again, np.zeros(110, np.uint64), np.zeros(110, np.uint32)).sum() == 10
 
 
-def test_strided_keys_are_taken() -> None:
+def test_strided_keys_are_accepted() -> None:
     keys = many(40)[::2]
     table = fast.NameTable(32, 100)
     table.put_first_many(keys, np.ones(20, np.uint64), np.zeros(20, np.uint32))
@@ -131,7 +131,7 @@ def test_no_keys_are_no_error() -> None:
         assert module.first_occurrence(none).shape == (0,)
 
 
-def test_both_refuse_the_same_arguments() -> None:
+def test_both_tables_refuse_equal_arguments() -> None:
     module: Any
     for module in (fast, plain):
         for key_bytes, max_entries in ((7, 1), (41, 1), (8, 0), (8, 2**40 + 1), (True, 1), ("8", 1), (8, 1.5)):
@@ -156,7 +156,7 @@ def test_both_refuse_the_same_arguments() -> None:
             module.first_occurrence(np.zeros((1, 41), np.uint8))
 
 
-def test_threads_share_a_table() -> None:
+def test_table_shared_by_threads_is_consistent() -> None:
     table, keys = fast.NameTable(32, 1 << 16), many(20_000)
     inserted: list[int] = []
 

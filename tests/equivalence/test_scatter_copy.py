@@ -1,4 +1,4 @@
-"""Gather: both implementations copy the same bytes and refuse the same slices, and no refusal moves a byte."""
+"""Compare both implementations of the scatter copy: equal bytes, equal refusals, and no byte moved by a refusal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def legal(draw: st.DrawFn) -> tuple[list[bytes], Slices, int]:
 
 
 @given(case=legal())
-def test_both_gather_the_same(case: tuple[list[bytes], Slices, int]) -> None:
+def test_both_kernels_copy_equal_bytes(case: tuple[list[bytes], Slices, int]) -> None:
     buffers, slices, out_bytes = case
     which, offsets, lengths, places = arrays(slices)
     expected = bytearray(b"." * out_bytes)
@@ -70,7 +70,8 @@ farther = st.sampled_from([2**64 - 1, 2**63, 2**64 - 5])
     slices=st.lists(st.tuples(st.integers(-1, 2), near | farther, near | far, near | farther), max_size=4),
     extra=st.integers(0, 3),
 )
-def test_both_refuse_the_same_slices_in_the_same_words_and_move_nothing(slices: Slices, extra: int) -> None:
+def test_refused_slices_copy_nothing(slices: Slices, extra: int) -> None:
+    """Both kernels refuse the same slices with the same message."""
     which, offsets, lengths, places = arrays(slices)
     counts = [which, offsets, lengths, places]
     if extra < 3:
@@ -95,28 +96,29 @@ def test_both_refuse_the_same_slices_in_the_same_words_and_move_nothing(slices: 
     assert outcome(_scatter_copy) == outcome(scatter_copy_reference)
 
 
-def test_no_slices_and_no_buffers_gather_nothing(kernel: Any) -> None:
+def test_no_slices_and_no_buffers_copy_nothing(kernel: Any) -> None:
     which, offsets, lengths, places = arrays([])
     kernel.gather([], which, offsets, lengths, bytearray(), places)
     assert kernel.gather_new([], which, offsets, lengths).shape == (0,)
     assert kernel.gather_new([b"", b"x"], *arrays([(0, 0, 0, 0), (1, 1, 0, 0)])[:3]).shape == (0,)
 
 
-def test_where_places_overlap_the_later_slice_wins(kernel: Any) -> None:
+def test_overlapping_targets_keep_the_later_slice(kernel: Any) -> None:
     out = bytearray(6)
     which, offsets, lengths, places = arrays([(0, 0, 4, 0), (1, 0, 4, 2)])
     kernel.gather([b"aaaa", b"bbbb"], which, offsets, lengths, out, places)
     assert out == b"aabbbb"
 
 
-def test_a_buffer_may_be_its_own_destination(kernel: Any) -> None:
+def test_buffer_may_be_its_own_destination(kernel: Any) -> None:
     out = bytearray(b"0123456789")
     which, offsets, lengths, places = arrays([(0, 0, 8, 2)])
     kernel.gather([out], which, offsets, lengths, out, places)
     assert out == b"0101234567"
 
 
-def test_what_is_checked_holds_where_it_is_the_memory_that_is_written(kernel: Any) -> None:
+def test_arguments_in_the_target_memory_are_read_first(kernel: Any) -> None:
+    """The copy overwrites its own argument arrays; the checked values still hold."""
     memory = np.zeros(64, np.uint8)
     lengths = memory[:16].view(np.uint32)
     lengths[:] = 8, 4, 0, 0
@@ -125,7 +127,7 @@ def test_what_is_checked_holds_where_it_is_the_memory_that_is_written(kernel: An
     assert np.flatnonzero(memory == 0x7F).tolist() == [*range(4, 12), *range(20, 24)]
 
 
-def test_any_contiguous_buffer_is_read_and_any_writable_one_written(kernel: Any) -> None:
+def test_any_contiguous_buffer_is_read_or_written(kernel: Any) -> None:
     wide = np.arange(4, dtype=np.uint16).reshape(2, 2)
     out = np.zeros((2, 4), np.uint16)
     which, offsets, lengths, places = arrays([(0, 2, 4, 0), (1, 0, 3, 5), (2, 1, 2, 8), (3, 0, 1, 15)])
@@ -157,8 +159,8 @@ def test_other_dtypes_are_refused_by_name(kernel: Any, wrong: int) -> None:
         kernel.gather([b"abcd"], *every[:3], bytearray(4), every[3])
 
 
-def test_lengths_that_no_buffer_backs_allocate_nothing(kernel: Any) -> None:
-    """Four entries of 4 GiB: the refusal comes before the array."""
+def test_lengths_beyond_their_buffers_allocate_nothing(kernel: Any) -> None:
+    """Four entries of 4 GiB are refused before the array is allocated."""
     which, offsets, lengths, _ = arrays([(0, 0, 2**32 - 1, 0)] * 4)
     with pytest.raises(BadInput, match="slice 0 at offset 0, 4294967295 bytes: leaves buffer 0 of 1 bytes"):
         kernel.gather_new([b"x"], which, offsets, lengths)

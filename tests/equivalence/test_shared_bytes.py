@@ -1,4 +1,4 @@
-"""What chunks share with bases: the compiled count equals its definition, and what it counts is there."""
+"""Compare the compiled count of bytes shared with bases with its definition, and with the bytes themselves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def side(chunks: list[bytes]) -> tuple[bytes, np.ndarray, np.ndarray]:
 
 
 def scattered(chunks: list[bytes], buffers: int = 1) -> tuple[list[bytes], np.ndarray, np.ndarray, np.ndarray]:
-    """Return the chunks dealt out to so many buffers, each with something of its own before, between and behind."""
+    """Return the chunks spread over `buffers` buffers, each buffer with bytes of its own before, between and
+    behind them.
+    """
     content, which, offsets = [bytearray() for _ in range(buffers)], [], []
     for number, chunk in enumerate(chunks):
         mine = content[number % buffers]
@@ -77,13 +79,14 @@ def sides(draw: st.DrawFn) -> tuple[list[bytes], list[bytes], tuple[np.ndarray, 
 
 @settings(max_examples=120, deadline=None)
 @given(sides(), st.integers(1, 4))
-def test_the_compiled_count_equals_the_definition_wherever_the_bases_lie(given_sides: Any, buffers: int) -> None:
+def test_compiled_count_equals_definition(given_sides: Any, buffers: int) -> None:
+    """The bases may be anywhere in any buffer."""
     assert shared(compiled, *given_sides, buffers=buffers) == shared(reference, *given_sides)
 
 
 @settings(max_examples=60, deadline=None)
 @given(sides())
-def test_no_more_is_shared_than_a_target_has_and_only_within_its_group(given_sides: Any) -> None:
+def test_shared_bytes_are_bounded_by_target_and_group(given_sides: Any) -> None:
     targets, bases, (target_bounds, base_bounds) = given_sides
     total = np.zeros(len(targets), np.int64)
     for target, base, shared_bytes, matches in shared(compiled, targets, bases, (target_bounds, base_bounds)):
@@ -97,13 +100,13 @@ def test_no_more_is_shared_than_a_target_has_and_only_within_its_group(given_sid
 
 
 @KERNELS
-def test_equal_chunks_share_everything_and_noise_nothing(kernel: Any) -> None:
+def test_equal_chunks_share_all_and_noise_nothing(kernel: Any) -> None:
     text, noise = text_like(3000, 1), random_bytes(3000, 2)
     assert shared(kernel, [text, noise], [random_bytes(500, 3), text]) == [[0, 1, 3000, 1]]
 
 
 @KERNELS
-def test_a_match_of_23_bytes_is_found_wherever_it_lies_and_one_of_15_is_none(kernel: Any) -> None:
+def test_match_of_23_bytes_is_found_and_one_of_15_is_not(kernel: Any) -> None:
     base = random_bytes(400, 1)
     found = 0
     for at in range(40):
@@ -112,11 +115,11 @@ def test_a_match_of_23_bytes_is_found_wherever_it_lies_and_one_of_15_is_none(ker
         assert rows in ([], [[0, 0, 23, 1]])
         found += bool(rows)
         assert shared(kernel, [narrow], [base]) == []
-    assert found > 30  # two positions with one hash: the earlier one is not known any more
+    assert found > 30  # two positions with one hash: the table has replaced the earlier one
 
 
 @KERNELS
-def test_nothing_is_shared_with_nothing(kernel: Any) -> None:
+def test_no_chunks_share_nothing(kernel: Any) -> None:
     assert shared(kernel, [], []) == []
     assert shared(kernel, [b"x" * 100], []) == []
     assert shared(kernel, [], [b"x" * 100]) == []
@@ -163,9 +166,9 @@ def changed(side: tuple[Any, ...], by_place: dict[int, Any]) -> list[Any]:
 
 
 @KERNELS
-def test_more_than_a_table_can_name_is_refused(kernel: Any) -> None:
+def test_more_bytes_than_the_table_names_are_refused(kernel: Any) -> None:
     few = (*side([b"x" * 100]), bounds(1))
-    count = (1 << 13) + 1  # of 1 MiB each, all in the same place
+    count = (1 << 13) + 1  # of 1 MiB each, all at the same offset
     lengths = np.full(count, 1 << 20, np.uint32)
     many = ([bytes(1 << 20)], np.zeros(count, np.int32), np.zeros(count, np.uint64), lengths, bounds(count))
     with pytest.raises(BadInput, match=f"a group of {count << 20} bytes of bases: want at most {1 << 33}"):
@@ -173,8 +176,8 @@ def test_more_than_a_table_can_name_is_refused(kernel: Any) -> None:
 
 
 @KERNELS
-def test_small_bases_empty_ones_and_large_ones_are_told_apart(kernel: Any) -> None:
-    """Of 40,000 bases most have no place in the table, and one is longer than any chunk."""
+def test_bases_of_all_sizes_are_kept_apart(kernel: Any) -> None:
+    """Most of 40,000 bases are too short for the table, and one is longer than any chunk."""
     large = np.random.default_rng(1).integers(0, 256, (1 << 20) + 5000, np.uint8).tobytes()
     small = np.random.default_rng(2).integers(0, 256, 3 * 1000, np.uint8).tobytes()
     buffers, count = [large, small, b"1234567"], 40_000

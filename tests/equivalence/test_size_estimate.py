@@ -1,4 +1,4 @@
-"""The compiled estimate equals its definition, stays in its bounds and ranks chunks as zstd does."""
+"""Compare the compiled size estimate with its definition, its bounds, and zstd's ranking of chunks."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ repetitive = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(repetitive, max_size=4))
-def test_compiled_estimates_equal_the_definition(chunks: list[bytes]) -> None:
+def test_compiled_estimates_equal_definition(chunks: list[bytes]) -> None:
     assert estimates(compiled, *chunks) == estimates(reference, *chunks)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 13_000), st.integers(0, 2**32), st.sampled_from([1, 2, 3, 10, 80, 256]))
-def test_estimates_agree_for_every_entropy_and_across_blocks(length: int, seed: int, symbols: int) -> None:
+def test_estimates_of_each_entropy_agree_across_blocks(length: int, seed: int, symbols: int) -> None:
     chunk = np.random.default_rng(seed).integers(0, symbols, length, dtype=np.uint8).tobytes()
     mirrored = chunk + chunk[::-1] + chunk[: length // 2]
     assert estimates(compiled, chunk, mirrored) == estimates(reference, chunk, mirrored)
 
 
-def test_estimates_agree_at_every_length_beside_a_block_of_4096() -> None:
+def test_estimates_at_lengths_around_4096_agree() -> None:
     text = b"".join(b"%d,%x;" % (i * i, i) for i in range(3000))
     noise = hashlib.shake_256(b"estimate").digest(9000)
     for data in (text, noise, noise[:4093] * 3, bytes(9000)):
@@ -65,7 +65,7 @@ def test_estimates_agree_at_every_length_beside_a_block_of_4096() -> None:
 
 
 @KERNELS
-def test_an_estimate_depends_on_its_chunk_alone(kernel: Any) -> None:
+def test_estimate_depends_on_its_chunk_alone(kernel: Any) -> None:
     chunk = b"the same bytes, whatever came before them; " * 20
     alone = estimates(kernel, chunk)
     assert estimates(kernel, chunk, hashlib.shake_256(b"x").digest(500), chunk)[::2] == alone * 2
@@ -73,12 +73,12 @@ def test_an_estimate_depends_on_its_chunk_alone(kernel: Any) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(repetitive, st.binary(max_size=3000)))
-def test_an_estimate_is_never_above_length_plus_10(chunk: bytes) -> None:
+def test_estimate_is_at_most_length_plus_10(chunk: bytes) -> None:
     assert 10 <= estimates(compiled, chunk)[0] <= len(chunk) + 10
 
 
 @KERNELS
-def test_more_redundancy_is_never_dearer(kernel: Any) -> None:
+def test_estimate_does_not_grow_with_redundancy(kernel: Any) -> None:
     noise = hashlib.shake_256(b"redundancy").digest(4096)
     mixed = [noise[: 4096 - kept] + noise[:kept] for kept in (0, 512, 1024, 2048, 3072, 4096 - 16)]
     found = estimates(kernel, *mixed)
@@ -98,7 +98,7 @@ def samples() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["source", "binary", "json"])
-def test_the_mean_estimate_is_within_a_tenth_of_zstd_level_3(kind: str) -> None:
+def test_mean_estimate_is_within_a_tenth_of_zstd_level_3(kind: str) -> None:
     data = samples()[kind]
     chunks = [data[at : at + 8192] for at in range(0, len(data) - 8191, 8192)]
     ratios = [
@@ -107,7 +107,7 @@ def test_the_mean_estimate_is_within_a_tenth_of_zstd_level_3(kind: str) -> None:
     assert 0.9 < sum(ratios) / len(ratios) < 1.1
 
 
-def test_chunks_of_all_kinds_are_ranked_as_zstd_ranks_them() -> None:
+def test_estimates_rank_chunks_as_zstd_does() -> None:
     chunks = [data[at : at + 8192] for data in samples().values() for at in range(0, len(data) - 8191, 8192)]
     chunks += [hashlib.shake_256(bytes([i])).digest(8192) for i in range(5)] + [bytes(8192)]
     actual = np.argsort(np.argsort([len(zstd.compress(chunk, 3)) for chunk in chunks]))
@@ -115,14 +115,14 @@ def test_chunks_of_all_kinds_are_ranked_as_zstd_ranks_them() -> None:
     assert np.corrcoef(actual, found)[0, 1] > 0.97
 
 
-def test_logarithms_are_right_to_their_last_bits() -> None:
+def test_logarithms_are_exact_to_their_last_bits() -> None:
     for value in (*range(1, 512), 1000, 65_535, 2**31, 2**32 - 1):
         kept = value if value < 512 else value >> (value.bit_length() - 9) << (value.bit_length() - 9)
         assert 0 <= math.log2(kept) * 65536 - reference.log2_of(value) < 1.001, value
 
 
 @KERNELS
-def test_bad_chunks_are_refused_and_no_chunks_are_fine(kernel: Any) -> None:
+def test_bad_chunks_are_refused_and_no_chunks_are_accepted(kernel: Any) -> None:
     function = kernel.compressed_bytes_estimate
     assert function(b"", np.zeros(0, np.uint64), np.zeros(0, np.uint32)).shape == (0,)
     assert function(b"", np.zeros(1, np.uint64), np.zeros(1, np.uint32)).tolist() == [10]

@@ -1,4 +1,4 @@
-"""Runs of a tree: both implementations find the same keys, whatever the runs hold, and refuse the same."""
+"""Compare both implementations of lookups in sorted runs: equal keys found in any runs, equal refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def name(depth: int, bits: int) -> bytes:
 
 
 def look_up(kernel: Any, runs: Mapping[bytes, bytes], asked: list[tuple[int, bytes]], marked: int = -1) -> list[Any]:
-    """Return the values found, None for what is not; row `marked` is marked as found beforehand."""
+    """Return the values found, None for keys without one; row `marked` is marked as found before the call."""
     asked = sorted(asked)
     found, values = np.zeros(len(asked), np.bool_), np.zeros((len(asked), VALUE_BYTES), np.uint8)
     if marked >= 0:
@@ -57,7 +57,7 @@ def look_up(kernel: Any, runs: Mapping[bytes, bytes], asked: list[tuple[int, byt
 @given(
     st.dictionaries(keys, st.binary(min_size=VALUE_BYTES, max_size=VALUE_BYTES), max_size=80), st.lists(keys), st.data()
 )
-def test_what_lies_in_any_run_of_a_tree_is_found(
+def test_look_up_finds_keys_of_each_run(
     held: dict[tuple[int, bytes], bytes], others: list[tuple[int, bytes]], data: st.DataObject
 ) -> None:
     placed: dict[bytes, list[Entry]] = {name(0, 0): []}
@@ -79,7 +79,7 @@ def test_what_lies_in_any_run_of_a_tree_is_found(
 
 @pytest.mark.parametrize("count", [0, 1, 2, 15, 16, 17, 18, 33, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("spread", ["even", "low", "high", "clumps", "one"])
-def test_wherever_heads_lie_a_key_is_found(kernel: Any, count: int, spread: str) -> None:
+def test_look_up_with_any_spread_of_heads_finds_keys(kernel: Any, count: int, spread: str) -> None:
     random = np.random.default_rng(count)
     drawn = {
         "even": random.integers(0, 2**64, count, np.uint64),
@@ -95,7 +95,7 @@ def test_wherever_heads_lie_a_key_is_found(kernel: Any, count: int, spread: str)
     assert look_up(kernel, runs, asked) == [held.get(key) for key in asked]
 
 
-def test_of_several_runs_that_have_a_key_the_shallowest_counts(kernel: Any) -> None:
+def test_look_up_key_in_several_runs_takes_the_shallowest(kernel: Any) -> None:
     one, other = 5 << TOP, 6 << TOP
     runs = {
         name(0, 0): run([(one, b"aaa", b"first")], 0xFF),
@@ -107,7 +107,7 @@ def test_of_several_runs_that_have_a_key_the_shallowest_counts(kernel: Any) -> N
     assert look_up(kernel, runs, [(one, b"aaa"), (one, b"aab"), (other, b"aaa")]) == wanted
 
 
-def test_runs_of_the_deepest_depth_are_read_and_no_deeper_ones(kernel: Any) -> None:
+def test_look_up_reads_runs_to_the_depth_limit_only(kernel: Any) -> None:
     head = 0o7777777_7777777_7777777  # its first bit is 0
     runs = {name(depth, head >> (64 - 3 * depth) if depth else 0): run([], 0xFF) for depth in range(20)}
     runs[name(20, head >> 4)] = run([(head, b"aaa", b"value")], 0xFF)
@@ -115,12 +115,12 @@ def test_runs_of_the_deepest_depth_are_read_and_no_deeper_ones(kernel: Any) -> N
     assert look_up(kernel, runs, [(head, b"aaa"), (head, b"aab")]) == [b"value", None]
 
 
-def test_a_row_that_is_marked_is_left_as_it_is(kernel: Any) -> None:
+def test_look_up_leaves_marked_row_unchanged(kernel: Any) -> None:
     runs = {name(0, 0): run([(5, b"aaa", b"value")])}
     assert look_up(kernel, runs, [(5, b"aaa")], marked=0) == [bytes(VALUE_BYTES)]
 
 
-def test_heads_that_do_not_ascend_lead_nowhere_outside_of_the_run(kernel: Any) -> None:
+def test_look_up_unsorted_heads_stays_within_the_run(kernel: Any) -> None:
     random = np.random.default_rng(3)
     for count in (1, 17, 40, 300):
         shuffled = random.integers(0, 2**64, count, np.uint64).tobytes() + bytes(count * (TAIL_BYTES + VALUE_BYTES))
@@ -128,7 +128,7 @@ def test_heads_that_do_not_ascend_lead_nowhere_outside_of_the_run(kernel: Any) -
         assert set(look_up(kernel, {name(0, 0): bytes(8) + shuffled}, asked)) <= {None, bytes(VALUE_BYTES)}
 
 
-def test_what_the_callable_raises_is_raised(kernel: Any) -> None:
+def test_look_up_propagates_errors_of_the_callable(kernel: Any) -> None:
     def get(wanted: bytes) -> memoryview | None:
         if wanted == name(0, 0):
             return memoryview(run([], 0xFF))
@@ -140,7 +140,7 @@ def test_what_the_callable_raises_is_raised(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("run_bytes", [1, 7, 9, 8 + 15, 8 + 17])
-def test_a_run_of_another_size_is_refused(kernel: Any, run_bytes: int) -> None:
+def test_look_up_refuses_run_of_another_size(kernel: Any, run_bytes: int) -> None:
     with pytest.raises(BadInput, match=f"a run of {run_bytes} bytes: want 8, and entries of 16"):
         look_up(kernel, {name(0, 0): bytes(run_bytes)}, [(1, b"aaa")])
 
@@ -158,7 +158,7 @@ def test_a_run_of_another_size_is_refused(kernel: Any, run_bytes: int) -> None:
         ({"found": np.zeros(4, np.bool_)[::2]}, "found: want a contiguous"),
     ],
 )
-def test_arrays_that_do_not_agree_are_refused(kernel: Any, change: dict[str, Any], said: str) -> None:
+def test_look_up_refuses_arrays_that_do_not_agree(kernel: Any, change: dict[str, Any], said: str) -> None:
     given = {
         "heads": np.zeros(2, np.uint64),
         "tails": np.zeros((2, 3), np.uint8),

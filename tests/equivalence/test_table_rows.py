@@ -1,4 +1,4 @@
-"""Rows of several tables: both implementations number alike, copy the same rows, and stop at the same one."""
+"""Compare both implementations that copy rows of several tables: equal numbers, equal rows, equal stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def table(rows: int, seed: int) -> np.ndarray:
 
 
 @given(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**64 - 1)), max_size=300), st.integers(1, 4))
-def test_values_are_numbered_by_their_first_mention(values: list[int], step: int) -> None:
+def test_values_are_numbered_by_first_occurrence(values: list[int], step: int) -> None:
     array = np.array(values, np.uint64)[::step]
     wanted = list(dict.fromkeys(array.tolist()))
     for kernel in BOTH:
@@ -37,7 +37,7 @@ def test_values_are_numbered_by_their_first_mention(values: list[int], step: int
         assert [wanted[number] for number in numbers.tolist()] == array.tolist()
 
 
-def test_many_values_are_numbered(kernel: Any) -> None:
+def test_many_values_are_numbered_alike(kernel: Any) -> None:
     values = np.arange(100_000, dtype=np.uint64) << np.uint64(32)
     numbers, distinct = kernel.numbered(np.concatenate([values, values[::-1]]))
     assert np.array_equal(distinct, values)
@@ -45,7 +45,7 @@ def test_many_values_are_numbered(kernel: Any) -> None:
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.data())
-def test_rows_are_taken_until_the_room_is_full(sizes: list[int], data: st.DataObject) -> None:
+def test_rows_are_copied_until_the_limit(sizes: list[int], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=60))
     room_bytes = data.draw(st.integers(-5, 3000))
     wanted = next((n for n in range(1, len(rows)) if sum(sizes[row] for row in rows[:n]) >= room_bytes), len(rows))
@@ -63,13 +63,13 @@ def test_rows_are_taken_until_the_room_is_full(sizes: list[int], data: st.DataOb
         (np.array([[0]], np.intp), np.ones(3, np.uint32), "rows int64"),
     ],
 )
-def test_refuses_rows_to_fill_that_are_not_there(kernel: Any, rows: np.ndarray, sizes: np.ndarray, named: str) -> None:
+def test_rows_out_of_range_are_refused(kernel: Any, rows: np.ndarray, sizes: np.ndarray, named: str) -> None:
     with pytest.raises(BadInput, match=named):
         kernel.rows_to_fill(rows, sizes, 100)
 
 
 @given(st.data())
-def test_rows_are_those_of_their_tables(data: st.DataObject) -> None:
+def test_rows_are_copied_from_their_own_tables(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.one_of(st.none(), st.integers(0, 20)), min_size=1, max_size=4))
     tables = [None if size is None else table(size, seed) for seed, size in enumerate(sizes)]
     pairs = data.draw(st.lists(st.tuples(st.integers(0, len(sizes) - 1), st.integers(0, 22)), max_size=40))
@@ -106,7 +106,7 @@ def test_arrays_that_do_not_agree_are_refused(kernel: Any, change: dict[str, Any
         kernel.take_rows(**(given | change))
 
 
-def test_values_of_another_kind_are_refused(kernel: Any) -> None:
+def test_values_of_another_dtype_are_refused(kernel: Any) -> None:
     for values in (np.zeros(2, np.int64), np.zeros((2, 2), np.uint64), [1, 2]):
         with pytest.raises(BadInput, match="values"):
             kernel.numbered(values)

@@ -1,4 +1,6 @@
-"""xdelta3: either implementation decodes what the other wrote, and both refuse the same deltas in the same words."""
+"""Compare both xdelta3 implementations: each decodes the other's deltas, and both refuse the same with one
+message.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def pack(pieces: list[bytes]) -> tuple[bytes, np.ndarray, np.ndarray]:
 
 
 def outcome(kernel: Any, delta: bytes, base: bytes, target_bytes: int) -> bytes | str:
-    """What one delta decodes to, or the words it is refused with."""
+    """Return the bytes that one delta decodes to, or the message of the refusal."""
     try:
         decoded = kernel.decode_many(*pack([delta]), *pack([base]), np.array([target_bytes], np.uint32))
     except Corrupt as err:
@@ -30,7 +32,7 @@ def outcome(kernel: Any, delta: bytes, base: bytes, target_bytes: int) -> bytes 
 
 @st.composite
 def pair(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """A target made of pieces of the base, of itself, runs and new bytes."""
+    """Draw a target made of pieces of the base, pieces of itself, runs and new bytes."""
     base = draw(st.binary(max_size=80)) * draw(st.integers(1, 40)) + draw(st.binary(max_size=80))
     target = b""
     for _ in range(draw(st.integers(0, 8))):
@@ -48,7 +50,7 @@ def pair(draw: st.DrawFn) -> tuple[bytes, bytes]:
 
 @settings(deadline=None)
 @given(pairs=st.lists(pair(), max_size=4), level=st.integers(1, 9), crude=st.booleans())
-def test_either_decodes_what_the_other_encodes(pairs: list[tuple[bytes, bytes]], level: int, crude: bool) -> None:
+def test_each_kernel_decodes_the_other_s_deltas(pairs: list[tuple[bytes, bytes]], level: int, crude: bool) -> None:
     targets, bases = [target for target, _ in pairs], [base for _, base in pairs]
     encoder = xdelta3_reference if crude else _xdelta3
     limits = np.full(len(pairs), 1 << 20, np.uint32)
@@ -65,9 +67,8 @@ def test_either_decodes_what_the_other_encodes(pairs: list[tuple[bytes, bytes]],
     pairs=st.lists(pair(), min_size=1, max_size=3),
     limits=st.lists(st.integers(0, 400), min_size=3, max_size=3),
 )
-def test_no_delta_is_longer_than_its_limit_and_none_within_it_is_lost(
-    pairs: list[tuple[bytes, bytes]], limits: list[int]
-) -> None:
+def test_delta_is_kept_exactly_within_its_limit(pairs: list[tuple[bytes, bytes]], limits: list[int]) -> None:
+    """No delta is longer than its limit, and none that fits is refused."""
     packed = (*pack([target for target, _ in pairs]), *pack([base for _, base in pairs]))
     limit_bytes = np.array(limits[: len(pairs)], np.uint32)
     for kernel in (_xdelta3, xdelta3_reference):
@@ -78,14 +79,16 @@ def test_no_delta_is_longer_than_its_limit_and_none_within_it_is_lost(
 
 @settings(deadline=None)
 @given(data=st.data(), source=pair(), crude=st.booleans())
-def test_both_answer_damaged_deltas_alike(data: st.DataObject, source: tuple[bytes, bytes], crude: bool) -> None:
+def test_both_kernels_decode_damaged_deltas_alike(
+    data: st.DataObject, source: tuple[bytes, bytes], crude: bool
+) -> None:
     target, base = source
     encoder = xdelta3_reference if crude else _xdelta3
     delta, _ = encoder.encode_many(*pack([target]), *pack([base]), limit_bytes=np.array([1 << 20], np.uint32))
     damaged = bytearray(delta.tobytes())
     for _ in range(data.draw(st.integers(1, 4))):
         kind = data.draw(st.sampled_from(["flip", "set", "cut", "insert", "delete"]))
-        # Headers are a few bytes of many; half of all damage goes there.
+        # Headers are a few bytes of many; half of all damage is put there.
         at = data.draw(st.integers(0, min(30, len(damaged))) | st.integers(0, len(damaged)))
         if kind == "cut":
             del damaged[at:]
@@ -109,7 +112,7 @@ HOSTILE_NUMBER = st.sampled_from([0, 1, 127, 128, 2**31, 2**32 - 1, 2**32, 2**63
 
 @st.composite
 def windows(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
-    """A delta of any instructions whose lengths and addresses mostly fit, with now and then a number that does not."""
+    """Draw a delta of any instructions whose lengths and addresses mostly fit, and sometimes do not."""
 
     def nearly(value: int) -> bytes:
         return number(draw(HOSTILE_NUMBER) if draw(st.integers(0, 40)) == 0 else value)
@@ -151,13 +154,13 @@ def windows(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
 
 @settings(deadline=None)
 @given(hostile=windows())
-def test_both_answer_any_instructions_alike(hostile: tuple[bytes, bytes, int]) -> None:
+def test_both_kernels_decode_any_instructions_alike(hostile: tuple[bytes, bytes, int]) -> None:
     assert outcome(_xdelta3, *hostile) == outcome(xdelta3_reference, *hostile)
 
 
 @settings(deadline=None)
 @given(delta=st.binary(max_size=60), prefix=st.booleans(), base=st.binary(max_size=20), target_bytes=st.integers(0, 50))
-def test_both_answer_any_bytes_alike(delta: bytes, prefix: bool, base: bytes, target_bytes: int) -> None:
+def test_both_kernels_decode_any_bytes_alike(delta: bytes, prefix: bool, base: bytes, target_bytes: int) -> None:
     delta = b"\xd6\xc3\xc4\x00" + delta if prefix else delta
     assert outcome(_xdelta3, delta, base, target_bytes) == outcome(xdelta3_reference, delta, base, target_bytes)
 
@@ -169,7 +172,7 @@ ranges = st.lists(
 
 @settings(deadline=None)
 @given(target_ranges=ranges, base_ranges=ranges, limits=st.none() | st.lists(st.integers(0, 9), max_size=3))
-def test_both_refuse_the_same_ranges_in_the_same_words(
+def test_both_kernels_refuse_equal_ranges_with_one_message(
     target_ranges: list[tuple[int, int]], base_ranges: list[tuple[int, int]], limits: list[int] | None
 ) -> None:
     def refusal(kernel: Any) -> str | None:

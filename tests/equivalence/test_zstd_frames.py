@@ -1,4 +1,4 @@
-"""zstd frames: both implementations write the same bytes, read each other's, and refuse the same broken ones."""
+"""Compare both implementations of zstd frames: equal bytes written, each other's frames read, equal refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def decoded(kernel: Any, frame: bytes, size_bytes: int, prefix: bytes | None = N
     prefix=st.one_of(st.none(), st.builds(text_like, st.integers(8, 200_000), st.integers(0, 5))),
     options=st.sampled_from([OPTIONS, FAST]),
 )
-def test_both_write_the_same_frame_and_read_it(raw: bytes, prefix: bytes | None, options: dict[int, int]) -> None:
+def test_both_kernels_write_and_read_equal_frames(raw: bytes, prefix: bytes | None, options: dict[int, int]) -> None:
     frames = [kernel.FrameEncoder(OPTIONS).encode(raw, prefix, options) for kernel in BOTH]
     assert frames[0] == frames[1]
     for kernel in BOTH:
@@ -52,8 +52,8 @@ def test_both_write_the_same_frame_and_read_it(raw: bytes, prefix: bytes | None,
 
 
 @pytest.mark.parametrize("prefix_bytes", [0, 1, 7, 8])
-def test_a_prefix_that_zstd_knows_none_so_short_is_none(kernel: Any, prefix_bytes: int) -> None:
-    """Whoever makes up a container may have a block lean on so little."""
+def test_prefix_below_zstd_minimum_is_ignored(kernel: Any, prefix_bytes: int) -> None:
+    """A crafted container may have a block whose base is that short."""
     raw = text_like(3000, 1)
     frame = bytes(_zstd_frames.FrameEncoder(OPTIONS).unchecked(raw, raw[:prefix_bytes]))
     assert kernel.FrameEncoder(OPTIONS).unchecked(raw, raw[:prefix_bytes]) == frame
@@ -63,7 +63,7 @@ def test_a_prefix_that_zstd_knows_none_so_short_is_none(kernel: Any, prefix_byte
     assert kernel.decode_frames([frame], slots, buffers, there, *slices, np.array([0, 1], np.uint32)).all()
 
 
-def test_an_encoder_is_the_same_after_any_frame(kernel: Any) -> None:
+def test_encoder_is_unchanged_by_any_frame(kernel: Any) -> None:
     base, used = text_like(200_000, 1), kernel.FrameEncoder(OPTIONS)
     raw = mutate(base, 2)
     first = used.encode(raw)
@@ -74,10 +74,10 @@ def test_an_encoder_is_the_same_after_any_frame(kernel: Any) -> None:
     assert decoded(kernel, first, len(raw)) == raw, "nor does the prefix outlive its decoding"
 
 
-def test_what_refers_to_a_prefix_is_compared_though_it_is_longer_than_what_it_holds(
-    kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever asks for a patch keeps it, whatever it comes to; of another that long nobody keeps it."""
+def test_patch_longer_than_raw_is_still_verified(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that asks for a patch keeps it at any length; a raw frame that long is never kept, so it is not
+    verified.
+    """
     raw, base = random_bytes(5000, 1), random_bytes(5000, 2)
     decodings = list[int]()
     real = zstd_frames_reference.decode_frame
@@ -96,7 +96,7 @@ def test_what_refers_to_a_prefix_is_compared_though_it_is_longer_than_what_it_ho
         assert decodings == [len(frame)] * 2
 
 
-def test_frames_come_in_memory_that_the_caller_gives(kernel: Any) -> None:
+def test_frames_are_written_to_memory_of_the_caller(kernel: Any) -> None:
     given: list[np.ndarray] = []
 
     def take(size_bytes: int) -> np.ndarray:
@@ -112,7 +112,7 @@ def test_frames_come_in_memory_that_the_caller_gives(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"abc" * 5000, bytes(range(256)) * 300])
-def test_how_long_a_frame_would_be_is_told_without_keeping_it(kernel: Any, raw: bytes) -> None:
+def test_frame_length_is_measured_without_keeping_it(kernel: Any, raw: bytes) -> None:
     taken: list[int] = []
 
     def take(size_bytes: int) -> bytearray:
@@ -134,7 +134,7 @@ def test_memory_of_another_size_is_refused(kernel: Any, more: int) -> None:
         kernel.FrameEncoder(OPTIONS, lambda size_bytes: bytearray(size_bytes + more)).encode(b"abc" * 100)
 
 
-def test_a_patch_without_its_prefix_is_refused_or_reads_otherwise(kernel: Any) -> None:
+def test_patch_without_its_prefix_is_refused_or_differs(kernel: Any) -> None:
     base = text_like(100_000, 1)
     raw = mutate(base, 2)
     patch = kernel.FrameEncoder(OPTIONS).encode(raw, base)
@@ -155,13 +155,13 @@ def test_a_patch_without_its_prefix_is_refused_or_reads_otherwise(kernel: Any) -
         (compress(b"a" * 500) * 2, 1000, "announced"),
     ],
 )
-def test_anything_but_one_whole_frame_is_refused(kernel: Any, frame: bytes, size_bytes: int, said: str) -> None:
+def test_incomplete_or_extended_frame_is_refused(kernel: Any, frame: bytes, size_bytes: int, said: str) -> None:
     with pytest.raises(Corrupt, match=said):
         decoded(kernel, frame, size_bytes)
 
 
 @given(at=st.integers(0, 2000), bit=st.integers(0, 7))
-def test_a_flipped_bit_never_writes_beyond_the_buffer(at: int, bit: int) -> None:
+def test_flipped_bit_never_writes_beyond_the_buffer(at: int, bit: int) -> None:
     raw = text_like(20_000, 4)
     frame = bytearray(_zstd_frames.FrameEncoder(OPTIONS).encode(raw))
     frame[at % len(frame)] ^= 1 << bit
@@ -173,7 +173,7 @@ def test_a_flipped_bit_never_writes_beyond_the_buffer(at: int, bit: int) -> None
 
 
 def placed(frames: int, sources: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (slots of frames whose buffers stand behind the sources, which buffers are there)."""
+    """Return (slots of frames whose buffers are behind the sources, mask of buffers that exist)."""
     return np.arange(sources, sources + frames, dtype=np.int32), np.arange(sources + frames) < sources
 
 
@@ -200,7 +200,7 @@ def test_many_frames_are_decoded_as_one_by_one(data: st.DataObject) -> None:
         frames.append(
             _zstd_frames.FrameEncoder(OPTIONS).unchecked(raws[-1], prefix if len(prefix) >= 8 else None, FAST)
         )
-        if len(prefix) < 8:  # zstd knows none so short
+        if len(prefix) < 8:  # zstd ignores a prefix that short
             counts[-1] = 0
             which, offsets, lengths = (some[: sum(counts)] for some in (which, offsets, lengths))
     broken = data.draw(st.sampled_from([None, *range(len(frames))]))
@@ -218,7 +218,7 @@ def test_many_frames_are_decoded_as_one_by_one(data: st.DataObject) -> None:
         ]
 
 
-def test_a_patch_with_another_prefix_among_many_is_another_or_refused(kernel: Any) -> None:
+def test_patch_with_another_prefix_is_refused_or_differs(kernel: Any) -> None:
     base = text_like(100_000, 1)
     raw = mutate(base, 2)
     patch, out = kernel.FrameEncoder(OPTIONS).encode(raw, base), np.zeros(len(raw), np.uint8)
@@ -252,7 +252,7 @@ def test_a_patch_with_another_prefix_among_many_is_another_or_refused(kernel: An
         ({"there": np.array([1, 0], np.uint8)}, "bool"),
     ],
 )
-def test_slices_that_leave_their_buffers_are_refused(kernel: Any, change: dict[str, np.ndarray], said: str) -> None:
+def test_slices_outside_their_buffers_are_refused(kernel: Any, change: dict[str, np.ndarray], said: str) -> None:
     slices = {
         "which": np.zeros(1, np.int32),
         "offsets": np.zeros(1, np.uint64),
@@ -266,8 +266,8 @@ def test_slices_that_leave_their_buffers_are_refused(kernel: Any, change: dict[s
         kernel.decode_frames([frame], buffers=buffers, **(slices | change))
 
 
-def test_a_frame_refers_to_what_frames_before_it_have_filled_and_to_nothing_else(kernel: Any) -> None:
-    """Invariant: a chain decodes in one call; what leans on a frame that did not decode is left out."""
+def test_frame_depends_on_earlier_frames_only(kernel: Any) -> None:
+    """Invariant: a chain decodes in one call; frames whose base did not decode are left out."""
     raws = [text_like(30_000, 1)]
     for seed in range(2, 6):
         raws.append(mutate(raws[-1], seed))
@@ -295,19 +295,19 @@ def test_a_frame_refers_to_what_frames_before_it_have_filled_and_to_nothing_else
     frames[2] = frames[2][:-1]
     done, outs = decoded_frames([0, 1, 2, 3, 4], frames)
     assert done == [True, True, False, False, False]
-    assert not outs[3].any(), "nothing is decoded against what is not there"
+    assert not outs[3].any(), "a frame was decoded against a missing base"
     outs, one = [np.zeros(len(raws[2]), np.uint8), np.zeros(0, np.uint8)], np.ones(1, np.int32)
     mine = one, np.zeros(1, np.uint64), np.full(1, 30_000, np.uint32), np.array([0, 1], np.uint32)
     lost = kernel.decode_frames([frames[1]], 0 * one, outs, np.zeros(2, np.bool_), *mine)
-    assert not lost.any(), "of a buffer that is not there nothing is known, how long it is neither"
+    assert not lost.any(), "a frame was decoded against a missing buffer"
 
 
 @pytest.mark.parametrize("broken", [None, 0, 40, 150])
-def test_frames_shared_out_among_threads_are_those_of_one(broken: int | None) -> None:
-    """Invariant: who decodes what follows from who is free, what comes out from the frames alone."""
+def test_frames_decoded_by_several_threads_are_equal(broken: int | None) -> None:
+    """Invariant: the order of decoding depends on free threads, the result on the frames alone."""
     rng, count = np.random.default_rng(3), 300
     leans = [sorted(rng.integers(0, number, min(number, int(rng.integers(0, 4)))).tolist()) for number in range(count)]
-    leans[5] = [9]  # on one behind it, which nobody waits for
+    leans[5] = [9]  # a base behind it, which is decoded later
     raws = [text_like(int(size), seed) for seed, size in enumerate(rng.integers(100, 20_000, count))]
     encoder = _zstd_frames.FrameEncoder(OPTIONS)
     frames = [
@@ -321,7 +321,7 @@ def test_frames_shared_out_among_threads_are_those_of_one(broken: int | None) ->
     good = list[bool]()
     for number, mine in enumerate(leans):
         good.append(number not in (5, broken) and all(good[base] for base in mine))
-    assert sum(good) < count - 20, "what leans on the fifth goes with it"
+    assert sum(good) < count - 20, "frames that depend on the fifth must fail with it"
 
     with ThreadPoolExecutor(4) as threads:
 
@@ -338,8 +338,8 @@ def test_frames_shared_out_among_threads_are_those_of_one(broken: int | None) ->
                 assert all(out.tobytes() == raw for out, raw, fine in zip(outs, raws, done, strict=True) if fine)
 
 
-def test_a_frame_that_leans_on_one_behind_it_is_left_also_where_that_one_is_done_first() -> None:
-    """The second waits for the first, which takes long; meanwhile another thread decodes the third."""
+def test_frame_with_a_later_base_is_left_out() -> None:
+    """The second waits for the first, which takes long; meanwhile another thread decodes the third, its base."""
     raws = [text_like(3_000_000, 1), text_like(5000, 2), text_like(5000, 3)]
     encoder = _zstd_frames.FrameEncoder(OPTIONS)
     frames = [encoder.unchecked(raws[0]), encoder.unchecked(raws[1], raws[0] + raws[2]), encoder.unchecked(raws[2])]
@@ -355,10 +355,10 @@ def test_a_frame_that_leans_on_one_behind_it_is_left_also_where_that_one_is_done
             outs = [np.empty(len(raw), np.uint8) for raw in raws]
             slots, there = placed(3, 0)
             done = _zstd_frames.decode_frames(frames, slots, outs, there, *slices, share)
-            assert done.tolist() == [True, False, True], "as one thread would have it"
+            assert done.tolist() == [True, False, True], "the result must be that of one thread"
 
 
-def test_two_frames_do_not_fill_one_buffer(kernel: Any) -> None:
+def test_two_frames_for_one_buffer_are_refused(kernel: Any) -> None:
     none = np.zeros(0, np.int32), np.zeros(0, np.uint64), np.zeros(0, np.uint32), np.zeros(3, np.uint32)
     with pytest.raises(BadInput, match="filled twice"):
         kernel.decode_frames(
@@ -366,19 +366,19 @@ def test_two_frames_do_not_fill_one_buffer(kernel: Any) -> None:
         )
 
 
-def test_options_that_zstd_refuses_are_named(kernel: Any) -> None:
+def test_options_refused_by_zstd_are_named(kernel: Any) -> None:
     with pytest.raises(ValueError, match="parameter"):
         kernel.FrameEncoder({CompressionParameter.window_log: 99}).encode(b"abc" * 100)
 
 
-def test_what_is_not_bytes_is_refused(kernel: Any) -> None:
+def test_arguments_that_are_not_bytes_are_refused(kernel: Any) -> None:
     with pytest.raises((TypeError, ValueError, BufferError)):
         kernel.decode_frame(compress(b"abc"), b"abc", "a frame")  # not writable
     with pytest.raises((TypeError, ValueError, BufferError)):
         kernel.FrameEncoder(OPTIONS).encode("text")
 
 
-def test_threads_decode_side_by_side() -> None:
+def test_threads_decode_concurrently() -> None:
     raws = [text_like(300_000, seed) for seed in range(6)]
     frames = [_zstd_frames.FrameEncoder(OPTIONS).encode(raw) for raw in raws]
     wrong: list[int] = []

@@ -1,4 +1,4 @@
-"""Parsers given changed bytes: a short run of each, by lot, and all that was ever at fault."""
+"""Give changed bytes to the parsers: a short random run of each, and all inputs that once caused a fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INPUTS = int(os.environ.get("FUZZ_INPUTS", "300"))
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_whatever_a_parser_is_given_it_ends_well_or_refuses(name: str) -> None:
+def test_parsers_given_changed_bytes_succeed_or_refuse(name: str) -> None:
     seed = random.SystemRandom().randrange(1 << 31)
     print(f"seed {seed}")  # pytest shows it where the test fails
     given, taken = run(name, INPUTS, seed, REGRESSIONS)
@@ -29,12 +29,12 @@ def test_whatever_a_parser_is_given_it_ends_well_or_refuses(name: str) -> None:
     assert taken >= 1 or TARGETS[name].refusals == ()
 
 
-def test_what_is_kept_of_earlier_faults_is_found() -> None:
+def test_stored_inputs_of_earlier_faults_are_found() -> None:
     assert list(kept_inputs("headers", REGRESSIONS))
     assert {path.name for path in REGRESSIONS.iterdir() if path.is_dir() and path.name != "__pycache__"} <= set(TARGETS)
 
 
-def test_a_fault_is_a_fault() -> None:
+def test_parser_that_raises_another_error_is_a_fault() -> None:
     def broken(data: bytes) -> None:
         if data[:1] == b"x":
             raise IndexError("out of range")
@@ -45,7 +45,7 @@ def test_a_fault_is_a_fault() -> None:
         try_input("t", target, b"xy")
 
 
-def test_what_hangs_and_what_takes_all_memory_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parser_that_hangs_or_takes_all_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def hangs(data: bytes) -> None:
         while data:
             pass
@@ -61,7 +61,7 @@ def test_what_hangs_and_what_takes_all_memory_are_faults(monkeypatch: pytest.Mon
         run("g", 1, 1)
 
 
-def test_the_same_seed_changes_bytes_in_the_same_way() -> None:
+def test_mutator_with_equal_seed_gives_equal_bytes() -> None:
     seeds = [b"one thing", b"and another"]
     one, other = random.Random(5), random.Random(5)
     assert [mutate_input(one, seeds[0], seeds) for _ in range(50)] == [
@@ -69,7 +69,7 @@ def test_the_same_seed_changes_bytes_in_the_same_way() -> None:
     ]
 
 
-def test_tables_in_raw_frames_are_taken_as_packed_ones_are() -> None:
+def test_tables_in_raw_frames_are_read_as_packed_ones() -> None:
     from nearkin_shared.kernels.zstd_frames import decode_frame
 
     for data in (b"", b"short", bytes(range(256)) * 1200):
@@ -78,7 +78,7 @@ def test_tables_in_raw_frames_are_taken_as_packed_ones_are() -> None:
         assert out == data
 
 
-def test_the_vcdiff_decoder_stays_inside_its_buffers_under_sanitizers(tmp_path: Path) -> None:
+def test_vcdiff_decoder_under_sanitizers_stays_in_buffers(tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -91,7 +91,7 @@ def test_the_vcdiff_decoder_stays_inside_its_buffers_under_sanitizers(tmp_path: 
     words += [str(REGRESSIONS / "vcdiff.c"), str(kernels / "xdelta3_impl.c"), "-o", str(tmp_path / "vcdiff")]
     built = subprocess.run(words, capture_output=True, text=True, check=False)
     if built.returncode and "asan" in built.stderr:
-        pytest.skip("the compiler brings no AddressSanitizer")
+        pytest.skip("the compiler has no AddressSanitizer")
     assert built.returncode == 0, built.stderr
     names = []
     for number, data in enumerate([*TARGETS["vcdiff"].seeds(), *kept_inputs("vcdiff", REGRESSIONS)]):

@@ -1,4 +1,4 @@
-"""Chunking: frozen cut points. If one changes, data stored before stops deduplicating against data stored after."""
+"""Check frozen cut points: if one changes, new data no longer deduplicates against stored data."""
 
 import hashlib
 
@@ -10,7 +10,7 @@ from nearkin_shared.kernels import chunking
 
 
 def corpus() -> bytes:
-    """Return 1.25 MiB: random bytes, text of few letters, zeros, a period of 777, random again; all from SHAKE-256."""
+    """Return 1.25 MiB from SHAKE-256: random bytes, text of few letters, zeros, a period of 777, random again."""
     random = hashlib.shake_256(b"nearkin chunking golden").digest(1 << 19)
     letters = bytes(b"etaoin shrdlu\n.,"[value & 15] for value in random[: 1 << 18])
     zeros = bytes(1 << 17)
@@ -25,7 +25,7 @@ def digest(lengths: NDArray[np.uint32]) -> str:
     return hashlib.sha256(np.cumsum(lengths, dtype="<u8").tobytes()).hexdigest()
 
 
-def test_the_corpus_is_the_frozen_one() -> None:
+def test_corpus_is_frozen() -> None:
     assert hashlib.sha256(CORPUS).hexdigest() == "b2d670ffb8fe09accd16326988ce88856cbd13668fe17025e522f9b77ce8e181"
 
 

@@ -1,4 +1,4 @@
-"""Frozen super-features: a change here ends all matches with the sketches of stored chunks."""
+"""Check frozen super-features: if one changes, no new chunk matches the sketches of stored chunks."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: "-".join(map(str, case)))
-def test_super_features_are_the_ones_stored_chunks_were_sketched_with(case: tuple[str, int, int, int]) -> None:
+def test_super_features_are_frozen(case: tuple[str, int, int, int]) -> None:
+    """The values are those with which stored chunks were sketched."""
     algorithm, features_count, super_features, window = case
     found = digest(algorithm, features=features_count, super_features=super_features, window_bytes=window)
     assert found == GOLDEN[case]
 
 
 @pytest.mark.parametrize("algorithm", ["ntransform", "finesse"])
-def test_scalar_variants_have_the_same_digest(algorithm: str) -> None:
+def test_scalar_variants_have_equal_digest(algorithm: str) -> None:
     assert digest(f"{algorithm}_scalar") == GOLDEN[algorithm, 12, 3, 48]
 
 
-def test_one_chunk_s_rows_are_spelled_out() -> None:
+def test_rows_of_one_chunk_are_frozen() -> None:
     chunk = corpus()[:8192]
     place = np.zeros(1, np.uint64), np.array([8192], np.uint32)
     rows = {name: [f"{value:016x}" for value in getattr(features, name)(chunk, *place)[0]] for name in SPELLED_OUT}

@@ -1,4 +1,4 @@
-"""Frozen tags and names: a tag that changes makes every stored chunk unknown. Invariant: these never change."""
+"""Check frozen tags and names: if a tag changes, every stored chunk becomes unknown."""
 
 from __future__ import annotations
 

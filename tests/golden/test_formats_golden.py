@@ -1,6 +1,6 @@
-"""Frozen bytes: files written by the first release must be read for ever, and the same input gives the same bytes.
+"""Check frozen bytes: files of the first release stay readable, and equal input gives equal bytes.
 
-To freeze a new format version add its files beside these; the old ones stay.
+To freeze a new format version add its files next to these; the old ones stay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.data import samples
 
 HERE = Path(__file__).parent
 ZSTD = "1.5.7"
-"""The library that made the frozen bytes: another one may compress otherwise, and must still read them."""
+"""The library that made the frozen bytes: another one may compress differently, and must still read them."""
 
 
 def digest(data: bytes) -> str:
@@ -31,7 +31,7 @@ def digest(data: bytes) -> str:
 
 
 @pytest.mark.skipif(zstd.zstd_version != ZSTD, reason=f"frozen with zstd {ZSTD}: another one compresses otherwise")
-def test_the_same_input_gives_the_frozen_bytes() -> None:
+def test_equal_input_gives_frozen_bytes() -> None:
     assert digest(samples.small_container()) == "1ef0a489f23a9ec0c3be26eb4bb434bd"
     assert digest(samples.patch_container()) == "7ee1429884ffcb0f91f15d6da7d32351"
     assert digest(encode_manifest(samples.small_manifest())) == "0ffd61dad6314f92aa140701b03fe6d3"
@@ -39,12 +39,12 @@ def test_the_same_input_gives_the_frozen_bytes() -> None:
     assert digest(encode_manifest(samples.manifest_with_chain())) == "0df5fb453e62b45b8c66879f26f8572f"
 
 
-def test_what_is_not_compressed_is_frozen_whatever_the_library() -> None:
+def test_uncompressed_bytes_are_frozen_for_each_library() -> None:
     data = samples.empty_container() + encode_manifest(samples.small_manifest())[:188]
     assert digest(data) == "930f52d683a2150d63d60f3264476465"
 
 
-def test_the_frozen_container_is_still_read() -> None:
+def test_frozen_container_is_read() -> None:
     found, blocks = samples.read_all((HERE / "container_v2.bin").read_bytes())
     made, made_blocks = samples.read_all(samples.small_container())
     assert blocks == made_blocks
@@ -59,7 +59,7 @@ def test_the_frozen_container_is_still_read() -> None:
     assert found.segments.chunks.ordinals.tolist() == [0, 1, 5, 6, 7, 65536, 65536, 2, 3, 9, 4, 5]
 
 
-def test_the_frozen_patch_blocks_are_still_read() -> None:
+def test_frozen_patch_blocks_are_read() -> None:
     data = (HERE / "container_v3.bin").read_bytes()
     found, _ = samples.read_all(data)
     made, _ = samples.read_all(samples.patch_container())
@@ -76,7 +76,7 @@ def test_the_frozen_patch_blocks_are_still_read() -> None:
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])
-def test_the_frozen_manifest_is_still_read(version: int) -> None:
+def test_frozen_manifest_is_read(version: int) -> None:
     data = (HERE / f"manifest_v{version}.bin").read_bytes()
     assert data[4:6] == bytes([version, 0])
     found = decode_manifest(data, "frozen")
@@ -99,20 +99,20 @@ def test_the_frozen_manifest_is_still_read(version: int) -> None:
 
 
 def test_frozen_retention_record_is_read_and_made() -> None:
-    """F.29: The first format of retention records is read, and the same input gives the same bytes."""
+    """F.29: The first format of retention records is read, and equal input gives equal bytes."""
     frozen = (HERE / "retention_v1.bin").read_bytes()
     assert decode_retention(frozen, "frozen", bytes(range(32))) == samples.small_retention()
     assert encode_retention(samples.small_retention(), bytes(range(32))) == frozen
 
 
-def test_the_frozen_mark_is_still_read_and_still_made() -> None:
+def test_frozen_tombstone_is_read_and_made() -> None:
     frozen = (HERE / "mark_v1.bin").read_bytes()
     assert decode_mark(frozen, "frozen") == samples.small_mark()
     assert encode_mark(samples.small_mark()) == frozen
     assert digest(frozen) == "4d37168b5c332351d7b81024b50adbc4"
 
 
-def test_the_frozen_parity_still_mends_and_is_still_made() -> None:
+def test_frozen_parity_repairs_and_is_made() -> None:
     frozen = (HERE / "parity_v1.bin").read_bytes()
     data, made = samples.small_parity()
     assert made == frozen
@@ -121,7 +121,7 @@ def test_the_frozen_parity_still_mends_and_is_still_made() -> None:
     assert reconstruct(samples.PARITY_OF, bytes(damaged), frozen) == data
 
 
-def test_the_frozen_record_of_what_is_quarantined_is_still_read() -> None:
+def test_frozen_quarantine_record_is_read() -> None:
     sequence, found = decode_record((HERE / "quarantine_v1.bin").read_bytes(), "frozen", QUARANTINED)
     made = samples.small_quarantine()
     assert (sequence, found.keys()) == (7, made.keys())

@@ -18,12 +18,12 @@ CHART = Path(__file__).parents[2] / "deploy/helm/nearkin"
 
 
 class Refused(Exception):
-    """What Helm said."""
+    """A failed run of Helm; the message is its output."""
 
 
 @pytest.fixture(scope="session")
 def helm(need: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """`helm(*arguments, values={})` returns what the program prints. Raises Refused with what it says."""
+    """Return `helm(*arguments, values={})`, which returns the output. Raises Refused with the output on failure."""
     program = need(programs.helm)
     home = tmp_path_factory.mktemp("helm")
 
@@ -46,7 +46,7 @@ def helm(need: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., s
 
 @pytest.fixture(scope="session")
 def promtool(need: Any) -> Callable[..., str]:
-    """`promtool(*arguments)` returns what the program prints. Raises AssertionError with what it says."""
+    """Return `promtool(*arguments)`, which returns the output. Raises AssertionError with the output on failure."""
     program = need(programs.promtool)
 
     def run(*arguments: str) -> str:
@@ -59,7 +59,7 @@ def promtool(need: Any) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def rendered(helm: Callable[..., str]) -> Callable[..., list[dict[str, Any]]]:
-    """`rendered(values)` returns the objects of a release, each render made once."""
+    """Return `rendered(values)`, which returns the objects of a release and renders each once."""
 
     @cache
     def objects(values: str) -> str:

@@ -1,4 +1,4 @@
-"""Alerts and dashboard ask for what is counted, and each alert is one that its reader can do something about."""
+"""Check alerts and dashboard: each series exists, and each alert has a page with a remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ for _declares_levels in (
     import_module(_declares_levels)
 ROOT = Path(__file__).parents[2]
 GIVEN_LABELS = {"namespace", "job", "pod", "component", "le"}
-"""What the scraping adds."""
+"""Labels that scraping adds."""
 MONITORED = {
     "monitoring": {"rules": {"enabled": True}, "dashboard": {"enabled": True}, "podMonitor": {"enabled": True}}
 }
@@ -36,7 +36,7 @@ Render = Callable[..., list[dict[str, Any]]]
 
 
 def series() -> dict[str, set[str]]:
-    """Return the labels of every series that a process of ours can have, by name."""
+    """Return the labels of every series that a Nearkin process can have, by name."""
     found: dict[str, set[str]] = {
         "up": set(),
         "process_resident_memory_bytes": set(),
@@ -76,7 +76,9 @@ def panels(rendered: Render) -> list[dict[str, Any]]:
 
 
 def selectors(expression: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (name, its matchers) of every series that an expression reads. Raises ValueError where it is none."""
+    """Yield (name, its matchers) of every series that an expression reads. Raises ValueError if it cannot be
+    parsed.
+    """
     promql_parser.parse(expression)
     for name, inside in re.findall(r"\b(up|nearkin_\w+|process_\w+)\s*\{([^}]*)\}", expression):
         yield name, dict(re.findall(r'(\w+)\s*=~?\s*"([^"]*)"', inside))
@@ -88,7 +90,7 @@ def grouped(expression: str) -> set[str]:
     }
 
 
-def test_the_series_of_the_code_are_found_here() -> None:
+def test_series_of_the_code_are_found() -> None:
     known = series()
     assert {
         "nearkin_bytes_total",
@@ -100,9 +102,7 @@ def test_the_series_of_the_code_are_found_here() -> None:
     assert all(any(name.startswith(family) for name in known) for family in exposed)
 
 
-def test_alerts_and_panels_ask_for_series_that_exist(
-    alerts: list[dict[str, Any]], panels: list[dict[str, Any]]
-) -> None:
+def test_alerts_and_panels_read_existing_series(alerts: list[dict[str, Any]], panels: list[dict[str, Any]]) -> None:
     known = series()
     asked = [alert["expr"] for alert in alerts]
     asked += [target["expr"] for panel in panels for target in panel.get("targets", [])]
@@ -113,14 +113,12 @@ def test_alerts_and_panels_ask_for_series_that_exist(
         may_group = GIVEN_LABELS | {"stage"} | set().union(*(known[name] for name, _ in found))
         assert grouped(expression) <= may_group, expression
         for name, matchers in found:
-            assert name in known, f"{name} is counted nowhere"
+            assert name in known, f"no process has the series {name}"
             assert set(matchers) <= known[name] | GIVEN_LABELS, expression
-            assert {"namespace", "job"} <= set(matchers), f"{expression}: another release's series count too"
+            assert {"namespace", "job"} <= set(matchers), f"{expression}: matches the series of other releases"
 
 
-def test_values_that_series_are_matched_by_are_given(
-    alerts: list[dict[str, Any]], panels: list[dict[str, Any]]
-) -> None:
+def test_matched_label_values_exist(alerts: list[dict[str, Any]], panels: list[dict[str, Any]]) -> None:
     source = "\n".join(
         path.read_text() for folder in ("app", "shared", "services") for path in (ROOT / folder).rglob("*.py")
     )
@@ -138,7 +136,7 @@ def test_values_that_series_are_matched_by_are_given(
         assert f'"{value}"' in source, value
 
 
-def test_each_alert_says_how_grave_and_has_its_page(alerts: list[dict[str, Any]]) -> None:
+def test_alert_has_severity_and_runbook(alerts: list[dict[str, Any]]) -> None:
     pages = re.findall(r"^### (\w+)$", (ROOT / "docs/how-to/operate-services.md").read_text(), re.MULTILINE)
     assert [alert["alert"] for alert in alerts] == pages
     for alert in alerts:
@@ -148,7 +146,7 @@ def test_each_alert_says_how_grave_and_has_its_page(alerts: list[dict[str, Any]]
         assert labels <= grouped(alert["expr"]), alert["alert"]
 
 
-def test_each_alert_links_to_its_page(alerts: list[dict[str, Any]], rendered: Render) -> None:
+def test_alert_links_to_its_page(alerts: list[dict[str, Any]], rendered: Render) -> None:
     url = "https://git.example.org/nearkin/docs/how-to/operate-services.md"
     (group,) = of_kind(
         rendered({"monitoring": {"rules": {"enabled": True, "runbooks": url}}}), "PrometheusRule", "store-nearkin"
@@ -158,7 +156,7 @@ def test_each_alert_links_to_its_page(alerts: list[dict[str, Any]], rendered: Re
             assert alert["annotations"]["runbook_url"] == f"{base}#{alert['alert'].lower()}"
 
 
-def test_each_alert_is_tried_before_under_and_after_its_fault(alerts: list[dict[str, Any]]) -> None:
+def test_alert_has_rule_tests_around_its_fault(alerts: list[dict[str, Any]]) -> None:
     known = series()
     tried: dict[str, list[bool]] = {}
     for test in TRIALS["tests"]:
@@ -172,7 +170,7 @@ def test_each_alert_is_tried_before_under_and_after_its_fault(alerts: list[dict[
         assert fires[:3] == [False, True, False], name
 
 
-def test_each_alert_fires_by_its_fault_and_clears_after_it(
+def test_alert_fires_by_its_fault_and_clears(
     alerts: list[dict[str, Any]], promtool: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "nearkin", "rules": alerts}]}))
@@ -181,7 +179,7 @@ def test_each_alert_fires_by_its_fault_and_clears_after_it(
     promtool("test", "rules", str(tmp_path / "alerts.test.yaml"))
 
 
-def test_thresholds_and_names_come_from_the_values(rendered: Render) -> None:
+def test_thresholds_and_names_follow_the_values(rendered: Render) -> None:
     values = {
         "monitoring": {
             "rules": {
@@ -199,7 +197,7 @@ def test_thresholds_and_names_come_from_the_values(rendered: Render) -> None:
     assert 'nearkin_lag_records{namespace="x",job="y",group=~"a\\\\.b\\\\.(.*)"}' in text["NearkinStuck"]
 
 
-def test_panels_lie_beside_one_another(panels: list[dict[str, Any]]) -> None:
+def test_panels_do_not_overlap(panels: list[dict[str, Any]]) -> None:
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]

@@ -1,7 +1,7 @@
-"""Real services under real faults: what each tells of itself, and what the chart's alerts make of what they tell.
+"""Run real services under real faults, and evaluate the chart's alerts on the series that they export.
 
-Series are read off the processes before, under and after the faults, and given to the rules by promtool: half an hour
-of each of the first two, then two hours.
+Series are read from the processes before, during and after the faults, and given to promtool: half an hour of each of
+the first two phases, then two hours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAULTS = {
     ("NearkinDeadLetters", 1),
     ("NearkinCorruption", 2),
 }
-"""And how many of each: bytes were wrong in what scrub read, and in what dedup was sent."""
+"""Alerts that fire, with their counts: scrub and dedup each detect corrupt bytes."""
 Render = Callable[..., list[dict[str, Any]]]
 Shown = dict[str, dict[str, float]]
 """By process: value of each series, written with its labels."""
@@ -67,7 +67,7 @@ def pipeline(kafka: Any, redis: Any, topic_prefix: str, key_prefix: str, tmp_pat
 
 
 def address(pipeline: Pipeline, name: str) -> str:
-    """Return where a process that runs tells how it is; of the last one, where it was started again."""
+    """Return the monitoring address of a running process; of the last one if it was restarted."""
     log = pipeline.folder / f"{name}.log"
     return f"http://127.0.0.1:{until(lambda: LISTENS.findall(log.read_text()), pipeline.logs)[-1]}"
 
@@ -80,7 +80,7 @@ def asked(pipeline: Pipeline, name: str, path: str) -> int:
 
 
 def shown(pipeline: Pipeline) -> Shown:
-    """Return what each process shows; nothing of one that does not answer."""
+    """Return the series of each process that answers."""
     found: Shown = {}
     for name in PROCESSES:
         try:
@@ -111,21 +111,22 @@ def total(told: Shown, name: str, **labels: str) -> float:
 def knows_its_tokens(client: httpx.Client) -> bool:
     try:
         return client.get("/v1/status/x").status_code != 401
-    except httpx.ConnectError:  # its monitor answers a moment before it does
+    except httpx.ConnectError:  # the monitor answers a moment before the gateway does
         return False
 
 
 @pytest.mark.soak
-def test_faults_of_real_services_raise_their_alerts_and_no_other_and_these_clear(
+def test_faults_raise_their_alerts_alone_and_these_clear(
     rendered: Render, promtool: Callable[..., str], pipeline: Pipeline, tmp_path: Path
 ) -> None:
+    """Faults of real services raise no other alert than their own."""
     url = f"http://127.0.0.1:{pipeline.config['gateway']['port']}"
     headers = {"Authorization": f"Bearer {(tmp_path / 'token').read_text()}"}
     for name in PROCESSES:
         for path in ("/livez", "/readyz", "/metrics"):
             until(lambda: asked(pipeline, name, path) == 200, lambda: f"{name}{path}\n{pipeline.logs()}")  # noqa: B023
 
-    # Before: blobs come and go, garbage is collected.
+    # Before: blobs are put and deleted, garbage is collected.
     with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
         until(lambda: knows_its_tokens(client), pipeline.logs)
         for number in range(3):
@@ -142,7 +143,7 @@ def test_faults_of_real_services_raise_their_alerts_and_no_other_and_these_clear
     assert total(calm, "nearkin_gc_last_success_timestamp_seconds") > time.time() - 600
     assert total(calm, "nearkin_index_complete") == 1
 
-    # Faults: delta is away, a message is garbage, a container is damaged.
+    # Faults: delta is stopped, a message is garbage, a container is damaged.
     pipeline.kill("delta")
     with uploading(pipeline.settings) as uploader:
         for number in range(8):
@@ -171,7 +172,7 @@ def test_faults_of_real_services_raise_their_alerts_and_no_other_and_these_clear
     assert total(bad, "nearkin_lag_bytes", group=delta) > 8 * 50_000
     assert asked(pipeline, "maintenance", "/readyz") == 200
 
-    # After: delta is back and takes what waited.
+    # After: delta runs again and reads its backlog.
     pipeline.start("delta")
     until(lambda: total(shown(pipeline), "nearkin_lag_records") == 0, pipeline.logs, seconds=120)
     good = shown(pipeline)
@@ -210,7 +211,7 @@ def test_faults_of_real_services_raise_their_alerts_and_no_other_and_these_clear
     (tmp_path / "live.test.yaml").write_text(yaml.safe_dump(test))
     promtool("test", "rules", str(tmp_path / "live.test.yaml"))
 
-    # A counter that first shows as 1 is no increase: each that an alert looks at is there before its fault.
+    # A counter that first shows as 1 is no increase: each counter of an alert exists before its fault.
     for alert in rules["groups"][0]["rules"]:
         for name, inside in re.findall(r"increase\((\w+)\{([^}]*)\}", alert["expr"]):
             labels = dict(re.findall(r'(\w+)="([^"]*)"', inside))
@@ -221,11 +222,11 @@ def test_faults_of_real_services_raise_their_alerts_and_no_other_and_these_clear
 
 
 def as_series(calm: Shown, bad: Shown, good: Shown) -> Iterator[dict[str, str]]:
-    """Yield what Prometheus would have: each value for a phase, what grows by itself growing on, gaps as gaps."""
+    """Yield the series as Prometheus stores them: one value a phase, counters that keep growing, gaps as gaps."""
     phases = ((calm, PHASE_MINUTES), (bad, PHASE_MINUTES), (good, AFTER_MINUTES))
     for process in PROCESSES:
         given = GIVEN.format(process)
-        up = " ".join(f"{int(process in told)}x{minutes - 1}" for told, minutes in phases)
+        up = " ".join(f"{int(process in values)}x{minutes - 1}" for values, minutes in phases)
         yield {"series": f"up{{{given}}}", "values": up}
         names = sorted(set().union(*(told.get(process, {}) for told, _ in phases)))
         for name in names:
@@ -238,7 +239,7 @@ def as_series(calm: Shown, bad: Shown, good: Shown) -> Iterator[dict[str, str]]:
                     parts.append(f"_x{minutes}")
                 elif name.startswith("nearkin_lag_seen") and value:
                     parts.append(f"{60 * sum(length for _, length in phases[:number])}+60x{minutes - 1}")
-                elif name.startswith("nearkin_records_total"):  # of what came in a phase, some came in its last minutes
+                elif name.startswith("nearkin_records_total"):  # some records of a phase arrived in its last minutes
                     parts.append(f"{value}+1x{minutes - 1}")
                 else:
                     parts.append(f"{value}x{minutes - 1}")

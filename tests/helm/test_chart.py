@@ -1,4 +1,4 @@
-"""The chart renders, is what Kubernetes takes, and keeps its pods from what they do not need."""
+"""Check that the chart renders, that Kubernetes accepts it, and that pods have no more rights than they need."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def case(request: pytest.FixtureRequest) -> dict[str, Any]:
     return MATRIX[request.param]
 
 
-# --- it is a chart, and Kubernetes takes what it makes ---------------------------------------------------------------
+# --- it is a chart, and Kubernetes accepts it ------------------------------------------------------------------------
 
 
-def test_helm_finds_nothing_to_say(helm: Callable[..., str], case: dict[str, Any]) -> None:
+def test_helm_lint_reports_nothing(helm: Callable[..., str], case: dict[str, Any]) -> None:
     assert "1 chart(s) linted, 0 chart(s) failed" in helm("lint", "--strict", str(CHART), values=case)
 
 
-def test_three_versions_of_kubernetes_take_it(rendered: Render, case: dict[str, Any]) -> None:
+def test_three_versions_of_kubernetes_accept_the_objects(rendered: Render, case: dict[str, Any]) -> None:
     objects = rendered(case)
     assert {one["apiVersion"] for one in objects} <= NOT_KUBERNETES_OWN | {
         *("v1", "apps/v1", "batch/v1", "policy/v1", "autoscaling/v2", "networking.k8s.io/v1")
@@ -137,8 +137,8 @@ def test_three_versions_of_kubernetes_take_it(rendered: Render, case: dict[str, 
             taken(json.dumps(one))
 
 
-def test_it_renders_what_was_looked_at(rendered: Render) -> None:
-    """Who changes the chart looks at what that changes in golden.yaml, and commits both."""
+def test_rendered_chart_equals_golden_file(rendered: Render) -> None:
+    """A change of the chart shows its effect in golden.yaml; review it and commit both."""
     wanted = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(GOLDEN.read_text())}
     without_dashboard = MATRIX["aws"] | {"monitoring": MATRIX["aws"]["monitoring"] | {"dashboard": {"enabled": False}}}
     found = {(one["kind"], one["metadata"]["name"]): one for one in rendered(without_dashboard)}
@@ -146,10 +146,10 @@ def test_it_renders_what_was_looked_at(rendered: Render) -> None:
         "helm template store deploy/helm/nearkin -n backups -f deploy/helm/nearkin/examples/aws.yaml "
         "--set monitoring.dashboard.enabled=false"
     )
-    assert found == wanted, f"look at it, then: {command} > tests/helm/golden.yaml"
+    assert found == wanted, f"review the difference, then run: {command} > tests/helm/golden.yaml"
 
 
-def test_names_are_unique_and_end_up_in_one_namespace(rendered: Render, case: dict[str, Any]) -> None:
+def test_names_are_unique_in_one_namespace(rendered: Render, case: dict[str, Any]) -> None:
     named = [(one["kind"], one["metadata"]["name"]) for one in rendered(case)]
     assert len(set(named)) == len(named)
     assert all(len(name) <= 63 for _, name in named)
@@ -159,7 +159,7 @@ def test_names_are_unique_and_end_up_in_one_namespace(rendered: Render, case: di
 # --- pods ------------------------------------------------------------------------------------------------------------
 
 
-def test_pods_have_nothing_they_do_not_need(rendered: Render, case: dict[str, Any]) -> None:
+def test_pods_have_least_privilege(rendered: Render, case: dict[str, Any]) -> None:
     seen = 0
     for name, _, spec in pods(rendered(case)):
         seen += 1
@@ -186,7 +186,7 @@ def test_pods_have_nothing_they_do_not_need(rendered: Render, case: dict[str, An
     assert seen >= 6
 
 
-def test_services_say_how_they_are(rendered: Render, case: dict[str, Any]) -> None:
+def test_services_have_probes(rendered: Render, case: dict[str, Any]) -> None:
     for name, deployment in of_kind(rendered(case), "Deployment").items():
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -195,11 +195,11 @@ def test_services_say_how_they_are(rendered: Render, case: dict[str, Any]) -> No
             asked = container[probe]["httpGet"]
             assert (asked["path"], asked["port"]) == (path, "http" if name.endswith("-gateway") else "monitor")
         patience = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
-        assert patience > 120  # what a service waits for servers before it says what is missing
+        assert patience > 120  # how long a service waits for servers before it reports which one is missing
         assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 60
 
 
-def test_secrets_are_named_never_given(rendered: Render) -> None:
+def test_secrets_are_referenced_and_never_rendered(rendered: Render) -> None:
     objects = rendered(MATRIX["everything"])
     assert not of_kind(objects, "Secret")
     for name, _, spec in pods(objects):
@@ -219,7 +219,8 @@ def test_secrets_are_named_never_given(rendered: Render) -> None:
     }
 
 
-def test_services_have_the_key_of_an_encrypted_store_and_the_job_has_not(rendered: Render) -> None:
+def test_services_have_the_store_key_and_the_job_has_not(rendered: Render) -> None:
+    """In an encrypted store."""
     objects = rendered(MATRIX["encrypted"])
     for name, _, spec in pods(objects):
         given = [one for one in spec["containers"][0].get("env", []) if one["name"] == "NEARKIN_STORAGE__KEY"]
@@ -227,7 +228,7 @@ def test_services_have_the_key_of_an_encrypted_store_and_the_job_has_not(rendere
         assert [one["valueFrom"] for one in given] == wanted, name
 
 
-def test_it_runs_what_make_up_runs(rendered: Render) -> None:
+def test_chart_runs_the_services_of_make_up(rendered: Render) -> None:
     objects = rendered({"config": {"ingest": {"topics": ["blobs"]}}})
     ran = {
         deployment["metadata"]["labels"]["app.kubernetes.io/component"]: deployment["spec"]["template"]["spec"][
@@ -242,7 +243,7 @@ def test_it_runs_what_make_up_runs(rendered: Render) -> None:
         assert importlib.util.find_spec(module), module
 
 
-def test_selectors_find_the_pods_they_mean(rendered: Render) -> None:
+def test_selectors_match_the_intended_pods(rendered: Render) -> None:
     for values in MATRIX.values():
         objects = rendered(values)
         labels = [metadata["labels"] for _, metadata, _ in pods(objects)]
@@ -262,7 +263,7 @@ def test_selectors_find_the_pods_they_mean(rendered: Render) -> None:
                     assert selected(one["spec"]["podSelector"]["matchLabels"]) >= 1
 
 
-def test_nothing_reaches_a_pod_that_was_not_allowed(rendered: Render) -> None:
+def test_network_policies_allow_listed_ports_only(rendered: Render) -> None:
     policies = of_kind(rendered(MATRIX["everything"]), "NetworkPolicy")
     whole = policies["store-nearkin"]["spec"]
     assert set(whole["policyTypes"]) == {"Ingress", "Egress"}
@@ -280,7 +281,7 @@ def test_nothing_reaches_a_pod_that_was_not_allowed(rendered: Render) -> None:
 # --- scaling ---------------------------------------------------------------------------------------------------------
 
 
-def test_no_worker_has_more_replicas_than_partitions(rendered: Render, helm: Callable[..., str]) -> None:
+def test_workers_have_at_most_one_replica_a_partition(rendered: Render, helm: Callable[..., str]) -> None:
     for values, told in (
         ({"delta": {"replicas": 13}}, "delta.replicas 13: want at most config.kafka.partitions (12)"),
         ({"config": {"kafka": {"partitions": 1}}}, "chunker.replicas 2: want at most config.kafka.partitions (1)"),
@@ -299,7 +300,7 @@ def test_no_worker_has_more_replicas_than_partitions(rendered: Render, helm: Cal
     rendered({"gateway": {"replicas": 40}, "delta": {"replicas": 12}})
 
 
-def test_keda_scales_by_what_waits_for_each_worker(rendered: Render) -> None:
+def test_keda_scales_each_worker_by_its_lag(rendered: Render) -> None:
     objects = rendered(MATRIX["keda"])
     scaled = of_kind(objects, "ScaledObject")
     waits: dict[str, str] = {}
@@ -320,7 +321,8 @@ def test_keda_scales_by_what_waits_for_each_worker(rendered: Render) -> None:
         assert ("replicas" in deployment["spec"]) == fixed
 
 
-def test_a_single_replica_has_no_budget_that_would_block_a_drain(rendered: Render) -> None:
+def test_single_replica_has_no_disruption_budget(rendered: Render) -> None:
+    """A budget of one replica would block a drain."""
     assert not of_kind(rendered(MATRIX["least"]), "PodDisruptionBudget").keys() - {"store-nearkin-gateway"}
     assert set(of_kind(rendered(), "PodDisruptionBudget")) == {
         f"store-nearkin-{name}" for name in ("gateway", *WORKERS) if name != "maintenance"
@@ -330,7 +332,7 @@ def test_a_single_replica_has_no_budget_that_would_block_a_drain(rendered: Rende
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_the_job_and_the_test_run_where_the_services_do(rendered: Render) -> None:
+def test_job_and_test_pod_use_the_nodes_of_services(rendered: Render) -> None:
     objects = rendered(MATRIX["everything"])
     deployment = of_kind(objects, "Deployment")["store-nearkin-delta"]["spec"]["template"]["spec"]
     job = of_kind(objects, "Job")["store-nearkin-topics"]["spec"]["template"]["spec"]
@@ -340,13 +342,13 @@ def test_the_job_and_the_test_run_where_the_services_do(rendered: Render) -> Non
     assert MATRIX["everything"]["defaults"]["env"][0] in job["containers"][0]["env"]
 
 
-def test_the_maintenance_is_not_scaled(rendered: Render) -> None:
+def test_maintenance_is_not_scaled(rendered: Render) -> None:
     scaled = {"defaults": {"autoscaling": {"enabled": True}}}
     assert "store-nearkin-gateway" in of_kind(rendered(scaled), "HorizontalPodAutoscaler")
     assert "store-nearkin-maintenance" not in of_kind(rendered(scaled), "HorizontalPodAutoscaler")
 
 
-def test_what_excludes_a_default_replaces_it(rendered: Render) -> None:
+def test_value_that_excludes_a_default_replaces_it(rendered: Render) -> None:
     objects = rendered({"defaults": {"strategy": {"type": "Recreate"}, "disruption": {"minAvailable": 1}}})
     for deployment in of_kind(objects, "Deployment").values():
         assert deployment["spec"]["strategy"] == {"type": "Recreate"}
@@ -361,9 +363,7 @@ def settings_of(objects: list[dict[str, Any]], folder: Path, name: str = "store-
     return load(file)[0]
 
 
-def test_the_file_of_settings_says_what_the_values_say(
-    rendered: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_file_has_the_values(rendered: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NEARKIN_KERNELS",):
         monkeypatch.setenv(name, "cython")
     settings = settings_of(rendered(MATRIX["everything"]), tmp_path)
@@ -396,7 +396,7 @@ def changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[tu
     return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
 
 
-def test_a_hot_setting_changes_the_config_map_alone(rendered: Render) -> None:
+def test_hot_setting_changes_the_config_map_alone(rendered: Render) -> None:
     only = {("ConfigMap", "store-nearkin")}
     before = rendered()
     assert changed(before, rendered({"config": {"features": {"algorithm": "ntransform"}}})) == only
@@ -413,7 +413,7 @@ def test_a_hot_setting_changes_the_config_map_alone(rendered: Render) -> None:
     assert changed(before, rendered({"config": all_hot})) == only
 
 
-def test_a_setting_that_is_not_hot_restarts_every_service(rendered: Render) -> None:
+def test_cold_setting_restarts_each_service(rendered: Render) -> None:
     before = rendered()
     deployments = {("Deployment", name) for name in of_kind(before, "Deployment")}
     after = rendered({"config": {"base": {"cache_bytes": "200MiB"}}})
@@ -452,16 +452,16 @@ def test_a_setting_that_is_not_hot_restarts_every_service(rendered: Render) -> N
         ),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_by_name(rendered: Render, values: dict[str, Any], told: str) -> None:
+def test_invalid_value_is_refused_by_name(rendered: Render, values: dict[str, Any], told: str) -> None:
     with pytest.raises(Exception, match=r"Error: ") as refused:
         rendered(values)
     assert told in str(refused.value)
 
 
-# --- its papers ------------------------------------------------------------------------------------------------------
+# --- documentation ---------------------------------------------------------------------------------------------------
 
 
-def test_readme_and_schema_follow_from_the_values_and_the_settings() -> None:
+def test_readme_and_schema_follow_values_and_settings() -> None:
     values = (CHART / "values.yaml").read_text()
     assert helm_chart.undocumented_values(values) == []
     remedy = "run python -m tests.support.checks.helm_chart"
@@ -470,13 +470,13 @@ def test_readme_and_schema_follow_from_the_values_and_the_settings() -> None:
     assert helm_chart.with_config(schema) == schema, remedy
 
 
-def test_the_chart_has_the_version_of_the_package() -> None:
+def test_chart_version_is_the_package_version() -> None:
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     told = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (told["version"], told["appVersion"]) == (package, package)
 
 
-def test_the_notes_begin_with_a_curl_that_fits(helm: Callable[..., str]) -> None:
+def test_notes_begin_with_a_working_curl(helm: Callable[..., str]) -> None:
     notes = helm("install", "store", str(CHART), "--dry-run=client", "--namespace", "backups", values={})
     assert 'curl -sS -H "Authorization: Bearer $NEARKIN_TOKEN" --data-binary @- "$URL/v1/blobs/greeting' in notes
     assert "port-forward svc/store-nearkin 8080:80" in notes

@@ -1,4 +1,4 @@
-"""What the chart says is run: its commands, variables, settings and probes, as processes against real servers."""
+"""Run the chart's commands, variables, settings and probes as processes against real servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Render = Callable[..., list[dict[str, Any]]]
 
 @dataclass
 class Node:
-    """Runs pods as processes: what Kubernetes mounts lies in a folder of its own."""
+    """Runs pods as processes: files that Kubernetes mounts are written to a folder of their own."""
 
     folder: Path
     secrets: dict[str, dict[str, str]]
@@ -46,7 +46,7 @@ class Node:
         (mount / "..data_tmp").rename(mount / "..data")
 
     def start(self, name: str, spec: dict[str, Any], *arguments: str, **more: str) -> subprocess.Popen[bytes]:
-        """Start a pod's container; `arguments` and `more` variables are the test's own."""
+        """Start a pod's container; `arguments` and `more` variables are added by the test."""
         (container,) = spec["containers"]
         environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
         for one in container["env"]:
@@ -60,11 +60,11 @@ class Node:
         return process
 
     def local(self, text: str) -> str:
-        """Return a text with the paths of pods as they are here."""
+        """Return a text in which the paths of pods are replaced by local ones."""
         return text.replace("/etc/nearkin/", f"{self.folder}/")
 
     def log(self, name: str) -> Path:
-        """Return where a pod's output goes."""
+        """Return the path of a pod's output."""
         return self.folder / f"{name}.log"
 
     def stop(self) -> dict[str, int]:
@@ -93,9 +93,10 @@ def node(tmp_path: Path, s3: S3) -> Iterator[Node]:
 
 
 @pytest.mark.soak
-def test_what_the_chart_runs_is_ready_stores_blobs_and_is_toggled_in_place(
+def test_pods_are_ready_store_blobs_and_reload_settings(
     rendered: Render, node: Node, kafka: Any, redis: Redis, s3: S3, bucket: str, topic_prefix: str, key_prefix: str
 ) -> None:
+    """The chart's pods run as processes; a hot setting changes without a restart."""
     port = free_port()
 
     def values(algorithm: str) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def test_what_the_chart_runs_is_ready_stores_blobs_and_is_toggled_in_place(
     }
     assert len(deployments) == 6
     for name, spec in deployments.items():
-        # Pods have an address each; these processes share one, so each takes a port of its own and tells it.
+        # Each pod has its own address; these processes share one, so each listens on its own port and reports it.
         verbose = () if name == "gateway" else ("--verbose",)
         node.start(name, spec, *verbose, NEARKIN_MONITOR__HOST="127.0.0.1", NEARKIN_MONITOR__PORT="0")
     ports = {}

@@ -1,4 +1,4 @@
-"""Formats come back: whatever lists, tables, containers and manifests say, their bytes say again."""
+"""Check round trips of formats: lists, tables, containers and manifests are decoded as they were encoded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def equal(left: Locations, right: Locations) -> bool:
 
 
 @given(st.data())
-def test_runs_come_back_whatever_the_parts(data: st.DataObject) -> None:
+def test_location_runs_of_any_parts_round_trip(data: st.DataObject) -> None:
     rows = data.draw(stretches([*CONTAINERS, ZERO], 1000, location_runs.ORDINAL_MAX))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=6)))
     bounds = np.array([0, *cuts, len(rows)], np.uint32)
@@ -68,12 +68,12 @@ def test_runs_come_back_whatever_the_parts(data: st.DataObject) -> None:
 
 
 @given(st.lists(st.integers(-(1 << 31), (1 << 31) - 1)))
-def test_signed_steps_come_back(steps: list[int]) -> None:
+def test_signed_steps_round_trip(steps: list[int]) -> None:
     assert location_runs.unzigzag(location_runs.zigzag(np.array(steps, np.int64))).tolist() == steps
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-5, 5))))
-def test_group_totals_are_the_sums_of_earlier_rows(rows: list[tuple[int, int]]) -> None:
+def test_group_totals_are_sums_of_earlier_rows(rows: list[tuple[int, int]]) -> None:
     found = location_runs.group_totals(
         np.array([g for g, _ in rows], np.uint8), np.array([v for _, v in rows], np.int64)
     )
@@ -81,7 +81,7 @@ def test_group_totals_are_the_sums_of_earlier_rows(rows: list[tuple[int, int]]) 
 
 
 @given(st.lists(st.sampled_from(["u1", "<u2", "<u4", "<u8"]), min_size=1, max_size=5), st.integers(0, 200), st.data())
-def test_columns_come_back(dtypes: list[str], rows: int, data: st.DataObject) -> None:
+def test_columns_round_trip(dtypes: list[str], rows: int, data: st.DataObject) -> None:
     kinds = [np.dtype(d) for d in dtypes]
     made = [
         np.frombuffer(data.draw(st.binary(min_size=rows * k.itemsize, max_size=rows * k.itemsize)), k) for k in kinds
@@ -93,7 +93,7 @@ def test_columns_come_back(dtypes: list[str], rows: int, data: st.DataObject) ->
 
 
 def chunk_tables(draw: st.DrawFn) -> tuple[list[EncodedBlock], ChunkTable, int]:
-    """Draw chunks, laid into blocks of one depth each; a base is shallower here, or anywhere in another container."""
+    """Draw chunks in blocks of one depth each; a base is at a lower depth here, or anywhere in another container."""
     depth_max = draw(st.integers(0, 4))
     block_depths = draw(st.lists(st.integers(0, depth_max), max_size=5))
     count = draw(st.integers(1, 25)) if block_depths else 0
@@ -143,7 +143,7 @@ def containers(draw: st.DrawFn) -> tuple[list[EncodedBlock], ChunkTable, int, li
 
 @settings(max_examples=80, deadline=None)
 @given(containers())
-def test_containers_come_back(made: Any) -> None:
+def test_containers_round_trip(made: Any) -> None:
     blocks, chunks, depth_max, names, segments = made
     made = encode_container(HOLDER, samples.DOMAIN, depth_max, names, blocks, chunks, segments)
     found, decoded = samples.read_all(made.data)
@@ -165,7 +165,7 @@ def test_containers_come_back(made: Any) -> None:
 
 
 @given(st.data())
-def test_manifests_come_back(data: st.DataObject) -> None:
+def test_manifests_round_trip(data: st.DataObject) -> None:
     rows = data.draw(stretches([2, 3, 7_000_001, (1 << 64) - 1]))
     lengths = np.array([data.draw(st.integers(1, (1 << 32) - 1)) for _ in rows], np.uint32)
     told = data.draw(st.booleans())
@@ -198,10 +198,10 @@ def test_manifests_come_back(data: st.DataObject) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=300))
-def test_any_bytes_are_refused_by_name(data: bytes) -> None:
+def test_random_bytes_are_refused_by_name(data: bytes) -> None:
     for parse in (samples.read_all, lambda d: decode_manifest(d, "m"), lambda d: decode_block(d, "b")):
         try:
             parse(data)
         except (Corrupt, FormatTooNew):
             continue
-        raise AssertionError("random bytes were taken for stored ones")
+        raise AssertionError("random bytes were accepted as stored ones")

@@ -1,6 +1,6 @@
-"""Garbage collection in four modes: counts and times nominate, marking confirms, and all leave the same behind.
+"""Compare the four GC modes: counts and times nominate, marking confirms, and the same data stay.
 
-The same history is done in a store of each mode. Whatever marking alone leaves there in the end, the others leave.
+The same history is applied to a store of each mode. At the end all stores hold what marking alone leaves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def opened(root: Path, mode: str, clock: Clock) -> Store:
 
 
 def left(root: Path) -> Counter[bytes]:
-    """Return the names of all chunks that lie in containers."""
+    """Return the names of all chunks in containers."""
     found: Counter[bytes] = Counter()
     for path in containers(root):
         chunks = decode_container(path.read_bytes(), path.name).chunks
@@ -54,7 +54,7 @@ def left(root: Path) -> Counter[bytes]:
 
 
 def marked(store: Store) -> bool:
-    """Do a round; return whether it read manifests to mark."""
+    """Run GC; return whether it read manifests to mark."""
     from nearkin_maintenance.gc import gc_run
 
     looked = []
@@ -91,11 +91,12 @@ STEPS = st.lists(
 @example([("put", "a", 1), ("gc", "", 1), ("change", "a", 2), ("delete", "a", 1), ("gc", "", 2), ("gc", "", 2)])
 @example([("put", "a", 1), ("put", "a", 2), ("gc", "", 0), ("put", "a", 1), ("delete", "a", 2), ("gc", "", 2)])
 @example([("put", "a", 1), ("put", "b", 1), ("gc", "", 1), ("delete", "a", 1), ("gc", "", 2), ("delete", "b", 1)])
-def test_after_any_history_every_mode_leaves_what_marking_leaves(steps) -> None:
+def test_each_gc_mode_leaves_what_marking_leaves(steps) -> None:
+    """After any history."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         opened(Path(folder, "new"), MARK_SWEEP, clock).close()
-        for mode in GC_MODES:  # of one secret: the same chunk has the same name in each
+        for mode in GC_MODES:  # stores of one secret, so that a chunk has the same name in each
             shutil.copytree(Path(folder, "new"), Path(folder, mode))
         stores = {mode: opened(Path(folder, mode), mode, clock) for mode in GC_MODES}
         stack.callback(lambda: [store.close() for store in stores.values()])
@@ -130,7 +131,7 @@ def test_after_any_history_every_mode_leaves_what_marking_leaves(steps) -> None:
                     for mode in GC_MODES:
                         stores[mode].close()
                         stores[mode] = opened(Path(folder, mode), mode, clock)
-        for _ in range(5):  # a week each: marking looks at least so often, and times are over
+        for _ in range(5):  # a week each: marking runs at least that often, and all deadlines pass
             clock.now += WEEK
             for store in stores.values():
                 store.gc()
@@ -159,7 +160,7 @@ def manifest_of(key: str, version: int, held: frozenset[int]) -> Manifest:
     ),
     st.sampled_from([HYBRID, REFCOUNT]),
 )
-@example(  # versions 2 and 3 go, and come back once version 1 has gone
+@example(  # versions 2 and 3 are deleted, and return after version 1 was deleted
     [
         {("a", 1): frozenset({0}), ("a", 2): frozenset({0}), ("a", 3): frozenset()},
         {("a", 1): frozenset()},
@@ -168,7 +169,8 @@ def manifest_of(key: str, version: int, held: frozenset[int]) -> Manifest:
     ],
     HYBRID,
 )
-def test_the_ledger_holds_what_living_versions_hold_whatever_came_and_went(rounds, mode) -> None:
+def test_reference_counts_match_live_versions(rounds, mode) -> None:
+    """After any sequence of puts and deletions."""
     said: dict[tuple[str, int], frozenset[int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         before: set[tuple[int, int]] = set()
@@ -190,7 +192,8 @@ def test_the_ledger_holds_what_living_versions_hold_whatever_came_and_went(round
             before = needed
 
 
-def test_a_manifest_that_cannot_be_read_leaves_the_ledger_as_it_was_and_marking_says_so(tmp_path: Path) -> None:
+def test_unreadable_manifest_leaves_counts_unchanged(tmp_path: Path) -> None:
+    """Marking reports the manifest that cannot be read."""
     held = {("a", 1): frozenset({0, 1}), ("a", 2): frozenset({1, 2}), ("b", 1): frozenset({7})}
     kept = {object_name("default", *name): manifest_of(*name, segments) for name, segments in held.items()}
     broken = object_name("default", "a", 2)
@@ -211,7 +214,7 @@ def test_a_manifest_that_cannot_be_read_leaves_the_ledger_as_it_was_and_marking_
         ledger.close()
 
 
-def test_what_was_nominated_stays_so_until_a_round_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nominations_persist_until_a_gc_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     with opened(tmp_path / "s", HYBRID, clock) as store:
         for number in (1, 2):
@@ -222,7 +225,7 @@ def test_what_was_nominated_stays_so_until_a_round_has_ended(tmp_path: Path, mon
         clock.now += DAY + 2
 
         def died(*_: object) -> None:
-            raise StoreUnavailable("the round dies here")
+            raise StoreUnavailable("the GC run fails here")
 
         with monkeypatch.context() as patched:
             patched.setattr(PendingDeleteStore, "replace", died)
@@ -236,12 +239,12 @@ def test_what_was_nominated_stays_so_until_a_round_has_ended(tmp_path: Path, mon
         assert sum(map(len, objects(tmp_path / "s").values())) < 700_000
 
 
-def test_hybrid_marks_when_something_came_to_nothing_and_else_once_a_week(tmp_path: Path) -> None:
+def test_hybrid_marks_after_zero_counts_and_once_a_week(tmp_path: Path) -> None:
     clock = Clock()
     with opened(tmp_path / "s", HYBRID, clock) as store:
         content = random_bytes(600_000, 1)
         store.put("a", content)
-        assert marked(store)  # the first one always does
+        assert marked(store)  # the first run always marks
         for day in range(5):
             clock.now += DAY
             store.put("a", mutate(content, day, 3))
@@ -253,12 +256,12 @@ def test_hybrid_marks_when_something_came_to_nothing_and_else_once_a_week(tmp_pa
         assert marked(store)
         clock.now += DAY + 2
         before = len(objects(tmp_path / "s"))
-        assert marked(store)  # what that condemned is due
+        assert marked(store)  # the data marked for deletion then are due
         assert len(objects(tmp_path / "s")) <= before
         assert store.verify().damage == ()
 
 
-def test_a_version_whose_segments_others_hold_goes_without_marking(tmp_path: Path) -> None:
+def test_version_with_shared_segments_needs_no_marking(tmp_path: Path) -> None:
     clock = Clock()
     with opened(tmp_path / "s", HYBRID, clock) as store:
         content = random_bytes(600_000, 1)
@@ -272,7 +275,7 @@ def test_a_version_whose_segments_others_hold_goes_without_marking(tmp_path: Pat
         assert store.get("a", 3).read() == store.get("a", 1).read() == content
 
 
-def test_what_a_put_that_died_left_is_nominated(tmp_path: Path) -> None:
+def test_data_of_a_killed_put_are_nominated(tmp_path: Path) -> None:
     clock = Clock()
     with opened(tmp_path / "s", HYBRID, clock) as store:
         store.put("a", random_bytes(600_000, 1))
@@ -280,14 +283,15 @@ def test_what_a_put_that_died_left_is_nominated(tmp_path: Path) -> None:
         store.put("b", random_bytes(600_000, 2))
     max(manifests(tmp_path / "s"), key=lambda path: path.stat().st_mtime_ns).unlink()
     with opened(tmp_path / "s", HYBRID, clock) as store:
-        store.rebuild_index()  # it was to hear of the version next
+        store.rebuild_index()  # the step after which the index learns of the version
         assert marked(store)
 
 
 @pytest.mark.parametrize(("mode", "share"), [(HYBRID, 0.2), (REFCOUNT, 1.0), (EXPIRY, 1.0)])
-def test_a_put_that_changes_a_little_touches_a_little_of_the_hybrid_ledger(
+def test_small_put_changes_few_reference_counts(
     mode: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In hybrid mode."""
     told = []
     real = ReferenceCounts.update
     monkeypatch.setattr(ReferenceCounts, "update", lambda self, *rest: told.append(real(self, *rest)) or told[-1])
@@ -307,7 +311,8 @@ def test_a_put_that_changes_a_little_touches_a_little_of_the_hybrid_ledger(
         assert told[-1].touched >= 0.8 * share * whole
 
 
-def test_a_ledger_that_was_deleted_or_kept_in_another_mode_is_made_again(tmp_path: Path) -> None:
+def test_deleted_or_outdated_counts_are_rebuilt(tmp_path: Path) -> None:
+    """Counts of another mode are outdated."""
     clock = Clock()
     versions = {number: random_bytes(300_000, number) for number in range(1, 5)}
     for mode in (HYBRID, REFCOUNT, HYBRID, EXPIRY, MARK_SWEEP, HYBRID):
@@ -316,19 +321,19 @@ def test_a_ledger_that_was_deleted_or_kept_in_another_mode_is_made_again(tmp_pat
                 for content in versions.values():
                     store.put("a", content)
             assert marked(store)
-            store.rebuild_index()  # the ledger goes with the index
+            store.rebuild_index()  # removes the counts with the index
             assert marked(store)
             clock.now += DAY
     with opened(tmp_path / "s", HYBRID, clock) as store:
         assert all(store.get("a", number).read() == content for number, content in versions.items())
 
 
-def test_an_unknown_mode_is_told_the_known_ones() -> None:
+def test_unknown_mode_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"gc\.mode.*expiry, hybrid, mark-sweep or refcount"):
         with_changes(settings(), {"gc": {"mode": "guess"}})
 
 
-def test_beside_services_any_mode_but_marking_is_refused_by_name() -> None:
+def test_services_with_another_mode_are_refused_by_name() -> None:
     require_marking(settings().gc)
     for mode in (HYBRID, REFCOUNT, EXPIRY):
         with pytest.raises(ConfigError, match=r"gc\.mode.*mark-sweep"):

@@ -1,4 +1,4 @@
-"""What a ledger remembers of manifests: the same as they say, or nothing that counts."""
+"""Check the cache of manifest references: its rows equal the manifests, or are ignored."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 class Looking:
-    """A ledger of a store's, and rounds of marking with what it remembers."""
+    """The reference counts of a store, and marking with the cached references."""
 
     def __init__(self, store: Store, ledger: ReferenceCounts) -> None:
         self.store, self.ledger = store, ledger
@@ -57,7 +57,7 @@ class Looking:
         return [version.manifest for version in find_roots(self.store._manifests, 0).kept]
 
     def reach(self, now_us: int) -> tuple[LiveSet, int]:
-        """Mark; return what is reached, and how many manifests were decoded for it."""
+        """Mark; return the live set, and how many manifests were decoded."""
         summaries = self.ledger.refs_cache(now_us)
         found = LiveSet(self.store._containers, self.store._manifests, self.names(), (), summaries)
         self.ledger.record_marking(now_us)
@@ -80,7 +80,8 @@ def looking(store: Store, tmp_path: Path) -> Iterator[Looking]:
     ledger.close()
 
 
-def test_only_manifests_that_are_new_are_decoded_and_the_same_is_reached(looking: Looking) -> None:
+def test_mark_decodes_new_manifests_only(looking: Looking) -> None:
+    """The live set equals that without the cache."""
     found, made = looking.reach(FIRST_US)
     assert made == 8
     looking.check(found)
@@ -90,18 +91,18 @@ def test_only_manifests_that_are_new_are_decoded_and_the_same_is_reached(looking
     looking.check(found)
 
 
-def test_once_a_week_all_are_decoded_whatever_is_remembered(looking: Looking) -> None:
+def test_mark_once_a_week_decodes_all_manifests(looking: Looking) -> None:
     decoded = [looking.reach(FIRST_US + day * DAY_US)[1] for day in range(16)]
     assert decoded == [8, *[0] * 6, 8, *[0] * 6, 8, 0]
 
 
-def test_a_clock_that_was_set_back_has_all_decoded(looking: Looking) -> None:
+def test_mark_after_clock_was_set_back_decodes_all(looking: Looking) -> None:
     assert looking.reach(FIRST_US + 8 * DAY_US)[1] == 8
     assert looking.reach(FIRST_US + DAY_US)[1] == 8
 
 
-def test_a_manifest_of_other_bytes_is_not_what_is_remembered(looking: Looking) -> None:
-    """As after a folder was put back from an older copy, where another version had the same number."""
+def test_mark_ignores_row_of_a_replaced_manifest(looking: Looking) -> None:
+    """A folder restored from an older copy may hold another version with the same number."""
     looking.reach(FIRST_US)
     paths = sorted(manifests(looking.store.root))
     for one in paths:
@@ -114,7 +115,7 @@ def test_a_manifest_of_other_bytes_is_not_what_is_remembered(looking: Looking) -
     looking.check(found)
 
 
-def test_a_row_that_is_broken_or_of_another_manifest_is_made_again(looking: Looking, tmp_path: Path) -> None:
+def test_mark_rewrites_damaged_or_foreign_row(looking: Looking, tmp_path: Path) -> None:
     looking.reach(FIRST_US)
     draw = random.Random(1)
     env, tables = looking.ledger._env, looking.ledger._tables
@@ -130,7 +131,7 @@ def test_a_row_that_is_broken_or_of_another_manifest_is_made_again(looking: Look
     looking.check(found)
 
 
-def test_what_is_remembered_of_manifests_that_are_gone_goes(looking: Looking) -> None:
+def test_rows_of_deleted_manifests_are_removed(looking: Looking) -> None:
     looking.reach(FIRST_US)
     looking.store.delete("b")
     looking.store.gc()
@@ -142,7 +143,7 @@ def test_what_is_remembered_of_manifests_that_are_gone_goes(looking: Looking) ->
     assert sorted(kept) == sorted(looking.names())
 
 
-def test_a_damaged_manifest_stops_the_rounds_of_a_store_that_remembers_it(store: Store) -> None:
+def test_damaged_manifest_in_cache_stops_gc(store: Store) -> None:
     store.gc()
     store.delete("b", 2)
     flip(sorted(manifests(store.root))[0], 60)
@@ -152,13 +153,13 @@ def test_a_damaged_manifest_stops_the_rounds_of_a_store_that_remembers_it(store:
 
 @runs(max_examples=50, deadline=None)
 @given(st.dictionaries(st.integers(1, 1 << 63), st.integers(1, 1 << 70), max_size=5))
-def test_bits_say_which_segments_are_named(named: dict[int, int]) -> None:
+def test_bits_name_the_referenced_segments(named: dict[int, int]) -> None:
     for container, mask in masks_of(named).items():
         assert sum(1 << int(at) for at in np.flatnonzero(mask)) == named[container]
         assert mask[-1]
 
 
-def test_what_is_remembered_outlives_the_process(looking: Looking) -> None:
+def test_cached_references_outlive_the_process(looking: Looking) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ledger = ReferenceCounts(Path(folder), 1 << 24, HYBRID)
         other = Looking(looking.store, ledger)

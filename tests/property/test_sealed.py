@@ -1,4 +1,4 @@
-"""Any range of a sealed object is that range of the object, whatever was read before."""
+"""Check that any range of an encrypted object equals that range of the plain bytes, after any reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ RANGES = st.lists(st.tuples(POSITIONS, POSITIONS).map(sorted), max_size=5)
 
 @settings(max_examples=150, deadline=None)
 @given(size_bytes=POSITIONS, first=RANGES, second=RANGES)
-def test_ranges_are_those_of_the_object(size_bytes: int, first: list[list[int]], second: list[list[int]]) -> None:
+def test_ranges_of_encrypted_object_equal_plain_ranges(
+    size_bytes: int, first: list[list[int]], second: list[list[int]]
+) -> None:
     objects = EncryptingObjectStore(KEYRING.objects(), ObjectEncryption(KEYRING.keyring))
     data = LARGE[:size_bytes]
     objects.put_new("a/x", data)

@@ -1,7 +1,7 @@
-"""The store beside a dictionary: whatever is done to it in whatever order, every version answers with its bytes.
+"""Compare the store with a dictionary: after any operations in any order, every version restores.
 
-A deleted one answers nothing, until it is undeleted; two tenants share the store and never see each other's. Two
-writers take turns. A flipped bit breaks the versions that need it, by name, until its container is put back.
+A deleted version is unreadable until it is undeleted; two tenants share the store and are isolated. Two writers
+alternate. A flipped bit breaks exactly the versions that need it, by name, until the container is restored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAKERS = (random_bytes, text_like, records_like, lambda count, seed: bytes(count
 SIZES = st.sampled_from([0, 1, 100, 8191, 8192, 30_000, 65_537, 200_000, 921_600, 2_200_000])
 
 
-class StoreBesideADictionary(RuleBasedStateMachine):
+class StoreAgainstDictionary(RuleBasedStateMachine):
     contents = Bundle("contents")
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="nearkin-model-"))
         self.model: dict[str, list[bytes]] = {}
         self.deleted: dict[tuple[str, int], int] = {}
-        """Version -> which call deleted it."""
+        """Version -> number of the call that deleted it."""
         self.until: dict[int, float] = {}
-        """Call -> up to when what it deleted can be brought back."""
+        """Call -> time until which its deletions can be undone."""
         self.gone: set[tuple[str, int]] = set()
-        """Versions that never come back."""
+        """Versions that cannot be undeleted any more."""
         self.now = 1_764_000_000.0
         self.rounds = 0
         self.calls = self.others = 0
@@ -79,7 +79,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
             if key in (None, name) and (name, number) not in self.deleted.keys() | self.gone
         ]
 
-    # --- contents: made, changed a little, joined
+    # --- contents: generated, edited, joined
 
     @initialize(target=contents)
     def first(self):
@@ -98,7 +98,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         joined = one[:cut] + other + one[cut:]
         return joined if len(joined) < 3_000_000 else multiple()
 
-    # --- what callers do
+    # --- operations of callers
 
     @rule(key=st.sampled_from(KEYS), content=contents, as_file=st.booleans())
     def put(self, key, content, as_file):
@@ -163,14 +163,14 @@ class StoreBesideADictionary(RuleBasedStateMachine):
     def forget(self, key, keep, dry_run):
         found = [info for info in self.store.versions(key, all_versions=True) if info.key == key]
         if any(info.created.timestamp() > self.now + CLOCK_SKEW_SECONDS_MAX for info in found):
-            with pytest.raises(ClockSkew):  # the clock jumped back: nothing is forgotten by it
+            with pytest.raises(ClockSkew):  # the clock jumped back, so `forget` deletes nothing
                 self.store.forget(key, RetentionPolicy(keep_last=keep), dry_run=dry_run)
             return
         going = {(name, number) for name, number, _ in self.live(key)[:-keep] if name == key}
         decided = self.store.forget(key, RetentionPolicy(keep_last=keep), dry_run=dry_run)
         assert {(decision.info.key, decision.info.version) for decision in decided if not decision.kept} == going
         if not dry_run:
-            for entry in sorted(going):  # each by a call of its own
+            for entry in sorted(going):  # one call for each
                 self.calls += 1
                 self.until[self.calls] = self.now + WEEK
                 self.deleted[entry] = self.calls
@@ -207,7 +207,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), content=contents)
     def another_writer(self, key, content):
-        """One is refused while the other writes, and finds all of it when it is let in."""
+        """One writer is refused while the other writes, and afterwards sees everything that it wrote."""
         self.put(key, content, as_file=False)
         with open_store(
             self.folder / "s", settings=settings(SMALL, self.changes), clock=lambda: self.now, create=True, force=True
@@ -224,11 +224,11 @@ class StoreBesideADictionary(RuleBasedStateMachine):
                 self.store.put(key, content)
         assert self.store.get(key).read() == content[::-1]
 
-    # --- what operators do, and what happens to them
+    # --- operations of operators, and faults
 
     @rule(which=st.integers(0, 50), at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
     def a_bit_flips(self, which, at, bit):
-        """`verify` names it, no wrong byte is given out, and with the container put back all is well."""
+        """`verify` names the damage, no wrong byte is returned, and with the container restored all versions read."""
         found = containers(self.folder / "s")
         if not found:
             return
@@ -239,16 +239,16 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         self.open()
         newest = {(key, number): content for key, number, content in self.live()}
         damage = self.store.verify().damage
-        assert damage, "every bit is some checksum's"
+        assert damage, "a flipped bit was not covered by any checksum"
         named = {version for found in damage for version in found.versions}
         assert find_broken(self.store, newest) <= named
         self.store.close()
         path.write_bytes(before[str(path.relative_to(self.folder / "s"))])
         self.open()
         assert find_broken(self.store, newest) == set()
-        self.store.verify()  # lets it out of quarantine
+        self.store.verify()  # removes the container from quarantine
         assert self.store.verify().damage == ()
-        self.store.rebuild_index()  # which had let go of it
+        self.store.rebuild_index()  # the damaged container's entries were withdrawn
 
     @rule(
         algorithm=st.sampled_from(FEATURES),
@@ -284,10 +284,10 @@ class StoreBesideADictionary(RuleBasedStateMachine):
         live = self.store._index.writable().entries()
         assert self.store.rebuild_index().skipped == ()
         rebuilt = self.store._index.writable().entries()
-        if self.rounds:  # a copy that was stored later is found again once the first one is forgotten
+        if self.rounds:  # a second copy, stored later, is indexed after the first one is deleted
             for table in ("chunks", "segments"):
                 assert live.pop(table).keys() <= rebuilt.pop(table).keys()
-            del live["features"], rebuilt["features"]  # whose segment has gone has none in the rebuilt one
+            del live["features"], rebuilt["features"]  # the rebuilt index has none for chunks of deleted segments
         assert rebuilt == live
 
     @rule(days=st.sampled_from([0, 1, 2, 8, 3650]))
@@ -311,7 +311,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
     def verify(self):
         report = self.store.verify()
         assert report.damage == ()
-        if not self.others:  # of which some may have gone
+        if not self.others:  # some of these may have been deleted
             assert report.versions == sum(map(len, self.model.values())) - len(self.gone)
 
     @invariant()
@@ -342,7 +342,7 @@ class StoreBesideADictionary(RuleBasedStateMachine):
             assert max(stats.depths, default=0) <= 4
 
 
-TestStoreBesideADictionary = StoreBesideADictionary.TestCase
+TestStoreBesideADictionary = StoreAgainstDictionary.TestCase
 TestStoreBesideADictionary.settings = runs(
     max_examples=200 if "SOAK" in os.environ else int(os.environ.get("MODEL_EXAMPLES", "4")),
     stateful_step_count=25,

@@ -27,20 +27,20 @@ def _header(record: Path) -> re.Match[str]:
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
 def test_adr_record_has_the_five_parts(record: Path) -> None:
-    """A record has its header and the four sections, in order; its number is that of its file name."""
+    """Check that a record has a header and four sections in order, and the number of its file name."""
     assert int(_header(record)["number"]) == int(record.name[:4])
     assert re.findall(r"(?m)^## (.*)$", record.read_text()) == PARTS
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
 def test_adr_record_has_at_most_400_words(record: Path) -> None:
-    """A record has at most 400 words, header, tables and code included; figures go to docs/benchmarks/history.md."""
+    """Check the length, header, tables and code included; figures belong in docs/benchmarks/history.md."""
     assert len(record.read_text().split()) <= WORDS_MAX
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
 def test_adr_record_names_existing_files(record: Path) -> None:
-    """Each path of the repository that a record in force names is there."""
+    """Check that each repository path in a record in force exists."""
     text = record.read_text()
     named = re.findall(r"`((?:shared|services|tests|bench|docs|deploy)/[^` ]+)`", text)
     missing = [name for name in named if not (ROOT / name).exists()]
@@ -48,13 +48,13 @@ def test_adr_record_names_existing_files(record: Path) -> None:
 
 
 def test_adr_numbers_are_unique() -> None:
-    """No two records share a number."""
+    """Check that no two records share a number."""
     numbers = [record.name[:4] for record in RECORDS]
     assert len(numbers) == len(set(numbers))
 
 
 def test_adr_readme_lists_title_and_status() -> None:
-    """The README lists each record once, in order, with the title and status that the record has."""
+    """Check that the README lists each record once, in order, with its title and status."""
     listed = re.findall(r"(?m)^\| \[(\d{4})\]\((\S+)\) \| (.*) \| (.*) \|$", (ADR / "README.md").read_text())
     headers = [_header(record) for record in RECORDS]
     assert listed == [

@@ -18,7 +18,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 SERVICES: dict[str, Any] = COMPOSE["services"]
 
 
-def test_every_worker_reads_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compose_workers_read_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("NEARKIN_"):
             monkeypatch.delenv(name)
@@ -35,7 +35,7 @@ def test_every_worker_reads_its_settings(monkeypatch: pytest.MonkeyPatch) -> Non
     assert f"http://{settings.monitor.host}:{settings.monitor.port}/readyz" in asked
 
 
-def test_it_runs_what_make_up_runs() -> None:
+def test_compose_runs_the_services_of_make_up() -> None:
     ran = {name: parts["command"][-1] for name, parts in SERVICES.items() if "-m" in parts.get("command", [])}
     assert ran == {service.name: service.module for service in cluster.SERVICES}
     assert {name: SERVICES[name]["environment"] for name in ran if name != "gateway"} == {
@@ -43,14 +43,14 @@ def test_it_runs_what_make_up_runs() -> None:
     }
 
 
-def test_it_has_the_servers_that_the_tests_have() -> None:
+def test_compose_has_the_servers_of_the_tests() -> None:
     assert SERVICES["kafka"]["image"].endswith(f":{programs.KAFKA}")
     assert SERVICES["s3"]["image"].endswith(f":{programs.VERSITYGW}")
     assert SERVICES["kafka"]["environment"]["KAFKA_AUTO_CREATE_TOPICS_ENABLE"] == "false"
     assert "noeviction" in SERVICES["redis"]["command"]
 
 
-def test_only_the_gateway_is_reachable_and_only_from_this_machine() -> None:
+def test_compose_publishes_the_gateway_on_loopback_only() -> None:
     assert {name: parts["ports"] for name, parts in SERVICES.items() if "ports" in parts} == {
         "gateway": ["127.0.0.1:8080:8080"]
     }
@@ -59,7 +59,7 @@ def test_only_the_gateway_is_reachable_and_only_from_this_machine() -> None:
     ast.parse(SERVICES["setup"]["command"][-1])
 
 
-def test_the_image_is_built_from_files_that_are_there() -> None:
+def test_image_is_built_from_existing_files() -> None:
     copied = [
         line.split()[1:-1]
         for line in (ROOT / "deploy/docker/Dockerfile").read_text().splitlines()
@@ -70,9 +70,9 @@ def test_the_image_is_built_from_files_that_are_there() -> None:
         assert f"!{Path(path).parts[0]}" in (ROOT / ".dockerignore").read_text().replace("/\n", "\n"), path
 
 
-def test_the_image_runs_as_the_user_that_the_chart_runs_it_as() -> None:
+def test_image_runs_as_the_user_of_the_chart() -> None:
     lines = (ROOT / "deploy/docker/Dockerfile").read_text().splitlines()
-    assert "USER 10001:10001" in lines  # by number: Kubernetes cannot derive from a name whether it is root
+    assert "USER 10001:10001" in lines  # a number: Kubernetes cannot derive from a name whether it is root
     pod = (ROOT / "deploy/helm/nearkin/templates/_pod.tpl").read_text()
     assert "runAsUser: 10001" in pod
     assert "runAsGroup: 10001" in pod

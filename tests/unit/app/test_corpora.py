@@ -35,12 +35,12 @@ def blocks_of(data: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("byte_count", [0, 1, 7, 31, 4096, 100_001])
-def test_generated_data_has_the_length_that_was_asked_for(maker, byte_count):
+def test_generated_data_has_the_requested_length(maker, byte_count):
     assert len(maker(byte_count, 5)) == byte_count
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_longer_answer_begins_with_the_shorter_one(maker):
+def test_longer_data_begin_with_the_shorter_ones(maker):
     assert maker(70_000, 3)[:1234] == maker(1234, 3)
 
 
@@ -50,25 +50,25 @@ def test_another_seed_gives_other_bytes(maker):
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_negative_length_is_refused_by_name(maker):
+def test_negative_length_is_refused_by_name(maker):
     with pytest.raises(BadInput, match="byte_count -1"):
         maker(-1)
 
 
-def test_random_bytes_do_not_compress_text_and_records_do():
+def test_random_bytes_do_not_compress_and_text_does():
     count = 1 << 18
     assert len(zlib.compress(generated_data.random_bytes(count))) > count
     assert count / 6 < len(zlib.compress(generated_data.text_like(count))) < count / 2
     assert count / 10 < len(zlib.compress(generated_data.records_like(count))) < count / 2
 
 
-def test_generated_bytes_never_change():
+def test_generated_bytes_are_frozen():
     digest = hashlib.sha256()
     for maker in MAKERS:
         digest.update(maker(100_000, 42))
     digest.update(generated_data.mutate(bytes(range(256)) * 64, 7, edits=20))
     digest.update(image(4, 1, 2))
-    # else golden digests elsewhere, and figures of earlier benchmarks, mean other bytes
+    # else golden digests, and figures of earlier benchmarks, are of other bytes
     assert digest.hexdigest() == "5af6f39ad69602bf84ebd4301590c7a28a7132e04c2e8cb9334941462180a711"
 
 
@@ -77,7 +77,7 @@ def test_generated_bytes_never_change():
 
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 1 << 40), st.integers(0, 6), st.integers(1, 20))
-def test_a_mutation_changes_the_length_by_no_more_than_its_edits(data, seed, edits, edit_bytes_max):
+def test_mutation_changes_length_by_at_most_its_edits(data, seed, edits, edit_bytes_max):
     changed = generated_data.mutate(data, seed, edits, edit_bytes_max)
     assert abs(len(changed) - len(data)) <= edits * edit_bytes_max
     assert changed == generated_data.mutate(data, seed, edits, edit_bytes_max)
@@ -87,7 +87,7 @@ def test_no_edits_change_nothing():
     assert generated_data.mutate(b"abc" * 100, 1, edits=0) == b"abc" * 100
 
 
-def test_a_few_edits_leave_most_blocks_where_they_can_be_found():
+def test_few_edits_leave_most_blocks_findable():
     data = generated_data.random_bytes(1 << 18)
     changed = generated_data.mutate(data, 9, edits=4)
     assert changed != data
@@ -107,31 +107,31 @@ def test_edits_without_bytes_are_refused():
 
 @pytest.mark.parametrize("generation", [0, 1, 3])
 @pytest.mark.parametrize("mebibytes", [2, 3, 9])
-def test_an_image_has_its_size_in_pieces_of_a_bounded_length(mebibytes, generation):
+def test_image_has_its_size_in_bounded_pieces(mebibytes, generation):
     pieces = list(generated_data.vm_image(mebibytes, 4, generation))
     assert sum(map(len, pieces)) == mebibytes << 20
     assert max(map(len, pieces)) <= generated_data.PIECE_BYTES
     assert all(len(piece) % BLOCK == 0 for piece in pieces)
 
 
-def test_an_image_begins_with_a_boot_record():
+def test_image_begins_with_a_boot_record():
     assert image(2)[510:512] == b"\x55\xaa"
 
 
-def test_a_generation_changes_some_blocks_and_keeps_most():
+def test_image_generation_keeps_most_blocks():
     before, after = blocks_of(image(32)), blocks_of(image(32, generation=1))
     kept = sum(one == other for one, other in zip(before, after, strict=True))
     assert 0.6 * len(before) < kept < 0.99 * len(before)
 
 
-def test_some_changed_blocks_differ_in_eight_bytes_only():
+def test_some_changed_blocks_differ_in_eight_bytes():
     pairs = zip(blocks_of(image(32)), blocks_of(image(32, generation=1)), strict=True)
     differing = [sum(a != b for a, b in zip(one, other, strict=True)) for one, other in pairs if one != other]
     assert any(count <= 8 for count in differing)
     assert any(count > BLOCK // 4 for count in differing)
 
 
-def test_an_image_holds_free_space_and_copies():
+def test_image_holds_free_space_and_copies():
     blocks = blocks_of(image(32))
     zeros = blocks.count(bytes(BLOCK))
     assert len(blocks) / 8 < zeros < len(blocks) / 2
@@ -139,18 +139,18 @@ def test_an_image_holds_free_space_and_copies():
     assert len(set(used)) < len(used)
 
 
-def test_a_full_disk_still_has_its_size():
+def test_full_disk_still_has_its_size():
     assert len(image(2, generation=40)) == 2 << 20
 
 
-def test_an_image_too_small_is_refused():
+def test_image_below_minimum_is_refused():
     with pytest.raises(BadInput, match="mebibytes 1"):
         generated_data.vm_image(1)
     with pytest.raises(BadInput, match="generation -1"):
         generated_data.vm_image(2, generation=-1)
 
 
-def test_images_are_made_once_and_found_again(tmp_path):
+def test_images_are_generated_once(tmp_path):
     first = corpus_cache.vm_images(2, tmp_path, seed=3, mebibytes=2)
     times = [path.stat().st_mtime_ns for path in first]
     assert [path.read_bytes() for path in first] == [image(2, 3, 0), image(2, 3, 1)]
@@ -159,12 +159,12 @@ def test_images_are_made_once_and_found_again(tmp_path):
     assert sorted(path.name for path in first[0].parent.iterdir()) == ["00.img", "01.img"]
 
 
-# ------------------------------------------------------------------ botocore, with a pip of our own
+# ------------------------------------------------------------------ botocore, with a fake pip
 
 
 @pytest.fixture
 def pip(tmp_path, monkeypatch):
-    """Let `python -m pip download` be a script; returns a function that sets its output."""
+    """Replace `python -m pip download` by a script; return a function that sets its output."""
     script = tmp_path / "python"
 
     def behave(body: str) -> None:
@@ -185,7 +185,7 @@ def one_release(monkeypatch, tmp_path: Path, content: bytes) -> Path:
     return sdist
 
 
-def test_a_release_is_downloaded_once_and_unpacked_bit_for_bit(pip, monkeypatch, tmp_path):
+def test_release_is_downloaded_once_and_unpacked_exactly(pip, monkeypatch, tmp_path):
     content = generated_data.text_like(3_000_000)
     sdist = one_release(monkeypatch, tmp_path, content)
     pip(f'cp "{sdist}" "$last/botocore-9.9.9.tar.gz"')
@@ -200,7 +200,7 @@ def test_a_release_is_downloaded_once_and_unpacked_bit_for_bit(pip, monkeypatch,
     assert [path.name for path in tar.parent.iterdir()] == ["botocore-9.9.9.tar"]
 
 
-def test_a_release_with_another_digest_is_corrupt_and_not_kept(pip, monkeypatch, tmp_path):
+def test_release_with_another_digest_is_not_kept(pip, monkeypatch, tmp_path):
     sdist = one_release(monkeypatch, tmp_path, b"as recorded")
     sdist.write_bytes(b"something else")
     pip(f'cp "{sdist}" "$last/botocore-9.9.9.tar.gz"')
@@ -209,14 +209,14 @@ def test_a_release_with_another_digest_is_corrupt_and_not_kept(pip, monkeypatch,
     assert list((tmp_path / "cache" / "botocore").iterdir()) == []
 
 
-def test_a_failed_download_says_what_pip_said_and_what_to_do(pip, monkeypatch, tmp_path):
+def test_failed_download_reports_output_and_remedy(pip, monkeypatch, tmp_path):
     one_release(monkeypatch, tmp_path, b"as recorded")
     pip('echo "ERROR: no route to host" >&2; exit 1')
     with pytest.raises(RetryableError, match=r"no route to host.*check the network"):
         corpus_cache.botocore(1, tmp_path / "cache")
 
 
-def test_a_cached_tar_of_another_length_is_corrupt(pip, monkeypatch, tmp_path):
+def test_cached_tar_of_another_length_is_corrupt(pip, monkeypatch, tmp_path):
     one_release(monkeypatch, tmp_path, b"as recorded")
     pip("exit 1")
     folder = tmp_path / "cache" / "botocore"
@@ -226,7 +226,7 @@ def test_a_cached_tar_of_another_length_is_corrupt(pip, monkeypatch, tmp_path):
         corpus_cache.botocore(1, tmp_path / "cache")
 
 
-def test_the_recorded_series_is_consecutive():
+def test_recorded_releases_are_consecutive():
     assert [release.version for release in corpus_cache.BOTOCORE] == [f"1.35.{number}" for number in range(10)]
     assert len({release.sdist_sha256 for release in corpus_cache.BOTOCORE}) == 10
 
@@ -248,7 +248,7 @@ def dumps(tmp_path_factory):
         pytest.skip(str(missing))
 
 
-def test_dumps_are_uncompressed_redis_files_that_differ(dumps):
+def test_dumps_are_uncompressed_and_differ(dumps):
     contents = [path.read_bytes() for path in dumps]
     assert [path.name for path in dumps] == ["00.rdb", "01.rdb", "02.rdb"]
     assert all(content.startswith(b"REDIS00") for content in contents)
@@ -256,7 +256,7 @@ def test_dumps_are_uncompressed_redis_files_that_differ(dumps):
     assert len(set(contents)) == 3
 
 
-def test_a_round_changes_a_few_per_cent_of_a_dump(dumps):
+def test_dump_generation_changes_few_per_cent(dumps):
     def tokens(path):
         return set(re.findall(rb'"token":"([0-9a-f]{16})"', path.read_bytes()))
 
@@ -265,16 +265,16 @@ def test_a_round_changes_a_few_per_cent_of_a_dump(dumps):
     assert 0.9 * len(before) < len(before & after) < len(before)
 
 
-def test_dumps_are_found_again_without_a_server(dumps, monkeypatch):
+def test_dumps_are_reused_without_a_server(dumps, monkeypatch):
     monkeypatch.setattr(corpus_cache.shutil, "which", lambda _: None)
     assert corpus_cache.redis_dumps(3, dumps[0].parent.parent, seed=1, keys=2000) == dumps
 
 
-def test_no_server_is_left_behind(dumps, tmp_path):
+def test_dumps_stop_their_server(dumps, tmp_path):
     assert [path.name for path in dumps[0].parent.parent.iterdir()] == [dumps[0].parent.name]
 
     def children():
-        """Other tests of this process may have servers of their own, by now and still."""
+        """Return the child processes of this process; other tests may have started servers that still run."""
         found = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,comm="], capture_output=True, text=True)
         return {line for line in found.stdout.splitlines() if "redis-server" in line or "valkey-server" in line}
 
@@ -283,14 +283,14 @@ def test_no_server_is_left_behind(dumps, tmp_path):
     assert children() == before
 
 
-def test_a_missing_server_is_named(monkeypatch, tmp_path):
+def test_missing_server_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(corpus_cache.shutil, "which", lambda _: None)
     with pytest.raises(corpus_cache.MissingTool, match="redis-server, valkey-server"):
         corpus_cache.redis_dumps(1, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_commands_depend_on_the_seed_alone():
+def test_commands_depend_on_the_seed_alone():
     def script(seed):
         changes = corpus_cache._RedisChanges(seed, 500)
         return b"".join([*changes.load(), *changes.change()])
@@ -302,7 +302,7 @@ def test_the_commands_depend_on_the_seed_alone():
 # ------------------------------------------------------------------ names and folders
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path))
     assert corpus_cache.cache_dir() == tmp_path
     monkeypatch.delenv("NEARKIN_CACHE")
@@ -310,7 +310,7 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     assert corpus_cache.cache_dir() == tmp_path / ".cache" / "nearkin" / "corpora"
 
 
-def test_the_command_prints_paths_and_refuses_an_unknown_corpus(capsys, tmp_path, monkeypatch):
+def test_command_prints_paths_and_refuses_unknown_corpus(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(
         corpus_cache.CORPORA, "vm", lambda count, cache: corpus_cache.vm_images(count, cache, mebibytes=2)
     )

@@ -18,13 +18,13 @@ PAGES = sorted(page for places in _PLACES for page in ROOT.glob(places))
 
 
 def anchors(page: Path) -> Iterator[str]:
-    """Yield what a link may name behind `#`, as GitHub makes it of headings."""
+    """Yield the fragments that a link to a page may have, as GitHub derives them from headings."""
     for heading in re.findall(r"(?m)^#+ +(.*)$", page.read_text()):
         yield re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_points_to_is_there(page: Path) -> None:
+def test_page_links_lead_to_existing_files(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
         there = page.parent / target if target else page
         assert there.exists(), target
@@ -55,7 +55,7 @@ def test_adr_named_in_code_exists() -> None:
     ],
 )
 def test_site_link_out_of_docs_names_the_repository(link: str, expected: str) -> None:
-    """G.7: the documentation site links files outside docs/ in the repository; mkdocs reports those that are absent."""
+    """G.7: site links to files outside docs/ lead to the repository; mkdocs reports absent files."""
     page = SimpleNamespace(file=SimpleNamespace(src_uri="README.md"))
     config = SimpleNamespace(docs_dir=str(ROOT / "docs"), repo_url=None)
     assert on_page_markdown(link, page=page, config=config) == expected

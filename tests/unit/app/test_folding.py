@@ -16,7 +16,7 @@ from nearkin_delta.container_builder import ContainerBuilder
 
 
 def edited(data: bytes, seed: int) -> bytes:
-    """Return `data` with some bytes changed here and there."""
+    """Return `data` with some bytes changed at random offsets."""
     out, rng = bytearray(data), np.random.default_rng(seed)
     for at in rng.integers(0, len(out) - 40, 12).tolist():
         out[at : at + 20] = random_bytes(20, at)
@@ -32,9 +32,7 @@ def stored(root: Path, versions: list[bytes]) -> list[nearkin.Ledger]:
 
 
 @pytest.mark.parametrize("make", [text_like, random_bytes])
-def test_known_segments_are_counted_and_followed_as_the_long_way_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make
-) -> None:
+def test_known_segments_have_results_of_the_general_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make) -> None:
     first = make(10_000_000, 3)
     half = first[:9_000_000] + edited(first[9_000_000:], 5)  # a batch of known segments, then fresh chunks
     versions = [first, first, half, half + bytes(2_000_000), first[2_000_000:] + first]
@@ -52,7 +50,7 @@ def test_known_segments_are_counted_and_followed_as_the_long_way_does(
     assert long == short
 
 
-def test_shares_of_one_blob_are_those_of_the_general_way() -> None:
+def test_shares_of_one_blob_equal_the_general_path() -> None:
     rng = np.random.default_rng(1)
     count = 500
 
@@ -71,7 +69,7 @@ def test_shares_of_one_blob_are_those_of_the_general_way() -> None:
     assert _shares(counts(np.zeros(count)))[0][0] == 0
 
 
-def test_what_a_put_needed_is_gone_when_it_ends(tmp_path: Path) -> None:
+def test_put_releases_its_memory_at_its_end(tmp_path: Path) -> None:
     data = text_like(3_000_000, 1)
     with nearkin.open_store(tmp_path / "s", create=True) as store:
         store.put("k", data)

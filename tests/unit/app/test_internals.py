@@ -1,4 +1,4 @@
-"""Hold docs/internals to the code: modules, planted mistakes and terms that the pages name exist."""
+"""Compare docs/internals with the code: modules, planted mistakes and terms on the pages exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECTIONS = dict(re.findall(r"(?ms)^## (I\d+): [^\n]*\n(.*?)(?=^## |\Z)", INVARIA
 
 
 def _is_module_or_member(name: str) -> bool:
-    """Return whether a dotted name is a module, or a class or method that a module defines."""
+    """Return whether a dotted name is a module, or a class or method of one."""
     module, _, members = name, "", ""
     while module:
         spec = importlib.util.find_spec(module) if "." not in module or _is_package(module) else None
@@ -45,7 +45,7 @@ def _is_package(module: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_names_modules_that_exist(page: Path) -> None:
-    """G.1: Each dotted name of a page is a module, or a class or function of one."""
+    """G.1: each dotted name of a page is a module, or a class or function of one."""
     named = set(re.findall(r"`(nearkin(?:_\w+)?(?:\.\w+)+)`", page.read_text())) - {"nearkin.json"}
     assert not sorted(name for name in named if not _is_module_or_member(name))
 
@@ -63,13 +63,13 @@ def test_invariants_are_ten_and_each_has_engine_and_mistake() -> None:
 
 
 def test_invariants_name_every_mistake_planted_against_them() -> None:
-    """G.1: A planted bug or mutant whose rule is an invariant is named in the section of that invariant."""
+    """G.1: each mistake or mutant planted against an invariant is named in its section."""
     rules = [(name, rule) for name, bug in BUGS.items() for rule in bug.breaks.split(", ")] + list(MUTANTS.items())
     assert not [(name, rule) for name, rule in rules if rule in SECTIONS and f"`{name}`" not in SECTIONS[rule]]
 
 
 def test_glossary_defines_each_term_once() -> None:
-    """G.1: A second definition of a term would be a second meaning."""
+    """G.1: a second definition of a term would give it a second meaning."""
     terms: list[str] = []
     for line in (ROOT / "docs" / "internals" / "glossary.md").read_text().splitlines():
         if line.startswith("| ") and not line.startswith("| term "):

@@ -1,4 +1,4 @@
-"""The lab's parts: figures, names of peers and corpora, pairs, rows of kernels, corpora that are made."""
+"""Test the parts of the lab: figures, names of peers and corpora, pairs, rows of kernels, generated corpora."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.support.checks.waiting import until
 # ------------------------------------------------------------------ figures
 
 
-def test_a_figure_shows_its_median_and_half_its_range() -> None:
+def test_figure_shows_median_and_half_its_range() -> None:
     assert Spread((90.0, 100.0, 120.0)).text() == "100 ±15 %"
     assert Spread((4.0,)).text(2) == "4.00"
     assert Spread((0.0, 0.0)).text() == "0"
 
 
-def test_a_figure_that_a_tool_cannot_have_is_none_and_not_zero() -> None:
+def test_figure_that_a_tool_lacks_is_none_and_not_zero() -> None:
     assert spread([None, None]) is None
     assert cell(spread([None])) == "-"
     assert spread([1, None, 3]) == Spread((1.0, 3.0))
@@ -43,14 +43,14 @@ def test_a_figure_that_a_tool_cannot_have_is_none_and_not_zero() -> None:
 # ------------------------------------------------------------------ measuring
 
 
-def test_a_pinned_block_runs_on_one_core_and_gives_the_others_back() -> None:
+def test_pinned_block_uses_one_core_and_restores_the_mask() -> None:
     before = os.sched_getaffinity(0)
     with pin_to_core(choose_core(None)):
         assert os.sched_getaffinity(0) == {max(before)}
     assert os.sched_getaffinity(0) == before
 
 
-def test_several_files_are_joined_on_the_way_in(tmp_path: Path) -> None:
+def test_several_files_are_joined_on_standard_input(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one ")
     (tmp_path / "b").write_bytes(b"two")
     cost = run(["cat"], os.environ, stdin=[tmp_path / "a", tmp_path / "b"], stdout=tmp_path / "c", sync=tmp_path)
@@ -59,7 +59,7 @@ def test_several_files_are_joined_on_the_way_in(tmp_path: Path) -> None:
     assert cost.peak_bytes > 0
 
 
-def test_a_command_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None:
+def test_failed_command_is_reported_with_its_last_line(tmp_path: Path) -> None:
     for sync in (tmp_path, None):
         with pytest.raises(CommandFailed, match="exit 3: no room"):
             run(["sh", "-c", "echo start; echo no room >&2; exit 3"], os.environ, sync=sync)
@@ -68,13 +68,13 @@ def test_a_command_that_fails_is_told_with_its_last_line(tmp_path: Path) -> None
     assert len(str(found.value)) < 2 * OUTPUT_BYTES_MAX
 
 
-def test_a_command_that_does_not_end_is_killed(tmp_path: Path, monkeypatch) -> None:
+def test_command_over_its_time_limit_is_killed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("nearkin.lab.measure.COMMAND_SECONDS_MAX", 0.2)
     with pytest.raises(CommandFailed, match="exit -9"):
         run(["sleep", "60"], os.environ, sync=tmp_path)
 
 
-def test_a_command_that_does_not_answer_is_killed_with_all_it_started(tmp_path: Path, monkeypatch) -> None:
+def test_hung_command_is_killed_with_its_children(tmp_path: Path, monkeypatch) -> None:
     pid = tmp_path / "pid"
     pid.touch()
     for seconds in (1.0, 5.0, 25.0):  # the shell has started by then, if the machine is not busy
@@ -87,7 +87,7 @@ def test_a_command_that_does_not_answer_is_killed_with_all_it_started(tmp_path: 
     until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_command_that_cannot_be_run_or_says_no_text_ends_nothing(tmp_path: Path) -> None:
+def test_missing_command_or_binary_output_is_no_error(tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_bytes(b"no program")
     program.chmod(0o755)
@@ -99,7 +99,7 @@ def test_a_command_that_cannot_be_run_or_says_no_text_ends_nothing(tmp_path: Pat
 # ------------------------------------------------------------------ peers
 
 
-def test_a_version_has_no_words_in_which_a_build_says_nothing(monkeypatch, tmp_path: Path) -> None:
+def test_version_without_text_is_empty(monkeypatch, tmp_path: Path) -> None:
     kopia = tmp_path / "kopia"
     kopia.write_text("#!/bin/sh\necho '0.21.1 build: -(unknown_revision) from:'\n")
     kopia.chmod(0o755)
@@ -107,7 +107,7 @@ def test_a_version_has_no_words_in_which_a_build_says_nothing(monkeypatch, tmp_p
     assert peer_tools.Kopia.version() == "0.21.1"
 
 
-def test_nearkin_comes_along_unless_it_is_named() -> None:
+def test_nearkin_is_added_unless_it_is_named() -> None:
     always = ["nearkin", "nearkin-embedded", "nearkin-embedded@archive"]
     assert [peer.name for peer in peer_tools.choose_peers(["borg-fine"])] == [*always, "borg-fine"]
     assert [peer.name for peer in peer_tools.choose_peers(["zstd-long", "nearkin"])] == [
@@ -117,7 +117,7 @@ def test_nearkin_comes_along_unless_it_is_named() -> None:
     ]
 
 
-def test_a_profile_makes_a_row_with_its_environment(tmp_path: Path) -> None:
+def test_profile_adds_row_with_its_environment(tmp_path: Path) -> None:
     (peer,) = peer_tools.choose_peers(["nearkin-embedded@finesse-paper"])
     assert (peer.name, peer.settings) == ("nearkin-embedded@finesse-paper", "profile finesse-paper, one process")
     assert peer(tmp_path).environment["NEARKIN_PROFILE"] == "finesse-paper"
@@ -125,7 +125,8 @@ def test_a_profile_makes_a_row_with_its_environment(tmp_path: Path) -> None:
         peer_tools.choose_peers(["nearkin@nothing"])
 
 
-def test_a_row_tells_what_a_settings_file_sets_and_refuses_what_a_put_would(tmp_path: Path) -> None:
+def test_row_of_settings_file_lists_its_settings(tmp_path: Path) -> None:
+    """A file that a put would refuse is refused."""
     file = tmp_path / "own.toml"
     file.write_text('[delta]\nmax_depth = 2\n[features]\nalgorithm = "odess"\n')
     peer = nearkin_tool.as_set(nearkin_tool.NearkinEmbedded, file)
@@ -136,7 +137,7 @@ def test_a_row_tells_what_a_settings_file_sets_and_refuses_what_a_put_would(tmp_
         nearkin_tool.as_set(nearkin_tool.Nearkin, file)
 
 
-def test_a_peer_works_in_an_absolute_folder_wherever_it_is_to_work(tmp_path: Path, monkeypatch) -> None:
+def test_peer_works_in_an_absolute_folder(tmp_path: Path, monkeypatch) -> None:
     class Stops(nearkin_tool.Nearkin):
         def create(self) -> None:
             assert self.folder.parent == tmp_path / "work"
@@ -148,7 +149,7 @@ def test_a_peer_works_in_an_absolute_folder_wherever_it_is_to_work(tmp_path: Pat
         store_suite.measure(Stops, Corpus("none", []), Path("work"), None)
 
 
-def test_an_archive_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_unreadable_archive_reports_the_reason(tmp_path: Path) -> None:
     if shutil.which("zstd") is None:
         pytest.skip("zstd is not installed")
     peer = ZstdLong(tmp_path)
@@ -160,7 +161,7 @@ def test_an_archive_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         peer.get(1, tmp_path / "target")
 
 
-def test_every_peer_says_how_to_get_it_and_no_two_have_one_name() -> None:
+def test_peers_have_install_hints_and_unique_names() -> None:
     found = [peer for settings in peer_tools.PEERS.values() for peer in settings]
     assert len({peer.name for peer in found}) == len(found)
     assert all("install" in peer.install for peer in found)
@@ -169,7 +170,7 @@ def test_every_peer_says_how_to_get_it_and_no_two_have_one_name() -> None:
 # ------------------------------------------------------------------ corpora
 
 
-def test_a_known_name_is_never_a_folder_that_happens_to_be_there(tmp_path: Path, monkeypatch) -> None:
+def test_known_name_is_a_corpus_not_a_folder(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "mutated").mkdir()
     (tmp_path / "own,name").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -178,7 +179,7 @@ def test_a_known_name_is_never_a_folder_that_happens_to_be_there(tmp_path: Path,
         corpora.find_corpora(["./mutated"], None)
 
 
-def test_a_folders_files_are_its_versions_in_order_of_name(tmp_path: Path) -> None:
+def test_folder_files_are_versions_in_order_of_name(tmp_path: Path) -> None:
     for name in ("b", "c", "a"):
         (tmp_path / name).write_text(name)
     (tmp_path / "empty").touch()
@@ -190,14 +191,14 @@ def test_a_folders_files_are_its_versions_in_order_of_name(tmp_path: Path) -> No
     assert len(corpus.paths) == 2
 
 
-def test_a_corpus_is_made_by_another_process(tmp_path: Path, monkeypatch) -> None:
+def test_corpus_is_generated_in_another_process(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path))
     (corpus,) = corpora.find_corpora(["mutated"], 1)
     assert (corpus.name, [path.name for path in corpus.paths]) == ("mutated", ["0000.bin"])
     assert corpus.paths[0].is_relative_to(tmp_path)
 
 
-def test_a_corpus_that_cannot_be_made_says_why_and_what_else_there_is(tmp_path: Path, monkeypatch) -> None:
+def test_failed_corpus_reports_reason_and_alternatives(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "file"))
     with pytest.raises(RetryableError, match=r"mutated: .*vm-synthetic and mutated"):
@@ -206,7 +207,7 @@ def test_a_corpus_that_cannot_be_made_says_why_and_what_else_there_is(tmp_path: 
         corpora.find_corpora(["mutated"], 1)
 
 
-def test_mutated_versions_are_the_same_every_time_and_differ_a_little(tmp_path: Path) -> None:
+def test_mutated_versions_are_reproducible(tmp_path: Path) -> None:
     first = mutated_files(3, tmp_path / "one", mebibytes=1, edits=3)
     again = mutated_files(3, tmp_path / "two", mebibytes=1, edits=3)
     contents = [path.read_bytes() for path in first]
@@ -217,7 +218,7 @@ def test_mutated_versions_are_the_same_every_time_and_differ_a_little(tmp_path: 
     assert [path.read_bytes() for path in first] == contents
 
 
-def test_a_debian_image_needs_root_and_says_what_does_not(tmp_path: Path, monkeypatch) -> None:
+def test_debian_image_without_root_names_alternatives(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(MissingTool, match=r"only root.*vm-synthetic"):
         disk_images.debian_images(1, tmp_path)
@@ -229,13 +230,13 @@ def test_a_debian_image_needs_root_and_says_what_does_not(tmp_path: Path, monkey
 # ------------------------------------------------------------------ pairs
 
 
-def test_first_fit_takes_the_first_chunk_that_has_no_base_itself() -> None:
+def test_first_fit_takes_the_first_chunk_without_a_base() -> None:
     sketches = np.array([[1, 9, 5], [1, 2, 3], [7, 2, 5], [0, 0, 0], [0, 0, 0], [8, 2, 6]], dtype=np.uint64)
     # 1 shares with 0; 2 shares with 1, which has a base, and with 0; 5 shares with 1 and 2 alone, both have one
     assert similar_chunks.first_fit(sketches).tolist() == [-1, 0, 0, -1, -1, -1]
 
 
-def test_a_sample_of_pairs_is_spread_evenly_and_names_no_pair_twice() -> None:
+def test_sample_of_pairs_is_even_and_unique() -> None:
     payload = np.arange(100, dtype=np.uint8)
     offsets = np.arange(0, 100, 10, dtype=np.uint64)
     chunks = similar_chunks.Chunks(payload, offsets, np.full(10, 10, dtype=np.uint32))
@@ -250,7 +251,7 @@ def test_a_sample_of_pairs_is_spread_evenly_and_names_no_pair_twice() -> None:
 # ------------------------------------------------------------------ kernels
 
 
-def test_a_row_is_one_function(tmp_path: Path, monkeypatch) -> None:
+def test_kernel_row_measures_one_function(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(kernel_cases, "KERNELS", dict(kernel_cases.KERNELS))
     (tmp_path / "version").write_bytes(bytes(100_000))
 
@@ -266,12 +267,12 @@ def test_a_row_is_one_function(tmp_path: Path, monkeypatch) -> None:
         kernel_cases.kernel("crc32", group="hashes")(_crc32)
 
 
-def test_the_rust_crate_cuts_the_same_bytes_with_a_clock_of_its_own(tmp_path: Path) -> None:
+def test_rust_crate_cuts_equal_bytes_by_its_own_clock(tmp_path: Path) -> None:
     (tmp_path / "version").write_bytes(np.random.default_rng(2).bytes(3_000_000))
     material = kernel_cases.Material(Corpus("random", [tmp_path / "version"]))
     try:
         prepared = kernel_cases.KERNELS[rust_fastcdc.NAME].prepare(material)
-    except (MissingPeer, CommandFailed) as missing:  # no cargo, or no network for it
+    except (MissingPeer, CommandFailed) as missing:  # no cargo, or no network
         pytest.skip(str(missing))
     assert prepared.bytes_handled == 3_000_000
     assert prepared.mean_chunk_bytes is not None
@@ -279,13 +280,13 @@ def test_the_rust_crate_cuts_the_same_bytes_with_a_clock_of_its_own(tmp_path: Pa
     assert 1e-5 < prepared.once() < 10
 
 
-def test_without_cargo_the_rust_crate_is_left_out(monkeypatch) -> None:
+def test_rust_crate_without_cargo_is_left_out(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MissingPeer, match="cargo is not installed"):
         rust_fastcdc.built()
 
 
-def test_a_chunkers_dedup_is_the_corpus_by_its_different_chunks(tmp_path: Path) -> None:
+def test_dedup_of_chunker_is_corpus_by_unique_chunks(tmp_path: Path) -> None:
     data = np.random.default_rng(1).bytes(200_000)
     for name in ("a", "b", "c"):
         (tmp_path / name).write_bytes(data)
@@ -296,7 +297,7 @@ def test_a_chunkers_dedup_is_the_corpus_by_its_different_chunks(tmp_path: Path) 
     assert 2048 <= mean_bytes <= 65536
 
 
-def test_leastcdc_is_compared_at_the_mean_chunk_of_fastcdc_too(tmp_path: Path) -> None:
+def test_leastcdc_is_compared_at_the_mean_chunk_of_fastcdc(tmp_path: Path) -> None:
     (tmp_path / "version").write_bytes(np.random.default_rng(3).bytes(4_000_000))
     material = kernel_cases.Material(Corpus("random", [tmp_path / "version"]))
     prepared = kernel_cases.KERNELS["leastcdc, fastcdc's mean"].prepare(material)
@@ -305,7 +306,7 @@ def test_leastcdc_is_compared_at_the_mean_chunk_of_fastcdc_too(tmp_path: Path) -
     assert prepared.version.startswith("target ")
 
 
-def test_a_ratio_stands_beside_the_least_and_the_largest_of_its_rounds() -> None:
+def test_ratio_is_shown_with_its_range_over_runs() -> None:
     def row(tool: str, ours: bool, *values: float) -> Row:
         figures: dict[str, Spread | None] = dict.fromkeys([*store_suite.MEASURED, "first_put_mbps"], Spread((1.0,)))
         return Row("c", "store", tool, "", "1", ours, figures | {"put_mbps": Spread(values)})
@@ -319,7 +320,7 @@ def test_a_ratio_stands_beside_the_least_and_the_largest_of_its_rounds() -> None
     )
 
 
-def test_what_did_not_run_is_told_once_whatever_the_corpora_and_rounds() -> None:
+def test_skipped_tool_is_reported_once() -> None:
     gone = LeftOut("kopia", "kopia is not installed", "build it")
     record = MeasurementRecord(
         "store", "nearkin bench store", 0, 3, 0, [], left_out=[gone, LeftOut("borg", "ended with 2"), gone]
@@ -329,8 +330,8 @@ def test_what_did_not_run_is_told_once_whatever_the_corpora_and_rounds() -> None
     assert [one["tool"] for one in told] == ["kopia", "borg"]
 
 
-def test_no_label_of_a_chart_leaves_its_panel_or_lies_on_another(tmp_path: Path, monkeypatch) -> None:
-    """Four tools of one reduction, as fast as one another, and one far below, which brings these to the upper edge."""
+def test_chart_labels_stay_in_their_panel_and_apart(tmp_path: Path, monkeypatch) -> None:
+    """Four tools of one reduction and speed, and one far below, which moves the others to the upper edge."""
     chart = pytest.importorskip("nearkin.lab.report_charts")
     pytest.importorskip("matplotlib")
     path = tmp_path / "1"
@@ -350,18 +351,19 @@ def test_no_label_of_a_chart_leaves_its_panel_or_lies_on_another(tmp_path: Path,
         for text in panel.texts:
             text.update_positions(panel.figure.canvas.get_renderer())
         frame = panel.get_window_extent()
-        boxes = [Text.get_window_extent(text) for text in panel.texts]  # an annotation's own has its line in it
+        boxes = [Text.get_window_extent(text) for text in panel.texts]  # an annotation's own box includes its line
         assert [box for box in boxes if box.y0 < frame.y0 or box.y1 > frame.y1] == []
         assert not [(a, b) for number, a in enumerate(boxes) for b in boxes[:number] if a.overlaps(b)]
 
 
-def test_names_of_files_are_json_that_every_reader_takes(tmp_path: Path) -> None:
+def test_file_names_are_standard_json(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.bin"))
     path.write_bytes(b"x")
     assert Corpus("c", [path]).as_json()["files"] == ["a\\udcff.bin"]
 
 
-def test_a_corpus_in_letters_that_the_font_lacks_is_drawn_without_a_warning(tmp_path: Path) -> None:
+def test_corpus_name_without_glyphs_is_drawn_silently(tmp_path: Path) -> None:
+    """Letters that the font lacks cause no warning."""
     chart = pytest.importorskip("nearkin.lab.report_charts")
     pytest.importorskip("matplotlib")
     path = tmp_path / "1"

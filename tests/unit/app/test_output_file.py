@@ -1,4 +1,4 @@
-"""Where a get writes: an interrupt at any moment leaves the folder as it was."""
+"""Check that an interrupt at any moment of a get leaves its output folder unchanged."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from nearkin.cli.output_file import OutputFile
 
 
 @pytest.mark.parametrize("step", ["open", "chmod"])
-def test_an_interrupt_while_the_file_is_made_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    """A signal that is sent as soon as the file is seen falls here, in one of some hundred runs on a fast machine."""
+def test_interrupt_during_creation_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """A signal sent as soon as the file appears arrives here, in one of some hundred runs on a fast machine."""
     target = tmp_path / "there"
     target.write_bytes(b"as it was")
     real = getattr(Path, step)

@@ -1,4 +1,4 @@
-"""The writer's lock: one process at a time, named in the error, free as soon as its holder is dead."""
+"""Test the writer lock: one process at a time, named in the error, free as soon as its holder is dead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ time.sleep(60)
 """
 
 
-def test_a_second_writer_is_told_who_holds_the_lock(tmp_path: Path) -> None:
+def test_second_writer_error_names_the_holder(tmp_path: Path) -> None:
     first, second = WriterLock(tmp_path), WriterLock(tmp_path)
     first.acquire()
     with pytest.raises(StoreLocked, match=f"process {os.getpid()} on .* since 2") as raised:
@@ -35,7 +35,7 @@ def test_a_second_writer_is_told_who_holds_the_lock(tmp_path: Path) -> None:
     second.release()
 
 
-def test_a_dead_holder_frees_the_lock(tmp_path: Path) -> None:
+def test_lock_of_a_dead_holder_is_free(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDING, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None
@@ -50,7 +50,7 @@ def test_a_dead_holder_frees_the_lock(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_another_thread_may_give_the_lock_back(tmp_path: Path) -> None:
+def test_lock_may_be_released_by_another_thread(tmp_path: Path) -> None:
     lock = WriterLock(tmp_path)
     lock.acquire()
     thread = threading.Thread(target=lock.release)
@@ -62,7 +62,7 @@ def test_another_thread_may_give_the_lock_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", ["", "{", "[]", '"text"', '{"pid": 1}', "null"])
-def test_a_broken_note_about_the_holder_hides_nothing(tmp_path: Path, left: str) -> None:
+def test_damaged_holder_note_does_not_break_the_lock(tmp_path: Path, left: str) -> None:
     lock = WriterLock(tmp_path)
     lock.acquire()
     (tmp_path / "lock.holder").write_text(left)
@@ -71,7 +71,7 @@ def test_a_broken_note_about_the_holder_hides_nothing(tmp_path: Path, left: str)
     lock.release()
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreUnavailable, match="file/lock"):
         WriterLock(tmp_path / "file").acquire()

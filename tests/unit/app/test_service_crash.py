@@ -1,4 +1,4 @@
-"""Deaths of services: every point that services alone pass is one at which one of them is killed."""
+"""Check that a service is killed at each failpoint that only services pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SELDOM = {"lease.renewed"}
 """A lease is renewed only in a GC run of more than ten seconds."""
 
 
-def test_each_point_of_services_is_one_to_die_at() -> None:
+def test_each_service_failpoint_is_a_crash_point() -> None:
     dying = {point for points in DYING.values() for point in points}
     assert dying >= SERVICE_POINTS.keys() - SELDOM
     assert dying <= POINTS.keys()

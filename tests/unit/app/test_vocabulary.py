@@ -91,7 +91,7 @@ def test_check_text_with_dialect_word_finds_it(text: str, word: str) -> None:
     ],
 )
 def test_check_text_with_plain_english_finds_nothing(text: str) -> None:
-    """Phrases in which a word is plain English, and identifiers of every kind, are no findings."""
+    """Phrases in which a word is plain English, and identifiers of all kinds, are no findings."""
     assert found(text) == []
 
 
@@ -120,7 +120,7 @@ def test_read_text_of_python_is_comments_and_strings(tmp_path: Path) -> None:
 
 
 def test_find_all_with_other_meaning_skips_word(tmp_path: Path) -> None:
-    """A word is not refused in the files where it is a term of another field; other words still are."""
+    """A word is not refused in files where it is a term of another field; other words still are."""
     page = tmp_path / "sha1.md"
     page.write_text("A round adds one word, and nobody waits.\n")
     words = [replace(word, other_meaning=frozenset({str(page)})) for word in VOCABULARY.words if word.name == "round"]

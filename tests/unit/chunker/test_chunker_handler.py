@@ -1,4 +1,4 @@
-"""The chunker's worker: whatever dies in between, a blob is cut as if it had come in one piece."""
+"""Test the chunker worker: with any crashes in between, a blob has the cuts of one piece."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMER = Fingerprinter(b"s" * 32, "t")
 
 
 class Kept(Outbox):
-    """An outbox whose messages are looked at instead of sent."""
+    """An outbox that keeps messages instead of sending them."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, bytes]] = []
@@ -56,7 +56,7 @@ class Kept(Outbox):
 
 
 class Waiting(Backlog):
-    """Says of the topic what it is told."""
+    """Reports the backlog of the topic that a test sets."""
 
     def __init__(self, end: int = 0) -> None:
         self.end = end
@@ -102,7 +102,7 @@ def in_one_piece(data: bytes) -> list[bytes]:
 
 
 def told(outbox: Kept) -> tuple[dict[bytes, dict[int, bytes]], dict[bytes, End]]:
-    """Return ({blob: {sequence: segment id}}, {blob: end}); a segment told twice must be the same both times."""
+    """Return ({blob: {sequence: segment id}}, {blob: end}); a segment sent twice must be equal both times."""
     segments: dict[bytes, dict[int, bytes]] = {}
     ends: dict[bytes, End] = {}
     for name, value in outbox.sent:
@@ -124,7 +124,7 @@ RANDOM = np.random.default_rng(5).integers(0, 256, 3_000_000, np.uint8).tobytes(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_a_blob_is_cut_as_in_one_piece_whatever_dies_in_between(data: st.DataObject) -> None:
+def test_blob_with_crashes_is_cut_as_one_piece(data: st.DataObject) -> None:
     blobs = {}
     for number in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, 1_000_000))
@@ -168,7 +168,8 @@ def test_a_blob_is_cut_as_in_one_piece_whatever_dies_in_between(data: st.DataObj
     assert all(final == len(log) for _, final, _ in worker.committable())
 
 
-def test_an_upload_that_stops_is_ended_as_failed_and_holds_nothing_back() -> None:
+def test_stopped_upload_ends_as_failed() -> None:
+    """It frees its state, and offsets move past it."""
     outbox = Kept()
     worker = handler(outbox)
     worker.on_assigned(0, "")
@@ -184,8 +185,8 @@ def test_an_upload_that_stops_is_ended_as_failed_and_holds_nothing_back() -> Non
     assert [offset for _, offset, _ in worker.committable()] == [8]
 
 
-def test_an_upload_whose_frames_nobody_has_read_has_not_stopped() -> None:
-    """The service was paused for longer than an upload may rest; its frames were acknowledged meanwhile."""
+def test_upload_with_unread_frames_has_not_stopped() -> None:
+    """The service was paused for longer than the idle limit of an upload; frames were acknowledged meanwhile."""
     outbox, backlog = Kept(), Waiting(end=3)
     worker = handler(outbox, backlog=backlog)
     worker.on_assigned(0, "")
@@ -198,7 +199,7 @@ def test_an_upload_whose_frames_nobody_has_read_has_not_stopped() -> None:
     assert ends[b"x" * 16].failure is None
 
 
-def test_a_gap_and_a_short_blob_end_as_failed() -> None:
+def test_gap_and_short_blob_end_as_failed() -> None:
     outbox = Kept()
     worker = handler(outbox)
     worker.on_assigned(0, "")
@@ -211,7 +212,7 @@ def test_a_gap_and_a_short_blob_end_as_failed() -> None:
     assert "2000 of 3000 bytes arrived" in (ends[b"s" * 16].failure or "")
 
 
-def test_garbage_becomes_a_dead_letter_and_the_rest_goes_on() -> None:
+def test_garbage_becomes_dead_letter_and_the_rest_is_cut() -> None:
     outbox = Kept()
     worker = handler(outbox)
     worker.on_assigned(0, "")
@@ -224,7 +225,8 @@ def test_garbage_becomes_a_dead_letter_and_the_rest_goes_on() -> None:
     assert ends[b"x" * 16].failure is None
 
 
-def test_more_open_blobs_than_a_commit_describes_are_read_again_from_their_start() -> None:
+def test_open_blobs_beyond_commit_are_read_again() -> None:
+    """A commit describes a limited number of open blobs; others restart from their start."""
     outbox = Kept()
     worker = handler(outbox)
     worker.on_assigned(0, "")
@@ -244,8 +246,10 @@ def test_more_open_blobs_than_a_commit_describes_are_read_again_from_their_start
     assert all(found[blob].failure is None and len(segments[blob]) == found[blob].segments for blob in blobs)
 
 
-def test_a_blob_whose_next_frame_is_still_to_come_keeps_its_state_among_many_that_came() -> None:
-    """Two owners die: the second read so many blobs first that the state of one it had not seen yet found no room."""
+def test_blob_with_late_frame_keeps_state_among_many() -> None:
+    """Two owners die. The second one read so many other blobs first that it dropped the state of a blob not seen
+    yet.
+    """
     blobs = [number.to_bytes(16, "big") for number in range(STATES_MAX + 1)]
     halves = [frames(blob, RANDOM[:400_000], [200_000, 200_000]) for blob in blobs]
     last = halves[0]
@@ -254,7 +258,7 @@ def test_a_blob_whose_next_frame_is_still_to_come_keeps_its_state_among_many_tha
     first.on_assigned(0, "")
     first.handle([record(offset, value) for offset, value in enumerate(log)])
     ((_, offset, metadata),) = first.committable()
-    assert offset > 0  # the start of the blob is out of reach
+    assert offset > 0  # the start of the blob is not read again
 
     second = handler(Kept())
     second.on_assigned(0, metadata)
@@ -270,7 +274,7 @@ def test_a_blob_whose_next_frame_is_still_to_come_keeps_its_state_among_many_tha
     assert ends[blobs[0]].failure is None
 
 
-def test_segments_are_split_so_that_each_message_fits() -> None:
+def test_segments_are_split_to_fit_messages() -> None:
     payload = np.frombuffer(RANDOM[:2_500_000] + bytes(2_000_000), np.uint8)
     batch = ChunkerStage(SETTINGS, NAMER).decide(
         FrameRuns(payload, (BlobRun(0, 0, len(payload), True),)), LookupResults()
@@ -282,12 +286,12 @@ def test_segments_are_split_so_that_each_message_fits() -> None:
         encode(Segments(Envelope(b"x" * 16, "t" * 128, "k" * 1024), part))
 
 
-def test_settings_whose_segments_may_outgrow_a_message_are_refused() -> None:
+def test_settings_with_segments_above_a_message_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"want chunker\.min_bytes >= 1024"):
         check_messages_fit(with_changes(Settings(), {"chunker": {"min_bytes": 64}}))
 
 
-def test_offsets_move_past_what_is_done_and_no_further() -> None:
+def test_offsets_move_past_finished_frames_only() -> None:
     offsets = PartitionOffsets()
     assert offsets.committable is None
     for offset in (5, 6, 8):
@@ -302,8 +306,8 @@ def test_offsets_move_past_what_is_done_and_no_further() -> None:
     assert offsets.committable == 7
 
 
-def test_what_another_tenant_says_of_an_open_blob_is_put_aside() -> None:
-    """An end would make the blob that tenant's, a frame would be bytes of it (I9)."""
+def test_record_of_another_tenant_is_a_dead_letter() -> None:
+    """An end would give the blob to that tenant, a frame would add its bytes (I9)."""
     data = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
     messages = frames(b"a" * 16, data, [100_000] * 3)
     foreign = [decode(messages[number], "test") for number in (1, 3)]

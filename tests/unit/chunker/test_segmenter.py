@@ -1,4 +1,4 @@
-"""The segmenter: bounds hold, cuts depend on content, and pieces give the same segments as the whole."""
+"""Test the segmenter: bounds hold, cuts depend on content, and pieces give the segments of the whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES_MAX = 64 * 1024
 
 
 def stream(count: int, seed: str = "s", largest: int = 9000) -> tuple[U8, U32, Bools]:
-    """Return names, lengths and zero flags of `count` chunks that content alone decides."""
+    """Return names, lengths and zero flags of `count` chunks, derived from content alone."""
     names = noise(count * 32, seed).reshape(count, 32)
     lengths = (names[:, 30].astype(np.uint32) * 256 + names[:, 31]) % np.uint32(largest) + np.uint32(1)
     return names, lengths.astype(np.uint32), np.zeros(count, np.bool_)
@@ -27,7 +27,7 @@ def bounds_of(chunks: tuple[U8, U32, Bools], target: int = 16, *, final: bool = 
     return [int(bound) for bound in segment_bounds(*chunks, target, BYTES_MAX, final)]
 
 
-def test_segments_never_exceed_their_bytes_and_cover_every_chunk_once() -> None:
+def test_segments_are_bounded_and_cover_each_chunk_once() -> None:
     chunks = stream(3000)
     bounds = bounds_of(chunks)
     assert (bounds[0], bounds[-1]) == (0, 3000)
@@ -36,13 +36,13 @@ def test_segments_never_exceed_their_bytes_and_cover_every_chunk_once() -> None:
     assert min(b - a for a, b in pairwise(bounds)) > 0
 
 
-def test_a_segment_has_about_as_many_chunks_as_aimed_at() -> None:
+def test_segment_has_about_the_target_chunks() -> None:
     for target in (4, 16, 64):
         bounds = bounds_of(stream(8000, largest=200), target)
         assert 0.75 * target < 8000 / (len(bounds) - 1) < 1.3 * target
 
 
-def test_one_chunk_as_large_as_a_segment_is_a_segment() -> None:
+def test_chunk_of_segment_size_is_a_segment() -> None:
     names, lengths, zero = stream(3)
     lengths[:] = BYTES_MAX
     assert bounds_of((names, lengths, zero)) == [0, 1, 2, 3]
@@ -62,7 +62,7 @@ def test_zero_chunks_never_end_a_segment_by_their_name() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 700, 1500])
-def test_an_insertion_moves_only_the_boundaries_near_it(at: int) -> None:
+def test_insertion_moves_only_nearby_boundaries(at: int) -> None:
     old, new = stream(2000), stream(3, "new")
     merged = tuple(np.concatenate([part[:at], more, part[at:]]) for part, more in zip(old, new, strict=True))
     before = {bound if bound <= at else bound + 3 for bound in bounds_of(old)}
@@ -73,7 +73,7 @@ def test_an_insertion_moves_only_the_boundaries_near_it(at: int) -> None:
 
 
 @given(st.integers(0, 300), st.lists(st.integers(0, 300), max_size=4), st.sampled_from([1, 4, 16]), st.integers(0, 9))
-def test_pieces_give_the_same_segments_as_the_whole(count: int, cuts: list[int], target: int, seed: int) -> None:
+def test_pieces_give_segments_of_the_whole(count: int, cuts: list[int], target: int, seed: int) -> None:
     names, lengths, zero = stream(count, str(seed))
     whole = bounds_of((names, lengths, zero), target)
     found, start = [0], 0
@@ -92,7 +92,7 @@ def test_pieces_give_the_same_segments_as_the_whole(count: int, cuts: list[int],
     final=st.booleans(),
     seed=st.integers(0, 50),
 )
-def test_whole_steps_and_single_ones_end_segments_alike(
+def test_whole_and_single_steps_end_segments_alike(
     count: int, target: int, bytes_max: int, final: bool, seed: int
 ) -> None:
     names, lengths, zero = stream(count, str(seed))

@@ -1,4 +1,4 @@
-"""The cutter: batches give the segments that the whole blob would."""
+"""Test the splitter: batches give the segments of the whole blob."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH_BYTES = 2 * 1024 * 1024
 
 
 def fed(cutter: Cutter, arenas: Arenas, blobs: list[bytes], piece_bytes: int = BATCH_BYTES) -> None:
-    """Hand blobs on as the embedded writer does: one after another, an arena in pieces, and once it is full."""
+    """Feed blobs as the embedded writer does: in sequence, in pieces of an arena, and once an arena is full."""
     arena, used, runs = arenas.take(), CARRY_BYTES_MAX, list[BlobRun]()
     for number, blob in enumerate(blobs):
         rest = np.frombuffer(blob, np.uint8)
@@ -51,7 +51,7 @@ def listed(batch: SegmentBatch) -> list[tuple[int, bytes, bytes]]:
 
 @pytest.mark.parametrize("piece_bytes", [BATCH_BYTES, 700_001, 100_000])
 @pytest.mark.parametrize("algorithm", ["leastcdc", "fastcdc", "rabin", "inck", "fixed", "whole"])
-def test_batches_give_the_segments_of_the_whole_blob(algorithm: str, piece_bytes: int) -> None:
+def test_batches_give_segments_of_the_whole_blob(algorithm: str, piece_bytes: int) -> None:
     chosen = settings({"chunker": {"algorithm": algorithm}, "runner": {"batch_bytes": BATCH_BYTES}})
     blobs = [random_bytes(5_000_000, 1), b"", text_like(1000, 2), bytes(3_000_000), text_like(2_100_000, 3), b"x"]
     arenas, found = Arenas(BATCH_BYTES), list[tuple[int, bytes, bytes]]()
@@ -66,16 +66,16 @@ def test_batches_give_the_segments_of_the_whole_blob(algorithm: str, piece_bytes
     }
 
 
-def test_the_tail_is_carried_even_where_a_chunk_is_a_segment() -> None:
+def test_tail_is_carried_if_each_chunk_is_a_segment() -> None:
     chosen = settings({"chunker": {"algorithm": "whole"}, "runner": {"batch_bytes": BATCH_BYTES}})
     arenas, batches = Arenas(BATCH_BYTES), list[int]()
     cutter = Cutter(chosen, FINGERPRINTER, arenas, lambda batch: batches.append(int(batch.lengths.sum())))
     fed(cutter, arenas, [bytes(BATCH_BYTES + 1)])
-    # two chunks of the first batch are whole, but nothing says yet that the second ends its segment
+    # two chunks of the first batch are complete, but the second may not end its segment yet
     assert batches == [900 * 1024, BATCH_BYTES + 1 - 900 * 1024]
 
 
-def test_an_arena_comes_back_and_a_stranger_does_not() -> None:
+def test_used_arena_is_reused_and_a_foreign_one_is_not() -> None:
     arenas = Arenas(BATCH_BYTES)
     one: U8 = arenas.take()
     arenas.give_back(one[5:10])
@@ -84,7 +84,7 @@ def test_an_arena_comes_back_and_a_stranger_does_not() -> None:
     assert len(arenas.take()) == BATCH_BYTES + CARRY_BYTES_MAX
 
 
-def test_an_arena_without_a_certain_segment_comes_back_at_once() -> None:
+def test_arena_without_complete_segment_is_reused_at_once() -> None:
     chosen = settings({"runner": {"batch_bytes": BATCH_BYTES}})
     arenas, batches = Arenas(BATCH_BYTES), list[SegmentBatch]()
     cutter = Cutter(chosen, FINGERPRINTER, arenas, batches.append)

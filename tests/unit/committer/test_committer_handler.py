@@ -1,4 +1,4 @@
-"""The committer's worker: what it gives up, and what it waits for."""
+"""Test the committer worker: which blobs it gives up, and what it waits for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOB = b"0123456789abcdef"
 
 
 class Waiting(Backlog):
-    """Says how old what waits is, and where `placed` ends, as it is told."""
+    """Reports the age of the backlog and the end of `placed` that a test sets."""
 
     def __init__(self, oldest_seconds: float = 0.0, end: int = 0) -> None:
         self.age_seconds, self.end = oldest_seconds, end
@@ -36,12 +36,12 @@ class Waiting(Backlog):
 
     def oldest_seconds(self, services: Collection[str]) -> float:
         assert "delta" in services
-        assert "committer" not in services, "what a late blob itself holds back would hold it for good"
+        assert "committer" not in services, "a late blob would wait for itself for ever"
         return self.age_seconds
 
 
 class Away:
-    """A consumer whose Kafka is away."""
+    """A consumer whose Kafka is unreachable."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -51,11 +51,11 @@ class Away:
         raise KafkaException(KafkaError(KafkaError._TRANSPORT))
 
 
-def test_a_kafka_that_is_away_is_not_asked_for_each_partition() -> None:
-    """Each question takes as long as it waits for an answer: of 60 partitions, longer than a worker may stand still."""
+def test_unreachable_kafka_is_not_queried_per_partition() -> None:
+    """Each query takes the whole timeout: for 60 partitions longer than a worker may go without polling."""
     backlog, away = Backlog(SETTINGS), Away()
     backlog._asking = away  # type: ignore[assignment]
-    assert all(backlog.unread("frames", partition, 7) for partition in range(60)), "what is not known may be there"
+    assert all(backlog.unread("frames", partition, 7) for partition in range(60)), "an unknown backlog counts as unread"
     assert away.asked == 1
     backlog._away_since -= 6
     assert backlog.unread("frames", 0, 7)
@@ -63,7 +63,7 @@ def test_a_kafka_that_is_away_is_not_asked_for_each_partition() -> None:
 
 
 class Kept:
-    """An outbox whose events are looked at instead of sent."""
+    """An outbox that keeps events instead of sending them."""
 
     authenticator = None
 
@@ -78,7 +78,7 @@ class Kept:
 
 
 class Clock:
-    """Stands still until a test moves it."""
+    """Does not advance unless a test advances it."""
 
     def __init__(self) -> None:
         self.now = 1e6
@@ -91,7 +91,7 @@ class Clock:
 
 
 class Stages(Backlog):
-    """Stages of which one is away from `since` to `until`, seconds of a clock since it was made."""
+    """Stages of which one is down from `since` to `until`, in seconds since the clock was made."""
 
     def __init__(self, clock: Clock, since: float, until: float) -> None:
         self._clock, self._made, self._since, self._until = clock, clock.now, since, until
@@ -133,10 +133,12 @@ def seconds_until_given_up(handler: CommitterHandler, clock: Clock, seconds_max:
 @pytest.mark.parametrize(
     ("backlog", "given_up"), [(Waiting(), True), (Waiting(oldest_seconds=700), False), (Waiting(end=2), False)]
 )
-def test_a_blob_is_given_up_only_when_nothing_is_on_its_way_that_it_may_lack(
+def test_blob_is_given_up_only_without_segments_in_flight(
     monkeypatch: pytest.MonkeyPatch, backlog: Waiting, given_up: bool
 ) -> None:
-    """A store that is away for minutes, or a pause, holds segments up in the topics before: all of them come later."""
+    """While a store is unavailable or a worker pauses, segments wait in the topics before; all of them arrive
+    later.
+    """
     clock = Clock()
     handler = waiting_for_a_segment(monkeypatch, backlog, clock)
     assert (seconds_until_given_up(handler, clock, 1000) is not None) == given_up
@@ -144,10 +146,10 @@ def test_a_blob_is_given_up_only_when_nothing_is_on_its_way_that_it_may_lack(
 
 
 @pytest.mark.parametrize(("since", "until"), [(5, 100), (5, 290), (5, 299), (5, 595), (50, 590), (5, 3000)])
-def test_what_a_stage_held_up_has_its_whole_time_again_once_that_stage_has_caught_up(
+def test_delayed_blob_waits_full_time_after_stage_catches_up(
     monkeypatch: pytest.MonkeyPatch, since: int, until: int
 ) -> None:
-    """It has sent a young segment on, and up to three more stages have to take that."""
+    """The stage has just sent a recent segment, and up to three more stages have to process it."""
     clock = Clock()
     handler = waiting_for_a_segment(monkeypatch, Stages(clock, since, until), clock)
     idle_seconds = SETTINGS.kafka.upload_idle_seconds
@@ -158,9 +160,9 @@ def test_what_a_stage_held_up_has_its_whole_time_again_once_that_stage_has_caugh
     assert given_up < until + (committer_handler.LATE_TIMES + 1) * idle_seconds
 
 
-def test_those_that_wait_anew_are_the_last_for_whom_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blobs_that_wait_again_are_evicted_last(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, other = Clock(), b"another-blob-16b"
     handler = waiting_for_a_segment(monkeypatch, Waiting(oldest_seconds=61), clock, (BLOB, other))
     handler._open[0, BLOB, "t", "key"].last_seen -= 61
     handler.idle()
-    assert [name[1] for name in handler._open] == [other, BLOB], "last seen last"
+    assert [name[1] for name in handler._open] == [other, BLOB], "the blob seen last must be the last"

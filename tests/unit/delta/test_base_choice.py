@@ -1,4 +1,4 @@
-"""Choice of bases: by bounds of depth, and by two policies together."""
+"""Test the choice of bases: by bounds of depth, and by two policies together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nearkin_shared.types import Locations, Pieces
 from nearkin_shared.utils.thread_pool import ThreadPool
 
 
-def test_each_chunk_finds_the_bases_that_are_less_deep_than_its_own_bound() -> None:
+def test_chunk_gets_bases_below_its_own_depth_bound() -> None:
     content = text_like(8192, 1)
     bases = [mutate(content, seed, edits=3) for seed in (1, 2)]
     targets = [mutate(content, seed, edits=4) for seed in (3, 4, 5)]
@@ -25,17 +25,17 @@ def test_each_chunk_finds_the_bases_that_are_less_deep_than_its_own_bound() -> N
     assert chosen.depths[1] == 0
 
 
-def test_a_base_that_is_too_deep_takes_no_bytes_from_one_that_is_not() -> None:
+def test_base_above_depth_bound_takes_no_shared_bytes() -> None:
     content = text_like(8192, 1)
     target = mutate(content, 3, edits=4)
-    # The nearer one, which shares more, comes first: compared with both, it is the one that all is counted for.
+    # The nearer base shares more and would count all shared bytes if both were compared.
     chosen = try_shallower(_targets([target]), _contents([target, content], depths=[2, 1]), np.array([2], np.uint8))
     assert chosen.found.tolist() == [True]
     assert chosen.rows.tolist() == [1]
 
 
 @pytest.mark.parametrize("per_group", [1, 3, 200])
-def test_helpers_find_the_bases_that_one_thread_alone_finds(per_group: int) -> None:
+def test_worker_pool_finds_the_bases_of_one_thread(per_group: int) -> None:
     count = 400  # of 8 KiB: three parts, and a group of 200 does not end where a part would
     contents = [text_like(8192, seed) for seed in range(40)]
     targets = _targets([mutate(contents[i % 40], i, edits=1 + i % 9) for i in range(count)])
@@ -51,7 +51,7 @@ def test_helpers_find_the_bases_that_one_thread_alone_finds(per_group: int) -> N
         assert np.array_equal(getattr(helped, name), getattr(alone, name)), name
 
 
-def test_bases_of_two_policies_come_together() -> None:
+def test_bases_of_two_policies_are_joined() -> None:
     near, similar = [b"a" * 10, b"bb" * 10, b"c" * 10], [b"never chosen" * 9, b"d" * 30]
     one = _contents(near, [0, 1, 0])
     two = _contents(similar, [2, 3])
@@ -70,10 +70,10 @@ def test_bases_of_two_policies_come_together() -> None:
     assert [bytes_of(bases.pieces.take(some)) for some in rows] == [[near[1], near[2]], [], [similar[1]], [near[2]]]
     assert [bytes_of(each.pieces) for each in (one, two)] == [near, similar]
     lie_in = {id(buffer) for buffer in (*one.pieces.buffers, *two.pieces.buffers)}
-    assert {id(buffer) for buffer in bases.pieces.buffers} == lie_in, "bases stay where they are"
+    assert {id(buffer) for buffer in bases.pieces.buffers} == lie_in, "bases must not be copied"
 
 
-def test_one_policys_bases_stay_where_they_are_and_none_is_fine() -> None:
+def test_bases_of_one_policy_are_not_copied() -> None:
     bases = _contents([b"a" * 10], [0])
     nothing = PolicyChoice(np.arange(2), _chosen([[], []]), bases, np.zeros(2, np.uint8))
     part = PolicyChoice(np.arange(2), _chosen([[], [0]]), bases, np.zeros(2, np.uint8))

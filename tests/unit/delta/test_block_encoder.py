@@ -1,4 +1,4 @@
-"""Blocks: bases once in a prefix, bounds that hold, and the smallest way to keep what was gathered."""
+"""Test blocks: each base once in a prefix, bounds hold, and the smallest encoding is kept."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prefixes(bases: list[list[tuple[int, bytes]]]) -> Prefixes:
 def filled(
     chunks: list[bytes], bases: list[list[tuple[int, bytes]]], limit_bytes: int = 1 << 20
 ) -> tuple[OpenBlock, int]:
-    """Return a patch block that took as many of the chunks as it does, and how many."""
+    """Return a patch block that took as many of the chunks as fit, and how many."""
     block = OpenBlock(0, container_layout.PATCH, 2, limit_bytes)
     lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
     leaning = prefixes(bases)
@@ -72,7 +72,7 @@ def read(closed: ClosedBlock, prefix: bytes) -> np.ndarray:
     return decode_block(record, "b", prefix)
 
 
-def test_a_base_is_in_the_prefix_once_in_the_order_of_its_first_mention() -> None:
+def test_prefix_holds_each_base_once_by_first_use() -> None:
     one, two = text_like(4000, 1), text_like(4000, 2)
     chunks = [mutate(one, 1), mutate(two, 2), mutate(one, 3)]
     block, taken = filled(chunks, [[(7, one)], [(3, two), (7, one)], [(7, one), (3, two)]])
@@ -86,7 +86,7 @@ def test_a_base_is_in_the_prefix_once_in_the_order_of_its_first_mention() -> Non
     assert closed.prefix.ordinals.tolist() == [7, 3]
 
 
-def test_a_block_takes_no_chunk_whose_bases_would_not_fit_but_always_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_takes_chunks_whose_bases_fit_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     base = [random_bytes(5000, n) for n in range(4)]
     monkeypatch.setattr(module, "PREFIX_BYTES_MAX", 10_000)
     assert filled(base, [[(n, content)] for n, content in enumerate(base)])[1] == 2
@@ -96,19 +96,19 @@ def test_a_block_takes_no_chunk_whose_bases_would_not_fit_but_always_one(monkeyp
     assert filled(base, [[(n, content)] for n, content in enumerate(base)])[1] == 1
 
 
-def test_a_block_ends_with_the_chunk_that_fills_it() -> None:
+def test_block_ends_with_the_chunk_that_fills_it() -> None:
     block, taken = filled([random_bytes(3000, n) for n in range(5)], [[(1, bytes(9))]] * 5, limit_bytes=6500)
     assert (taken, block.used, block.full) == (3, 9000, True)
 
 
-def test_bases_that_help_little_are_left_out_and_the_block_has_no_depth() -> None:
+def test_bases_that_save_little_are_dropped_with_depth() -> None:
     chunks = [text_like(8000, n) for n in range(4)]
     closed = ENCODER.close(filled(chunks, [[(1, random_bytes(8000, 9))]] * 4)[0])
     assert (closed.block.kind, closed.block.depth, len(closed.prefix)) == (container_layout.RAW, 0, 0)
     assert read(closed, b"").tobytes() == b"".join(chunks)
 
 
-def test_noise_on_noise_is_stored_as_it_is() -> None:
+def test_noise_based_on_noise_is_stored_raw() -> None:
     closed = ENCODER.close(filled([random_bytes(8000, 1)], [[(1, random_bytes(8000, 9))]])[0])
     assert (closed.block.kind, closed.block.codec) == (container_layout.RAW, container_layout.STORED)
 
@@ -123,8 +123,8 @@ def raw_block(content: bytes) -> OpenBlock:
 
 @pytest.mark.parametrize("before", [text_like(200_000), random_bytes(200_000)], ids=["behind text", "behind noise"])
 @pytest.mark.parametrize("profile", ["default", "archive"])
-def test_a_raw_block_is_written_with_all_of_it_in_sight(profile: str, before: bytes) -> None:
-    """What repeats at the far end of a block is found, whichever search the block before it called for."""
+def test_raw_block_is_written_with_a_window_of_its_size(profile: str, before: bytes) -> None:
+    """A repeat at the far end of a block is found, whichever search the previous block used."""
     chosen = settings(PROFILES[profile])
     encoder = BlockEncoder(chosen.block, chosen.delta)
     noise = random_bytes(60_000, 1)
@@ -135,16 +135,16 @@ def test_a_raw_block_is_written_with_all_of_it_in_sight(profile: str, before: by
     assert read(closed, b"").tobytes() == content
 
 
-def test_bases_shorter_than_zstd_takes_are_left_out() -> None:
+def test_bases_below_zstd_minimum_are_left_out() -> None:
     closed = ENCODER.close(filled([b"abcdefg" * 30], [[(1, b"abcdefg")]])[0])
     assert (closed.block.kind, closed.block.depth) == (container_layout.RAW, 0)
 
 
 @pytest.mark.parametrize(("shared", "edits", "tried"), [(3, 200, True), (1, 200, False), (3, 1, False)])
-def test_deltas_are_tried_of_bad_patches_whose_chunks_share_their_bases(
+def test_deltas_are_tried_for_bad_patches_of_shared_bases(
     monkeypatch: pytest.MonkeyPatch, shared: int, edits: int, tried: bool
 ) -> None:
-    """`shared`: so many chunks lean on one base. A good patch, and one that leans on many bases, is kept unasked."""
+    """`shared` chunks have one base. A good patch, and one with many bases, is kept without trying deltas."""
     bases = [random_bytes(8000, n) for n in range(6 // shared)]
     chunks = [mutate(bases[n // shared], n, edits=edits) for n in range(6)]
     block, _ = filled(chunks, [[(n // shared, bases[n // shared])] for n in range(6)])
@@ -162,14 +162,14 @@ def test_deltas_are_tried_of_bad_patches_whose_chunks_share_their_bases(
     assert bool(calls) == tried
 
 
-def test_deltas_are_kept_where_they_are_smaller_than_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deltas_smaller_than_a_patch_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     base = random_bytes(8000, 1)
     chunks = [mutate(base, n, edits=2) for n in range(3)]
     block, _ = filled(chunks, [[(4, base)]] * 3)
     patch = ENCODER.close(block)
     assert patch.block.kind == container_layout.PATCH
     wide = ClosedBlock(patch.block, patch.chunk_bytes, patch.prefix)
-    object.__setattr__(wide.block, "payload", bytes(patch.block.payload) + bytes(10_000))  # a patch that came out badly
+    object.__setattr__(wide.block, "payload", bytes(patch.block.payload) + bytes(10_000))  # a patch of poor ratio
     closed = ENCODER._as_deltas(block, block.bytes_so_far, wide)
     assert (closed.block.kind, closed.block.depth, len(closed.prefix)) == (container_layout.XDELTA3, 2, 0)
     sizes = closed.encoded
@@ -186,7 +186,7 @@ def test_deltas_are_kept_where_they_are_smaller_than_a_patch(monkeypatch: pytest
 
 
 class BrokenEncoder(FrameEncoder):
-    """Writes a good frame of other bytes, as failing memory would."""
+    """Writes a valid frame of other bytes, as failing memory would."""
 
     def unchecked(self, raw: Any, prefix: Any = None, options: Any = None) -> bytes | memoryview:
         other = np.frombuffer(raw, np.uint8).copy()
@@ -195,7 +195,7 @@ class BrokenEncoder(FrameEncoder):
 
 
 @pytest.mark.parametrize("bases", [[(4, b"abcdefg")], [(4, text_like(8000, 1))]])
-def test_a_block_that_does_not_decode_again_is_told_before_it_is_kept(bases: list[tuple[int, bytes]]) -> None:
+def test_block_that_does_not_decode_is_not_kept(bases: list[tuple[int, bytes]]) -> None:
     encoder = BlockEncoder(BlockSettings(), DeltaSettings())
     encoder._encoder = BrokenEncoder({})
     block, _ = filled([mutate(text_like(8000, 1), 1)], [bases])
@@ -203,7 +203,7 @@ def test_a_block_that_does_not_decode_again_is_told_before_it_is_kept(bases: lis
         encoder.close(block)
 
 
-def test_a_block_takes_a_last_chunk_of_any_size() -> None:
+def test_block_takes_last_chunk_of_any_size() -> None:
     block = OpenBlock(0, container_layout.RAW, 0, 4096)
     chunks = [random_bytes(size, size) for size in (4000, 900_000)]
     lengths = np.array([4000, 900_000], np.uint32)
@@ -215,7 +215,7 @@ def test_a_block_takes_a_last_chunk_of_any_size() -> None:
     assert block.bytes_so_far.tobytes() == b"".join(chunks)
 
 
-def test_memory_that_a_block_grows_into_comes_from_where_the_first_came_from() -> None:
+def test_memory_of_a_growing_block_is_from_one_allocator() -> None:
     asked: list[int] = []
 
     def take(size_bytes: int) -> np.ndarray:
@@ -231,7 +231,7 @@ def test_memory_that_a_block_grows_into_comes_from_where_the_first_came_from() -
 
 
 @pytest.mark.parametrize("profile", ["default", "archive"])
-def test_a_block_of_a_few_mib_has_room_for_the_largest_chunk_at_once(profile: str) -> None:
+def test_block_of_some_mib_reserves_room_for_largest_chunk(profile: str) -> None:
     asked: list[int] = []
 
     def take(size_bytes: int) -> np.ndarray:
@@ -244,7 +244,7 @@ def test_a_block_of_a_few_mib_has_room_for_the_largest_chunk_at_once(profile: st
     payload = np.zeros(limit_bytes + largest_bytes - 1, np.uint8)
     sizes = np.array([limit_bytes - 1, largest_bytes], np.uint32)
     block.append((payload, payload), np.zeros(2, np.int32), np.array([0, limit_bytes - 1], np.uint64), sizes)
-    assert asked == [limit_bytes + largest_bytes], "large blocks are never copied"
+    assert asked == [limit_bytes + largest_bytes], "large blocks must not be copied"
 
 
 def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -
     taken = [spares.take() for _ in range(3)]
     assert [any(one is prefix for prefix in given) for one in taken] == [True, True, False]
     assert [len(one) for one in taken] == [0, 0, 0]
-    for _ in range(3):  # what was taken counts no more
+    for _ in range(3):  # prefixes in use are not counted
         spares.give_back(spares_prefix(2000))
         assert len(spares.take()) == 0
     grown = spares_prefix(400_000)
@@ -265,11 +265,11 @@ def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -
     rows = prefixes([[(1, bytes(10))]]).validate()
     assert grown.add(np.zeros(1, np.intp), rows) == 1
     spares.give_back(grown)
-    assert spares.take() is not grown, "it counts as what it takes, however little it held last"
+    assert spares.take() is not grown, "a prefix must count with its capacity, not with its last content"
 
 
 @pytest.mark.parametrize("threads", [0, 1])
-def test_the_prefix_of_a_block_serves_the_next_one_once_it_is_encoded(threads: int) -> None:
+def test_prefix_of_an_encoded_block_is_reused(threads: int) -> None:
     base, spares = random_bytes(9000, 1), SparePrefixes()
     leaning = prefixes([[(1, base)]]).validate()
     payload, nothing = np.frombuffer(mutate(base, 2), np.uint8), np.zeros(0, np.uint8)
@@ -299,7 +299,8 @@ def spares_prefix(size_bytes: int) -> BasePrefix:
     return prefix
 
 
-def test_blocks_that_are_encoded_side_by_side_come_out_as_alone_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_encoded_concurrently_equal_serial_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are also finished in order."""
     contents = [mutate(text_like(1 << 18, 5), seed, edits=50) for seed in range(24)]
     in_use: list[BlockEncoder] = []
     most = 0
@@ -307,10 +308,10 @@ def test_blocks_that_are_encoded_side_by_side_come_out_as_alone_and_in_order(mon
 
     def watched(encoder: BlockEncoder, block: OpenBlock) -> ClosedBlock:
         nonlocal most
-        assert encoder not in in_use, "its contexts are one thread's at a time"
+        assert encoder not in in_use, "an encoder was used by two threads at a time"
         in_use.append(encoder)
         most = max(most, len(in_use))
-        time.sleep(0.002 * (block.number % 5))  # so that they end in another order
+        time.sleep(0.002 * (block.number % 5))  # so that blocks end in another order
         closed = close(encoder, block)
         in_use.remove(encoder)
         return closed
@@ -336,8 +337,8 @@ def append_alone(block: OpenBlock, content: bytes) -> None:
     block.append((payload, payload), np.zeros(1, np.int32), np.zeros(1, np.uint64), length)
 
 
-def test_where_one_block_tells_how_the_next_is_written_they_are_encoded_one_by_one() -> None:
+def test_blocks_that_adapt_to_the_last_are_encoded_serially() -> None:
     assert encoders_max(BlockSettings()) > 1
     assert encoders_max(BlockSettings(far_matches=True)) == 1
-    assert encoders_max(BlockSettings(level=15)) == 1, "each would take 50 MB and more"
+    assert encoders_max(BlockSettings(level=15)) == 1, "each encoder would take 50 MB and more"
     assert encoders_max(BlockSettings(raw_bytes=30 << 20)) == 1

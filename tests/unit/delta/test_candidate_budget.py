@@ -1,4 +1,4 @@
-"""Trials: candidates are left untried only in a long blob that found few bases among them, and looked at again."""
+"""Test the candidate budget: candidates are skipped only in a long blob with few bases, and sampled again."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def fed(trials: CandidateBudget, blob: object, batches: int, found: int, tried: 
     return answers
 
 
-def test_one_batch_in_eight_is_tried_where_few_are_found() -> None:
+def test_budget_with_few_bases_tries_one_batch_in_eight() -> None:
     trials = CandidateBudget()
     before = CHUNKS_MIN // 512
     assert fed(trials, "a", before, found=20) == [True] * before
     assert fed(trials, "a", 3 * EVERY, found=20) == ([False] * (EVERY - 1) + [True]) * 3
 
 
-def test_where_many_are_found_all_are_tried() -> None:
+def test_budget_with_many_bases_tries_all() -> None:
     assert all(fed(CandidateBudget(), "a", 50, found=70))
 
 
-def test_it_begins_again_when_more_are_found() -> None:
+def test_budget_resumes_when_more_bases_are_found() -> None:
     trials = CandidateBudget()
     fed(trials, "a", 20, found=20)
     answers = fed(trials, "a", 60, found=400)
@@ -40,7 +40,8 @@ def test_it_begins_again_when_more_are_found() -> None:
     assert all(answers[-30:])
 
 
-def test_each_blob_is_judged_by_itself_and_several_at_once_always_tried() -> None:
+def test_budget_judges_each_blob_alone() -> None:
+    """A batch of several blobs is always tried."""
     trials = CandidateBudget()
     fed(trials, "a", 20, found=0)
     assert fed(trials, "b", 2, found=0) == [True, False]
@@ -49,26 +50,26 @@ def test_each_blob_is_judged_by_itself_and_several_at_once_always_tried() -> Non
     assert fed(trials, "b", 1, found=0) == [True]
 
 
-def test_a_small_blob_is_always_tried() -> None:
+def test_budget_of_small_blob_is_unlimited() -> None:
     assert all(fed(CandidateBudget(), "a", 100, found=0, tried=CHUNKS_MIN // 100 - 1))
 
 
-def test_with_a_share_of_nothing_all_are_tried() -> None:
+def test_budget_with_share_zero_is_unlimited() -> None:
     assert all(fed(CandidateBudget(0), "a", 50, found=0))
 
 
-def test_each_rank_is_judged_by_its_own_candidates() -> None:
+def test_rank_budget_judges_each_rank_by_its_candidates() -> None:
     trials, tried = RankBudget(), list[tuple[int, int]]()
     ranks = np.repeat(np.array([0, 2], np.uint8), RANK_CHUNKS_MIN)
     for _ in range(1 + EVERY):
         wanted = trials.should_try("a", ranks)
-        assert all(len(set(wanted[ranks == rank])) == 1 for rank in (0, 2)), "a rank is tried as a whole"
+        assert all(len(set(wanted[ranks == rank])) == 1 for rank in (0, 2)), "a rank must be tried as a whole"
         tried.append((int(wanted[0]), int(wanted[-1])))
         trials.record_result(ranks[wanted], ranks[wanted] == 0)  # all of the first rank are bases, of the third none
     assert tried == [(1, 1)] + [(1, 0)] * (EVERY - 1) + [(1, 1)]
 
 
-def test_a_rank_that_is_not_worth_it_is_not_asked_about_but_in_one_batch_of_so_many() -> None:
+def test_rank_below_its_cost_is_tried_in_few_batches() -> None:
     trials, asked = RankBudget(), list[list[bool]]()
     for _ in range(1 + EVERY):
         ranks = np.flatnonzero(trials.should_request("a", 3)).astype(np.uint8)
@@ -79,14 +80,14 @@ def test_a_rank_that_is_not_worth_it_is_not_asked_about_but_in_one_batch_of_so_m
     assert trials.should_request("another", 3).all()
 
 
-def test_ranks_of_which_nothing_is_known_are_tried_and_none_is_fine() -> None:
+def test_unknown_ranks_are_tried_and_none_is_accepted() -> None:
     trials = RankBudget()
     assert trials.should_try("a", np.array([7, 1, 7], np.uint8)).all()
     assert trials.should_try("a", np.zeros(0, np.uint8)).tolist() == []
     trials.record_result(np.zeros(0, np.uint8), np.zeros(0, np.bool_))
 
 
-def test_chunks_without_old_neighbours_say_nothing_of_those_that_have_some(tmp_path: Path) -> None:
+def test_chunks_without_neighbours_do_not_count_for_ranks(tmp_path: Path) -> None:
     first = text_like(12_000_000, 1)
     second = random_bytes(24_000_000, 2) + mutate(first, 3, edits=2000, edit_bytes_max=30)
     deltas = []

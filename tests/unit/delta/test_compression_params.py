@@ -1,4 +1,4 @@
-"""Searches: repeats are found from one end of a block to the other, and what suits the stream is tried again."""
+"""Test adaptive compression: repeats are found across a whole block, and parameters are sampled again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nearkin_shared.types import U8
 
 OPTIONS: dict[int, int] = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
 KEYS = [random_bytes(40, seed) for seed in range(40_000)]
-"""Short things that come again anywhere, far apart, as the keys and values of a dump do."""
+"""Short strings that repeat anywhere, far apart, as the keys and values of a dump do."""
 
 
 class CountingEncoder(FrameEncoder):
@@ -45,15 +45,16 @@ def decoded(block: EncodedBlock) -> bytes:
     return decode_block(block.header + bytes(block.payload), "b").tobytes()
 
 
-def test_short_repeats_far_apart_are_found_and_cost_a_reader_nothing() -> None:
+def test_far_search_finds_short_distant_repeats() -> None:
+    """A reader needs no option of the writer."""
     raw = scattered(1)
     usual = AdaptiveSearch(OPTIONS, far=False).encode(raw, FrameEncoder(OPTIONS))
     far = AdaptiveSearch(OPTIONS, far=True).encode(raw, FrameEncoder(OPTIONS))
     assert far.stored_bytes < 0.75 * usual.stored_bytes
-    assert decoded(far) == raw.tobytes()  # with what reads any block: no option of the writer is needed
+    assert decoded(far) == raw.tobytes()  # by a decoder without options
 
 
-def test_the_smaller_of_both_is_kept_and_goes_on_alone_until_both_are_tried_again() -> None:
+def test_smaller_encoding_is_kept_until_both_are_sampled() -> None:
     encoder, searches = CountingEncoder(OPTIONS), AdaptiveSearch(OPTIONS, far=True)
     raw = scattered(2)
     sizes = [searches.encode(raw, encoder).stored_bytes for _ in range(module.TRIED_AGAIN_BLOCKS)]
@@ -63,7 +64,7 @@ def test_the_smaller_of_both_is_kept_and_goes_on_alone_until_both_are_tried_agai
     assert encoder.frames == module.TRIED_AGAIN_BLOCKS + 3
 
 
-def test_what_suited_one_stream_is_given_up_when_another_follows() -> None:
+def test_choice_for_one_stream_is_dropped_for_another() -> None:
     text = as_array(text_like(2_000_000, 1))
     encoder, searches = FrameEncoder(OPTIONS), AdaptiveSearch(OPTIONS, far=True)
     alone = [len(encoder.encode(text, None, {**OPTIONS, **way})) for way in (module.LONG, module.DENSE)]
@@ -75,19 +76,19 @@ def test_what_suited_one_stream_is_given_up_when_another_follows() -> None:
 
 
 @pytest.mark.parametrize(("size_bytes", "far"), [(module.FAR_BYTES_MIN - 1, True), (2 * module.FAR_BYTES_MIN, False)])
-def test_small_blocks_and_those_nobody_asked_for_are_written_as_ever(size_bytes: int, far: bool) -> None:
+def test_small_and_other_blocks_are_written_with_defaults(size_bytes: int, far: bool) -> None:
     raw = as_array(text_like(size_bytes // 8, 4) * 8)
     plain = encode_block(raw, container_layout.RAW, 0, FrameEncoder(OPTIONS))
     assert AdaptiveSearch(OPTIONS, far).encode(raw, FrameEncoder(OPTIONS)).payload == plain.payload
 
 
-def test_the_archives_level_searches_deeper_and_others_as_zstd_does() -> None:
+def test_archive_level_searches_deeper_than_others() -> None:
     assert module.deepen(9) == {CompressionParameter.search_log: 6}
     assert module.deepen(3) == module.deepen(12) == {}
 
 
 def words_in_any_order(size_bytes: int) -> U8:
-    """Return words of a few thousand, each as likely as the others wherever it stands, as generated text has them."""
+    """Return words drawn uniformly from a few thousand, as generated text has them."""
     rng = np.random.default_rng(8)
     letters = rng.integers(97, 123, (3000, 8), np.uint8)
     words = [letters[number, : 3 + number % 6].tobytes() + b" " for number in range(3000)]
@@ -95,8 +96,8 @@ def words_in_any_order(size_bytes: int) -> U8:
     return as_array(text[:size_bytes])
 
 
-def test_where_a_deep_search_takes_more_than_the_default_level_that_is_taken() -> None:
-    """The archive stored 2.5 % more of such text than the default profile did."""
+def test_default_level_is_used_where_deep_search_is_larger() -> None:
+    """With the deep search alone the archive profile stored 2.5 % more of such text than the default profile."""
     raw = words_in_any_order(2 * module.FAR_BYTES_MIN)
     default = AdaptiveSearch(OPTIONS, far=False).encode(raw, FrameEncoder(OPTIONS))
     options = {**OPTIONS, CompressionParameter.compression_level: 9}
@@ -106,7 +107,7 @@ def test_where_a_deep_search_takes_more_than_the_default_level_that_is_taken() -
     assert encoder.frames == module.TRIED_AGAIN_BLOCKS + 2
 
 
-def test_where_a_deep_search_takes_less_the_default_level_costs_samples_alone() -> None:
+def test_default_level_costs_samples_where_deep_is_smaller() -> None:
     options = {**OPTIONS, CompressionParameter.compression_level: 9}
     encoder = CountingEncoder(options)
     AdaptiveSearch(options, far=True).encode(as_array(text_like(2_000_000, 1)), encoder)
@@ -114,11 +115,11 @@ def test_where_a_deep_search_takes_less_the_default_level_costs_samples_alone() 
 
 
 def noise(size_bytes: int, bits: int = 3) -> U8:
-    """Return so many bits a byte: comes out at an eighth a bit."""
+    """Return noise of so many bits a byte: it compresses to an eighth for each bit."""
     return np.random.default_rng(1).integers(0, 1 << bits, size_bytes, np.uint8)
 
 
-def test_at_level_3_what_compresses_badly_is_written_at_2_whatever_came_before() -> None:
+def test_level_3_writes_incompressible_blocks_at_level_2() -> None:
     encoder, searches = FrameEncoder(OPTIONS), AdaptiveSearch(OPTIONS, far=False)
     hard = noise(module.SAMPLED_BYTES_MIN)
     easy = as_array(b"".join(mutate(text_like(4096, 6), number, edits=3) for number in range(300)))
@@ -134,8 +135,8 @@ def test_at_level_3_what_compresses_badly_is_written_at_2_whatever_came_before()
 
 
 @pytest.mark.parametrize(("bits", "table_log"), [(3, 0), (5, 17), (7, 0)])
-def test_what_compresses_badly_and_is_not_packed_gets_a_wider_table(bits: int, table_log: int) -> None:
-    """Of 4 MiB of words that come again some six times each, and seldom within a sample."""
+def test_block_of_rare_repeats_gets_a_wider_table(bits: int, table_log: int) -> None:
+    """4 MiB of words that repeat some six times each, and seldom within a sample."""
     words = noise(30_000 * 24, bits).reshape(-1, 24)
     raw = words[np.random.default_rng(2).integers(0, len(words), 170_000)].ravel()
     encoder = FrameEncoder(OPTIONS)
@@ -145,7 +146,7 @@ def test_what_compresses_badly_and_is_not_packed_gets_a_wider_table(bits: int, t
     assert bytes(AdaptiveSearch(OPTIONS, far=False).encode(raw, encoder).payload) == by_log[table_log]
 
 
-def test_a_block_is_judged_by_all_its_quarters() -> None:
+def test_block_is_judged_by_all_its_quarters() -> None:
     encoder, searches = FrameEncoder(OPTIONS), AdaptiveSearch(OPTIONS, far=False)
     size_bytes = 4 * module.SAMPLED_BYTES_MIN
     for quarter in range(module.SAMPLES):
@@ -155,7 +156,7 @@ def test_a_block_is_judged_by_all_its_quarters() -> None:
         assert searches.encode(raw, encoder).payload == encoder.encode(raw, None, {**OPTIONS, **level}), quarter
 
 
-def test_a_small_block_is_written_at_the_level_that_was_asked_for() -> None:
+def test_small_block_is_written_at_the_configured_level() -> None:
     encoder, searches = CountingEncoder(OPTIONS), AdaptiveSearch(OPTIONS, far=False)
     raw = noise(module.SAMPLED_BYTES_MIN - 1)
     plain = len(FrameEncoder(OPTIONS).encode(raw))
@@ -163,7 +164,7 @@ def test_a_small_block_is_written_at_the_level_that_was_asked_for() -> None:
     assert encoder.frames == 1
 
 
-def test_at_other_levels_every_block_is_written_at_the_level_that_was_asked_for() -> None:
+def test_other_levels_write_each_block_at_that_level() -> None:
     options = {**OPTIONS, CompressionParameter.compression_level: 4}
     encoder, searches = FrameEncoder(options), AdaptiveSearch(options, far=False)
     raw = noise(module.SAMPLED_BYTES_MIN)
@@ -171,8 +172,8 @@ def test_at_other_levels_every_block_is_written_at_the_level_that_was_asked_for(
 
 
 @pytest.mark.parametrize(("level", "size_bytes", "least"), [(9, 3 << 20, 6), (9, (3 << 20) - 1, 0), (5, 3 << 20, 0)])
-def test_large_blocks_at_lazy_levels_pass_over_matches_of_5_bytes(level: int, size_bytes: int, least: int) -> None:
-    """Whether a put writes them at such a level or a round does."""
+def test_large_blocks_at_lazy_levels_skip_matches_of_5(level: int, size_bytes: int, least: int) -> None:
+    """A put and a GC run write such levels alike."""
     raw = scattered(3)[:size_bytes]
     options = {**OPTIONS, CompressionParameter.compression_level: level}
     seen = {**options, CompressionParameter.window_log: 22, CompressionParameter.min_match: least}
@@ -183,8 +184,8 @@ def test_large_blocks_at_lazy_levels_pass_over_matches_of_5_bytes(level: int, si
     assert bytes(encoder.encode(raw, None, gc_options(level, len(raw)))) == wanted
 
 
-def test_the_archive_tries_longer_matches_beside_its_own() -> None:
-    """Of 3 MB of words some bytes long, apart from one another, matches of 5 bytes hide what is there."""
+def test_archive_level_also_tries_longer_matches() -> None:
+    """In 3 MB of words some bytes long, far apart, matches of 5 bytes hide longer ones."""
     options = {**OPTIONS, CompressionParameter.compression_level: 9}
     encoder = CountingEncoder(options)
     raw = as_array(text_like(3_200_000, 5))

@@ -1,4 +1,4 @@
-"""The container builder: places that hold, blocks of one depth, and a file that says what was added."""
+"""Test the container builder: locations stay valid, blocks have one depth, and the file holds what was added."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SKETCH = "finesse/12/3/48"
 
 
 def fresh(lengths: list[int], depths: list[int] | None = None, label: str = "c") -> Encodings:
-    """Return chunks of noise; those with a depth are kept as 10 bytes, on base 0 of another container."""
+    """Return chunks of noise; those above depth 0 are kept as 10 bytes, on base 0 of another container."""
     depths = depths or [0] * len(lengths)
     encoded = [10 if depth else length for length, depth in zip(lengths, depths, strict=True)]
     payload = samples.noise(sum(lengths), label)
@@ -59,7 +59,7 @@ def encodings_of(made: PublishableContainer) -> list[bytes]:
 
 
 def block_of(made: ContainerBuilder, number: int) -> np.ndarray:
-    """Return a block's bytes, open or closed."""
+    """Return a block's bytes, of an open or a closed block."""
     still_open = made.open_block(number)
     return decode_block(made.record(number), "closed") if still_open is None else still_open
 
@@ -69,7 +69,7 @@ def wanted(added: Encodings) -> list[bytes]:
     return [added.sources[which][int(at) : int(at) + int(size)].tobytes() for which, at, size in places]
 
 
-def test_ids_grow_even_when_the_clock_stands_still_or_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_grow_when_the_clock_stops_or_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "time_ns", lambda: 1_764_000_000_000_000_000)
     first = new_container_id(0)
     assert first >> 20 == 1_764_000_000_000
@@ -82,17 +82,17 @@ def test_ids_grow_even_when_the_clock_stands_still_or_goes_back(monkeypatch: pyt
     steps = {new_container_id(last) - last for _ in range(50)}
     assert min(steps) >= 1
     assert max(steps) <= 1 << 20
-    assert len(steps) > 40  # what stood above `last` may have gone: its id is not given again
+    assert len(steps) > 40  # an id above `last` may have been deleted: it is not used again
 
 
-def test_two_tenants_of_a_process_are_never_given_one_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_of_two_tenants_of_a_process_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "time_ns", lambda: 1_764_000_000_001_000_000)
     monkeypatch.setattr(module.secrets, "randbits", lambda _: 7)
     first, second = new_container_id(0), new_container_id(0)
     assert second == first + 1
 
 
-def test_what_was_added_is_what_the_file_says() -> None:
+def test_file_holds_what_was_added() -> None:
     made = builder()
     batches = [fresh([100, 5000, 3], label="a"), fresh([70, 80, 90, 60], [1, 0, 2, 1], "b"), fresh([], label="n")]
     placed = [made.add(batch) for batch in batches]
@@ -105,7 +105,7 @@ def test_what_was_added_is_what_the_file_says() -> None:
     assert directory.blocks.depths[directory.chunks.blocks].tolist() == directory.chunks.depths.tolist()
 
 
-def test_chunks_can_be_read_back_before_the_container_is_sealed() -> None:
+def test_chunks_of_open_container_are_readable() -> None:
     made = builder()
     batch = fresh([30_000, 50_000, 40, 20_000], [0, 0, 1, 0])  # the first two close a block
     made.add(batch)
@@ -119,7 +119,7 @@ def test_chunks_can_be_read_back_before_the_container_is_sealed() -> None:
     assert encodings_of(sealed) == found
 
 
-def test_a_block_closes_with_the_chunk_that_fills_it() -> None:
+def test_block_closes_with_the_chunk_that_fills_it() -> None:
     made = builder()
     made.add(fresh([900 * 1024, 65_535, 1, 1, 65_536, 65_537]))
     raw = made.finish().seal().claims.directory.blocks.raw.tolist()
@@ -134,7 +134,7 @@ def test_each_depth_has_its_own_limit() -> None:
     assert blocks.raw.tolist() == [4100, 4100, 1800]
 
 
-def test_recipes_name_what_they_were_given() -> None:
+def test_recipes_name_the_added_chunks() -> None:
     made = builder()
     assert made.empty
     own = made.add(fresh([10, 20, 30]))
@@ -156,7 +156,7 @@ def test_recipes_name_what_they_were_given() -> None:
     assert claims.super_features[SKETCH][1].tolist() == [[5, 6, 7]]
 
 
-def test_a_container_of_recipes_alone_is_sealed() -> None:
+def test_container_of_recipes_alone_is_finished() -> None:
     made = builder()
     ids = samples.noise(SEGMENT_ID_BYTES, "ids").reshape(1, SEGMENT_ID_BYTES)
     made.add_segments(
@@ -170,7 +170,7 @@ def test_a_container_of_recipes_alone_is_sealed() -> None:
 @pytest.mark.parametrize(
     ("bound", "most"), [("CHUNKS_MAX", 50), ("BLOCKS_MAX", 3), ("RECIPE_CHUNKS_MAX", 50), ("NAMED_MAX", 50)]
 )
-def test_a_builder_is_full_before_a_directory_is(monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
+def test_builder_is_full_before_a_directory_is(monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
     made = builder()
     assert not made.full
     monkeypatch.setattr(module, bound, most)
@@ -185,7 +185,7 @@ def test_a_builder_is_full_before_a_directory_is(monkeypatch: pytest.MonkeyPatch
     made.finish().seal()
 
 
-def test_the_estimate_follows_what_closed_blocks_came_to() -> None:
+def test_size_estimate_follows_closed_blocks() -> None:
     made = builder()
     assert made.stored_bytes_estimate == 0
     made.add(fresh([70_000, 60_000]))
@@ -197,7 +197,8 @@ def test_the_estimate_follows_what_closed_blocks_came_to() -> None:
     assert 0.9 * sealed_bytes < again.stored_bytes_estimate < 1.1 * sealed_bytes
 
 
-def test_the_estimate_takes_growing_patches_as_their_chunks_are_estimated_and_others_as_half() -> None:
+def test_size_estimate_of_open_blocks_follows_their_kind() -> None:
+    """Growing patches count as their chunks are estimated, other blocks as half."""
     made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, DeltaSettings(), container_layout.PATCH)
     batch = fresh([1000, 2000], [1, 1])
     batch = replace(batch, which=np.zeros(2, np.int32), offsets=np.array([0, 1000], np.uint64), encoded=batch.lengths)
@@ -206,10 +207,10 @@ def test_the_estimate_takes_growing_patches_as_their_chunks_are_estimated_and_ot
     made.add(replace(batch, prefixes=prefixes, rest=np.array([70, 30], np.uint32)))
     assert made.stored_bytes_estimate == 100 + 2 * 30
     made.add(fresh([10_000], label="raw"))
-    assert made.stored_bytes_estimate == 100 + 10_000 // 2 + 3 * 30, "nothing is known yet: half"
+    assert made.stored_bytes_estimate == 100 + 10_000 // 2 + 3 * 30, "without a closed block the estimate must be half"
 
 
-def test_a_sparse_patch_block_ends_where_so_much_came_between_though_one_batch_brings_it_all() -> None:
+def test_sparse_patch_block_ends_after_a_gap_in_one_batch() -> None:
     made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, DeltaSettings(), container_layout.PATCH)
     between = [60_000] * (SPAN_BYTES_MAX // 60_000 + 1)
     near, far = fresh([1000, 60_000, 1000], [1, 0, 1]), fresh([1000, *between, 1000], [1, *(0 for _ in between), 1])
@@ -222,7 +223,7 @@ def test_a_sparse_patch_block_ends_where_so_much_came_between_though_one_batch_b
 
 
 class Waiting(Executor):
-    """A thread that does nothing until it is told to."""
+    """A thread that runs nothing until a test releases it."""
 
     def __init__(self) -> None:
         self.tasks: list[tuple[Future[Any], Any, Any]] = []
@@ -238,7 +239,7 @@ class Waiting(Executor):
         self.tasks.clear()
 
 
-def test_a_block_that_is_being_encoded_counts_as_open_until_the_batch_after_the_next() -> None:
+def test_block_in_encoding_counts_as_open_for_two_batches() -> None:
     thread = Waiting()
     delta = DeltaSettings()
     closer = BlockCloser(SMALL, delta, thread)
@@ -251,18 +252,19 @@ def test_a_block_that_is_being_encoded_counts_as_open_until_the_batch_after_the_
     assert seen is not None
     assert np.array_equal(seen, chunks.sources[0][:70_000])
     thread.work()
-    assert made.stored_bytes_estimate == before, "when a thread is done is not to change what is stored"
+    assert made.stored_bytes_estimate == before, "the time at which a thread ends must not change what is stored"
     assert made.open_block(0) is not None
     made.next_batch()
-    assert made.open_block(0) is not None, "the next batch is placed meanwhile"
+    assert made.open_block(0) is not None, "the next batch must be added meanwhile"
     made.next_batch()
     assert made.open_block(0) is None
     assert np.array_equal(decode_block(made.record(0), "closed"), chunks.sources[0][:70_000])
 
 
-def test_without_a_thread_blocks_are_encoded_as_they_fill_and_count_as_open_as_long(
+def test_blocks_without_a_thread_count_as_open_as_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """They are encoded as they fill."""
     encoded: list[int] = []
     close = BlockCloser.close
 
@@ -283,7 +285,7 @@ def test_without_a_thread_blocks_are_encoded_as_they_fill_and_count_as_open_as_l
     monkeypatch.setattr(BlockCloser, "begin", beginning)
     chunks = fresh([70_000, 70_000, 60_000])
     made.add(chunks)
-    assert begun == [[], [0], [0, 1]], "one is encoded before the next is begun"
+    assert begun == [[], [0], [0, 1]], "a block must be encoded before the next begins"
     estimate = made.stored_bytes_estimate
     made.next_batch()
     assert made.open_block(0) is not None
@@ -294,7 +296,7 @@ def test_without_a_thread_blocks_are_encoded_as_they_fill_and_count_as_open_as_l
     assert encoded == [0, 1, 2]
 
 
-def test_who_closes_more_than_may_be_encoded_at_once_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_more_than_the_encoding_bound_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLOSING_BYTES_MAX", 150_000)
     delta = DeltaSettings()
     with ThreadPoolExecutor(1) as thread:
@@ -306,14 +308,14 @@ def test_who_closes_more_than_may_be_encoded_at_once_waits(monkeypatch: pytest.M
             made.add(chunks[row])
             made.advance_stream(70_000)
             still_open.append([made.open_block(number) is not None for number in range(row + 1)])
-        assert still_open[1] == [True, True], "140 kB at once are fine"
+        assert still_open[1] == [True, True], "140 kB may be encoded at once"
         assert still_open[2] == [False, False, True]
         assert still_open[4] == [False, False, False, False, True]
         assert encodings_of(made.finish().seal()) == [content for one in chunks for content in wanted(one)]
 
 
 class Kept:
-    """Remembers what it was given to keep."""
+    """Records the blocks that it is asked to cache."""
 
     def __init__(self) -> None:
         self.rooms: list[np.ndarray] = []
@@ -327,7 +329,7 @@ class Kept:
         self.blocks[block] = decoded
 
 
-def test_a_raw_block_that_fills_its_room_is_kept_where_it_is_and_others_as_copies() -> None:
+def test_full_raw_block_is_cached_in_place_others_as_copies() -> None:
     settings = BlockSettings(raw_bytes=4 * MIB, delta_bytes=4 * 1024, level=3)
     kept, delta = Kept(), DeltaSettings()
     closer = BlockCloser(settings, delta, None, kept)

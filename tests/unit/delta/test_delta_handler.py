@@ -1,4 +1,4 @@
-"""The delta worker's commit: nothing is told, and no offset moves, before what it depends on is durable."""
+"""Test the delta worker's commit: no message is sent, and no offset moves, before its data are durable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONTENT = random_bytes(1 << 20, 7)
 
 
 class Memory(Outbox):
-    """An outbox that keeps what is sent, and notes each step; `is_away`: nothing is acknowledged any more."""
+    """An outbox that keeps messages and notes each step; with `is_away` nothing is acknowledged any more."""
 
     def __init__(self, steps: list[str]) -> None:
         self.values: list[bytes] = []
@@ -87,7 +87,7 @@ class World:
         return [letter for outbox in self.outboxes for letter in outbox.dead]
 
     def paired(self) -> list[bytes]:
-        """Return what the stages before make of CONTENT."""
+        """Return the messages that the earlier stages make of CONTENT."""
         stage = ChunkerStage(SETTINGS, Fingerprinter(b"s" * 32, "t"))
         payload = np.frombuffer(CONTENT, np.uint8)
         batch = stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(payload), True),)), LookupResults()).segments
@@ -124,7 +124,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def test_offsets_wait_until_placed_is_acknowledged(world: World) -> None:
-    """F.32: The offsets of a container's messages move only once Kafka has acknowledged what was told of them."""
+    """F.32: the offsets of a container's messages move only after Kafka acknowledged its `placed` messages."""
     values = world.paired()
     world.outboxes[1].is_away = True  # of `placed`
     world.handler.handle(records(values))
@@ -134,8 +134,8 @@ def test_offsets_wait_until_placed_is_acknowledged(world: World) -> None:
     assert world.committable == 0
 
 
-def test_container_is_durable_then_published_then_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.32: A container is published once it can be read, and told once it is published."""
+def test_container_is_durable_then_published_then_sent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.32: a container is published after it is readable, and announced after it is published."""
     publish = LmdbIndex.publish
 
     def noted(index: LmdbIndex, claims: Any) -> Any:
@@ -155,8 +155,8 @@ def test_container_is_durable_then_published_then_told(world: World, monkeypatch
     assert world.committable == len(values)
 
 
-def test_chunk_that_is_not_its_name_is_put_aside(world: World) -> None:
-    """F.32: A message whose chunk is not what its name says is a dead letter, and stores nothing."""
+def test_chunk_with_another_fingerprint_is_a_dead_letter(world: World) -> None:
+    """F.32: a message whose chunk does not match its fingerprint is a dead letter and stores nothing."""
     values = world.paired()
     message = decode(values[0], "paired")
     assert isinstance(message, Paired)
@@ -172,18 +172,18 @@ def test_chunk_that_is_not_its_name_is_put_aside(world: World) -> None:
 
 
 def test_container_id_of_other_bytes_starts_over(world: World) -> None:
-    """F.32: A container id that another writer took is not taken for the worker's own container."""
+    """F.32: a container id that another writer took is not mistaken for the worker's own container."""
     lane = world.lanes["t"]
     container: Any = SimpleNamespace(container=5 << 40, parts=[b"mine"], data=b"mine")
     delta_handler._put(lane, container)
-    delta_handler._put(lane, container)  # an earlier try's
+    delta_handler._put(lane, container)  # as an earlier attempt did
     container.parts, container.data = [b"other"], b"other"
     with pytest.raises(RetryableError, match="another writer has this id"):
         delta_handler._put(lane, container)
 
 
-def test_segments_of_condemned_chunks_are_not_published(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.32: A container publishes no segment that names a chunk pending deletion; its others it does."""
+def test_segments_of_pending_delete_chunks_stay_unpublished(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.32: a container publishes no segment that names a chunk pending deletion, and all others."""
     lane = world.lanes["t"]
     claims: list[Any] = []
     monkeypatch.setattr(type(lane.index), "publish", lambda _, made: claims.append(made))

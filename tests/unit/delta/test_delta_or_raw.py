@@ -1,4 +1,4 @@
-"""The arbiter: a delta is kept where it is estimated to store fewer bytes than the chunk alone."""
+"""Test the choice between delta and raw: a delta is kept if it is estimated to store fewer bytes."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ def test_no_delta_is_never_kept() -> None:
     assert decided([], []) == []
 
 
-def test_a_chunk_that_does_not_compress_is_better_as_any_real_delta() -> None:
+def test_incompressible_chunk_takes_any_real_delta() -> None:
     assert decided([NOISE] * 4, [1, 100, 2000, 7000]) == [True] * 4
 
 
-def test_a_delta_as_long_as_a_chunk_that_compresses_is_not_kept() -> None:
+def test_delta_as_long_as_a_compressible_chunk_is_dropped() -> None:
     assert decided([ZEROS, b"abcd" * 2048], [8192, 8192]) == [False, False]
     assert decided([ZEROS], [1000]) == [False]
 
 
-def test_a_clear_gain_is_kept_whatever_the_estimate_says() -> None:
+def test_clear_gain_is_kept_whatever_the_estimate() -> None:
     clear = 8192 // CLEAR_GAIN - 1
     assert decided([ZEROS], [clear]) == [True]
 
 
-def test_rows_are_decided_each_for_itself() -> None:
+def test_rows_are_decided_independently() -> None:
     chunks, deltas = [ZEROS, NOISE, ZEROS, NOISE], [8000, 500, 100, 0]
     together = decided(chunks, deltas)
     assert together == [decided([chunk], [delta])[0] for chunk, delta in zip(chunks, deltas, strict=True)]
     assert together == [False, True, True, False]
 
 
-def test_a_longer_delta_is_never_kept_where_a_shorter_one_was_not() -> None:
+def test_delta_longer_than_a_dropped_one_is_dropped() -> None:
     text = b"".join(b"line %d of the same text\n" % i for i in range(330))[:8192]
     kept = decided([text] * 40, [200 * i + 1 for i in range(40)])
     assert kept == sorted(kept, reverse=True)

@@ -1,4 +1,4 @@
-"""Depth as a budget: who stands at the end of a full chain leans on something shallower before its base grows old."""
+"""Test depth as a budget: a chunk at the end of a full chain gets a shallower base before its base is outdated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORDS, RECORD_BYTES = 1500, 300
 
 
 def changed(content: bytes, share: float) -> bytes:
-    """Return `content` with its first bytes replaced by noise: about this share is left over beside it."""
+    """Return `content` with its first bytes replaced by noise: about this share differs."""
     return random_bytes(int(len(content) * share), 99) + content[int(len(content) * share) :]
 
 
@@ -49,7 +49,7 @@ TARGET = random_bytes(8192, 1)
 NEAR, FAR, OLD, OLDEST = (changed(TARGET, share) for share in (0.02, 0.12, 0.2, 0.9))
 
 
-def test_only_chunks_of_a_full_chain_that_leave_too_much_over_ask() -> None:
+def test_overdeep_chunks_are_of_full_chains_and_differ_much() -> None:
     targets = Targets(*laid([TARGET] * 4))
     part = tried(targets, contents([NEAR, FAR, FAR, OLDEST], [3, 3, 2, 3]))
     assert part.chosen.found.tolist() == [True, True, True, False]
@@ -57,18 +57,18 @@ def test_only_chunks_of_a_full_chain_that_leave_too_much_over_ask() -> None:
     assert asked is not None
     assert asked.chunks.tolist() == [1]
     assert (asked.asked.ordinals.tolist(), asked.depth_below, asked.ranks.tolist()) == ([1], 3, [9])
-    assert find_overdeep([part], MAX_DEPTH + 1) is None, "where there is room for one more nobody asks"
-    assert find_overdeep([tried(targets, contents([FAR] * 4, [0] * 4))], 1) is None, "above depth 0 there is nothing"
+    assert find_overdeep([part], MAX_DEPTH + 1) is None, "a chain that is not full has no overdeep chunk"
+    assert find_overdeep([tried(targets, contents([FAR] * 4, [0] * 4))], 1) is None, "depth 0 cannot be reduced"
     assert find_overdeep([], MAX_DEPTH) is None
 
 
-def test_each_goes_up_until_it_leaves_little_enough_over_and_else_stays() -> None:
+def test_reduce_depth_ascends_until_a_base_fits_well() -> None:
     count = 3
     targets = Targets(*laid([TARGET] * count))
     parts: list[PolicyChoice] = [tried(targets, contents([FAR] * count, [3] * count))]
     asked = find_overdeep(parts, MAX_DEPTH)
     assert asked is not None
-    # what lies a level up: enough for the first; two up: for the second; the third finds nothing anywhere
+    # bases one level up fit the first chunk, two levels up the second; nothing fits the third
     above = [[FAR, OLD, OLDEST], [OLD, OLDEST], [OLDEST]]
     assert FULL_REST * GROWTH < 0.2 < FULL_REST * GROWTH**2
     for level, bases in enumerate(above, 1):
@@ -77,7 +77,7 @@ def test_each_goes_up_until_it_leaves_little_enough_over_and_else_stays() -> Non
         assert len(asked.asked) == len(bases)
         found = contents(bases, [MAX_DEPTH - 1 - level] * len(bases), first=10 * level)
         parts, asked = reduce_depth(parts, asked, targets, found)
-    assert asked is None, "there is no level above the last"
+    assert asked is None, "there is no level below depth 0"
     chosen, bases_of = join_choices(count, parts)
     assert chosen.found.all()
     assert chosen.bounds.tolist() == [0, 1, 2, 3]
@@ -86,7 +86,7 @@ def test_each_goes_up_until_it_leaves_little_enough_over_and_else_stays() -> Non
     assert chosen.ranks.tolist() == [9, 9, 9]
 
 
-def test_what_fits_at_once_leaves_nobody_to_ask() -> None:
+def test_reduce_depth_ends_when_each_chunk_has_a_base() -> None:
     targets = Targets(*laid([TARGET]))
     part = tried(targets, contents([FAR], [3]))
     asked = find_overdeep([part], MAX_DEPTH)
@@ -94,11 +94,11 @@ def test_what_fits_at_once_leaves_nobody_to_ask() -> None:
     parts, above = reduce_depth([part], asked, targets, contents([FAR], [0], first=5))
     assert above is None
     assert [one.chosen.found.tolist() for one in parts] == [[False], [True]]
-    assert part.chosen.found.all(), "what was chosen first is not changed in place"
+    assert part.chosen.found.all(), "the first choice must not be changed in place"
 
 
 def history(versions: int) -> list[bytes]:
-    """Return versions of a table in which one record in thirty is another each time."""
+    """Return versions of a table in which one record in thirty differs each time."""
     records = [random_bytes(RECORD_BYTES, number) for number in range(RECORDS)]
     made = []
     for version in range(versions):
@@ -110,7 +110,7 @@ def history(versions: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("codec", ["patch", "xdelta3"])
-def test_a_version_behind_a_full_chain_does_not_tell_again_what_changed_since(
+def test_version_behind_a_full_chain_stores_its_changes_once(
     codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = history(24)
@@ -127,13 +127,13 @@ def test_a_version_behind_a_full_chain_does_not_tell_again_what_changed_since(
     with_care = put("with")
     monkeypatch.setattr(depth_limit, "FULL_REST", 9.0)
     without = put("without")
-    assert with_care[:4] == without[:4], "before a chain is full nothing is another"
+    assert with_care[:4] == without[:4], "a chain that is not full must be written alike"
     assert sum(with_care[12:]) < 0.7 * sum(without[12:])
     assert max(with_care[12:]) < 0.8 * max(without[12:])
 
 
 @pytest.mark.parametrize("codec", ["patch", "xdelta3"])
-def test_a_batch_of_many_spans_has_questions_enough(
+def test_batch_of_many_spans_stays_within_lookup_passes(
     codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -151,7 +151,7 @@ def test_a_batch_of_many_spans_has_questions_enough(
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 1)
     monkeypatch.setattr(locality_candidates.LocalityCandidates, "reads", counted)
     monkeypatch.setattr(base_search, "LocalityCandidates", begun)
-    monkeypatch.setattr(depth_limit, "FULL_REST", 0.0)  # so that all go up all levels
+    monkeypatch.setattr(depth_limit, "FULL_REST", 0.0)  # so that all ascend all levels
     versions = history(10)
     with open_store(
         tmp_path / "s", settings=settings({"delta": {"codec": codec, "max_depth": MAX_DEPTH}}), create=True
@@ -161,12 +161,12 @@ def test_a_batch_of_many_spans_has_questions_enough(
         for number, content in enumerate(versions, 1):
             assert store.get("k", version=number).read() == content
     most = locality_candidates.SPANS_MAX * (1 + depth_limit.LEVELS_MAX)
-    assert 3 * locality_candidates.SPANS_MAX <= max(asked) <= most, "most spans go up all levels, and none further"
+    assert 3 * locality_candidates.SPANS_MAX <= max(asked) <= most, "most spans must ascend all levels, none further"
     others = 3 + depth_limit.LEVELS_MAX  # names and gaps, super-features, what these name, and shallower ones
     assert most + others <= LOOKUP_PASSES_MAX
 
 
-def test_versions_that_change_everywhere_come_back(tmp_path: Path) -> None:
+def test_versions_that_change_everywhere_restore(tmp_path: Path) -> None:
     content = random_bytes(400_000, 5)
     with open_store(tmp_path / "s", create=True) as store:
         for number in range(12):

@@ -1,4 +1,4 @@
-"""Gaps: where fresh chunks stand, and what lay there when their neighbours were stored."""
+"""Test gap alignment: positions of fresh chunks, and the stored chunks that were between the same neighbours."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def locations(rows: list[tuple[int, int]]) -> Locations:
 
 
 def batch(text: str, blobs: str | None = None) -> PairedBatch:
-    """Return a batch of one-chunk segments: `f` fresh, `z` zero, `r` repeated, `s` a known segment, `k` a known chunk.
+    """Return a batch of one-chunk segments: `f` fresh, `z` zero, `r` repeated, `s` a known segment, `k` a known
+    chunk.
 
-    The chunk in row i, where it is known, is chunk (or segment) 10 i of OLD.
+    A known chunk in row i is chunk (or segment) 10 i of OLD.
     """
     count = len(text)
     rows = np.arange(count)
@@ -75,12 +76,12 @@ def told(gaps: Gaps) -> list[tuple[int, int, int, int, int]]:
     ]
 
 
-def test_gaps_lie_between_known_chunks_and_zeros_and_repeats_do_not_end_them() -> None:
+def test_gaps_end_at_known_chunks_not_at_zeros_or_repeats() -> None:
     found = told(Alignment().gaps(batch("kffzfrfskkf"), "s"))
     assert found == [(Anchor.CHUNK, 0, Anchor.SEGMENT, 70, 4), (Anchor.CHUNK, 90, Anchor.NONE, 0, 1)]
 
 
-def test_a_gap_never_spans_blobs() -> None:
+def test_gap_never_spans_blobs() -> None:
     found = told(Alignment().gaps(batch("kffkf", "aabbb"), "s"))
     assert found == [
         (Anchor.CHUNK, 0, Anchor.NONE, 0, 1),
@@ -89,7 +90,7 @@ def test_a_gap_never_spans_blobs() -> None:
     ]
 
 
-def test_a_long_gap_is_several_that_go_on() -> None:
+def test_long_gap_is_split_into_continued_ones() -> None:
     found = told(Alignment().gaps(batch("k" + "f" * (2 * GAP_CHUNKS_MAX + 1) + "k"), "s"))
     last = 10 * (2 * GAP_CHUNKS_MAX + 2)
     assert found == [
@@ -99,7 +100,7 @@ def test_a_long_gap_is_several_that_go_on() -> None:
     ]
 
 
-def test_a_stream_goes_on_where_its_last_batch_ended() -> None:
+def test_stream_continues_at_the_end_of_its_last_batch() -> None:
     alignment = Alignment()
     alignment.follow(batch("ffk"), "s", None)
     assert told(alignment.gaps(batch("ff"), "s"))[0][:2] == (Anchor.CHUNK, 20)
@@ -107,10 +108,10 @@ def test_a_stream_goes_on_where_its_last_batch_ended() -> None:
     assert told(alignment.gaps(batch("ff", "bb"), "s"))[0][0] == Anchor.NONE
 
 
-def test_what_a_blob_stored_itself_is_no_anchor() -> None:
+def test_chunk_stored_by_the_blob_itself_is_no_anchor() -> None:
     alignment = Alignment()
     assert told(alignment.gaps(batch("f"), "s", StreamMark(OLD, 15, 25))) == [(Anchor.NONE, 0, Anchor.NONE, 0, 1)]
-    # Chunk 10 was there before the blob began; segments 30 and 70 and chunk 50 are its own.
+    # Chunk 10 was stored before the blob began; segments 30 and 70 and chunk 50 belong to the blob.
     found = told(alignment.gaps(batch("fkfsfkfs"), "s", StreamMark(OLD, 45, 45)))
     assert [gap[:1] + gap[2:3] for gap in found] == [
         (Anchor.NONE, Anchor.CHUNK),
@@ -120,7 +121,7 @@ def test_what_a_blob_stored_itself_is_no_anchor() -> None:
     assert told(alignment.gaps(batch("kf"), "later", StreamMark(OLD + 1)))[0][0] == Anchor.CHUNK
 
 
-def test_what_a_blob_stored_long_ago_is_an_anchor_as_any_other() -> None:
+def test_chunk_stored_long_ago_by_the_blob_is_an_anchor() -> None:
     def pass_by(alignment: Alignment, here: StreamMark, size_bytes: int, text: str = "s") -> None:
         passing = batch(text)
         passing.fresh.batch.lengths[:] = size_bytes // len(text)
@@ -135,16 +136,16 @@ def test_what_a_blob_stored_long_ago_is_an_anchor_as_any_other() -> None:
         pass_by(alignment, StreamMark(OLD), MARK_BYTES, text)
         pass_by(alignment, StreamMark(OLD, 20, 30), OWN_BYTES - MARK_BYTES, text)
         own = told(alignment.gaps(batch("fkf"), "s", StreamMark(OLD, 100, 100)))
-        assert own[0][2] == Anchor.NONE  # chunk 10 was stored since it began, and that is not long enough ago
+        assert own[0][2] == Anchor.NONE  # chunk 10 was stored since the blob began, too recently
         pass_by(alignment, StreamMark(OLD, 100, 100), MARK_BYTES, text)
         older = told(alignment.gaps(batch("fkfkf"), "s", StreamMark(OLD, 100, 100)))
-        assert [gap[2:4] for gap in older] == [(Anchor.CHUNK, 10), (Anchor.NONE, 0)]  # chunk 30 is its own still
+        assert [gap[2:4] for gap in older] == [(Anchor.CHUNK, 10), (Anchor.NONE, 0)]  # chunk 30 still counts as its own
         for fresh, found in (OWN_SHARE - 1, Anchor.CHUNK), (OWN_SHARE, Anchor.NONE):
             few = told(alignment.gaps(batch("rk" + "z" * 99 + "f" * (fresh - 1)), "s", StreamMark(OLD, 100, 100)))
-            assert few[0][0] == found  # of a batch of which little was there before the rest follows from nothing
+            assert few[0][0] == found  # a batch with few old chunks predicts nothing
 
 
-def test_no_more_streams_are_remembered_than_the_bound() -> None:
+def test_remembered_streams_are_bounded() -> None:
     alignment = Alignment()
     for stream in range(STREAMS_MAX + 5):
         alignment.follow(batch("k"), stream, None)
@@ -152,11 +153,11 @@ def test_no_more_streams_are_remembered_than_the_bound() -> None:
     assert told(alignment.gaps(batch("f"), 5))[0][0] == Anchor.CHUNK
 
 
-# --- what lay there --------------------------------------------------------------------------------------------------
+# --- stored neighbours -----------------------------------------------------------------------------------------------
 
 
 class Directories:
-    """Directories as a test says them: container -> its recipes, one list a segment, of (container, ordinal)."""
+    """Directories that a test defines: container -> its recipes, one list a segment, of (container, ordinal)."""
 
     def __init__(self, recipes: dict[int, list[list[tuple[int, int]]]]) -> None:
         self.recipes = recipes
@@ -192,7 +193,7 @@ def asked(*rows: tuple[Anchor, tuple[int, int], Anchor, tuple[int, int], int]) -
 
 
 def between(recipes: dict[int, list[list[tuple[int, int]]]], *rows: object) -> list[list[int]]:
-    """Return the ordinals that lay in each gap."""
+    """Return the ordinals of the chunks in each gap."""
     found = Neighbourhood(Directories(recipes)).between(asked(*rows))  # type: ignore[arg-type]
     ordinals = found.chunks.ordinals.tolist()
     return [ordinals[a:b] for a, b in zip(found.bounds[:-1], found.bounds[1:], strict=True)]
@@ -202,49 +203,50 @@ NONE = (0, 0)
 RECIPES = {OLD: [own(OLD, *range(8)), own(OLD, *range(8, 20))]}
 
 
-def test_what_lay_between_two_chunks_is_all_that_did() -> None:
+def test_chunks_between_two_anchors_are_all_returned() -> None:
     assert between(RECIPES, (Anchor.CHUNK, (OLD, 3), Anchor.CHUNK, (OLD, 6), 1)) == [[4, 5]]
     assert between(RECIPES, (Anchor.CHUNK, (OLD, 3), Anchor.CHUNK, (OLD, 4), 5)) == [[]]
 
 
-def test_segments_are_anchors_too_and_gaps_cross_recipes() -> None:
+def test_segments_are_anchors_and_gaps_cross_recipes() -> None:
     assert between(RECIPES, (Anchor.SEGMENT, (OLD, 0), Anchor.CHUNK, (OLD, 10), 2)) == [[8, 9]]
     assert between(RECIPES, (Anchor.CHUNK, (OLD, 5), Anchor.SEGMENT, (OLD, 1), 2)) == [[6, 7]]
 
 
-def test_where_one_side_is_known_somewhat_more_than_is_fresh_is_tried() -> None:
+def test_gap_with_one_anchor_takes_some_more_than_fresh() -> None:
     assert between(RECIPES, (Anchor.CHUNK, (OLD, 3), Anchor.NONE, NONE, 2)) == [[4, 5, 6, 7, 8]]
     assert between(RECIPES, (Anchor.NONE, NONE, Anchor.CHUNK, (OLD, 10), 2)) == [[5, 6, 7, 8, 9]]
     assert between(RECIPES, (Anchor.NONE, NONE, Anchor.NONE, NONE, 2)) == [[]]
 
 
-def test_sides_that_are_far_apart_are_both_tried() -> None:
+def test_distant_anchors_are_both_tried() -> None:
     found = between(RECIPES, (Anchor.CHUNK, (OLD, 1), Anchor.CHUNK, (OLD, 18), 2))
     assert found == [[2, 3, 4, 5, 6, 15, 16, 17]]
 
 
-def test_a_gap_goes_on_where_the_one_before_it_ended() -> None:
+def test_gap_continues_where_the_last_one_ended() -> None:
     found = between(
         RECIPES,
         (Anchor.CHUNK, (OLD, 1), Anchor.NONE, NONE, 4),
         (Anchor.CONTINUED, NONE, Anchor.NONE, NONE, 4),
         (Anchor.CONTINUED, NONE, Anchor.CHUNK, (OLD, 12), 2),
     )
-    assert ROWS_BEHIND == 2  # the old version may have had fewer chunks until there
+    assert ROWS_BEHIND == 2  # the old version may have had fewer chunks up to here
     assert found == [[2, 3, 4, 5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [8, 9, 10, 11]]
 
 
-def test_a_stream_goes_on_somewhat_before_where_its_last_batch_ended() -> None:
+def test_stream_continues_some_rows_before_its_last_end() -> None:
     assert between(RECIPES, (Anchor.ROW, (OLD, 5), Anchor.CHUNK, (OLD, 7), 1)) == [[3, 4, 5, 6]]
     assert between(RECIPES, (Anchor.ROW, (OLD, 1), Anchor.NONE, NONE, 1)) == [[0, 1, 2, 3]]
 
 
-def test_a_repeated_chunk_stands_where_it_was_first_and_holes_are_no_bases() -> None:
+def test_repeated_chunk_is_at_its_first_row_without_holes() -> None:
+    """Holes are never bases."""
     recipes = {OLD: [[*own(OLD, 0, 1), (1, 4096), *own(OLD, 2, 1, 3)]]}
     assert between(recipes, (Anchor.CHUNK, (OLD, 1), Anchor.NONE, NONE, 2)) == [[2, 1, 3]]
 
 
-def test_a_recipe_that_names_older_chunks_gives_them_too() -> None:
+def test_recipe_that_names_older_chunks_returns_them() -> None:
     recipes = {**RECIPES, NEW: [[(OLD, 2), (NEW, 0), (OLD, 4)]]}
     found = Neighbourhood(Directories(recipes)).between(asked((Anchor.CHUNK, (NEW, 0), Anchor.NONE, NONE, 1)))
     assert list(zip(found.chunks.containers.tolist(), found.chunks.ordinals.tolist(), strict=True)) == [(OLD, 4)]
@@ -252,13 +254,14 @@ def test_a_recipe_that_names_older_chunks_gives_them_too() -> None:
 
 
 @pytest.mark.parametrize("kind", [Anchor.CHUNK, Anchor.SEGMENT, Anchor.ROW])
-def test_what_is_lost_or_not_there_has_no_neighbours(kind: Anchor) -> None:
+def test_lost_or_missing_container_has_no_neighbours(kind: Anchor) -> None:
     assert between(RECIPES, (kind, (NEW, 3), kind, (NEW, 5), 1)) == [[]]
-    behind_all = [[18, 19]] if kind == Anchor.ROW else [[]]  # whoever has passed the end has passed the last ones
+    behind_all = [[18, 19]] if kind == Anchor.ROW else [[]]  # a stream behind the end gets the last rows
     assert between(RECIPES, (kind, (OLD, 999), Anchor.NONE, NONE, 1)) == behind_all
 
 
-def test_a_container_that_was_written_anew_without_a_recipe_has_the_neighbours_that_are_left() -> None:
+def test_rewritten_container_without_recipe_has_neighbours() -> None:
+    """The chunks that the rewrite kept."""
     source = Directories(RECIPES)
     near = Neighbourhood(source)  # type: ignore[arg-type]
     question = asked((Anchor.NONE, NONE, Anchor.CHUNK, (OLD, 18), 2))
@@ -269,9 +272,11 @@ def test_a_container_that_was_written_anew_without_a_recipe_has_the_neighbours_t
     assert near.between(gone).chunks.ordinals.tolist() == []
 
 
-def test_neighbours_are_of_one_generation_though_the_container_is_written_anew_or_goes_meanwhile() -> None:
+def test_neighbours_are_of_one_generation() -> None:
+    """The container is rewritten or deleted while it is read."""
+
     class Rewriting(Directories):
-        """Answers once as it was."""
+        """Returns the old directory once."""
 
         later: dict[int, list[list[tuple[int, int]]]]
 

@@ -1,4 +1,4 @@
-"""Old neighbours span by span: each has its bases, shallower ones included, before the next is asked for."""
+"""Test locality candidates: each span gets its bases, shallower ones included, before the next one is read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from nearkin_shared.types import Locations, Pieces, bounds_of, offsets_of
 CHUNK_BYTES = 8192
 MAX_DEPTH = 4
 NEIGHBOURS = 7
-"""The container in which what lay beside each chunk is; in OLDER lies what that leans on."""
+"""The container of the neighbours of each chunk; their bases are in OLDER."""
 OLDER = 8
 
 
 def chunk(seed: int, share: float = 0.0) -> bytes:
-    """Return noise, of which this share is other noise."""
+    """Return noise, of which `share` is replaced by other noise."""
     changed = int(CHUNK_BYTES * share)
     return random_bytes(changed, 1000 + seed) + random_bytes(CHUNK_BYTES, seed)[changed:]
 
 
 class History:
-    """Gaps of one chunk each, beside which an older one lies; `crowded` of them lean on too much change in between."""
+    """Gaps of one chunk each with one old neighbour; those of `crowded` differ too much from their chunk."""
 
     def __init__(self, count: int, crowded: set[int], empty: frozenset[int] = frozenset()) -> None:
         self.count, self._crowded = count, crowded
@@ -46,7 +46,7 @@ class History:
         return Contents(asked, pieces, np.full(len(found), depth, np.uint8), np.ones(len(found), np.bool_))
 
     def run(self) -> tuple[LocalityCandidates, list[tuple[str, list[int]]]]:
-        """Answer what is asked until nothing is; return that, too: each question's kind and chunks."""
+        """Serve lookups until none is left; return the candidates and each lookup's kind and chunks."""
         found, facts, asked = (
             LocalityCandidates(self.targets, self.neighbours, MAX_DEPTH, no_deltas=True),
             LookupResults(),
@@ -71,7 +71,7 @@ class History:
         return kind, asked.ordinals.tolist()
 
 
-def test_a_span_goes_up_all_its_levels_before_the_next_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_span_ascends_all_levels_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 2 * CHUNK_BYTES)
     found, asked = History(6, crowded={1, 4, 5}).run()
     assert asked == [
@@ -88,7 +88,7 @@ def test_a_span_goes_up_all_its_levels_before_the_next_one_is_asked_for(monkeypa
     assert sorted(int(c) for part in moved for c in part.chunks[part.chosen.found]) == [1, 4, 5]
 
 
-def test_a_span_of_which_nothing_lay_there_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_span_without_old_neighbours_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 2 * CHUNK_BYTES)
     found, asked = History(6, crowded=set(), empty=frozenset({2, 3, 5})).run()
     assert asked == [("contents", [0, 1]), ("contents", [4])]
@@ -99,7 +99,7 @@ def test_a_span_of_which_nothing_lay_there_is_not_asked_for(monkeypatch: pytest.
     assert (asked, none.parts) == ([], [])
 
 
-def test_a_large_batch_has_a_bounded_number_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batch_has_bounded_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", CHUNK_BYTES)
     found, asked = History(50, crowded=set()).run()
     assert len(asked) == SPANS_MAX
@@ -107,7 +107,7 @@ def test_a_large_batch_has_a_bounded_number_of_spans(monkeypatch: pytest.MonkeyP
     assert found.found.all()
 
 
-def test_many_spans_choose_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_spans_choose_the_bases_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, asked = History(12, crowded={0, 3, 9}).run()
     assert len(asked) == 2
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 3 * CHUNK_BYTES)
@@ -117,7 +117,7 @@ def test_many_spans_choose_what_one_does(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def bases(found: LocalityCandidates) -> dict[int, list[tuple[int, int]]]:
-    """Return by chunk where its bases lie."""
+    """Return the location of the bases of each chunk."""
     lie = {}
     for part in found.parts:
         chosen = part.chosen

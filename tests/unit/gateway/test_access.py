@@ -1,4 +1,4 @@
-"""Rates and origins at the door of the gateway: one test for each kind of caller."""
+"""Test the gateway's rate limits and origin checks, one test for each kind of caller."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADDRESS = "192.0.2.7"
 
 
 class Refusals:
-    """Stands in for the audit log."""
+    """Records failures as the audit log does."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -32,7 +32,7 @@ class Refusals:
 
 @pytest.fixture
 def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what `access` uses of a gateway; `secret` is the text of its only token. Its clock stands still."""
+    """Return the gateway members that `access` uses; `secret` is its only token, and its clock does not advance."""
     monkeypatch.setattr("nearkin_gateway.http.request_limits.time", SimpleNamespace(monotonic=lambda: 100.0))
     text, token = tokens.create(tmp_path / "tokens.json", "t", ["read", "write"], days=1)
     known = TokenFile(tmp_path / "tokens.json")
@@ -63,17 +63,17 @@ def check_limited(ask: Any) -> None:
 
 
 def test_caller_without_token_has_a_rate(gateway: Any) -> None:
-    """F.32: A gateway without tokens limits requests by address."""
+    """F.32: a gateway without tokens limits requests by address."""
     check_limited(lambda: access.open_caller(request(host="localhost"), gateway))
 
 
 def test_bearer_has_a_rate(gateway: Any) -> None:
-    """F.32: Requests with a token are limited by token."""
+    """F.32: requests with a token are limited by token."""
     check_limited(lambda: access.shown_token(request(), gateway, gateway.secret, "bearer"))
 
 
 def test_guessed_tokens_have_a_rate(gateway: Any) -> None:
-    """F.32: Unknown tokens are limited by address: RATE answers of 401, then 429."""
+    """F.32: unknown tokens are limited by address: RATE answers of 401, then 429."""
 
     def guess() -> None:
         with pytest.raises(Problem) as refused:
@@ -87,7 +87,7 @@ def test_guessed_tokens_have_a_rate(gateway: Any) -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"cookie": f"{COOKIE}=forged"}], ids=["nothing", "forged-session"])
 def test_missing_tokens_have_a_rate(gateway: Any, headers: dict[str, str]) -> None:
-    """F.28: requests without a token are limited by address, as those with an unknown token are."""
+    """F.28: requests without a token are limited by address, as those with an unknown token."""
 
     def ask() -> None:
         with pytest.raises(Problem) as refused:
@@ -100,7 +100,7 @@ def test_missing_tokens_have_a_rate(gateway: Any, headers: dict[str, str]) -> No
 
 
 def test_session_has_a_rate(gateway: Any) -> None:
-    """F.32: Requests of a dashboard session are limited, by the token that opened it."""
+    """F.32: requests of a dashboard session are limited by the token that opened it."""
     cookie = gateway.sessions.open(gateway.token, time.time())
     check_limited(lambda: access._session_token(request(cookie=f"{COOKIE}={cookie}"), gateway))
     with pytest.raises(Problem) as refused:  # the token's rate is used up too
@@ -117,7 +117,7 @@ def test_session_has_a_rate(gateway: Any) -> None:
     ],
 )
 def test_change_of_another_site_without_token_is_refused(gateway: Any, headers: dict[str, str]) -> None:
-    """F.32: A gateway without tokens refuses a change that another site's page sends, and records that."""
+    """F.32: a gateway without tokens refuses a change from another site's page and records it."""
     access.open_caller(request("PUT", host="localhost", origin="https://app.example"), gateway)
     with pytest.raises(Problem) as refused:
         access.open_caller(request("PUT", host="localhost", **headers), gateway)
@@ -126,7 +126,7 @@ def test_change_of_another_site_without_token_is_refused(gateway: Any, headers: 
 
 
 def test_change_of_another_site_with_session_is_refused(gateway: Any) -> None:
-    """F.32: A change with a session needs the gateway's own origin and the CSRF token of the session."""
+    """F.32: a change with a session needs the gateway's own origin and the session's CSRF token."""
     cookie = gateway.sessions.open(gateway.token, time.time())
     csrf = gateway.sessions.read(cookie, time.time()).csrf
     shared = {"cookie": f"{COOKIE}={cookie}", "host": "here"}

@@ -1,4 +1,4 @@
-"""Sums of a gateway's catalogue: how long they are kept before they are made again."""
+"""Test how long a gateway keeps the statistics of its catalog before it computes them again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHEAP, COSTLY = 0.01, 1.0
         (COSTLY, False, COSTLY / STATS_SHARE * 1.1, False),
     ],
 )
-def test_costly_sums_are_kept_for_a_share_of_time(took: float, changed: bool, age: float, fresh: bool) -> None:
-    """F.28: A caller that asks for statistics all the time takes a bounded share of a core."""
+def test_costly_stats_are_kept_for_a_share_of_time(took: float, changed: bool, age: float, fresh: bool) -> None:
+    """F.28: a caller that requests statistics all the time uses a bounded share of a core."""
     kept = _CachedStats(Stats.__new__(Stats), 100.0, 100.0 + took, changed)
     assert kept.is_fresh(100.0 + took + age) is fresh

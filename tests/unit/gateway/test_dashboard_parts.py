@@ -1,4 +1,4 @@
-"""The dashboard's parts that decide without a socket: charts, minutes, shares, names of hosts."""
+"""Test the dashboard's functions without a socket: charts, rolling statistics, shares, host names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def explained(chunks: list[tuple[str, int]]) -> Explanation:
 
 @given(st.lists(st.tuples(KINDS, st.integers(1, 65_536)), min_size=1, max_size=600))
 @settings(max_examples=60, deadline=None)
-def test_a_strip_shows_every_byte_once_and_fills_its_room(chunks: list[tuple[str, int]]) -> None:
+def test_strip_shows_every_byte_once_and_fills_its_width(chunks: list[tuple[str, int]]) -> None:
     strip = charts.strip(explained(chunks))
     for kind, count, size_bytes, _ in strip.totals:
         assert count == sum(entry[0] == kind for entry in chunks)
@@ -51,12 +51,12 @@ def test_a_strip_shows_every_byte_once_and_fills_its_room(chunks: list[tuple[str
         assert all(piece.at == pytest.approx(number * width, abs=0.01) for piece in column.pieces)
 
 
-def test_an_empty_blob_has_an_empty_strip() -> None:
+def test_strip_of_empty_blob_is_empty() -> None:
     strip = charts.strip(explained([]))
     assert [column.pieces for column in strip.columns] == [[]]
 
 
-def test_the_waterfall_begins_with_all_and_its_steps_add_up() -> None:
+def test_waterfall_begins_with_all_and_its_steps_add_up() -> None:
     ledger = Ledger(
         logical_bytes=1000, unique_bytes=400, delta_chunk_bytes=200, delta_bytes=50, block_bytes=150, stored_bytes=170
     )
@@ -68,7 +68,7 @@ def test_the_waterfall_begins_with_all_and_its_steps_add_up() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**15), st.integers(0, 10**13)), max_size=50))
-def test_a_curve_stays_inside_its_room(found: list[tuple[int, int, int]]) -> None:
+def test_curve_stays_inside_its_panel(found: list[tuple[int, int, int]]) -> None:
     curve = charts.curve([(float(when), logical, stored) for when, logical, stored in sorted(found)])
     if not any(logical for _, logical, _ in found):
         assert curve is None
@@ -81,14 +81,14 @@ def test_a_curve_stays_inside_its_room(found: list[tuple[int, int, int]]) -> Non
     assert len({tick.label for tick in curve.upwards}) == len(curve.upwards)
 
 
-def test_bars_are_as_high_as_what_they_stand_for() -> None:
+def test_bars_have_the_height_of_their_values() -> None:
     drawn, grid = charts.bars([("00:00", 0), ("00:01", 500), ("00:02", 1000)])
     assert [bar.height for bar in drawn] == pytest.approx([drawn[1].height / 2, drawn[1].height], abs=0.1)
     assert [tick.label for tick in grid] == ["0 B", "500 B", "1,000 B"]
     assert charts.bars([("00:00", 0)])[0] == []
 
 
-def test_stretches_of_time_are_told_by_their_two_largest_units() -> None:
+def test_durations_are_shown_in_their_two_largest_units() -> None:
     told = [number_text.seconds(value) for value in (0.04, 59, 60, 3_599, 86_400, 90_000, None)]
     assert told == ["0.0 s", "59 s", "1 min", "59 min 59 s", "1 d", "1 d 1 h", "unknown"]
 
@@ -101,7 +101,7 @@ def event(when: datetime, state: str = "committed", **more: Any) -> dict[str, An
     return {"state": state, "created" if state == "committed" else "began": when.isoformat(), "ledger": ledger, **more}
 
 
-def test_the_last_hour_holds_no_more_than_it_says_whatever_comes() -> None:
+def test_rolling_stats_are_bounded() -> None:
     minutes, now = RollingStats(), datetime.now(UTC)
     for ago in range(200):
         minutes.add(event(now - timedelta(minutes=ago)))
@@ -119,7 +119,7 @@ def test_the_last_hour_holds_no_more_than_it_says_whatever_comes() -> None:
 @pytest.mark.parametrize(
     "broken", [{}, {"state": "failed"}, {"state": "committed", "created": "x", "ledger": {"logical_bytes": -1}}]
 )
-def test_an_event_that_lacks_something_breaks_nothing(broken: dict[str, Any]) -> None:
+def test_event_without_a_field_is_accepted(broken: dict[str, Any]) -> None:
     minutes = RollingStats()
     minutes.add(broken)
     assert len(minutes.last_hour()) == MINUTES_MAX
@@ -142,7 +142,7 @@ def entries(sizes: list[tuple[int, int, int]]) -> list[CatalogEntry]:
 
 
 @given(SIZES, st.integers(0, 10**11))
-def test_shares_add_up_to_what_is_stored(sizes: list[tuple[int, int, int]], rest: int) -> None:
+def test_shares_add_up_to_stored_bytes(sizes: list[tuple[int, int, int]], rest: int) -> None:
     stored_bytes = 100 * len(sizes) + rest
     counted = count_versions(stored(stored_bytes), entries(sizes))
     assert sum(share.stored_bytes for share in counted.prefixes) == pytest.approx(stored_bytes)
@@ -152,7 +152,7 @@ def test_shares_add_up_to_what_is_stored(sizes: list[tuple[int, int, int]], rest
     assert {share.prefix for share in counted.prefixes} == {f"{folder}/" for *_, folder in sizes}
 
 
-def test_what_is_kept_of_versions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_versions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "PREFIXES_KEPT_MAX", 6)
     monkeypatch.setattr(usage, "PREFIXES_MAX", 4)
     monkeypatch.setattr(usage, "ENTRIES_MAX", 30)
@@ -167,7 +167,7 @@ def test_what_is_kept_of_versions_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(share.stored_bytes for share in many.prefixes) == pytest.approx(10_000)
 
 
-def test_a_list_of_many_tenants_reads_the_index_of_each_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenant_list_reads_each_index_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     now = 1000.0
 
@@ -197,7 +197,8 @@ def test_a_list_of_many_tenants_reads_the_index_of_each_once_a_minute(monkeypatc
 
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=1000))
 @settings(max_examples=40, deadline=None)
-def test_a_curve_of_many_versions_has_few_points_and_ends_with_all(times: list[int]) -> None:
+def test_curve_of_many_versions_has_few_points(times: list[int]) -> None:
+    """It ends with the total."""
     points = points_of([(when, 2, 1.0) for when in sorted(times)])
     assert 1 <= len(points) <= POINTS_MAX
     assert (points[-1].logical_bytes, points[-1].stored_bytes) == (2 * len(times), len(times))
@@ -207,7 +208,7 @@ def test_a_curve_of_many_versions_has_few_points_and_ends_with_all(times: list[i
 # --- forms and hosts -------------------------------------------------------------------------------------------------
 
 
-def test_every_hot_setting_is_a_field_and_says_what_it_takes() -> None:
+def test_each_hot_setting_is_a_field_with_its_range() -> None:
     fields = [field for _, some in setting_forms.hot_fields(Settings(), {"block": {"level": 3}}) for field in some]
     assert {field.name for field in fields} == HOT_FIELDS
     for field in fields:
@@ -224,14 +225,14 @@ def connection(**headers: str) -> HTTPConnection:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.0.0.1:8080", "127.9.9.9", "localhost:1", "[::1]", "[::1]:80", "LocalHost"]
 )
-def test_names_of_loopback_are_taken(host: str) -> None:
+def test_loopback_host_names_are_accepted(host: str) -> None:
     check_loopback_host(connection(host=host))
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.1", "[::2]:80", ":80", ""]
 )
-def test_names_that_may_be_a_strangers_are_not(host: str) -> None:
+def test_foreign_host_names_are_refused(host: str) -> None:
     with pytest.raises(Problem, match="localhost alone"):
         check_loopback_host(connection(host=host))
 
@@ -251,7 +252,7 @@ def test_names_that_may_be_a_strangers_are_not(host: str) -> None:
         ({"host": "a"}, False),
     ],
 )
-def test_an_origin_is_ours_when_it_names_the_host_that_was_asked(headers: dict[str, str], fits: bool) -> None:
+def test_origin_of_the_requested_host_is_own(headers: dict[str, str], fits: bool) -> None:
     if fits:
         check_same_origin(connection(**headers), must_say=True)
     else:
@@ -273,8 +274,8 @@ def test_an_origin_is_ours_when_it_names_the_host_that_was_asked(headers: dict[s
         (0, "nothing yet"),
     ],
 )
-def test_ratio_below_one_is_said_in_words(value: float, said: str) -> None:
-    """F.21: a ratio below 1 says how much larger the store is, never `0.0×`."""
+def test_ratio_below_one_is_shown_in_words(value: float, said: str) -> None:
+    """F.21: a ratio below 1 is shown as how much larger the store is, never as `0.0×`."""
     assert number_text.ratio(value) == said
 
 

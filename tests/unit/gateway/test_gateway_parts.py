@@ -1,4 +1,4 @@
-"""The gateway's parts that decide without a socket: outcomes, budgets, rates, ranges, digests, keys."""
+"""Test the gateway's functions without a socket: upload statuses, budgets, rates, ranges, digests, keys."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def event(blob: bytes, origin: bytes | None = None, *, state: str = "committed",
     }
 
 
-# --- outcomes and ids ------------------------------------------------------------------------------------------------
+# --- upload statuses and ids -----------------------------------------------------------------------------------------
 
 
-def test_an_id_is_read_by_its_tenant_and_nobody_else() -> None:
+def test_upload_id_is_readable_by_its_tenant_only() -> None:
     tickets, blob = UploadIds(SECRET), new_id()
     ticket = tickets.of("shop", blob)
     assert tickets.read("shop", ticket) == blob
@@ -66,14 +66,14 @@ def test_an_id_is_read_by_its_tenant_and_nobody_else() -> None:
         assert tickets.read("shop", wrong) is None
 
 
-def test_origins_of_different_keys_tenants_or_idempotency_keys_differ() -> None:
+def test_origins_differ_by_key_tenant_and_idempotency_key() -> None:
     tickets = UploadIds(SECRET)
     found = {tickets.origin(*parts) for parts in (("a", "b", "c"), ("ab", "", "c"), ("a", "bc", ""), ("a", "b", "d"))}
     assert len(found) == 4
     assert tickets.origin("a", "b", "c") in found
 
 
-def test_an_outcome_is_found_until_there_is_no_room_and_then_known_to_be_forgotten() -> None:
+def test_evicted_upload_status_is_known_to_be_forgotten() -> None:
     outcomes = UploadStatuses(20_000)
     first = new_id()
     outcomes.add(event(first, padding=1000))
@@ -91,7 +91,8 @@ def test_an_outcome_is_found_until_there_is_no_room_and_then_known_to_be_forgott
     assert not outcomes.may_be_forgotten(new_id())
 
 
-def test_a_repeated_event_changes_nothing_and_the_first_of_an_origin_stands() -> None:
+def test_first_event_of_an_origin_is_kept() -> None:
+    """A repeated event changes nothing."""
     outcomes, first, second, origin = UploadStatuses(10_000), new_id(), new_id(), new_id()
     outcomes.add(event(first, origin))
     outcomes.add(event(first, origin, state="failed"))
@@ -101,7 +102,7 @@ def test_a_repeated_event_changes_nothing_and_the_first_of_an_origin_stands() ->
     assert (outcomes.of_origin(origin) or {})["id"] == first.hex()
 
 
-def test_an_upload_told_failed_and_committed_later_is_committed() -> None:
+def test_upload_failed_then_committed_is_committed() -> None:
     outcomes, blob = UploadStatuses(10_000), new_id()
     outcomes.add(event(blob, blob, state="failed"))
     outcomes.add(event(blob, blob))
@@ -110,13 +111,13 @@ def test_an_upload_told_failed_and_committed_later_is_committed() -> None:
     assert outcomes._bytes == len(outcomes._events[blob.hex()]) + ENTRY_BYTES
 
 
-def test_a_failed_attempt_is_no_outcome_of_its_origin() -> None:
+def test_failed_attempt_is_not_the_status_of_its_origin() -> None:
     outcomes, blob, origin = UploadStatuses(10_000), new_id(), new_id()
     outcomes.add(event(blob, origin, state="failed"))
     assert outcomes.of_origin(origin) is None
 
 
-def test_who_waits_is_told_and_nothing_is_left_of_the_waiting() -> None:
+def test_waiter_is_notified_and_leaves_nothing() -> None:
     async def run() -> None:
         outcomes, blob = UploadStatuses(10_000), new_id()
         waiters = [asyncio.create_task(outcomes.wait(blob, 5)) for _ in range(3)]
@@ -132,7 +133,7 @@ def test_who_waits_is_told_and_nothing_is_left_of_the_waiting() -> None:
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_is_never_overdrawn_and_is_given_in_order() -> None:
+def test_budget_is_never_overdrawn_and_is_given_in_order() -> None:
     async def run() -> None:
         budget, order = Budget(10), []
 
@@ -152,14 +153,14 @@ def test_a_budget_is_never_overdrawn_and_is_given_in_order() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         budget.give(6)
         assert budget.used_bytes == 0
-        await budget.take(50)  # more than all of it: let through alone
+        await budget.take(50)  # more than the whole budget: it passes alone
         budget.give(50)
 
     asyncio.run(run())
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=30))
-def test_whatever_is_cancelled_a_budget_ends_empty(steps: list[tuple[int, bool]]) -> None:
+def test_budget_with_any_cancellation_ends_empty(steps: list[tuple[int, bool]]) -> None:
     async def run() -> None:
         budget = Budget(10)
 
@@ -181,7 +182,7 @@ def test_whatever_is_cancelled_a_budget_ends_empty(steps: list[tuple[int, bool]]
     asyncio.run(run())
 
 
-def test_a_rate_lets_a_burst_through_and_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_passes_a_burst_and_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(request_limits.time, "monotonic", lambda: now)
     rates = Rates(10)
@@ -202,7 +203,7 @@ def test_a_rate_lets_a_burst_through_and_then_so_many_a_second(monkeypatch: pyte
     assert len(rates._buckets) <= 6
 
 
-def test_a_slot_is_given_back_whatever_happens() -> None:
+def test_slot_is_returned_after_any_outcome() -> None:
     slots, somebody = ConcurrencyLimit("things", 1), Holders("t", "", "")
     with pytest.raises(RuntimeError), slots.one(somebody):
         raise RuntimeError
@@ -221,7 +222,7 @@ def test_a_slot_is_given_back_whatever_happens() -> None:
         max_size=5,
     )
 )
-def test_frames_are_full_but_the_last_and_hold_what_came(sizes: list[int]) -> None:
+def test_frames_are_full_but_the_last_and_hold_the_body(sizes: list[int]) -> None:
     async def run() -> None:
         pieces = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
 
@@ -237,7 +238,7 @@ def test_frames_are_full_but_the_last_and_hold_what_came(sizes: list[int]) -> No
     asyncio.run(run())
 
 
-def test_a_frame_that_fills_slowly_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowly_filling_frame_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_bodies, "FRAME_SECONDS", 0.02)
 
     async def run() -> None:
@@ -274,7 +275,8 @@ def test_ranges_agree_with_slices(size: int, first: int, last: int, form: str) -
         assert data[found[0] : found[1]] == whole
 
 
-def test_a_date_never_lets_a_range_go_on_since_two_versions_of_one_second_share_it() -> None:
+def test_if_range_with_a_date_ignores_the_range() -> None:
+    """Two versions of one second have the same date."""
     info = version(10)
     headers = {"range": "bytes=5-", "if-range": last_modified(info)}
     assert wanted_range(Headers(headers), info) is None
@@ -288,7 +290,7 @@ def test_a_date_never_lets_a_range_go_on_since_two_versions_of_one_second_share_
         max_size=10,
     )
 )
-def test_metadata_come_back_from_headers_as_they_went(metadata: dict[str, str]) -> None:
+def test_metadata_headers_round_trip(metadata: dict[str, str]) -> None:
     headers = metadata_headers(metadata)
     sent = {name.lower(): value for name, value in headers.items()}  # header names have no case
     assert len(sent) == len(metadata)
@@ -297,7 +299,7 @@ def test_metadata_come_back_from_headers_as_they_went(metadata: dict[str, str]) 
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=60))
-def test_a_key_comes_back_from_its_url(key: str) -> None:
+def test_key_in_url_round_trips(key: str) -> None:
     assert decode_key(quote_key(key), 1024) == key
     assert "/" not in quote_key(key)
     assert quote_key(key) not in (".", "..")
@@ -318,14 +320,15 @@ def test_a_key_comes_back_from_its_url(key: str) -> None:
         ("2 messages not acknowledged in 30 s, and/or lost", None),
     ],
 )
-def test_a_caller_is_told_no_folder_and_no_address_of_what_is_behind(text: str, told: str | None) -> None:
+def test_problem_shows_no_path_or_backend_address(text: str, told: str | None) -> None:
     assert from_error(StoreUnavailable(text)).detail == (told or text)
 
 
 # --- sessions --------------------------------------------------------------------------------------------------------
 
 
-def test_a_session_of_a_gateway_whose_clock_is_ahead_is_open_and_one_of_the_future_is_not(tmp_path: Path) -> None:
+def test_session_of_a_clock_ahead_is_open(tmp_path: Path) -> None:
+    """A session too far in the future is not."""
     _, token = tokens.create(tmp_path / "tokens.json", "t", ["read"])
     sessions = Sessions(SECRET, tokens.TokenFile(tmp_path / "tokens.json"), 3600)
     now = time.time()
@@ -338,14 +341,13 @@ def test_a_session_of_a_gateway_whose_clock_is_ahead_is_open_and_one_of_the_futu
 # --- pages of a listing ----------------------------------------------------------------------------------------------
 
 
-def test_where_a_page_goes_on_is_a_version_that_can_be(tmp_path: Path) -> None:
+def test_page_token_is_a_valid_version(tmp_path: Path) -> None:
     assert _after("k\0" + "9" * 40) == ("k", VERSION_MAX)
     assert member_start(*_after("k\0" + "9" * 40))
 
 
-def test_a_page_ends_before_its_names_and_metadata_are_too_many(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_ends_before_its_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and metadata of a page are bounded."""
     monkeypatch.setattr(version_catalog, "PAGE_BYTES_MAX", 100_000)
     with open_store(tmp_path / "s", create=True) as store:
         for number in range(5):
@@ -370,9 +372,8 @@ def named(listing: PipelineListing, tenant: str) -> list[tuple[str, int]]:
     return [(entry.key, entry.version) for entry in listing.catalog_after(tenant, "", "", None, 10)]
 
 
-def test_one_manifest_that_cannot_be_read_keeps_no_tenant_from_its_listing_while_the_index_is_made(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_listing_without_index_skips_unreadable_manifest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every tenant keeps its listing while the index is rebuilt."""
     with open_store(tmp_path / "s", create=True) as store:
         for key in ("a", "b", "c", "d"):
             store.put(key, key.encode())
@@ -396,8 +397,8 @@ def test_one_manifest_that_cannot_be_read_keeps_no_tenant_from_its_listing_while
     assert mark in caplog.text
 
 
-def test_a_listing_without_the_index_goes_on_as_the_index_becomes_whole(tmp_path: Path) -> None:
-    """Whoever lists meanwhile has no more use for what was remembered; who began without the index still has."""
+def test_listing_begun_without_index_survives_its_rebuild(tmp_path: Path) -> None:
+    """New listings use the index; listings that began without it still have the entries that they remembered."""
     with open_store(tmp_path / "s", create=True) as store:
         store.put("a", b"a")
         objects = LocalObjectStore(tmp_path / "s")
@@ -423,11 +424,11 @@ def test_a_listing_without_the_index_goes_on_as_the_index_becomes_whole(tmp_path
         assert named(listing, "default") == [("a", 1), ("b", 1)]
 
 
-# --- threads ----------------------------------------------------------------------------------------------------------
+# --- threads ---------------------------------------------------------------------------------------------------------
 
 
 def test_worker_pools_closed_end_their_threads() -> None:
-    """F.15: Each pool finishes what is queued and ends its threads; a late call is answered by the event loop's."""
+    """F.15: each pool finishes its queue and ends its threads; the event loop's pool serves later calls."""
 
     async def use() -> list[str]:
         pools = WorkerPools()

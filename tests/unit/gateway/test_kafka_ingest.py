@@ -28,7 +28,7 @@ def ingest(monkeypatch: pytest.MonkeyPatch) -> KafkaIngest:
 
 
 def test_finish_returns_after_every_acknowledgement(ingest: KafkaIngest) -> None:
-    """G.1 (I3): When `finish` returns, Kafka has acknowledged every frame and the end of an upload."""
+    """G.1 (I3): when `finish` returns, Kafka has acknowledged each frame and the end of an upload."""
 
     async def put() -> int:
         await ingest.open()

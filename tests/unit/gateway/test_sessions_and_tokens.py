@@ -1,4 +1,4 @@
-"""Sessions of the dashboard and tokens: one test a rule that is compared when either is shown."""
+"""Test dashboard sessions and tokens, one test for each rule that is checked on use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def connection(**headers: str) -> HTTPConnection:
 
 
 def test_session_of_expired_token_is_over(sessions: Sessions, token: AccessToken) -> None:
-    """F.32: A session ends with the token that opened it, though its own time is not over."""
+    """F.32: a session ends with the token that opened it, before its own time is over."""
     now = time.time()
     cookie = sessions.open(token, now)
     assert sessions.read(cookie, now + DAY_SECONDS - 60) is not None
@@ -49,7 +49,7 @@ def test_session_of_expired_token_is_over(sessions: Sessions, token: AccessToken
 
 
 def test_session_of_revoked_token_is_over(sessions: Sessions, token: AccessToken, path: Path) -> None:
-    """F.32: A session ends when its token is revoked."""
+    """F.32: a session ends when its token is revoked."""
     now = time.time()
     cookie = sessions.open(token, now)
     assert sessions.read(cookie, now) is not None
@@ -58,7 +58,7 @@ def test_session_of_revoked_token_is_over(sessions: Sessions, token: AccessToken
 
 
 def test_session_of_replaced_token_is_refused(sessions: Sessions, token: AccessToken, path: Path) -> None:
-    """F.32: A session is of one token: another one that is given the same id does not continue it."""
+    """F.32: a session belongs to one token; another token with the same id does not continue it."""
     now = time.time()
     cookie = sessions.open(token, now)
     path.write_text(path.read_text().replace(token.sha256, "0" * 64) + "\n")
@@ -66,7 +66,7 @@ def test_session_of_replaced_token_is_refused(sessions: Sessions, token: AccessT
 
 
 def test_session_past_its_time_is_over(path: Path, token: AccessToken) -> None:
-    """F.32: A session ends in time, though its token is still good."""
+    """F.32: a session ends in time, though its token is still valid."""
     sessions = Sessions(SECRET, TokenFile(path), SESSION_SECONDS)
     now = time.time()
     cookie = sessions.open(token, now)
@@ -75,7 +75,7 @@ def test_session_past_its_time_is_over(path: Path, token: AccessToken) -> None:
 
 
 def test_session_with_changed_cookie_is_refused(sessions: Sessions, token: AccessToken) -> None:
-    """F.32: A cookie whose MAC does not verify opens nothing: not with a later time, nor of another store."""
+    """F.32: a cookie whose MAC does not verify opens nothing: neither with a later time, nor of another store."""
     now = time.time()
     cookie = sessions.open(token, now - 100)
     kind, number, opened, nonce, mac = cookie.split(".")
@@ -90,7 +90,7 @@ def test_session_with_changed_cookie_is_refused(sessions: Sessions, token: Acces
 
 
 def test_session_logged_out_is_over_and_bounded(sessions: Sessions, token: AccessToken) -> None:
-    """F.32: A session that was logged out is refused, and the memory of such sessions is bounded."""
+    """F.32: a logged out session is refused, and the memory of such sessions is bounded."""
     now = time.time()
     cookie, other = sessions.open(token, now), sessions.open(token, now)
     sessions.close(cookie)
@@ -102,7 +102,7 @@ def test_session_logged_out_is_over_and_bounded(sessions: Sessions, token: Acces
 
 
 def test_session_csrf_differs_from_its_cookie_mac(sessions: Sessions, token: AccessToken) -> None:
-    """F.32: The CSRF token is not the MAC in the cookie, and each session has its own."""
+    """F.32: the CSRF token is not the MAC in the cookie, and each session has its own."""
     now = time.time()
     cookies = [sessions.open(token, now) for _ in range(2)]
     found = [sessions.read(cookie, now) for cookie in cookies]
@@ -121,7 +121,7 @@ def test_session_csrf_differs_from_its_cookie_mac(sessions: Sessions, token: Acc
     ],
 )
 def test_change_of_another_site_is_refused(headers: dict[str, str]) -> None:
-    """F.32: A change that another site's page sends, or that names no origin, is refused with a session."""
+    """F.32: with a session, a change from another site's page or without an origin is refused."""
     check_same_origin(connection(origin="http://here", host="here", sec_fetch_site="same-origin"), must_say=True)
     with pytest.raises(Problem) as refused:
         check_same_origin(connection(**headers), must_say=True)
@@ -130,7 +130,7 @@ def test_change_of_another_site_is_refused(headers: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "localhost.evil.example", "1270.0.0.1"])
 def test_foreign_host_without_tokens_is_refused(host: str) -> None:
-    """F.32: A gateway without tokens answers under names of loopback alone (DNS rebinding)."""
+    """F.32: a gateway without tokens answers under loopback names only (DNS rebinding)."""
     for good in ("localhost:8080", "127.0.0.1", "[::1]:80", "127.1.2.3:1"):
         check_loopback_host(connection(host=good))
     with pytest.raises(Problem) as refused:
@@ -139,7 +139,7 @@ def test_foreign_host_without_tokens_is_refused(host: str) -> None:
 
 
 def test_token_with_wrong_secret_is_not_found(path: Path) -> None:
-    """F.32: A token is known by its secret, not by its id alone."""
+    """F.32: a token is identified by its secret, not by its id alone."""
     text, token = tokens.create(path, "t", ["read"])
     found = TokenFile(path)
     assert found.find(text) == token
@@ -148,7 +148,7 @@ def test_token_with_wrong_secret_is_not_found(path: Path) -> None:
 
 
 def test_token_revoked_is_not_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.32: A token that was revoked is refused from the next look at the file on."""
+    """F.32: a revoked token is refused from the next read of the file on."""
     monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
     text, token = tokens.create(path, "t", ["read"])
     found = TokenFile(path)
@@ -158,7 +158,7 @@ def test_token_revoked_is_not_found(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_token_expires_with_its_last_day(path: Path) -> None:
-    """F.32: A token is expired from the second on that it names."""
+    """F.32: a token is expired from the second on that it names."""
     _, token = tokens.create(path, "t", ["read"], days=1)
     assert token.expires is not None
     assert not token.expired(token.expires - 1)
@@ -166,7 +166,7 @@ def test_token_expires_with_its_last_day(path: Path) -> None:
 
 
 def test_tokens_file_is_private_and_holds_no_token(path: Path) -> None:
-    """F.32: Only its owner reads the file of tokens, and no token can be made from it."""
+    """F.32: only its owner can read the token file, and no token can be derived from it."""
     text, _ = tokens.create(path, "t", ["read"])
     assert path.stat().st_mode & 0o777 == 0o600
     assert text.rpartition("_")[2] not in path.read_text()

@@ -1,4 +1,4 @@
-"""Objects that records name: what is read is one object, not halves of two."""
+"""Test objects that records name: frames are of one object, never of two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memor
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])
-def test_an_object_that_is_replaced_by_another_of_the_same_size_is_read_again(tmp_path: Path, kind: str) -> None:
+def test_object_replaced_by_one_of_equal_size_is_read_again(tmp_path: Path, kind: str) -> None:
     objects: ObstoreObjectStore = LocalObjectStore(tmp_path) if kind == "folder" else memory_objects()
     objects.replace("in-dump", b"a" * (3 * FRAME_BYTES_MAX))
     frames = object_frames(objects, "in-dump", 1 << 40)

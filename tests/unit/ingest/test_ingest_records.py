@@ -1,4 +1,4 @@
-"""A user's record as a blob: what is taken from where, and what is refused in words."""
+"""Test how a user's record becomes a blob: the source of each field, and refusals with their message."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def taken(found: UserRecord, **ingest: Any) -> Intake:
     return intake
 
 
-# --- what is taken ---------------------------------------------------------------------------------------------------
+# --- accepted records ------------------------------------------------------------------------------------------------
 
 
-def test_key_and_value_are_the_record_s() -> None:
+def test_key_and_value_are_those_of_the_record() -> None:
     intake = taken(record(key="ä/b".encode(), value=b""))
     assert (intake.key, intake.value, intake.dataref, intake.tenant) == ("ä/b", b"", None, "t")
     assert intake.metadata == {"kafka": "users[2]@7"}
 
 
-def test_headers_name_key_and_tenant_where_settings_say_so() -> None:
+def test_headers_set_key_and_tenant_where_configured() -> None:
     found = record(all_headers=(("name", b"first"), ("name", b"last"), ("who", b"acme")))
     assert (taken(found).key, taken(found).tenant) == ("k", "t")
     intake = taken(found, key_header="name", tenant_header="who")
@@ -67,14 +67,14 @@ def test_cloudevents_attributes_become_metadata() -> None:
     assert taken(record(all_headers=both[:1])).metadata["content-type"] == "a/b"
 
 
-def test_a_trace_goes_on_and_what_is_none_does_not() -> None:
+def test_valid_trace_continues_and_an_invalid_one_does_not() -> None:
     trace = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     assert taken(record(all_headers=(("traceparent", trace),))).traceparent == trace
     for wrong in (b"", b"00-xyz", trace + b"\n", b"\xff" * 55, None):
         assert taken(record(all_headers=(("traceparent", wrong),))).traceparent is None
 
 
-def test_the_beginning_is_the_record_s_time_but_never_later_than_now() -> None:
+def test_start_is_the_record_s_time_but_never_in_the_future() -> None:
     now_us = time.time_ns() // 1000
     assert taken(record(timestamp_ms=1_700_000_000_000)).began_us == 1_700_000_000_000_000
     for timestamp_ms in (None, 10**15):
@@ -82,7 +82,7 @@ def test_the_beginning_is_the_record_s_time_but_never_later_than_now() -> None:
     assert taken(record(timestamp_ms=-1)).began_us == 1
 
 
-def test_an_origin_is_one_record_s_alone() -> None:
+def test_origin_belongs_to_one_record() -> None:
     one = origin_of("cluster", "id", record())
     assert len(one) == 16
     assert origin_of("cluster", "id", record(key=b"other", value=None)) == one
@@ -97,7 +97,7 @@ def test_an_origin_is_one_record_s_alone() -> None:
     assert len({one, *others}) == 7
 
 
-def test_topics_have_tenants_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topics_have_their_own_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = load(None, {"tenant": "mine", "ingest": {"topics": ["a", "b=team b"]}})[0]
     assert tenants_of(listed) == {"a": "mine", "b": "team b"}
     monkeypatch.setenv("NEARKIN_INGEST__TOPICS", "a, b=team b")
@@ -112,7 +112,7 @@ def test_topics_have_tenants_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("tenant", STORE_FOLDERS)
-def test_a_tenant_that_is_called_as_a_folder_of_the_store_reads_nothing_of_it(tenant: str) -> None:
+def test_tenant_named_like_a_store_folder_reads_nothing(tenant: str) -> None:
     found = record(all_headers=(("dataref", f"{tenant}/a".encode()), ("who", tenant.encode())))
     with pytest.raises(BadInput, match="the store's own"):
         taken(found, dataref_prefix="{tenant}/", tenant_header="who")
@@ -120,7 +120,7 @@ def test_a_tenant_that_is_called_as_a_folder_of_the_store_reads_nothing_of_it(te
 
 @pytest.mark.parametrize("header", ["dataref", "ce_dataref"])
 @pytest.mark.parametrize("text", ["in/t/a b+c=.d", "s3://bucket/all/in/t/a b+c=.d"])
-def test_a_claim_check_names_an_object(header: str, text: str) -> None:
+def test_claim_check_names_an_object(header: str, text: str) -> None:
     intake = taken(record(value=None, all_headers=((header, text.encode()),)), dataref_prefix="in/{tenant}/")
     assert (intake.dataref, intake.value) == ("in/t/a b+c=.d", None)
     assert "dataref" not in str(intake.metadata)
@@ -143,12 +143,12 @@ def test_a_claim_check_names_an_object(header: str, text: str) -> None:
     ],
     ids=ascii,
 )
-def test_a_claim_check_never_leaves_its_prefix(text: str) -> None:
+def test_claim_check_never_leaves_its_prefix(text: str) -> None:
     with pytest.raises(BadInput, match="dataref"):
         taken(record(value=None, all_headers=(("dataref", text.encode()),)), dataref_prefix="in/")
 
 
-def test_a_tenant_s_claim_check_never_leads_to_another_s() -> None:
+def test_claim_check_of_one_tenant_never_reads_another_s() -> None:
     for text in ("in/u/a", "in/t2/a", "in/{tenant}/a", "in/t/../u/a"):
         with pytest.raises(BadInput, match="below in/t/"):
             taken(record(value=None, all_headers=(("dataref", text.encode()),)), dataref_prefix="in/{tenant}/")
@@ -186,12 +186,12 @@ def test_claim_checks_are_off_unless_a_prefix_is_set() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_stored_is_refused_in_words(fields: dict[str, Any], says: str) -> None:
+def test_invalid_record_is_refused_with_a_message(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         taken(record(**fields), value_bytes_max=100, tenant_header="who")
 
 
-def test_records_without_value_may_be_passed_over() -> None:
+def test_records_without_value_may_be_skipped() -> None:
     assert intake_of(record(value=None), "t", settings(null_values="skip")) is None
     assert intake_of(record(value=b""), "t", settings(null_values="skip")) is not None
 
@@ -215,12 +215,12 @@ def test_records_without_value_may_be_passed_over() -> None:
     ],
     ids=str,
 )
-def test_settings_that_could_go_wrong_are_refused(ingest: dict[str, Any], says: str) -> None:
+def test_unsafe_settings_are_refused(ingest: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load(None, {"ingest": ingest})
 
 
-def test_a_worker_without_topics_says_what_is_missing() -> None:
+def test_worker_without_topics_reports_the_missing_setting() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "nearkin_ingest"],
         capture_output=True,

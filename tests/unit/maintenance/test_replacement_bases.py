@@ -1,4 +1,4 @@
-"""What chunks are offered as new bases: only what is written before them."""
+"""Test the candidates for replacement bases: only chunks that are written earlier."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from nearkin_maintenance.optimize.rebase.base_trees import BaseTrees
 from nearkin_maintenance.optimize.rebase.replacement_bases import ReplacementBases
 
 OLDER, NEWER = 10, 20
-"""Ids. With several writers the older container may have been sealed last, and lean on the newer one."""
+"""Container ids. With several writers the older container may be finished last, and have its bases in the newer
+one.
+"""
 
 
 @pytest.mark.parametrize(("order", "offered"), [((OLDER, NEWER), [(OLDER, 0)]), ((NEWER, OLDER), [])])
-def test_a_chunk_is_offered_what_is_written_before_it_alone(
-    order: tuple[int, int], offered: list[tuple[int, int]]
-) -> None:
-    """What is said to be less deep is so once its container is written; an older one may be the next to be written."""
+def test_candidates_are_chunks_written_earlier(order: tuple[int, int], offered: list[tuple[int, int]]) -> None:
+    """A candidate's lower depth counts once its container is written; an older container may be the next to be
+    written.
+    """
     depths = {OLDER: np.array([0], np.uint8), NEWER: np.array([2], np.uint8)}
     one_family = {container: np.zeros(1, np.int32) for container in depths}
     reach = SimpleNamespace(
@@ -34,4 +36,4 @@ def test_a_chunk_is_offered_what_is_written_before_it_alone(
     ordinals = np.zeros(1, np.uint32)
     found = heirs.candidates(NEWER, ordinals, np.array([2], np.uint8))
     assert list(zip(found.containers.tolist(), found.ordinals.tolist(), strict=True)) == offered
-    assert not len(heirs.candidates(OLDER, ordinals, np.array([2], np.uint8))), "nothing came before it"
+    assert not len(heirs.candidates(OLDER, ordinals, np.array([2], np.uint8))), "no chunk is written earlier"

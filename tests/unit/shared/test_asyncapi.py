@@ -1,4 +1,4 @@
-"""The AsyncAPI document: every real message is what it says, and it is one by AsyncAPI's own rules."""
+"""Test the AsyncAPI document: it describes real messages, and conforms to AsyncAPI's own models."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def valid(value: object, schema: Any) -> None:
     jsonschema.Draft7Validator(schema).validate(value)
 
 
-def test_it_is_a_document_by_the_models_of_asyncapi_3() -> None:
+def test_document_conforms_to_asyncapi_3() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the models shadow names of pydantic's
+        warnings.simplefilter("ignore")  # the models redefine names of pydantic
         from asyncapi3.models.asyncapi import AsyncAPI3
 
         assert AsyncAPI3.model_validate(DOCUMENT).asyncapi == "3.0.0"
@@ -71,7 +71,7 @@ def test_it_is_a_document_by_the_models_of_asyncapi_3() -> None:
             AsyncAPI3.model_validate({**DOCUMENT, "channels": {"x": {"adress": "y"}}})
 
 
-def test_every_topic_is_a_channel_and_every_reference_leads_somewhere() -> None:
+def test_each_topic_is_a_channel_and_references_resolve() -> None:
     assert set(DOCUMENT["channels"]) == set(TOPICS)
     referred = set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(DOCUMENT)))
     for reference in referred:
@@ -84,7 +84,7 @@ def test_every_topic_is_a_channel_and_every_reference_leads_somewhere() -> None:
     assert {channel["address"] for channel in prefixed["channels"].values()} == {f"shop.{name}" for name in TOPICS}
 
 
-def test_who_takes_from_a_topic_is_told_as_the_lag_watch_has_it() -> None:
+def test_consumers_of_topics_are_those_of_the_lag_watch() -> None:
     receives = {
         (operation["summary"].split("`")[1], operation["channel"]["$ref"].rpartition("/")[2])
         for operation in DOCUMENT["operations"].values()
@@ -94,7 +94,7 @@ def test_who_takes_from_a_topic_is_told_as_the_lag_watch_has_it() -> None:
 
 
 @pytest.mark.parametrize("kind", list(MessageKind), ids=lambda kind: kind.name.lower())
-def test_a_message_can_be_read_by_what_the_document_says_alone(kind: MessageKind) -> None:
+def test_message_is_readable_by_the_document_alone(kind: MessageKind) -> None:
     data = encode(SAMPLES[kind])
     told = MESSAGES[kind.name.lower()]
     assert len(data) <= told["payload"]["maxLength"]
@@ -137,7 +137,7 @@ def _rows(text: str, counts: dict[str, int]) -> int:
     return rows + ("+1" in text)
 
 
-def test_the_header_is_that_of_the_format_page() -> None:
+def test_header_is_that_of_the_format_page() -> None:
     page = (Path(__file__).parents[3] / "docs/internals/formats/message.md").read_text()
     rows = re.findall(r"^\| ([0-9]+) \| ([0-9]+) \|", page, re.MULTILINE)
     told = [(str(field["offset"]), str(field["bytes"])) for field in asyncapi.header_layout()]
@@ -152,7 +152,7 @@ def test_columns_are_in_the_order_of_the_format_page() -> None:
         assert told == [name for name, _, _ in columns], kind
 
 
-def test_headers_of_messages_are_those_that_are_sent() -> None:
+def test_message_headers_are_those_sent() -> None:
     for name in (*(kind.name.lower() for kind in MessageKind), "committed", "failed"):
         headers = headers_of("chunker", name, BLOB, b"00-0-0-01")
         sent = dict(signed_headers(EnvelopeAuthenticator(b"s" * 32), "nearkin.frames", b"k", b"v", headers))
@@ -161,7 +161,7 @@ def test_headers_of_messages_are_those_that_are_sent() -> None:
         assert set(sent) == set(schema["properties"])
 
 
-def test_events_are_those_that_are_sent() -> None:
+def test_events_are_those_sent() -> None:
     from nearkin_gateway.backends.ingest_backend import UploadRequest, committed_event
     from tests.support.data.samples import small_manifest
 
@@ -187,7 +187,7 @@ def test_events_are_those_that_are_sent() -> None:
         ({"kafka": {"partitions": 9}}, False),
     ],
 )
-def test_changes_are_refused_where_the_settings_refuse_them(changes: dict[str, Any], fits: bool) -> None:
+def test_invalid_config_changes_are_refused(changes: dict[str, Any], fits: bool) -> None:
     message = json.loads(config_message(changes, "7f3a9c0e", "2026-11-21T23:00:00.000Z", {}, "51d0", ""))
     schema = MESSAGES["changes"]["payload"]
     if fits:
@@ -198,13 +198,13 @@ def test_changes_are_refused_where_the_settings_refuse_them(changes: dict[str, A
             valid(message, schema)
 
 
-def test_a_workers_word_is_what_it_says() -> None:
+def test_heartbeats_are_those_sent() -> None:
     for state in STATES:
         valid(word("delta", "delta-0", "0123456789ab", "2026-11-21T23:00:00+00:00", state), MESSAGES["word"]["payload"])
 
 
 class _Outbox:
-    """Keeps what it is given."""
+    """Keeps the messages that it is given."""
 
     headers: dict[str, str]
 
@@ -214,7 +214,7 @@ class _Outbox:
 
 
 @pytest.mark.parametrize("value_bytes", [10, 2_000_000])
-def test_a_dead_letter_says_where_and_why_in_these_headers(value_bytes: int) -> None:
+def test_dead_letter_headers_are_those_sent(value_bytes: int) -> None:
     class Record:
         topic, partition, offset = "nearkin.frames", 1, 17
         key, value = b"key", bytes(value_bytes)
@@ -227,7 +227,7 @@ def test_a_dead_letter_says_where_and_why_in_these_headers(value_bytes: int) -> 
 
 
 @pytest.mark.parametrize("command", ["openapi", "asyncapi"])
-def test_nearkin_docs_writes_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nearkin_docs_writes_the_document(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     from nearkin.cli import main
 
     assert main(["docs", command]) == 0

@@ -1,4 +1,4 @@
-"""The cache of decoded blocks: bounded in bytes, and in a put by what a put may take."""
+"""Test the cache of decoded blocks: bounded in bytes, and during a put by the bound of puts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nearkin_shared.reading.block_cache import ByteBoundedCache
 from tests.support.data.stores import settings
 
 
-def test_a_lower_bound_drops_what_is_too_much_and_holds() -> None:
+def test_lower_bound_evicts_the_excess() -> None:
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(100, "test")
     for number in range(10):
         cache.put(number, "x", 10)
@@ -32,12 +32,12 @@ def test_a_lower_bound_drops_what_is_too_much_and_holds() -> None:
     assert (cache.used_bytes, cache.get(12)) == (66, "z")
 
 
-def test_room_is_made_by_dropping_what_would_be_dropped_anyway() -> None:
+def test_make_room_evicts_the_next_entries() -> None:
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(100, "test")
     cache.put_many(range(10), ["x"] * 10, [10] * 10)
     assert cache.get_many([9, 8, 99]) == ["x", "x", None]
     assert (cache.hits, cache.misses) == (2, 1)
-    cache.make_room([15, 10, 101])  # the last is not kept anyway
+    cache.make_room([15, 10, 101])  # the last is too large to be kept
     assert (cache.used_bytes, cache.get(9), cache.get(8)) == (70, "x", "x")
     cache.put_many([11, 12], ["y", "z"], [15, 10])
     assert (cache.used_bytes, cache.entries) == (95, 9)
@@ -51,23 +51,23 @@ def test_room_is_made_by_dropping_what_would_be_dropped_anyway() -> None:
     assert cache.used_bytes == 0
 
 
-def test_what_was_given_up_goes_first_and_only_as_much_of_it_as_comes() -> None:
+def test_given_up_entries_are_evicted_first_as_needed() -> None:
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(100, "test")
     cache.put_many(range(8), ["x"] * 8, [10] * 8)
     cache.give_up([0, 1, 2, 3, 99])
     cache.make_room([])
     assert cache.used_bytes == 80
-    cache.make_room([15])  # fits beside all of it, and takes the memory of two nevertheless
+    cache.make_room([15])  # fits without eviction, but reuses the memory of two given up entries
     assert sorted(key for key, _ in cache.items()) == [0, 1, 4, 5, 6, 7]
-    cache.put_many([11, 12], ["y", "y"], [35, 10])  # full, and a little more: of those that nobody wants
+    cache.put_many([11, 12], ["y", "y"], [35, 10])  # slightly over the bound: given up entries are evicted
     assert sorted(key for key, _ in cache.items()) == [0, 4, 5, 6, 7, 11, 12]
     assert cache.used_bytes == 95
     cache.drop([0])
-    cache.put(0, "new", 10)  # whoever brought it again may want it
+    cache.put(0, "new", 10)  # a new entry is not given up
     cache.make_room([10])
     assert cache.get(0) == "new"
     cache.give_up([0])
-    assert cache.get(0) == "new"  # somebody wants it nevertheless
+    assert cache.get(0) == "new"  # a use revokes the giving up
     cache.make_room([10])
     assert cache.get(0) == "new"
     cache.give_up([0])
@@ -77,8 +77,8 @@ def test_what_was_given_up_goes_first_and_only_as_much_of_it_as_comes() -> None:
     assert cache.get(0) == "x"
 
 
-def test_what_was_used_last_stays_and_of_the_rest_anything_goes() -> None:
-    """A hundred fit: of what a pass over more than fit left, a quarter is the last of it, the rest from all over."""
+def test_recently_used_entries_stay_and_others_are_sampled() -> None:
+    """A hundred fit: after a longer scan a quarter are the last ones, the rest a random sample."""
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
     for number in range(300):
         cache.put(number, "x", 10)
@@ -86,14 +86,14 @@ def test_what_was_used_last_stays_and_of_the_rest_anything_goes() -> None:
     assert len(held) == 100
     assert held[-25:] == list(range(275, 300))
     assert held[0] < 150
-    assert cache.get(held[0]) == "x"  # it is the last one used now
+    assert cache.get(held[0]) == "x"  # now it is the last one used
     for number in range(300, 324):
         cache.put(number, "x", 10)
     assert cache.get(held[0]) == "x"
 
 
-def test_what_is_wanted_in_every_pass_stays_though_more_is_read_than_fits() -> None:
-    """Ten passes over a row of 150 and, now and then, some that nobody wants again; a hundred fit."""
+def test_entries_used_in_each_scan_stay() -> None:
+    """Ten scans of 150 entries and, now and then, some that are never used again; a hundred fit."""
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
     found = list[int]()
     for turn in range(10):
@@ -104,10 +104,10 @@ def test_what_is_wanted_in_every_pass_stays_though_more_is_read_than_fits() -> N
             if number % 5 == 0:
                 cache.put(1000 * (turn + 1) + number, "y", 10)
         found.append(cache.hits - hits)
-    assert min(found[7:]) > 50, "of any that goes by lot alone 30 are found again, of the least recently used none"
+    assert min(found[7:]) > 50, "random eviction alone would find 30 again, least recently used none"
 
 
-def test_what_was_wanted_often_goes_once_it_is_not_wanted_any_more() -> None:
+def test_once_frequent_entries_are_evicted_when_unused() -> None:
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
     cache.put_many(range(100), ["x"] * 100, [10] * 100)
     for _ in range(10):
@@ -121,7 +121,7 @@ def test_what_was_wanted_often_goes_once_it_is_not_wanted_any_more() -> None:
     assert all(number in cache._entries for number in range(100, 180))
 
 
-def test_a_cache_counts_right_whatever_is_done_to_it_and_the_same_reads_drop_the_same() -> None:
+def test_cache_counts_stay_exact_and_evictions_reproducible() -> None:
     def played() -> list[int]:
         cache: ByteBoundedCache[int, int] = ByteBoundedCache(2000, "test")
         chance, sizes = random.Random(7), list[int]()
@@ -150,16 +150,16 @@ def test_a_cache_counts_right_whatever_is_done_to_it_and_the_same_reads_drop_the
     assert played() == played()
 
 
-def test_what_an_interrupt_left_half_done_is_dropped_like_the_rest() -> None:
+def test_entries_an_interrupt_left_inconsistent_are_evicted() -> None:
     cache: ByteBoundedCache[int, int] = ByteBoundedCache(1000, "test")
     for number in range(100):
         cache.put(number, number, 10)
     once = cache._keys[1]
-    cache._entries.pop(once[3])  # its key still stands there
-    cache._entries[once[5]].position = 90  # it stands elsewhere
-    cache._entries[once[9]].uses = 4  # among others
+    cache._entries.pop(once[3])  # its key is still listed
+    cache._entries[once[5]].position = 90  # a wrong position
+    cache._entries[once[9]].uses = 4  # a wrong list
     once.pop()  # its value is still held
-    once.append(once[7])  # and another one's stands twice
+    once.append(once[7])  # listed twice
     for number in range(100, 400):
         cache.put(number, number, 10)
         assert cache.get(number) == number
@@ -172,11 +172,11 @@ def test_what_an_interrupt_left_half_done_is_dropped_like_the_rest() -> None:
     assert cache.get(1) == 1
 
 
-def test_a_sum_that_an_interrupt_let_drift_is_made_anew() -> None:
+def test_sum_that_an_interrupt_made_wrong_is_computed_again() -> None:
     cache: ByteBoundedCache[int, int] = ByteBoundedCache(1000, "blocks")
     for key in range(10):
         cache.put(key, key, 100)
-    cache._used_bytes -= 300  # three were dropped, and a Ctrl-C fell before the fourth was counted
+    cache._used_bytes -= 300  # three were evicted, and a Ctrl-C arrived before the fourth was counted
     for _ in range(20):
         cache.get_many(range(10))
     assert cache.used_bytes == 1000
@@ -184,7 +184,7 @@ def test_a_sum_that_an_interrupt_let_drift_is_made_anew() -> None:
     assert cache.entries == 10
 
 
-def test_a_put_and_a_restore_keep_each_to_its_own_bound(tmp_path: Path) -> None:
+def test_put_and_restore_keep_their_own_bounds(tmp_path: Path) -> None:
     chosen = settings({"base": {"cache_bytes": 2 * MIB}, "restore": {"cache_bytes": 32 * MIB}})
     data = text_like(9_000_000, 3)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
@@ -198,7 +198,8 @@ def test_a_put_and_a_restore_keep_each_to_its_own_bound(tmp_path: Path) -> None:
         assert blocks.used_bytes <= 2 * MIB
 
 
-def test_what_a_put_left_at_hand_stays_and_a_restore_alone_takes_no_more_than_its_own(tmp_path: Path) -> None:
+def test_blocks_cached_by_a_put_stay_for_a_restore(tmp_path: Path) -> None:
+    """A restore alone fills no more than its own bound."""
     chosen = settings({"base": {"cache_bytes": 32 * MIB}, "restore": {"cache_bytes": 8 * MIB}})
     data = text_like(20_000_000, 3)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
@@ -214,9 +215,7 @@ def test_what_a_put_left_at_hand_stays_and_a_restore_alone_takes_no_more_than_it
 
 
 @pytest.mark.soak
-def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gc_run_lowers_the_cache_bound_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given_back = list[bool]()
     monkeypatch.setattr("nearkin.store_maintenance.give_back_free", lambda: given_back.append(True))
     chosen = settings({"restore": {"cache_bytes": 128 * MIB}})
@@ -241,13 +240,13 @@ def test_while_a_round_writes_less_is_at_hand_and_then_as_much_as_before(
         read()
         first, begun, marked, *during, after, at_last = held
         assert first == begun == marked == after == at_last > 50_000_000
-        assert len(given_back) == 2, "after each round, whatever it came to"
+        assert len(given_back) == 2, "each GC run must return memory, however it ends"
         assert during
         assert max(during) <= GC_MEMORY_BYTES < 52_000_000
 
 
-def test_a_round_lets_go_of_what_has_gone_and_of_what_it_wrote_anew_alone(tmp_path: Path) -> None:
-    """Where nobody else can have written; else all that was read is forgotten."""
+def test_gc_run_evicts_deleted_and_rewritten_blocks_alone(tmp_path: Path) -> None:
+    """If no other process can have written; else everything that was read is evicted."""
     chosen = settings({"gc": {"grace_seconds": 0, "merge_block_bytes": 0}, "deletion": {"undelete_seconds": 0}})
     data, other = text_like(6_000_000, 3), text_like(3_000_000, 4)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
@@ -288,10 +287,10 @@ def test_a_round_lets_go_of_what_has_gone_and_of_what_it_wrote_anew_alone(tmp_pa
         assert store.get("k", 1).read() == data
         assert store._containers.blocks.entries
         store.gc()
-        assert not store._containers.blocks.entries, "somebody else may have done whatever meanwhile"
+        assert not store._containers.blocks.entries, "another process may have written meanwhile"
 
 
-def test_what_has_gone_and_what_has_a_later_generation_is_forgotten_whoever_did_it(tmp_path: Path) -> None:
+def test_deleted_and_rewritten_blocks_of_others_are_evicted(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", create=True) as store:
         for number in range(3):
             store.put(str(number), text_like(500_000, number))
@@ -308,7 +307,7 @@ def test_what_has_gone_and_what_has_a_later_generation_is_forgotten_whoever_did_
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("away"), Corrupt("containers/x: not a container's name")])
-def test_a_round_that_cannot_list_the_store_at_its_end_lets_go_of_all(
+def test_gc_run_that_cannot_list_at_its_end_evicts_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     data = text_like(3_000_000, 3)
@@ -325,7 +324,7 @@ def test_a_round_that_cannot_list_the_store_at_its_end_lets_go_of_all(
         assert store.get("k").read() == data
 
 
-def test_blocks_of_a_container_come_in_one_read_as_many_as_are_wanted_at_once(tmp_path: Path) -> None:
+def test_blocks_of_a_container_are_read_in_one_request(tmp_path: Path) -> None:
     chosen = settings({"block": {"raw_bytes": 64 * 1024}})
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         store.put("k", text_like(1_000_000, 3))

@@ -1,4 +1,4 @@
-"""Buffers: memory is used again, but not while anything still looks at it."""
+"""Test the buffer pool: memory is used again, but not while any view of it exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def test_memory_comes_back_when_the_array_is_gone() -> None:
+def test_memory_is_reused_after_its_array_is_freed() -> None:
     buffers = BufferPool()
     first = buffers.take(MIB)
     at = address(first)
@@ -34,7 +34,7 @@ def test_memory_comes_back_when_the_array_is_gone() -> None:
 
 
 @pytest.mark.parametrize("look", [lambda a: a[10:20], lambda a: memoryview(a)[5:], lambda a: a.reshape(2, -1)[1][::3]])
-def test_memory_stays_while_a_view_of_it_lives(look) -> None:
+def test_memory_is_not_reused_while_a_view_exists(look) -> None:
     buffers = BufferPool()
     first = buffers.take(MIB)
     at, view = address(first), look(first)
@@ -57,7 +57,7 @@ def test_sizes_that_round_to_one_share_memory() -> None:
     assert (address(other), len(other)) == (at, 544 * KIB - 3)
 
 
-def test_a_loan_that_an_interrupt_kept_from_being_noted_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_that_an_interrupt_left_unrecorded_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = BufferPool()
 
     class Forgetting(dict):
@@ -69,13 +69,13 @@ def test_a_loan_that_an_interrupt_kept_from_being_noted_is_none(monkeypatch: pyt
         with pytest.raises(KeyboardInterrupt):
             buffers.take(MIB)
     assert buffers.take(MIB).nbytes == MIB
-    assert buffers.unused_bytes == MIB, "the second one's alone"
+    assert buffers.unused_bytes == MIB, "only the second buffer may be counted"
 
 
-def test_what_is_lent_is_what_somebody_looks_at() -> None:
+def test_leased_bytes_are_those_with_views() -> None:
     buffers = BufferPool()
     held = [buffers.take(size) for size in (MIB, 64 * KIB, SMALLEST_BYTES - 1, LARGEST_BYTES + 1)]
-    assert buffers.leased_bytes == MIB + 64 * KIB, "the others are malloc's, and the system's"
+    assert buffers.leased_bytes == MIB + 64 * KIB, "other sizes are allocated by malloc or mmap"
     part = held[0][10:20]
     del held
     assert (buffers.leased_bytes, buffers.unused_bytes) == (MIB, 64 * KIB)
@@ -83,7 +83,7 @@ def test_what_is_lent_is_what_somebody_looks_at() -> None:
     assert (buffers.leased_bytes, buffers.unused_bytes) == (0, MIB + 64 * KIB)
 
 
-def test_what_is_large_takes_the_smallest_spare_of_up_to_twice_its_room() -> None:
+def test_large_request_takes_the_smallest_spare_up_to_twice() -> None:
     buffers = BufferPool()
     sizes = [2 * MIB, 3 * MIB, 4 * MIB, 5 * MIB]
     held = [buffers.take(size) for size in sizes]
@@ -94,10 +94,10 @@ def test_what_is_large_takes_the_smallest_spare_of_up_to_twice_its_room() -> Non
     assert address(taken[3]) != at[5 * MIB]
     assert all(len(array) == 2 * MIB for array in taken)
     del taken
-    assert buffers.unused_bytes == 16 * MIB  # as large as they were
+    assert buffers.unused_bytes == 16 * MIB  # spares keep their size
 
 
-def test_what_is_small_takes_a_spare_of_its_own_size_alone() -> None:
+def test_small_request_takes_a_spare_of_its_own_size_only() -> None:
     buffers = BufferPool()
     first = buffers.take(320 * KIB)
     at = address(first)
@@ -107,7 +107,7 @@ def test_what_is_small_takes_a_spare_of_its_own_size_alone() -> None:
     assert address(buffers.take(320 * KIB)) == at
 
 
-def test_no_python_runs_where_a_loan_ends() -> None:
+def test_end_of_a_lease_runs_no_python() -> None:
     buffers, seen = BufferPool(), []
     array = buffers.take(MIB)
 
@@ -118,11 +118,11 @@ def test_no_python_runs_where_a_loan_ends() -> None:
     sys.setprofile(look)
     del array
     sys.setprofile(None)
-    assert not seen, "a Ctrl-C in it would be lost"
+    assert not seen, "a Ctrl-C in a Python callback would be lost"
     assert buffers.unused_bytes == MIB
 
 
-def test_memory_that_outlives_its_buffers_is_let_go_of() -> None:
+def test_memory_that_outlives_its_pool_is_freed() -> None:
     buffers = BufferPool()
     array = buffers.take(MIB)
     array[:] = 7
@@ -130,7 +130,7 @@ def test_memory_that_outlives_its_buffers_is_let_go_of() -> None:
     assert (array == 7).all()
 
 
-def test_what_is_wanted_is_taken_before_what_is_too_much_goes() -> None:
+def test_request_is_served_before_the_excess_is_freed() -> None:
     buffers = BufferPool(spare_bytes_max=MIB)
     sizes = [300 * KIB, MIB, 300 * KIB, 900 * KIB]
     first = buffers.take_many(sizes)
@@ -179,10 +179,11 @@ def test_threads_never_share_memory() -> None:
     )
 
 
-def test_memory_above_the_largest_goes_back_to_the_system_when_the_last_view_is_gone() -> None:
+def test_memory_above_the_largest_size_is_returned() -> None:
+    """The system gets it back with the last view."""
     resident = Path("/proc/self/statm")
     if not resident.exists():
-        pytest.skip("only Linux tells how much memory is resident")
+        pytest.skip("resident memory is known on Linux only")
 
     def pages() -> int:
         return int(resident.read_text().split()[1])
@@ -201,7 +202,7 @@ def test_memory_above_the_largest_goes_back_to_the_system_when_the_last_view_is_
     assert (pages() - before) * page_bytes < size_bytes // 4
 
 
-def test_sizes_that_are_given_back_push_out_sizes_that_are_not() -> None:
+def test_returned_sizes_replace_unused_sizes() -> None:
     buffers = BufferPool(spare_bytes_max=4 * MIB)
     old = [buffers.take(MIB) for _ in range(4)]
     del old
@@ -215,7 +216,7 @@ def test_sizes_that_are_given_back_push_out_sizes_that_are_not() -> None:
     assert buffers.unused_bytes <= 4 * MIB
 
 
-def test_pieces_of_a_slab_lie_behind_one_another_and_never_overlap() -> None:
+def test_pieces_of_a_slab_are_adjacent_and_disjoint() -> None:
     buffers = BufferPool()
     slabs = SlabAllocator(buffers.take)
     sizes = [1, 70 * KIB, SLAB_BYTES // 2, 5, SLAB_BYTES // 2 + 1, SLAB_BYTES - 4, 0]
@@ -227,7 +228,7 @@ def test_pieces_of_a_slab_lie_behind_one_another_and_never_overlap() -> None:
     assert address(pieces[1]) == address(pieces[0]) + 1
 
 
-def test_a_slab_comes_back_with_its_last_piece() -> None:
+def test_slab_is_returned_with_its_last_piece() -> None:
     buffers = BufferPool()
     slabs = SlabAllocator(buffers.take)
     first, second = slabs.allocate(10), slabs.allocate(SLAB_BYTES // 2)

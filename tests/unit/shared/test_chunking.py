@@ -1,4 +1,4 @@
-"""Chunking: what a caller may rely on, over whichever kernels NEARKIN_KERNELS chose."""
+"""Test what callers of the chunkers rely on, with the kernels that NEARKIN_KERNELS chose."""
 
 import hashlib
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def random_bytes(seed: int, total_bytes: int) -> bytes:
 def stream(cut: Cut, data: bytes, piece_bytes: int) -> list[int]:
     """Cut `data` as it would arrive in pieces: keep the uncut tail, add a piece, cut again."""
     lengths: list[int] = []
-    tail = b""  # what no chunk is certain of yet
+    tail = b""  # bytes that may not end a chunk yet
     for start in range(0, len(data), piece_bytes):
         tail += data[start : start + piece_bytes]
         certain = cut(tail, False)
@@ -54,12 +54,12 @@ def cut(request: pytest.FixtureRequest) -> Cut:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 63, 64, 1000, 4095, 4096, 4097, 20_000, 10**6])
-def test_every_piece_size_gives_the_same_chunks(cut: Cut, piece_bytes: int) -> None:
+def test_each_piece_size_gives_equal_chunks(cut: Cut, piece_bytes: int) -> None:
     data = random_bytes(1, 2_500 if piece_bytes == 1 else 60_000)
     assert stream(cut, data, piece_bytes) == cut(data, True).tolist()
 
 
-def test_one_call_on_an_open_stream_leaves_less_than_one_maximum(cut: Cut) -> None:
+def test_open_stream_leaves_less_than_one_maximum(cut: Cut) -> None:
     data = random_bytes(2, 50_000)
     certain = cut(data, False)
     assert len(data) - MAX < certain.sum() <= len(data)
@@ -89,21 +89,21 @@ def test_zero_bytes_are_cut_at_the_maximum_only(cut: Cut) -> None:
         assert cut(bytes(10 * MAX), True).tolist() == [MAX] * 10
 
 
-def test_exactly_the_maximum_is_cut_while_the_stream_is_open() -> None:
+def test_open_stream_of_the_maximum_is_cut() -> None:
     assert chunking.whole_cut(bytes(MAX), MAX, False).tolist() == [MAX]
     assert chunking.whole_cut(bytes(MAX - 1), MAX, False).tolist() == []
     assert chunking.fixed_cut(bytes(MAX), MAX, False).tolist() == [MAX]
     assert chunking.fastcdc_cut(bytes(MAX), MIN, TARGET, MAX, False).tolist() == [MAX]
 
 
-def test_a_blob_up_to_the_maximum_is_one_chunk() -> None:
+def test_blob_up_to_the_maximum_is_one_chunk() -> None:
     assert chunking.whole_cut(bytes(MAX), MAX, True).tolist() == [MAX]
     assert chunking.whole_cut(bytes(7), MAX, True).tolist() == [7]
     assert chunking.whole_cut(bytes(2 * MAX + 7), MAX, True).tolist() == [MAX, MAX, 7]
 
 
 @pytest.mark.parametrize("name", sorted(CONTENT_DEFINED))
-def test_an_insertion_changes_only_chunks_around_it(name: str) -> None:
+def test_insertion_changes_nearby_chunks_only(name: str) -> None:
     data = random_bytes(4, 200_000)
     changed = data[:50_000] + b"inserted" + data[50_000:]
 
@@ -141,32 +141,32 @@ def test_bounds_out_of_range_are_refused_by_name(name: str, least: Any, target: 
 
 
 @pytest.mark.parametrize("cut_within", [chunking.fastcdc_cut, chunking.leastcdc_cut])
-def test_fastcdc_and_leastcdc_refuse_a_target_below_the_minimum(cut_within: Any) -> None:
+def test_fastcdc_and_leastcdc_refuse_target_below_minimum(cut_within: Any) -> None:
     with pytest.raises(BadInput, match="target_bytes 1024"):
         cut_within(b"", 2048, 1024, 4096, True)
 
 
 @pytest.mark.parametrize("cut_within", [chunking.fastcdc_cut, chunking.leastcdc_cut])
 @pytest.mark.parametrize("bounds", [(64, 64, 64), (64, 64, 900 * 1024), (900 * 1024, 900 * 1024, 900 * 1024)])
-def test_the_extreme_bounds_are_accepted(cut_within: Any, bounds: tuple[int, int, int]) -> None:
+def test_extreme_bounds_are_accepted(cut_within: Any, bounds: tuple[int, int, int]) -> None:
     data = random_bytes(6, 1_000_000)
     assert cut_within(data, *bounds, True).sum() == len(data)
 
 
 @pytest.mark.parametrize("name", ["rabin", "inck"])
-def test_pattern_chunkers_take_a_target_below_the_minimum(name: str) -> None:
+def test_pattern_chunkers_accept_target_below_minimum(name: str) -> None:
     lengths = CONTENT_DEFINED[name](random_bytes(9, 400_000), 2048, 64, MAX, True)
     assert lengths[:-1].mean() == pytest.approx(2048 + 64, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["rabin", "inck"])
-def test_pattern_chunkers_refuse_a_target_that_is_no_power_of_two(name: str) -> None:
+def test_pattern_chunkers_refuse_target_not_power_of_two(name: str) -> None:
     with pytest.raises(BadInput, match="target_bytes 1000"):
         CONTENT_DEFINED[name](b"", MIN, 1000, MAX, True)
 
 
 @pytest.mark.parametrize("window_bytes", [15, 0, -48, 257, 300])
-def test_a_window_out_of_range_is_refused_by_name(window_bytes: int) -> None:
+def test_window_out_of_range_is_refused_by_name(window_bytes: int) -> None:
     for cut_with_window in (chunking.rabin_cut, chunking.inck_cut):
         with pytest.raises(BadInput, match=f"window_bytes {window_bytes}"):
             cut_with_window(b"", MIN, TARGET, MAX, True, window_bytes)
@@ -192,12 +192,12 @@ def test_any_contiguous_bytes_like_is_cut_alike(cut: Cut) -> None:
 
 
 @pytest.mark.parametrize("data", ["text", 5, None, memoryview(bytes(100))[::2], np.zeros((4, 4), np.uint8).T[:2]])
-def test_what_is_not_contiguous_bytes_is_refused(cut: Cut, data: Any) -> None:
+def test_input_that_is_not_contiguous_bytes_is_refused(cut: Cut, data: Any) -> None:
     with pytest.raises(BadInput, match="data of"):
         cut(data, True)
 
 
-def test_the_gear_table_is_the_frozen_one_and_read_only() -> None:
+def test_gear_table_is_frozen_and_read_only() -> None:
     digest = hashlib.sha256(chunking.GEAR.astype("<u8").tobytes()).hexdigest()
     assert digest == "a6796932db02618617d30d05625f863a1f29c7051106ec93ea5416567ac9ee3b"
     assert chunking.GEAR.shape == (256,)
@@ -223,7 +223,7 @@ def test_gear_mask_bits_follow_the_nearest_power_of_two() -> None:
     assert reference.gear_mask_bits(900 * 1024) == (22, 18)
 
 
-def test_the_pattern_lets_inck_skip_the_last_subtraction() -> None:
+def test_pattern_lets_inck_skip_the_last_subtraction() -> None:
     for bits in range(6, 20):
         mask = (1 << bits) - 1
         assert reference.TARGET_PATTERN & mask not in {0, mask}
@@ -253,7 +253,7 @@ def is_irreducible(polynomial: int) -> bool:
     return power == 2 and not has_root
 
 
-def test_the_rabin_polynomial_is_the_first_irreducible_one_of_its_sequence() -> None:
+def test_rabin_polynomial_is_first_irreducible_of_sequence() -> None:
     def candidate(number: int) -> int:
         raw = hashlib.blake2b(number.to_bytes(2, "little"), digest_size=8, person=b"nearkin rabin").digest()
         return 1 << 53 | int.from_bytes(raw, "little") & ((1 << 53) - 1)
@@ -262,7 +262,7 @@ def test_the_rabin_polynomial_is_the_first_irreducible_one_of_its_sequence() -> 
     assert candidate(first) == reference.RABIN_POLYNOMIAL
 
 
-def test_reference_hashes_are_remainders_of_the_window_itself() -> None:
+def test_reference_hashes_are_remainders_of_the_window() -> None:
     data = random_bytes(8, 300)
     view = memoryview(data)
     rabin = reference._rabin_hashes(view, 48)
@@ -278,7 +278,7 @@ def test_reference_hashes_are_remainders_of_the_window_itself() -> None:
         assert int(gear[start]) == rolled
 
 
-def test_expected_chunk_bytes_is_the_sum_it_abbreviates() -> None:
+def test_expected_chunk_bytes_equals_its_sum() -> None:
     for least, most, bits in [(2048, 4096, 10), (64, 1064, 6), (2048, 65536, 13), (100, 300, 0), (500, 500, 9)]:
         chance = 2.0**-bits
         trials = np.arange(1, most - least + 1)

@@ -1,4 +1,4 @@
-"""The search for a committed version by its origin: which manifests it reads, and what it keeps."""
+"""Test the search for a committed version by its origin: manifests read, and origins kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def origin_of(version: int) -> bytes:
 
 
 class Versions:
-    """Manifests of a key: version N was created at N hours; the reads are counted."""
+    """Manifests of a key: version N was created at N hours; reads are recorded."""
 
     def __init__(self) -> None:
         self.reads: list[int] = []
@@ -42,7 +42,9 @@ def find(origins: CommittedOrigins, newest: int, wanted: int, from_hour: int = 5
 
 
 def test_search_reads_each_manifest_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.16: a search reads back to the first attempt and a few older versions, later ones read newer versions only."""
+    """F.16: a search reads back to the first attempt and a few older versions; later ones read newer versions
+    only.
+    """
     monkeypatch.setattr(committed_origins, "OLDER_MAX", 1)
     versions = Versions()
     origins = CommittedOrigins(versions.read)
@@ -52,11 +54,11 @@ def test_search_reads_each_manifest_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (find(origins, 10, 7), versions.reads) == (7, [10, 7])
     versions.reads.clear()
     assert (find(origins, 10, 99), versions.reads) == (None, [])
-    assert (find(origins, 10, 2), find(origins, 10, 2, from_hour=2)) == (None, 2)  # an upload that was begun earlier
+    assert (find(origins, 10, 2), find(origins, 10, 2, from_hour=2)) == (None, 2)  # an upload that began earlier
 
 
 def test_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.16: a search reads so many versions at most, and keeps so many origins of all keys."""
+    """F.16: the versions that a search reads, and the origins kept of all keys, are bounded."""
     monkeypatch.setattr(committed_origins, "VERSIONS_MAX", 3)
     monkeypatch.setattr(committed_origins, "ORIGINS_MAX", 4)
     versions = Versions()
@@ -64,11 +66,11 @@ def test_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (find(origins, 9, 6), versions.reads) == (None, [9, 8, 7])
     assert find(origins, 9, 9, key="other") == 9
     versions.reads.clear()
-    assert (find(origins, 9, 9), versions.reads) == (9, [9, 8, 7, 9])  # those of the first key were dropped
+    assert (find(origins, 9, 9), versions.reads) == (9, [9, 8, 7, 9])  # origins of the first key were evicted
 
 
 def test_single_attempts_and_collected_versions_are_not_found() -> None:
-    """F.16: an origin of one attempt reads nothing; a version that GC removed meanwhile is not found."""
+    """F.16: an origin of one attempt reads nothing; a version that GC deleted meanwhile is not found."""
     versions = Versions()
     origins = CommittedOrigins(versions.read)
     assert (origins.find("t", "k", [9], BlobOrigin(origin_of(9))), versions.reads) == (None, [])

@@ -1,4 +1,4 @@
-"""Settings: who wins, who is named, and what a refusal says."""
+"""Test settings: precedence and named origin of values, and the message of a refusal."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def toml(folder: Path, text: str) -> Path:
     return path
 
 
-# --- who wins, and who is named -------------------------------------------------------------------------------------
+# --- precedence and origins ------------------------------------------------------------------------------------------
 
 
-def test_each_layer_beats_the_ones_below_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_overrides_those_below_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "delta.max_depth"
 
     def found(*given: Any) -> tuple[int, str]:
@@ -58,7 +58,7 @@ def test_each_layer_beats_the_ones_below_and_is_named(tmp_path: Path, monkeypatc
     assert found(file, {"delta": {"max_depth": 5}}) == (5, "argument")
 
 
-def test_the_profile_itself_follows_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_setting_follows_the_same_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = toml(tmp_path, 'profile = "finesse-paper"')
     assert load(file)[0].profile == "finesse-paper"
     monkeypatch.setenv("NEARKIN_PROFILE", "default")
@@ -68,18 +68,18 @@ def test_the_profile_itself_follows_the_same_order(tmp_path: Path, monkeypatch: 
     assert load(file, {"profile": "finesse-paper"})[0].chunker.algorithm == "rabin"
 
 
-def test_every_setting_has_an_origin() -> None:
+def test_each_setting_has_an_origin() -> None:
     settings, origins = load()
     flat = {f"{a}.{b}" for a, section in asdict(settings).items() if isinstance(section, dict) for b in section}
     assert set(origins) == flat | {"profile", "store", "server", "token", "tenant"}
     assert {origin.source for origin in origins.values()} == {"default"}
 
 
-def test_arguments_that_were_not_given_change_nothing() -> None:
+def test_arguments_that_are_none_change_nothing() -> None:
     assert load(None, {"store": None, "profile": None})[0] == Settings()
 
 
-def test_the_defaults_pass_their_own_rules() -> None:
+def test_defaults_pass_their_own_rules() -> None:
     assert with_changes(Settings(), asdict(Settings())) == Settings()
     for profile in PROFILES:
         assert load(None, {"profile": profile})[0].profile == profile
@@ -92,7 +92,7 @@ def test_sizes_are_read_in_units(tmp_path: Path) -> None:
     assert type(settings.chunker.target_bytes) is int
 
 
-def test_changes_keep_what_they_do_not_name() -> None:
+def test_changes_keep_unnamed_settings() -> None:
     changed = with_changes(load(None, {"tenant": "t"})[0], {"features": {"algorithm": "odess"}})
     assert (changed.tenant, changed.features.algorithm, changed.features.count) == ("t", "odess", 12)
 
@@ -103,12 +103,12 @@ TOKEN = "s3cret.token-~+/=="
 
 
 @pytest.mark.parametrize("with_section", [False, True])
-def test_the_token_is_read_and_never_shown(
+def test_token_is_read_and_never_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], with_section: bool
 ) -> None:
     monkeypatch.setenv("NEARKIN_SERVER", "http://127.0.0.1:8080/under")
     monkeypatch.setenv("NEARKIN_TOKEN", TOKEN)
-    if with_section:  # pydantic's way
+    if with_section:  # the variable that pydantic reads
         monkeypatch.setenv("NEARKIN_DELTA__LEVEL", "2")
     settings, origins = load()
     assert (settings.server, settings.token) == ("http://127.0.0.1:8080/under", TOKEN)
@@ -118,7 +118,7 @@ def test_the_token_is_read_and_never_shown(
 
 @pytest.mark.parametrize("with_section", [False, True])
 @pytest.mark.parametrize("token", ["two words", "zwölf", "line\nbreak", "x" * 1025, ""])
-def test_a_token_that_no_header_carries_is_refused_without_showing_it(token: str, with_section: bool) -> None:
+def test_token_unfit_for_a_header_is_refused_unshown(token: str, with_section: bool) -> None:
     with pytest.raises(ConfigError, match=r'^token "\*\*\*": want up to 1024 letters') as raised:
         load(None, {"token": token} | ({"delta": {"level": 2}} if with_section else {}))
     assert token[:20] == "" or token[:20] not in str(raised.value)
@@ -138,35 +138,35 @@ def test_a_token_that_no_header_carries_is_refused_without_showing_it(token: str
         "http://a b",
     ],
 )
-def test_a_server_that_is_no_url_of_a_gateway_is_refused(server: str, with_section: bool) -> None:
+def test_server_that_is_no_gateway_url_is_refused(server: str, with_section: bool) -> None:
     with pytest.raises(ConfigError, match=r"^server .*want http:// or https:// with a host"):
         load(None, {"server": server} | ({"delta": {"level": 2}} if with_section else {}))
 
 
 @pytest.mark.parametrize("server", ["http://localhost", "https://nearkin.example:8443/a/b", "http://[::1]:80/"])
-def test_urls_of_gateways_are_taken(server: str) -> None:
+def test_gateway_urls_are_accepted(server: str) -> None:
     assert load(None, {"server": server})[0].server == server
 
 
-def test_of_one_variable_in_two_cases_the_last_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_in_two_cases_takes_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEARKIN_FEATURES__ALGORITHM", "ntransform")
     monkeypatch.setenv("nearkin_features__algorithm", "odess")
     assert load()[0].features.algorithm == "odess"
-    monkeypatch.setenv("NEARKIN_INGEST__TOPICS", "a")  # which pydantic reads
+    monkeypatch.setenv("NEARKIN_INGEST__TOPICS", "a")  # a variable that pydantic reads
     assert load()[0].features.algorithm == "odess"
 
 
 @pytest.mark.parametrize("value", ["64M\u0130B", "-1", "abc", "4XB", ""])
-def test_what_is_no_size_is_refused_with_the_sizes_that_are_taken(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_invalid_size_is_refused_with_valid_examples(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("NEARKIN_GC__MERGE_BLOCK_BYTES", value)
     with pytest.raises(ConfigError, match=r"gc\.merge_block_bytes .*want 0 to 16777216 bytes, or a unit after them"):
         load()
 
 
-# --- the paper's set-up ---------------------------------------------------------------------------------------------
+# --- the paper's settings --------------------------------------------------------------------------------------------
 
 
-def test_the_paper_s_set_up_is_a_profile() -> None:
+def test_paper_settings_are_a_profile() -> None:
     """Finesse, FAST '19, section 5.1."""
     settings, _ = load(None, {"profile": "finesse-paper"})
     chunker, features = settings.chunker, settings.features
@@ -186,7 +186,7 @@ def test_the_paper_s_set_up_is_a_profile() -> None:
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_names_in_the_settings_are_those_of_the_services() -> None:
+def test_names_in_settings_are_those_of_the_services() -> None:
     assert set(config_reduction.CHUNKERS) == set(chunkers.NAMES)
     assert set(config_reduction.FEATURES) == set(sketches.NAMES)
     assert set(config_reduction.DELTA_CODECS) == set(codecs.NAMES)
@@ -194,7 +194,7 @@ def test_the_names_in_the_settings_are_those_of_the_services() -> None:
 
 
 @pytest.mark.parametrize("algorithm", config_reduction.CHUNKERS)
-def test_every_chunker_cuts_within_the_bounds_that_settings_allow(algorithm: str) -> None:
+def test_each_chunker_cuts_within_the_bounds_of_settings(algorithm: str) -> None:
     least = 256 if algorithm in ("rabin", "inck") else 64
     data = noise(100_000, "chunks")
     for bounds in ((least, least, least), (least, 4096, 900 * 1024), (2048, 8192, 65536)):
@@ -207,7 +207,7 @@ def test_every_chunker_cuts_within_the_bounds_that_settings_allow(algorithm: str
 
 
 @pytest.mark.parametrize("algorithm", config_reduction.FEATURES)
-def test_every_sketch_takes_the_extremes_that_settings_allow(algorithm: str) -> None:
+def test_each_sketch_accepts_the_extremes_of_settings(algorithm: str) -> None:
     data, offsets, lengths = noise(70_000, "sketch"), np.array([0, 5], np.uint64), np.array([100, 65_000], np.uint32)
     for count, groups, window, bits in ((1, 1, 48, 0), (64, 16, 64, 16), (64, 1, 64, 0), (12, 3, 48, 16)):
         named = {"count": count, "super_features": groups, "window_bytes": window, "sampling_bits": bits}
@@ -279,7 +279,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("given", "said"), WRONG, ids=lambda part: str(part)[:50])
-def test_a_refusal_is_one_line_that_names_field_value_and_remedy(given: dict[str, Any], said: list[str]) -> None:
+def test_refusal_is_one_line_of_field_value_and_remedy(given: dict[str, Any], said: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         load(None, given)
     text = str(raised.value)
@@ -288,7 +288,7 @@ def test_a_refusal_is_one_line_that_names_field_value_and_remedy(given: dict[str
     assert [part for part in said if part not in text] == [], text
 
 
-def test_a_section_that_is_misspelled_shows_no_secret_of_it() -> None:
+def test_misspelled_section_shows_no_secret() -> None:
     with pytest.raises(ConfigError) as raised:
         load(None, {"objectstore": {"secret_access_key": "s3same"}})
     assert "s3same" not in str(raised.value)
@@ -304,13 +304,13 @@ def test_a_section_that_is_misspelled_shows_no_secret_of_it() -> None:
         {"redis": "redis://u:pass@s3same@h:6379/0"},
     ],
 )
-def test_a_secret_that_is_misspelled_is_not_shown(given: dict[str, Any]) -> None:
+def test_misspelled_secret_is_not_shown(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"\*\*\*") as raised:
         load(None, given)
     assert "s3same" not in str(raised.value)
 
 
-def test_a_refusal_names_who_set_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_names_the_origin_of_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = toml(tmp_path, "[delta]\nmax_depth = 64")
     with pytest.raises(ConfigError, match=rf"delta.max_depth .64.*set by file {file}"):
         load(file)
@@ -319,7 +319,7 @@ def test_a_refusal_names_who_set_the_value(tmp_path: Path, monkeypatch: pytest.M
         load(file)
 
 
-def test_variables_are_read_whatever_their_case_and_whichever_others_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_read_in_any_case_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("nearkin_store", "here")
     assert load()[0].store == "here"
     monkeypatch.setenv("NEARKIN_DELTA__MAX_DEPTH", "1")
@@ -327,9 +327,7 @@ def test_variables_are_read_whatever_their_case_and_whichever_others_there_are(m
 
 
 @pytest.mark.parametrize("name", ["NEARKIN_STORE__FOLDER", "NEARKIN_SERVER__URL", "NEARKIN_TOKEN__"])
-def test_a_variable_below_what_has_nothing_below_it_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_variable_below_a_plain_setting_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "x")
     with pytest.raises(ConfigError, match=f"environment {name}: no such setting"):
         load()
@@ -342,7 +340,7 @@ def test_a_variable_below_what_has_nothing_below_it_is_refused_by_name(
         ("NEARKIN_TENNANT", "NEARKIN_TENANT"),
     ],
 )  # fmt: skip
-def test_a_variable_that_is_misspelled_is_told_what_was_meant(
+def test_misspelled_variable_is_refused_with_a_suggestion(
     monkeypatch: pytest.MonkeyPatch, name: str, meant: str
 ) -> None:
     monkeypatch.setenv(name, "2")
@@ -357,12 +355,12 @@ def test_a_variable_that_is_misspelled_is_told_what_was_meant(
         f"delta.{'a.' * 900}b = 1", f"# {'a' * (1 << 20)}",
     ],
 )  # fmt: skip
-def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"nearkin\.toml"):
         load(toml(tmp_path, text))
 
 
-def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.toml.*no such file"):
         load(tmp_path / "nothing.toml")
     with pytest.raises(ConfigError, match=rf'"{tmp_path}": Is a directory$'):
@@ -377,17 +375,17 @@ def test_broken_json_in_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -
         load()
 
 
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert load(toml(tmp_path, "\ufeff[delta]\nmax_depth = 2"))[0].delta.max_depth == 2
 
 
-def test_a_password_in_a_url_that_is_refused_is_not_shown() -> None:
+def test_password_in_a_refused_url_is_not_shown() -> None:
     with pytest.raises(ConfigError, match=r'^server "http://\*\*\*@host/": want http') as raised:
         load(None, {"server": "http://kim:s3same@host/"})
     assert "s3same" not in str(raised.value)
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_immutable() -> None:
     with pytest.raises(AttributeError):
         Settings().tenant = "other"  # type: ignore[misc]
 
@@ -412,7 +410,7 @@ def test_redis_settings_that_cannot_work_are_refused(section: dict[str, object],
     assert said in str(refused.value)
 
 
-def test_the_redis_password_is_taken_from_the_environment_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_password_is_read_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEARKIN_REDIS__PASSWORD", "s3same")
     settings, origins = load(None, {"redis": {"url": "redis://user:op@n@h:6379/0"}})
     assert settings.redis.password == "s3same"
@@ -422,7 +420,7 @@ def test_the_redis_password_is_taken_from_the_environment_and_never_shown(monkey
     assert "op@n" not in repr(settings)
 
 
-def test_how_long_deletions_can_be_undone_is_bounded(tmp_path: Path) -> None:
+def test_undelete_seconds_are_bounded(tmp_path: Path) -> None:
     assert load()[0].deletion.undelete_seconds == 7 * 86_400
     assert load(toml(tmp_path, "[deletion]\nundelete_seconds = 0"))[0].deletion.undelete_seconds == 0
     with pytest.raises(ConfigError, match=r'deletion\.undelete_seconds "-1": .*0 to 315360000'):
@@ -439,14 +437,15 @@ def test_how_long_deletions_can_be_undone_is_bounded(tmp_path: Path) -> None:
         ({"encryption": "aes-256-gcm", "key": "K" * 5000}, 'storage.key "***": want 1 to 4096 bytes'),
     ],
 )
-def test_encryption_that_could_not_work_is_refused_and_no_key_is_told(section: dict[str, object], said: str) -> None:
+def test_invalid_encryption_settings_are_refused_unshown(section: dict[str, object], said: str) -> None:
+    """The key is not shown."""
     with pytest.raises(ConfigError) as refused:
         load(None, {"storage": section})
     assert said in str(refused.value)
     assert "KKKK" not in str(refused.value)
 
 
-def test_the_key_of_a_store_is_taken_from_the_environment_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_key_is_read_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEARKIN_STORAGE__KEY", "bmVhcmtpbg==")
     settings, origins = load(None, {"storage": {"encryption": "aes-256-gcm"}})
     assert settings.storage.key == "bmVhcmtpbg=="
@@ -454,12 +453,12 @@ def test_the_key_of_a_store_is_taken_from_the_environment_and_never_shown(monkey
     assert "bmVhcmtpbg" not in repr(settings)
 
 
-def test_every_name_the_package_promises_can_be_had_from_it():
+def test_each_promised_name_is_importable():
     for name in nearkin.__all__:
         assert getattr(nearkin, name) is not None, name
 
 
-def test_settings_that_do_not_go_together_name_who_set_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_conflict_name_their_origins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEARKIN_CHUNKER__TARGET_BYTES", "4096")
     file = toml(tmp_path, "[chunker]\nmin_bytes = 65536\n[features]\ncount = 12")
     with pytest.raises(ConfigError) as refused:

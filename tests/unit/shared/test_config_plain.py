@@ -1,4 +1,4 @@
-"""Plain settings: what is read without pydantic is what pydantic makes of it, and nothing is taken that it refuses."""
+"""Test settings read without pydantic: they equal those of pydantic, and none is accepted that pydantic refuses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def as_pydantic(tree: dict[str, Any]) -> Settings | None:
 
 @profile(max_examples=1000, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(FIELDS), values), min_size=1, max_size=3))
-def test_what_is_taken_is_what_pydantic_makes_of_it(given: list[tuple[tuple[str, ...], Any]]) -> None:
+def test_accepted_settings_equal_those_of_pydantic(given: list[tuple[tuple[str, ...], Any]]) -> None:
     tree: dict[str, Any] = {}
     for path, value in given:
         below = tree
@@ -97,7 +97,7 @@ def test_profiles_are_plain(name: str) -> None:
         ({"ingest": {"topics": ["a"]}}, "a list"),
     ],
 )
-def test_what_is_refused_or_not_plain_is_left_to_pydantic(tree: dict[str, Any], why: str) -> None:
+def test_refused_or_complex_settings_are_left_to_pydantic(tree: dict[str, Any], why: str) -> None:
     assert make_plain_settings(tree) is None, why
 
 
@@ -105,7 +105,7 @@ def test_what_is_refused_or_not_plain_is_left_to_pydantic(tree: dict[str, Any], 
     ("text", "size_bytes"),
     [("8388608", 8388608), ("8MiB", 8 << 20), ("64mib", 64 << 20), ("400MB", 400_000_000), ("1GiB", 1 << 30)],
 )
-def test_sizes_are_read_as_people_write_them(text: str, size_bytes: int) -> None:
+def test_sizes_are_read_in_common_notations(text: str, size_bytes: int) -> None:
     plain = make_plain_settings({"restore": {"cache_bytes": text}})
     assert plain is not None
     assert plain.restore.cache_bytes == size_bytes
@@ -141,11 +141,11 @@ def test_variables_are_read_as_pydantic_settings_reads_them(
 @pytest.mark.parametrize(
     "name", ["features", "features__algorithm__x", "features__nothing", "ingest__topics", "nothing"]
 )
-def test_variables_of_more_than_a_single_value_are_left_to_pydantic(name: str) -> None:
+def test_variables_of_several_values_are_left_to_pydantic(name: str) -> None:
     assert nest_values({"store": "s", name: "1"}) is None
 
 
-def test_commands_with_plain_settings_do_not_wait_for_pydantic(tmp_path: Path) -> None:
+def test_commands_with_plain_settings_do_not_import_pydantic(tmp_path: Path) -> None:
     file = tmp_path / "nearkin.toml"
     file.write_text('profile = "archive"\n[features]\nalgorithm = "ntransform"\n[restore]\ncache_bytes = "64MiB"\n')
     script = (

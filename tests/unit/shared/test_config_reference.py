@@ -1,4 +1,4 @@
-"""The reference describes every setting, in the words of the source."""
+"""Test that the reference describes every setting, in the words of the source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.checks import settings_page
 ROOT = Path(__file__).parents[3]
 
 
-def test_every_setting_is_told_and_has_a_meaning() -> None:
+def test_each_setting_is_described() -> None:
     settings = list(describe_settings())
     listed = set(load()[1])
     assert {each.name for each in settings if "[]" not in each.name} == listed
@@ -25,12 +25,12 @@ def test_every_setting_is_told_and_has_a_meaning() -> None:
     assert {each.name for each in settings if each.secret} == SECRETS
 
 
-def test_the_page_is_what_the_source_says() -> None:
+def test_page_equals_the_generated_text() -> None:
     remedy = "run python -m tests.support.checks.settings_page"
     assert (ROOT / settings_page.PAGE).read_text() == settings_page.page(), remedy
 
 
-def test_what_a_setting_takes_is_its_rule() -> None:
+def test_allowed_values_are_those_of_the_rule() -> None:
     wants = {each.name: each.wants for each in describe_settings()}
     assert wants["delta.max_depth"] == "1 to 63"
     assert wants["block.delta_bytes"] == "bytes, 4 KiB to 16 MiB"
@@ -47,7 +47,7 @@ def test_what_a_setting_takes_is_its_rule() -> None:
     ]
 
 
-def test_config_tells_of_what_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_command_describes_named_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "gc", "delta.codec"]) == 0
     shown = capsys.readouterr().out
     lines = [line.split()[0] for line in shown.splitlines()[3:] if line.strip()]
@@ -60,7 +60,7 @@ def test_config_tells_of_what_is_named(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(("name", "near"), [("delt", "delta"), ("gc.mod", "gc.mode"), ("", "lists them all")])
-def test_what_is_no_setting_is_refused_with_what_is_near(
+def test_unknown_setting_is_refused_with_similar_names(
     name: str, near: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", name]) == 2

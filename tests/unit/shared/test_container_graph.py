@@ -1,4 +1,4 @@
-"""The order in which containers are looked at: what they lean on first, whoever wrote it."""
+"""Test the order of containers: bases first, whatever the order of ids."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from nearkin_shared.storage.container_graph import topological_order
         ({}, []),
     ],
 )
-def test_each_comes_once_and_after_what_it_leans_on(leans: dict[int, list[int]], expected: list[int]) -> None:
+def test_order_has_each_container_once_after_its_bases(leans: dict[int, list[int]], expected: list[int]) -> None:
     assert list(topological_order(leans, leans.__getitem__)) == expected
 
 
-def test_a_circle_and_a_chain_of_100000_end() -> None:
+def test_order_of_cycle_or_chain_of_100000_ends() -> None:
     assert sorted(topological_order([1, 2, 3], {1: [2], 2: [3], 3: [1]}.__getitem__)) == [1, 2, 3]
     count = 100_000
     assert list(topological_order(range(count), lambda c: [c + 1])) == list(range(count))[::-1]
 
 
-def test_any_leaning_without_circles_is_kept() -> None:
+def test_order_of_any_acyclic_graph_is_topological() -> None:
     draw = random.Random(7)
     for _ in range(50):
         ids = list(range(30))
-        rank = draw.sample(ids, 30)  # who was sealed first
+        rank = draw.sample(ids, 30)  # the order in which they were finished
         leans = {c: [o for o in ids if rank[o] < rank[c] and draw.random() < 0.1] for c in ids}
         order = list(topological_order(ids, leans.__getitem__))
         assert sorted(order) == ids

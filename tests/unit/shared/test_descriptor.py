@@ -1,4 +1,4 @@
-"""The descriptor: made once, never overwritten, and no damage to the secret goes unnoticed."""
+"""Test the descriptor: created once, never overwritten, and each damage to the secret is detected."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def made() -> tuple[descriptor.Descriptor, bytes]:
     return descriptor.create(objects), objects.get(descriptor.NAME)
 
 
-def test_what_was_made_is_read() -> None:
+def test_descriptor_round_trips() -> None:
     found, data = made()
     assert descriptor.read(written(data)) == found
     assert (len(bytes.fromhex(found.secret)), found.fingerprint_bits) == (32, 160)
 
 
-def test_no_two_stores_share_a_secret() -> None:
+def test_two_stores_have_different_secrets() -> None:
     assert len({made()[0].secret for _ in range(5)}) == 5
 
 
-def test_it_is_never_overwritten() -> None:
+def test_descriptor_is_never_overwritten() -> None:
     objects = memory_objects()
     first = descriptor.create(objects)
     with pytest.raises(AlreadyExists):
@@ -42,12 +42,12 @@ def test_it_is_never_overwritten() -> None:
     assert descriptor.read(objects) == first
 
 
-def test_a_store_without_one_is_no_store() -> None:
+def test_store_without_descriptor_is_refused() -> None:
     with pytest.raises(NotFound):
         descriptor.read(memory_objects())
 
 
-def test_every_flipped_bit_is_told_or_changes_nothing() -> None:
+def test_each_flipped_bit_is_detected_or_harmless() -> None:
     found, data = made()
     for position in range(len(data) * 8):
         flipped = bytearray(data)
@@ -58,14 +58,14 @@ def test_every_flipped_bit_is_told_or_changes_nothing() -> None:
             continue
 
 
-def test_every_truncation_is_told() -> None:
+def test_each_truncation_is_detected() -> None:
     _, data = made()
     for length in range(len(data)):
         with pytest.raises(Corrupt, match="restore it from a copy"):
             descriptor.read(written(data[:length]))
 
 
-def test_order_and_spacing_do_not_matter() -> None:
+def test_order_and_spacing_are_irrelevant() -> None:
     found, data = made()
     turned = dict(reversed(json.loads(data).items()))
     assert descriptor.read(written(json.dumps(turned, separators=(",", ":")).encode())) == found
@@ -90,7 +90,7 @@ def test_order_and_spacing_do_not_matter() -> None:
     ],
     ids=str,
 )
-def test_other_fields_than_were_written_are_corrupt(change: dict[str, Any]) -> None:
+def test_unknown_fields_are_corrupt(change: dict[str, Any]) -> None:
     fields = json.loads(made()[1]) | change
     with pytest.raises(Corrupt, match="restore it from a copy"):
         descriptor.read(written(json.dumps(fields).encode()))
@@ -102,7 +102,7 @@ def test_other_json_is_corrupt(data: bytes) -> None:
         descriptor.read(written(data))
 
 
-def test_a_later_store_is_named_as_such() -> None:
+def test_store_of_a_later_format_is_named() -> None:
     fields = json.loads(made()[1]) | {"format_version": 2, "news": True}
     with pytest.raises(FormatTooNew, match="store format 2; this Nearkin reads up to 1"):
         descriptor.read(written(json.dumps(fields).encode()))

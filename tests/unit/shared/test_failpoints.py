@@ -1,4 +1,4 @@
-"""Failpoints: nothing where none is armed; what is armed is done once, at its passing; every name stands somewhere."""
+"""Test failpoints: unarmed ones do nothing, armed ones act once at their pass, and each name is used once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def off() -> Iterator[None]:
     disarm()
 
 
-def test_every_point_stands_at_one_place_and_every_place_has_a_point() -> None:
+def test_each_failpoint_name_is_used_at_one_step() -> None:
     placed = []
     for folder in ("app", "shared", "services"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -32,12 +32,12 @@ def test_every_point_stands_at_one_place_and_every_place_has_a_point() -> None:
     assert len(POINTS) >= 25
 
 
-def test_unarmed_any_name_passes() -> None:
+def test_unarmed_failpoints_pass_any_name() -> None:
     failpoint("put.begun")
     failpoint("no such point")
 
 
-def test_an_armed_point_fails_at_its_passing_and_at_no_other() -> None:
+def test_armed_failpoint_fails_at_its_pass_only() -> None:
     arm("put.begun:2:error")
     failpoint("put.begun")
     failpoint("gc.begun")
@@ -48,7 +48,7 @@ def test_an_armed_point_fails_at_its_passing_and_at_no_other() -> None:
     assert disarm() == {}
 
 
-def test_a_watch_is_told_every_passing() -> None:
+def test_watch_receives_each_pass() -> None:
     told: list[str] = []
     arm((), told.append)
     failpoint("gc.begun")
@@ -56,13 +56,13 @@ def test_a_watch_is_told_every_passing() -> None:
     assert told == ["gc.begun", "put.begun"]
 
 
-def test_armed_a_name_that_is_not_listed_is_refused() -> None:
+def test_arming_an_unlisted_name_is_refused() -> None:
     arm(())
     with pytest.raises(BadInput, match="no such point"):
         failpoint("no such point")
 
 
-def test_what_is_said_is_read() -> None:
+def test_failpoint_text_is_parsed() -> None:
     assert parse_failpoints("put.begun:1:kill, gc.done:12:sleep=0.5") == (
         ArmedFailpoint("put.begun", 1, "kill"),
         ArmedFailpoint("gc.done", 12, "sleep", 0.5),
@@ -84,12 +84,12 @@ def test_what_is_said_is_read() -> None:
         (",".join(["put.begun:1:error"] * 65), "at most 64"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_what_would(said: str, complaint: str) -> None:
+def test_invalid_failpoint_text_is_refused_with_valid_forms(said: str, complaint: str) -> None:
     with pytest.raises(BadInput, match=complaint):
         parse_failpoints(said)
 
 
-def test_the_environment_arms_a_process_which_dies_where_it_says(tmp_path: Path) -> None:
+def test_environment_arms_a_process_that_dies_at_the_step(tmp_path: Path) -> None:
     script = """
 import os, sys
 os.environ["NEARKIN_FAILPOINT"] = "commit.manifest:2:kill"

@@ -1,4 +1,4 @@
-"""What super-features promise: similar chunks share them, others do not, and the mathematics is what it says."""
+"""Test what super-features promise: similar chunks share them, others do not, and their mathematics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def greatest_common_divisor(one: int, other: int) -> int:
     return one
 
 
-def test_the_rabin_polynomial_is_irreducible_of_degree_32() -> None:
+def test_rabin_polynomial_is_irreducible_of_degree_32() -> None:
     assert definition.POLYNOMIAL.bit_length() == 33
     power = 2  # x
     for degree in range(1, 17):  # a factor of degree d divides x^(2^d) - x
@@ -54,14 +54,14 @@ def test_the_rabin_polynomial_is_irreducible_of_degree_32() -> None:
 
 
 @given(st.binary(min_size=60, max_size=100), st.integers(4, 60))
-def test_a_fingerprint_is_its_window_modulo_the_polynomial(data: bytes, window: int) -> None:
+def test_fingerprint_is_its_window_modulo_the_polynomial(data: bytes, window: int) -> None:
     found = definition.rabin_fingerprints(np.frombuffer(data, np.uint8), window).tolist()
     windows = [data[at : at + window] for at in range(len(data) - window + 1)]
     assert found == [definition.remainder(int.from_bytes(content, "big")) for content in windows]
 
 
 @given(st.binary(min_size=64, max_size=100), st.integers(32, 64))
-def test_a_gear_hash_sees_its_window_and_nothing_before(data: bytes, window: int) -> None:
+def test_gear_hash_depends_on_its_window_only(data: bytes, window: int) -> None:
     found = definition.gear_hashes(np.frombuffer(data, np.uint8), window).tolist()
     for end, value in zip(range(window, len(data) + 1), found, strict=True):
         rolled = 0
@@ -86,7 +86,7 @@ def test_finesse_groups_by_rank_as_in_figure_3() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_small_edit_keeps_a_super_feature(algorithm: str) -> None:
+def test_small_edit_keeps_a_super_feature(algorithm: str) -> None:
     kept = 0
     for seed in range(50):
         chunk = random_bytes(seed)
@@ -98,7 +98,7 @@ def test_a_small_edit_keeps_a_super_feature(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ntransform", "odess"])
-def test_an_insertion_at_the_front_keeps_a_super_feature(algorithm: str) -> None:
+def test_insertion_at_the_front_keeps_a_super_feature(algorithm: str) -> None:
     kept = 0
     for seed in range(50):
         chunk = random_bytes(seed)
@@ -108,27 +108,27 @@ def test_an_insertion_at_the_front_keeps_a_super_feature(algorithm: str) -> None
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_unrelated_chunks_share_nothing_and_no_value_repeats(algorithm: str) -> None:
+def test_unrelated_chunks_share_no_super_feature(algorithm: str) -> None:
     values = sketch(algorithm, *(random_bytes(seed) for seed in range(300)))
     assert values.all()
     assert len(np.unique(values)) == values.size
 
 
 @pytest.mark.parametrize("algorithm", ["ntransform", "finesse"])
-def test_a_constant_chunk_has_distinct_super_features_that_are_never_0(algorithm: str) -> None:
+def test_constant_chunk_has_distinct_nonzero_super_features(algorithm: str) -> None:
     for byte in (b"\0", b"a", b"\xff"):
         row = sketch(algorithm, byte * CHUNK_BYTES)[0].tolist()
         assert 0 not in row
         assert len(set(row)) == 3
 
 
-def test_an_odess_chunk_with_nothing_sampled_has_zeros() -> None:
+def test_odess_chunk_without_samples_has_zeros() -> None:
     assert not sketch("odess", b"a" * CHUNK_BYTES).any()
     assert sketch("odess", b"a" * CHUNK_BYTES, sampling_bits=0).all()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_chunk_below_the_bound_has_zeros_and_at_the_bound_features(algorithm: str) -> None:
+def test_chunk_below_the_bound_has_zeros_and_at_it_features(algorithm: str) -> None:
     plan = {"features": 12, "super_features": 3, "window_bytes": 48}
     below, at = sketch(algorithm, random_bytes(1, 575), random_bytes(1, 576), **plan)
     assert not below.any()
@@ -136,19 +136,19 @@ def test_a_chunk_below_the_bound_has_zeros_and_at_the_bound_features(algorithm: 
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_where_a_chunk_lies_in_the_payload_does_not_matter(algorithm: str) -> None:
+def test_features_are_independent_of_the_offset(algorithm: str) -> None:
     chunk = random_bytes(9)
     alone = sketch(algorithm, chunk).tolist()
     assert sketch(algorithm, b"x" * 13, chunk, random_bytes(10)).tolist()[1:2] == alone
 
 
-def test_the_last_bytes_beyond_equal_sub_chunks_do_not_matter_to_finesse() -> None:
+def test_finesse_ignores_the_remainder_of_sub_chunks() -> None:
     chunk = random_bytes(2)  # 8192 = 12 * 682 + 8
     assert sketch("finesse", chunk).tolist() == sketch("finesse", chunk[:-8] + b"\xff" * 8).tolist()
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=8), st.data())
-def test_a_super_feature_changes_with_any_one_feature_and_with_its_rank(group: list[int], data: st.DataObject) -> None:
+def test_super_feature_changes_with_each_feature_and_rank(group: list[int], data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(group) - 1))
     changed = list(group)
     changed[at] ^= data.draw(st.integers(1, 2**32 - 1))

@@ -1,4 +1,4 @@
-"""Columns and runs: what they refuse, and that a refusal comes before the memory."""
+"""Test refusals of columns and location runs, which precede the allocation of memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def peak_bytes(call: Any) -> int:
         tracemalloc.stop()
 
 
-def test_an_empty_table_takes_eight_bytes() -> None:
+def test_empty_table_takes_eight_bytes() -> None:
     packed = columns.pack(table(0))
     assert packed == bytes(8)
     found, used = columns.unpack(memoryview(packed), [U16, U32], 0, "t")
@@ -38,7 +38,7 @@ def test_an_empty_table_takes_eight_bytes() -> None:
     assert [(len(c), c.dtype) for c in found] == [(0, U16), (0, U32)]
 
 
-def test_what_follows_a_table_is_left_alone() -> None:
+def test_bytes_after_a_table_are_left_unread() -> None:
     packed = columns.pack(table())
     found, used = columns.unpack(memoryview(packed + b"next"), [U16, U32], 3, "t")
     assert used == len(packed)
@@ -50,14 +50,14 @@ def test_columns_of_unequal_length_are_refused_when_packed() -> None:
         columns.pack([np.zeros(2, np.uint8), np.zeros(3, np.uint8)])
 
 
-def test_a_table_cut_short_anywhere_is_corrupt() -> None:
+def test_table_truncated_anywhere_is_corrupt() -> None:
     packed = columns.pack(table(300))
     for length in range(len(packed)):
         with pytest.raises(Corrupt):
             columns.unpack(memoryview(packed[:length]), [U16, U32], 300, "t")
 
 
-def test_more_rows_than_allowed_are_refused_before_they_take_memory() -> None:
+def test_rows_above_the_limit_are_refused_before_allocation() -> None:
     packed = columns.pack([np.zeros(20 * MIB, np.uint8)])
     assert len(packed) < 4096
 
@@ -68,7 +68,7 @@ def test_more_rows_than_allowed_are_refused_before_they_take_memory() -> None:
     assert peak_bytes(refused) < MIB
 
 
-def test_rows_that_the_frame_does_not_hold_are_corrupt() -> None:
+def test_rows_missing_in_the_frame_are_corrupt() -> None:
     packed = columns.pack(table())
     for rows in (0, 1, 2, 4, 1 << 20):
         changed = rows.to_bytes(4, "little") + packed[4:]
@@ -85,7 +85,7 @@ def test_bytes_behind_the_frame_are_corrupt() -> None:
             columns.unpack(memoryview(changed), [U16, U32], 3, "t")
 
 
-def test_a_frame_that_lies_about_its_size_takes_no_memory() -> None:
+def test_frame_of_false_size_allocates_nothing() -> None:
     honest = compress(bytes(256 * MIB))
     lying = honest[:6] + (1000).to_bytes(4, "little") + honest[10:]
     assert get_frame_info(lying).decompressed_size == 1000
@@ -104,14 +104,14 @@ def expand(refs: list[int], steps: list[int], counts: list[int], rows_max: int =
     return location_runs.expand(np.array(refs, U16), np.array(steps, U32), np.array(counts, U32), rows_max, "t")
 
 
-def test_a_fresh_stretch_is_one_run_of_step_zero() -> None:
+def test_fresh_run_has_step_zero() -> None:
     refs, steps, counts, parts = location_runs.compress(
         np.zeros(50, np.uint32), np.arange(50, dtype=np.uint32), np.array([0, 50], np.uint32)
     )
     assert (refs.tolist(), steps.tolist(), counts.tolist(), parts.tolist()) == ([SELF], [0], [50], [1])
 
 
-def test_a_hole_repeats_its_length() -> None:
+def test_hole_repeats_its_length() -> None:
     refs, _, counts, _ = location_runs.compress(
         np.full(9, ZERO, np.uint32), np.full(9, 65536, np.uint32), np.array([0, 9], np.uint32)
     )
@@ -125,7 +125,7 @@ def test_no_run_crosses_a_part() -> None:
     assert (counts.tolist(), parts.tolist()) == ([4, 6], [1, 0, 1])
 
 
-def test_ordinals_that_a_step_cannot_reach_are_refused_when_written() -> None:
+def test_ordinals_beyond_a_step_are_refused_when_written() -> None:
     highest = np.array([location_runs.ORDINAL_MAX, 0, location_runs.ORDINAL_MAX], np.uint32)
     refs, bounds = np.full(3, 2, np.uint32), np.array([0, 3], np.uint32)
     run_refs, steps, counts, _ = location_runs.compress(refs, highest, bounds)
@@ -139,14 +139,14 @@ def test_ordinals_that_a_step_cannot_reach_are_refused_when_written() -> None:
     [
         ([2], [1], [1]),  # starts at -1
         ([2, 2], [0, 5], [2, 1]),  # steps back below 0
-        ([2], [0xFFFFFFFE], [2]),  # starts at ORDINAL_MAX, goes on beyond
+        ([2], [0xFFFFFFFE], [2]),  # starts at ORDINAL_MAX, continues beyond
         ([2], [0], [0]),  # holds nothing
         ([2], [0], [1001]),  # more than rows_max
         ([2, 3], [0, 0], [0xFFFFFFFF, 0xFFFFFFFF]),  # a sum beyond 32 bits
         ([ZERO], [0], [0xFFFFFFFF]),
     ],
 )
-def test_runs_that_leave_their_bounds_are_corrupt_and_take_no_memory(
+def test_runs_out_of_bounds_are_corrupt_without_allocation(
     refs: list[int], steps: list[int], counts: list[int]
 ) -> None:
     def refused() -> None:
@@ -156,7 +156,7 @@ def test_runs_that_leave_their_bounds_are_corrupt_and_take_no_memory(
     assert peak_bytes(refused) < MIB
 
 
-def test_a_table_names_more_containers_than_16_bits_count_and_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_names_over_65536_containers_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     containers = np.arange(2, 2 + 100_000, dtype=np.uint64)
     table, refs = location_runs.container_table(np.r_[containers, np.uint64(ZERO), np.uint64(0)], 0)
     assert (len(table), int(refs.max()), refs[-2:].tolist()) == (100_000, 100_001, [ZERO, SELF])
@@ -167,11 +167,11 @@ def test_a_table_names_more_containers_than_16_bits_count_and_has_a_bound(monkey
 
 
 @pytest.mark.parametrize("table", [[5, 5], [9, 5], [1, 5], [0, 5], [5, 77]], ids=str)
-def test_a_table_that_no_writer_makes_is_corrupt(table: list[int]) -> None:
+def test_table_that_no_writer_makes_is_corrupt(table: list[int]) -> None:
     with pytest.raises(Corrupt, match="not in order"):
         location_runs.from_table(np.array([2], np.uint32), np.array(table, np.uint64), 77, "t")
 
 
-def test_an_index_beyond_the_table_is_corrupt() -> None:
+def test_index_beyond_the_table_is_corrupt() -> None:
     with pytest.raises(Corrupt, match="container 4 of 4"):
         location_runs.from_table(np.array([4], np.uint32), np.array([5, 6], np.uint64), 77, "t")

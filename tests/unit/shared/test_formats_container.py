@@ -1,4 +1,4 @@
-"""Containers: every damage is told, never decoded into something else."""
+"""Test containers: each damage is detected, and never decoded into other data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def same(left: Any, right: Any) -> bool:
     return np.array_equal(left, right) if isinstance(left, np.ndarray) else bool(left == right)
 
 
-def test_a_container_says_what_was_put_into_it() -> None:
+def test_container_round_trips() -> None:
     directory, blocks = samples.read_all(samples.small_container())
     assert (directory.container, directory.domain, directory.depth_max) == (samples.CONTAINER, samples.DOMAIN, 2)
     assert directory.sketch_names == samples.SKETCHES
@@ -40,13 +40,13 @@ def test_a_container_says_what_was_put_into_it() -> None:
     assert directory.chunks.names.tolist() == samples.names_of([100, 300, 90, 120, 30, 50]).tolist()
 
 
-def test_an_empty_container_is_156_bytes() -> None:
+def test_empty_container_is_156_bytes() -> None:
     data = samples.empty_container()
     directory, blocks = samples.read_all(data)
     assert (len(data), blocks, len(directory.chunks), len(directory.segments)) == (156, [], 0, 0)
 
 
-def test_a_container_written_anew_keeps_its_numbers_and_says_what_is_gone() -> None:
+def test_rewritten_container_keeps_ordinals_and_lists_removed() -> None:
     data, before = samples.rest_container(), decode_container(samples.small_container(), "whole")
     assert int.from_bytes(data[4:6], "little") == container_layout.VERSION == 4
     assert int.from_bytes(samples.small_container()[4:6], "little") == container_layout.VERSION_WHOLE == 3
@@ -65,7 +65,7 @@ def test_a_container_written_anew_keeps_its_numbers_and_says_what_is_gone() -> N
     assert len(data) < len(samples.small_container())
 
 
-def test_what_is_gone_is_gone_altogether() -> None:
+def test_removed_chunks_have_no_other_data() -> None:
     directory = samples.directory_of(samples.rest_container())
     names = container_layout.DIRECTORY.size
     assert directory[:4] == b"NKD3"
@@ -82,7 +82,7 @@ def test_what_is_gone_is_gone_altogether() -> None:
 
 
 def _written(chunks: ChunkTable, changes: dict[str, Any]) -> bytes:
-    """Return the sample written anew with another chunk table, under agreeing checksums."""
+    """Return the sample rewritten with another chunk table, under valid checksums."""
     whole = decode_container(samples.rest_container(), "rest")
     columns_of = {f.name: getattr(chunks, f.name) for f in fields(chunks)} | changes
     raw = np.frombuffer(b"The quick brown fox. " * 20, np.uint8)[:100]
@@ -104,7 +104,7 @@ def _written(chunks: ChunkTable, changes: dict[str, Any]) -> bytes:
     "make",
     [samples.small_container, samples.patch_container, samples.rest_container, samples.empty_container],
 )
-def test_every_flipped_bit_is_told(make: Callable[[], bytes]) -> None:
+def test_each_flipped_bit_is_detected(make: Callable[[], bytes]) -> None:
     data = bytearray(make())
     for position in range(len(data) * 8):
         data[position // 8] ^= 1 << position % 8
@@ -114,7 +114,7 @@ def test_every_flipped_bit_is_told(make: Callable[[], bytes]) -> None:
     samples.read_all(data)
 
 
-def test_every_truncation_and_every_extension_is_told() -> None:
+def test_each_truncation_and_extension_is_detected() -> None:
     data = samples.small_container()
     for length in range(len(data)):
         with pytest.raises(REFUSALS):
@@ -136,16 +136,16 @@ def test_random_bytes_are_no_container() -> None:
 @pytest.mark.parametrize(
     ("at", "value", "error"), [(4, 9, FormatTooNew), (6, 1, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)]
 )
-def test_versions_and_flags_that_are_not_known_are_refused(at: int, value: int, error: type[Exception]) -> None:
+def test_unknown_versions_and_flags_are_refused(at: int, value: int, error: type[Exception]) -> None:
     data = bytearray(samples.small_container())
     data[at] = value
-    with pytest.raises(Corrupt, match="checksum"):  # a flipped bit is not taken for a later format
+    with pytest.raises(Corrupt, match="checksum"):  # a flipped bit is not mistaken for a later format
         samples.read_all(data)
     with pytest.raises(error, match=f"format {data[4]}"):
         samples.read_all(samples.with_directory(bytes(data), samples.directory_of(bytes(data))))
 
 
-def test_a_container_beyond_its_bound_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_above_its_bound_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nearkin_shared.formats.container.CONTAINER_BYTES_MAX", 714)
     with pytest.raises(BadInput, match="at most 714"):
         samples.read_all(samples.small_container())
@@ -157,18 +157,18 @@ def test_a_container_beyond_its_bound_is_refused_unread(monkeypatch: pytest.Monk
 def block(
     codec: int = container_layout.STORED, kind: int = 0, raw: int = 5, payload: bytes = b"hello", reserved: int = 0
 ) -> bytes:
-    """Return a block record whose checksum agrees, whatever it says."""
+    """Return a block record with a valid checksum, whatever its fields."""
     lead = container_layout.BLOCK.pack(b"NKB1", codec, kind, 0, reserved, raw, len(payload), b"")[:-8]
     return lead + columns.check_bytes(lead, payload) + payload
 
 
-def test_a_block_of_nothing_is_stored() -> None:
+def test_block_of_nothing_is_stored_raw() -> None:
     made = encode_block(np.zeros(0, np.uint8), container_layout.RAW, 0, samples.compressor())
     assert (made.codec, made.stored_bytes) == (container_layout.STORED, 0)
     assert len(decode_block(made.header + bytes(made.payload), "b")) == 0
 
 
-def test_noise_is_stored_and_text_is_compressed() -> None:
+def test_noise_is_stored_raw_and_text_is_compressed() -> None:
     for raw, codec in (
         (samples.noise(5000, "n"), container_layout.STORED),
         (np.zeros(5000, np.uint8), container_layout.ZSTD),
@@ -192,19 +192,19 @@ def test_noise_is_stored_and_text_is_compressed() -> None:
         (block() + b"x", Corrupt),
     ],
 )
-def test_a_block_that_says_what_is_not_known_is_refused(record: bytes, error: type[Exception]) -> None:
+def test_block_with_unknown_fields_is_refused(record: bytes, error: type[Exception]) -> None:
     with pytest.raises(error):
         decode_block(record, "b")
 
 
-def test_a_block_that_decompresses_to_more_than_announced_is_corrupt() -> None:
+def test_block_that_decompresses_beyond_its_size_is_corrupt() -> None:
     made = encode_block(np.zeros(5000, np.uint8), container_layout.RAW, 0, samples.compressor())
     for raw in (0, 4999, 5001, container_layout.BLOCK_RAW_BYTES_MAX):
         with pytest.raises(Corrupt):
             decode_block(block(container_layout.ZSTD, 0, raw, bytes(made.payload)), "b")
 
 
-# --- what is about to be written --------------------------------------------------------------------------------------
+# --- containers before they are written ------------------------------------------------------------------------------
 
 
 def parts_of(data: bytes) -> list[bytes]:
@@ -214,20 +214,20 @@ def parts_of(data: bytes) -> list[bytes]:
     return [data[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
-def test_what_is_about_to_be_written_is_read_back_from_its_parts() -> None:
+def test_container_parts_are_verified_before_the_write() -> None:
     data = samples.small_container()
     parts = parts_of(data)
     found = EncodedContainer(parts, 0, 0).read_back("made")
     assert np.array_equal(found.rows, decode_container(data, "whole").rows)
     header, blocks, directory, lead, check, magic = parts
-    for place in (0, 2, 3, 4, 5):  # of blocks the directory says only how long they are
+    for place in (0, 2, 3, 4, 5):  # of blocks the directory holds their lengths only
         wrong = list(parts)
         wrong[place] = bytes([wrong[place][0] ^ 1]) + wrong[place][1:]
         with pytest.raises(Corrupt):
             EncodedContainer(wrong, 0, 0).read_back("made")
     with pytest.raises(Corrupt):
         EncodedContainer([header, blocks + b"x", directory, lead, check, magic], 0, 0).read_back("made")
-    # a footer that agrees with itself, and leads a reader a byte too far to the front
+    # a footer that is consistent in itself, and names an offset one byte too low
     offset, size = len(header) + len(blocks) - 1, len(directory) + 1
     lead = container_layout.FOOTER.pack(offset, size, columns.check_bytes(directory), b"", b"")[:20]
     moved = [header, blocks, directory, lead, columns.check_bytes(header, lead), magic]

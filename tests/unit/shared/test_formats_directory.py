@@ -1,4 +1,4 @@
-"""Directories whose checksums agree, as only a writer could have made them: a hostile one is refused within bounds."""
+"""Test hostile directories with valid checksums, as only a writer could make them: refused within bounds."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read_with(changed: Parts, make: Callable[[], bytes] = samples.small_containe
 
 
 @pytest.mark.parametrize("make", [samples.small_container, samples.patch_container, samples.empty_container])
-def test_the_parts_joined_again_are_the_same_container(make: Callable[[], bytes]) -> None:
+def test_parts_joined_again_are_the_same_container(make: Callable[[], bytes]) -> None:
     assert samples.with_directory(make(), parts(make).joined()) == make()
 
 
@@ -143,7 +143,7 @@ WRONG = {
     "a block's codec": changed(BLOCKS, 2, 0, 2),
     "a block's kind": changed(BLOCKS, 3, 0, 2),
     "a block's depth": changed(BLOCKS, 4, 0, 3),
-    "a raw block said to be deltas": changed(BLOCKS, 4, 0, 1),
+    "a raw block marked as deltas": changed(BLOCKS, 4, 0, 1),
     "a chunk longer than its block": changed(CHUNKS, 0, 0, 101),
     "a chunk longer than a segment": changed(CHUNKS, 0, 0, SEGMENT_BYTES_MAX + 1),
     "a chunk of nothing": changed(CHUNKS, 0, 0, 0),
@@ -186,9 +186,9 @@ WRONG_PATCHED = {
     "magic of the format before": counted(0, b"NKD1"),
     "depth bound below the patch block's": counted(4, 1),
     "a patch block at depth 0": changed(BLOCKS, 4, 1, 0),
-    "a patch block said to be raw": changed(BLOCKS, 3, 1, container_layout.RAW),
-    "a patch block said to be deltas": changed(BLOCKS, 3, 1, container_layout.XDELTA3),
-    "a raw block said to be a patch": changed(BLOCKS, 3, 0, container_layout.PATCH),
+    "a patch block marked as raw": changed(BLOCKS, 3, 1, container_layout.RAW),
+    "a patch block marked as deltas": changed(BLOCKS, 3, 1, container_layout.XDELTA3),
+    "a raw block marked as a patch": changed(BLOCKS, 3, 0, container_layout.PATCH),
     "a base beyond the prefix": changed(PATCHED, 0, 1, 4),
     "a base before the prefix": changed(PATCHED, 0, 0, 1),
     "a prefix of no bases": changed(PREFIXES, 0, 0, 0),
@@ -208,16 +208,17 @@ WRONG_PATCHED = {
 
 
 @pytest.mark.parametrize("change", WRONG_PATCHED.values(), ids=WRONG_PATCHED)
-def test_a_patch_block_that_does_not_add_up_is_corrupt_whatever_its_checksum_says(
+def test_inconsistent_patch_block_is_corrupt(
     change: Callable[[Parts], None],
 ) -> None:
+    """Its checksum is valid."""
     wrong = parts(samples.patch_container)
     change(wrong)
     with pytest.raises(Corrupt):
         read_with(wrong, samples.patch_container)
 
 
-def test_a_patched_container_says_what_was_put_into_it() -> None:
+def test_container_of_patches_round_trips() -> None:
     directory, _ = samples.read_all(samples.patch_container())
     assert directory.blocks.kinds.tolist() == [container_layout.RAW, container_layout.PATCH]
     assert directory.chunks.depths.tolist() == [0, 2, 2, 2]
@@ -229,7 +230,7 @@ def test_a_patched_container_says_what_was_put_into_it() -> None:
     assert directory.base_containers() == [samples.OLDER]
 
 
-def test_a_patch_block_needs_exactly_its_prefix() -> None:
+def test_patch_block_needs_exactly_its_prefix() -> None:
     data = samples.patch_container()
     directory, _ = samples.read_all(data)
     start = int(directory.blocks.offsets[1]) - container_layout.BLOCK.size
@@ -243,16 +244,17 @@ def test_a_patch_block_needs_exactly_its_prefix() -> None:
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
-def test_a_directory_that_does_not_add_up_is_corrupt_whatever_its_checksum_says(
+def test_inconsistent_directory_is_corrupt(
     change: Callable[[Parts], None],
 ) -> None:
+    """Its checksum is valid."""
     wrong = parts()
     change(wrong)
     with pytest.raises(Corrupt):
         read_with(wrong)
 
 
-def test_random_values_anywhere_are_refused_or_keep_every_bound() -> None:
+def test_random_values_are_refused_or_keep_all_bounds() -> None:
     chance = random.Random(2)
     accepted = 0
     for _ in range(1500):
@@ -275,10 +277,10 @@ def test_random_values_anywhere_are_refused_or_keep_every_bound() -> None:
         ends = directory.chunks.positions.astype(np.int64) + directory.chunks.encoded
         assert (ends <= directory.blocks.raw[directory.chunks.blocks]).all()
         assert (directory.chunks.depths <= directory.depth_max).all()
-    assert accepted > 20  # ranks, sketches, foreign bases: what a reader has no way to doubt
+    assert accepted > 20  # ranks, sketches, foreign bases: a reader cannot check them
 
 
-def test_random_bytes_in_a_directory_are_refused_or_parse() -> None:
+def test_random_directory_bytes_are_refused_or_parse() -> None:
     chance = random.Random(3)
     data = samples.small_container()
     directory = samples.directory_of(data)
@@ -295,7 +297,7 @@ def test_random_bytes_in_a_directory_are_refused_or_parse() -> None:
             samples.read_all(samples.with_directory(data, directory[:length]))
 
 
-def test_a_small_file_that_asks_for_billions_of_rows_takes_no_memory() -> None:
+def test_small_file_that_claims_many_rows_allocates_nothing() -> None:
     greedy = parts()
     greedy.tables[RUNS] = [np.full(1000, 2, "<u4"), np.zeros(1000, "<u4"), np.full(1000, 0xFFFFFFFF, "<u4")]
     many = parts()
@@ -333,7 +335,7 @@ def long_names(p: Parts) -> None:
 
 
 @pytest.mark.parametrize("change", [many_recipes_of_nothing, many_rows_of_recipes, long_names, lambda _: None])
-def test_a_directory_counts_as_the_memory_that_it_takes(change: Callable[[Parts], None]) -> None:
+def test_directory_memory_bytes_are_exact(change: Callable[[Parts], None]) -> None:
     taken = parts()
     change(taken)
     data = samples.with_directory(samples.small_container(), taken.joined())
@@ -345,12 +347,12 @@ def test_a_directory_counts_as_the_memory_that_it_takes(change: Callable[[Parts]
         held_bytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert held_bytes <= directory.memory_bytes + 8192, "some KiB are what else was made meanwhile"
+    assert held_bytes <= directory.memory_bytes + 8192, "other objects made meanwhile take some KiB"
     assert directory.memory_bytes <= held_bytes * 1.1 + 8192
 
 
-def test_a_container_that_names_only_itself_has_an_empty_table() -> None:
-    """A raw chunk's base, (0, 0), is no container: it must not take a row."""
+def test_container_that_names_only_itself_has_empty_table() -> None:
+    """The base of a raw chunk, (0, 0), is no container and takes no row."""
     made = parts()
     assert made.tables[REFS][0].tolist() == sorted([samples.OLDEST, samples.OLDER])
     assert int(made.tables[DELTAS][1][0]) == SELF

@@ -1,4 +1,4 @@
-"""Sealed objects: every flipped bit, every truncation, every page in another place, name or key is refused."""
+"""Test encrypted objects: each flipped bit, truncation, and page at another offset, name or key is refused."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ OWNER = bytes(range(16))
 SALT = bytes(range(100, 120))
 
 
-def opened(stored: bytes, name: str = "a/b", key: bytes = KEY) -> bytes:
+def decrypted(stored: bytes, name: str = "a/b", key: bytes = KEY) -> bytes:
     return PageCipher(head_of(stored, name), name, key).decrypt_object(stored)
 
 
-def sealed(data: bytes, name: str = "a/b", key: bytes = KEY) -> bytes:
+def encrypted(data: bytes, name: str = "a/b", key: bytes = KEY) -> bytes:
     return bytes(encrypt(name, data, OWNER, 3, key))
 
 
 @pytest.mark.parametrize(
     "size_bytes", [0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES, 3 * PAGE_BYTES + 7]
 )
-def test_what_was_sealed_is_what_opens_and_its_size_follows_from_what_is_stored(size_bytes: int) -> None:
+def test_encrypted_object_round_trips_and_size_is_derived(size_bytes: int) -> None:
+    """The plain size follows from the stored size."""
     data = random_bytes(size_bytes, 1)
-    stored = sealed(data)
-    assert opened(stored) == data
+    stored = encrypted(data)
+    assert decrypted(stored) == data
     assert len(stored) == encrypted_bytes(size_bytes)
     assert plain_bytes(len(stored)) == size_bytes
     assert head_of(stored, "a/b") == EncryptionHead(size_bytes, OWNER, 3, stored[20:40])
@@ -53,25 +54,25 @@ def test_what_was_sealed_is_what_opens_and_its_size_follows_from_what_is_stored(
         assert data[:64] not in stored
 
 
-def test_sizes_that_no_sealed_object_has_are_known() -> None:
+def test_sizes_of_no_encrypted_object_are_refused() -> None:
     sizes = {encrypted_bytes(size_bytes): size_bytes for size_bytes in range(2 * PAGE_BYTES + 40)}
     for stored_bytes in range(HEAD.size + 2 * STRIDE_BYTES + 20):
         assert plain_bytes(stored_bytes) == sizes.get(stored_bytes, -1)
 
 
-def test_each_flipped_bit_of_a_small_object_is_told() -> None:
-    stored = sealed(b"a few bytes of some object")
+def test_each_flipped_bit_of_a_small_object_is_detected() -> None:
+    stored = encrypted(b"a few bytes of some object")
     for at in range(len(stored)):
         for bit in range(8):
             damaged = bytearray(stored)
             damaged[at] ^= 1 << bit
             with pytest.raises(Corrupt, match="a/b"):
-                opened(bytes(damaged))
+                decrypted(bytes(damaged))
 
 
-def test_a_flipped_bit_of_any_page_is_told_and_no_other_page_suffers() -> None:
+def test_flipped_bit_of_a_page_damages_this_page_only() -> None:
     data = random_bytes(3 * PAGE_BYTES + 100, 2)
-    stored, lot = sealed(data), random.Random(3)
+    stored, lot = encrypted(data), random.Random(3)
     cipher = PageCipher(head_of(stored, "a/b"), "a/b", KEY)
     for _ in range(40):
         at = lot.randrange(HEAD.size, len(stored))
@@ -93,59 +94,59 @@ def test_a_flipped_bit_of_any_page_is_told_and_no_other_page_suffers() -> None:
         assert salvaged == around[0] + lost + around[1]
 
 
-def test_pages_cannot_change_places_nor_come_from_another_object() -> None:
-    one, other = (sealed(random_bytes(3 * PAGE_BYTES, seed)) for seed in (4, 5))
+def test_moved_or_foreign_page_is_refused() -> None:
+    one, other = (encrypted(random_bytes(3 * PAGE_BYTES, seed)) for seed in (4, 5))
     pages = [one[HEAD.size + at * STRIDE_BYTES : HEAD.size + (at + 1) * STRIDE_BYTES] for at in range(3)]
     head = one[: HEAD.size]
     for order in ((1, 0, 2), (0, 2, 1), (0, 0, 2), (2, 1, 0)):
         with pytest.raises(Corrupt, match="page"):
-            opened(head + b"".join(pages[page] for page in order))
+            decrypted(head + b"".join(pages[page] for page in order))
     with pytest.raises(Corrupt, match="page 1"):
-        opened(head + pages[0] + other[HEAD.size + STRIDE_BYTES : HEAD.size + 2 * STRIDE_BYTES] + pages[2])
+        decrypted(head + pages[0] + other[HEAD.size + STRIDE_BYTES : HEAD.size + 2 * STRIDE_BYTES] + pages[2])
     with pytest.raises(Corrupt, match="page 0"):
-        opened(other[: HEAD.size] + b"".join(pages))
+        decrypted(other[: HEAD.size] + b"".join(pages))
 
 
-def test_an_object_under_another_name_or_key_does_not_open() -> None:
-    stored = sealed(b"content")
+def test_object_under_another_name_or_key_is_refused() -> None:
+    stored = encrypted(b"content")
     with pytest.raises(Corrupt, match="a/c"):
-        opened(stored, name="a/c")
+        decrypted(stored, name="a/c")
     with pytest.raises(Corrupt, match="page 0"):
-        opened(stored, key=OTHER_KEY)
+        decrypted(stored, key=OTHER_KEY)
 
 
-def test_an_object_cut_short_at_any_page_or_filled_up_is_refused() -> None:
+def test_object_truncated_or_extended_at_a_page_is_refused() -> None:
     data = random_bytes(2 * PAGE_BYTES, 6)
-    stored = sealed(data)
+    stored = encrypted(data)
     for cut in (0, 10, HEAD.size, HEAD.size + 15, HEAD.size + STRIDE_BYTES, len(stored) - 1):
         with pytest.raises(Corrupt):
-            opened(stored[:cut])
+            decrypted(stored[:cut])
     for more in (b"x", stored[HEAD.size :]):
         with pytest.raises(Corrupt, match="padded"):
-            opened(stored + more)
-    # A head that says less, with a check that agrees: the pages were sealed together with another head.
+            decrypted(stored + more)
+    # A head with other fields and a valid check: the pages were encrypted together with another head.
     shorter = EncryptionHead(PAGE_BYTES, OWNER, 3, stored[20:40]).pack()
     with pytest.raises(Corrupt, match="page 0"):
-        opened(shorter + stored[HEAD.size : HEAD.size + STRIDE_BYTES])
+        decrypted(shorter + stored[HEAD.size : HEAD.size + STRIDE_BYTES])
 
 
-def test_an_object_in_clear_and_one_of_a_later_format_are_told_apart() -> None:
-    with pytest.raises(Corrupt, match="is not sealed"):
+def test_plain_object_and_later_format_are_distinguished() -> None:
+    with pytest.raises(Corrupt, match="is not encrypt"):
         head_of(b"NKC1" + bytes(100), "a/b")
-    packed = bytearray(sealed(b"x"))
+    packed = bytearray(encrypted(b"x"))
     packed[4] = 2
     packed[56:64] = check_bytes(packed[:56])
     with pytest.raises(FormatTooNew, match="format 2"):
         head_of(bytes(packed), "a/b")
 
 
-def test_two_objects_of_the_same_bytes_have_nothing_in_common() -> None:
-    one, other = sealed(bytes(PAGE_BYTES)), sealed(bytes(PAGE_BYTES))
+def test_two_objects_of_equal_bytes_have_nothing_in_common() -> None:
+    one, other = encrypted(bytes(PAGE_BYTES)), encrypted(bytes(PAGE_BYTES))
     assert one[HEAD.size :] != other[HEAD.size :]
     assert len({one[at : at + 16] for at in range(HEAD.size, len(one), 16)}) > PAGE_BYTES // 16
 
 
-def test_runs_of_pages_are_apart_and_hold_what_is_wanted() -> None:
+def test_page_runs_are_disjoint_and_cover_the_ranges() -> None:
     page = PAGE_BYTES
     assert page_runs([], []) == []
     assert page_runs([5], [5]) == []
@@ -154,8 +155,8 @@ def test_runs_of_pages_are_apart_and_hold_what_is_wanted() -> None:
     assert page_runs([9 * page, 0, page], [9 * page + 1, page, 2 * page]) == [(0, 2), (9, 10)]
 
 
-def test_the_bytes_of_the_first_release_are_these_for_ever() -> None:
+def test_bytes_of_the_first_release_are_frozen() -> None:
     data = random_bytes(PAGE_BYTES + 1000, 7)
     stored = bytes(PageCipher(EncryptionHead(len(data), OWNER, 3, SALT), "containers/1/2.nkc", KEY).encrypt(data))
-    assert opened(stored, "containers/1/2.nkc") == data
+    assert decrypted(stored, "containers/1/2.nkc") == data
     assert blake3(stored).hexdigest(length=16) == "afe0132866922fa0e10720217d423b02"

@@ -1,4 +1,4 @@
-"""Manifests: what is written can be read again, every damage is told, and hostile ones are refused within bounds."""
+"""Test manifests: they round trip, each damage is detected, and hostile ones are refused within bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def body() -> bytearray:
 
 
 def with_tables(table: Any, run_columns: list[Any]) -> bytes:
-    """Return the small manifest with other segment tables and a checksum that agrees."""
+    """Return the small manifest with other segment tables and a valid checksum."""
     empty = replace(samples.small_manifest(), segments=Locations.empty(), known=np.zeros(0, np.bool_))
     start = encode_manifest(empty)[: -columns.CHECK_BYTES - 16]
     return resealed(start + columns.pack([np.array(table, "<u8")]) + columns.pack(run_columns))
@@ -42,7 +42,7 @@ def run_columns(refs: Any, steps: Any, counts: Any, known: Any) -> list[Any]:
     return [np.array(refs, "<u4"), np.array(steps, "<u4"), np.array(counts, "<u4"), np.array(known, "u1")]
 
 
-def test_a_manifest_says_what_was_put_into_it() -> None:
+def test_manifest_round_trips() -> None:
     made = samples.small_manifest()
     found = decode_manifest(encode_manifest(made), "m")
     assert found.segments.containers.tolist() == made.segments.containers.tolist()
@@ -53,7 +53,7 @@ def test_a_manifest_says_what_was_put_into_it() -> None:
 
 
 @pytest.mark.parametrize("segments", [0, 1, 2])
-def test_lengths_are_kept_where_they_are_not_plain(segments: int) -> None:
+def test_lengths_that_differ_from_the_rule_are_kept(segments: int) -> None:
     lengths = np.full(segments, 900, np.uint32)
     where = Locations(np.full(segments, 9, np.uint64), np.arange(segments, dtype=np.uint32))
     made = Manifest(
@@ -74,7 +74,7 @@ def test_lengths_are_kept_where_they_are_not_plain(segments: int) -> None:
 @pytest.mark.parametrize(
     "lengths", [[617_283, 617_284], [1_234_567] + 6 * [0], 7 * [176_367], 6 * [176_367] + [176_366]]
 )
-def test_lengths_that_do_not_add_up_are_refused(lengths: list[int]) -> None:
+def test_lengths_with_another_sum_are_refused(lengths: list[int]) -> None:
     wrong = np.array(lengths, "<u4")
     with pytest.raises(BadInput, match=f"{len(lengths)} lengths of 7 segments"):
         encode_manifest(replace(samples.small_manifest(), lengths=wrong))
@@ -84,7 +84,7 @@ def test_lengths_that_do_not_add_up_are_refused(lengths: list[int]) -> None:
         decode_manifest(resealed(data), "m")
 
 
-def test_a_manifest_of_many_lengths_costs_two_bytes_for_each() -> None:
+def test_manifest_of_many_lengths_takes_two_bytes_for_each() -> None:
     segments = 4000
     lengths = np.random.default_rng(1).integers(64 << 10, 192 << 10, segments).astype(np.uint32)
     where = Locations(np.full(segments, 9, np.uint64), np.arange(segments, dtype=np.uint32))
@@ -93,14 +93,14 @@ def test_a_manifest_of_many_lengths_costs_two_bytes_for_each() -> None:
     assert len(encode_manifest(made)) - len(encode_manifest(replace(made, lengths=None))) < 2.3 * segments
 
 
-def test_the_manifest_of_an_empty_blob_is_small() -> None:
+def test_manifest_of_an_empty_blob_is_small() -> None:
     empty = Manifest("t", "k", 1, 0, 0, bytes(32), None, 0.0, Ledger(), Locations.empty(), np.zeros(0, np.bool_))
     data = encode_manifest(empty)
     assert len(data) == 188 + 2 + 16 + 8
     assert decode_manifest(data, "m").sha256 is None
 
 
-def test_every_flipped_bit_is_told() -> None:
+def test_each_flipped_bit_is_detected() -> None:
     data = bytearray(encode_manifest(samples.small_manifest()))
     for position in range(len(data) * 8):
         data[position // 8] ^= 1 << position % 8
@@ -110,7 +110,7 @@ def test_every_flipped_bit_is_told() -> None:
     decode_manifest(data, "m")
 
 
-def test_every_truncation_is_told() -> None:
+def test_each_truncation_is_detected() -> None:
     data = encode_manifest(samples.small_manifest())
     for length in range(len(data) - columns.CHECK_BYTES):
         with pytest.raises(REFUSALS):
@@ -129,7 +129,8 @@ def test_random_bytes_are_no_manifest() -> None:
                 decode_manifest(resealed(start + chance.randbytes(length)), "m")
 
 
-def test_random_changes_under_a_checksum_that_agrees_are_refused_or_parse() -> None:
+def test_random_changes_are_refused_or_parse() -> None:
+    """The checksum is valid."""
     chance = random.Random(2)
     for _ in range(3000):
         wrong = body()
@@ -146,7 +147,7 @@ def test_random_changes_under_a_checksum_that_agrees_are_refused_or_parse() -> N
 @pytest.mark.parametrize(
     ("at", "value", "error"), [(4, 5, FormatTooNew), (6, 2, FormatTooNew), (4, 0, Corrupt), (4, 1, Corrupt)]
 )
-def test_versions_and_flags_that_are_not_known_are_refused(at: int, value: int, error: type[Exception]) -> None:
+def test_unknown_versions_and_flags_are_refused(at: int, value: int, error: type[Exception]) -> None:
     wrong = body()
     wrong[at] = value
     with pytest.raises(error, match="format"):
@@ -170,7 +171,7 @@ def test_versions_and_flags_that_are_not_known_are_refused(at: int, value: int, 
         ([1], run_columns([2], [0], [1], [1])),
     ],
 )
-def test_segments_that_no_writer_names_are_corrupt_and_take_no_memory(table: list[int], found: list[Any]) -> None:
+def test_invalid_segments_are_corrupt_without_allocation(table: list[int], found: list[Any]) -> None:
     data = with_tables(table, found)
     tracemalloc.start()
     try:
@@ -201,7 +202,7 @@ METADATA_AT = 188 + len("default") + len("backups/täglich.tar".encode())
     ],
     ids=range(11),
 )
-def test_metadata_that_no_writer_makes_is_corrupt(text: bytes) -> None:
+def test_invalid_metadata_is_corrupt(text: bytes) -> None:
     made = body()
     old_bytes = int.from_bytes(made[104:108], "little")
     made[104:108] = len(text).to_bytes(4, "little")
@@ -225,13 +226,13 @@ def test_metadata_that_no_writer_makes_is_corrupt(text: bytes) -> None:
     ],
     ids=range(9),
 )
-def test_what_could_not_be_read_again_is_not_written(change: dict[str, Any]) -> None:
+def test_manifest_that_a_reader_would_refuse_is_not_written(change: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
         encode_manifest(replace(samples.small_manifest(), **change))
 
 
 @pytest.mark.parametrize("container", [0, 1])
-def test_a_segment_that_lies_in_no_container_is_not_written(container: int) -> None:
+def test_segment_without_container_is_not_written(container: int) -> None:
     made = samples.small_manifest()
     containers = made.segments.containers.copy()
     containers[3] = container
@@ -239,14 +240,14 @@ def test_a_segment_that_lies_in_no_container_is_not_written(container: int) -> N
         encode_manifest(replace(made, segments=Locations(containers, made.segments.ordinals)))
 
 
-def test_more_segments_than_a_reader_takes_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_above_the_reader_s_limit_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fmt, "SEGMENTS_MAX", 6)
     with pytest.raises(BadInput, match="7 segments: want at most 6"):
         encode_manifest(samples.small_manifest())
 
 
-def test_a_version_may_span_more_containers_than_16_bits_count() -> None:
-    """100,000 containers of 4 MiB: 400 GiB of one version, which 16-bit references could not name."""
+def test_version_may_span_more_than_65536_containers() -> None:
+    """100,000 containers of 4 MiB are 400 GiB of one version, which 16-bit references could not name."""
     holders = np.repeat(np.arange(100, 100_100, dtype=np.uint64), 2)
     made = replace(
         samples.small_manifest(),
@@ -259,7 +260,7 @@ def test_a_version_may_span_more_containers_than_16_bits_count() -> None:
     assert np.array_equal(found.known, made.known)
 
 
-def test_fields_at_their_bounds_come_back() -> None:
+def test_fields_at_their_bounds_round_trip() -> None:
     made = replace(
         samples.small_manifest(),
         tenant="t" * TENANT_BYTES_MAX,

@@ -1,4 +1,4 @@
-"""Messages: what was sent is what is received, and nothing hostile gets past `decode`."""
+"""Test messages: they round trip, and `decode` refuses every hostile one."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def assert_same_batch(found: SegmentBatch, sent: SegmentBatch, carried: np.ndarr
         assert bytes_found.tobytes() == bytes_sent.tobytes()
 
 
-def test_a_frame_arrives_as_sent() -> None:
+def test_frame_round_trips() -> None:
     found = decode(encode(Frame(BLOB, np.frombuffer(b"some bytes", np.uint8))), "test")
     assert isinstance(found, Frame)
     assert found.envelope == BLOB
     assert found.payload.tobytes() == b"some bytes"
 
 
-def test_segments_arrive_as_sent_without_the_bytes_of_zero_chunks() -> None:
+def test_segments_round_trip_without_bytes_of_zero_chunks() -> None:
     sent = segment(mixed_content())
     data = encode(Segments(BLOB, sent))
     assert len(data) < 560_000
@@ -71,7 +71,7 @@ def test_fresh_chunks_alone_carry_their_bytes() -> None:
     assert_same_batch(found.batch.batch, sent.batch, carried)
 
 
-def test_pairs_arrive_as_sent() -> None:
+def test_pairs_round_trip() -> None:
     sent = pair(mark_known(segment(mixed_content())))
     found = decode(encode(Paired(BLOB, sent)), "test")
     assert isinstance(found, Paired)
@@ -81,7 +81,7 @@ def test_pairs_arrive_as_sent() -> None:
     np.testing.assert_array_equal(found.batch.base_found, sent.base_found)
 
 
-def test_placed_segments_and_their_ledger_arrive_as_sent() -> None:
+def test_placed_segments_and_their_savings_round_trip() -> None:
     segments = Locations(np.array([5, 6], np.uint64), np.array([1, 2], np.uint32))
     sent = Placed(
         BLOB,
@@ -99,13 +99,13 @@ def test_placed_segments_and_their_ledger_arrive_as_sent() -> None:
 
 
 @pytest.mark.parametrize("failure", [None, "the upload was cut"])
-def test_an_end_arrives_as_sent(failure: str | None) -> None:
+def test_end_round_trips(failure: str | None) -> None:
     sent = End(BLOB, 123, b"o" * 16, 10**12, b"b" * 32, b"c" * 32, 17, failure, {"a": "ü"})
     assert decode(encode(sent), "test") == sent
 
 
-def end_that_says(**said: object) -> bytes:
-    """Return an end as a stranger may write it: our JSON with other values."""
+def end_with(**said: object) -> bytes:
+    """Return an end with other JSON values, as another program may write it."""
     ours = encode(End(BLOB, 123, b"o" * 16, 10, b"b" * 32, None, 17, None, {"a": "b"}))
     text = ours[read_header(ours, "ours").starts[-1] :]
     other = json.dumps(json.loads(text) | said).encode()
@@ -115,22 +115,22 @@ def end_that_says(**said: object) -> bytes:
 
 
 @pytest.mark.parametrize("metadata", [[], ["a"], "a", "", 5, None, {"a": 1}, {"a": "\ud800"}])
-def test_metadata_that_are_no_texts_by_name_are_refused(metadata: object) -> None:
+def test_metadata_that_is_no_map_of_texts_is_refused(metadata: object) -> None:
     with pytest.raises(Corrupt, match="does not parse"):
-        decode(end_that_says(metadata=metadata), "test")
+        decode(end_with(metadata=metadata), "test")
 
 
 @pytest.mark.parametrize("began_us", [-1, CREATED_US_MAX + 1, (1 << 63) - 1, True, 1.0, "1"])
-def test_an_upload_that_began_at_no_time_is_refused(began_us: object) -> None:
-    """The committer tells when it was in words, of a blob that failed outside of what puts a message aside."""
+def test_upload_that_began_at_no_time_is_refused(began_us: object) -> None:
+    """The committer formats this time in the message of a failed blob, where an error would stop it."""
     with pytest.raises(Corrupt, match="began_us"):
-        decode(end_that_says(began_us=began_us), "test")
+        decode(end_with(began_us=began_us), "test")
 
 
 @pytest.mark.parametrize("failure", ["lost \ud800 half", ["\udfff"], "\ud800" * 1000])
-def test_why_a_blob_failed_can_always_be_told(failure: object) -> None:
-    """A file's name that is no UTF-8 comes into an error's text as half characters."""
-    found = decode(end_that_says(failure=failure), "test")
+def test_each_failure_reason_is_encodable(failure: object) -> None:
+    """A file name that is not UTF-8 appears in an error message as surrogates."""
+    found = decode(end_with(failure=failure), "test")
     assert isinstance(found, End)
     assert found.failure
     assert len(found.failure.encode()) <= 4 * fmt.FAILURE_CHARACTERS_MAX
@@ -139,8 +139,8 @@ def test_why_a_blob_failed_can_always_be_told(failure: object) -> None:
 
 
 @pytest.mark.parametrize(("container", "ordinal"), [(0, 0), (1, 8192), (1, 0xFFFFFFFF), (5, ROWS_MAX)])
-def test_a_base_that_no_container_has_is_refused(container: int, ordinal: int) -> None:
-    """The zero chunk was taken as one: the container that it came into was refused whole, with all else in it."""
+def test_base_of_no_container_is_refused(container: int, ordinal: int) -> None:
+    """The zero chunk was accepted as a base; then the whole container that the delta was written to was refused."""
     pairs = pair(mark_known(segment(mixed_content()[:60_000])))
     where = Locations(pairs.bases.containers.copy(), pairs.bases.ordinals.copy())
     row = int(np.flatnonzero(pairs.base_found)[0])
@@ -148,12 +148,12 @@ def test_a_base_that_no_container_has_is_refused(container: int, ordinal: int) -
     with pytest.raises(Corrupt, match="a location that no container has"):
         decode(encode(Paired(BLOB, replace(pairs, bases=where))), "test")
     not_found = pairs.base_found.copy()
-    not_found[row] = False  # nobody looks there
+    not_found[row] = False  # a row without a base is not read
     decode(encode(Paired(BLOB, replace(pairs, bases=where, base_found=not_found))), "test")
 
 
 @pytest.mark.parametrize(("container", "ordinal"), [(1, 8192), (99, ROWS_MAX)])
-def test_a_known_chunk_that_no_container_has_is_refused(container: int, ordinal: int) -> None:
+def test_known_chunk_of_no_container_is_refused(container: int, ordinal: int) -> None:
     fresh = mark_known(segment(mixed_content()[:60_000]))
     where = Locations(fresh.chunk_locations.containers.copy(), fresh.chunk_locations.ordinals.copy())
     row = int(np.flatnonzero(fresh.chunk_known)[0])
@@ -162,7 +162,7 @@ def test_a_known_chunk_that_no_container_has_is_refused(container: int, ordinal:
         decode(encode(Fresh(BLOB, replace(fresh, chunk_locations=where))), "test")
 
 
-def test_a_later_version_is_told_from_garbage() -> None:
+def test_later_version_is_distinguished_from_garbage() -> None:
     data = bytearray(encode(Frame(BLOB, np.zeros(3, np.uint8))))
     data[4] = 3  # 2 is an end with a precondition
     with pytest.raises(FormatTooNew, match="message format 3"):
@@ -171,7 +171,7 @@ def test_a_later_version_is_told_from_garbage() -> None:
         decode(b"{}", "test")
 
 
-def test_a_frame_above_its_bound_is_refused_on_both_sides() -> None:
+def test_frame_above_its_bound_is_refused_on_both_sides() -> None:
     with pytest.raises(BadInput, match="payload bytes"):
         encode(Frame(BLOB, np.zeros(fmt.SEGMENT_BYTES_MAX + 1, np.uint8)))
     with pytest.raises(Corrupt, match="too many"):
@@ -198,7 +198,7 @@ WHOLE = [
     cut=st.floats(0, 1) | st.none(),
     head_only=st.booleans(),
 )
-def test_damage_is_refused_or_stays_inside_every_bound(
+def test_damage_is_refused_or_stays_within_all_bounds(
     which: int, flips: list[tuple[float, int]], cut: float | None, head_only: bool
 ) -> None:
     data = bytearray(WHOLE[which])
@@ -225,7 +225,7 @@ def test_damage_is_refused_or_stays_inside_every_bound(
 
 
 def joint(values: list[bytes]) -> list[SegmentBatch | FreshBatch | PairedBatch]:
-    """Read messages of one kind together."""
+    """Decode messages of one kind together."""
     messages = [fmt.read_header(value, f"message {number}") for number, value in enumerate(values)]
     if messages[0].kind is MessageKind.SEGMENTS:
         joined = read_segments(messages)
@@ -251,7 +251,7 @@ BY_KIND = [
 
 
 @pytest.mark.parametrize("values", BY_KIND)
-def test_messages_read_together_say_what_each_says_alone(values: list[bytes]) -> None:
+def test_messages_decoded_together_equal_single_ones(values: list[bytes]) -> None:
     for found, value in zip(joint(values), values, strict=True):
         alone = decode(value, "alone")
         assert isinstance(alone, Segments | Fresh | Paired)
@@ -264,9 +264,7 @@ def test_messages_read_together_say_what_each_says_alone(values: list[bytes]) ->
     which=st.integers(0, len(SEVERAL) - 1),
     flips=st.lists(st.tuples(st.integers(64, 6000), st.integers(0, 255)), min_size=1, max_size=3),
 )
-def test_a_damaged_message_is_refused_among_others_exactly_when_it_is_refused_alone(
-    kind: int, which: int, flips: list[tuple[int, int]]
-) -> None:
+def test_message_is_refused_among_others_as_it_is_alone(kind: int, which: int, flips: list[tuple[int, int]]) -> None:
     values = list(BY_KIND[kind])
     data = bytearray(values[which])
     for place, value in flips:
@@ -282,13 +280,14 @@ def test_a_damaged_message_is_refused_among_others_exactly_when_it_is_refused_al
     assert_equal(joint(values)[which], alone.batch)
 
 
-def test_kinds_are_not_read_together() -> None:
+def test_kinds_are_not_decoded_together() -> None:
     messages = [fmt.read_header(values[0], "mixed") for values in BY_KIND[:2]]
     with pytest.raises(TypeError, match="an unexpected kind"):
         read_segments(messages)
 
 
-def test_pairs_made_of_a_fresh_message_are_the_bytes_of_pairs_made_anew() -> None:
+def test_pairs_of_an_encoded_fresh_message_are_equal_bytes() -> None:
+    """Reusing the encoded columns gives the bytes of encoding the pairs."""
     for batch in SEVERAL:
         fresh = mark_known(batch)
         pairs = pair(fresh)

@@ -1,4 +1,4 @@
-"""Parity objects: what they mend is what was written, and what they cannot mend they say."""
+"""Test parity objects: they restore the written bytes, and report damage beyond their bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 63, 64, 500, 513, 8 * 4096, 100_001])
-def test_any_flipped_bit_is_mended_and_so_is_parity_that_is_damaged_too(size_bytes):
+def test_any_flipped_bit_is_repaired_with_damaged_parity(size_bytes):
+    """The parity object itself may be damaged too."""
     data, draw = random_bytes(size_bytes, 3), random.Random(size_bytes)
     parity = encode_parity(NAME, data, SCHEME)
     assert len(parity) == head_of(parity, NAME).parity_bytes
@@ -34,13 +35,13 @@ def test_any_flipped_bit_is_mended_and_so_is_parity_that_is_damaged_too(size_byt
         found = flipped(data, draw.randrange(8 * size_bytes)) if size_bytes else b"?"
         try:
             assert reconstruct(NAME, found, broken) == data
-        except Corrupt:  # both flips fell into heads
+        except Corrupt:  # both flips hit heads
             assert broken[: HEAD.size] != parity[: HEAD.size]
             assert broken[-HEAD.size :] != parity[-HEAD.size :]
 
 
 @pytest.mark.parametrize("harm", ["stretch", "scattered", "short", "long", "zeros"])
-def test_damage_up_to_the_schemes_bound_is_mended(harm):
+def test_damage_up_to_the_bound_is_repaired(harm):
     data = random_bytes(300_000, 5)
     parity, draw, found = encode_parity(NAME, data, SCHEME), random.Random(9), bytearray(data)
     match harm:
@@ -58,7 +59,8 @@ def test_damage_up_to_the_schemes_bound_is_mended(harm):
     assert reconstruct(NAME, bytes(found), parity) == data
 
 
-def test_too_much_damage_is_told_and_never_a_wrong_object():
+def test_damage_above_the_bound_is_detected():
+    """No wrong object is returned."""
     data = random_bytes(300_000, 5)
     parity = encode_parity(NAME, data, SCHEME)
     assert reconstruct(NAME, b"", parity) is None
@@ -66,12 +68,12 @@ def test_too_much_damage_is_told_and_never_a_wrong_object():
     assert reconstruct(NAME, data[:150_000], parity) is None
 
 
-def test_a_small_object_comes_back_from_parity_alone():
+def test_small_object_is_restored_from_parity_alone():
     data = random_bytes(150, 2)
     assert reconstruct(NAME, b"", encode_parity(NAME, data, SCHEME)) == data
 
 
-def test_parity_of_another_object_a_cut_one_and_a_newer_one_are_refused():
+def test_foreign_truncated_or_newer_parity_is_refused():
     data = random_bytes(9000, 2)
     parity = encode_parity(NAME, data, SCHEME)
     with pytest.raises(Corrupt, match="belongs to another object"):
@@ -87,22 +89,22 @@ def test_parity_of_another_object_a_cut_one_and_a_newer_one_are_refused():
         reconstruct(NAME, data, bytes(newer) + parity[HEAD.size :])
 
 
-def test_what_it_costs_is_the_schemes_share_and_little_more():
+def test_parity_size_is_little_above_the_scheme_s_share():
     assert len(encode_parity(NAME, random_bytes(4 << 20, 1), Scheme(28, 4))) < (4 / 28 + 0.004) * (4 << 20)
 
 
 @pytest.mark.parametrize("text", ["", "rs", "rs-0-1", "rs-1-0", "rs-30-3", "rs-1", "RS-2-1", "rs-2-1 "])
-def test_a_scheme_that_is_none_is_refused(text):
+def test_invalid_scheme_is_refused(text):
     with pytest.raises(BadInput, match="rs-28-4"):
         scheme_of(text)
 
 
-def test_schemes_are_read():
+def test_schemes_are_parsed():
     assert scheme_of("none") is None
     assert scheme_of("rs-28-4") == Scheme(28, 4)
 
 
-def test_no_memory_is_taken_for_what_a_head_announces_and_the_parity_does_not_bear_out() -> None:
+def test_head_beyond_the_parity_size_allocates_nothing() -> None:
     from nearkin_shared.formats import parity_object as module
 
     sound = encode_parity(NAME, b"n" * 10_000, Scheme(4, 2))

@@ -1,4 +1,4 @@
-"""The record of condemned: it says what was written, or that it is damaged."""
+"""Test pending-delete records: they round trip, or are reported as damaged."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def example() -> dict[int, PendingDelete]:
 
 @given(record=records, sequence=st.integers(0, (1 << 64) - 1))
 @runs(deadline=None, max_examples=100)
-def test_what_is_read_is_what_was_written(record, sequence):
+def test_record_round_trips(record, sequence):
     found, back = decode_record(encode_record(sequence, record), "r")
     assert (found, plain(back)) == (sequence, plain(record))
 
 
 @given(record=records, later=st.integers(1, 1 << 40))
 @runs(deadline=None, max_examples=50)
-def test_its_size_does_not_depend_on_the_clock(record, later):
+def test_record_size_is_independent_of_the_clock(record, later):
     moved = {c: PendingDelete(e.at_us + later, e.chunks, e.segments, e.whole) for c, e in record.items()}
     assert record_bytes(moved) == record_bytes(record)
 
 
-def test_every_flipped_bit_and_every_truncation_is_told():
+def test_each_flipped_bit_and_truncation_is_detected():
     data = encode_record(3, example())
     for at in range(len(data)):
         with pytest.raises(Corrupt):
@@ -67,7 +67,7 @@ def test_every_flipped_bit_and_every_truncation_is_told():
 
 
 @pytest.mark.parametrize(("at", "value", "error"), [(4, 3, FormatTooNew), (6, 1, FormatTooNew), (4, 0, Corrupt)])
-def test_another_format_is_told_from_damage(at, value, error):
+def test_another_format_is_distinguished_from_damage(at, value, error):
     body = bytearray(encode_record(3, example())[:-8])
     body[at : at + 2] = value.to_bytes(2, "little")
     with pytest.raises(error):
@@ -75,7 +75,7 @@ def test_another_format_is_told_from_damage(at, value, error):
 
 
 def runs_of(starts: list[int], counts: list[int], entries: int) -> bytes:
-    """A record of which every entry has the same runs, of chunks alone; nothing of it is expanded here."""
+    """Return a record whose entries all have the same runs of chunks; the runs are not expanded here."""
     body = FIXED.pack(MAGIC, 1, 0, 3, entries) + np.zeros(entries, "<i8").tobytes()
     runs_each = np.full(entries, len(starts), "<u4")
     body += columns.pack([np.arange(5, 5 + entries, dtype="<u8"), np.zeros(entries, "u1"), runs_each, 0 * runs_each])
@@ -83,7 +83,7 @@ def runs_of(starts: list[int], counts: list[int], entries: int) -> bytes:
     return body + check_bytes(body)
 
 
-def test_a_few_bytes_do_not_name_more_than_memory_holds():
+def test_few_bytes_never_expand_beyond_memory():
     record = decode_record(runs_of([0, 9], [8, 2], 3), "r")[1]
     assert [entry.chunks.tolist() for entry in record.values()] == [[*range(8), 9, 10]] * 3
     many = runs_of([0], [1 << 23], 60)
@@ -97,7 +97,7 @@ def test_a_few_bytes_do_not_name_more_than_memory_holds():
         tracemalloc.stop()
 
 
-def test_what_does_not_fit_into_one_record_waits(monkeypatch):
+def test_entries_beyond_one_record_wait(monkeypatch):
     record = example()
     assert select_fitting(record) == record
     monkeypatch.setattr(pending_delete_record, "ORDINALS_MAX", 8)
@@ -107,14 +107,14 @@ def test_what_does_not_fit_into_one_record_waits(monkeypatch):
         encode_record(1, record)
 
 
-def test_the_highest_record_holds_and_lower_ones_go():
+def test_highest_record_is_valid_and_lower_ones_are_removed():
     objects = memory_objects()
     store = PendingDeleteStore(objects)
     assert store.read() == {}
     store.replace(example())
     assert list(store.list_records()) == [1]
     newer = {9: PendingDelete(7, np.zeros(0, np.uint32), np.zeros(0, np.uint32), True)}
-    objects.put_new(f"gc/{5:016x}.nkg", encode_record(5, newer))  # whoever wrote it died before it removed the other
+    objects.put_new(f"gc/{5:016x}.nkg", encode_record(5, newer))  # its writer died before it removed the previous one
     assert plain(store.read()) == plain(newer)
     store.replace(example())
     assert store.list_records() == {6: record_bytes(example())}
@@ -123,15 +123,17 @@ def test_the_highest_record_holds_and_lower_ones_go():
     assert store.read() == {}
 
 
-def test_a_store_in_which_nothing_ever_was_condemned_has_no_record():
+def test_store_without_pending_deletes_has_no_record():
     store = PendingDeleteStore(memory_objects())
     store.replace({})
     assert store.list_records() == {}
     assert store.is_consistent()
 
 
-def test_a_record_whose_writer_slept_until_all_was_collected_never_holds(tmp_path):
-    """Held on its way to write record 1, while others condemn, free and are left with nothing condemned."""
+def test_record_of_a_delayed_writer_is_never_valid(tmp_path):
+    """The writer is delayed before it writes record 1, while others mark, free, and are left without pending
+    deletes.
+    """
     late, meanwhile = PendingDeleteStore(LocalObjectStore(tmp_path)), PendingDeleteStore(LocalObjectStore(tmp_path))
     names: list[str] = []
 
@@ -149,12 +151,12 @@ def test_a_record_whose_writer_slept_until_all_was_collected_never_holds(tmp_pat
     finally:
         failpoints.disarm()
     assert meanwhile.read() == {}
-    assert not meanwhile.is_consistent()  # what it left is removed by the next round
+    assert not meanwhile.is_consistent()  # the next run removes this record
     meanwhile.replace({})
     assert meanwhile.is_consistent()
 
 
-def test_a_broken_record_or_two_are_not_settled():
+def test_damaged_record_or_two_records_are_inconsistent():
     objects = memory_objects()
     store = PendingDeleteStore(objects)
     store.replace(example())
@@ -167,10 +169,10 @@ def test_a_broken_record_or_two_are_not_settled():
     assert not store.is_consistent()
 
 
-def test_a_broken_record_condemns_nothing_and_an_unknown_name_is_told():
+def test_damaged_record_has_no_entries_and_unknown_name_fails():
     objects = memory_objects()
     store = PendingDeleteStore(objects)
-    objects.put_new(f"gc/{2:016x}.nkg", encode_record(3, example()))  # under another's name
+    objects.put_new(f"gc/{2:016x}.nkg", encode_record(3, example()))  # under another record's name
     assert store.read() == {}
     with pytest.raises(Corrupt, match="is record 3"):
         store.at(2)

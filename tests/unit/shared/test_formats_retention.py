@@ -1,4 +1,4 @@
-"""Retention records: each byte counts, and what a reader would refuse is not written."""
+"""Test retention records: each byte is verified, and a record that a reader would refuse is not written."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ DATA = encode_retention(RECORD, KEY)
 
 
 def test_retention_record_is_read_as_written() -> None:
-    """F.29: What was encoded is decoded, with a MAC and, for a sealed record, without."""
+    """F.29: a record is decoded as encoded, with a MAC and, in an encrypted store, without."""
     assert decode_retention(DATA, "record", KEY) == RECORD
     assert decode_retention(encode_retention(RECORD), "record") == RECORD
     assert FIXED.size == 44
     assert int.from_bytes(DATA[36:44], "little") == RECORD.retain_until_us
 
 
-def test_any_flipped_bit_of_a_retention_record_is_seen() -> None:
-    """F.29: No bit of a record changes unnoticed, and none is missing."""
+def test_each_flipped_bit_of_retention_record_is_detected() -> None:
+    """F.29: no bit of a record changes unnoticed, and none is missing."""
     for bit in range(len(DATA) * 8):
         wrong = bytearray(DATA)
         wrong[bit // 8] ^= 1 << bit % 8
@@ -38,7 +38,7 @@ def test_any_flipped_bit_of_a_retention_record_is_seen() -> None:
 
 @pytest.mark.parametrize("key", [None, bytes(32)], ids=["no-mac", "wrong-mac"])
 def test_unauthenticated_retention_record_is_corrupt(key: bytes | None) -> None:
-    """F.29: A record without the store's MAC is not believed in a store that authenticates its records."""
+    """F.29: a store that authenticates its records refuses a record without the store's MAC."""
     with pytest.raises(Corrupt, match="not authenticated"):
         decode_retention(encode_retention(RECORD, key), "record", KEY)
 
@@ -58,13 +58,13 @@ def test_unauthenticated_retention_record_is_corrupt(key: bytes | None) -> None:
     ],
 )
 def test_retention_record_out_of_bounds_is_not_written(change: dict[str, object]) -> None:
-    """F.29: A writer refuses what a reader would not take."""
+    """F.29: a writer refuses a record that a reader would refuse."""
     with pytest.raises(BadInput):
         encode_retention(replace(RECORD, **change), KEY)  # type: ignore[arg-type]
 
 
 def test_newer_retention_record_names_the_remedy() -> None:
-    """F.29: A record of a later format, or with an unknown flag, is not taken for a damaged one."""
+    """F.29: a record of a later format or with an unknown flag is not reported as damaged."""
     for at, value in ((4, 2), (6, 3)):
         body = DATA[:at] + value.to_bytes(2, "little") + DATA[at + 2 : -8]
         with pytest.raises(FormatTooNew, match="upgrade"):

@@ -1,4 +1,4 @@
-"""Marks: each byte counts, and what a reader would not take is not written."""
+"""Test tombstones: each byte is verified, and a tombstone that a reader would refuse is not written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def resealed(body: bytes) -> bytes:
     return body + columns.check_bytes(body)
 
 
-def test_a_mark_comes_back() -> None:
+def test_tombstone_round_trips() -> None:
     for mark in (
         MARK,
         replace(MARK, sequence=2, kind=MarkKind.UNDELETED, until_us=0, who="", reason=""),
@@ -29,7 +29,7 @@ def test_a_mark_comes_back() -> None:
         assert decode_mark(encode_mark(mark), "mark") == mark
 
 
-def test_the_fixed_part_lies_where_the_page_says() -> None:
+def test_fixed_part_is_laid_out_as_the_page_says() -> None:
     layout = Struct("<4s2H Q I 4H q q 16s")
     assert FIXED.size == 60
     assert layout.unpack_from(DATA)[:5] == (b"NKT1", 1, 1, 3, 1)
@@ -39,7 +39,7 @@ def test_the_fixed_part_lies_where_the_page_says() -> None:
     assert DATA[60:-8].decode() == "defaultbackups/täglich.tarkim@db-1wrong höst"
 
 
-def test_any_flipped_bit_is_seen() -> None:
+def test_any_flipped_bit_is_detected() -> None:
     for bit in range(len(DATA) * 8):
         wrong = bytearray(DATA)
         wrong[bit // 8] ^= 1 << bit % 8
@@ -47,7 +47,7 @@ def test_any_flipped_bit_is_seen() -> None:
             decode_mark(bytes(wrong), "mark 7")
 
 
-def test_any_missing_or_added_byte_is_seen() -> None:
+def test_any_missing_or_added_byte_is_detected() -> None:
     for stop in range(len(DATA)):
         with pytest.raises(Corrupt):
             decode_mark(DATA[:stop], "mark")
@@ -73,9 +73,7 @@ def test_any_missing_or_added_byte_is_seen() -> None:
         (60, b"\xff", Corrupt),
     ],
 )
-def test_what_no_writer_makes_is_refused_under_an_agreeing_checksum(
-    at: int, value: bytes, error: type[Exception]
-) -> None:
+def test_invalid_tombstone_with_valid_checksum_is_refused(at: int, value: bytes, error: type[Exception]) -> None:
     body = bytearray(DATA[:-8])
     body[at : at + len(value)] = value
     with pytest.raises(error):
@@ -99,6 +97,6 @@ def test_what_no_writer_makes_is_refused_under_an_agreeing_checksum(
         {"reason": "\ud800"},
     ],
 )
-def test_what_would_not_be_read_is_not_written(wrong: dict[str, object]) -> None:
+def test_tombstone_that_a_reader_would_refuse_is_not_written(wrong: dict[str, object]) -> None:
     with pytest.raises(BadInput):
         encode_mark(replace(MARK, **wrong))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Frozen dataclasses: ours beside the library's own."""
+"""Compare the frozen dataclasses with those of the library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Ours:
 
 @held
 class Held:
-    """A record that stays as it was made."""
+    """A record that is immutable."""
 
     number: int
     name: str = "a"
@@ -34,7 +34,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Theirs:
-    """The same record, as the library makes it."""
+    """The same record, made by the library."""
 
     number: int
     name: str = "a"
@@ -44,7 +44,7 @@ class Theirs:
 
 @frozen
 class Plain:
-    """A record with no more than types and values."""
+    """A record with types and values only."""
 
     number: int
     name: str = "a"
@@ -53,7 +53,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class TheirPlain:
-    """The same record, as the library makes it."""
+    """The same record, made by the library."""
 
     number: int
     name: str = "a"
@@ -62,12 +62,12 @@ class TheirPlain:
 
 @frozen
 class Nothing:
-    """A record of nothing."""
+    """A record without fields."""
 
 
 @frozen
 class Checked:
-    """A record that checks what it is given."""
+    """A record that validates its values."""
 
     number: int
 
@@ -86,7 +86,7 @@ MADE: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("args", "named"), MADE)
 @pytest.mark.parametrize(("others", "others_named"), MADE)
-def test_they_compare_hash_and_print_as_the_librarys_do(
+def test_records_compare_hash_and_print_as_the_library_s(
     args: tuple[Any, ...], named: dict[str, Any], others: tuple[Any, ...], others_named: dict[str, Any]
 ) -> None:
     ours, theirs = Ours(*args, **named), Theirs(*args, **named)
@@ -98,7 +98,7 @@ def test_they_compare_hash_and_print_as_the_librarys_do(
     assert [each.name for each in fields(Ours)] == [each.name for each in fields(Theirs)]
 
 
-def test_they_are_replaced_copied_and_pickled() -> None:
+def test_records_are_replaced_copied_and_pickled() -> None:
     ours = Ours(1, note=[3])
     assert replace(ours, name="z") == Ours(1, "z")
     for other in (copy.copy(ours), copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
@@ -112,7 +112,7 @@ def test_no_field_can_be_added() -> None:
 
 
 @pytest.mark.parametrize("made", [Held(1), DeltaSettings()], ids=["held", "settings"])
-def test_what_is_held_cannot_be_set_or_deleted(made: Any) -> None:
+def test_fields_of_frozen_record_cannot_be_set_or_deleted(made: Any) -> None:
     name = fields(made)[0].name
     before = repr(made)
     with pytest.raises(FrozenInstanceError, match=f"{type(made).__name__}.{name} cannot be set"):
@@ -128,7 +128,7 @@ def test_what_is_held_cannot_be_set_or_deleted(made: Any) -> None:
     ("args", "named"),
     [((1,), {}), ((1, "b"), {}), ((1, "b", 2.5), {}), ((), {"ratio": 1.5, "number": 3}), ((4,), {"name": "c"})],
 )
-def test_a_plain_one_is_made_as_the_librarys_is(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+def test_plain_record_is_constructed_as_the_library_s(args: tuple[Any, ...], named: dict[str, Any]) -> None:
     ours, theirs = Plain(*args, **named), TheirPlain(*args, **named)
     assert astuple(ours) == astuple(theirs)
 
@@ -137,9 +137,8 @@ def test_a_plain_one_is_made_as_the_librarys_is(args: tuple[Any, ...], named: di
     ("args", "named"),
     [((), {}), ((1, "b", 2.5, 4), {}), ((1,), {"number": 2}), ((1,), {"colour": "red"}), ((), {"name": "b"})],
 )
-def test_a_plain_one_refuses_what_the_librarys_does_in_the_same_words(
-    args: tuple[Any, ...], named: dict[str, Any]
-) -> None:
+def test_plain_record_refuses_as_the_library_s(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """With the same message."""
     with pytest.raises(TypeError) as theirs:
         TheirPlain(*args, **named)
     with pytest.raises(TypeError) as ours:
@@ -147,13 +146,13 @@ def test_a_plain_one_refuses_what_the_librarys_does_in_the_same_words(
     assert str(ours.value) == str(theirs.value).replace("TheirPlain", "Plain")
 
 
-def test_its_signature_is_the_librarys() -> None:
+def test_signature_is_the_library_s() -> None:
     assert inspect.signature(Plain) == inspect.signature(TheirPlain)
     assert inspect.signature(Ours) == inspect.signature(Theirs)
 
 
-def test_each_has_its_own_fields() -> None:
-    """The code of `__init__` is shared by all classes of three fields; names and values are not."""
+def test_each_class_has_its_own_fields() -> None:
+    """Classes of three fields share the code of `__init__`, but neither names nor values."""
     other = frozen(type("Other", (), {"__annotations__": {"x": "int", "y": "int", "z": "int"}, "z": 7}))
     made, plain = other(1, 2), Plain(3)
     assert (made.x, made.y, made.z) == (1, 2, 7)
@@ -162,14 +161,14 @@ def test_each_has_its_own_fields() -> None:
         other()
 
 
-def test_one_without_fields_and_one_that_checks() -> None:
+def test_record_without_fields_and_validating_record_work() -> None:
     assert Nothing() == Nothing()
     assert Checked(1).number == 1
     with pytest.raises(ValueError, match="-1"):
         Checked(-1)
 
 
-def test_a_default_before_a_field_without_one_is_refused_as_by_the_library() -> None:
+def test_default_before_a_field_without_one_is_refused() -> None:
     space = {"__annotations__": {"x": "int", "y": "int"}, "x": 7}
     with pytest.raises(TypeError):
         dataclass(type("Theirs", (), dict(space)))

@@ -1,4 +1,4 @@
-"""What a process tells of itself, asked over HTTP."""
+"""Test the health endpoint of a process over HTTP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def asked(monitor: Monitor, path: str) -> httpx.Response:
     return httpx.get(f"http://127.0.0.1:{monitor.port}{path}", timeout=10)
 
 
-def test_a_loop_that_does_no_step_for_long_is_not_live(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_without_a_step_for_long_is_not_live(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(monitoring, "time", SimpleNamespace(monotonic=lambda: now))
     pulse = monitor.pulse("delta")
@@ -45,9 +45,7 @@ def test_a_loop_that_does_no_step_for_long_is_not_live(monitor: Monitor, monkeyp
     assert (answer.status_code, answer.json()) == (503, {"status": "stalled", "committer": "no step for 11 s"})
 
 
-def test_it_is_ready_once_connected_while_all_answers_and_until_it_stops(
-    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readiness_follows_connection_checks_and_stop(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "VALID_SECONDS", 0.0)
     away = True
     asks = 0
@@ -62,7 +60,7 @@ def test_it_is_ready_once_connected_while_all_answers_and_until_it_stops(
     monitor.on_connect({"redis": redis, "kafka": lambda: None})
     answer = asked(monitor, "/readyz")
     assert (answer.status_code, answer.json()["redis"]) == (503, "redis 127.0.0.1:6379: refused")
-    assert asked(monitor, "/livez").status_code == 200  # to start it again would bring back no Redis
+    assert asked(monitor, "/livez").status_code == 200  # a restart would not bring Redis back
     away = False
     assert asked(monitor, "/readyz").status_code == 200
     monkeypatch.setattr(readiness, "VALID_SECONDS", 60.0)
@@ -82,7 +80,7 @@ def test_metrics_are_prometheus_text(monitor: Monitor) -> None:
     assert asked(monitor, "/other").status_code == 404
 
 
-def test_a_port_that_is_taken_is_refused_by_name() -> None:
+def test_used_port_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f'monitor.port "{port}" on 127.0.0.1: Address already in use'):

@@ -1,4 +1,4 @@
-"""What Kafka's clients say of themselves: once for people, not once a try and client."""
+"""Test the log lines of Kafka's clients: once for an operator, not once for each try and client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
     return caplog
 
 
-def test_the_same_is_said_once_in_a_while(said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_lines_are_logged_once_in_a_while(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 1000.0
     monkeypatch.setattr(clients.time, "monotonic", lambda: now)
     for _ in range(50):
@@ -41,7 +43,7 @@ def test_the_same_is_said_once_in_a_while(said: pytest.LogCaptureFixture, monkey
     assert len(said.records) == 3
 
 
-def test_what_was_said_is_remembered_within_bounds(said: pytest.LogCaptureFixture) -> None:
+def test_remembered_lines_are_bounded(said: pytest.LogCaptureFixture) -> None:
     for number in range(3 * clients.REPORTED_MAX):
         clients._on_error(KafkaError(KafkaError._TRANSPORT, f"after {number} ms"))
     assert len(said.records) == 3 * clients.REPORTED_MAX
@@ -52,8 +54,8 @@ def kafka(**values: object) -> Settings:
     return with_changes(Settings(), {"kafka": values})
 
 
-def test_a_file_of_certificates_that_is_none_is_told_as_the_setting(tmp_path: Path) -> None:
-    """librdkafka's own words are `error:05880020:x509 certificate routines::BIO lib`."""
+def test_invalid_certificate_file_is_reported_as_the_setting(tmp_path: Path) -> None:
+    """librdkafka's own message is `error:05880020:x509 certificate routines::BIO lib`."""
     there = tmp_path / "ca.pem"
     with pytest.raises(ConfigError, match=rf'^kafka\.ca_file "{there}": No such file'):
         clients.connection(kafka(security_protocol="ssl", ca_file=str(there)), "test")
@@ -66,7 +68,7 @@ def test_a_file_of_certificates_that_is_none_is_told_as_the_setting(tmp_path: Pa
 
 
 @pytest.mark.parametrize("protocol", ["sasl_plaintext", "sasl_ssl"])
-def test_a_user_without_a_password_is_told_as_the_setting(protocol: str) -> None:
+def test_user_without_password_is_reported_as_the_setting(protocol: str) -> None:
     with pytest.raises(ConfigError, match=r"^kafka\.sasl_username: not set"):
         clients.connection(kafka(security_protocol=protocol), "test")
     with pytest.raises(ConfigError, match=r"^kafka\.sasl_password: not set.*NEARKIN_KAFKA__SASL_PASSWORD"):
@@ -86,10 +88,10 @@ def test_a_user_without_a_password_is_told_as_the_setting(protocol: str) -> None
         (KafkaError.TOPIC_ALREADY_EXISTS, None),
     ],
 )
-def test_topics_are_waited_for_while_brokers_come_up(
+def test_topics_are_awaited_while_brokers_start(
     code: int, error: type[NearkinError] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first of three answers, and has nobody to replicate to: a worker gave up where it waits for the others."""
+    """The first of three brokers answers and cannot replicate yet: a worker must wait for the others."""
 
     class Admin:
         def __init__(self, _: object) -> None:
@@ -100,13 +102,13 @@ def test_topics_are_waited_for_while_brokers_come_up(
 
         def create_topics(self, wanted: list[NewTopic]) -> dict[str, Future[None]]:
             refused: Future[None] = Future()
-            refused.set_exception(KafkaException(KafkaError(code, "said so.")))
+            refused.set_exception(KafkaException(KafkaError(code, "it failed.")))
             return {wanted[0].topic: refused}
 
     monkeypatch.setattr(clients, "AdminClient", Admin)
     if error is None:
         assert clients.create_topics(Settings()) == []
         return
-    with pytest.raises(error, match=r"^topic nearkin\.frames: said so\.") as told:
+    with pytest.raises(error, match=r"^topic nearkin\.frames: it failed\.") as raised:
         clients.create_topics(Settings())
-    assert ("kafka.replication" in str(told.value)) == (code == KafkaError.INVALID_REPLICATION_FACTOR)
+    assert ("kafka.replication" in str(raised.value)) == (code == KafkaError.INVALID_REPLICATION_FACTOR)

@@ -1,4 +1,4 @@
-"""Leader epochs that are committed with offsets: a log that was truncated and written again is noticed."""
+"""Test leader epochs committed with offsets: a log that was truncated and written again is detected."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def read(epochs: LeaderEpochs, at: int, epoch: int | None) -> Reading:
     ],
     ids=["same", "older", "rewritten", "removed by retention", "out of range"],
 )
-def test_first_record_after_resume_is_judged(first: tuple[int, int], expected: list[Reading]) -> None:
-    """F.32: The record below the committed offset is of no later epoch, or the log was truncated."""
+def test_first_record_after_resume_is_checked(first: tuple[int, int], expected: list[Reading]) -> None:
+    """F.32: the record below the committed offset must not have a later epoch, else the log was truncated."""
     epochs = LeaderEpochs()
     begin = epochs.resume(TopicPartition("t", 0, 10, "", 4))
     assert begin.offset == 9
@@ -58,14 +58,14 @@ def test_first_record_after_resume_is_judged(first: tuple[int, int], expected: l
     "committed", [TopicPartition("t", 0), TopicPartition("t", 0, 10), TopicPartition("t", 0, 0, "", 4)]
 )
 def test_resume_without_epoch_is_left_to_the_client(committed: TopicPartition) -> None:
-    """F.32: Of an offset that an older release committed, or none, nothing is known: the client begins there."""
+    """F.32: an offset committed by an older release, or none, has no epoch: the client decides."""
     epochs = LeaderEpochs()
     assert epochs.resume(committed).offset == TopicPartition("t", 0).offset
     assert read(epochs, 9, 7) is Reading.NEW
 
 
 def test_committed_offset_carries_last_epoch() -> None:
-    """F.32: What is committed has the epoch of the last record read, or of the commit before while none was read."""
+    """F.32: a commit carries the epoch of the last record read, or that of the last commit if none was read."""
     epochs = LeaderEpochs()
     epochs.resume(TopicPartition("t", 0, 10, "", 4))
     assert epochs.committed("t", 0, 10).leader_epoch == 4

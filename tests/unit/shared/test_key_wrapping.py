@@ -1,4 +1,4 @@
-"""Key-encryption keys: where they come from, what is refused, and that none is ever told."""
+"""Test key-encryption keys: their sources, their refusals, and that no key is ever shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.data.test_keys import KEY_ENCRYPTION_KEYS, encode_keys
 ONE, TWO, THREE = KEY_ENCRYPTION_KEYS
 
 
-def test_what_was_wrapped_unwraps_with_the_same_key_and_context_alone() -> None:
+def test_wrapped_key_needs_its_key_and_context() -> None:
     keys = LocalKeys([ONE], "here")
     wrapped = keys.wrap(b"a data key", b"context")
     assert b"a data key" not in wrapped
@@ -32,7 +32,7 @@ def test_what_was_wrapped_unwraps_with_the_same_key_and_context_alone() -> None:
             keys.unwrap(keys.key_id, bytes_of_it, context)
 
 
-def test_the_first_key_wraps_and_all_unwrap() -> None:
+def test_first_key_wraps_and_all_unwrap() -> None:
     old = LocalKeys([ONE], "here").wrap(b"secret", b"")
     both = LocalKeys([TWO, ONE], "here")
     assert both.key_id == key_id_of(TWO)
@@ -40,25 +40,25 @@ def test_the_first_key_wraps_and_all_unwrap() -> None:
     assert both.unwrap(key_id_of(TWO), both.wrap(b"secret", b""), b"") == b"secret"
 
 
-def test_a_key_that_is_not_at_hand_is_named_and_those_at_hand_too() -> None:
+def test_missing_key_is_named_with_the_available_ones() -> None:
     with pytest.raises(ConfigError, match=rf"here.*{key_id_of(ONE)}.*{key_id_of(TWO)}.*add that key"):
         LocalKeys([TWO], "here").unwrap(key_id_of(ONE), bytes(40), b"")
 
 
-def test_a_file_may_have_comments_commas_and_empty_lines(tmp_path: Path) -> None:
+def test_key_file_may_have_comments_commas_and_empty_lines(tmp_path: Path) -> None:
     text = f"# the newest\n\n{encode_keys(TWO)}  # 2026\n{encode_keys(ONE)},{encode_keys(THREE)}\n"
     assert keys_in(text, "here") == [TWO, ONE, THREE]
 
 
 @pytest.mark.parametrize("text", ["", "# none\n", "this is not base64!", base64.b64encode(bytes(31)).decode(), "é"])
-def test_text_that_is_no_key_is_refused_without_being_told(text: str) -> None:
+def test_text_that_is_no_key_is_refused_unshown(text: str) -> None:
     with pytest.raises(ConfigError, match="here") as told:
         keys_in(text, "here")
     assert len(text) < 8 or text not in str(told.value)
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o602])
-def test_a_key_file_that_everybody_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_key_file_readable_by_others_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "key"
     path.write_text(encode_keys(ONE))
     path.chmod(mode)
@@ -69,7 +69,7 @@ def test_a_key_file_that_everybody_may_read_is_refused(tmp_path: Path, mode: int
         assert wrapper_of(StorageSettings(encryption="aes-256-gcm", key_file=str(path))).key_id == key_id_of(ONE)
 
 
-def test_a_missing_an_empty_and_a_binary_key_file_are_refused_by_name(tmp_path: Path) -> None:
+def test_missing_empty_or_binary_key_file_is_refused_by_name(tmp_path: Path) -> None:
     for name, data in (("empty", b""), ("binary", bytes(range(128, 160))), ("large", b"#" * 70_000)):
         path = tmp_path / name
         path.write_bytes(data)
@@ -80,7 +80,7 @@ def test_a_missing_an_empty_and_a_binary_key_file_are_refused_by_name(tmp_path: 
         wrapper_of(StorageSettings(encryption="aes-256-gcm", key_file=str(tmp_path / "missing")))
 
 
-def test_generated_keys_come_first_and_the_file_is_its_owners_alone(tmp_path: Path) -> None:
+def test_generated_key_is_first_in_a_private_file(tmp_path: Path) -> None:
     path = tmp_path / "key"
     before = os.umask(0)
     try:
@@ -94,7 +94,7 @@ def test_generated_keys_come_first_and_the_file_is_its_owners_alone(tmp_path: Pa
     assert first != second
 
 
-def test_a_key_file_with_something_else_in_it_is_not_added_to(tmp_path: Path) -> None:
+def test_file_with_other_content_is_not_added_to(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("my notes")
     path.chmod(0o600)
@@ -103,7 +103,7 @@ def test_a_key_file_with_something_else_in_it_is_not_added_to(tmp_path: Path) ->
     assert path.read_text() == "my notes"
 
 
-def test_no_key_is_in_what_settings_or_keys_look_like() -> None:
+def test_repr_of_settings_and_keys_holds_no_key() -> None:
     chosen = with_changes(Settings(), {"storage": {"encryption": "aes-256-gcm", "key": encode_keys(ONE)}})
     for text in (repr(chosen), repr(chosen.storage), repr(wrapper_of(chosen.storage)), str(chosen)):
         assert encode_keys(ONE) not in text

@@ -1,4 +1,4 @@
-"""Data keys: made once, rotated, wrapped anew, erased; and what a process that dies in between leaves."""
+"""Test data keys: created once, rotated, rewrapped, erased; and the state that a crash in between leaves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def records(keys: MemoryKeys) -> list[str]:
     return sorted(name for name, _ in keys.below.names("keys"))
 
 
-def test_each_domain_has_a_key_of_its_own_and_keeps_it() -> None:
+def test_each_domain_has_its_own_permanent_key() -> None:
     keys = MemoryKeys()
     found = [keys.keyring.newest(domain) for domain in (None, DB, WEB)]
     assert len({key.secret for key in found}) == 3
@@ -42,7 +42,7 @@ def test_each_domain_has_a_key_of_its_own_and_keeps_it() -> None:
         assert again.key(key.owner, key.number, "an object").secret == key.secret
 
 
-def test_names_of_owners_tell_nobody_whose_they_are_without_the_stores_key() -> None:
+def test_owner_names_are_opaque_without_the_store_key() -> None:
     keys, others, domain = MemoryKeys(), MemoryKeys(), domain_of("a-tenants-name")
     keys.keyring.check_tenant("a-tenants-name")
     key = keys.keyring.newest(domain)
@@ -54,7 +54,7 @@ def test_names_of_owners_tell_nobody_whose_they_are_without_the_stores_key() -> 
             assert form not in stored
 
 
-def test_writers_that_make_the_first_key_at_once_can_read_what_the_others_sealed() -> None:
+def test_concurrent_writers_of_the_first_key_share_it() -> None:
     keys = MemoryKeys()
     rings = [keys.another() for _ in range(6)]
     barrier = threading.Barrier(len(rings))
@@ -69,7 +69,8 @@ def test_writers_that_make_the_first_key_at_once_can_read_what_the_others_sealed
         assert [ring.key(key.owner, key.number, "an object").secret for key in made] == [key.secret for key in made]
 
 
-def test_after_a_rotation_new_objects_get_the_new_key_and_others_follow_within_a_minute() -> None:
+def test_rotated_key_is_used_by_others_within_a_minute() -> None:
+    """New objects of the rotating process use it at once."""
     keys = MemoryKeys()
     other = keys.another()
     first = other.newest(DB)
@@ -78,15 +79,15 @@ def test_after_a_rotation_new_objects_get_the_new_key_and_others_follow_within_a
     second = keys.keyring.newest(DB)
     assert (second.number, second.tenant) == (number, "db")
     assert other.newest(DB).number == first.number
-    assert other.key(second.owner, number, "an object").secret == second.secret  # what is read is looked for at once
+    assert other.key(second.owner, number, "an object").secret == second.secret  # a read looks the key up at once
     keys.clock.now += FRESH_SECONDS + 1
     assert other.newest(DB).number == number
     assert other.key(first.owner, first.number, "an object").secret == first.secret
     assert keys.keyring.rotate(None) > 1
-    assert keys.keyring.owner_of(DB) == first.owner  # the store's first key goes on naming owners
+    assert keys.keyring.owner_of(DB) == first.owner  # owners are still named with the store's first key
 
 
-def test_a_key_that_is_not_there_is_damage_and_named() -> None:
+def test_missing_key_is_damage_and_named() -> None:
     keys = MemoryKeys()
     with pytest.raises(Corrupt, match=r"an object: encrypted by key 7 of 00000000"):
         keys.keyring.key(STORE_OWNER, 7, "an object")
@@ -95,7 +96,8 @@ def test_a_key_that_is_not_there_is_damage_and_named() -> None:
         keys.keyring.key(keys.keyring.owner_of(DB), 7, "an object")
 
 
-def test_who_had_an_owners_keys_makes_no_other_once_they_are_gone() -> None:
+def test_holder_of_lost_keys_creates_no_other() -> None:
+    """A process that knew an owner's keys must not replace them."""
     keys = MemoryKeys()
     keys.keyring.check_tenant("db")
     secret = keys.keyring.newest(DB).secret
@@ -113,7 +115,8 @@ def test_who_had_an_owners_keys_makes_no_other_once_they_are_gone() -> None:
     assert keys.keyring.newest(DB).secret == secret  # at once
 
 
-def test_a_first_key_that_another_process_made_since_one_looked_is_not_lost() -> None:
+def test_first_key_of_another_process_is_not_lost() -> None:
+    """It was created after this process listed the keys."""
     keys = MemoryKeys()
     other = keys.another()
     other.check_not_lost("db", lambda: False)
@@ -121,7 +124,7 @@ def test_a_first_key_that_another_process_made_since_one_looked_is_not_lost() ->
     other.check_not_lost("db", lambda: True)
 
 
-def test_data_keys_are_wrapped_anew_without_changing() -> None:
+def test_data_keys_are_rewrapped_without_change() -> None:
     keys = MemoryKeys()
     before = [keys.keyring.newest(domain).secret for domain in (None, DB, WEB)]
     both = keys.another((TWO, ONE))
@@ -136,7 +139,7 @@ def test_data_keys_are_wrapped_anew_without_changing() -> None:
 
 
 @pytest.mark.parametrize("script", ["E", "L", ".E", ".L", "..E", "..L", "...E", "....L"])
-def test_rewrapping_that_was_cut_short_is_ended_by_the_next_and_loses_nothing(script: str) -> None:
+def test_interrupted_rewrap_is_completed_by_the_next(script: str) -> None:
     keys = MemoryKeys()
     before = [keys.keyring.newest(domain).secret for domain in (None, DB)]
     faulty = FaultyObjectStore(keys.below, script)
@@ -150,7 +153,8 @@ def test_rewrapping_that_was_cut_short_is_ended_by_the_next_and_loses_nothing(sc
     assert len(records(keys)) == 2
 
 
-def test_an_erased_tenants_keys_are_gone_everywhere_within_a_minute_and_others_are_not() -> None:
+def test_erased_keys_are_unusable_within_a_minute() -> None:
+    """In each process; other tenants' keys stay."""
     keys = MemoryKeys()
     other = keys.another()
     db, web = other.newest(DB), other.newest(WEB)
@@ -176,14 +180,14 @@ def test_an_erased_tenants_keys_are_gone_everywhere_within_a_minute_and_others_a
 
 
 @pytest.mark.parametrize("script", ["E", "L", ".E", ".L", "..E", "..L", "...E", "...L", "....E", "....L"])
-def test_erasing_that_was_cut_short_either_changed_nothing_or_reads_no_more(script: str) -> None:
+def test_interrupted_erasure_changed_nothing_or_reads_fail(script: str) -> None:
     keys = MemoryKeys()
     keys.keyring.newest(DB)
     faulty = FaultyObjectStore(keys.below, script)
     with pytest.raises(StoreUnavailable):
         keys.another(objects=faulty).erase("db")
     fresh = keys.another()
-    if len(script) < 3 or script == "..E":  # the erasure epoch comes before the record
+    if len(script) < 3 or script == "..E":  # the erasure epoch is written before the record
         fresh.check_tenant("db")
     else:
         with pytest.raises(TenantErased):
@@ -206,7 +210,7 @@ def test_erasure_record_of_no_time_blocks_its_owner(erased_us: object) -> None:
     assert [name for name in records(keys) if name.startswith(f"keys/{owner.hex()}/")]
 
 
-def test_a_key_that_is_made_while_its_tenant_is_erased_does_not_stay() -> None:
+def test_key_created_during_an_erasure_is_removed() -> None:
     keys = MemoryKeys()
     eraser = keys.another()
 
@@ -222,19 +226,19 @@ def test_a_key_that_is_made_while_its_tenant_is_erased_does_not_stay() -> None:
     assert not [name for name in records(keys) if name.startswith(f"keys/{keys.keyring.owner_of(DB).hex()}")]
 
 
-def test_parity_does_not_bring_an_erased_key_back() -> None:
+def test_parity_does_not_restore_an_erased_key() -> None:
     below = memory_objects()
     wrapper = LocalKeys([ONE], "here")
     covered = ParityObjectStore(below, Scheme(4, 2))
     keyring = open_keyring(covered, wrapper)
     owner = keyring.newest(DB).owner
     assert list(below.names(f"parity/keys/{owner.hex()}"))
-    open_keyring(ParityObjectStore(below, None), wrapper).erase("db")  # by a process that makes no parity
+    open_keyring(ParityObjectStore(below, None), wrapper).erase("db")  # by a process that writes no parity
     assert not list(below.names(f"parity/keys/{owner.hex()}"))
     assert not list(below.names(f"keys/{owner.hex()}"))
 
 
-def test_a_damaged_key_is_read_by_its_parity() -> None:
+def test_damaged_key_is_read_by_its_parity() -> None:
     below = memory_objects()
     wrapper = LocalKeys([ONE], "here")
     secret = open_keyring(ParityObjectStore(below, Scheme(4, 2)), wrapper).newest(DB).secret
@@ -247,7 +251,7 @@ def test_a_damaged_key_is_read_by_its_parity() -> None:
     assert len(fresh.problems()) == 2
 
 
-def test_each_flipped_bit_of_a_record_is_told() -> None:
+def test_each_flipped_bit_of_a_record_is_detected() -> None:
     keys = MemoryKeys()
     keys.keyring.newest(DB)
     (name,) = [name for name in records(keys) if not name.startswith(f"keys/{STORE_OWNER.hex()}")]
@@ -261,10 +265,10 @@ def test_each_flipped_bit_of_a_record_is_told() -> None:
                 found = fmt.decode_key(bytes(data), name)
             except (Corrupt, FormatTooNew):
                 continue
-            assert found == wrapped  # white space, or a letter's case in an escape: it says the same
+            assert found == wrapped  # white space, or a letter's case in an escape: an equal record
 
 
-def test_a_store_is_opened_with_the_keys_that_it_has() -> None:
+def test_store_opens_with_its_existing_keys() -> None:
     wrapper = LocalKeys([ONE], "here")
     clear, below = ParityObjectStore(memory_objects(), None), ParityObjectStore(memory_objects(), None)
     descriptor.create(clear)
@@ -281,7 +285,7 @@ def test_a_store_is_opened_with_the_keys_that_it_has() -> None:
         open_keyring(below, wrapper)
 
 
-def test_no_secret_is_in_what_keys_look_like() -> None:
+def test_repr_of_keys_holds_no_secret() -> None:
     keys = MemoryKeys()
     key = keys.keyring.newest(DB)
     for text in (repr(key), repr(keys.keyring), repr(keys.keyring.list_keys())):

@@ -1,4 +1,4 @@
-"""The chunker `leastcdc`: what its definition promises."""
+"""Test the chunker `leastcdc` against its definition."""
 
 import hashlib
 
@@ -16,21 +16,21 @@ def random_bytes(seed: int, total_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("bounds", [(2048, 8192, 65536), (2048, 11_000, 65536), (5000, 6000, 10_000), (64, 1024, 8192)])
-def test_the_mean_chunk_of_random_data_is_the_target_or_a_little_more(bounds: tuple[int, int, int]) -> None:
+def test_mean_chunk_of_random_data_is_slightly_over_target(bounds: tuple[int, int, int]) -> None:
     lengths = chunking.leastcdc_cut(random_bytes(1, 16 << 20), *bounds, True)[:-1]
-    # Where a range reaches back over the one before, the ends there have lost once already: 2 % longer chunks. The
+    # Where a range overlaps the previous one, its ends there are no minimum already: 2 % longer chunks. The
     # mean of 1,500 or more chunks has a standard error of 0.8 %.
     assert 0.98 < lengths.mean() / bounds[1] < 1.045
 
 
-def test_chunks_of_random_data_lie_between_half_the_target_and_one_and_a_half() -> None:
+def test_random_chunks_are_half_to_one_and_a_half_targets() -> None:
     lengths = chunking.leastcdc_cut(random_bytes(2, 8 << 20), MIN, TARGET, MAX, True)[:-1]
     assert lengths.min() > TARGET // 2
     assert lengths.max() <= TARGET * 3 // 2
     assert np.histogram(lengths, 4, (TARGET // 2, TARGET * 3 // 2))[0].min() > 0.2 * len(lengths)
 
 
-def test_a_chunk_ends_at_the_least_rank_of_its_range() -> None:
+def test_chunk_ends_at_the_least_rank_of_its_range() -> None:
     data = random_bytes(3, 200_000)
     candidates = (np.flatnonzero(reference.hashes(memoryview(data)) >= 65536 - 128) + 32).tolist()
     start = 0
@@ -44,7 +44,7 @@ def test_a_chunk_ends_at_the_least_rank_of_its_range() -> None:
         start += length
 
 
-def test_without_a_candidate_in_its_range_a_chunk_ends_at_the_first_above() -> None:
+def test_chunk_without_candidate_in_range_ends_at_first_above() -> None:
     hole = bytes(3 * TARGET)
     tail = random_bytes(4, 100_000)
     first = chunking.leastcdc_cut(hole + tail, MIN, TARGET, MAX, True)[0]
@@ -54,13 +54,13 @@ def test_without_a_candidate_in_its_range_a_chunk_ends_at_the_first_above() -> N
 
 
 @pytest.mark.parametrize("target_bytes", [2048, 8192, 65536, 921600])
-def test_a_run_of_any_byte_value_has_no_candidate(target_bytes: int) -> None:
+def test_run_of_one_byte_value_has_no_candidate(target_bytes: int) -> None:
     runs = np.array([reference.hashes(memoryview(bytes([value]) * 32))[0] for value in range(256)])
     assert (runs < reference.least_hash(target_bytes)).all()
     assert chunking.leastcdc_cut(b"\xff" * 921600, 2048, target_bytes, 921600, True).tolist() == [921600]
 
 
-def test_the_hash_is_the_doubling_that_kernels_compute() -> None:
+def test_hash_is_the_doubling_that_kernels_compute() -> None:
     data = random_bytes(5, 500)
     a, b, c, d = reference.SPREAD
 
@@ -80,7 +80,7 @@ def test_the_hash_is_the_doubling_that_kernels_compute() -> None:
     assert reference.hashes(memoryview(data)).tolist() == expected
 
 
-def test_the_rank_folds_three_products_of_128_bits() -> None:
+def test_rank_folds_three_products_of_128_bits() -> None:
     window = bytes(range(48))
     words = [int.from_bytes(window[at : at + 8], "little") ^ reference.KEYS[at // 8] for at in range(0, 48, 8)]
     products = [words[0] * words[1], words[2] * words[3], words[4] * words[5]]
@@ -90,14 +90,14 @@ def test_the_rank_folds_three_products_of_128_bits() -> None:
     assert reference.rank(window) == expected
 
 
-def test_the_constants_are_the_frozen_ones() -> None:
+def test_constants_are_frozen() -> None:
     raw = hashlib.blake2b(b"\x08\x00", digest_size=56, person=b"nearkin least").digest()
     assert reference.SPREAD == (0xD633, 0x3705, 0x8313, 0xF41F)
     assert reference.SPREAD[0] == int.from_bytes(raw[:2], "little") | 1
     assert reference.KEYS[5] == int.from_bytes(raw[-8:], "little")
 
 
-def test_two_streams_meet_again_wherever_their_chunks_began() -> None:
+def test_two_streams_synchronize_from_any_start() -> None:
     data = random_bytes(6, 2_000_000)
     shifts = range(1, 200_000, 9973)
     met = []
@@ -105,5 +105,5 @@ def test_two_streams_meet_again_wherever_their_chunks_began() -> None:
         one = set(np.cumsum(chunking.leastcdc_cut(data, MIN, TARGET, MAX, True)).tolist())
         other = (np.cumsum(chunking.leastcdc_cut(data[shift:], MIN, TARGET, MAX, True)) + shift).tolist()
         met.append(next(number for number, end in enumerate(other) if end in one))
-    assert np.mean(met) < 4  # chunks until the first end in common
+    assert np.mean(met) < 4  # chunks until the first common end
     assert max(met) < 20

@@ -1,4 +1,4 @@
-"""The hot settings' two watchers, of the file and of the topic: neither undoes what the other found meanwhile."""
+"""Test both watchers of the live configuration, file and topic: neither reverts what the other read meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nearkin_shared.kafka.live_config import LiveConfig
 
 
 class Meanwhile:
-    """A lock before which, the first time, something else happens: as if another thread had been faster."""
+    """A lock before whose first acquisition another change happens, as if another thread had been faster."""
 
     def __init__(self, happens: Callable[[], object]) -> None:
         self._happens: Callable[[], object] | None = happens
@@ -43,8 +43,8 @@ def started(tmp_path: Path) -> tuple[LiveConfig, Path, Any]:
     return hot, file, hot
 
 
-def test_what_the_topic_says_while_the_file_is_read_stays(tmp_path: Path) -> None:
-    """A gateway that began went back to an older message, and its next change put that in force everywhere."""
+def test_change_on_topic_while_file_is_read_is_kept(tmp_path: Path) -> None:
+    """A starting gateway went back to an older message, and its next change put that in force everywhere."""
     hot, _, inside = started(tmp_path)
     hot.on_message(message(True), "first")
     inside._lock = Meanwhile(lambda: hot.on_message(message(False), "second"))
@@ -53,7 +53,7 @@ def test_what_the_topic_says_while_the_file_is_read_stays(tmp_path: Path) -> Non
     assert hot.changes == {"service": {"read_only": False}}
 
 
-def test_what_the_file_says_while_the_topic_is_read_stays(tmp_path: Path) -> None:
+def test_change_of_file_while_topic_is_read_is_kept(tmp_path: Path) -> None:
     hot, file, inside = started(tmp_path)
     hot.reread()
     file.write_text('[delta]\ncodec = "xdelta3"\n')

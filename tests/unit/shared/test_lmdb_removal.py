@@ -1,4 +1,4 @@
-"""What an LMDB index lets go of."""
+"""Run the contract of index removal over LMDB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What services write: lines that a machine reads, about which blob, and never a secret."""
+"""Test the log lines of services: machine readable, with the blob's context, and never with a secret."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_a_json_line_says_what_when_where_and_about_which_blob() -> None:
+def test_json_line_has_event_time_source_and_blob() -> None:
     stream = started("json")
     with log_setup.about(b"\x01" * 16, "shop", TRACEPARENT.encode()):
         _log.warning("took %d bytes\nof it", 5)
     _log.info("idle")
-    _log.debug("not told")
+    _log.debug("not logged")
     about, idle = lines(stream)
     assert about.pop("timestamp").endswith("Z")
     assert about == {
@@ -74,7 +74,7 @@ def test_a_json_line_says_what_when_where_and_about_which_blob() -> None:
 
 
 @pytest.mark.parametrize("trace", [None, b"", b"nonsense", "\xff"])
-def test_a_blob_without_a_trace_has_none(trace: bytes | str | None) -> None:
+def test_blob_without_a_trace_has_none(trace: bytes | str | None) -> None:
     stream = started("json")
     with log_setup.about(b"\x02" * 16, "shop", trace):
         _log.info("x")
@@ -82,7 +82,7 @@ def test_a_blob_without_a_trace_has_none(trace: bytes | str | None) -> None:
 
 
 @pytest.mark.parametrize("format_", ["text", "json"])
-def test_no_token_and_no_secret_of_the_settings_is_written(format_: str) -> None:
+def test_log_shows_no_token_and_no_secret_setting(format_: str) -> None:
     settings = with_changes(Settings(), SECRETS)
     stream = started(format_, settings)
     with log_setup.about(b"\x03" * 16, KEY, None):
@@ -97,14 +97,14 @@ def test_no_token_and_no_secret_of_the_settings_is_written(format_: str) -> None
         assert secret not in text
     assert "wJalr" not in text
     assert "contents of a blob" not in text  # a traceback shows no variables
-    assert "nk_01234567_***" in text  # which token it was may be told
+    assert "nk_01234567_***" in text  # the token's id may be shown
     assert "ValueError" in text
     assert "Traceback" in text
     if format_ == "json":
         assert len(lines(stream)) == 3
 
 
-def test_text_is_the_default_and_another_format_is_refused() -> None:
+def test_text_is_the_default_and_unknown_formats_are_refused() -> None:
     assert load()[0].logs.format == "text"
     stream = started("text")
     _log.info("plain")

@@ -1,4 +1,4 @@
-"""What is on its way can be read wherever it is: open, finished, put; also where no block is kept decoded."""
+"""Test reads of data in flight: of an open, a finished and a written container, also without cached blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ THIRDS = [mutate(content, 50, 100 + number) for number, content in enumerate(SEC
 
 
 def chunks(contents: list[bytes], depth: int, first_base: int = 0) -> Encodings:
-    """Return chunks of `depth`, each leaning on one chunk of the same container where that is not 0."""
+    """Return chunks of `depth`, each based on one chunk of the same container if depth is not 0."""
     count = len(contents)
     lengths, ends = packed(contents)
     payload = np.frombuffer(b"".join(contents), np.uint8)
@@ -58,13 +58,13 @@ def chunks(contents: list[bytes], depth: int, first_base: int = 0) -> Encodings:
 
 
 def packed(contents: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (bytes of each, where each ends)."""
+    """Return (bytes of all chunks, end offset of each)."""
     sizes = np.array([len(content) for content in contents], np.uint32)
     return sizes, np.cumsum(sizes, dtype=np.uint64)
 
 
 class World:
-    """A container with blocks of depth 0, 1 and 2 that lean on one another; nothing is kept decoded."""
+    """A container with blocks of depth 0, 1 and 2 based on one another; no block is cached."""
 
     def __init__(self) -> None:
         self.objects: ObstoreObjectStore = memory_objects()
@@ -96,8 +96,8 @@ def world() -> World:
 WANTED = b"".join([*ORIGINALS, *SECONDS, *THIRDS])
 
 
-def test_the_cache_makes_room_for_what_is_looked_at_beside_it() -> None:
-    """A block that the cache has dropped is there for as long as a batch looks at it."""
+def test_cache_makes_room_for_blocks_in_use() -> None:
+    """A block that the cache evicted still takes memory as long as a batch looks at it."""
     store = ContainerStore(memory_objects(), samples.DOMAIN, 20 * MIB)
     in_flight = InFlight(store)
 
@@ -119,11 +119,12 @@ def test_the_cache_makes_room_for_what_is_looked_at_beside_it() -> None:
     assert store.blocks.used_bytes == 20 * MIB
     held = [block for first in range(100, 200, 10) for block in decode(first, 10)]
     assert len(held) * MIB > NEIGHBOUR_BYTES_MAX + 20 * MIB
-    assert store.blocks.used_bytes == 10 * MIB, "what was decoded last"
-    assert store.room_for([MIB])[0].nbytes == MIB, "a restore holds nothing beside: it is not asked"
+    assert store.blocks.used_bytes == 10 * MIB, "only the block decoded last may be cached"
+    assert store.room_for([MIB])[0].nbytes == MIB, "a restore must not evict blocks for its buffers"
 
 
-def test_closed_patch_blocks_of_an_open_container_are_decoded_where_they_are_not_kept(world: World) -> None:
+def test_closed_patch_blocks_are_decoded_if_not_cached(world: World) -> None:
+    """Blocks of an open container."""
     world.builder.close()
     world.builder.next_batch()
     world.builder.next_batch()
@@ -133,7 +134,7 @@ def test_closed_patch_blocks_of_an_open_container_are_decoded_where_they_are_not
     assert world.read() == WANTED
 
 
-def test_the_same_is_read_before_a_container_is_written_down_and_after(world: World) -> None:
+def test_chunks_are_equal_before_and_after_the_write(world: World) -> None:
     assert world.read() == WANTED
     finished = world.finish()
     assert world.read() == WANTED
@@ -151,7 +152,7 @@ def test_the_same_is_read_before_a_container_is_written_down_and_after(world: Wo
     assert world.objects.get(object_name(CONTAINER)) == sealed.data
 
 
-def test_the_directory_of_what_was_just_put_is_not_read_again(world: World) -> None:
+def test_directory_of_a_written_container_is_not_read(world: World) -> None:
     sealed = world.finish().seal()
     world.store.put(CONTAINER, sealed.parts)
     world.in_flight.durable(sealed.claims.directory)
@@ -173,9 +174,7 @@ def vars_of(table: object) -> list[object]:
     return found
 
 
-def test_a_container_that_cannot_be_written_down_is_no_messages_fault(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_container_is_no_fault_of_a_message(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     finished = world.finish()
 
     def broken(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Manifest format 4: the chain to the previous manifest, retention, and the flag of a source that changed."""
+"""Test manifest format 4: the chain to the previous manifest, retention, and the flag of a changed source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAINED = samples.manifest_with_chain()
 
 
 def with_changed(start: int, value: bytes) -> bytes:
-    """Return the sample with other bytes at `start` and a checksum that agrees."""
+    """Return the sample with other bytes at `start` and a valid checksum."""
     body = bytearray(encode_manifest(CHAINED)[: -columns.CHECK_BYTES])
     body[start : start + len(value)] = value
     return bytes(body) + columns.check_bytes(bytes(body))
@@ -63,7 +63,7 @@ def test_manifest_with_chain_field_round_trips(change: dict[str, object], *, len
     ],
 )
 def test_manifest_chain_out_of_bounds_is_corrupt(start: int, value: bytes) -> None:
-    """F.25: a previous version that is not lower, a digest without a version, and a bad time are refused."""
+    """F.25: a previous version that is not lower, a digest without a version, and an invalid time are refused."""
     with pytest.raises(Corrupt, match=r"m: (previous version|digest|retained until)"):
         decode_manifest(with_changed(start, value), "m")
 
@@ -76,7 +76,7 @@ def test_manifest_flag_of_later_format_is_too_new(version: int, flag: int) -> No
 
 
 def test_manifest_encode_refuses_previous_not_lower() -> None:
-    """F.25: what could not be read again is not written."""
+    """F.25: a manifest that a reader would refuse is not written."""
     with pytest.raises(BadInput, match="want a lower one"):
         encode_manifest(replace(CHAINED, previous=Previous(3, bytes(range(32)))))
 
@@ -94,7 +94,7 @@ def test_info_json_carries_retention_and_source_flag() -> None:
 
 
 def test_put_links_to_digest_of_previous_manifest(tmp_path: Path) -> None:
-    """F.25: each version names number and digest of the manifest before it, a deleted one too."""
+    """F.25: each version names number and digest of the previous manifest, also of a deleted one."""
     with nearkin.open_store(tmp_path, create=True) as store:
         for number in range(3):
             store.put("a", b"%d" % number)

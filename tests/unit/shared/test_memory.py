@@ -1,4 +1,4 @@
-"""Large memory: which pages it is made of, told by the kernel itself."""
+"""Test the pages of large memory, as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def flags_of(array: U8) -> set[str]:
 
 
 class Ticking:
-    """A clock by which each touch takes so long."""
+    """A clock that advances by a fixed time at each touch."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.now, self.asked = seconds, 0.0, 0
@@ -47,7 +47,7 @@ class Ticking:
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 4096, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 1, 18 * MIB + 5])
 @pytest.mark.parametrize("seconds", [0.0, 2 * CACHED_SECONDS_MAX])
-def test_memory_is_zeros_and_may_be_written_to_its_end(size_bytes: int, seconds: float) -> None:
+def test_memory_is_zeroed_and_writable_to_its_end(size_bytes: int, seconds: float) -> None:
     array = Mapper(Ticking(seconds)).map(size_bytes)
     assert array.shape == (size_bytes,)
     assert not array.any()
@@ -56,26 +56,27 @@ def test_memory_is_zeros_and_may_be_written_to_its_end(size_bytes: int, seconds:
 
 
 @linux_only
-def test_huge_pages_are_asked_for_while_they_are_at_hand() -> None:
+def test_huge_pages_are_requested_while_they_are_fast() -> None:
     mapper = Mapper(Ticking(CACHED_SECONDS_MAX / 2))
     arrays = [mapper.map(4 * MIB) for _ in range(40)]
     assert all("hg" in flags_of(array) for array in arrays)
 
 
 @linux_only
-def test_where_a_huge_page_comes_late_the_next_ones_are_small_until_it_is_tried_again() -> None:
+def test_slow_huge_page_makes_the_next_ones_small() -> None:
+    """Huge pages are tried again later."""
     clock = Ticking(2 * CACHED_SECONDS_MAX)
     mapper = Mapper(clock)
     arrays = [mapper.map(SMALL_BYTES // 4) for _ in range(10)]
     assert all("nh" in flags_of(array) for array in arrays)
-    assert clock.asked == 2 * 2, "the first and the sixth are tried, before and after"
+    assert clock.asked == 2 * 2, "the first and the sixth page must be tried, with a reading before and after"
     clock.seconds = 0.0
     arrays += [mapper.map(SMALL_BYTES // 4) for _ in range(2)]
     assert "hg" in flags_of(arrays[-1])
 
 
 @linux_only
-def test_less_than_a_huge_page_is_at_hand_at_once() -> None:
+def test_less_than_a_huge_page_is_allocated_at_once() -> None:
     array = Mapper().map(MIB)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     array[:] = 1
@@ -104,8 +105,8 @@ assert all(piece.all() for piece in kept)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's malloc")
-def test_what_malloc_holds_and_nobody_uses_goes_back() -> None:
-    """What lies between pieces in use is a heap's that shrinks from its end alone."""
+def test_free_memory_between_used_pieces_is_returned() -> None:
+    """A heap shrinks by itself at its end only, not between pieces in use."""
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
     between, after = map(int, done.stdout.split())
     assert between > 80_000_000
@@ -130,7 +131,7 @@ for one in threads: one.start()
 for one in threads: one.join()
 libc = ctypes.CDLL(None)
 libc.fdopen.restype = ctypes.c_void_p
-with tempfile.TemporaryFile() as told:
+with tempfile.TemporaryFile() as output:
     stream = ctypes.c_void_p(libc.fdopen(told.fileno(), b"w"))
     libc.malloc_info(0, stream)
     libc.fflush(stream)
@@ -141,7 +142,7 @@ with tempfile.TemporaryFile() as told:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's malloc")
 @pytest.mark.parametrize(("asked", "set_by_user", "shared"), [("", "", 0), ("one", "", 1), ("one", "8", 0)])
-def test_threads_share_one_heap_unless_its_user_says_otherwise(asked: str, set_by_user: str, shared: int) -> None:
+def test_threads_share_one_heap_unless_configured(asked: str, set_by_user: str, shared: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
     if set_by_user:
         environment["MALLOC_ARENA_MAX"] = set_by_user

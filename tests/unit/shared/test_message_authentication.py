@@ -1,4 +1,4 @@
-"""MACs of records: what no process of the store has sent is put aside, and never acted on."""
+"""Test MACs of records: a record that no process of the store sent is a dead letter and has no effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = Settings()
 
 
 class Signing(RecordingOutbox):
-    """An outbox as a worker has it: with the authenticator of its store."""
+    """An outbox of a worker, with the authenticator of its store."""
 
     def __init__(self, _settings: Settings, _client_id: str, authenticator: EnvelopeAuthenticator | None) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def refused_count() -> float:
 def test_committer_refuses_forged_records(
     tmp_path: Path, manifests: ManifestStore, monkeypatch: pytest.MonkeyPatch, forged: str
 ) -> None:
-    """F.31: a record for any tenant that no process of the store has sent commits nothing and is a dead letter."""
+    """F.31: a record that no process of the store sent commits nothing and is a dead letter."""
     handler, value = committer(tmp_path, manifests, monkeypatch), empty_blob("victim")
     ours = EnvelopeAuthenticator(SECRET)
     mac = {
@@ -90,13 +90,13 @@ def test_committer_refuses_forged_records(
     (letter,) = outbox.letters
     assert b"not authenticated" in letter["__connect.errors.exception.message"]
     assert refused_count() == before + 1
-    assert list(handler.committable()) == [(0, 1, "")], "the partition goes on behind it"
+    assert list(handler.committable()) == [(0, 1, "")], "the partition must continue behind it"
 
 
 def test_committer_accepts_signed_records(
     tmp_path: Path, manifests: ManifestStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F.31: what a process of the store has signed is committed."""
+    """F.31: a record that a process of the store signed is committed."""
     handler, value = committer(tmp_path, manifests, monkeypatch), empty_blob("t")
     handler.handle([record(value, EnvelopeAuthenticator(SECRET).mac_of("nearkin.placed", BLOB, value))])
     outbox: Any = handler._outbox
@@ -121,15 +121,15 @@ def test_mac_differs_by_each_part_of_a_record() -> None:
     assert len({ours.mac_of(*one) for one in parts}) == len(parts)
 
 
-def test_signing_replaces_a_mac_that_is_there() -> None:
-    """F.31: a header that came with a record is not taken over when the record is sent on."""
+def test_signing_replaces_an_existing_mac() -> None:
+    """F.31: a received MAC header is not copied when the record is sent on."""
     ours = EnvelopeAuthenticator(SECRET)
     found = signed_headers(ours, "t", b"k", b"v", {MAC_HEADER: b"forged", "ce_id": b"1"})
     assert found == [("ce_id", b"1"), (MAC_HEADER, ours.mac_of("t", b"k", b"v"))]
 
 
 class Message:
-    """What a consumer gives."""
+    """A message as a consumer returns it."""
 
     def __init__(self, value: bytes, headers: list[tuple[str, bytes]]) -> None:
         self._value, self._headers = value, headers
@@ -148,7 +148,7 @@ class Message:
 
 
 def test_forged_config_changes_are_refused() -> None:
-    """F.31: who can write to the topic `config` changes no setting."""
+    """F.31: a writer to the topic `config` without the key changes no setting."""
     ours = EnvelopeAuthenticator(SECRET)
     hot, value = LiveConfig(SETTINGS, None, ours), b'{"changes": {"service": {"read_only": true}}}'
     made: Any = Message

@@ -1,4 +1,4 @@
-"""A folder as an object store: what was answered survives a power cut, and what was not leaves nothing half-made."""
+"""Test a folder as an object store: acknowledged objects survive a power cut, others leave no partial object."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.support.fakes.faulty_objects import FaultyObjectStore
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Record (operation, inode) of each fsync and link, carried out as ever.
+    """Record (operation, inode) of each fsync and link, which still take effect.
 
-    No observation from outside shows whether a sync came before a link: only the order of the calls does.
+    Whether a sync precedes a link cannot be observed from outside; the order of the calls shows it.
     """
     recorded: list[tuple[str, int]] = []
     fsync, link = os.fsync, os.link
@@ -47,9 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return recorded
 
 
-def test_bytes_are_synced_before_the_name_appears_and_the_folder_after(
-    tmp_path: Path, calls: list[tuple[str, int]]
-) -> None:
+def test_bytes_are_synced_before_the_link_and_folder_after(tmp_path: Path, calls: list[tuple[str, int]]) -> None:
     store = LocalObjectStore(tmp_path)
     store.put_new("a/first", b"1")
     calls.clear()
@@ -58,16 +56,14 @@ def test_bytes_are_synced_before_the_name_appears_and_the_folder_after(
     assert calls == [("sync file", made), ("link", made), ("sync folder", folder)]
 
 
-def test_new_folders_are_synced_into_their_parents_from_the_root_down(
-    tmp_path: Path, calls: list[tuple[str, int]]
-) -> None:
+def test_new_folders_are_synced_from_the_root_down(tmp_path: Path, calls: list[tuple[str, int]]) -> None:
     LocalObjectStore(tmp_path).put_new("a/b/x", b"1")
     inodes = {folder: (tmp_path / folder).stat().st_ino for folder in (".", "a", "a/b")}
     assert [inode for kind, inode in calls if kind == "sync folder"] == [inodes["."], inodes["a"], inodes["a/b"]]
 
 
-def test_folders_of_a_writer_that_died_are_synced_by_the_next_one(tmp_path: Path, calls: list[tuple[str, int]]) -> None:
-    (tmp_path / "a/b").mkdir(parents=True)  # made, but nobody knows whether they were synced
+def test_folders_of_a_dead_writer_are_synced_by_the_next(tmp_path: Path, calls: list[tuple[str, int]]) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)  # created, but possibly not synced
     LocalObjectStore(tmp_path).put_new("a/b/x", b"1")
     synced = {inode for kind, inode in calls if kind == "sync folder"}
     assert {(tmp_path / folder).stat().st_ino for folder in (".", "a", "a/b")} <= synced
@@ -94,7 +90,7 @@ os._exit(0)
 """
 
 
-def test_dying_at_any_step_leaves_the_whole_object_or_none(tmp_path: Path) -> None:
+def test_crash_at_any_step_leaves_whole_object_or_none(tmp_path: Path) -> None:
     visible = []
     for step in range(40):
         root = tmp_path / str(step)
@@ -117,12 +113,12 @@ def test_dying_at_any_step_leaves_the_whole_object_or_none(tmp_path: Path) -> No
             assert store.get("a/x") == b"again"
     else:
         raise AssertionError("put_new takes more than 40 calls")
-    assert visible == sorted(visible)  # nothing before the link, the whole after it
+    assert visible == sorted(visible)  # nothing before the link, the whole object after it
     assert visible[0] is False
     assert visible[-1] is True
 
 
-def test_a_failed_write_leaves_nothing_and_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_nothing_and_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalObjectStore(tmp_path)
 
     def full(*_: Any) -> int:
@@ -139,7 +135,7 @@ def test_a_failed_write_leaves_nothing_and_can_be_tried_again(tmp_path: Path, mo
     store.put_new("a/x", b"content")
 
 
-def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
     def short(descriptor: int, parts: Sequence[Any]) -> int:
@@ -153,7 +149,7 @@ def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert calls == [2, 2, 2, 1]
 
 
-def test_large_ranges_keep_their_bytes_while_others_are_read(tmp_path: Path) -> None:
+def test_large_ranges_stay_valid_while_others_are_read(tmp_path: Path) -> None:
     store, data = LocalObjectStore(tmp_path), random_bytes(3 << 20, 1)
     store.put_new("a/large", data)
     ends = [1 << 20, 2 << 20, (3 << 20) + 100]  # the last one beyond the end
@@ -163,7 +159,7 @@ def test_large_ranges_keep_their_bytes_while_others_are_read(tmp_path: Path) -> 
     assert [bytes(piece) for piece in again] == [data[5 : (1 << 20) + 5]] * 3
 
 
-def test_ranges_that_join_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_ranges_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects, data = LocalObjectStore(tmp_path), random_bytes(2 * TOGETHER_BYTES_MAX, 1)
     objects.put_new("a/b", data)
     half, reads = TOGETHER_BYTES_MAX // 2, list[tuple[int, int]]()
@@ -178,17 +174,15 @@ def test_ranges_that_join_are_read_together(tmp_path: Path, monkeypatch: pytest.
     starts = [0, 10, 500, half, half + 1]
     found = objects.get_ranges("a/b", [*starts, 7], [*ends, 9])
     assert found == [data[start:end] for start, end in zip([*starts, 7], [*ends, 9], strict=True)]
-    assert reads == [(0, half + 1), (half + 1, 3 * half), (7, 9)], "no more than is held for one of them"
+    assert reads == [(0, half + 1), (half + 1, 3 * half), (7, 9)], "a joint read must not exceed the bound of one"
 
 
-def test_objects_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+def test_objects_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     LocalObjectStore(tmp_path).put_new("a/x", b"1")
     assert stat.S_IMODE((tmp_path / "a/x").stat().st_mode) == 0o600
 
 
-def test_an_error_while_listing_is_raised_not_taken_for_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_while_listing_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pages(*_: Any, **__: Any) -> Iterator[list[dict[str, Any]]]:
         yield [{"path": "a/x", "size": 1}]
         raise obstore.exceptions.GenericError("connection reset\nand more")
@@ -198,9 +192,7 @@ def test_an_error_while_listing_is_raised_not_taken_for_the_end(
         list(memory_objects().names("a"))
 
 
-def test_a_folder_that_fails_while_it_is_listed_is_not_taken_for_one_that_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_fails_while_it_is_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = LocalObjectStore(tmp_path)
     objects.put_new("a/x", b"1")
     objects.put_new("a/below/y", b"1")
@@ -216,7 +208,7 @@ def test_a_folder_that_fails_while_it_is_listed_is_not_taken_for_one_that_ends(
         list(objects.names("a"))
 
 
-def test_files_alone_are_listed_wherever_links_lead(tmp_path: Path) -> None:
+def test_only_files_are_listed_wherever_links_lead(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     objects = LocalObjectStore(tmp_path / "s")
     objects.put_new("a/x", b"123")
@@ -234,7 +226,7 @@ def test_files_alone_are_listed_wherever_links_lead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("instead", ["file", "link", "link below"])
-def test_what_is_not_mounted_is_not_taken_for_empty(tmp_path: Path, instead: str) -> None:
+def test_unmounted_folder_is_not_an_empty_store(tmp_path: Path, instead: str) -> None:
     objects = LocalObjectStore(tmp_path)
     objects.put_new("a/b/x", b"123")
     if instead == "link below":
@@ -246,7 +238,7 @@ def test_what_is_not_mounted_is_not_taken_for_empty(tmp_path: Path, instead: str
         list(objects.names("a"))
 
 
-def test_what_is_larger_than_any_object_is_not_read(tmp_path: Path) -> None:
+def test_object_above_the_size_limit_is_not_read(tmp_path: Path) -> None:
     objects = LocalObjectStore(tmp_path)
     for name, most in (("manifests/x", MANIFEST_BYTES_MAX), ("containers/x", OBJECT_BYTES_MAX)):
         (tmp_path / name).parent.mkdir()
@@ -256,7 +248,7 @@ def test_what_is_larger_than_any_object_is_not_read(tmp_path: Path) -> None:
             objects.get(name)
 
 
-def test_names_of_other_programs_are_listed_as_they_can_be_told_and_read(tmp_path: Path) -> None:
+def test_names_of_other_programs_are_listed_and_readable(tmp_path: Path) -> None:
     objects = LocalObjectStore(tmp_path)
     (tmp_path / "in").mkdir()
     for name in ("two words", "für", "100%", "a#b"):
@@ -268,7 +260,7 @@ def test_names_of_other_programs_are_listed_as_they_can_be_told_and_read(tmp_pat
         assert objects.get(name) == name.removeprefix("in/").encode()
 
 
-def test_puts_and_gets_do_not_wait_for_obstore(tmp_path: Path) -> None:
+def test_puts_and_gets_do_not_import_obstore(tmp_path: Path) -> None:
     script = (
         "import sys, nearkin; store = nearkin.open_store(sys.argv[1], create=True); store.put('k', b'x' * 100_000);"
         "store.get('k').read(); list(store.versions()); store.close(); print('obstore' in sys.modules)"
@@ -284,23 +276,23 @@ def test_puts_and_gets_do_not_wait_for_obstore(tmp_path: Path) -> None:
     assert run.stdout.split() == ["False"]
 
 
-def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable):
         list(LocalObjectStore(tmp_path).names("x" * 300))  # longer than a file name may be: not a missing folder
 
 
-# --- faults by script ------------------------------------------------------------------------------------------------
+# --- scripted faults -------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_sector_is_damage_of_the_object_and_no_outage(tmp_path: Path) -> None:
+def test_bad_sector_is_damage_of_the_object_and_no_outage(tmp_path: Path) -> None:
     with pytest.raises(Corrupt, match=r"mem: the device cannot read it \(Input/output error\)"):
-        LocalObjectStore(Path("/proc/self")).get_ranges("mem", [0], [10])  # EIO, as a bad sector is
+        LocalObjectStore(Path("/proc/self")).get_ranges("mem", [0], [10])  # EIO, as of a bad sector
     store = LocalObjectStore(tmp_path)
     store.put_new("a/good", b"1")
     assert store.get("a/good") == b"1"
 
 
-def test_a_folder_in_the_place_of_an_object_is_no_object(tmp_path: Path) -> None:
+def test_folder_at_the_name_of_an_object_is_no_object(tmp_path: Path) -> None:
     store = LocalObjectStore(tmp_path)
     store.put_new("a/b/x", b"1")
     for ask in (store.get, store.size_bytes, lambda name: store.get_ranges(name, [0], [1])):
@@ -316,7 +308,7 @@ def outcome(call: Callable[[], None]) -> str:
     return "done"
 
 
-def test_each_letter_of_a_script_meets_one_write() -> None:
+def test_each_letter_of_a_script_applies_to_one_write() -> None:
     inner = memory_objects()
     faulty = FaultyObjectStore(inner, ".LE.")
     assert not faulty.spent
@@ -328,7 +320,7 @@ def test_each_letter_of_a_script_meets_one_write() -> None:
     assert faulty.calls[2] == ("E", "put_new", "a/2")
 
 
-def test_deletes_count_and_reads_do_not() -> None:
+def test_deletes_take_a_letter_and_reads_do_not() -> None:
     inner = memory_objects()
     inner.put_new("a/x", b"x")
     faulty = FaultyObjectStore(inner, "EL")
@@ -338,6 +330,6 @@ def test_deletes_count_and_reads_do_not() -> None:
     assert list(faulty.names("a")) == []
 
 
-def test_a_script_of_other_letters_is_refused() -> None:
+def test_script_of_other_letters_is_refused() -> None:
     with pytest.raises(ValueError, match="'x' unknown"):
         FaultyObjectStore(memory_objects(), "..x")

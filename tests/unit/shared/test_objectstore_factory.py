@@ -1,4 +1,4 @@
-"""The object store that settings name: which one, and what a refusal says."""
+"""Test the object store that settings select, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def opened(**section: Any) -> Any:
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}"])
-def test_a_folder_is_made_and_opened(tmp_path: Path, form: str) -> None:
+def test_folder_is_created_and_opened(tmp_path: Path, form: str) -> None:
     folder = tmp_path / "with space" / "deep"
     url = form.format(folder if form == "{}" else str(folder).replace(" ", "%20"))
     objects = opened(url=url)
@@ -36,7 +36,7 @@ def test_a_folder_is_made_and_opened(tmp_path: Path, form: str) -> None:
     assert (folder / "a").read_bytes() == b"x"
 
 
-def test_the_local_store_is_meant_where_no_url_is_set(tmp_path: Path) -> None:
+def test_local_store_is_selected_without_a_url(tmp_path: Path) -> None:
     open_objects(with_changes(Settings(), {"store": str(tmp_path)})).put_new("a", b"x")
     assert (tmp_path / "a").exists()
 
@@ -49,16 +49,16 @@ def in_page_cache(path: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        pytest.skip(f"this file system cannot tell: {error}")
+        pytest.skip(f"this file system has no RWF_NOWAIT: {error}")
     finally:
         os.close(descriptor)
 
 
 @pytest.fixture
 def on_disk(tmp_path: Path) -> Path:
-    """Return a folder whose files leave the page cache when they are told to."""
+    """Return a folder whose files leave the page cache on request."""
     if not hasattr(os, "RWF_NOWAIT"):
-        pytest.skip("Linux alone tells what is in its page cache")
+        pytest.skip("the content of the page cache is known on Linux only")
     descriptor = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT)
     os.write(descriptor, bytes(MIB))
     os.fsync(descriptor)
@@ -83,7 +83,7 @@ def test_large_containers_leave_the_page_cache(on_disk: Path, choice: str, stay:
     assert {name: objects.get(name) for name in content} == content
 
 
-def test_neither_is_refused_with_the_variable_to_set() -> None:
+def test_no_store_setting_is_refused_with_the_variable() -> None:
     with pytest.raises(ConfigError, match=r"object_store\.url: not set; .*NEARKIN_OBJECT_STORE__URL"):
         open_objects(Settings())
 
@@ -96,8 +96,8 @@ def test_missing_folder_without_create_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encryption", ["none", "aes-256-gcm"])
-def test_empty_place_without_create_is_refused(tmp_path: Path, encryption: str) -> None:
-    """F.2: services refuse an empty object store, write nothing to it, and create a store only when told to."""
+def test_empty_store_without_create_is_refused(tmp_path: Path, encryption: str) -> None:
+    """F.2: services refuse an empty object store, and create a store only if `storage.create` is set."""
     key = {"key": base64.b64encode(bytes(32)).decode()} if encryption != "none" else {}
     chosen = {"object_store": {"url": str(tmp_path)}, "storage": {"encryption": encryption, **key}}
     with pytest.raises(NotFound, match="no store at"):
@@ -121,7 +121,7 @@ def test_store_that_lost_its_descriptor_is_damaged(tmp_path: Path, folder: str) 
     assert not (tmp_path / "nearkin.json").exists()
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+def test_file_at_the_path_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreUnavailable, match="file/below: Not a directory"):
         opened(url=str(tmp_path / "file" / "below"))
@@ -142,13 +142,13 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
         ({"bucket": "b"}, "no such setting"),
     ],
 )
-def test_a_wrong_setting_is_refused_with_what_would_be_right(section: dict[str, Any], said: str) -> None:
+def test_invalid_setting_is_refused_with_valid_examples(section: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"^object_store.*{said}"):
         opened(**section)
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3://B", "s3://ab", "s3://bucket?x=1", "s3://bu_cket/p", "s3://-bucket"])
-def test_what_is_no_bucket_is_refused(url: str) -> None:
+def test_url_that_is_no_bucket_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r'^object_store\.url "s3://.*want s3://bucket/prefix; a bucket is 3 to 63'):
         opened(url=url)
 
@@ -157,12 +157,12 @@ def test_what_is_no_bucket_is_refused(url: str) -> None:
     ("url", "bucket", "prefix"),
     [("s3://bucket", "bucket", ""), ("s3://bucket/", "bucket", ""), ("s3://bu.ck-et/a/b/", "bu.ck-et", "a/b")],
 )
-def test_a_url_is_a_bucket_and_a_prefix(url: str, bucket: str, prefix: str) -> None:
+def test_url_is_parsed_into_bucket_and_prefix(url: str, bucket: str, prefix: str) -> None:
     where = Where.parse(with_changes(Settings(), {"object_store": {"url": url}}).object_store)
     assert (where.bucket, where.prefix) == (bucket, prefix)
 
 
-def test_a_ca_file_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_ca_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'object_store\.ca_file ".*none": No such file'):
         opened(url="s3://bucket", ca_file=str(tmp_path / "none"))
 
@@ -186,14 +186,14 @@ class Overwriting(DelegatingObjectStore):
 
 
 class Refusing(DelegatingObjectStore):
-    """A server that does what it is asked."""
+    """A server that honours `If-None-Match: *`."""
 
     far = True
 
 
 @pytest.mark.parametrize("existing", [True, False])
 def test_server_that_overwrites_is_refused(monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
-    """F.32: A service does not start at an object store that replaces an object although asked to create it only."""
+    """F.32: a service does not start at an object store that replaces objects despite `If-None-Match: *`."""
     objects = memory_objects()
     if existing:
         descriptor.create(objects)

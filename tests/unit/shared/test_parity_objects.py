@@ -1,6 +1,4 @@
-"""ParityObjectStore: the parity of an object is made of the bytes that are stored, and format numbers are repaired
-too.
-"""
+"""Test ParityObjectStore: parity is computed from the stored bytes, and format numbers are repaired too."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ STORED = bytes(range(256)) * 40
 
 
 def test_parity_of_existing_object_is_not_replaced() -> None:
-    """F.32: A put that finds the name taken by other bytes leaves the parity of the stored bytes."""
+    """F.32: a put that finds other bytes under its name leaves the parity of the stored bytes."""
     objects = ParityObjectStore(memory_objects(), Scheme(4, 2))
     objects.put_new(NAME, STORED)
     parity = objects.inner.get(parity_name(NAME))
@@ -28,7 +26,7 @@ def test_parity_of_existing_object_is_not_replaced() -> None:
 
 
 def test_flipped_format_number_is_read_by_parity() -> None:
-    """F.32: A flipped bit that makes a format number too new is repaired in memory, as other damage is."""
+    """F.32: a flipped bit that makes a format number too new is repaired in memory, as other damage."""
     below = memory_objects()
     ParityObjectStore(below, Scheme(4, 2)).put_new(NAME, STORED)
     damaged = bytes([STORED[0] ^ 0x80]) + STORED[1:]

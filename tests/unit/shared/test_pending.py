@@ -1,4 +1,4 @@
-"""What is on its way is found by its writer: of a super-feature the durable holder first, of a chunk the first rank."""
+"""Test pending index entries: of a super-feature the durable chunk is found first, of a chunk the first rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def features(*rows: list[int]) -> np.ndarray:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[PendingIndex]:
-    """A durable container whose chunk 0 has super-features, and one on its way: its chunks 5 and 6."""
+    """Return an index with a durable container whose chunk 0 has super-features, and with pending chunks 5 and 6."""
     below = LmdbIndex(tmp_path, samples.DOMAIN, 1 << 26)
     ids = np.zeros((len(DURABLE.segments), SEGMENT_ID_BYTES), np.uint8)
     of_chunk = np.zeros(1, np.uint32), features([10, 20, 30])
@@ -46,8 +46,8 @@ def index(tmp_path: Path) -> Iterator[PendingIndex]:
 
 ASKED = {
     (10, 99, 99): (DURABLE.container, 0, 0),
-    (11, 20, 99): (WAITING, 6, 0),  # the first rank that is found, wherever
-    (0, 20, 99): (DURABLE.container, 0, 1),  # what was stored first
+    (11, 20, 99): (WAITING, 6, 0),  # the first rank with a match, in either container
+    (0, 20, 99): (DURABLE.container, 0, 1),  # the chunk stored first
     (0, 21, 31): (WAITING, 5, 1),
     (0, 0, 31): (WAITING, 6, 2),
     (98, 97, 30): (DURABLE.container, 0, 2),
@@ -62,18 +62,18 @@ def located(index: PendingIndex, sketch: str = "finesse") -> list[tuple[int, int
     return [row if there else None for row, there in zip(rows, found.tolist(), strict=True)]
 
 
-def test_bases_are_found_by_rank_and_of_one_rank_the_durable_one(index: PendingIndex) -> None:
+def test_bases_are_found_by_rank_and_durable_first(index: PendingIndex) -> None:
     assert located(index) == list(ASKED.values())
 
 
-def test_another_sketch_and_nothing_asked_find_nothing(index: PendingIndex) -> None:
+def test_another_sketch_or_no_query_finds_nothing(index: PendingIndex) -> None:
     assert located(index, "odess") == [None] * len(ASKED)
     locations, ranks, found = index.locate_bases("finesse", np.zeros((4, 3), np.uint64))
     assert (len(locations), ranks.tolist(), found.tolist()) == (4, [0] * 4, [False] * 4)
     assert len(index.locate_bases("finesse", np.zeros((0, 3), np.uint64))[2]) == 0
 
 
-def test_chunks_and_segments_on_their_way_are_found_beside_durable_ones(index: PendingIndex) -> None:
+def test_pending_chunks_and_segments_are_found_with_durable(index: PendingIndex) -> None:
     names = np.concatenate([samples.names_of([1, 2]), DURABLE.chunks.names[:1], np.full((1, NAME_BYTES), 3, np.uint8)])
     locations, found = index.locate_chunks(names)
     assert found.tolist() == [True, True, True, False]
@@ -83,7 +83,7 @@ def test_chunks_and_segments_on_their_way_are_found_beside_durable_ones(index: P
     assert (found.tolist(), locations.ordinals.tolist()) == ([True], [3])
 
 
-def test_what_is_durable_is_the_index_belows_to_find(index: PendingIndex) -> None:
+def test_durable_entries_are_left_to_the_index_below(index: PendingIndex) -> None:
     index.on_published([WAITING])
     here = [row if row is None or row[0] == DURABLE.container else None for row in ASKED.values()]
     here[1] = (DURABLE.container, 0, 1)

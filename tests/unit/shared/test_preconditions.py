@@ -1,4 +1,4 @@
-"""Preconditions of puts, how messages carry them, and the checker of recorded histories."""
+"""Test preconditions of puts, their encoding in messages, and the checker of recorded histories."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ END = End(Envelope(bytes(16), "t", "k"), 1, bytes(16), 5, bytes(32))
 def test_precondition_is_decided_by_the_newest_version(
     precondition: Precondition, newest: VersionInfo | None, holds: bool
 ) -> None:
-    """F.16: A precondition compares with the newest visible version alone."""
+    """F.16: a precondition is compared with the newest visible version only."""
     if holds:
         precondition.check("k", newest)
     else:
@@ -46,7 +46,7 @@ def test_precondition_is_decided_by_the_newest_version(
 
 
 def test_arguments_that_are_no_digest_are_refused() -> None:
-    """F.16: A value that can match no version is an error of the caller, not a condition that never holds."""
+    """F.16: a value that matches no possible version is an error of the caller, not a condition that never holds."""
     assert precondition_of(None, None) is None
     assert precondition_of(ONE, "*") == Precondition((ONE,), (ANY,))
     for text in ("", "1", "blake3:12", ONE.upper()):
@@ -57,7 +57,7 @@ def test_arguments_that_are_no_digest_are_refused() -> None:
 
 
 def test_end_with_precondition_has_message_format_2() -> None:
-    """F.16: A worker that does not know preconditions refuses the message; it must not commit regardless."""
+    """F.16: a worker that does not know preconditions must refuse the message instead of committing regardless."""
     for precondition in (Precondition((ONE, TWO)), Precondition(None, (ANY,)), Precondition((), (TWO,))):
         conditional = replace(END, precondition=precondition)
         assert encode(conditional)[4] == 2
@@ -68,7 +68,7 @@ def test_end_with_precondition_has_message_format_2() -> None:
 
 @pytest.mark.parametrize("tags", ["*", [1], ["x"], [ONE] * (DIGESTS_MAX + 1)])
 def test_end_with_hostile_precondition_is_corrupt(tags: object) -> None:
-    """F.16: What comes from Kafka is bounded and validated."""
+    """F.16: values that arrive by Kafka are bounded and validated."""
     data = encode(replace(END, precondition=Precondition((ANY,))))
     header, text = data[: data.index(b"{")], json.loads(data[data.index(b"{") :])
     payload = json.dumps({**text, "if_match": tags}).encode()
@@ -76,7 +76,7 @@ def test_end_with_hostile_precondition_is_corrupt(tags: object) -> None:
         decode(header[:40] + len(payload).to_bytes(4, "little") + header[44:] + payload, "m")
 
 
-# --- the checker ------------------------------------------------------------------------------------------------------
+# --- the checker -----------------------------------------------------------------------------------------------------
 
 
 def put(
@@ -86,28 +86,30 @@ def put(
 
 
 def test_checker_accepts_overlapping_puts_in_any_order() -> None:
-    """F.16: Of two conditional puts that overlap either may win."""
+    """F.16: of two overlapping conditional puts either may win."""
     history = [put(0, 9, "a", ABSENT), put(1, 5, "b", ABSENT, done=False), Operation("get", 6, 7, "a")]
     assert is_linearizable(history)
     assert is_linearizable([put(0, 9, "a"), put(1, 8, "b"), Operation("get", 2, 3, "b"), Operation("get", 4, 5, "a")])
 
 
 def test_checker_refuses_two_winners_of_one_state() -> None:
-    """F.16: What the gateway answered before: two `If-None-Match: *` of one key are both 201."""
+    """F.16: the checker detects two `If-None-Match: *` of one key that are both answered 201."""
     assert not is_linearizable([put(0, 9, "a", ABSENT), put(1, 8, "b", ABSENT)])
     assert not is_linearizable([put(0, 1, "x"), put(2, 9, "a", "x"), put(3, 8, "b", "x")])
 
 
 def test_checker_refuses_stale_reads_and_lost_deletions() -> None:
-    """F.16: A read sees the last completed write; a deletion is not undone by a put that relied on what it deleted."""
+    """F.16: a read sees the last completed write; a put conditional on a deleted version does not undo the
+    deletion.
+    """
     assert not is_linearizable([put(0, 1, "a"), put(2, 3, "b"), Operation("get", 4, 5, "a")])
     gone = Operation("delete", 2, 4)
     assert not is_linearizable([put(0, 1, "a"), gone, put(3, 6, "b", "a"), Operation("get", 7, 8, "b")])
     assert is_linearizable([put(0, 1, "a"), gone, put(3, 6, "b", "a"), Operation("get", 7, 8, None)])
 
 
-def test_checker_lets_a_lost_answer_take_effect_or_not() -> None:
-    """F.16: A call without an answer may have been done, at any time after it began."""
+def test_checker_accepts_either_effect_of_a_lost_answer() -> None:
+    """F.16: a call without an answer may take effect at any time after it began, or never."""
     lost = put(0, inf, "a", done=None)
     assert is_linearizable([lost, Operation("get", 1, 2, None), Operation("get", 3, 4, "a")])
     assert is_linearizable([lost, Operation("get", 1, 2, None)])

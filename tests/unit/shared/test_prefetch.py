@@ -1,4 +1,4 @@
-"""Items that a thread makes, each while the one before is out."""
+"""Test the iterator that produces the next item in a thread while the caller uses the current one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.checks.waiting import until
 
 
 class Making:
-    """Makes numbers; notes what is done."""
+    """Produces numbers and records its progress."""
 
     def __init__(self, count: int, fails_at: int | None = None) -> None:
         self.made = list[int]()
@@ -52,7 +52,7 @@ def read(items: PrefetchIterator[np.ndarray]) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 50])
-def test_all_come_in_order_and_what_was_entered_is_left(count: int) -> None:
+def test_items_arrive_in_order_and_the_context_is_left(count: int) -> None:
     making = Making(count)
     items = PrefetchIterator("test", making)
     assert read(items) == list(range(count))
@@ -61,7 +61,7 @@ def test_all_come_in_order_and_what_was_entered_is_left(count: int) -> None:
     items.close()
 
 
-def test_one_is_made_while_one_is_out_and_no_more() -> None:
+def test_one_item_is_made_ahead_and_no_more() -> None:
     making = Making(50)
     items = PrefetchIterator("test", making)
     assert making.made == []
@@ -76,7 +76,7 @@ def test_one_is_made_while_one_is_out_and_no_more() -> None:
     items.close()
 
 
-def test_what_fails_is_raised_once_all_before_it_were_given_out() -> None:
+def test_error_is_raised_after_the_items_before_it() -> None:
     making = Making(5, fails_at=3)
     items = PrefetchIterator("test", making)
     found = [int(next(items)[0]) for _ in range(3)]
@@ -87,7 +87,7 @@ def test_what_fails_is_raised_once_all_before_it_were_given_out() -> None:
     assert read(items) == []
 
 
-def test_what_was_never_begun_starts_no_thread() -> None:
+def test_iterator_that_never_began_starts_no_thread() -> None:
     before = threading.active_count()
     making = Making(5)
     PrefetchIterator("test", making).close()
@@ -95,7 +95,7 @@ def test_what_was_never_begun_starts_no_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_who_drops_it_ends_it_and_an_item_goes_with_its_reader() -> None:
+def test_dropped_iterator_ends_and_used_items_are_freed() -> None:
     making = Making(50)
     items = PrefetchIterator("test", making)
     first = weakref.ref(next(items))
@@ -106,8 +106,8 @@ def test_who_drops_it_ends_it_and_an_item_goes_with_its_reader() -> None:
     assert len(making.made) == 2
 
 
-def test_ctrl_c_wherever_it_falls_as_the_end_is_taken_leaves_nobody_waiting() -> None:
-    """Before each step of the last `next`, one after another: what was taken once is not waited for again."""
+def test_ctrl_c_at_any_step_of_the_end_leaves_no_waiter() -> None:
+    """Interrupt before each step of the last `next` in sequence: an item taken once is not waited for again."""
     step, interrupted = 0, True
     while interrupted:
         items, interrupted, steps = PrefetchIterator("test", Making(1)), False, 0
@@ -144,7 +144,7 @@ def test_ctrl_c_wherever_it_falls_as_the_end_is_taken_leaves_nobody_waiting() ->
     assert step > 20
 
 
-def test_whoever_closes_what_another_thread_reads_ends_and_so_does_who_reads() -> None:
+def test_close_by_another_thread_ends_the_reader() -> None:
     for attempt in range(60):
         making = Making(10_000)
         items = PrefetchIterator("test", making)
@@ -171,7 +171,8 @@ def test_whoever_closes_what_another_thread_reads_ends_and_so_does_who_reads() -
         assert failed or found == list(range(10_000)) or found == list(range(len(found)))
 
 
-def test_what_was_begun_before_a_fork_is_closed_in_the_child_and_read_on_by_its_parent() -> None:
+def test_iterator_begun_before_a_fork_works_in_the_parent() -> None:
+    """The child closes it."""
     items = PrefetchIterator("test", Making(5))
     assert next(items)[0] == 0
     child = os.fork()
@@ -187,13 +188,13 @@ def test_what_was_begun_before_a_fork_is_closed_in_the_child_and_read_on_by_its_
 
 
 def dropped_in_a_cycle(begin: Callable[[], object]) -> None:
-    """Begin something, and leave it to the collector, as an exception does that is kept where it was caught."""
+    """Begin something and leave it in a reference cycle, as a kept exception does."""
     kept: list[object] = [begin()]
     kept.append(kept)
 
 
-def test_who_collects_a_restore_that_was_dropped_waits_for_nothing(tmp_path: Path) -> None:
-    """The collector runs wherever memory is asked for: in the midst of what the restore's thread waits for, too."""
+def test_collection_of_a_dropped_restore_waits_for_nothing(tmp_path: Path) -> None:
+    """The garbage collector may run at any allocation, also inside a wait of the restore's own thread."""
     gc.disable()
     try:
         with open_store(tmp_path / "s", create=True) as store:

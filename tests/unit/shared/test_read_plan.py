@@ -1,4 +1,4 @@
-"""Plans of what a small file says: what they take is bounded by what a version may be, not by what the file claims."""
+"""Test read plans of hostile files: memory is bounded by what a version may be, not by what the file claims."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.data import samples
 
 
 def a_segment_of_single_bytes() -> bytes:
-    """Return a container of 300 bytes whose one recipe is as many zero chunks as a segment has bytes."""
+    """Return a container of 300 bytes whose only recipe has as many zero chunks as a segment has bytes."""
     count, none = SEGMENT_BYTES_MAX, np.zeros(1, np.uint32)
     one, zeros = np.ones(1, np.uint32), np.zeros(1, np.uint8)
     chunks = ChunkTable(samples.names_of([1]), one, none, none, one, zeros, Locations.empty(1), zeros)
@@ -33,7 +33,7 @@ def a_segment_of_single_bytes() -> bytes:
     return encode_container(samples.CONTAINER, bytes(16), 3, ["x"], [block], chunks, segments).data
 
 
-def test_a_small_file_of_sixty_million_chunks_is_planned_some_at_a_time(tmp_path: Path) -> None:
+def test_small_file_of_60_million_chunks_is_planned_in_parts(tmp_path: Path) -> None:
     store = ContainerStore(LocalObjectStore(tmp_path), bytes(16), MIB)
     data = a_segment_of_single_bytes()
     assert len(data) < 400
@@ -45,12 +45,12 @@ def test_a_small_file_of_sixty_million_chunks_is_planned_some_at_a_time(tmp_path
     try:
         first = next(planned_batches(manifest, store))
         assert int(first.lengths.sum()) == SEGMENT_BYTES_MAX
-        assert tracemalloc.get_traced_memory()[1] < 256 * MIB  # together they took 5.3 GiB
+        assert tracemalloc.get_traced_memory()[1] < 256 * MIB  # a plan of the whole took 5.3 GiB
     finally:
         tracemalloc.stop()
 
 
-def test_a_column_is_a_copy_of_one_row_too() -> None:
+def test_column_of_one_row_is_a_copy_too() -> None:
     rows = np.zeros(3, CHUNK_ROW)
     rows["lengths"], rows["depths"], rows["ranks"] = 7, 1, 2
     for plan in (ReadPlan(Locations.empty(3), rows), ReadPlan(Locations.empty(1), rows[1:2])):

@@ -1,4 +1,4 @@
-"""Readiness: checks that hang, checks that many callers ask for at once."""
+"""Test readiness with checks that hang, and with checks that many callers request at once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_check_that_hangs_runs_once_for_all_callers() -> None:
         found.close()
 
 
-def test_check_result_is_shared_until_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.15: a result counts for VALID_SECONDS; a failure is told with its reason."""
+def test_check_result_is_shared_until_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.15: a result is valid for VALID_SECONDS; a failure is reported with its reason."""
     answers = iter([None, StoreUnavailable("redis: refused"), None])
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""What Redis is told of a container comes back, however long the names are that it has for its sketches."""
+"""Test container summaries in Redis: they round trip, with sketch names of any length."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.support.data import samples
 
 
 @pytest.mark.parametrize("make", [samples.small_container, samples.patch_container, samples.empty_container])
-def test_a_summary_comes_back(make: object) -> None:
+def test_summary_round_trips(make: object) -> None:
     assert callable(make)
     summary = summarise_directory(decode_container(make(), "sample"))
     assert parse_summary(summary.container, pack_summary(summary)) == summary
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "x" * 65_535, "\u00e4" * 200, "x" + "\u00e4" * 200])
-def test_of_a_name_longer_than_there_is_room_for_the_beginning_is_told(name: str) -> None:
-    """A container may name a sketch by 65,535 bytes: one of them must not end the rebuild of an index."""
+def test_sketch_name_beyond_the_limit_is_truncated(name: str) -> None:
+    """A container may name a sketch with 65,535 bytes, which must not end an index rebuild."""
     summary = summarise_directory(decode_container(samples.small_container(), "sample"))
     found = parse_summary(summary.container, pack_summary(replace(summary, sketches={name: 3, name + "y": 4, "n": 1})))
     (cut,) = found.sketches.keys() - {"n"}

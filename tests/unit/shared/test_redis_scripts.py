@@ -1,4 +1,4 @@
-"""Lua scripts of the Redis index: each file is loaded, complete, and part of the wheel."""
+"""Test the Lua scripts of the Redis index: each file is loaded, complete, and part of the wheel."""
 
 from __future__ import annotations
 

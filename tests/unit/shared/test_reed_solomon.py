@@ -1,4 +1,4 @@
-"""Reed-Solomon: what is stored is the Cauchy code that the format page says, whatever library computes it."""
+"""Compare Reed-Solomon parity with the Cauchy code that the format page defines."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def by_definition(data: np.ndarray, parity: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("shards", "parity"), [(1, 1), (1, 4), (2, 3), (7, 2), (28, 4), (30, 2), (4, 28)])
-def test_parity_is_what_the_format_page_defines(shards, parity):
+def test_parity_equals_the_format_page(shards, parity):
     data = np.random.default_rng(shards).integers(0, 256, (shards, 333), np.uint8)
     assert np.array_equal(parity_of(data, parity), by_definition(data, parity))
 
 
 @pytest.mark.parametrize(("shards", "parity"), [(1, 2), (5, 3), (28, 4)])
-def test_any_shards_that_are_lost_come_back_up_to_as_many_as_there_is_parity(shards, parity):
+def test_lost_shards_up_to_the_parity_count_are_restored(shards, parity):
     draw = random.Random(1)
     data = np.random.default_rng(7).integers(0, 256, (shards, 100), np.uint8)
     whole = np.concatenate([data, parity_of(data, parity)])
@@ -55,6 +55,6 @@ def test_any_shards_that_are_lost_come_back_up_to_as_many_as_there_is_parity(sha
 
 
 @pytest.mark.parametrize(("shards", "parity"), [(0, 1), (1, 0), (31, 2), (SHARDS_MAX, 1)])
-def test_numbers_of_shards_out_of_bounds_are_refused(shards, parity):
+def test_shard_counts_out_of_bounds_are_refused(shards, parity):
     with pytest.raises(BadInput):
         parity_of(np.zeros((shards, 4), np.uint8), parity)

@@ -1,4 +1,4 @@
-"""Stages between topics: messages are worked on together, and say what each alone would have said."""
+"""Test stages between topics: messages are processed together, with the results of each alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ BLOB = b"0123456789abcdef"
 
 
 class Scripted(Outbox):
-    """Keeps what is sent; acknowledges when told to."""
+    """Keeps messages; acknowledges them when a test says so."""
 
     def __init__(self) -> None:
         self.values: list[bytes] = []
@@ -145,7 +145,7 @@ def end(blob: bytes = BLOB, tenant: str = "t") -> bytes:
     return encode(End(Envelope(blob, tenant, "key", 5), 1, blob, 5, b"b" * 32, segments=1))
 
 
-def test_questions_asked_together_are_answered_as_if_each_were_asked_alone(tenants: TenantContexts) -> None:
+def test_joint_lookups_equal_single_lookups(tenants: TenantContexts) -> None:
     facts, batches = tenants["t"].facts, [m.batch for m in messages(random_bytes(3 * MIB, 1))]
     assert len(batches) > 2
     fresh = run_stage_batched(DedupStage(), batches, facts)
@@ -159,7 +159,7 @@ def test_questions_asked_together_are_answered_as_if_each_were_asked_alone(tenan
     assert run_stage_batched(DedupStage(), [], facts) == []
 
 
-def test_what_is_left_of_many_messages_leaves_as_few(tenants: TenantContexts) -> None:
+def test_rest_of_many_messages_is_sent_as_few(tenants: TenantContexts) -> None:
     known = chunked(random_bytes(MIB, 2))
     places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
     nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
@@ -177,10 +177,10 @@ def test_what_is_left_of_many_messages_leaves_as_few(tenants: TenantContexts) ->
     rows = whole.fresh
     named = namer.name_chunks(whole.batch.payload, whole.batch.offsets[rows], whole.batch.lengths[rows])
     assert np.array_equal(named, whole.batch.names[rows])
-    assert len(np.unique(named, axis=0)) == len(rows) < 60  # the 50,000 bytes, and where they meet what is known
+    assert len(np.unique(named, axis=0)) == len(rows) < 60  # the 50,000 bytes, and their edges with known bytes
 
 
-def test_messages_of_fresh_bytes_alone_are_not_merged_beyond_a_messages_bound(tenants: TenantContexts) -> None:
+def test_messages_of_fresh_bytes_are_merged_up_to_the_limit(tenants: TenantContexts) -> None:
     sent = messages(random_bytes(4 * MIB, 3))
     outbox = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in sent])
     found = [message for message in outbox.told if isinstance(message, Fresh)]
@@ -190,7 +190,7 @@ def test_messages_of_fresh_bytes_alone_are_not_merged_beyond_a_messages_bound(te
     assert all(isinstance(message, Paired) for message in paired.told)
 
 
-def test_blobs_and_tenants_in_one_batch_keep_apart_and_in_order(tenants: TenantContexts) -> None:
+def test_blobs_and_tenants_of_a_batch_stay_separate(tenants: TenantContexts) -> None:
     other = b"fedcba9876543210"
     data = random_bytes(2 * MIB, 4)
     ours, theirs = messages(data), messages(data, "u", other)
@@ -204,7 +204,7 @@ def test_blobs_and_tenants_in_one_batch_keep_apart_and_in_order(tenants: TenantC
         assert sum(len(m.batch.batch.payload) for m in fresh) > 0  # another tenant's chunks are not ours
 
 
-def test_a_repeated_message_is_not_merged_with_what_it_repeats(tenants: TenantContexts) -> None:
+def test_repeated_message_is_not_merged_with_the_original(tenants: TenantContexts) -> None:
     sent = [encode(m) for m in messages(random_bytes(2 * MIB, 5))]
     told = handled(dedup_work(SETTINGS, tenants), [*sent, *sent]).told
     fresh = [m for m in told if isinstance(m, Fresh)]
@@ -213,7 +213,7 @@ def test_a_repeated_message_is_not_merged_with_what_it_repeats(tenants: TenantCo
     assert not any(m.envelope.sequence == 0 and m.batch.batch.segments > len(sent) * 64 for m in fresh)
 
 
-def test_messages_that_leave_as_one_say_what_each_alone_would_have_said(tenants: TenantContexts) -> None:
+def test_merged_messages_equal_the_single_ones(tenants: TenantContexts) -> None:
     known = chunked(random_bytes(MIB, 11))
     places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
     nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
@@ -239,7 +239,7 @@ def test_messages_that_leave_as_one_say_what_each_alone_would_have_said(tenants:
     assert seen == len(mixed) > len(told) > 2
 
 
-def test_what_is_sent_again_behind_an_end_stays_behind_it(tenants: TenantContexts) -> None:
+def test_messages_repeated_after_an_end_stay_after_it(tenants: TenantContexts) -> None:
     sent = [encode(m) for m in messages(random_bytes(MIB, 14))]
     told = handled(dedup_work(SETTINGS, tenants), [*sent, end(), *sent, end()]).told
     kinds = [type(message).__name__ for message in told]
@@ -247,7 +247,7 @@ def test_what_is_sent_again_behind_an_end_stays_behind_it(tenants: TenantContext
     assert kinds[len(kinds) // 2 - 1] == kinds[-1] == "End"
 
 
-def test_pairs_that_are_encoded_together_keep_their_sketches_and_bring_a_chunk_once(tenants: TenantContexts) -> None:
+def test_joint_pairs_keep_sketches_and_send_a_chunk_once(tenants: TenantContexts) -> None:
     again = random_bytes(MIB, 10)
     fresh = run_stage_batched(DedupStage(), [m.batch for m in messages(again + again)], tenants["t"].facts)
     stage, facts = ResemblanceStage(SETTINGS), tenants["t"].facts
@@ -260,7 +260,7 @@ def test_pairs_that_are_encoded_together_keep_their_sketches_and_bring_a_chunk_o
     assert len(whole.base_found) == len(whole.bases) == len(whole.base_rank) == len(whole.fresh.fresh)
 
 
-def test_one_poisonous_message_of_a_batch_is_put_aside_alone(tenants: TenantContexts) -> None:
+def test_failing_message_of_a_batch_alone_is_a_dead_letter(tenants: TenantContexts) -> None:
     poison = b"poison-poison-po"
     good = [encode(m) for m in messages(random_bytes(2 * MIB, 6))]
     bad = encode(Segments(Envelope(poison, "t", "key"), chunked(random_bytes(9000, 7))))
@@ -268,7 +268,7 @@ def test_one_poisonous_message_of_a_batch_is_put_aside_alone(tenants: TenantCont
 
     def work(tenant: str, some: Sequence[UndecodedMessage]) -> Sequence[OutgoingMessage | None]:
         if any(m.envelope.blob == poison for m in some):
-            raise ValueError("it cannot be worked on")
+            raise ValueError("it cannot be processed")
         return plain(tenant, some)
 
     outbox = handled(work, [good[0], bad, b"garbage", *good[1:], end()])
@@ -283,12 +283,12 @@ def test_one_poisonous_message_of_a_batch_is_put_aside_alone(tenants: TenantCont
     assert isinstance(told[-1], End)
 
 
-def test_a_kind_that_does_not_belong_is_put_aside(tenants: TenantContexts) -> None:
+def test_message_of_an_unexpected_kind_is_a_dead_letter(tenants: TenantContexts) -> None:
     outbox = handled(resemblance_work(tenants, lambda: SETTINGS), [encode(messages(b"x" * 9000)[0])])
     assert len(outbox.dead) == 1
 
 
-def test_one_damaged_message_among_pairs_is_put_aside_alone(tenants: TenantContexts) -> None:
+def test_damaged_message_of_a_batch_alone_is_a_dead_letter(tenants: TenantContexts) -> None:
     fresh = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in messages(random_bytes(3 * MIB, 15))]).values
     pairs = handled(resemblance_work(tenants, lambda: SETTINGS), fresh).values
     assert len(pairs) > 2
@@ -306,13 +306,11 @@ def test_one_damaged_message_among_pairs_is_put_aside_alone(tenants: TenantConte
     assert [encode(message) for message in together if message is not None] == pairs
 
 
-def test_a_dependency_that_is_away_is_not_taken_for_poison(
-    tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unavailable_dependency_makes_no_dead_letter(tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consumer_loop, "RETRY_SECONDS_MAX", 0.2)
 
     def away(tenant: str, some: Sequence[UndecodedMessage]) -> Sequence[OutgoingMessage | None]:
-        raise StoreUnavailable("redis: away")
+        raise StoreUnavailable("redis: unavailable")
 
     outbox = Scripted()
     handler = relay(away, outbox)
@@ -322,14 +320,14 @@ def test_a_dependency_that_is_away_is_not_taken_for_poison(
     assert not list(handler.committable())
 
 
-def test_offsets_wait_for_the_acknowledgement_of_what_was_sent_for_them(tenants: TenantContexts) -> None:
+def test_offsets_wait_for_acknowledged_output(tenants: TenantContexts) -> None:
     outbox = Scripted()
     handler = relay(dedup_work(SETTINGS, tenants), outbox)
     first, second = (records([encode(m)])[0] for m in messages(random_bytes(2 * MIB, 8))[:2])
     handler.handle([first])
     handler.handle([replace(second, offset=1)])
     assert not list(handler.committable())
-    outbox.acknowledge(1)  # the later one alone: nothing is certain yet
+    outbox.acknowledge(1)  # the later one alone: nothing may be committed yet
     assert not list(handler.committable())
     outbox.acknowledge(0)
     assert list(handler.committable()) == [(0, 2, "")]
@@ -338,7 +336,7 @@ def test_offsets_wait_for_the_acknowledgement_of_what_was_sent_for_them(tenants:
     assert list(handler.committable()) == [(0, 3, "")]
 
 
-def test_what_kafka_refuses_is_never_committed(tenants: TenantContexts) -> None:
+def test_messages_refused_by_kafka_are_never_committed(tenants: TenantContexts) -> None:
     outbox = Scripted()
     awaiting = AckTracker(outbox)
     outbox.send("fresh", b"k", b"v", {"ce_specversion": b"1.0"})
@@ -350,9 +348,7 @@ def test_what_kafka_refuses_is_never_committed(tenants: TenantContexts) -> None:
             step()
 
 
-def test_what_is_held_for_an_open_container_lets_go_of_the_messages_bytes(
-    tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_container_does_not_keep_message_bytes(tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_handler, "Outbox", lambda *_: Scripted())
     fresh = handled(dedup_work(SETTINGS, tenants), [encode(message) for message in messages(random_bytes(MIB, 7))])
     values = handled(resemblance_work(tenants, lambda: SETTINGS), fresh.values).values
@@ -366,7 +362,7 @@ def test_what_is_held_for_an_open_container_lets_go_of_the_messages_bytes(
     worker.close()
 
 
-def test_caches_of_all_tenants_together_keep_to_one_bound(tenants: TenantContexts) -> None:
+def test_caches_of_all_tenants_share_one_bound(tenants: TenantContexts) -> None:
     bound = int(SETTINGS.base.cache_bytes)
     block = np.zeros(bound // 8, np.uint8)
     stores = [tenants[f"tenant {number}"].containers for number in range(3)]
@@ -376,7 +372,7 @@ def test_caches_of_all_tenants_together_keep_to_one_bound(tenants: TenantContext
     assert sum({id(store.blocks): store.blocks.used_bytes for store in stores}.values()) <= bound
 
 
-def test_a_partition_given_away_takes_its_offsets_along() -> None:
+def test_revoked_partition_takes_its_offsets_along() -> None:
     outbox = Scripted()
     awaiting = AckTracker(outbox)
     outbox.send("fresh", b"k", b"v", {"ce_specversion": b"1.0"})
@@ -389,10 +385,10 @@ def test_a_partition_given_away_takes_its_offsets_along() -> None:
 @pytest.mark.parametrize(
     ("wall", "steady", "in_time"), [(0, 0, True), (0, 60, False), (60, 0, False), (-9999, 60, False)]
 )
-def test_a_container_is_too_old_by_whichever_clock_says_so(
+def test_container_is_too_old_by_either_clock(
     monkeypatch: pytest.MonkeyPatch, wall: int, steady: int, in_time: bool
 ) -> None:
-    """A clock that is set back, or stands still while the machine sleeps, makes no container young again."""
+    """A clock that is set back, or stops while the machine sleeps, must not make a container recent again."""
     lane: Any = SimpleNamespace(collected=SimpleNamespace(grace_seconds=100))
     container: Any = SimpleNamespace(container=1_700_000_000_000 << 20)
     clocks = SimpleNamespace(time=lambda: 1_700_000_000 + wall, monotonic=lambda: 500.0 + steady)
@@ -407,7 +403,7 @@ def test_a_container_is_too_old_by_whichever_clock_says_so(
 @pytest.mark.parametrize(
     ("grace_seconds", "linger_ms", "refused"), [(0, 1000, True), (2, 1000, True), (3, 1000, False)]
 )
-def test_a_grace_by_which_no_container_is_young_enough_is_refused_at_the_start(
+def test_grace_below_container_age_is_refused_at_start(
     tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch, grace_seconds: int, linger_ms: int, refused: bool
 ) -> None:
     monkeypatch.setattr(delta_handler, "Outbox", lambda *_: Scripted())
@@ -419,7 +415,7 @@ def test_a_grace_by_which_no_container_is_young_enough_is_refused_at_the_start(
         DeltaHandler(chosen, lambda: chosen, tenants, "w", None).close()
 
 
-def test_what_the_commit_thread_fails_with_is_no_fault_of_the_record_that_comes_next(
+def test_error_of_the_commit_thread_is_no_record_s_fault(
     tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outboxes: list[Scripted] = []

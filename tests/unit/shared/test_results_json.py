@@ -1,4 +1,4 @@
-"""Records as JSON: what one side says, the other reads; what is not that is refused, never half read."""
+"""Test results as JSON: both sides agree, and anything else is refused as a whole."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.data.samples import noise
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a store answers about two versions, the second a delta of the first."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the results of a store with two versions, the second a delta of the first."""
     first = noise(300_000, "answers").tobytes()
     with open_store(Path(tmp_path_factory.mktemp("answers")) / "store", create=True) as store:
         store.put("a/ä", first, metadata={"näme": "wert"})
@@ -33,15 +33,15 @@ def through_text(value: object) -> Any:
     return json.loads(json.dumps(value))
 
 
-def test_a_version_comes_back_to_the_millisecond(said: dict[str, Any]) -> None:
-    found = results_json.info_from(through_text(results_json.info_json(said["info"])))
-    assert abs((found.created - said["info"].created).total_seconds()) < 0.001
-    assert results_json.info_json(found) == results_json.info_json(said["info"])
+def test_version_round_trips_to_the_millisecond(results: dict[str, Any]) -> None:
+    found = results_json.info_from(through_text(results_json.info_json(results["info"])))
+    assert abs((found.created - results["info"].created).total_seconds()) < 0.001
+    assert results_json.info_json(found) == results_json.info_json(results["info"])
     assert found.metadata == {"näme": "wert"}
 
 
-def test_a_put_comes_back_from_an_answer_and_from_an_event(said: dict[str, Any]) -> None:
-    put = said["put"]
+def test_put_result_round_trips_in_answer_and_event(results: dict[str, Any]) -> None:
+    put = results["put"]
     flat = through_text(results_json.put_json(put))
     nested = {
         **results_json.info_json(put.info),
@@ -54,39 +54,39 @@ def test_a_put_comes_back_from_an_answer_and_from_an_event(said: dict[str, Any])
         assert results_json.info_json(found.info) == results_json.info_json(put.info)
 
 
-def test_stats_and_an_explanation_come_back(said: dict[str, Any]) -> None:
-    assert results_json.stats_from(through_text(results_json.stats_json(said["stats"]))) == said["stats"]
-    explained = said["explanation"]
+def test_stats_and_explanation_round_trip(results: dict[str, Any]) -> None:
+    assert results_json.stats_from(through_text(results_json.stats_json(results["stats"]))) == results["stats"]
+    explained = results["explanation"]
     assert explained.delta_chunks
     assert explained.zero_chunks
     value = through_text(results_json.explain_json(explained, segments=True))
     assert results_json.explanation_from(value, explained.info) == explained
 
 
-def test_an_explanation_counts_what_sketched_its_segments_as_people_read_it(said: dict[str, Any]) -> None:
-    told = results_json.explain_json(said["explanation"], segments=True)
+def test_explanation_counts_sketches_by_readable_names(results: dict[str, Any]) -> None:
+    told = results_json.explain_json(results["explanation"], segments=True)
     assert sum(told["sketches"].values()) == told["segment_count"]  # type: ignore[attr-defined]
     assert set(told["sketches"]) == {segment["sketch"] for segment in told["segments"]}  # type: ignore[call-overload,attr-defined]
 
 
-def test_names_that_a_later_nearkin_adds_are_passed_over(said: dict[str, Any]) -> None:
-    assert results_json.stats_from({**results_json.stats_json(said["stats"]), "later": [1]}) == said["stats"]
+def test_fields_of_a_later_nearkin_are_ignored(results: dict[str, Any]) -> None:
+    assert results_json.stats_from({**results_json.stats_json(results["stats"]), "later": [1]}) == results["stats"]
 
 
 READERS: list[tuple[str, Callable[[dict[str, Any]], object], Callable[[Any], object]]] = [
-    ("info", lambda said: results_json.info_json(said["info"]), results_json.info_from),
-    ("put", lambda said: results_json.put_json(said["put"]), results_json.put_from),
-    ("stats", lambda said: results_json.stats_json(said["stats"]), results_json.stats_from),
+    ("info", lambda results: results_json.info_json(results["info"]), results_json.info_from),
+    ("put", lambda results: results_json.put_json(results["put"]), results_json.put_from),
+    ("stats", lambda results: results_json.stats_json(results["stats"]), results_json.stats_from),
 ]
 
 
 @pytest.mark.parametrize(("name", "write", "read"), READERS, ids=[name for name, _, _ in READERS])
-def test_a_field_that_is_missing_or_of_another_kind_is_refused(
-    said: dict[str, Any], name: str, write: Callable[[Any], Any], read: Callable[[Any], object]
+def test_missing_or_wrong_field_is_refused(
+    results: dict[str, Any], name: str, write: Callable[[Any], Any], read: Callable[[Any], object]
 ) -> None:
     derived = {"reduction_ratio", "dedup_saved_bytes", "delta_saved_bytes", "compression_saved_bytes", "dcr", "dce"}
     derived |= {"policies", "metadata_bytes", "metadata_bytes_per_chunk", "metadata_bytes_per_fresh_chunk"}
-    whole = through_text(write(said))
+    whole = through_text(write(results))
     for field in set(whole) - derived - {"sha256", "retain_until", "source_changed"}:
         for wrong in (None, -1, True, [], "x" if not isinstance(whole[field], str) or field == "created" else 7):
             with pytest.raises(ValueError, match=r"."):

@@ -1,4 +1,4 @@
-"""What stays: the rules beside a plain re-statement of them, the policy of a key, and who may not delete."""
+"""Test retention: rules against a plain restatement, the policy of a key, and refused deletions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def days(*numbers: float) -> list[datetime]:
     return [START + timedelta(days=number) for number in numbers]
 
 
-def test_the_last_ones_stay():
+def test_keep_last_keeps_the_newest_by_time():
     assert kept(days(0, 1, 2, 3), keep_last=2) == [3, 4]
     assert kept(days(0, 1, 2, 3), keep_last=-1) == [1, 2, 3, 4]
-    assert kept(days(3, 2, 1, 0), keep_last=2) == [1, 2, 4]  # by time, not by number; what `get` answers stays
+    assert kept(days(3, 2, 1, 0), keep_last=2) == [1, 2, 4]  # by time, not by number; the current version stays
 
 
-def test_what_a_wrong_clock_dated_takes_nothing_of_the_key_along():
+def test_version_with_a_wrong_time_removes_no_other():
     lost, ahead = datetime(1970, 1, 1, tzinfo=UTC), datetime(2036, 1, 1, tzinfo=UTC)
     assert kept([*days(0, 1, 2), lost], keep_last=2) == [2, 3, 4]
     assert kept([*days(0, 1), ahead, *days(2, 3)], keep_within_seconds=30 * 86_400) == [1, 2, 3, 4, 5]
@@ -49,29 +49,29 @@ def test_what_a_wrong_clock_dated_takes_nothing_of_the_key_along():
     assert [(d.info.version, d.reasons) for d in found] == [(2, ("daily",)), (1, ()), (3, ("newest",))]
 
 
-def test_of_a_day_the_newest_stays_and_days_without_any_do_not_count():
+def test_keep_daily_keeps_the_newest_of_days_with_versions():
     assert kept(days(0, 0.1, 5, 5.2, 9), keep_daily=2) == [4, 5]
 
 
-def test_what_a_rule_could_still_keep_the_oldest_is_kept_for():
+def test_oldest_is_kept_for_rules_not_yet_full():
     assert kept(days(0, 0.1, 0.2), keep_daily=7) == [1, 3]
     assert kept(days(0, 0.1, 0.2), keep_daily=1) == [3]
 
 
-def test_weeks_begin_on_monday_and_belong_to_the_year_of_their_thursday():
+def test_weeks_begin_on_monday_in_the_year_of_thursday():
     sunday, monday = datetime(2027, 1, 3, 12, tzinfo=UTC), datetime(2027, 1, 4, 12, tzinfo=UTC)
     december = datetime(2026, 12, 29, 12, tzinfo=UTC)
     earlier = datetime(2026, 11, 1, tzinfo=UTC)
     assert kept([earlier, december, sunday, monday], keep_weekly=2) == [3, 4]
 
 
-def test_months_and_years():
+def test_keep_monthly_and_yearly_keep_one_each():
     created = [datetime(year, month, 15, tzinfo=UTC) for year in (2024, 2025, 2026) for month in (1, 1, 7)]
     assert kept(created, keep_yearly=2) == [6, 9]
     assert kept(created, keep_monthly=3) == [6, 8, 9]
 
 
-def test_within_counts_from_the_newest_version_not_from_now():
+def test_within_counts_from_the_newest_version():
     assert kept(days(-400, -390, -365, -364), keep_within_seconds=86_400 * 2) == [3, 4]
 
 
@@ -80,7 +80,7 @@ def test_rules_add_up_and_no_rule_keeps_all():
     assert kept(days(0, 1, 2)) == [1, 2, 3]
 
 
-def test_what_is_too_young_stays():
+def test_version_below_min_age_is_kept():
     versions = [info(1, START - timedelta(days=3)), info(2, START - timedelta(days=1)), info(3, START)]
     found = decide(versions, RetentionPolicy(keep_last=1), START.timestamp(), min_age=2 * 86_400)
     assert [(d.info.version, d.reasons) for d in found] == [(3, ("last", "min-age")), (2, ("min-age",)), (1, ())]
@@ -93,7 +93,7 @@ def test_what_is_too_young_stays():
     yearly=st.integers(0, 3),
 )
 @runs(deadline=None, max_examples=100)
-def test_rules_are_what_they_say(hours, last, daily, yearly):
+def test_rules_equal_their_plain_restatement(hours, last, daily, yearly):
     created = [START + timedelta(hours=hour) for hour in hours]
     versions = sorted(enumerate(created, 1), key=lambda v: (v[1], v[0]), reverse=True)
     wanted = {number for number, _ in versions[:last]}
@@ -105,7 +105,7 @@ def test_rules_are_what_they_say(hours, last, daily, yearly):
         wanted |= set(chosen)
         if versions and (count < 0 or len(chosen) < count):
             wanted.add(versions[-1][0])
-    wanted |= {len(hours)} - {0}  # what `get` answers, however it is dated
+    wanted |= {len(hours)} - {0}  # the current version, at any time
     if not (last or daily or yearly):
         wanted = {number for number, _ in versions}
     assert set(kept(created, keep_last=last, keep_daily=daily, keep_yearly=yearly)) == wanted
@@ -122,7 +122,7 @@ POLICIES = RetentionSettings(
 )
 
 
-def test_the_longest_prefix_says_what_stays_and_the_longest_age_holds():
+def test_policy_of_the_longest_prefix_and_age_applies():
     def last_of(tenant: str, key: str) -> int:
         policy = policy_of(POLICIES, tenant, key)
         assert policy is not None
@@ -133,7 +133,7 @@ def test_the_longest_prefix_says_what_stays_and_the_longest_age_holds():
     assert [min_age_seconds(POLICIES, "t", key) for key in ("x", "db/legal/x")] == [10, 1000]
 
 
-def test_a_version_too_young_is_refused_with_its_time():
+def test_version_below_min_age_is_refused_with_its_time():
     young = info(3, START, "db/legal/x")
     check_age(POLICIES, "t", young, START.timestamp() + 1000)
     with pytest.raises(RetentionActive, match=r"'db/legal/x' version 3: is kept until 2026-11-21T12:16:40Z"):
@@ -142,9 +142,9 @@ def test_a_version_too_young_is_refused_with_its_time():
         check_age(POLICIES, "t", info(3, datetime.max.replace(tzinfo=UTC), "db/legal/x"), START.timestamp())
 
 
-def test_who_forgets_beside_another_goes_on_where_that_one_was_faster():
+def test_forget_continues_after_a_concurrent_deletion():
     class Racing:
-        """A store of which somebody else deletes the first version meanwhile."""
+        """A store in which another process deletes the first version meanwhile."""
 
         def __init__(self) -> None:
             self.deleted: list[int | None] = []
@@ -165,17 +165,17 @@ def test_who_forgets_beside_another_goes_on_where_that_one_was_faster():
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("36h", 129_600), ("1y6w", 35_164_800), ("90s", 90), ("2m", 120)])
-def test_durations(text, seconds):
+def test_durations_are_parsed(text, seconds):
     assert parse_duration("keep-within", text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1.5d", "0s", "101y", "1d 2h", "1D"])
-def test_what_is_no_duration_is_refused(text):
+def test_invalid_duration_is_refused(text):
     with pytest.raises(BadInput, match="want a time"):
         parse_duration("keep-within", text)
 
 
-def test_policies_are_read_from_a_file_and_refused_in_one_line(tmp_path):
+def test_policies_of_a_file_are_read_or_refused_in_one_line(tmp_path):
     from nearkin_shared.config.loader import load
 
     file = tmp_path / "n.toml"

@@ -1,4 +1,4 @@
-"""Ctrl-C that falls into an import waits for its end, and is not lost."""
+"""Test that a Ctrl-C during an import waits for its end and is not lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_signal_waits_for_the_end_of_the_block_and_is_handled_as_before():
+def test_deferred_signal_is_handled_after_the_block():
     reached, handler = [], signal.getsignal(signal.SIGINT)
 
     def block():
@@ -71,7 +71,7 @@ print("ended")
 """
 
 
-def test_a_signal_that_another_thread_was_given_ends_the_wait_of_the_main_one():
+def test_signal_to_another_thread_ends_the_main_wait():
     with process(GIVEN_TO_ANOTHER) as waiting:
         try:
             assert waiting.communicate(timeout=30) == ("ended\n", "")
@@ -80,8 +80,8 @@ def test_a_signal_that_another_thread_was_given_ends_the_wait_of_the_main_one():
 
 
 @pytest.mark.parametrize("in_the_source", [False, True])
-def test_ctrl_c_while_a_thread_is_waited_for_leaves_none_of_the_others(tmp_path, monkeypatch, *, in_the_source):
-    """At the end of a put; or a second one, where the first one fell into reading the source."""
+def test_ctrl_c_while_a_thread_is_awaited_leaves_no_thread(tmp_path, monkeypatch, *, in_the_source):
+    """At the end of a put, or as a second one after the first one interrupted the reading of the source."""
     stop, pressed = Worker.stop, []
 
     def interrupted(worker):
@@ -111,7 +111,7 @@ def test_ctrl_c_while_a_thread_is_waited_for_leaves_none_of_the_others(tmp_path,
         assert store.verify().damage == ()
 
 
-def test_ctrl_c_while_a_put_makes_its_threads_leaves_none_of_them(tmp_path, monkeypatch):
+def test_ctrl_c_while_a_put_starts_threads_leaves_none(tmp_path, monkeypatch):
     cutter, pressed = embedded_runner.Cutter, []
 
     def interrupted(*given):
@@ -131,7 +131,7 @@ def test_ctrl_c_while_a_put_makes_its_threads_leaves_none_of_them(tmp_path, monk
 
 
 def test_ctrl_c_as_a_put_ends_leaves_the_store_usable(tmp_path, monkeypatch):
-    """The cache gets its own bound back then: what was to follow that was left out, and nobody could put any more."""
+    """At its end a put resets the bound of the cache; an interrupt there must not block later puts."""
     bound, calls = ByteBoundedCache.bound, []
 
     def interrupted(cache, bytes_max):
@@ -150,7 +150,7 @@ def test_ctrl_c_as_a_put_ends_leaves_the_store_usable(tmp_path, monkeypatch):
         assert store.get("k").read() == b"abcd"
 
 
-def test_ctrl_c_as_a_restore_begins_does_not_count_it_for_ever(monkeypatch):
+def test_ctrl_c_as_a_restore_begins_does_not_leak_its_count(monkeypatch):
     def interrupted(*_given):
         add(*_given)
         raise KeyboardInterrupt
@@ -166,7 +166,7 @@ def test_ctrl_c_as_a_restore_begins_does_not_count_it_for_ever(monkeypatch):
     assert restores.count == 0
 
 
-def test_ctrl_c_while_a_restore_waits_for_its_reader_leaves_no_decoder(tmp_path, monkeypatch):
+def test_ctrl_c_while_a_restore_waits_leaves_no_decoder(tmp_path, monkeypatch):
     content = text_like(6_000_000, 1)
     monkeypatch.setattr(thread_pool, "cores", lambda: 3)
     with open_store(tmp_path / "store", create=True) as store:
@@ -189,7 +189,7 @@ def test_ctrl_c_while_a_restore_waits_for_its_reader_leaves_no_decoder(tmp_path,
 @pytest.mark.parametrize(
     "module", ["nearkin.embedded.runner", "nearkin_delta.stage", "nearkin_shared.index.lmdb.lmdb_index"]
 )
-def test_ctrl_c_in_an_import_that_a_put_waits_for_ends_the_put_after_it(module, tmp_path):
+def test_ctrl_c_in_an_import_of_a_put_ends_the_put_after_it(module, tmp_path):
     first = tmp_path / "first"
     first.write_bytes(text_like(100_000, 1))
     with process(IN_AN_IMPORT, tmp_path / "store", first, module) as writer:

@@ -1,4 +1,4 @@
-"""Sorted runs: a table that behaves as a dict in which the first stays, however its runs have given on."""
+"""Test sorted runs: a table that behaves as a dict in which the first value stays, after any spills."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = {"names": KeyShape(32), "ids": KeyShape(20), "features": FeatureShape(1
 
 
 class Table:
-    """A table in a file of its own, and what it should hold."""
+    """A table in its own file, and the expected content."""
 
     def __init__(self, folder: Path, shape: KeyShape) -> None:
         self.env = lmdb.open(str(folder), max_dbs=1, map_size=1 << 28, sync=False)
@@ -95,12 +95,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
 )
 @given(data=st.data())
-def test_it_behaves_as_a_dict_in_which_the_first_stays(tmp_path: Path, data: st.DataObject) -> None:
+def test_table_behaves_as_a_dict_that_keeps_the_first(tmp_path: Path, data: st.DataObject) -> None:
     shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]
     folder = tmp_path / str(len(list(tmp_path.iterdir())))
     table = Table(folder, shape)
     pool = keys_of(shape, 1, 200)
-    pool[:40, :] = pool[40] & 0xF0 | pool[:40] & 0x01  # some are much alike
+    pool[:40, :] = pool[40] & 0xF0 | pool[:40] & 0x01  # some are nearly equal
     for container in range(data.draw(st.integers(1, 12))):
         rows = data.draw(st.lists(st.integers(0, len(pool) - 1), max_size=60))
         table.add(pool[rows], container)
@@ -116,7 +116,7 @@ def test_it_behaves_as_a_dict_in_which_the_first_stays(tmp_path: Path, data: st.
     table.env.close()
 
 
-def test_a_large_table_is_a_tree_of_runs_that_are_not_much_too_full(table: Table) -> None:
+def test_large_table_is_a_tree_of_bounded_runs(table: Table) -> None:
     for container in range(40):
         table.add(keys_of(table.shape, container, 8000), container)
         assert max(table.sizes()) <= sorted_run_table.ENTRIES_MAX + 8000
@@ -128,7 +128,7 @@ def test_a_large_table_is_a_tree_of_runs_that_are_not_much_too_full(table: Table
 
 
 @pytest.mark.usefixtures("small")
-def test_runs_that_fill_at_once_give_on_one_after_the_other(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_fill_at_once_spill_in_sequence(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     spilt: list[int] = []
     real = SortedRuns._spill
     monkeypatch.setattr(SortedRuns, "_spill", lambda self, *given: (spilt.append(1), real(self, *given))[1])
@@ -148,7 +148,7 @@ def test_runs_that_fill_at_once_give_on_one_after_the_other(table: Table, monkey
 
 
 @pytest.mark.usefixtures("small")
-def test_who_walks_while_runs_give_on_misses_nothing(table: Table) -> None:
+def test_walk_during_spills_misses_no_entry(table: Table) -> None:
     before = keys_of(table.shape, 0, 500)
     for start in range(0, 500, 50):
         table.add(before[start : start + 50], 1)
@@ -160,7 +160,7 @@ def test_who_walks_while_runs_give_on_misses_nothing(table: Table) -> None:
     assert {key.tobytes() for key in before} <= seen
 
 
-def test_keys_whose_first_bytes_are_the_same_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_with_equal_heads_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sorted_run_table, "ENTRIES_MAX", 8)
     table = Table(tmp_path / "t", KeyShape(20))
     keys = keys_of(table.shape, 0, 60)
@@ -173,7 +173,8 @@ def test_keys_whose_first_bytes_are_the_same_are_kept_apart(tmp_path: Path, monk
     table.env.close()
 
 
-def test_super_features_of_many_namespaces_and_ranks_spread_over_the_runs(tmp_path: Path) -> None:
+def test_super_features_spread_over_the_runs(tmp_path: Path) -> None:
+    """Of many namespaces and ranks."""
     shape = SHAPES["features"]
     keys = np.repeat(keys_of(shape, 0, 1000), 9, axis=0)
     keys[:, 0], keys[:, 8] = np.tile(np.arange(9) // 3, 1000), np.tile(np.arange(9) % 3, 1000)
@@ -184,7 +185,7 @@ def test_super_features_of_many_namespaces_and_ranks_spread_over_the_runs(tmp_pa
     assert share.min() > 0.1
 
 
-def test_what_is_dropped_is_not_searched_out_of_all_runs(table: Table) -> None:
+def test_drop_touches_few_runs(table: Table) -> None:
     for container in range(40):
         table.add(keys_of(table.shape, container, 8000), container)
     before = {name: bytes(value) for name, value in table.values()}
@@ -199,7 +200,7 @@ def test_what_is_dropped_is_not_searched_out_of_all_runs(table: Table) -> None:
     assert len(dict(table.walk())) == 40 * 8000 - 400
 
 
-def test_what_was_put_again_is_dropped_with_what_it_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_entry_is_dropped_with_hidden_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sorted_run_table, "ENTRIES_MAX", 8)
     for by_key in (True, False):
         table = Table(tmp_path / str(by_key), KeyShape(32))
@@ -212,14 +213,14 @@ def test_what_was_put_again_is_dropped_with_what_it_hides(tmp_path: Path, monkey
             table.add(keys, container)
         table.drop({4}, keys[::2] if by_key else None)
         assert set(table.found(keys[::2])) == {None}
-        for turn in range(300):  # what is gone meets what it hides
+        for turn in range(300):  # spills move removals down to the entries that they hide
             table.add(keys_of(table.shape, 1000 + turn, 20), 5)
         assert set(table.found(keys[::2])) == {None}
         assert all(place[0] != 1 for _, place in table.walk())
         table.env.close()
 
 
-def test_a_large_batch_leaves_no_run_that_never_gives_on(tmp_path: Path) -> None:
+def test_large_batch_leaves_no_run_above_its_bound(tmp_path: Path) -> None:
     table = Table(tmp_path / "t", KeyShape(20))
     for container in range(12):
         table.add(keys_of(table.shape, container, 150_000), container)
@@ -241,7 +242,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("where", ["find", "add", "walk", "drop"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_that_is_met_is_told_with_its_remedy(tmp_path: Path, where: str, damage: str) -> None:
+def test_damaged_run_is_reported_with_its_remedy(tmp_path: Path, where: str, damage: str) -> None:
     key, value, met_by = DAMAGE[damage]
     table = Table(tmp_path / "t", KeyShape(20))
     with table.env.begin(write=True) as txn:
@@ -262,7 +263,7 @@ def test_damage_that_is_met_is_told_with_its_remedy(tmp_path: Path, where: str, 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_any_flipped_bit_of_a_place_is_told_wherever_it_is_met(tmp_path: Path, shape: str) -> None:
+def test_flipped_bit_of_a_location_is_detected(tmp_path: Path, shape: str) -> None:
     table = Table(tmp_path / "t", SHAPES[shape])
     keys = keys_of(table.shape, 0, 4)
     table.add(keys, 0x1A218747E1E33D89)
@@ -280,7 +281,7 @@ def test_any_flipped_bit_of_a_place_is_told_wherever_it_is_met(tmp_path: Path, s
     table.env.close()
 
 
-def test_the_place_of_another_key_is_told(tmp_path: Path) -> None:
+def test_location_of_another_key_is_detected(tmp_path: Path) -> None:
     table = Table(tmp_path / "t", KeyShape(20))
     keys = keys_of(table.shape, 0, 64)
     table.add(keys, 7)

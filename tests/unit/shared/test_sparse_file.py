@@ -1,4 +1,4 @@
-"""Holes: a file reads back as what was written to it, whoever wrote there before and whatever it is."""
+"""Test sparse files: a file reads back as written, whatever it is and whatever was written before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOT = random.Random(29)
 
 
 def content(runs: int) -> bytes:
-    """Return zeros and other bytes by turns, in lengths around that of a hole."""
+    """Return alternating zeros and other bytes, in lengths around that of a hole."""
     parts = []
     for number in range(runs):
         size = LOT.choice((1, 4095, HOLE_BYTES - 1, HOLE_BYTES, HOLE_BYTES + 1, 3 * HOLE_BYTES + 17))
@@ -38,7 +38,7 @@ def cut(data: bytes) -> Iterator[memoryview]:
 
 @pytest.mark.parametrize("buffering", [0, -1])
 @pytest.mark.parametrize("runs", range(1, 9))
-def test_a_file_reads_back_as_it_was_written(tmp_path: Path, runs: int, buffering: int) -> None:
+def test_file_reads_back_as_written(tmp_path: Path, runs: int, buffering: int) -> None:
     data = content(runs)
     with (tmp_path / "file").open("wb", buffering=buffering) as file:
         assert write_pieces(cut(data), file, None) == len(data)
@@ -54,13 +54,13 @@ def test_zeros_take_no_space(tmp_path: Path) -> None:
         write_pieces([memoryview(data)], file, None)
     taken = (tmp_path / "as it is").stat().st_blocks * 512
     if taken < len(data):
-        pytest.skip("this file system finds zeros by itself")
+        pytest.skip("this file system detects zeros by itself")
     assert (tmp_path / "holes").stat().st_blocks * 512 <= 4 * HOLE_BYTES
     assert (tmp_path / "holes").read_bytes() == data
 
 
 @pytest.mark.parametrize("mode", ["r+b", "ab", "a+b"])
-def test_what_stands_in_a_file_is_written_over_or_behind(tmp_path: Path, mode: str) -> None:
+def test_existing_content_is_overwritten_or_appended_to(tmp_path: Path, mode: str) -> None:
     path, zeros = tmp_path / "file", bytes(4 * HOLE_BYTES)
     path.write_bytes(b"x" * 10 * HOLE_BYTES)
     with path.open(mode) as file:
@@ -69,7 +69,7 @@ def test_what_stands_in_a_file_is_written_over_or_behind(tmp_path: Path, mode: s
     assert path.read_bytes() == (zeros + before[len(zeros) :] if mode == "r+b" else before + zeros)
 
 
-def test_after_what_is_still_buffered(tmp_path: Path) -> None:
+def test_buffered_bytes_are_written_first(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w+b") as file:
         file.write(b"head")
         write_pieces([memoryview(bytes(3 * HOLE_BYTES))], file, None)
@@ -77,7 +77,7 @@ def test_after_what_is_still_buffered(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"head" + bytes(4 * HOLE_BYTES)
 
 
-def test_a_read_that_fails_leaves_what_was_written(tmp_path: Path) -> None:
+def test_failed_read_keeps_the_bytes_written_before(tmp_path: Path) -> None:
     def failing() -> Iterator[memoryview]:
         yield memoryview(b"a" + bytes(3 * HOLE_BYTES))
         raise BadInput("no more")
@@ -88,7 +88,7 @@ def test_a_read_that_fails_leaves_what_was_written(tmp_path: Path) -> None:
 
 
 class Counting(io.FileIO):
-    """A file that wants to see every byte."""
+    """A file class that counts the bytes written."""
 
     seen = 0
 
@@ -97,7 +97,7 @@ class Counting(io.FileIO):
         return super().write(data)
 
 
-def test_a_file_of_ones_own_sees_every_byte(tmp_path: Path) -> None:
+def test_custom_file_class_receives_every_byte(tmp_path: Path) -> None:
     zeros = bytes(5 * HOLE_BYTES)
     with Counting(tmp_path / "file", "w") as file:
         write_pieces([memoryview(zeros)], file, None)
@@ -107,7 +107,7 @@ def test_a_file_of_ones_own_sees_every_byte(tmp_path: Path) -> None:
     assert memory.getvalue() == zeros
 
 
-def test_pipes_have_no_holes() -> None:
+def test_pipe_receives_zeros_without_holes() -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as read, os.fdopen(writing, "wb", buffering=0) as write:
         assert not grows(write)
@@ -116,7 +116,7 @@ def test_pipes_have_no_holes() -> None:
         assert read.read() == bytes(HOLE_BYTES // 2)
 
 
-def test_a_closed_file_says_so_when_it_is_written(tmp_path: Path) -> None:
+def test_write_to_closed_file_is_refused(tmp_path: Path) -> None:
     file: BinaryIO = (tmp_path / "file").open("wb")
     file.close()
     with pytest.raises(ValueError, match="closed"):

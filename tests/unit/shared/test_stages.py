@@ -1,4 +1,4 @@
-"""Stages on scripted facts, and the order in which a runner makes their effects durable."""
+"""Test stages on scripted lookups, and the order in which a runner makes their effects durable."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def segments(data: bytes) -> SegmentBatch:
 
 
 class Scripted:
-    """Facts as a test says them: names, segments and bases not listed are unknown. Remembers what was asked."""
+    """Lookups that a test defines: names, segments and bases not listed are unknown. Records the queries."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ def pieces(*seeds: int) -> bytes:
 # ------------------------------------------------------------------ dedup
 
 
-def test_dedup_keeps_exactly_the_first_copies_in_stream_order():
+def test_dedup_keeps_the_first_copies_in_stream_order():
     batch = segments(pieces(1, 2, 1, 3, 0, 2, 2, 4, 0, 1))
     facts = Scripted()
     fresh = run_stage(DedupStage(), batch, facts)
@@ -122,14 +122,14 @@ def test_dedup_keeps_exactly_the_first_copies_in_stream_order():
     assert fresh.chunk_known.tolist() == [False] * 4 + [True] + [False] * 3 + [True, False]
 
 
-def test_dedup_drops_what_the_index_has_and_says_where_it_lies():
+def test_dedup_drops_known_chunks_and_returns_locations():
     batch = segments(pieces(1, 2, 3))
     fresh = run_stage(DedupStage(), batch, Scripted({batch.names[1].tobytes(): (500, 9)}))
     assert fresh.fresh.tolist() == [0, 2]
     assert (int(fresh.chunk_locations.containers[1]), int(fresh.chunk_locations.ordinals[1])) == (500, 9)
 
 
-def test_dedup_asks_for_no_chunk_of_a_known_segment_and_for_no_zeros():
+def test_dedup_queries_no_known_segment_and_no_zeros():
     batch = segments(pieces(*range(1, 200), 0, 0))
     assert batch.segments > 10
     known = {batch.segment_ids[3].tobytes(): (9, 1)}
@@ -143,7 +143,7 @@ def test_dedup_asks_for_no_chunk_of_a_known_segment_and_for_no_zeros():
 
 
 @pytest.mark.parametrize("algorithm", ["finesse", "ntransform", "odess", "none"])
-def test_helpers_sketch_what_one_thread_alone_does(algorithm):
+def test_sketch_by_a_pool_equals_that_of_one_thread(algorithm):
     chosen = settings(CHOSEN, {"features": {"algorithm": algorithm}})
     batch = run_stage(DedupStage(), segments(random_bytes(5 * 1024 * 1024 + 77, 3)), Scripted())
     alone = run_stage(ResemblanceStage(chosen, looks_up=False), batch, Scripted())
@@ -160,14 +160,15 @@ FIRST_FIT = {"base": {"policy": "first-fit"}, "delta": {"codec": "xdelta3", "max
 
 
 def through_delta(data: bytes, facts: Scripted, recheck: Scripted, changes: dict | None = None):
-    """Run the last three stages; the delta stage hears what `recheck` says."""
+    """Run the last three stages; `recheck` serves the lookups of the delta stage."""
     fresh = run_stage(DedupStage(), segments(data), facts)
     paired = run_stage(ResemblanceStage(CHOSEN), fresh, facts)
     stage = DeltaStage(settings(CHOSEN, changes or {}), FINGERPRINTER.domain, 0)
     return stage, fresh, run_stage(stage, paired, recheck)
 
 
-def test_a_chunk_that_another_writer_stored_meanwhile_is_not_stored_again():
+def test_chunk_stored_meanwhile_is_not_stored_again():
+    """Another writer stored it after dedup."""
     data = pieces(1, 2, 3)
     names = segments(data).names
     stage, fresh, outcome = through_delta(data, Scripted(), Scripted({names[1].tobytes(): (500, 9)}))
@@ -180,14 +181,14 @@ def test_a_chunk_that_another_writer_stored_meanwhile_is_not_stored_again():
     assert len(sealed.claims.directory.chunks) == 2
 
 
-def test_every_copy_in_a_recipe_points_to_the_one_that_was_stored():
+def test_recipes_point_to_the_stored_copy_of_a_chunk():
     data = pieces(1, 2, 1, 1, 0, 2)
     stage, _, outcome = through_delta(data, Scripted(), Scripted())
     (sealed,) = [finished.seal() for finished in stage.flush()]
     directory = sealed.claims.directory
     own, zero = int(sealed.container), 1
     assert set(outcome.segments.containers.tolist()) == {own}
-    chunks = []  # a segment that comes twice has one recipe
+    chunks = []  # a segment that occurs twice has one recipe
     for ordinal in outcome.segments.ordinals.tolist():
         rows = slice(int(directory.segments.bounds[ordinal]), int(directory.segments.bounds[ordinal + 1]))
         recipe = directory.segments.chunks.take(rows)
@@ -197,7 +198,7 @@ def test_every_copy_in_a_recipe_points_to_the_one_that_was_stored():
 
 
 @pytest.mark.parametrize(("depth", "kept"), [(0, True), (1, True), (2, False), (9, False)])
-def test_a_base_at_the_cap_is_not_used(depth, kept):
+def test_base_at_max_depth_is_not_used(depth, kept):
     base = text_like(CHUNK, 5)
     facts = Scripted(base=(base, depth))
     stage, _, _ = through_delta(mutate(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x"), facts, facts, FIRST_FIT)
@@ -206,7 +207,7 @@ def test_a_base_at_the_cap_is_not_used(depth, kept):
 
 
 @pytest.mark.parametrize("changes", [FIRST_FIT, {}, {"delta": {"codec": "xdelta3"}}, {"base": {"policy": "first-fit"}}])
-def test_a_base_that_is_lost_or_unlike_is_not_used(changes):
+def test_lost_or_unlike_base_is_not_used(changes):
     for content in (b"", random_bytes(CHUNK, 9)):
         facts = Scripted(base=(content, 0))
         stage, _, outcome = through_delta(text_like(CHUNK, 5), facts, facts, changes)
@@ -215,7 +216,7 @@ def test_a_base_that_is_lost_or_unlike_is_not_used(changes):
 
 
 class Near(Scripted):
-    """The base is also what lay in the place of each gap."""
+    """The base is also the old neighbour of each gap."""
 
     def answer(self, reads: LookupRequest, facts: LookupResults) -> LookupResults:
         from dataclasses import replace
@@ -229,7 +230,7 @@ class Near(Scripted):
         return replace(facts, neighbours=Neighbours(reads.gaps.fresh, bounds, there, Locations.empty(count)))
 
 
-def test_super_features_are_asked_late_for_the_chunks_alone_that_are_unknown_and_have_no_base():
+def test_late_lookup_covers_unknown_chunks_without_base():
     base = text_like(CHUNK, 5)
     data = mutate(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x") + pieces(1, 2)
     batch = segments(data)
@@ -244,8 +245,8 @@ def test_super_features_are_asked_late_for_the_chunks_alone_that_are_unknown_and
     assert outcome.counts.duplicate.tolist() == [False, True, False]
 
 
-def test_ranks_whose_candidates_are_no_bases_are_not_asked_about_late():
-    facts = Scripted(base=(random_bytes(CHUNK, 999), 0))  # whatever is asked: what rank 0 names, and it is of no use
+def test_late_lookup_skips_ranks_without_useful_bases():
+    facts = Scripted(base=(random_bytes(CHUNK, 999), 0))  # rank 0 always names this base, which is unlike any chunk
     stage = DeltaStage(CHOSEN, FINGERPRINTER.domain, 0, asks_bases="late")
     for number in range(3):
         batch = segments(pieces(*range(1 + 80 * number, 81 + 80 * number)))
@@ -257,7 +258,7 @@ def test_ranks_whose_candidates_are_no_bases_are_not_asked_about_late():
 
 
 @pytest.mark.parametrize("changes", [FIRST_FIT, {}, {"base": {"policy": "first-fit"}}])
-def test_a_base_that_is_asked_for_late_is_the_one_that_is_found_early(changes):
+def test_late_base_lookup_equals_the_early_one(changes):
     base = text_like(CHUNK, 5)
     data = mutate(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x")
     facts = Scripted(base=(base, 0))
@@ -284,8 +285,8 @@ def written(writer, key, content):
     return blob
 
 
-def test_what_dedup_was_told_in_this_turn_is_not_asked_again(tmp_path, monkeypatch):
-    """A chunk that was placed a batch ago is found by dedup's own question: every chunk is stored once (I5)."""
+def test_lookups_of_a_batch_are_not_repeated(tmp_path, monkeypatch):
+    """Dedup's own query finds a chunk that the previous batch stored: every chunk is stored once (I5)."""
     index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
     asked: list[int] = []
     locate = index.locate_chunks
@@ -299,10 +300,10 @@ def test_what_dedup_was_told_in_this_turn_is_not_asked_again(tmp_path, monkeypat
             written(writer, key, content + key.encode() * CHUNK)
         writer.flush()
     assert sum(len(containers.directory(container).chunks) for container, _ in containers.ids()) == 201
-    assert sum(asked) < 300  # each of the first blob once, and those of the second one's last segment
+    assert sum(asked) < 300  # each chunk of the first blob once, and those of the second one's last segment
 
 
-def test_a_redelivered_batch_stores_nothing_twice(tmp_path):
+def test_redelivered_batch_stores_nothing_twice(tmp_path):
     index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
     pending = PendingIndex(index, FINGERPRINTER.domain)
     store = ContainerStore(memory_objects(), FINGERPRINTER.domain, 1 << 20)
@@ -325,13 +326,13 @@ def test_a_redelivered_batch_stores_nothing_twice(tmp_path):
     for outcome in outcomes[1:]:
         assert outcome.segments.ordinals.tolist() == outcomes[0].segments.ordinals.tolist()
         assert outcome.segment_known.all()
-    for _ in range(2):  # and what it claims may be published twice
+    for _ in range(2):  # its entries may be published twice, too
         index.publish(sealed.claims)
     assert len(index.entries()["chunks"]) == 3
     index.close()
 
 
-def test_a_batch_in_the_same_container_is_answered_before_that_container_is_durable(tmp_path):
+def test_pending_container_answers_the_next_batch(tmp_path):
     assert issubclass(PendingIndex, object)
     index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
     pending = PendingIndex(index, FINGERPRINTER.domain)
@@ -350,7 +351,7 @@ def test_a_batch_in_the_same_container_is_answered_before_that_container_is_dura
 
 
 class Recording(ObstoreObjectStore):
-    """Objects in memory that write down each put in order, and fail the ones that a script says, before or after."""
+    """Objects in memory that record each put in order, and fail scripted ones before or after the write."""
 
     def __init__(self, log: list[str], script: dict[str, str] | None = None) -> None:
         self._inner = memory_objects()
@@ -363,11 +364,11 @@ class Recording(ObstoreObjectStore):
         fate = self._script.get(f"{kind} {self._count[kind]}")
         if fate == "fails":
             self._log.append(f"{kind} failed")
-            raise StoreUnavailable(f"{name}: as the script says")
+            raise StoreUnavailable(f"{name}: failed by script")
         super().put_new(name, *parts)
         self._log.append(kind)
         if fate == "reply lost":
-            raise StoreUnavailable(f"{name}: written, and nobody heard")
+            raise StoreUnavailable(f"{name}: written, but not acknowledged")
 
 
 @pytest.fixture
@@ -402,7 +403,7 @@ def put(objects: Recording, index: LmdbIndex, content: bytes, key: str = "k") ->
 LARGE = random_bytes(5_000_000, 1)
 
 
-def test_each_container_is_durable_before_it_is_published_and_all_before_the_manifest(log, index, monkeypatch):
+def test_container_is_durable_before_publish_and_manifest(log, index, monkeypatch):
     monkeypatch.setattr("nearkin.embedded.runner.PUBLISHED_ENTRIES", 1)
     put(Recording(log), index, LARGE)
     containers = log.count("containers")
@@ -410,7 +411,8 @@ def test_each_container_is_durable_before_it_is_published_and_all_before_the_man
     assert log == ["containers", "publish"] * containers + ["manifests", "commit"]
 
 
-def test_containers_that_bring_few_entries_are_published_together_before_the_manifest(log, index):
+def test_small_containers_are_published_together(log, index):
+    """Before the manifest."""
     put(Recording(log), index, LARGE)
     containers = log.count("containers")
     assert log == ["containers"] * containers + ["publish"] * containers + ["manifests", "commit"]
@@ -418,7 +420,8 @@ def test_containers_that_bring_few_entries_are_published_together_before_the_man
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("fate", ["fails", "reply lost"])
-def test_a_container_that_was_not_acknowledged_is_not_published_and_nothing_is_committed(log, index, number, fate):
+def test_unacknowledged_container_is_not_published(log, index, number, fate):
+    """And nothing is committed."""
     objects = Recording(log, {f"containers {number}": fate})
     with pytest.raises(StoreUnavailable):
         put(objects, index, LARGE)
@@ -434,7 +437,7 @@ def test_a_container_that_was_not_acknowledged_is_not_published_and_nothing_is_c
 
 
 @pytest.mark.parametrize("fate", ["fails", "reply lost"])
-def test_a_manifest_that_was_not_acknowledged_is_not_in_the_catalog(log, index, fate):
+def test_unacknowledged_manifest_is_not_in_the_catalog(log, index, fate):
     objects = Recording(log, {"manifests 1": fate})
     with pytest.raises(StoreUnavailable):
         put(objects, index, LARGE)
@@ -443,11 +446,11 @@ def test_a_manifest_that_was_not_acknowledged_is_not_in_the_catalog(log, index, 
     log.clear()
     put(objects, index, LARGE)
     assert log == ["manifests", "commit"]  # no chunk is stored twice
-    # where only the reply was lost the first is a version of its own: committed, though its put failed
+    # if only the reply was lost the first is a version of its own: committed, though its put failed
     assert index.versions_of("default", "k") == [1 if fate == "fails" else 2]
 
 
-def test_an_aborted_put_commits_nothing(log, index):
+def test_aborted_put_commits_nothing(log, index):
     objects = Recording(log)
     containers = ContainerStore(objects, FINGERPRINTER.domain, 1 << 20)
 

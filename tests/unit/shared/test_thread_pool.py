@@ -1,4 +1,4 @@
-"""Parts answered side by side: by whoever is free, and never other answers for it."""
+"""Test the thread pool: parts run on free threads, and no caller waits for a busy thread."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
-def test_answers_come_in_the_order_of_the_parts(threads: ThreadPoolExecutor) -> None:
+def test_results_are_in_the_order_of_the_parts(threads: ThreadPoolExecutor) -> None:
     parts = list(range(200))
     for helpers in (SERIAL, ThreadPool(threads)):
         assert helpers.map(lambda part: part * part, parts) == [part * part for part in parts]
         assert helpers.map(str, []) == []
 
 
-def test_a_free_thread_takes_part(threads: ThreadPoolExecutor) -> None:
-    """Each of two parts waits for the other: one thread alone would never get past the first."""
+def test_free_thread_takes_part(threads: ThreadPoolExecutor) -> None:
+    """Each of two parts waits for the other: a single thread would never finish the first."""
     both = threading.Barrier(2)
     names = ThreadPool(threads).map(lambda _: both.wait(WAIT_SECONDS), [0, 1])
     assert sorted(names) == [0, 1]
 
 
-def test_a_task_is_shared_by_as_many_threads_as_there_are_cores(threads: ThreadPoolExecutor) -> None:
+def test_task_runs_on_as_many_threads_as_cores(threads: ThreadPoolExecutor) -> None:
     both, calls = threading.Barrier(2), list[int]()
 
     def work() -> None:
         calls.append(both.wait(WAIT_SECONDS))
 
     ThreadPool(threads, 2).run_on_all(work)
-    assert sorted(calls) == [0, 1], "here, and on the one that is free"
+    assert sorted(calls) == [0, 1], "the task must run on the caller and on the free thread"
     for alone in (SERIAL, ThreadPool(None, 4), ThreadPool(threads, 1)):
         called = list[int]()
         alone.run_on_all(lambda called=called: called.append(threading.get_ident()))  # type: ignore[misc]
-        assert set(called) == {threading.get_ident()}, "each call finds nothing left but the first"
+        assert set(called) == {threading.get_ident()}, "each call must run on the caller"
 
 
-def test_nobody_waits_for_a_thread_that_is_busy(threads: ThreadPoolExecutor) -> None:
+def test_caller_does_not_wait_for_a_busy_thread(threads: ThreadPoolExecutor) -> None:
     done = threading.Event()
     busy = threads.submit(done.wait, WAIT_SECONDS)
     me = threading.get_ident()
@@ -75,14 +75,14 @@ class Crowded(ThreadPoolExecutor):
         return super().submit(*arguments, **named)
 
 
-def test_where_no_thread_is_to_be_had_those_that_are_there_do_it_all() -> None:
+def test_existing_threads_do_all_if_none_can_start() -> None:
     with Crowded(4) as threads:
         for _ in range(3):
             assert ThreadPool(threads, 4).map(str, list(range(50))) == [str(part) for part in range(50)]
 
 
 class Unstartable(ThreadPoolExecutor):
-    """Takes what it is given, and can start no thread for it."""
+    """Accepts tasks, and can start no thread for them."""
 
     def _adjust_thread_count(self) -> None:
         raise RuntimeError("can't start new thread")
@@ -90,7 +90,7 @@ class Unstartable(ThreadPoolExecutor):
 
 @pytest.fixture
 def no_thread_starts(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread can be started but the one of `threads`."""
+    """Let no thread start but the existing one of `threads`."""
 
     def start(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -101,10 +101,10 @@ def no_thread_starts(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("no_thread_starts")
-def test_what_was_refused_for_want_of_a_thread_and_begun_nevertheless_is_waited_for(
+def test_refused_task_that_runs_nevertheless_is_awaited(
     threads: ThreadPoolExecutor,
 ) -> None:
-    """The executor keeps it: its one thread, done with something else, begins it while the caller is at the rest."""
+    """The executor keeps a refused task: its one thread begins it later, while the caller does the other part."""
     gate, both = threading.Event(), threading.Barrier(2)
     threads.submit(gate.wait, WAIT_SECONDS)
     ended = list[int]()
@@ -122,21 +122,21 @@ def test_what_was_refused_for_want_of_a_thread_and_begun_nevertheless_is_waited_
 
 
 @pytest.mark.usefixtures("no_thread_starts")
-def test_what_no_thread_ever_begins_is_not_kept_for_it() -> None:
+def test_task_that_no_thread_begins_is_not_kept() -> None:
     class Task:
         def __call__(self) -> None:
             pass
 
-    none = ThreadPoolExecutor(2)  # which no thread of its own will serve
+    none = ThreadPoolExecutor(2)  # none of its own threads will take it
     task = Task()
     gone = weakref.ref(task)
     ThreadPool(none, 2).run_on_all(task)
     del task
-    assert gone() is None, "a batch's buffers, 96 MiB of them"
+    assert gone() is None, "a batch's buffers, 96 MiB, must not be kept"
     assert none._work_queue.qsize() == 1
 
 
-def test_what_is_begun_goes_on_while_the_caller_does(threads: ThreadPoolExecutor) -> None:
+def test_begun_task_runs_while_the_caller_continues(threads: ThreadPoolExecutor) -> None:
     both, me = threading.Barrier(2), threading.get_ident()
 
     def work() -> int:
@@ -146,11 +146,11 @@ def test_what_is_begun_goes_on_while_the_caller_does(threads: ThreadPoolExecutor
     answer = ThreadPool(threads, 2).begin(work)
     both.wait(WAIT_SECONDS)
     assert answer() != me
-    assert answer() == answer(), "it is there for good"
+    assert answer() == answer(), "a result must be returned again"
     assert SERIAL.begin(threading.get_ident)() == me
 
 
-def test_one_piece_a_thread_and_one_that_waits_and_no_more_are_held(threads: ThreadPoolExecutor) -> None:
+def test_one_task_a_thread_and_one_waiting_are_held(threads: ThreadPoolExecutor) -> None:
     gate, me = threading.Event(), threading.get_ident()
 
     def work() -> int:
@@ -160,26 +160,28 @@ def test_one_piece_a_thread_and_one_that_waits_and_no_more_are_held(threads: Thr
     helpers = ThreadPool(threads, 2)
     answers = [helpers.begin(work), helpers.begin(work)]
     third = helpers.begin(threading.get_ident)
-    assert third() == me, "done here, and at once"
+    assert third() == me, "the third must run on the caller, at once"
     gate.set()
     assert me not in [answer() for answer in answers]
-    assert helpers.begin(threading.get_ident)() != me, "there is room again"
+    assert helpers.begin(threading.get_ident)() != me, "a thread must be free again"
 
 
-def test_what_was_begun_and_failed_says_so_when_it_is_asked_for(threads: ThreadPoolExecutor) -> None:
+def test_error_of_a_begun_task_is_raised_by_its_result(threads: ThreadPoolExecutor) -> None:
     def fails() -> None:
         raise ValueError("damaged")
 
     helpers = ThreadPool(threads, 2)
     answer = helpers.begin(fails)
-    assert helpers.begin(lambda: 7)() == 7, "others are as good as before"
+    assert helpers.begin(lambda: 7)() == 7, "other tasks must be unaffected"
     with pytest.raises(ValueError, match="damaged"):
         answer()
     with pytest.raises(ValueError, match="damaged"):
         SERIAL.begin(fails)()
 
 
-def test_what_no_thread_can_be_started_for_is_done_by_the_caller_and_not_kept() -> None:
+def test_task_without_a_thread_runs_on_the_caller() -> None:
+    """It is not kept afterwards."""
+
     class Piece:
         def __call__(self) -> int:
             return threading.get_ident()
@@ -188,12 +190,12 @@ def test_what_no_thread_can_be_started_for_is_done_by_the_caller_and_not_kept() 
     gone = weakref.ref(piece)
     assert ThreadPool(none, 2).begin(piece)() == threading.get_ident()
     del piece
-    assert gone() is None, "a block and its bases, 12 MiB"
+    assert gone() is None, "a block and its bases, 12 MiB, must not be kept"
     assert none._work_queue.qsize() == 1
 
 
 @pytest.mark.parametrize("fails_at_helper", [False, True])
-def test_what_a_part_raises_is_raised_and_no_further_part_is_begun(
+def test_error_of_a_part_is_raised_and_no_part_begins_after(
     threads: ThreadPoolExecutor, *, fails_at_helper: bool
 ) -> None:
     me, both, begun = threading.get_ident(), threading.Barrier(2), []
@@ -208,15 +210,15 @@ def test_what_a_part_raises_is_raised_and_no_further_part_is_begun(
         return part
 
     failed = threading.Event()
-    threading.Timer(0.5, failed.set).start()  # the other one goes on when the failure has long been seen
+    threading.Timer(0.5, failed.set).start()  # the other part continues long after the failure
     with pytest.raises(ValueError, match=r"part [01]"):
         ThreadPool(threads).map(work, list(range(100)))
     assert sorted(begun) == [0, 1]
-    assert ThreadPool(threads).map(str, [1, 2]) == ["1", "2"], "the threads are as good as before"
+    assert ThreadPool(threads).map(str, [1, 2]) == ["1", "2"], "the threads must be usable afterwards"
 
 
 @given(st.lists(st.integers(0, 300), max_size=50), st.integers(1, 400))
-def test_parts_cover_all_rows_once_and_have_about_what_they_should(lengths: list[int], part_bytes: int) -> None:
+def test_parts_cover_all_rows_once_in_bounded_sizes(lengths: list[int], part_bytes: int) -> None:
     rows = np.array(lengths, np.uint32)
     parts = parts_of(rows, part_bytes)
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(len(lengths)))
@@ -227,7 +229,7 @@ def test_parts_cover_all_rows_once_and_have_about_what_they_should(lengths: list
         assert rows[part.start : part.stop - 1].sum() < part_bytes + max(lengths, default=0)
 
 
-def test_rows_are_parted_only_where_somebody_helps(threads: ThreadPoolExecutor) -> None:
+def test_rows_are_split_only_for_a_pool(threads: ThreadPoolExecutor) -> None:
     lengths = np.full(40, PART_BYTES // 4, np.uint32)
     assert SERIAL.parts(lengths) == [slice(0, 40)]
     assert SERIAL.parts(lengths[:0]) == [slice(0, 0)]
@@ -247,27 +249,23 @@ def test_cores_are_those_that_the_process_may_use() -> None:
 
 
 @pytest.mark.parametrize(("of", "hands"), [(1, 1), (2, 2), (64, THREADS_MAX)])
-def test_a_task_has_a_thread_a_core_for_as_long_as_it_runs(
-    monkeypatch: pytest.MonkeyPatch, of: int, hands: int
-) -> None:
+def test_task_keeps_a_thread_a_core_while_it_runs(monkeypatch: pytest.MonkeyPatch, of: int, hands: int) -> None:
     monkeypatch.setattr(thread_pool, "cores", lambda: of)
     together, names = threading.Barrier(hands), set[str]()
 
     def work() -> None:
-        together.wait(WAIT_SECONDS)  # each call on a thread of its own
+        together.wait(WAIT_SECONDS)  # each call on its own thread
         names.add(threading.current_thread().name)
 
     with all_cores("nearkin-test") as helpers:
         helpers.run_on_all(work)
     assert len(names) == hands
-    assert sum(name.startswith("nearkin-test") for name in names) == hands - 1, "the caller's is one of them"
+    assert sum(name.startswith("nearkin-test") for name in names) == hands - 1, "the caller must be one of them"
     assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-test")]
 
 
 @pytest.mark.parametrize(("of", "hands"), [(1, 0), (2, 1), (3, 2), (64, 2)])
-def test_other_cores_are_all_but_the_callers_and_at_most_so_many(
-    monkeypatch: pytest.MonkeyPatch, of: int, hands: int
-) -> None:
+def test_tasks_leave_the_caller_s_core_up_to_a_limit(monkeypatch: pytest.MonkeyPatch, of: int, hands: int) -> None:
     monkeypatch.setattr(thread_pool, "cores", lambda: of)
     gate, begun = threading.Event(), list[str]()
 
@@ -285,14 +283,14 @@ def test_other_cores_are_all_but_the_callers_and_at_most_so_many(
             shared.append(threading.current_thread().name)
 
         helpers.run_on_all(part)
-        assert len(set(shared)) == hands + 1, "the caller's is one of them"
+        assert len(set(shared)) == hands + 1, "the caller must be one of them"
         if not hands:
             gate.set()
-        for _ in range(hands + 1):  # the last one waits, or is the caller's
+        for _ in range(hands + 1):  # the last one waits, or runs on the caller
             helpers.begin(work)
         until(lambda: len(begun) == max(hands, 1))
         if hands:
-            threading.Timer(0.2, gate.set).start()  # while the block ends: what waits is then let go of
+            threading.Timer(0.2, gate.set).start()  # while the block ends: waiting tasks are released then
     assert sorted(begun) == ([f"nearkin-test_{number}" for number in range(hands)] or ["MainThread"])
     assert helpers.is_serial
     assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-test")]

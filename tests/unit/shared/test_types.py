@@ -1,4 +1,4 @@
-"""Locations: what they have in common, whatever order they stand in."""
+"""Test location arrays: unique rows and membership, in any order."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def pairs_of(locations: Locations) -> list[tuple[int, int]]:
 
 
 @given(PAIRS)
-def test_each_location_once_in_order(pairs: list[tuple[int, int]]) -> None:
+def test_unique_locations_are_sorted(pairs: list[tuple[int, int]]) -> None:
     assert pairs_of(located(pairs).distinct()) == sorted(set(pairs))
 
 
 @given(PAIRS, PAIRS)
-def test_those_that_are_among_others(pairs: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+def test_membership_of_locations_is_exact(pairs: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
     assert located(pairs).is_in(located(others)).tolist() == [pair in others for pair in pairs]
 
 
 @given(PAIRS)
-def test_each_location_by_its_first_mention(pairs: list[tuple[int, int]]) -> None:
+def test_unique_locations_by_first_occurrence(pairs: list[tuple[int, int]]) -> None:
     firsts, which = located(pairs).mentions()
     assert pairs_of(located(pairs).take(firsts)) == list(dict.fromkeys(pairs))
     assert pairs_of(located(pairs).take(firsts[which])) == pairs

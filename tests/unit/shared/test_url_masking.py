@@ -1,4 +1,4 @@
-"""Secrets in URLs: masked in settings that are shown, in errors and in log lines."""
+"""Test that secrets in URLs are masked in displayed settings, errors and log lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PASSWORDS = st.text(string.ascii_letters + string.digits + "@:?#%+~-_.!", min_si
 
 @pytest.mark.parametrize("url", URLS)
 def test_url_with_a_secret_is_masked(url: str) -> None:
-    """F.30: A password stands in a URL as user information or as a parameter; neither is shown."""
+    """F.30: a password is masked as user information and as a parameter of a URL."""
     assert SECRET not in mask_urls(url)
     assert "***" in mask_urls(url)
     assert SECRET in list(url_secrets(url))
@@ -37,7 +37,7 @@ def test_url_with_a_secret_is_masked(url: str) -> None:
 
 @given(PASSWORDS)
 def test_any_password_of_a_url_is_masked(password: str) -> None:
-    """F.30: Whatever a password is made of, nothing of it is left, percent-encoded or not."""
+    """F.30: nothing of a password of any characters is left, percent-encoded or not."""
     for written in (password, quote(password, safe="")):
         assert mask_urls(f"redis://u:{written}@h/0") == "redis://***@h/0"
     encoded = quote(password, safe="")
@@ -46,7 +46,7 @@ def test_any_password_of_a_url_is_masked(password: str) -> None:
 
 
 def test_url_without_a_secret_stays() -> None:
-    """F.30: What is no secret is shown: a host, a bucket, a user alone in a log line."""
+    """F.30: other parts are shown: a host, a bucket, a user alone in a log line."""
     for url in ("redis://127.0.0.1:6379/0", "s3://bucket/prefix", "https://host/v1?limit=3", "plain text ? a=b"):
         assert mask_urls(url) == url
         assert list(url_secrets(url)) == []
@@ -55,12 +55,12 @@ def test_url_without_a_secret_stays() -> None:
 
 @pytest.mark.parametrize("name", ["redis.url", "object_store.url", "object_store.endpoint", "server"])
 def test_setting_with_a_url_is_shown_masked(name: str) -> None:
-    """F.30: Every setting that may hold a URL is masked, not the one that was thought of."""
+    """F.30: every setting that may hold a URL is masked."""
     assert SECRET not in str(displayed_value(name, f"s3://id:{SECRET}@bucket?password={SECRET}"))
 
 
 def test_error_about_a_url_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.30: A URL that is refused is quoted without its password."""
+    """F.30: a refused URL is quoted without its password."""
     monkeypatch.setenv("NEARKIN_SERVER", f"ftp://user:{SECRET}@host?password={SECRET}")
     with pytest.raises(ConfigError) as refused:
         load()
@@ -68,7 +68,7 @@ def test_error_about_a_url_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_repr_of_settings_holds_no_secret() -> None:
-    """F.30: A traceback or a debug line that shows the settings shows no password."""
+    """F.30: a traceback or a debug line that shows the settings shows no password."""
     changes = {
         "kafka": {"sasl_password": SECRET},
         "redis": {"url": f"redis://:{SECRET}@h", "password": SECRET},

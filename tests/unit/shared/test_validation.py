@@ -1,4 +1,6 @@
-"""Where a get writes: short writes are carried on, a file that takes nothing is an error, never a loop without end."""
+"""Test the files that a get writes: short writes continue, and a file that accepts nothing is an error, not a
+loop.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ PIECES = [memoryview(b"first piece"), memoryview(b""), memoryview(b"second")]
 
 
 class Raw(io.RawIOBase):
-    """A raw file that takes as much as it is told to."""
+    """A raw file that accepts as many bytes as a test sets."""
 
     def __init__(self, *takes: int | None) -> None:
         self.takes = list(takes)
@@ -26,7 +28,7 @@ class Raw(io.RawIOBase):
         return taken
 
 
-def test_a_raw_file_may_take_less_than_it_is_given() -> None:
+def test_raw_file_may_accept_less_than_it_is_given() -> None:
     file, told = Raw(3, 1), []
     assert write_pieces(PIECES, file, told.append) == 17  # type: ignore[arg-type]
     assert file.got == b"first piecesecond"
@@ -34,12 +36,12 @@ def test_a_raw_file_may_take_less_than_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("taken", [None, 0])
-def test_a_file_that_would_have_to_wait_is_refused(taken: int | None) -> None:
+def test_file_that_would_block_is_refused(taken: int | None) -> None:
     with pytest.raises(BadInput, match="non-blocking"):
         write_pieces(PIECES, Raw(3, taken), None)  # type: ignore[arg-type]
 
 
-def test_a_writer_that_does_not_count_took_all() -> None:
+def test_writer_without_a_count_accepted_all() -> None:
     class Collecting:
         got = b""
 
@@ -52,7 +54,7 @@ def test_a_writer_that_does_not_count_took_all() -> None:
 
 
 @pytest.mark.parametrize("metadata", [[1], "abc", {"a": 1}, {1: "a"}])
-def test_metadata_that_are_not_text_by_name_are_refused(metadata: Any) -> None:
+def test_metadata_that_is_no_map_of_texts_is_refused(metadata: Any) -> None:
     with pytest.raises(BadInput, match="metadata"):
         check_metadata(metadata)
     check_metadata({"a": "", "ä": "x", "": "y"})

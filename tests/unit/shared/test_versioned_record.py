@@ -1,4 +1,4 @@
-"""Records that are replaced while somebody reads or writes them: nobody takes that for "there is none"."""
+"""Test records that are replaced while another process reads or writes them: none appears absent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ A, B, C, D = ((1 << 40) + number for number in range(4))
 
 
 class Meanwhile(ObstoreObjectStore):
-    """An object store in which something happens between a listing and the reading that follows it."""
+    """An object store in which a change happens between a listing and the read that follows it."""
 
     def __init__(self, inner: ObstoreObjectStore, happens: Callable[[], None], times: int = 1) -> None:
         super().__init__(inner._client)
@@ -40,7 +40,8 @@ def entry(at_us: int, *chunks: int) -> PendingDelete:
     return PendingDelete(at_us, np.array(chunks, np.uint32), NONE, False)
 
 
-def test_a_writer_that_reads_while_a_round_replaces_the_record_sees_the_new_one() -> None:
+def test_writer_reading_a_replaced_record_sees_the_new_one() -> None:
+    """A GC run replaces the record meanwhile."""
     objects = memory_objects()
     maintenance = PendingDeleteStore(objects)
     maintenance.replace({A: entry(5, 0)})
@@ -50,14 +51,15 @@ def test_a_writer_that_reads_while_a_round_replaces_the_record_sees_the_new_one(
     assert not beside.times
 
 
-def test_a_record_that_went_with_nothing_in_its_place_is_none() -> None:
+def test_record_removed_without_replacement_is_none() -> None:
     objects = memory_objects()
     maintenance = PendingDeleteStore(objects)
     maintenance.replace({A: entry(5, 0)})
     assert PendingDeleteStore(Meanwhile(objects, lambda: maintenance.replace({}))).read() == {}
 
 
-def test_records_that_go_again_and_again_are_an_error_that_passes_never_none() -> None:
+def test_records_replaced_repeatedly_are_a_transient_error() -> None:
+    """Never an absent record."""
     objects = memory_objects()
     maintenance = PendingDeleteStore(objects)
     maintenance.replace({A: entry(5, 0)})
@@ -66,7 +68,7 @@ def test_records_that_go_again_and_again_are_an_error_that_passes_never_none() -
         PendingDeleteStore(beside).read()
 
 
-def test_what_is_quarantined_is_not_lost_to_who_reads_while_it_is_replaced() -> None:
+def test_quarantine_read_during_replacement_is_complete() -> None:
     objects = memory_objects()
     other = Quarantine(objects, lambda: 1.0)
     other.note({A: np.array([4], np.uint32)}, {}, everything=False)
@@ -77,7 +79,7 @@ def test_what_is_quarantined_is_not_lost_to_who_reads_while_it_is_replaced() -> 
     assert sorted(Quarantine(objects, lambda: 3.0).read()) == [A, B, C]
 
 
-def test_of_two_that_quarantine_at_once_one_is_told_and_nothing_is_lost() -> None:
+def test_of_two_quarantine_writers_one_fails_and_none_loses() -> None:
     objects = memory_objects()
     other = Quarantine(objects, lambda: 1.0)
     other.note({A: np.array([4], np.uint32)}, {}, everything=False)
@@ -97,7 +99,7 @@ def test_of_two_that_quarantine_at_once_one_is_told_and_nothing_is_lost() -> Non
     assert len(mine.list_records()) == 1
 
 
-def test_the_state_of_a_scrub_is_read_while_it_is_replaced() -> None:
+def test_scrub_progress_is_read_during_replacement() -> None:
     objects = memory_objects()
     states = ScrubStates(objects)
     states.write(ScrubState(begun_us=1))

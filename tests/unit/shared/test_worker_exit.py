@@ -1,4 +1,4 @@
-"""How a worker ends: what a stage refuses is a setting, told as one."""
+"""Test how a worker exits: a setting that a stage refuses is reported as a setting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nearkin_shared.kafka import worker
 from nearkin_shared.kafka.worker import exit_code
 
 
-def test_a_setting_that_a_stage_refuses_is_told_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_setting_refused_by_a_stage_has_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     assert exit_code("delta", [ConfigError('gc.grace_seconds "2": too short')], alive=False) == 2
     (told,) = caplog.records
     assert told.getMessage() == 'delta: gc.grace_seconds "2": too short'
@@ -23,7 +23,7 @@ def test_a_setting_that_a_stage_refuses_is_told_without_a_traceback(caplog: pyte
 
 
 @pytest.mark.parametrize(("alive", "code"), [(False, 0), (True, 1)])
-def test_a_loop_that_does_not_end_is_a_failure(alive: bool, code: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_loop_that_does_not_end_is_a_failure(alive: bool, code: int, caplog: pytest.LogCaptureFixture) -> None:
     assert exit_code("delta", [], alive=alive) == code
     assert exit_code("delta", [RuntimeError("broken")], alive=alive) == 1
     assert caplog.records[-1].exc_info
@@ -31,7 +31,7 @@ def test_a_loop_that_does_not_end_is_a_failure(alive: bool, code: int, caplog: p
 
 @pytest.fixture
 def _own_signals() -> Iterator[None]:
-    """A worker takes the process's signals for itself."""
+    """Restore the signal handlers of the process, which a worker replaces."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in handlers.items():
@@ -43,12 +43,10 @@ def _own_signals() -> Iterator[None]:
     ("failure", "code"),
     [(ConfigError("object_store.url: not set"), 2), (PermanentError("topic nearkin.frames: refused"), 1)],
 )
-def test_a_setting_that_is_refused_before_the_first_message_is_told_as_one(
+def test_setting_refused_before_the_first_message_has_code(
     failure: NearkinError, code: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store without a URL, a key that is not there, a maintenance worker that cannot collect so: as the gateway's
-    exit code.
-    """
+    """Exit as the gateway does for a store without a URL, a missing key, or maintenance that cannot run GC."""
 
     def refuse(*_: object) -> None:
         raise failure
@@ -61,7 +59,7 @@ def test_a_setting_that_is_refused_before_the_first_message_is_told_as_one(
 
 
 @pytest.mark.usefixtures("_own_signals")
-def test_a_port_that_is_taken_is_a_setting() -> None:
+def test_used_port_has_the_exit_code_of_a_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = with_changes(Settings(), {"monitor": {"port": taken.getsockname()[1]}})
         assert worker.run_worker("chunker", [], settings, None, "w", None) == 2

@@ -1,4 +1,4 @@
-"""One thread, one bounded queue, or none: order, back-pressure, and failures that reach whoever waits."""
+"""Test the worker thread with and without a queue: order, back-pressure, and failures that reach each waiter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nearkin_shared.pipeline.worker_thread import QUEUED, InlineWorker, Worker
 PATIENCE = 60
 
 
-def test_items_are_done_in_order_and_drain_waits_for_them() -> None:
+def test_items_run_in_order_and_drain_waits() -> None:
     done: list[int] = []
     worker = Worker("test", done.append, 2)
     for number in range(100):
@@ -29,7 +29,7 @@ def test_items_are_done_in_order_and_drain_waits_for_them() -> None:
     worker.stop()
 
 
-def test_a_full_queue_holds_the_caller_back() -> None:
+def test_full_queue_blocks_the_caller() -> None:
     gate, started = threading.Event(), threading.Event()
 
     def slow(_: int) -> None:
@@ -50,7 +50,7 @@ def test_a_full_queue_holds_the_caller_back() -> None:
     worker.stop()
 
 
-def test_without_a_queue_an_item_is_handed_over_once_the_one_before_is_done() -> None:
+def test_put_without_a_queue_waits_for_the_last_item() -> None:
     gate, started = threading.Event(), threading.Event()
     done: list[int] = []
 
@@ -65,7 +65,7 @@ def test_without_a_queue_an_item_is_handed_over_once_the_one_before_is_done() ->
     second = threading.Thread(target=worker.put, args=(1,))
     second.start()
     second.join(0.05)
-    assert second.is_alive(), "nothing waits in between"
+    assert second.is_alive(), "without a queue the second put must wait"
     gate.set()
     second.join(PATIENCE)
     assert not second.is_alive()
@@ -75,7 +75,7 @@ def test_without_a_queue_an_item_is_handed_over_once_the_one_before_is_done() ->
 
 
 @pytest.mark.parametrize("items_max", [0, 1])
-def test_what_is_added_is_done_in_order_and_waits_for_no_room(items_max: int) -> None:
+def test_added_items_run_in_order_without_waiting(items_max: int) -> None:
     gate, started, done = threading.Event(), threading.Event(), list[str]()
 
     def carry_out(item: str) -> None:
@@ -91,7 +91,7 @@ def test_what_is_added_is_done_in_order_and_waits_for_no_room(items_max: int) ->
     waits = threading.Thread(target=lambda: [worker.put(item) for item in ("second", "third")])
     waits.start()
     waits.join(0.1)
-    assert waits.is_alive()  # what was added gave no room to anyone
+    assert waits.is_alive()  # the added items freed no slot
     assert not done
     gate.set()
     waits.join(PATIENCE)
@@ -100,7 +100,7 @@ def test_what_is_added_is_done_in_order_and_waits_for_no_room(items_max: int) ->
     worker.stop()
 
 
-def test_after_a_failure_nothing_is_added() -> None:
+def test_add_after_a_failure_is_refused() -> None:
     worker: Worker[int] = Worker("test", lambda number: 1 // number, 0)
     worker.add(0)
     with pytest.raises(ZeroDivisionError):
@@ -110,7 +110,7 @@ def test_after_a_failure_nothing_is_added() -> None:
     worker.stop()
 
 
-def test_without_a_queue_too_a_failure_lets_nobody_wait() -> None:
+def test_failure_without_a_queue_leaves_no_waiter() -> None:
     done: list[int] = []
     worker = Worker("test", failing(1, done), 0)
     worker.put(0)
@@ -132,11 +132,11 @@ def failing(at: int, done: list[int]) -> Callable[[int], None]:
     return carry_out
 
 
-def test_after_a_failure_nothing_more_is_done_and_everyone_is_told() -> None:
+def test_failure_stops_all_items_and_reaches_each_caller() -> None:
     done: list[int] = []
     worker = Worker("test", failing(2, done), 8)
     for number in range(5):
-        with suppress(OSError):  # told at once, or in the loop below
+        with suppress(OSError):  # raised at once, or in the loop below
             worker.put(number)
     for told in (worker.drain, worker.check, lambda: worker.put(5)):
         with pytest.raises(OSError, match="item 2"):
@@ -145,7 +145,7 @@ def test_after_a_failure_nothing_more_is_done_and_everyone_is_told() -> None:
     worker.stop()
 
 
-def test_a_caller_that_waits_for_room_is_not_left_behind_by_a_failure() -> None:
+def test_caller_waiting_for_room_receives_the_failure() -> None:
     gate = threading.Event()
 
     def carry_out(_: int) -> None:
@@ -155,7 +155,7 @@ def test_a_caller_that_waits_for_room_is_not_left_behind_by_a_failure() -> None:
     worker = Worker("test", carry_out, 1)
 
     def put(number: int) -> None:
-        with suppress(OSError):  # one that came after the failure is told at once
+        with suppress(OSError):  # a put after the failure raises at once
             worker.put(number)
 
     waiting = [threading.Thread(target=put, args=(number,)) for number in range(4)]
@@ -169,7 +169,7 @@ def test_a_caller_that_waits_for_room_is_not_left_behind_by_a_failure() -> None:
     worker.stop()
 
 
-def test_stop_finishes_what_is_queued_and_cancel_drops_it() -> None:
+def test_stop_finishes_the_queue_and_cancel_drops_it() -> None:
     done: list[int] = []
     worker = Worker("test", done.append, 50)
     for number in range(50):
@@ -199,14 +199,14 @@ def test_stop_finishes_what_is_queued_and_cancel_drops_it() -> None:
         worker.check()
 
 
-def test_the_thread_ends_with_stop() -> None:
+def test_thread_ends_with_stop() -> None:
     worker = Worker("a-name-of-its-own", lambda _: None, 1)
     assert "nearkin-a-name-of-its-own" in {thread.name for thread in threading.enumerate()}
     worker.stop()
     assert "nearkin-a-name-of-its-own" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_stop_that_was_interrupted_is_ended_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_stop_is_completed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     class Owner:
         def carry_out(self, _: int) -> None:
             pass
@@ -225,11 +225,11 @@ def test_a_stop_that_was_interrupted_is_ended_by_the_next_one(monkeypatch: pytes
     monkeypatch.undo()
     del owner
     worker.stop()
-    assert gone() is None, "its buffers stay until garbage is collected"
+    assert gone() is None, "its buffers would stay until garbage is collected"
     assert worker not in QUEUED._owners["interrupted-stop"]
 
 
-def test_a_worker_that_has_stopped_is_no_longer_counted() -> None:
+def test_stopped_worker_is_no_longer_counted() -> None:
     gate = threading.Event()
 
     def waits(_: int) -> None:
@@ -243,12 +243,12 @@ def test_a_worker_that_has_stopped_is_no_longer_counted() -> None:
     gate.set()
     worker.stop()
     assert QUEUED.values()[("counted",)] == 0
-    assert not weakref.getweakrefcount(worker), "Python code would run where it ends"
+    assert not weakref.getweakrefcount(worker), "Python code would run when the thread ends"
 
 
 @pytest.fixture
 def nothing_is_collected() -> Iterator[None]:
-    """Let no cycle be collected: what runs then (Hypothesis' callback, threading's WeakSet) swallows an interrupt."""
+    """Disable garbage collection: its callbacks (Hypothesis, threading's WeakSet) would swallow an interrupt."""
     gc.collect()
     gc.disable()
     yield
@@ -256,13 +256,13 @@ def nothing_is_collected() -> Iterator[None]:
 
 
 class Interrupt(BaseException):
-    """What a signal's handler raises in the main thread, as Ctrl-C does."""
+    """An exception that a signal handler raises in the main thread, as Ctrl-C does."""
 
 
 @pytest.mark.usefixtures("nothing_is_collected")
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_two_interrupts_at_any_moment_leave_a_worker_that_can_be_cancelled(in_turn: bool) -> None:
-    """`timeout` sends SIGTERM twice, people press Ctrl-C twice: the second lands while the first is on its way out."""
+def test_two_interrupts_at_any_moment_leave_cancel_usable(in_turn: bool) -> None:
+    """`timeout` sends SIGTERM twice, people press Ctrl-C twice: the second arrives while the first one unwinds."""
     shots = 0
 
     def interrupt(_signal: int, _frame: object) -> None:
@@ -294,11 +294,11 @@ def test_two_interrupts_at_any_moment_leave_a_worker_that_can_be_cancelled(in_tu
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, lambda *_: None)
-        time.sleep(0.01)  # one may be on its way still, and is told of where nobody takes it
+        time.sleep(0.01)  # an interrupt may still be in flight, and must be raised inside this block
         signal.signal(signal.SIGALRM, before)
 
 
-def test_in_turn_an_item_is_done_when_put_returns_and_its_failure_is_raised_there() -> None:
+def test_inline_put_runs_the_item_and_raises_its_failure() -> None:
     done: list[int] = []
     worker = Worker("test", failing(2, done), 8, serial=True)
     for number in range(2):
@@ -311,7 +311,7 @@ def test_in_turn_an_item_is_done_when_put_returns_and_its_failure_is_raised_ther
     worker.stop()
 
 
-def test_what_is_carried_out_directly_is_done_when_put_returns() -> None:
+def test_inline_item_is_done_when_put_returns() -> None:
     done: list[int] = []
     direct = InlineWorker(done.append)
     direct.put(1)
@@ -321,7 +321,7 @@ def test_what_is_carried_out_directly_is_done_when_put_returns() -> None:
     assert done == [1, 2]
 
 
-def test_directly_too_nothing_is_done_after_a_failure_and_everyone_is_told() -> None:
+def test_inline_failure_stops_all_and_reaches_each_caller() -> None:
     done: list[int] = []
     direct = InlineWorker(failing(1, done))
     direct.put(0)
@@ -333,7 +333,7 @@ def test_directly_too_nothing_is_done_after_a_failure_and_everyone_is_told() -> 
     assert done == [0]
 
 
-def test_an_interrupt_of_what_is_carried_out_directly_is_a_failure_too() -> None:
+def test_interrupt_of_an_inline_item_is_a_failure() -> None:
     done: list[int] = []
 
     def interrupted(number: int) -> None:
@@ -347,7 +347,7 @@ def test_an_interrupt_of_what_is_carried_out_directly_is_a_failure_too() -> None
     assert done == [1]
 
 
-def test_what_was_ended_before_it_was_done_says_so() -> None:
+def test_cancelled_item_is_reported() -> None:
     direct = InlineWorker(lambda _: None)
     direct.cancel()
     with pytest.raises(StoreUnavailable, match="put cancelled"):

@@ -1,4 +1,4 @@
-"""xdelta3 kernel, both implementations: what decodes, what is refused and in which words."""
+"""Test both implementations of xdelta3: decoded deltas, refused ones, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def window(
     segment: tuple[int, int, int] = (0, 0, 0),
     checksum: int | None = None,
 ) -> bytes:
-    """One window; segment is (indicator bits, length, offset)."""
+    """Return one window; `segment` is (indicator bits, length, offset)."""
     body = number(length) + b"\x00" + number(len(data)) + number(len(codes)) + number(len(addresses))
     body += b"" if checksum is None else checksum.to_bytes(4)
     body += data + codes + addresses
@@ -99,29 +99,29 @@ def test_no_pairs_give_empty_arrays(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("level", range(1, 10))
-def test_every_level_decodes(kernel: Any, level: int) -> None:
+def test_each_level_decodes(kernel: Any, level: int) -> None:
     targets = [edited(BASE_8K, seed) for seed in range(4)]
     deltas = encode(kernel, targets, [BASE_8K] * 4, level=level)
     assert all(deltas)
     assert decode(kernel, deltas, [BASE_8K] * 4, [len(target) for target in targets]) == b"".join(targets)
 
 
-def test_a_few_edits_cost_a_few_bytes() -> None:
+def test_few_edits_cost_few_bytes() -> None:
     (delta,) = encode(_xdelta3, [TARGET_8K], [BASE_8K])
     assert len(delta) < 300
 
 
-def test_an_identical_target_costs_under_32_bytes(kernel: Any) -> None:
+def test_identical_target_costs_under_32_bytes(kernel: Any) -> None:
     (delta,) = encode(kernel, [BASE_8K], [BASE_8K])
     assert 0 < len(delta) < 32
 
 
-def test_an_empty_base_decodes(kernel: Any) -> None:
+def test_empty_base_decodes(kernel: Any) -> None:
     (delta,) = encode(kernel, [b"abcd" * 100], [b""], limit_bytes=np.array([10_000], np.uint32))
     assert decode(kernel, [delta], [b""], [400]) == b"abcd" * 100
 
 
-def test_an_empty_target_has_no_delta_within_its_own_length_but_has_one_within_more(kernel: Any) -> None:
+def test_empty_target_needs_a_limit_above_its_length(kernel: Any) -> None:
     assert encode(kernel, [b""], [BASE_8K]) == [b""]
     (delta,) = encode(kernel, [b""], [BASE_8K], limit_bytes=np.array([64], np.uint32))
     assert delta
@@ -138,27 +138,27 @@ def test_bases_around_powers_of_two_decode(kernel: Any, base_bytes: int) -> None
     assert decode(kernel, deltas, [base] * len(targets), lengths) == b"".join(targets)
 
 
-def test_a_delta_over_its_limit_is_left_out_and_its_neighbours_stay(kernel: Any) -> None:
+def test_delta_over_its_limit_alone_is_left_out(kernel: Any) -> None:
     noise = random.Random(3).randbytes(8192)
     deltas = encode(kernel, [TARGET_8K, noise, TARGET_8K], [BASE_8K] * 3)
     assert deltas[1] == b""
     assert deltas[0] == deltas[2] != b""
 
 
-def test_the_limit_is_the_last_length_kept(kernel: Any) -> None:
+def test_limit_is_the_last_length_kept(kernel: Any) -> None:
     (delta,) = encode(kernel, [TARGET_8K], [BASE_8K], limit_bytes=np.array([1 << 20], np.uint32))
     at, below = np.array([len(delta)], np.uint32), np.array([len(delta) - 1], np.uint32)
     assert encode(kernel, [TARGET_8K], [BASE_8K], limit_bytes=at) == [delta]
     assert encode(kernel, [TARGET_8K], [BASE_8K], limit_bytes=below) == [b""]
 
 
-def test_a_pair_encodes_the_same_alone_and_after_others() -> None:
+def test_pair_encodes_equally_alone_and_after_others() -> None:
     targets = [edited(BASE_8K, seed, edits=seed) for seed in range(1, 30)] + [b"", BASE_8K * 9, TARGET_8K]
     together = encode(_xdelta3, targets, [BASE_8K] * len(targets))
     assert together == [encode(_xdelta3, [target], [BASE_8K])[0] for target in targets]
 
 
-def test_threads_encode_and_decode_as_one_thread_does() -> None:
+def test_threads_encode_and_decode_as_one_thread() -> None:
     targets = [edited(BASE_8K, seed) for seed in range(60)]
     bases = [BASE_8K] * len(targets)
     alone = encode(_xdelta3, targets, bases)
@@ -171,7 +171,7 @@ def test_threads_encode_and_decode_as_one_thread_does() -> None:
 
 @pytest.mark.parametrize("level", [1, 3, 9])
 def test_two_mebibytes_with_many_short_matches_decode(level: int) -> None:
-    """Above 1 MiB the queue of instructions is bounded: this target fills it several times over."""
+    """Above 1 MiB the instruction queue is bounded: this target fills it several times over."""
     rng = random.Random(4)
     base = rng.randbytes(1 << 20)
     target = b"".join(base[(at := rng.randrange(1 << 20)) : at + 20] + rng.randbytes(2) for _ in range(100_000))
@@ -191,7 +191,7 @@ def test_read_only_writable_and_wide_buffers_are_read(kernel: Any) -> None:
         assert deltas.tobytes() == expected
 
 
-# ---- what the caller may not pass
+# ---- invalid arguments
 
 
 U64, U32 = np.uint64, np.uint32
@@ -245,7 +245,7 @@ def test_pairs_above_their_bound_are_refused(kernel: Any) -> None:
         kernel.decode_many(huge, zero, np.array([len(huge)], U32), b"", zero, empty, empty)
 
 
-def test_the_target_lengths_of_other_pairs_are_refused(kernel: Any) -> None:
+def test_target_lengths_of_other_pairs_are_refused(kernel: Any) -> None:
     with pytest.raises(BadInput, match="target_lengths has 2 entries: there are 1 pairs"):
         decode(kernel, [b""], [b""], [0, 0])
 
@@ -253,11 +253,11 @@ def test_the_target_lengths_of_other_pairs_are_refused(kernel: Any) -> None:
 # ---- legal VCDIFF that xdelta3 itself does not write
 
 
-def test_a_header_without_windows_is_an_empty_target(kernel: Any) -> None:
+def test_header_without_windows_is_an_empty_target(kernel: Any) -> None:
     assert decode(kernel, [vcdiff()], [b""], [0]) == b""
 
 
-def test_windows_follow_one_another(kernel: Any) -> None:
+def test_windows_are_concatenated(kernel: Any) -> None:
     delta = vcdiff(
         window(3, data=b"abc", codes=bytes([ADD_3])),
         window(0),
@@ -266,7 +266,7 @@ def test_windows_follow_one_another(kernel: Any) -> None:
     assert decode(kernel, [delta], [b"0123456789"], [7]) == b"abc3456"
 
 
-def test_a_window_copies_from_the_target_so_far(kernel: Any) -> None:
+def test_window_copies_from_the_target_so_far(kernel: Any) -> None:
     delta = vcdiff(
         window(3, data=b"abc", codes=bytes([ADD_3])),
         window(2, codes=bytes([COPY_SELF, 2]), addresses=b"\x00", segment=(2, 2, 1)),
@@ -274,12 +274,12 @@ def test_a_window_copies_from_the_target_so_far(kernel: Any) -> None:
     assert decode(kernel, [delta], [b""], [5]) == b"abcbc"
 
 
-def test_a_copy_reads_what_it_has_just_written(kernel: Any) -> None:
+def test_copy_reads_the_bytes_it_has_just_written(kernel: Any) -> None:
     delta = vcdiff(window(11, data=b"abc", codes=bytes([ADD_3, COPY_HERE, 8]), addresses=b"\x03"))
     assert decode(kernel, [delta], [b""], [11]) == b"abcabcabcab"
 
 
-def test_a_copy_runs_on_from_the_segment_into_the_window(kernel: Any) -> None:
+def test_copy_continues_from_the_segment_into_the_window(kernel: Any) -> None:
     delta = vcdiff(
         window(8, data=b"abc", codes=bytes([ADD_3, COPY_SELF, 5]), addresses=b"\x02", segment=(1, 4, 0)),
         window(5, codes=bytes([COPY_SELF, 5]), addresses=b"\x02", segment=(1, 4, 0)),
@@ -287,11 +287,11 @@ def test_a_copy_runs_on_from_the_segment_into_the_window(kernel: Any) -> None:
     assert decode(kernel, [delta], [b"0123"], [13]) == b"abc23abc23232"
 
 
-def test_a_run_repeats_one_byte(kernel: Any) -> None:
+def test_run_repeats_one_byte(kernel: Any) -> None:
     assert decode(kernel, [vcdiff(window(5, data=b"x", codes=bytes([RUN, 5])))], [b""], [5]) == b"xxxxx"
 
 
-def test_an_application_header_is_skipped(kernel: Any) -> None:
+def test_application_header_is_skipped(kernel: Any) -> None:
     delta = MAGIC + b"\x04" + b"\x05hello" + window(3, data=b"abc", codes=bytes([ADD_3]))
     assert decode(kernel, [delta], [b""], [3]) == b"abc"
 
@@ -361,7 +361,7 @@ def test_hostile_deltas_are_corrupt_and_named(kernel: Any, name: str) -> None:
         decode(kernel, [good, delta, good], [b"0123"] * 3, [3, 3, 3])
 
 
-def test_a_wrong_base_is_corrupt(kernel: Any) -> None:
+def test_wrong_base_is_corrupt(kernel: Any) -> None:
     (delta,) = encode(_xdelta3, [TARGET_8K], [BASE_8K])
     wrong = bytearray(BASE_8K)
     wrong[4000] ^= 1
@@ -369,14 +369,14 @@ def test_a_wrong_base_is_corrupt(kernel: Any) -> None:
         decode(kernel, [delta], [bytes(wrong)], [len(TARGET_8K)])
 
 
-def test_every_truncation_is_corrupt(kernel: Any) -> None:
+def test_each_truncation_is_corrupt(kernel: Any) -> None:
     (delta,) = encode(kernel, [TARGET_8K], [BASE_8K])
     for length in range(len(delta)):
         with pytest.raises(Corrupt):
             decode(kernel, [delta[:length]], [BASE_8K], [len(TARGET_8K)])
 
 
-def test_no_flipped_bit_of_a_checksummed_delta_changes_the_target_unseen() -> None:
+def test_flipped_bit_of_checksummed_delta_is_detected() -> None:
     (delta,) = encode(_xdelta3, [TARGET_8K], [BASE_8K])
     refused = 0
     for bit in range(8 * len(delta)):
@@ -386,12 +386,12 @@ def test_no_flipped_bit_of_a_checksummed_delta_changes_the_target_unseen() -> No
             decoded = decode(_xdelta3, [bytes(flipped)], [BASE_8K], [len(TARGET_8K)])
         except Corrupt:
             refused += 1
-        else:  # a shorter source segment, for one, may leave every copy as it was
+        else:  # a shorter source segment, for example, may leave every copy as it was
             assert decoded == TARGET_8K
     assert refused > 7 * len(delta)
 
 
-def test_a_delta_that_promises_gibibytes_takes_no_memory() -> None:
+def test_delta_that_claims_gibibytes_allocates_nothing() -> None:
     promises = [HOSTILE[name][0] for name in HOSTILE if "GiB" in name or "long" in name]
     assert len(promises) >= 5
     tracemalloc.start()
@@ -437,7 +437,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("options", FROZEN)
-def test_what_xdelta3_3_0_11_wrote_decodes(kernel: Any, options: str) -> None:
+def test_output_of_xdelta3_3_0_11_decodes(kernel: Any, options: str) -> None:
     delta = bytes.fromhex(FROZEN[options])
     assert decode(kernel, [delta], [FROZEN_BASE], [len(FROZEN_TARGET)]) == FROZEN_TARGET
 
@@ -460,7 +460,7 @@ PAIRS = {
 @needs_command
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("options", ["-1 -S none -A", "-9 -S none -A", "-3 -S none -n", "-6 -S none -W 16384"])
-def test_what_the_command_writes_decodes(tmp_path: Path, options: str, name: str) -> None:
+def test_output_of_the_command_decodes(tmp_path: Path, options: str, name: str) -> None:
     target, base = PAIRS[name]
     (tmp_path / "target").write_bytes(target)
     (tmp_path / "base").write_bytes(base)
@@ -474,7 +474,7 @@ def test_what_the_command_writes_decodes(tmp_path: Path, options: str, name: str
 @needs_command
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("level", [1, 9])
-def test_the_command_decodes_what_is_written(kernel: Any, tmp_path: Path, level: int, name: str) -> None:
+def test_command_decodes_own_output(kernel: Any, tmp_path: Path, level: int, name: str) -> None:
     target, base = PAIRS[name]
     (delta,) = encode(kernel, [target], [base], level=level, limit_bytes=np.array([1 << 22], np.uint32))
     (tmp_path / "base").write_bytes(base)
