@@ -104,7 +104,8 @@ def test_store_measures_ours_and_every_peer_that_is_installed(corpus: Path, tmp_
 
 
 @pytest.mark.soak
-def test_upkeep_is_done_after_every_few_versions_and_is_in_no_speed(corpus: Path, tmp_path: Path) -> None:
+def test_store_suite_upkeep_is_timed_apart(corpus: Path, tmp_path: Path) -> None:
+    """Do upkeep after every few versions and count it in no speed."""
     beside = [found] if (found := a_store_beside_us()) else []
     peers = ",".join(["nearkin", "nearkin-embedded", *beside, "zstd-long"])
     words = ("--corpus", corpus, "--runs", "1", "--upkeep-every", "2", "--peers", peers)
@@ -158,7 +159,8 @@ def test_kernels_measures_every_kernel_by_openssls_sha1(corpus: Path, tmp_path: 
     check_pictures(tmp_path, "kernels", names)
 
 
-def test_kernels_of_another_build_run_beside_ours(corpus: Path, tmp_path: Path) -> None:
+def test_kernels_other_build_runs_next_to_ours(corpus: Path, tmp_path: Path) -> None:
+    """Measure the kernels of another build next to this one's."""
     from nearkin_shared.kernels.native import _features
 
     built = Path(_features.__file__).parent
@@ -170,9 +172,8 @@ def test_kernels_of_another_build_run_beside_ours(corpus: Path, tmp_path: Path) 
         assert ours == theirs
 
 
-def test_a_peer_that_is_not_installed_is_left_out_and_the_answer_says_how_to_get_it(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_peer_not_installed_is_skipped_with_hint(corpus: Path, tmp_path: Path) -> None:
+    """Leave out a peer that is not installed; the result names how to install it."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("cat", "sync"):
@@ -188,7 +189,8 @@ def test_a_peer_that_is_not_installed_is_left_out_and_the_answer_says_how_to_get
     assert not (tmp_path / "store.svg").exists()
 
 
-def test_a_peer_that_gives_other_bytes_back_is_not_in_the_table(corpus: Path, tmp_path: Path) -> None:
+def test_peer_with_wrong_bytes_is_not_in_table(corpus: Path, tmp_path: Path) -> None:
+    """Leave out a peer that restores other bytes."""
     fake = tmp_path / "bin" / "zstd"
     fake.parent.mkdir()
     fake.write_text('#!/bin/sh\ncase "$1" in --version) echo 1;; -d) printf wrong;; *) cat;; esac\n')
@@ -211,9 +213,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(("room", "program"), [("store", "borg"), ("pairs", "xdelta3")])
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
-def test_a_peer_that_is_broken_is_left_out(
-    corpus: Path, tmp_path: Path, room: str, program: str, content: bytes
-) -> None:
+def test_peer_broken_is_left_out(corpus: Path, tmp_path: Path, room: str, program: str, content: bytes) -> None:
     fake = tmp_path / "bin" / program
     fake.parent.mkdir()
     fake.write_bytes(content)
@@ -227,7 +227,7 @@ def test_a_peer_that_is_broken_is_left_out(
     assert record["rows"]
 
 
-def test_a_profile_is_a_row_of_its_own(corpus: Path, tmp_path: Path) -> None:
+def test_profile_is_a_row_of_its_own(corpus: Path, tmp_path: Path) -> None:
     words = ("--versions", "1", "--runs", "1", "--peers", "nearkin@finesse-paper", "--chart", "none")
     record = run_and_read_record(tmp_path, "store", "--corpus", corpus, *words)
     assert [(row["tool"], row["settings"]) for row in record["rows"]] == [
@@ -235,7 +235,7 @@ def test_a_profile_is_a_row_of_its_own(corpus: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_a_row_tells_which_settings_were_changed(corpus: Path, tmp_path: Path) -> None:
+def test_row_names_changed_settings(corpus: Path, tmp_path: Path) -> None:
     words = ("--versions", "1", "--runs", "1", "--peers", "nearkin,nearkin-embedded@archive", "--chart", "none")
     changed = {"NEARKIN_DELTA__CODEC": "none", "NEARKIN_STORE": "elsewhere"}
     record = run_and_read_record(tmp_path, "store", "--corpus", corpus, *words, **changed)
@@ -245,7 +245,7 @@ def test_a_row_tells_which_settings_were_changed(corpus: Path, tmp_path: Path) -
     assert [one for one in told if one not in text] == []
 
 
-def test_a_terminal_gets_the_table_and_a_bar(corpus: Path, tmp_path: Path) -> None:
+def test_terminal_shows_table_and_progress_bar(corpus: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     seen: list[bytes] = []
 
@@ -286,7 +286,8 @@ def test_a_terminal_gets_the_table_and_a_bar(corpus: Path, tmp_path: Path) -> No
     assert not (tmp_path / "kernels.png").exists()
 
 
-def test_a_terminated_run_leaves_its_finished_rounds_and_no_store_and_no_process(corpus: Path, tmp_path: Path) -> None:
+def test_terminated_run_keeps_finished_passes(corpus: Path, tmp_path: Path) -> None:
+    """Keep the finished passes of a terminated run; leave no store and no process."""
     work = tmp_path / "work"
     work.mkdir()
     words = command(

@@ -36,7 +36,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("room", ["store", "pairs", "kernels"])
-def test_an_unknown_corpus_is_answered_with_the_known_ones(capfd, tmp_path: Path, room: str) -> None:
+def test_unknown_corpus_names_known_ones(capfd, tmp_path: Path, room: str) -> None:
     said = refused(capfd, room, "--corpus", "botocor", "--out", tmp_path / "out")
     for name in ("botocor", "botocore", "rdb", "vm-debian", "vm-synthetic", "mutated", "folder"):
         assert name in said
@@ -51,24 +51,25 @@ def test_an_unknown_corpus_is_answered_with_the_known_ones(capfd, tmp_path: Path
         ("kernels", ("openssl", "hashlib", "zstd-prefix")),
     ],
 )
-def test_an_unknown_peer_is_answered_with_the_known_ones(capfd, tmp_path: Path, room: str, known) -> None:
+def test_unknown_peer_names_known_ones(capfd, tmp_path: Path, room: str, known) -> None:
     said = refused(capfd, room, "--peers", "tarsnap", "--out", tmp_path / "out")
     assert 'peer "tarsnap"' in said
     assert [name for name in known if name not in said] == []
 
 
-def test_an_unknown_profile_is_answered_with_the_known_ones(capfd) -> None:
+def test_unknown_profile_names_known_ones(capfd) -> None:
     assert "finesse-paper" in refused(capfd, "store", "--peers", "nearkin@fast")
 
 
-def test_an_empty_folder_is_refused(capfd, tmp_path: Path) -> None:
+def test_empty_folder_is_refused(capfd, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "nothing.bin").touch()
     said = refused(capfd, "store", "--corpus", tmp_path / "empty", "--out", tmp_path / "out")
     assert "holds no file with anything in it" in said
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(capfd, corpus, tmp_path) -> None:
+def test_unwritable_output_is_refused_at_start(capfd, corpus, tmp_path) -> None:
+    """Refuse an output that cannot be written before anything is measured."""
     (tmp_path / "file").write_bytes(b"in the way")
     for option in ("--out", "--work"):
         words = ("--corpus", corpus, "--out", tmp_path / "out", option, tmp_path / "file")
@@ -76,7 +77,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_what_cannot_be_written_is_printed_all_the_same(corpus: Path, tmp_path: Path, options: list[str]) -> None:
+def test_unwritable_report_is_still_printed(corpus: Path, tmp_path: Path, options: list[str]) -> None:
+    """Print the results although the report file cannot be written."""
     (tmp_path / "store.md").mkdir()
     words = ("--versions", "1", "--runs", "2", "--peers", "nearkin-embedded", "--chart", "none", *options)
     done = run("store", "--corpus", corpus, "--out", tmp_path, *words)
@@ -114,7 +116,8 @@ def test_wrong_usage_is_one_line(capfd, tmp_path: Path, arguments: list[str], sa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_corpus_with_nothing_in_it_is_refused_before_a_folder_is_made(capfd, tmp_path: Path) -> None:
+def test_empty_corpus_is_refused_at_start(capfd, tmp_path: Path) -> None:
+    """Refuse a corpus without content before a folder is made."""
     (tmp_path / "empty").mkdir()
     said = refused(capfd, "store", "-c", tmp_path / "empty", "--peers", "none", "--out", tmp_path / "out")
     assert "holds no file with anything in it" in said
@@ -128,9 +131,10 @@ def test_bench_makes_its_own_stores(capfd, tmp_path: Path, corpus: Path) -> None
 
 
 @pytest.mark.parametrize("peers", ["none", "nearkin-embedded@archive"])
-def test_a_setting_that_is_refused_is_refused_before_anything_is_measured(
+def test_bad_setting_is_refused_at_start(
     capfd, monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path, peers: str
 ) -> None:
+    """Refuse an invalid setting before anything is measured."""
     monkeypatch.setenv("NEARKIN_DELTA__MAX_DEPTH", "99")
     said = refused(capfd, "store", "--corpus", corpus, "--peers", peers, "--out", tmp_path / "out")
     assert 'delta.max_depth "99"' in said
@@ -138,7 +142,7 @@ def test_a_setting_that_is_refused_is_refused_before_anything_is_measured(
 
 
 @pytest.mark.parametrize("room", ["store", "pairs", "kernels"])
-def test_a_settings_file_is_never_ignored(capfd, corpus: Path, tmp_path: Path, room: str) -> None:
+def test_settings_file_is_never_ignored(capfd, corpus: Path, tmp_path: Path, room: str) -> None:
     code = main(
         ["--config", str(tmp_path / "none.toml"), "bench", room, "-c", str(corpus), "-o", str(tmp_path / "out")]
     )
@@ -147,9 +151,10 @@ def test_a_settings_file_is_never_ignored(capfd, corpus: Path, tmp_path: Path, r
     assert not (tmp_path / "out").exists()
 
 
-def test_without_matplotlib_a_chart_is_refused_by_name_and_else_left_out(
+def test_chart_without_matplotlib_is_refused(
     capfd, monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
 ) -> None:
+    """Refuse an explicit chart by name without matplotlib; else leave charts out."""
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     said = refused(capfd, "kernels", "--corpus", corpus, "--chart", "svg", "--out", tmp_path)
     assert "pip install 'nearkin[bench]'" in said
@@ -172,13 +177,14 @@ def test_without_matplotlib_a_chart_is_refused_by_name_and_else_left_out(
 
 
 @pytest.mark.parametrize("room", ["store", "pairs", "kernels"])
-def test_every_room_teaches_by_example(capfd, room: str) -> None:
+def test_suite_help_has_an_example(capfd, room: str) -> None:
     assert main(["bench", room, "--help"]) == 0
     text = capfd.readouterr().out
     assert f"\n  nearkin bench {room} " in text
 
 
-def test_help_tells_how_many_versions_are_taken_where_nothing_is_said(capfd, tmp_path: Path) -> None:
+def test_help_names_the_default_version_count(capfd, tmp_path: Path) -> None:
+    """State in the help how many versions are measured by default."""
     assert main(["bench", "store", "--help"]) == 0
     shown = " ".join(capfd.readouterr().out.split()).replace("- ", "-")
     assert f"[all of a folder; {', '.join(f'{name} {known.versions}' for name, known in KNOWN.items())}]" in shown
@@ -197,7 +203,8 @@ def test_kernels_write_nothing_and_take_no_folder_for_it(capfd, corpus: Path, tm
     assert "No such option '--work'" in refused(capfd, "kernels", *words)
 
 
-def test_the_lab_is_not_imported_until_a_room_runs() -> None:
+def test_lab_is_imported_by_a_suite_only() -> None:
+    """Import the lab only when a suite runs."""
     script = (
         "import nearkin.cli.commands, sys; print([name for name in sys.modules if '.lab' in name or name == 'numpy'])"
     )
@@ -205,7 +212,8 @@ def test_the_lab_is_not_imported_until_a_room_runs() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_a_failure_of_nearkin_in_one_process_is_one_line(tmp_path: Path) -> None:
+def test_nearkin_failure_in_process_is_one_line(tmp_path: Path) -> None:
+    """Report a failure of Nearkin in this process in one line."""
     (tmp_path / "file").write_bytes(b"no store")
     worker = [sys.executable, "-m", "nearkin.lab.tools.embedded_nearkin", str(tmp_path / "file")]
     done = subprocess.run(worker, capture_output=True, text=True, env=environment(), input="", check=False)
@@ -214,7 +222,7 @@ def test_a_failure_of_nearkin_in_one_process_is_one_line(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("peer", ["nearkin", "nearkin-embedded"])
-def test_a_version_may_have_any_name(peer: str, tmp_path: Path, monkeypatch) -> None:
+def test_version_may_have_any_name(peer: str, tmp_path: Path, monkeypatch) -> None:
     names = ["-", "-a", "a\tb", "c\nd", os.fsdecode(b"e\xff")]
     folder = tmp_path / "odd"
     folder.mkdir()
@@ -229,7 +237,7 @@ def test_a_version_may_have_any_name(peer: str, tmp_path: Path, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("name", ["a$b_$c", "x$\\foo$", os.fsdecode(b"nu\xff"), "a|b\nc"])
-def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+def test_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "a").write_bytes(text_like(30_000, 1))
     done = run("pairs", "-c", tmp_path / name, "--runs", "1", "--peers", "none", "--out", tmp_path / "out")
@@ -240,7 +248,7 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["", ",", "mutated,"])
-def test_an_empty_name_is_not_the_folder_one_stands_in(words: str, tmp_path: Path, monkeypatch) -> None:
+def test_empty_name_is_not_the_current_folder(words: str, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a").write_bytes(b"a" * 5_000)
     monkeypatch.chdir(tmp_path)
     done = run("pairs", "-c", words, "--versions", "1", "--runs", "1", "--peers", "none", "--out", tmp_path / "out")
@@ -248,7 +256,7 @@ def test_an_empty_name_is_not_the_folder_one_stands_in(words: str, tmp_path: Pat
     assert 'corpus ""' in done.stderr
 
 
-def test_a_row_that_is_named_twice_runs_once() -> None:
+def test_row_named_twice_runs_once() -> None:
     from nearkin.lab.tools.peer_tools import choose_peers
 
     assert len(choose_peers(["nearkin@archive", "nearkin@archive"])) == 1

@@ -23,12 +23,12 @@ from nearkin_shared.savings_table import human_bytes
         ("-5", 0, (0, 0)),
     ],
 )
-def test_a_range_counts_both_its_ends(text: str, size_bytes: int, expected: tuple[int, int]) -> None:
+def test_range_includes_both_ends(text: str, size_bytes: int, expected: tuple[int, int]) -> None:
     assert parse_range(text).resolve(size_bytes) == expected
 
 
 @pytest.mark.parametrize("text", ["", "-", "-0", "a-b", "1-2,4-5", "1 - 2", "٣-٤", "+1-2", "1-0", "9" * 20 + "-"])
-def test_a_range_that_is_none_is_refused(text: str) -> None:
+def test_range_malformed_is_refused(text: str) -> None:
     with pytest.raises(BadInput):
         parse_range(text)
 
@@ -36,17 +36,17 @@ def test_a_range_that_is_none_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"), [("1%", 0.01), ("0.01", 0.01), ("100%", 1.0), ("1", 1.0), (".5", 0.5), ("2.5%", 0.025)]
 )
-def test_a_sample_is_a_share_or_a_percentage(text: str, expected: float) -> None:
+def test_sample_is_a_share_or_a_percentage(text: str, expected: float) -> None:
     assert parse_sample(text) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("text", ["", "%", ".", "0", "0%", "-1%", "1.01", "nan", "inf", "1e-2", "five"])
-def test_a_sample_that_is_none_is_refused(text: str) -> None:
+def test_sample_malformed_is_refused(text: str) -> None:
     with pytest.raises(BadInput):
         parse_sample(text)
 
 
-def test_a_store_is_a_path_or_a_file_url() -> None:
+def test_store_is_a_path_or_a_file_url() -> None:
     assert store_folder("some/where") == Path("some/where")
     assert store_folder("file:///with%20space") == Path("/with space")
     assert store_folder("file://localhost/there") == Path("/there")
@@ -55,7 +55,8 @@ def test_a_store_is_a_path_or_a_file_url() -> None:
             store_folder(refused)
 
 
-def test_a_file_that_goes_while_its_folder_is_walked_is_told_and_left_out(tmp_path: Path) -> None:
+def test_file_deleted_during_walk_is_reported(tmp_path: Path) -> None:
+    """Report and leave out a file that is deleted while its folder is walked."""
     for name in ("a", "b", "c"):
         (tmp_path / name).write_bytes(b"x")
     left_out: list[tuple[str, str]] = []

@@ -21,7 +21,7 @@ def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return paths
 
 
-def test_the_demo_passes_when_everything_comes_back(
+def test_demo_passes_when_all_is_restored(
     releases: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo.main(["--store", str(tmp_path / "store")]) == 0
@@ -38,7 +38,7 @@ def test_the_demo_passes_when_everything_comes_back(
         (SECOND + b"?", "two.tar goes on"),
     ],
 )
-def test_the_demo_fails_on_any_difference(
+def test_demo_fails_on_any_difference(
     releases: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

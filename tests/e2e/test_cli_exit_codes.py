@@ -38,7 +38,7 @@ def hold(root: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_exit_codes_tell_failures_apart(call: InProcess, root: Path, tmp_path: Path) -> None:
+def test_exit_codes_distinguish_failures(call: InProcess, root: Path, tmp_path: Path) -> None:
     """Done, failed, usage and no store have codes of their own, as the help lists them."""
     assert call("--store", root, "ls").returncode == ExitCode.DONE == 0
     assert call("--store", root, "get", "none").returncode == ExitCode.NOT_FOUND == 4

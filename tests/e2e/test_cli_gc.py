@@ -36,12 +36,12 @@ def run(tmp_path: Path):
     return command
 
 
-def test_no_round_frees_less_than_nothing():
+def test_gc_run_frees_no_negative_bytes():
     assert freed_bytes_net("freed", 1234) == "freed 1,234 bytes"
     assert freed_bytes_net("would free", -207) == "would free nothing yet, and takes 207 bytes"
 
 
-def test_gc_frees_what_the_dry_run_reported(run, tmp_path):
+def test_gc_frees_what_dry_run_reported(run, tmp_path):
     (tmp_path / "f").write_bytes(os.urandom(100_000))
     for arguments in (("put", "k", str(tmp_path / "f")), ("rm", "k")):
         assert run(*arguments).returncode == 0
@@ -58,7 +58,8 @@ def test_gc_frees_what_the_dry_run_reported(run, tmp_path):
     assert run("gc").stdout.startswith("freed 0 bytes")
 
 
-def test_who_paused_does_not_steer_the_terminal_of_who_asks(run, tmp_path):
+def test_gc_pause_owner_is_escaped_on_terminal(run, tmp_path):
+    """Escape the name of the pausing user: it cannot control another user's terminal."""
     (tmp_path / "f").write_bytes(b"x")
     assert run("put", "k", str(tmp_path / "f")).returncode == 0
     paused = run("gc", "--pause", more={"LOGNAME": "kim\x1b[31m\nrunning"})
@@ -67,7 +68,7 @@ def test_who_paused_does_not_steer_the_terminal_of_who_asks(run, tmp_path):
         assert r"by kim\x1b[31m\nrunning@" in shown.stdout
 
 
-def test_a_server_that_is_not_there_is_named(run):
+def test_gc_server_unreachable_is_named(run):
     refused = run("--server", "http://127.0.0.1:9", "gc")
     assert refused.returncode == 1
     assert refused.stderr.startswith("nearkin: POST http://127.0.0.1:9/v1/gc: ")

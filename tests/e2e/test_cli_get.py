@@ -12,7 +12,7 @@ import pytest
 from tests.support.checks.commands import FIRST, SECOND, InProcess, assert_refused, damage, new_store, run
 
 
-def test_every_version_comes_back_byte_for_byte(store: Path, tmp_path: Path, call: InProcess) -> None:
+def test_get_each_version_is_byte_identical(store: Path, tmp_path: Path, call: InProcess) -> None:
     assert run("--store", store, "get", "db/dump").stdout == SECOND
     assert call("--store", f"file://{store}", "get", "db/dump", "--version", "1").stdout == FIRST
     done = call("--store", store, "get", "db/dump", "-o", tmp_path / "out")
@@ -24,11 +24,12 @@ def test_every_version_comes_back_byte_for_byte(store: Path, tmp_path: Path, cal
 @pytest.mark.parametrize(
     ("text", "piece"), [("5-9", slice(5, 10)), ("-100000", slice(-100000, None)), ("570000-", slice(570000, None))]
 )
-def test_a_range_is_that_slice(store: Path, text: str, piece: slice, call: InProcess) -> None:
+def test_get_range_is_that_slice(store: Path, text: str, piece: slice, call: InProcess) -> None:
     assert call("--store", store, "get", "db/dump", "--range", text).stdout == SECOND[piece]
 
 
-def test_get_explain_tells_what_was_read(store: Path, tmp_path: Path, call: InProcess) -> None:
+def test_get_explain_reports_reads(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """Report in `get --explain` what was read."""
     done = call("--store", store, "get", "db/dump", "--range", "0-99", "--explain", "-o", tmp_path / "out")
     assert done.returncode == 0
     directories = rb"(1 directory|\d+ directories)"
@@ -41,7 +42,7 @@ def test_get_explain_tells_what_was_read(store: Path, tmp_path: Path, call: InPr
     assert told["bytes"] > 1000
 
 
-def test_a_range_past_the_end_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
+def test_get_range_past_the_end_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
     new_store(tmp_path / "s")
     assert_refused(call("--store", store, "get", "notes", "--range", "5-"), 2, "the blob has 5 bytes")
     call("--store", tmp_path / "s", "put", "one", "-", stdin=b"1")
@@ -54,9 +55,8 @@ def test_get_with_json_describes_the_file_it_wrote(store: Path, tmp_path: Path, 
     assert (tmp_path / "out").read_bytes() == b"ell"
 
 
-def test_an_output_is_replaced_with_its_mode_kept_and_links_followed(
-    store: Path, tmp_path: Path, call: InProcess
-) -> None:
+def test_get_output_replaced_keeps_mode_and_links(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """Replace an output, keep its mode and follow links."""
     (tmp_path / "old").write_bytes(b"old")
     (tmp_path / "old").chmod(0o640)
     (tmp_path / "link").symlink_to("old")
@@ -66,7 +66,7 @@ def test_an_output_is_replaced_with_its_mode_kept_and_links_followed(
     assert (tmp_path / "old").stat().st_mode & 0o777 == 0o640
 
 
-def test_an_output_that_cannot_be_written_is_wrong_usage(store: Path, tmp_path: Path, call: InProcess) -> None:
+def test_get_unwritable_output_is_wrong_usage(store: Path, tmp_path: Path, call: InProcess) -> None:
     assert_refused(call("--store", store, "get", "notes", "-o", tmp_path), 2, "is a folder")
     assert_refused(call("--store", store, "get", "notes", "-o", tmp_path / "no/out"), 2, "no such file or directory")
     assert call("--store", store, "get", "notes", "-o", "/dev/null").returncode == 0
@@ -81,15 +81,14 @@ def test_an_output_that_cannot_be_written_is_wrong_usage(store: Path, tmp_path: 
         ["explain", "no"],
     ],
 )
-def test_what_is_not_there_is_exit_code_1(store: Path, call: InProcess, arguments: list[str]) -> None:
+def test_get_missing_key_or_version_exits_1(store: Path, call: InProcess, arguments: list[str]) -> None:
     assert_refused(call("--store", store, *arguments), 4, arguments[1])
     done = call("--store", store, "--json", *arguments)
     assert json.loads(done.stderr)["error"]["kind"] == "NotFound"
 
 
-def test_a_damaged_store_fails_gets_and_verify_and_leaves_the_output_as_it_was(
-    copied: Path, tmp_path: Path, call: InProcess
-) -> None:
+def test_damaged_store_fails_get_and_verify(copied: Path, tmp_path: Path, call: InProcess) -> None:
+    """Fail get and verify of a damaged store; leave the output file unchanged."""
     damage(copied)
     (tmp_path / "out").write_bytes(b"precious")
     done = call("--store", copied, "--json", "get", "db/dump", "-o", tmp_path / "out")
@@ -114,7 +113,7 @@ def test_a_damaged_store_fails_gets_and_verify_and_leaves_the_output_as_it_was(
     assert call("--store", copied, "get", "db/dump").stdout == FIRST
 
 
-def test_a_full_disk_names_the_file_that_did_not_fit(store: Path) -> None:
+def test_get_on_full_disk_names_the_file(store: Path) -> None:
     done = run("--store", store, "get", "db/dump", "-o", "/dev/full")
     assert_refused(
         done, 1, "No space left on device: '/dev/full'; free space on that filesystem, or write to another one"

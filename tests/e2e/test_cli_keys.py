@@ -42,7 +42,8 @@ def filled(run, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_keys_are_made_listed_rotated_and_wrapped_anew(filled: Path, run) -> None:
+def test_keys_are_made_listed_rotated_rewrapped(filled: Path, run) -> None:
+    """Create, list, rotate and rewrap keys."""
     (own, tenants) = run("keys", "list")
     assert (own["tenant"], own["number"], tenants["tenant"], tenants["newest"]) == (None, 1, "default", True)
     assert run("keys", "rotate", "default")["number"] > tenants["number"]
@@ -64,7 +65,7 @@ def test_rotate_refuses_a_tenant_without_keys(filled: Path, run) -> None:
     assert [key["tenant"] for key in run("keys", "list")] == [None, "default"]
 
 
-def test_a_tenant_is_erased_only_when_its_name_was_said_twice(filled: Path, run) -> None:
+def test_erase_needs_the_tenant_name_twice(filled: Path, run) -> None:
     before = objects(filled / "store")
     refused = run("keys", "erase", "default", code=2)
     assert "pass --yes" in refused["error"]["message"]
@@ -85,7 +86,8 @@ def test_a_tenant_is_erased_only_when_its_name_was_said_twice(filled: Path, run)
     assert run("verify")["erased_objects"] == 0
 
 
-def test_a_tenant_that_had_no_keys_is_said_to_have_had_none(filled: Path, run) -> None:
+def test_erase_without_keys_is_reported(filled: Path, run) -> None:
+    """Report that a tenant without keys had none."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
         [sys.executable, "-m", "nearkin.cli", "keys", "erase", "defautl", "--yes"],
@@ -97,7 +99,7 @@ def test_a_tenant_that_had_no_keys_is_said_to_have_had_none(filled: Path, run) -
     assert (filled / "restored").read_bytes() == (filled / "content").read_bytes()
 
 
-def test_no_command_shows_a_key(filled: Path, run) -> None:
+def test_keys_are_shown_by_no_command(filled: Path, run) -> None:
     secret = (filled / "store.key").read_text().split()[0]
     for arguments in (("config",), ("keys", "list"), ("stats",), ("verify",)):
         assert secret not in json.dumps(run(*arguments))
@@ -107,7 +109,7 @@ def test_no_command_shows_a_key(filled: Path, run) -> None:
     assert "chmod 600" in run("ls", code=2)["error"]["message"]
 
 
-def test_a_store_in_clear_has_no_keys(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_unencrypted_store_are_none(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEARKIN_STORAGE__ENCRYPTION", "none")
     monkeypatch.delenv("NEARKIN_STORAGE__KEY_FILE")
     (tmp_path / "content").write_bytes(b"in clear")

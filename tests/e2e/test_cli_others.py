@@ -23,7 +23,8 @@ LEDGER = {
 }  # fmt: skip
 
 
-def test_ls_lists_what_it_can_and_names_what_it_cannot(copied: Path, call: InProcess) -> None:
+def test_ls_lists_readable_and_names_damaged(copied: Path, call: InProcess) -> None:
+    """List readable versions and name the damaged ones."""
     (manifest,) = (copied / "manifests").rglob("*2.nkm")
     manifest.write_bytes(manifest.read_bytes()[:100])
     listed = call("--store", copied, "ls", "--versions")
@@ -37,7 +38,8 @@ def test_ls_lists_what_it_can_and_names_what_it_cannot(copied: Path, call: InPro
     assert json.loads(as_json.stderr)["error"]["kind"] == "Corrupt"
 
 
-def test_ls_lists_the_newest_versions_or_all_or_those_of_a_prefix(store: Path, call: InProcess) -> None:
+def test_ls_lists_newest_all_or_a_prefix(store: Path, call: InProcess) -> None:
+    """List the newest versions, all of them, or those of a prefix."""
     newest = answer("--store", store, "ls")
     assert [(info["key"], info["version"]) for info in newest] == [("db/dump", 2), ("notes", 1)]
     assert newest[0].keys() >= {"key", "version", "size_bytes", "created", "digest"}
@@ -49,7 +51,8 @@ def test_ls_lists_the_newest_versions_or_all_or_those_of_a_prefix(store: Path, c
     assert [line.split()[-2:] for line in lines] == [["v2", "db/dump"], ["v1", "notes"]]
 
 
-def test_a_key_never_steers_the_terminal(tmp_path: Path, call: InProcess) -> None:
+def test_ls_key_is_escaped_on_terminal(tmp_path: Path, call: InProcess) -> None:
+    """Escape keys: they cannot control the terminal."""
     new_store(tmp_path)
     key = "red \x1b[31m\n[bold]"
     call.answer("put", key, "-", "--allow-empty", env={"NEARKIN_STORE": str(tmp_path)})
@@ -85,14 +88,16 @@ def test_stats_add_up(store: Path, call: InProcess) -> None:
     assert "base cache" not in shown
 
 
-def test_chunks_of_zeros_are_told_to_be_among_the_duplicates(tmp_path: Path, call: InProcess) -> None:
+def test_stats_count_zero_chunks_as_duplicates(tmp_path: Path, call: InProcess) -> None:
+    """Mention that chunks of zeros count as duplicates."""
     new_store(tmp_path / "s")
     put = call("--store", tmp_path / "s", "put", "zeros", "-", stdin=bytes(100_000)).stdout.decode()
     shown = call("--store", tmp_path / "s", "stats").stdout.decode()
     assert [told.count("2 duplicate, 2 of them zero") for told in (put, shown)] == [1, 1]
 
 
-def test_metadata_are_not_shown_by_a_kind_of_chunk_that_there_is_none_of(tmp_path: Path, call: InProcess) -> None:
+def test_stats_omit_metadata_of_absent_kinds(tmp_path: Path, call: InProcess) -> None:
+    """Show no metadata of a kind of chunk that does not occur."""
     new_store(tmp_path / "s")
     shown = []
     for name, content in (("empty", b""), ("zeros", bytes(100_000))):
@@ -103,7 +108,8 @@ def test_metadata_are_not_shown_by_a_kind_of_chunk_that_there_is_none_of(tmp_pat
     assert shown[1].endswith(" B a logical chunk")
 
 
-def test_stats_tell_of_the_base_cache_where_it_was_asked(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_show_base_cache_after_lookups(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Show the base cache only where it was used."""
     with open_store(store, read_only=True) as opened:
         print_stats(replace(opened.stats(), base_cache_hits=1200, base_cache_misses=34))
     assert "base cache   1,200 of 1,234 lookups hit\n" in capsys.readouterr().out
@@ -117,7 +123,7 @@ def test_verify_of_a_sound_store_finds_nothing(store: Path, call: InProcess) -> 
     assert call("--store", store, "verify").stdout.startswith(b"no damage")
 
 
-def test_a_lost_index_is_rebuilt_from_what_is_stored(copied: Path, call: InProcess) -> None:
+def test_lost_index_is_rebuilt_from_the_store(copied: Path, call: InProcess) -> None:
     shutil.rmtree(copied / "index")
     report = answer("--store", copied, "rebuild-index")
     assert (report["versions"], report["skipped"]) == (3, [])
@@ -125,9 +131,8 @@ def test_a_lost_index_is_rebuilt_from_what_is_stored(copied: Path, call: InProce
     assert call.answer("--store", copied, "stats")["versions"] == 3
 
 
-def test_an_index_made_anew_by_itself_names_what_it_lacks(
-    copied: Path, call: InProcess, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_index_rebuilt_by_itself_names_damage(copied: Path, call: InProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """Name what an automatically rebuilt index lacks."""
     shutil.rmtree(copied / "index")
     manifest = max((copied / "manifests").rglob("*.nkm"))
     damaged = bytearray(manifest.read_bytes())
@@ -138,7 +143,7 @@ def test_an_index_made_anew_by_itself_names_what_it_lacks(
     assert lacks in caplog.text
 
 
-def test_explain_tells_what_is_stored_of_raw_chunks(store: Path, call: InProcess) -> None:
+def test_explain_counts_stored_raw_chunks(store: Path, call: InProcess) -> None:
     """Count raw chunks by their stored bytes, as deltas are, not by their logical bytes."""
     first = call.answer("--store", store, "explain", "db/dump", "--version", "1")["kinds"]["raw"]
     stats = call.answer("--store", store, "stats")
@@ -160,7 +165,8 @@ def test_explain_accounts_for_every_byte(store: Path, call: InProcess) -> None:
 
 
 @pytest.mark.parametrize("policy", ["first-fit", "locality"])
-def test_stats_and_explain_name_what_found_bases_alike(tmp_path: Path, call: InProcess, policy: str) -> None:
+def test_stats_and_explain_name_finders_alike(tmp_path: Path, call: InProcess, policy: str) -> None:
+    """Name the source of bases alike in `stats` and `explain`."""
     new_store(tmp_path / "store")
     env = {"NEARKIN_BASE__POLICY": policy}
     for content in (FIRST, SECOND):
@@ -181,7 +187,7 @@ def test_stats_and_explain_name_what_found_bases_alike(tmp_path: Path, call: InP
     assert f"{policy} {stats['delta_chunks']:,} (100.0%" in lines.pop().decode()
 
 
-def test_an_empty_store_has_figures_for_all(tmp_path: Path, call: InProcess) -> None:
+def test_empty_store_has_all_figures(tmp_path: Path, call: InProcess) -> None:
     new_store(tmp_path / "store")
     (tmp_path / "file").write_bytes(b"")
     call.answer("--store", tmp_path / "store", "put", "key", tmp_path / "file")
@@ -190,7 +196,7 @@ def test_an_empty_store_has_figures_for_all(tmp_path: Path, call: InProcess) -> 
     assert "depths       -\n" in call("--store", tmp_path / "store", "stats").stdout.decode()
 
 
-def test_config_shows_each_value_and_where_it_came_from(tmp_path: Path, call: InProcess) -> None:
+def test_config_shows_values_and_their_sources(tmp_path: Path, call: InProcess) -> None:
     file = tmp_path / "nearkin.toml"
     file.write_text("[delta]\nmax_depth = 3\n[block]\nlevel = 9\n")
     settings = call.answer("--config", file, "config", "--store", "here", env={"NEARKIN_BLOCK__LEVEL": "5"})
@@ -207,7 +213,7 @@ def test_config_shows_each_value_and_where_it_came_from(tmp_path: Path, call: In
     assert_refused(call("--config", file, "config"), 2, "nearkin.toml")
 
 
-def test_version_says_what_runs() -> None:
+def test_version_names_the_running_build() -> None:
     assert run("version").stdout.startswith(b"nearkin ")
     assert answer("version").keys() == {"version", "python", "kernels"}
     assert b"python kernels" in run("version", env={"NEARKIN_KERNELS": "python"}).stdout

@@ -49,7 +49,7 @@ def test_put_shows_people_every_step_of_the_savings(tmp_path: Path, call: InProc
     assert "MB/s" in done.stdout.decode()
 
 
-def test_the_sha256_of_the_content_is_checked(tmp_path: Path, call: InProcess) -> None:
+def test_put_checks_the_given_sha256(tmp_path: Path, call: InProcess) -> None:
     new_store(tmp_path)
     wrong = call("put", "key", "-", "--sha256", "0" * 64, stdin=FIRST, env={"NEARKIN_STORE": str(tmp_path)})
     assert_refused(wrong, 2, hashlib.sha256(FIRST).hexdigest())
@@ -80,7 +80,7 @@ def test_put_content_type_is_kept_and_shown(tmp_path: Path, call: InProcess) -> 
     assert len(call.answer(*store, "ls", "--versions")) == 1
 
 
-def test_a_named_pipe_is_put_as_it_comes(tmp_path: Path, call: InProcess) -> None:
+def test_put_of_named_pipe_stores_the_stream(tmp_path: Path, call: InProcess) -> None:
     new_store(tmp_path / "store")
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(SECOND,))
@@ -90,7 +90,7 @@ def test_a_named_pipe_is_put_as_it_comes(tmp_path: Path, call: InProcess) -> Non
     assert put["digest"] == f"blake3:{blake3(SECOND).hexdigest()}"
 
 
-def test_a_named_pipe_is_put_where_stdin_is_closed(tmp_path: Path) -> None:
+def test_put_of_named_pipe_with_closed_stdin(tmp_path: Path) -> None:
     new_store(tmp_path / "store")
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(SECOND,))
@@ -115,9 +115,8 @@ def tree(tmp_path: Path) -> Path:
     return tree
 
 
-def test_a_folder_becomes_a_key_per_file_and_links_and_pipes_are_told(
-    tmp_path: Path, tree: Path, call: InProcess
-) -> None:
+def test_put_folder_makes_a_key_per_file(tmp_path: Path, tree: Path, call: InProcess) -> None:
+    """Make a key per file; report links and pipes."""
     new_store(tmp_path / "store")
     done = call("--json", "put", "home/", "-r", tree, env={"NEARKIN_STORE": str(tmp_path / "store")})
     put = json.loads(done.stdout)
@@ -133,7 +132,8 @@ def test_a_folder_becomes_a_key_per_file_and_links_and_pipes_are_told(
     assert done.stderr == b""
 
 
-def test_a_folder_without_prefix_uses_the_relative_paths(tmp_path: Path, tree: Path, call: InProcess) -> None:
+def test_put_folder_without_prefix_uses_paths(tmp_path: Path, tree: Path, call: InProcess) -> None:
+    """Use relative paths as keys without a prefix."""
     new_store(tmp_path / "store")
     done = call("put", "-r", tree, "--meta", "host=db1", env={"NEARKIN_STORE": str(tmp_path / "store")})
     assert done.returncode == 0
@@ -149,7 +149,8 @@ def test_a_folder_without_prefix_uses_the_relative_paths(tmp_path: Path, tree: P
     assert call("get", "sub/naïve [b].bin", env={"NEARKIN_STORE": str(tmp_path / "store")}).stdout == FIRST
 
 
-def test_what_cannot_be_read_is_named_and_all_else_is_stored(tmp_path: Path, tree: Path) -> None:
+def test_put_folder_names_unreadable_files(tmp_path: Path, tree: Path) -> None:
+    """Name files that cannot be read and store all others."""
     (tree / "secret").write_bytes(b"readable by root alone")
     (tree / "sub/closed").mkdir()
     (tree / "sub/closed/b").write_bytes(b"bbbb")
@@ -202,12 +203,12 @@ def as_anybody() -> list[str]:
 
 
 @pytest.mark.parametrize("arguments", [("put", "-r", ""), ("put", "home", "", "-r"), ("put", "k", "")])
-def test_no_name_is_not_the_current_folder(tmp_path: Path, call: InProcess, arguments: tuple[str, ...]) -> None:
+def test_put_empty_name_is_not_current_folder(tmp_path: Path, call: InProcess, arguments: tuple[str, ...]) -> None:
     assert_refused(call(*arguments, "--store", tmp_path / "store"), 2, 'source ""')
     assert not (tmp_path / "store").exists()
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_not_stored(tmp_path: Path) -> None:
+def test_put_of_shrinking_file_is_refused(tmp_path: Path) -> None:
     """Refuse a file that shrinks.
 
     The bytes read before and after never were its content together.
@@ -226,7 +227,8 @@ def test_a_file_that_shrinks_while_it_is_read_is_not_stored(tmp_path: Path) -> N
         assert store.put("k", path).info.size_bytes == len(FIRST)
 
 
-def test_a_store_below_the_folder_is_not_put_into_itself(tmp_path: Path, tree: Path, call: InProcess) -> None:
+def test_put_folder_skips_the_store_below_it(tmp_path: Path, tree: Path, call: InProcess) -> None:
+    """Do not put a store below the folder into itself."""
     new_store(tree / "store")
     call("put", "-r", tree, "--store", tree / "store")
     put = call.answer("put", "-r", tree, "--store", tree / "store")
@@ -235,7 +237,7 @@ def test_a_store_below_the_folder_is_not_put_into_itself(tmp_path: Path, tree: P
     assert_refused(call("put", "-r", tree / "store", "--store", tree / "store"), 2, "is the store itself")
 
 
-def test_a_store_may_lie_where_a_name_is_not_utf8(tmp_path: Path, call: InProcess) -> None:
+def test_store_path_may_be_no_utf8(tmp_path: Path, call: InProcess) -> None:
     store = os.fsencode(tmp_path) + b"/st\xff"
     assert call("init", store).returncode == 0
     assert call.answer("--store", store, "put", "key", "-", stdin=FIRST)["version"] == 1
@@ -243,7 +245,8 @@ def test_a_store_may_lie_where_a_name_is_not_utf8(tmp_path: Path, call: InProces
     assert call.answer("--store", store, "verify")["damage"] == []
 
 
-def test_a_file_name_that_is_not_utf8_stops_the_folder_before_anything_is_put(tmp_path: Path, call: InProcess) -> None:
+def test_put_folder_with_non_utf8_name_is_refused(tmp_path: Path, call: InProcess) -> None:
+    """Refuse the folder before anything is put if a file name is not UTF-8."""
     new_store(tmp_path / "store")
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree/a").write_bytes(b"fine")

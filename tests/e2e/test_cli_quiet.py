@@ -47,7 +47,7 @@ def test_quiet_command_prints_nothing_on_success(
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_quiet_still_prints_what_was_asked_for(root: Path, call: InProcess) -> None:
+def test_quiet_still_prints_requested_output(root: Path, call: InProcess) -> None:
     """--quiet keeps listings, JSON answers and errors."""
     assert call("--store", root, "-q", "ls").stdout.endswith(b"old\n")
     assert b"no damage" in call("--store", root, "-q", "verify").stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.support.checks.commands import InProcess, assert_refused, new_store
 
 
-def test_retain_says_until_when_and_rm_refuses(call: InProcess, tmp_path: Path) -> None:
+def test_retain_prints_end_and_rm_refuses(call: InProcess, tmp_path: Path) -> None:
     """Extend a retention with the command; `info` shows it, rm refuses, nothing shortens it."""
     new_store(tmp_path / "store")
     call("put", "db/dump", "-", stdin=b"one", env={"NEARKIN_STORE": str(tmp_path / "store")})

@@ -10,7 +10,7 @@ import pytest
 from tests.support.checks.commands import InProcess, assert_refused, new_store
 
 
-def test_rm_and_undelete_say_what_they_did(call: InProcess, tmp_path: Path) -> None:
+def test_rm_and_undelete_report_their_effect(call: InProcess, tmp_path: Path) -> None:
     new_store(tmp_path / "store")
     store = {"NEARKIN_STORE": str(tmp_path / "store")}
     for content in (b"one", b"two"):
@@ -49,9 +49,7 @@ def test_rm_and_undelete_say_what_they_did(call: InProcess, tmp_path: Path) -> N
         (("undelete", "k", "--version", "x"), "version"),
     ],
 )
-def test_what_rm_refuses_changes_nothing(
-    call: InProcess, tmp_path: Path, arguments: tuple[str, ...], says: str
-) -> None:
+def test_rm_refused_changes_nothing(call: InProcess, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
     new_store(tmp_path / "store")
     call("put", "k", "-", stdin=b"x", env={"NEARKIN_STORE": str(tmp_path / "store")})
     assert_refused(call(*arguments), 2, says)

@@ -47,7 +47,7 @@ def check_holes(written: bytes, holes: list[dict[str, object]]) -> int:
 
 
 @pytest.mark.parametrize("damage", ["bit", "truncated", "missing"])
-def test_salvage_writes_all_but_what_is_lost(root: Path, tmp_path: Path, call: InProcess, damage: str) -> None:
+def test_salvage_writes_all_but_lost_bytes(root: Path, tmp_path: Path, call: InProcess, damage: str) -> None:
     """Write readable bytes, and zeros with a list for lost ones.
 
     Without the option nothing (I8).
@@ -92,7 +92,7 @@ def test_salvage_of_everything_lost_is_one_size_of_zeros(root: Path, tmp_path: P
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=12))
-def test_place_puts_known_parts_where_they_are(parts: list[tuple[int, bool]]) -> None:
+def test_salvage_places_known_parts_exactly(parts: list[tuple[int, bool]]) -> None:
     """Place the parts before the first and after the last unknown one exactly.
 
     The rest is one gap.
@@ -150,7 +150,7 @@ def test_at_names_a_deleted_version(dated: Path, call: InProcess) -> None:
     assert b"version 3 (deleted " in call("--store", dated, "get", "db", "--at", "1h").stderr
 
 
-def test_at_ignores_what_was_deleted_before_that_time(tmp_path: Path, call: InProcess) -> None:
+def test_at_ignores_versions_deleted_before(tmp_path: Path, call: InProcess) -> None:
     """Ignore a version that was deleted before that time."""
     root = tmp_path / "store"
     for hours, action in ((30, "put"), (20, "put"), (15, "delete")):
@@ -174,9 +174,7 @@ def test_at_ignores_what_was_deleted_before_that_time(tmp_path: Path, call: InPr
         (["--salvage", "--range", "0-9"], b"--salvage"),
     ],
 )
-def test_at_and_salvage_refuse_what_has_no_answer(
-    dated: Path, call: InProcess, arguments: list[str], said: bytes
-) -> None:
+def test_at_and_salvage_refuse_no_match(dated: Path, call: InProcess, arguments: list[str], said: bytes) -> None:
     """Times without a version and options that exclude each other are refused by name."""
     done = call("--store", dated, "get", "db", *arguments)
     assert done.returncode != 0

@@ -75,7 +75,7 @@ def value_of(done: subprocess.CompletedProcess[bytes]) -> Any:
     ],
     ids=" ".join,
 )
-def test_json_is_what_a_local_store_prints(gateway: ScriptedGateway, folder: Path, arguments: tuple[str, ...]) -> None:
+def test_json_equals_that_of_a_local_store(gateway: ScriptedGateway, folder: Path, arguments: tuple[str, ...]) -> None:
     local = value_of(run("--store", folder, "--json", *arguments))
     assert local
     assert answer(gateway, *arguments) == local
@@ -121,7 +121,7 @@ def test_put_recursive(gateway: ScriptedGateway, tmp_path: Path) -> None:
     ]
 
 
-def test_a_get_that_breaks_leaves_the_file_as_it_was(gateway: ScriptedGateway, folder: Path, tmp_path: Path) -> None:
+def test_get_broken_off_keeps_the_output_file(gateway: ScriptedGateway, folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"before")
     gateway.script("ok", "rot")
@@ -154,7 +154,8 @@ def test_refusals_are_one_line_with_the_local_exit_code(
     assert set(json.loads(as_json.stderr)["error"]) == {"kind", "message"}
 
 
-def test_a_token_is_read_from_the_environment_and_printed_by_nobody(gateway: ScriptedGateway) -> None:
+def test_token_from_environment_is_never_printed(gateway: ScriptedGateway) -> None:
+    """Read a token from the environment; no output contains it."""
     token = "not-the-right-one"
     for arguments in (("ls",), ("--json", "ls"), ("config", "--local"), ("config", "--local", "--json")):
         done = served(gateway, *arguments, token=token)

@@ -31,7 +31,7 @@ def _hang_ups_end_commands() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("env", [{}, {"FORCE_COLOR": "1", "TERM": "xterm"}])
-def test_a_pipe_gets_no_progress_bar(tmp_path: Path, env: dict[str, str]) -> None:
+def test_pipe_gets_no_progress_bar(tmp_path: Path, env: dict[str, str]) -> None:
     new_store(tmp_path)
     assert run("put", "key", "-", "--store", tmp_path, stdin=FIRST, env=env).stderr == b""
     assert run("get", "key", "-o", tmp_path / "out", "--store", tmp_path, env=env).stderr == b""
@@ -39,9 +39,10 @@ def test_a_pipe_gets_no_progress_bar(tmp_path: Path, env: dict[str, str]) -> Non
 
 @pytest.mark.parametrize(("options", "drawn"), [([], True), (["--json"], False)])
 @pytest.mark.parametrize("words", [("put", "key", "-"), ("verify",), ("repair",), ("gc",), ("gc", "--dry-run")])
-def test_a_terminal_gets_a_progress_bar_unless_json_is_asked_for(
+def test_terminal_gets_progress_bar_without_json(
     tmp_path: Path, words: tuple[str, ...], options: list[str], drawn: bool
 ) -> None:
+    """Draw a progress bar on a terminal unless JSON is requested."""
     new_store(tmp_path)
     run("put", "key", "-", "--store", tmp_path, stdin=FIRST)
     ours, theirs = pty.openpty()
@@ -60,7 +61,7 @@ def test_a_terminal_gets_a_progress_bar_unless_json_is_asked_for(
 
 
 @pytest.mark.parametrize("env", [{"PYTHONUNBUFFERED": ""}, {"PYTHONUNBUFFERED": "1"}])
-def test_a_reader_that_goes_away_is_no_error_to_speak_of(store: Path, env: dict[str, str]) -> None:
+def test_reader_closing_the_pipe_is_no_error(store: Path, env: dict[str, str]) -> None:
     with subprocess.Popen(
         command("--store", store, "get", "db/dump"),
         stdout=subprocess.PIPE,
@@ -76,7 +77,7 @@ def test_a_reader_that_goes_away_is_no_error_to_speak_of(store: Path, env: dict[
 
 
 @pytest.mark.parametrize("words", [["explain", "db/dump"], ["config"], ["stats"], ["ls"]])
-def test_a_table_that_nobody_reads_is_exit_code_141(store: Path, words: list[str]) -> None:
+def test_table_without_a_reader_exits_141(store: Path, words: list[str]) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
     with open(theirs, "wb") as gone:
@@ -87,7 +88,7 @@ def test_a_table_that_nobody_reads_is_exit_code_141(store: Path, words: list[str
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_a_closed_stdout_is_refused_in_one_line(store: Path) -> None:
+def test_closed_stdout_is_refused_in_one_line(store: Path) -> None:
     done = subprocess.run(
         ["/bin/sh", "-c", '"$@" >&-', "sh", *command("--store", store, "get", "notes")],
         stderr=subprocess.PIPE, env=environment(), timeout=60, check=False,
@@ -96,7 +97,8 @@ def test_a_closed_stdout_is_refused_in_one_line(store: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["put", "key", "-"], ["--json", "put", "key", "-"], ["stats"], ["config"]])
-def test_who_closed_stdout_gets_all_but_what_it_would_say(tmp_path: Path, words: list[str]) -> None:
+def test_closed_stdout_completes_without_output(tmp_path: Path, words: list[str]) -> None:
+    """Complete the command with a closed stdout; only its output is lost."""
     new_store(tmp_path)
     run("--store", tmp_path, "put", "key", "-", stdin=FIRST)
     done = subprocess.run(
@@ -106,7 +108,8 @@ def test_who_closed_stdout_gets_all_but_what_it_would_say(tmp_path: Path, words:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_what_is_for_stderr_goes_nowhere_where_that_is_closed(tmp_path: Path) -> None:
+def test_closed_stderr_drops_its_messages(tmp_path: Path) -> None:
+    """Write messages nowhere if stderr is closed."""
     new_store(tmp_path / "store")
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "file").write_bytes(b"content")
@@ -121,7 +124,7 @@ def test_what_is_for_stderr_goes_nowhere_where_that_is_closed(tmp_path: Path) ->
     assert done.stdout.startswith(b"1 file below")
 
 
-def test_a_full_disk_is_one_line(store: Path) -> None:
+def test_full_disk_is_one_line(store: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             command("--store", store, "get", "notes"),
@@ -161,9 +164,10 @@ def give(process: subprocess.Popen[bytes], data: bytes) -> None:
     ("number", "code", "line"),
     [(signal.SIGINT, 130, b"interrupted"), (signal.SIGTERM, 143, b"terminated"), (signal.SIGHUP, 129, b"hung up")],
 )
-def test_an_interrupted_put_says_so_in_one_line_and_stores_no_version(
+def test_interrupted_put_is_one_line_no_version(
     reading: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals, code: int, line: bytes, call: InProcess
 ) -> None:
+    """Report an interrupted put in one line and store no version."""
     reading.send_signal(number)
     assert reading.wait(60) == code
     assert reading.stderr is not None
@@ -171,7 +175,7 @@ def test_an_interrupted_put_says_so_in_one_line_and_stores_no_version(
     assert call.answer("--store", tmp_path / "store", "ls") == []
 
 
-def test_a_command_under_nohup_goes_on_when_its_terminal_goes(tmp_path: Path) -> None:
+def test_nohup_command_survives_the_terminal(tmp_path: Path) -> None:
     new_store(tmp_path)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with subprocess.Popen(
@@ -187,7 +191,7 @@ def test_a_command_under_nohup_goes_on_when_its_terminal_goes(tmp_path: Path) ->
     assert run("get", "key", "--store", tmp_path).stdout == FIRST
 
 
-def test_a_second_writer_is_told_that_the_store_is_locked(reading: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_second_writer_gets_store_locked(reading: subprocess.Popen[bytes], tmp_path: Path) -> None:
     done = run("--json", "--store", tmp_path / "store", "put", "other", "-", stdin=b"other")
     assert done.returncode == 11
     assert json.loads(done.stderr)["error"]["kind"] == "StoreLocked"
@@ -195,7 +199,7 @@ def test_a_second_writer_is_told_that_the_store_is_locked(reading: subprocess.Po
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_get_that_is_ended_leaves_nothing_beside_its_file(tmp_path: Path, number: signal.Signals) -> None:
+def test_terminated_get_leaves_no_partial_file(tmp_path: Path, number: signal.Signals) -> None:
     new_store(tmp_path / "store")
     run("put", "key", "-", "--store", tmp_path / "store", stdin=os.urandom(1 << 20) * 200)
     out = tmp_path / "out"

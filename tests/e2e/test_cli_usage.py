@@ -55,20 +55,20 @@ def test_help_imports_neither_numpy_nor_pydantic_nor_rich() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_teaches_by_example(call: InProcess, name: str) -> None:
+def test_command_help_has_an_example(call: InProcess, name: str) -> None:
     done = call(name, "--help")
     assert done.returncode == 0
     assert re.search(rf"^  (\w+=\S+ |.*\| )?nearkin .*\b{name}\b", done.stdout.decode(), re.MULTILINE)
 
 
-def test_the_commands_are_all_listed_in_the_help() -> None:
+def test_help_lists_every_command() -> None:
     text = run("--help").stdout.decode()
     listed = re.findall(r"^  ([a-z-]+) {2,}\S", text.partition("Commands:")[2], re.MULTILINE)
     assert sorted(listed) == sorted(COMMANDS)
     assert "..." not in text.partition("Commands:")[2]
 
 
-def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
+def test_no_command_shows_help_as_wrong_usage() -> None:
     done = run()
     assert (done.returncode, done.stdout) == (2, b"")
     assert b"Commands:" in done.stderr
@@ -114,9 +114,10 @@ def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
         (["--config", "no/such.toml", "ls"], "no/such.toml"),
     ],
 )
-def test_wrong_usage_is_one_line_and_exit_code_2_and_touches_no_store(
+def test_wrong_usage_is_one_line_and_exits_2(
     tmp_path: Path, call: InProcess, arguments: list[str | bytes], says: str
 ) -> None:
+    """Report wrong usage in one line with exit code 2; touch no store."""
     assert_refused(call(*arguments, env={"NEARKIN_STORE": str(tmp_path / "store")}), 2, says)
     assert not (tmp_path / "store").exists()
 
@@ -139,9 +140,10 @@ def test_refused_connection_names_a_remedy(call: InProcess) -> None:
         (["config"], {"NEARKIN_FEATURES__ALGORITHM": "fineese"}, "choose"),
     ],
 )
-def test_a_store_or_setting_that_is_refused_says_what_would_be_right(
+def test_refused_store_or_setting_names_remedy(
     call: InProcess, arguments: list[str], env: dict[str, str], says: str
 ) -> None:
+    """Name the remedy when a store or setting is refused."""
     assert_refused(call(*arguments, env=env), 2, says)
 
 
@@ -155,16 +157,14 @@ def test_errors_are_one_json_object_with_json(call: InProcess, arguments: list[s
     assert sorted(error) == ["kind", "message"]
 
 
-def test_a_store_that_is_not_there_is_not_made_by_reading(tmp_path: Path, call: InProcess) -> None:
+def test_reading_creates_no_missing_store(tmp_path: Path, call: InProcess) -> None:
     for name in (["ls"], ["stats"], ["get", "key"], ["info", "key"], ["explain", "key"], ["verify"], ["rebuild-index"]):
         assert_refused(call("--store", tmp_path / "none", *name), 10, "none")
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(("given", "threads"), [(None, "1"), ("4", "4")])
-def test_the_command_starts_no_threads_that_it_never_uses(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, threads: str
-) -> None:
+def test_command_starts_no_unused_threads(monkeypatch: pytest.MonkeyPatch, given: str | None, threads: str) -> None:
     """Start no threads of numpy's linear algebra unless the user sets their number.
 
     They would spin on the core that a short put needs.
@@ -184,7 +184,8 @@ def test_the_command_starts_no_threads_that_it_never_uses(
     assert os.environ["OPENBLAS_NUM_THREADS"] == threads
 
 
-def test_an_index_for_which_there_are_no_addresses_names_limit_and_setting(tmp_path: Path) -> None:
+def test_index_without_address_space_names_limit(tmp_path: Path) -> None:
+    """Name limit and setting if the address space is too small for the index."""
     new_store(tmp_path / "s")
     run("put", "key", "-", "--store", tmp_path / "s", stdin=b"x")
     done = subprocess.run(
@@ -197,7 +198,7 @@ def test_an_index_for_which_there_are_no_addresses_names_limit_and_setting(tmp_p
 
 
 @pytest.mark.parametrize("module", ["nearkin", "nearkin.cli"])
-def test_it_can_be_run_as_a_module(module: str) -> None:
+def test_command_runs_as_a_module(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, "version", "--json"],
         capture_output=True,

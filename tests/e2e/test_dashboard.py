@@ -125,7 +125,8 @@ def versions(page: Page) -> int:
     return int(page.locator("#card-versions").inner_text())
 
 
-def test_an_operators_walk(opened: Callable[..., Page], tmp_path: Path) -> None:
+def test_operator_walk_by_pointer(opened: Callable[..., Page], tmp_path: Path) -> None:
+    """Walk through the dashboard as an operator does."""
     page = opened()
     before, logical = versions(page), page.locator("#card-logical").inner_text()
     shot(page, "walk-1-overview")
@@ -194,7 +195,7 @@ def test_an_operators_walk(opened: Callable[..., Page], tmp_path: Path) -> None:
     expect(page).to_have_url(re.compile("/login$"))
 
 
-def test_an_upload_that_breaks_goes_on_where_it_was(opened: Callable[..., Page], tmp_path: Path) -> None:
+def test_upload_broken_off_resumes(opened: Callable[..., Page], tmp_path: Path) -> None:
     page = opened(breaks=True)
     page.goto("/ui/blobs")
     source = tmp_path / "broken.bin"
@@ -216,7 +217,7 @@ def test_an_upload_that_breaks_goes_on_where_it_was(opened: Callable[..., Page],
     page.unroute_all()
 
 
-def test_an_upload_goes_on_after_the_page_was_left(opened: Callable[..., Page], tmp_path: Path) -> None:
+def test_upload_resumes_after_leaving_the_page(opened: Callable[..., Page], tmp_path: Path) -> None:
     page = opened(breaks=True)
     page.goto("/ui/blobs")
     source = tmp_path / "left.bin"
@@ -235,7 +236,7 @@ def test_an_upload_goes_on_after_the_page_was_left(opened: Callable[..., Page], 
     assert "POST" not in asked
 
 
-def test_the_keyboard_alone_is_enough(opened: Callable[..., Page], served: Served) -> None:
+def test_keyboard_alone_suffices(opened: Callable[..., Page], served: Served) -> None:
     page = opened(logged_in=False)
     page.goto("/")
     expect(page.get_by_label("Token")).to_be_focused()
@@ -284,7 +285,8 @@ def test_the_keyboard_alone_is_enough(opened: Callable[..., Page], served: Serve
     expect(page.locator("#versions tbody tr")).to_have_count(4)
 
 
-def test_every_page_is_accessible_in_both_schemes_and_fits_a_phone(opened: Callable[..., Page]) -> None:
+def test_pages_are_accessible_in_both_schemes(opened: Callable[..., Page]) -> None:
+    """Check accessibility of every page in both colour schemes and on a phone."""
     page = opened(reduced_motion="reduce")
     axe = Axe()
     for name, path in PAGES.items():
@@ -308,7 +310,7 @@ def test_every_page_is_accessible_in_both_schemes_and_fits_a_phone(opened: Calla
         assert looked["light"]["testEngine"]["name"] == "axe-core"
 
 
-def test_without_javascript_all_can_be_read(opened: Callable[..., Page]) -> None:
+def test_pages_are_readable_without_javascript(opened: Callable[..., Page]) -> None:
     page = opened(java_script_enabled=False)
     assert versions(page) >= 12
     page.goto("/ui/blob?key=images%2Fweb.img")
@@ -371,7 +373,7 @@ def pipeline_page() -> str:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_lies_beside_the_screen(opened: Callable[..., Page], width: int) -> None:
+def test_pages_fit_the_screen(opened: Callable[..., Page], width: int) -> None:
     """Every cell and button is on the screen, charts fill their card, dates stay on one line."""
     page = opened()
     upload(page, LONG_KEY)

@@ -58,7 +58,7 @@ def ingest_worker(pipeline: Pipeline) -> Iterator[None]:
     assert code == 0, (pipeline.folder / "ingest.log").read_text()
 
 
-def test_examples_are_short_and_all_run_here() -> None:
+def test_examples_are_short_and_all_tested() -> None:
     """Each script in examples/ has a test in this file and 30 to 80 lines."""
     assert {path.stem for path in EXAMPLES.glob("*.py")} == NAMES
     for path in EXAMPLES.glob("*.py"):

@@ -154,7 +154,7 @@ def test_verify_key_through_a_server_downloads_it(keys: ScriptedGateway, call: I
         (["--version", "1"], "--version"),
     ],
 )
-def test_verify_key_refuses_what_it_cannot_read(
+def test_verify_key_refuses_missing_and_mixed(
     two_keys: tuple[Path, list[Path], list[Path]], call: InProcess, arguments: list[str], said: str
 ) -> None:
     """Refuse an unknown key or version, and options that apply to a full verification only."""

@@ -86,7 +86,8 @@ def entries(root: Path, store: Store) -> dict[str, dict[bytes, bytes]]:
         pytest.param("vm", 2.5, marks=pytest.mark.soak),
     ],
 )
-def test_real_data_come_back_identical_and_so_does_a_lost_index(corpus, ratio_least, tmp_path):
+def test_real_data_restore_after_index_loss(corpus, ratio_least, tmp_path):
+    """Restore real data identically, also after the index was lost."""
     paths = sources(corpus)
     root = tmp_path / "store"
     put = []
@@ -178,7 +179,8 @@ else:
 
 
 @pytest.mark.soak
-def test_gigabytes_of_zeros_take_bounded_memory_and_almost_no_room(tmp_path):
+def test_gigabytes_of_zeros_need_little_space(tmp_path):
+    """Store gigabytes of zeros in bounded memory and almost no space."""
     process_of_its_own = process(ZEROS, tmp_path / "store")
     said, complained = process_of_its_own.communicate(timeout=600)
     assert (process_of_its_own.returncode, complained) == (0, "")

@@ -31,7 +31,8 @@ def solid_bytes(files: list[Path]) -> int:
 
 
 @pytest.mark.soak
-def test_an_archive_of_releases_is_smaller_than_the_solid_one_and_can_be_read_at_random(tmp_path: Path) -> None:
+def test_release_archive_is_below_solid_zstd(tmp_path: Path) -> None:
+    """Store an archive of releases in less than solid compression, with random access."""
     try:
         releases = corpus_cache.botocore(3)
     except NearkinError as err:  # no network: the text says so
@@ -45,7 +46,8 @@ def test_an_archive_of_releases_is_smaller_than_the_solid_one_and_can_be_read_at
             assert store.get("botocore", 2, start=70_000_000, stop=70_100_000).read() == file.read(100_000)
 
 
-def test_ten_releases_of_botocore_reduce_at_least_fifty_times_and_the_parts_add_up(tmp_path: Path) -> None:
+def test_botocore_releases_reduce_fifty_times(tmp_path: Path) -> None:
+    """Reduce ten releases of botocore at least fifty times; the parts add up."""
     try:
         releases = corpus_cache.botocore(10)
     except NearkinError as err:  # no network: the text says so

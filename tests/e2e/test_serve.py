@@ -58,9 +58,8 @@ def serving(
             child.stdout.close()
 
 
-def test_as_many_connections_as_may_be_open_keep_nobody_from_opening_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serve_full_connections_leave_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep descriptors for files although as many connections as allowed are open."""
     plain = environment(tmp_path)
     wanted = {**plain, "NEARKIN_GATEWAY__CONNECTIONS_MAX": "140"}
     monkeypatch.setattr(sys.modules[__name__], "environment", lambda _: wanted)
@@ -90,7 +89,8 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
-def test_a_store_is_served_with_a_token_of_this_run_until_it_is_stopped(tmp_path: Path, ending: signal.Signals) -> None:
+def test_serve_uses_a_token_until_stopped(tmp_path: Path, ending: signal.Signals) -> None:
+    """Serve a store with a token of this run until it is stopped."""
     with serving(tmp_path, str(tmp_path / "store"), "--port", "0") as (child, (url, told)):
         token = told.removeprefix("token ")
         headers = {"Authorization": f"Bearer {token}"}
@@ -106,14 +106,16 @@ def test_a_store_is_served_with_a_token_of_this_run_until_it_is_stopped(tmp_path
     assert "Traceback" not in log
 
 
-def test_without_a_token_and_for_programs(tmp_path: Path) -> None:
+def test_serve_without_token_prints_json(tmp_path: Path) -> None:
+    """Serve without a token with --no-token; print one JSON line with --json."""
     with serving(tmp_path, str(tmp_path / "store"), "--port", "0", "--no-token", "--json") as (_, (line,)):
         told = json.loads(line)
         assert told["token"] is None
         assert httpx.put(f"{told['url']}/v1/blobs/a", content=b"a").status_code == 201
 
 
-def test_a_store_that_is_served_already_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_serve_of_served_store_is_refused(tmp_path: Path) -> None:
+    """Refuse in one line a store that is served already."""
     with serving(tmp_path, str(tmp_path / "store"), "--port", "0"):
         done = run(tmp_path, str(tmp_path / "store"), "--port", "0")
     assert done.returncode == 11
@@ -122,7 +124,7 @@ def test_a_store_that_is_served_already_is_refused_in_one_line(tmp_path: Path) -
     assert "--wait SECONDS" in done.stderr  # It names the option
 
 
-def test_a_port_that_is_taken_is_refused_by_name(tmp_path: Path) -> None:
+def test_serve_on_taken_port_is_refused(tmp_path: Path) -> None:
     new_store(tmp_path / "store")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -141,7 +143,7 @@ def test_a_port_that_is_taken_is_refused_by_name(tmp_path: Path) -> None:
     ],
     ids=["strangers", "no store", "two stores"],
 )
-def test_what_cannot_be_served_is_refused_in_one_line(tmp_path: Path, arguments: list[str], why: str) -> None:
+def test_serve_of_bad_arguments_is_one_line(tmp_path: Path, arguments: list[str], why: str) -> None:
     done = run(tmp_path, *(str(tmp_path / "store") if entry == "STORE" else entry for entry in arguments))
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
     assert why in done.stderr

@@ -77,7 +77,7 @@ def locked(names: list[str]) -> str:
     return "\n".join(lock[name] for name in wanted) + "\n"
 
 
-def test_the_wheel_holds_what_runs_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_runtime_files_only(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     packages = {
@@ -113,7 +113,8 @@ def test_the_wheel_holds_what_runs_and_nothing_else(wheel: Path) -> None:
 
 
 @pytest.mark.soak
-def test_it_puts_and_gets_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_puts_and_gets_when_installed(wheel: Path, tmp_path: Path) -> None:
+    """Put and get from the wheel in an empty environment."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (tmp_path / "locked.txt").write_text(locked(project["dependencies"]))
     ran(sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty", folder=tmp_path)

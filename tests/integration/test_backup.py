@@ -33,9 +33,8 @@ def copied(source: Path, target: Path, order: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("order", [TRUTH, TRUTH[::-1]], ids=["containers-first", "manifests-first"])
-def test_a_copy_taken_during_puts_has_all_that_was_committed_before_and_nothing_false(
-    tmp_path: Path, order: tuple[str, ...]
-) -> None:
+def test_copy_during_puts_has_committed_data(tmp_path: Path, order: tuple[str, ...]) -> None:
+    """Find in a copy taken during puts all earlier commits and nothing false."""
     chosen = settings(SMALL, {"storage": {"parity": "rs-4-1"}})
     contents: dict[int, bytes] = {}
     data = random_bytes(200_000, 1)

@@ -67,7 +67,7 @@ def leaning(source: ContainerStore, name: BlockName) -> set[BlockName]:
         found = more
 
 
-def test_a_chain_is_decoded_in_one_call(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chain_is_decoded_in_one_call(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store._containers
     calls, trips = list[int](), list[int]()
     plain, plain_ranges = block_decoder.decode_frames, source._objects.get_ranges
@@ -98,9 +98,7 @@ def test_a_chain_is_decoded_in_one_call(store: Store, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("bound", [1, 100_000, 300_000])
-def test_no_more_is_decoded_together_than_the_bound_says(
-    store: Store, monkeypatch: pytest.MonkeyPatch, bound: int
-) -> None:
+def test_decoding_is_bounded_in_bytes(store: Store, monkeypatch: pytest.MonkeyPatch, bound: int) -> None:
     source = store._containers
     names = sorted(blocks_of(source))
     wanted = dict(zip(names, chains_of(source).decode(names), strict=True))
@@ -123,7 +121,7 @@ def test_no_more_is_decoded_together_than_the_bound_says(
     assert store.verify().damage == ()
 
 
-def test_who_decodes_beside_another_has_half_of_the_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_decoder_has_half_the_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store._containers
     names = sorted(blocks_of(source))
     wanted = chains_of(source).decode(names)
@@ -152,7 +150,7 @@ def test_who_decodes_beside_another_has_half_of_the_bound(store: Store, monkeypa
     assert 0 < taken[0] < len(names)
 
 
-def test_who_decodes_alone_has_others_help(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sole_decoder_uses_other_threads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source, asked = store._containers, list[str]()
     names = sorted(blocks_of(source))
     wanted = chains_of(source).decode(names)
@@ -179,7 +177,7 @@ def test_who_decodes_alone_has_others_help(store: Store, monkeypatch: pytest.Mon
         assert asked
 
 
-def test_a_stored_block_in_the_cache_keeps_no_memory_but_its_own(tmp_path: Path) -> None:
+def test_cached_block_keeps_its_own_memory_only(tmp_path: Path) -> None:
     """Copy the block: adjacent records share one read, of which the cache may keep one."""
     content = random_bytes(6 * TOGETHER_BYTES_MAX, 1)
     with open_store(tmp_path / "s", settings=chosen(SMALL), create=True) as store:
@@ -196,7 +194,8 @@ def test_a_stored_block_in_the_cache_keeps_no_memory_but_its_own(tmp_path: Path)
             assert memoryview(memory).nbytes <= block.nbytes + block.nbytes // 8, "which the cache counts"
 
 
-def test_whose_turn_it_is_ends_with_what_ends_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_slot_ends_with_its_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release the decode slot when its holder ends by an error."""
     source = store._containers
     bounds = list[int]()
 
@@ -215,7 +214,8 @@ def test_whose_turn_it_is_ends_with_what_ends_it(store: Store, monkeypatch: pyte
     assert bounds == [block_decoder.DECODED_BYTES_MAX] * 2, "the second is alone, too"
 
 
-def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: Store, tmp_path: Path) -> None:
+def test_dependents_of_damage_are_skipped(store: Store, tmp_path: Path) -> None:
+    """Skip blocks that depend on a damaged one, and decode all others."""
     source = store._containers
     every = blocks_of(source)
     by_block = {name: leaning(source, name) for name in every}
@@ -234,7 +234,7 @@ def test_what_leans_on_a_damaged_block_is_left_and_all_else_is_decoded(store: St
         store.get("k", 5).read()
 
 
-def test_what_cannot_be_read_is_asked_for_together_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_blocks_are_requested_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store._containers
     every = sorted(blocks_of(source))
     by_container = [[name for name in every if name[0] == container] for container in {name[0] for name in every}]
@@ -258,7 +258,8 @@ def test_what_cannot_be_read_is_asked_for_together_once(store: Store, monkeypatc
     assert sum(asked) < 3 * mine
 
 
-def test_only_what_leans_on_deltas_is_remembered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_blocks_on_deltas_are_remembered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remember only blocks that depend on deltas."""
     source, chain = store._containers, chains_of(store._containers)
     every, plain = sorted(blocks_of(source)), source.directory
     gone = min(name for name, (_, depth) in blocks_of(source).items() if depth == 0)[0]
@@ -274,9 +275,8 @@ def test_only_what_leans_on_deltas_is_remembered(store: Store, monkeypatch: pyte
     assert all(content is not None for content in chain.decode(every))
 
 
-def test_what_stands_on_deltas_is_read_once_and_left_to_the_slow_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_on_deltas_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read blocks that depend on deltas once, and leave them to the slow path."""
     content, versions = text_like(400_000, 1), list[bytes]()
     for codec in ("xdelta3", "patch"):
         with open_store(
@@ -301,7 +301,7 @@ def test_what_stands_on_deltas_is_read_once_and_left_to_the_slow_way(
         assert len(read) == len(set(read)), "each block is read once"
 
 
-def test_a_store_that_does_not_answer_is_told_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_store_is_reported_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store._containers
     names = sorted(blocks_of(source))
     asked = []

@@ -19,7 +19,8 @@ def anonymous_bytes() -> int:
 
 
 @pytest.mark.soak
-def test_stores_opened_read_and_closed_one_after_another_leave_no_memory_behind(tmp_path):
+def test_closed_stores_leave_no_memory(tmp_path):
+    """Open, read and close stores one after another without growth."""
     first = text_like(20 * MIB, 1)
     with open_store(tmp_path / "s", settings=settings(), create=True) as store:
         store.put("k", first)

@@ -66,7 +66,8 @@ def delete(store: Store) -> None:
     store.delete("gone")
 
 
-def test_what_is_condemned_is_no_base_and_what_is_not_is(world: World) -> None:
+def test_pending_delete_chunk_is_no_base(world: World) -> None:
+    """Use no chunk pending delete as base, but any other."""
     source = InFlight(world.containers)
     facts = EmbeddedLookups(PendingIndex(world.store._index.readable(), b""), source, world.collected)
     asked = Locations.join([world.chunks["kept"], world.chunks["gone"]])
@@ -82,7 +83,7 @@ def test_what_is_condemned_is_no_base_and_what_is_not_is(world: World) -> None:
     assert not after.pieces.lengths[gone].any()
 
 
-def test_what_was_read_is_let_go_of_when_the_record_changes(world: World) -> None:
+def test_directories_are_evicted_on_record_change(world: World) -> None:
     container = world.chunks["gone"].containers[0]
     world.collected.refresh()
     world.containers.directory(container)
@@ -95,7 +96,7 @@ def test_what_was_read_is_let_go_of_when_the_record_changes(world: World) -> Non
         world.containers.directory(container)
 
 
-def test_what_was_read_is_let_go_of_once_a_round_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_are_evicted_after_a_gc_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Release directories after a GC run that rewrote containers and marked none."""
     monkeypatch.setattr("nearkin_shared.storage.pending_delete_watch.REFRESH_SECONDS", -1.0)
     ended = iter([None, None, 1.0, 1.0])
@@ -110,7 +111,8 @@ def test_what_was_read_is_let_go_of_once_a_round_has_ended(world: World, monkeyp
     assert known == [False, True, False, True], "a change before the first check is not known"
 
 
-def test_chunks_are_lost_once_they_are_condemned_and_once_they_are_gone(world: World) -> None:
+def test_pending_or_deleted_chunks_are_lost(world: World) -> None:
+    """Report chunks as lost once they are pending delete and once deleted."""
     asked = Locations.join([world.chunks["kept"], world.chunks["gone"]])
     gone = np.repeat([False, True], [len(world.chunks["kept"]), len(world.chunks["gone"])])
     assert not world.collected.lost(asked, world.containers).any()
@@ -120,7 +122,8 @@ def test_chunks_are_lost_once_they_are_condemned_and_once_they_are_gone(world: W
         assert np.array_equal(world.collected.lost(asked, world.containers), gone)
 
 
-def test_segments_dangle_once_they_are_condemned_and_once_they_are_gone(world: World) -> None:
+def test_pending_or_deleted_segments_dangle(world: World) -> None:
+    """Report segments as dangling once pending delete and once deleted."""
     assert world.collected.find_dangling(world.segments["gone"]) is None
     delete(world.store)
     world.round()

@@ -30,7 +30,8 @@ def whole(**changes):
 
 @pytest.mark.parametrize("suffix", SUFFIXES, ids=len)
 @pytest.mark.parametrize("swapped", [False, True])
-def test_the_published_pair_stays_two_contents_under_two_keys(pair, suffix, swapped, tmp_path):
+def test_collision_pair_stays_two_contents(pair, suffix, swapped, tmp_path):
+    """Keep the published pair as two contents under two keys."""
     one, other = (content + suffix for content in (reversed(pair) if swapped else pair))
     assert one != other
     assert hashlib.sha1(one).digest() == hashlib.sha1(other).digest()
@@ -50,7 +51,7 @@ def test_the_published_pair_stays_two_contents_under_two_keys(pair, suffix, swap
         assert store.get("again").read() == other
 
 
-def test_the_published_pair_stays_two_contents_within_one_blob(pair, tmp_path):
+def test_collision_pair_in_one_blob_stays_two(pair, tmp_path):
     # 8192-byte pieces, each one chunk: both contents, several times, in one batch and in one segment
     one, other = (content + b"\7" * (8192 - len(content)) for content in pair)
     assert hashlib.sha1(one).digest() == hashlib.sha1(other).digest()
@@ -68,7 +69,8 @@ def test_the_published_pair_stays_two_contents_within_one_blob(pair, tmp_path):
         assert store.verify().damage == ()
 
 
-def test_segments_that_hold_one_or_the_other_are_told_apart(pair, tmp_path):
+def test_segments_of_a_collision_are_distinct(pair, tmp_path):
+    """Distinguish segments that contain one or the other."""
     around = random_bytes(8192 * 5, 3)
     blobs = [around[:8192] + (content + b"\7" * (8192 - len(content))) + around[8192:] for content in pair]
     with open_store(
@@ -81,7 +83,7 @@ def test_segments_that_hold_one_or_the_other_are_told_apart(pair, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-def test_every_version_restores_where_fingerprint_collisions_abound(bits, tmp_path):
+def test_versions_restore_despite_collisions(bits, tmp_path):
     chosen = settings(
         SMALL,
         {"chunker": {"min_bytes": 64, "target_bytes": 128, "max_bytes": 1024}, "features": {"algorithm": "odess"}},

@@ -20,7 +20,8 @@ FRESH = VERSIONS[3][:200_000] + text_like(50_000, 9)
 
 @pytest.mark.parametrize("chunker", CHUNKERS)
 @pytest.mark.parametrize(("codec", "depth"), [*product(DELTA_CODECS, (1, 3))])
-def test_any_chunker_codec_and_depth_round_trips_with_every_features_algorithm(chunker, codec, depth, tmp_path):
+def test_chunker_codec_depth_features_restore(chunker, codec, depth, tmp_path):
+    """Restore under any chunker, codec and depth with every features algorithm."""
     small = settings(SMALL, {"chunker": {"algorithm": chunker}, "delta": {"codec": codec, "max_depth": depth}})
     for algorithm in FEATURES:
         root = tmp_path / algorithm
@@ -70,7 +71,7 @@ def test_any_chunker_codec_and_depth_round_trips_with_every_features_algorithm(c
     ],
     ids=lambda changes: ",".join(f"{s}.{k}={v}" for s, section in changes.items() for k, v in section.items()),
 )
-def test_settings_at_their_bounds_round_trip(changes, tmp_path):
+def test_settings_at_their_bounds_restore(changes, tmp_path):
     if "chunker" in changes and changes["chunker"]["target_bytes"] == 900 * 1024:
         changes = {"chunker": {"algorithm": "whole"}}  # 900 KiB is no power of two: whole cuts there by itself
     with open_store(tmp_path / "s", settings=settings(SMALL, changes), create=True, force=True) as store:
@@ -83,7 +84,7 @@ def test_settings_at_their_bounds_round_trip(changes, tmp_path):
         assert store.get("k", 4).read() == VERSIONS[3]
 
 
-def test_a_store_goes_on_under_other_settings(tmp_path):
+def test_store_continues_under_other_settings(tmp_path):
     everything = []
     for number, (chunker, algorithm) in enumerate(product(CHUNKERS, FEATURES)):
         content = mutate(VERSIONS[number % 4], 100 + number)
@@ -120,7 +121,7 @@ def test_chains_of_deltas_reach_the_cap_and_never_pass_it(depth, tmp_path):
             assert store.get("k", version).read() == was
 
 
-def test_settings_that_are_set_anew_count_from_the_next_put_on(tmp_path):
+def test_changed_settings_apply_to_the_next_put(tmp_path):
     """As the gateway does with hot ones: the same store stays open."""
     data = text_like(300_000, 1)
     with open_store(

@@ -64,7 +64,8 @@ def silent(_marks: Sequence[MarkedVersion]) -> None:
     pass
 
 
-def test_a_key_goes_with_all_its_versions_and_comes_back(objects: ObjectStore) -> None:
+def test_key_is_deleted_with_all_versions(objects: ObjectStore) -> None:
+    """Delete a key with all its versions, and undelete it."""
     manifests = ManifestStore(objects)
     deletions = Deletions(manifests, silent)
     for _ in range(3):
@@ -86,7 +87,7 @@ def test_a_key_goes_with_all_its_versions_and_comes_back(objects: ObjectStore) -
         deletions.undelete("default", "k")
 
 
-def test_a_number_is_never_given_again(objects: ObjectStore) -> None:
+def test_version_number_is_never_reused(objects: ObjectStore) -> None:
     manifests = ManifestStore(objects)
     deletions = Deletions(manifests, silent)
     assert (put(manifests), put(manifests)) == (1, 2)
@@ -105,7 +106,7 @@ def test_a_number_is_never_given_again(objects: ObjectStore) -> None:
     assert put(manifests) == 5
 
 
-def test_one_version_goes_alone(objects: ObjectStore) -> None:
+def test_one_version_is_deleted_alone(objects: ObjectStore) -> None:
     manifests = ManifestStore(objects)
     deletions = Deletions(manifests, silent)
     for _ in range(3):
@@ -124,7 +125,7 @@ def test_one_version_goes_alone(objects: ObjectStore) -> None:
     assert seen(manifests) == [2, 3]
 
 
-def test_undelete_brings_back_what_the_latest_call_took() -> None:
+def test_undelete_restores_the_latest_deletion() -> None:
     manifests, clock = ManifestStore(memory_objects()), Clock()
     deletions = Deletions(manifests, silent, clock=clock)
     for _ in range(4):
@@ -138,7 +139,7 @@ def test_undelete_brings_back_what_the_latest_call_took() -> None:
     assert seen(manifests) == [1, 2, 3, 4]
 
 
-def test_the_time_to_undelete_is_the_one_that_was_promised() -> None:
+def test_undelete_window_is_the_promised_one() -> None:
     manifests, clock = ManifestStore(memory_objects()), Clock()
     deletions = Deletions(manifests, silent, clock=clock)
     put(manifests)
@@ -156,7 +157,7 @@ def test_the_time_to_undelete_is_the_one_that_was_promised() -> None:
         deletions.undelete("default", "k")
 
 
-def test_what_is_deleted_is_listed_with_who_and_why() -> None:
+def test_deleted_version_lists_user_and_reason() -> None:
     manifests, clock = ManifestStore(memory_objects()), Clock()
     deletions = Deletions(manifests, silent, clock=clock)
     put(manifests)
@@ -167,7 +168,7 @@ def test_what_is_deleted_is_listed_with_who_and_why() -> None:
     assert told.deleted.timestamp() == clock.now
 
 
-def test_what_is_collected_never_comes_back() -> None:
+def test_collected_version_is_never_undeleted() -> None:
     manifests = ManifestStore(memory_objects())
     deletions = Deletions(manifests, silent)
     put(manifests)
@@ -180,7 +181,7 @@ def test_what_is_collected_never_comes_back() -> None:
             call("default", "k", 1)
 
 
-def test_a_repeated_request_is_answered_as_the_first_one() -> None:
+def test_repeated_request_returns_first_result() -> None:
     manifests = ManifestStore(memory_objects())
     deletions = Deletions(manifests, silent)
     put(manifests)
@@ -196,7 +197,8 @@ def test_a_repeated_request_is_answered_as_the_first_one() -> None:
 
 
 @pytest.mark.parametrize("version", [None, 2])
-def test_a_repeated_request_undoes_nothing_that_others_did_since(version: int | None) -> None:
+def test_repeated_request_keeps_later_changes(version: int | None) -> None:
+    """Keep changes that others made since the first request."""
     manifests, clock = ManifestStore(memory_objects()), Clock()
     deletions = Deletions(manifests, silent, clock=clock)
     put(manifests)
@@ -218,7 +220,8 @@ def test_a_repeated_request_undoes_nothing_that_others_did_since(version: int | 
     assert seen(manifests) == gone
 
 
-def test_a_repeated_undeletion_of_a_key_leaves_what_an_earlier_deletion_took() -> None:
+def test_repeated_undelete_keeps_older_deletion() -> None:
+    """Keep an earlier deletion when the undeletion of a key is repeated."""
     manifests, clock = ManifestStore(memory_objects()), Clock()
     deletions = Deletions(manifests, silent, clock=clock)
     put(manifests)
@@ -231,7 +234,7 @@ def test_a_repeated_undeletion_of_a_key_leaves_what_an_earlier_deletion_took() -
     assert seen(manifests) == [2]
 
 
-def test_a_request_that_was_cut_short_is_ended_by_its_repeat() -> None:
+def test_interrupted_request_is_completed_by_retry() -> None:
     manifests = ManifestStore(memory_objects())
     deletions = Deletions(manifests, silent)
     put(manifests)
@@ -244,7 +247,7 @@ def test_a_request_that_was_cut_short_is_ended_by_its_repeat() -> None:
     assert seen(manifests) == [1, 2]
 
 
-def test_a_condition_that_fails_deletes_nothing() -> None:
+def test_failed_condition_deletes_nothing() -> None:
     manifests = ManifestStore(memory_objects())
     deletions = Deletions(manifests, silent)
     put(manifests)
@@ -262,7 +265,7 @@ def test_a_condition_that_fails_deletes_nothing() -> None:
     assert seen(manifests) == [1, 2]
 
 
-def test_a_version_that_is_put_after_the_condition_stays() -> None:
+def test_version_put_after_the_condition_stays() -> None:
     manifests = ManifestStore(memory_objects())
     deletions = Deletions(manifests, silent)
     put(manifests)
@@ -289,7 +292,7 @@ def test_bounds_are_named_before_anything_changes() -> None:
 # --- each step may be the last ---------------------------------------------------------------------------------------
 
 
-def test_the_newest_version_is_the_last_to_go_and_the_first_to_come_back() -> None:
+def test_newest_version_is_last_to_be_deleted() -> None:
     """Show no reader an older version instead, whatever cuts the call short."""
     for letters in ("E", ".E", "..E", "...E"):
         objects = memory_objects()
@@ -314,7 +317,7 @@ def test_the_newest_version_is_the_last_to_go_and_the_first_to_come_back() -> No
         assert newest.version == 4
 
 
-def test_a_lost_reply_is_a_deletion_that_is_done() -> None:
+def test_lost_response_is_a_done_deletion() -> None:
     objects = memory_objects()
     manifests = ManifestStore(objects)
     put(manifests)
@@ -327,7 +330,7 @@ def test_a_lost_reply_is_a_deletion_that_is_done() -> None:
     assert Deletions(manifests, silent).delete("default", "k", request=request, **SETTINGS) == 1
 
 
-def test_the_index_hears_of_a_mark_before_it_is_made() -> None:
+def test_index_is_notified_before_a_tombstone() -> None:
     manifests = ManifestStore(memory_objects())
     put(manifests)
     put(manifests)
@@ -351,7 +354,7 @@ def test_the_index_hears_of_a_mark_before_it_is_made() -> None:
     assert seen(manifests) == []
 
 
-def test_a_folder_read_while_it_changes_hides_no_version(tmp_path: Path) -> None:
+def test_folder_changed_while_read_hides_nothing(tmp_path: Path) -> None:
     """Hide no version if a listing has the deletion of 1 and misses the earlier put of 2."""
     manifests = ManifestStore(LocalObjectStore(tmp_path))
     put(manifests)
@@ -376,7 +379,8 @@ def test_a_folder_read_while_it_changes_hides_no_version(tmp_path: Path) -> None
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_deletion_still_hides_and_a_broken_undeletion_is_corrupt() -> None:
+def test_broken_tombstone_hides_or_is_corrupt() -> None:
+    """Hide by a broken deletion; report a broken undeletion as corrupt."""
     objects = memory_objects()
     manifests = ManifestStore(objects)
     deletions = Deletions(manifests, silent)
@@ -399,7 +403,7 @@ def test_a_broken_deletion_still_hides_and_a_broken_undeletion_is_corrupt() -> N
         manifests.read_visible("default", "k", 1)
 
 
-def test_a_mark_under_anothers_name_is_corrupt() -> None:
+def test_tombstone_under_another_name_is_corrupt() -> None:
     objects = memory_objects()
     manifests = ManifestStore(objects)
     put(manifests)
@@ -428,7 +432,7 @@ def race(*calls: Callable[[], object]) -> list[object]:
         return list(threads.map(run, calls))
 
 
-def test_of_two_deletions_of_a_version_one_is_told_that_it_did_it(objects: ObjectStore) -> None:
+def test_of_two_deletions_one_reports_it(objects: ObjectStore) -> None:
     manifests = ManifestStore(objects)
     for version in range(1, 13):
         put(manifests)
@@ -439,7 +443,7 @@ def test_of_two_deletions_of_a_version_one_is_told_that_it_did_it(objects: Objec
     assert seen(manifests) == []
 
 
-def test_versions_deleted_by_two_calls_at_once_are_each_counted_once(objects: ObjectStore) -> None:
+def test_concurrent_deletions_count_each_once(objects: ObjectStore) -> None:
     manifests = ManifestStore(objects)
     for _ in range(6):
         put(manifests)
@@ -448,7 +452,8 @@ def test_versions_deleted_by_two_calls_at_once_are_each_counted_once(objects: Ob
     assert seen(manifests) == []
 
 
-def test_a_deletion_and_the_collector_never_both_have_their_way(objects: ObjectStore) -> None:
+def test_deletion_and_collector_exclude(objects: ObjectStore) -> None:
+    """Let a deletion and the collector never both take effect."""
     manifests = ManifestStore(objects)
     for version in range(1, 11):
         put(manifests)
@@ -468,7 +473,8 @@ def test_a_deletion_and_the_collector_never_both_have_their_way(objects: ObjectS
         assert (version in seen(manifests)) == (back == 1)
 
 
-def test_a_put_during_a_deletion_stays_or_was_there_before(objects: ObjectStore) -> None:
+def test_put_during_a_deletion_is_consistent(objects: ObjectStore) -> None:
+    """Keep a put during a deletion, or order it before."""
     manifests = ManifestStore(objects)
     put(manifests)
     numbers = [1]
@@ -487,7 +493,8 @@ def test_a_put_during_a_deletion_stays_or_was_there_before(objects: ObjectStore)
     assert numbers == sorted(set(numbers))
 
 
-def test_a_version_with_all_marks_that_it_may_have_keeps_no_other_from_being_forgotten(tmp_path):
+def test_version_with_all_tombstones_is_no_bar(tmp_path):
+    """Forget other versions although one has all tombstones that it may have."""
     chosen = settings(SMALL, {"retention": {"superseded_seconds": 0, "policies": [{"keep_last": 1}]}})
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for key in ("a", "b"):

@@ -49,7 +49,7 @@ def counted(path: Path) -> tuple[int, int, list[int]]:
 
 @pytest.mark.parametrize("reopened", [False, True])
 @pytest.mark.parametrize(("point", "left"), [("delete.noted", [1, 2]), ("delete.older", [2])])
-def test_what_was_noted_of_a_deletion_that_failed_is_counted_no_more(tmp_path, point, left, reopened):
+def test_failed_deletion_is_counted_no_more(tmp_path, point, left, reopened):
     path = tmp_path / "s"
     with open_store(path, create=True) as store:
         for _ in range(2):
@@ -66,7 +66,7 @@ def test_what_was_noted_of_a_deletion_that_failed_is_counted_no_more(tmp_path, p
     assert counted(path) == (1, 2, [1])
 
 
-def test_what_was_noted_of_an_undeletion_that_failed_is_counted_no_more(tmp_path):
+def test_failed_undeletion_is_counted_no_more(tmp_path):
     path = tmp_path / "s"
     with open_store(path, create=True) as store:
         store.put("a", b"content")
@@ -76,7 +76,8 @@ def test_what_was_noted_of_an_undeletion_that_failed_is_counted_no_more(tmp_path
     assert counted(path) == (0, 1, [])
 
 
-def test_a_version_that_a_round_was_ending_as_it_died_counts_as_deleted(tmp_path):
+def test_version_in_a_crashed_gc_run_is_deleted(tmp_path):
+    """Count a version as deleted if a GC run crashed while it ended it."""
     path = tmp_path / "s"
     chosen = settings({"deletion": {"undelete_seconds": 0}})
     with open_store(path, settings=chosen, create=True) as store:
@@ -101,7 +102,8 @@ def told(store: Store) -> tuple[int, int, list[str]]:
     return stats.versions, stats.deleted_versions, sorted(one.key for one in store.list_deleted())
 
 
-def test_what_is_listed_between_the_note_and_the_mark_of_a_second_try_does_not_undo_the_note(tmp_path):
+def test_stats_during_a_retry_keep_the_note(tmp_path):
+    """Keep the index note of a second try though `stats` runs before its tombstone."""
     with open_store(tmp_path / "s", create=True) as store:
         for key in "ab":
             store.put(key, key.encode() * 1000)
@@ -122,7 +124,7 @@ def test_what_is_listed_between_the_note_and_the_mark_of_a_second_try_does_not_u
         assert told(store) == (1, 1, ["a"])
 
 
-def test_a_deletion_that_fails_beside_another_of_the_same_version_does_not_undo_its_note(tmp_path):
+def test_failed_concurrent_deletion_keeps_note(tmp_path):
     """The one looks what is there after the other has noted, and before it has written."""
     with open_store(tmp_path / "s", create=True) as store:
         store.put("a", b"content")
@@ -143,7 +145,8 @@ def test_a_deletion_that_fails_beside_another_of_the_same_version_does_not_undo_
         assert told(store) == (0, 1, ["a"])
 
 
-def test_a_deletion_that_fails_beside_a_put_is_counted_no_more(tmp_path):
+def test_failed_deletion_during_a_put_uncounted(tmp_path):
+    """Count a failed deletion that is concurrent with a put no more."""
     with open_store(tmp_path / "s", create=True) as store:
         for key in "ab":
             store.put(key, key.encode() * 1000)
@@ -161,7 +164,7 @@ def test_a_deletion_that_fails_beside_a_put_is_counted_no_more(tmp_path):
         assert told(store) == (2, 1, ["b"])
 
 
-def test_a_deletion_that_was_refused_leaves_the_lock_to_others(tmp_path):
+def test_refused_deletion_releases_the_lock(tmp_path):
     path = tmp_path / "s"
     with open_store(path, create=True) as reader:
         with open_store(path, create=True) as writer:
@@ -175,7 +178,8 @@ def test_a_deletion_that_was_refused_leaves_the_lock_to_others(tmp_path):
         assert told(reader) == (2, 0, [])
 
 
-def test_what_cannot_be_put_back_either_is_put_back_by_who_opens_the_store_next(tmp_path, monkeypatch):
+def test_failed_rollback_is_done_at_next_open(tmp_path, monkeypatch):
+    """Roll back at the next open what could not be rolled back."""
     path = tmp_path / "s"
     with open_store(path, create=True) as store:
         store.put("a", b"content")

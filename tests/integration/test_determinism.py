@@ -34,7 +34,9 @@ def kept(root, changes, history=HISTORY):
 
 
 @pytest.mark.parametrize("algorithm", ["finesse", pytest.param("odess", marks=pytest.mark.soak)])
-def test_the_same_puts_are_kept_the_same_way_whatever_the_queues_hold(algorithm, tmp_path):
+def test_stored_bytes_ignore_queue_state(algorithm, tmp_path):
+    """Store the same puts the same way, whatever the queues contain."""
+
     def kept_with(name: str, queue_batches: int):
         changes = {"features": {"algorithm": algorithm}, "runner": {"queue_batches": queue_batches}}
         return kept(tmp_path / name, changes)
@@ -45,7 +47,7 @@ def test_the_same_puts_are_kept_the_same_way_whatever_the_queues_hold(algorithm,
         assert kept_with(name, queue_batches) == first
 
 
-def test_a_slow_disk_changes_nothing_that_is_kept(tmp_path, monkeypatch):
+def test_slow_disk_changes_no_stored_byte(tmp_path, monkeypatch):
     quick = kept(tmp_path / "quick", {"runner": {"queue_batches": 4}})
     real = LocalObjectStore.put_new
 
@@ -73,7 +75,8 @@ def test_slow_encoding_changes_nothing_that_is_kept(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded, far):
+def test_stored_bytes_ignore_the_core_count(tmp_path, monkeypatch, crowded, far):
+    """Store with one and three cores what two store."""
     if crowded:  # blocks are handed over in the midst of a batch, and more are closed than may wait
         monkeypatch.setattr("nearkin_delta.container_builder.HANDED_BYTES", 64 << 10)
         monkeypatch.setattr("nearkin_delta.container_builder.CLOSING_BYTES_MAX", 1 << 20)
@@ -96,7 +99,8 @@ def test_one_core_and_three_keep_what_two_keep(tmp_path, monkeypatch, crowded, f
 
 
 @pytest.mark.parametrize("merge_block_bytes", ["1MiB", "0"], ids=["gathered", "compressed further"])
-def test_a_round_on_one_core_and_on_three_writes_what_one_on_two_writes(tmp_path, monkeypatch, merge_block_bytes):
+def test_gc_run_ignores_the_core_count(tmp_path, monkeypatch, merge_block_bytes):
+    """Write in a GC run on one and three cores what two write."""
     changes = {
         "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
         "container": {"target_bytes": "512KiB"},
@@ -125,7 +129,7 @@ def test_a_round_on_one_core_and_on_three_writes_what_one_on_two_writes(tmp_path
     assert written_on(3) == two
 
 
-def test_a_version_that_differs_little_lies_in_one_container_however_many_batches_it_has(tmp_path):
+def test_small_changes_fill_one_container(tmp_path):
     """Fill one container over many batches of patches.
 
     Patches were counted at half their bytes: each batch ended a container, with a sync.

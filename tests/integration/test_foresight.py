@@ -72,9 +72,8 @@ def gives_up(root: Path, newest: bytes) -> bool:
     return bool(blob._source.blocks._given_up)
 
 
-def test_memory_of_what_is_done_with_is_taken_and_nothing_is_decoded_twice(
-    made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_used_memory_is_reused_decoding_once(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reuse the memory of blocks that are not needed again; decode nothing twice."""
     root, versions = made
     everything = opened(root, 256 * MIB, VERSIONS)
     each_once = decoded(everything)
@@ -88,7 +87,8 @@ def test_memory_of_what_is_done_with_is_taken_and_nothing_is_decoded_twice(
     assert opened(root, total_bytes // 3, VERSIONS).read() == versions[-1]
 
 
-def test_what_no_batch_wants_any_more_makes_room_for_what_comes(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unneeded_blocks_make_room(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evict blocks that no batch needs any more to make room."""
     root, versions = made
     blob = opened(root, 8_500_000, 1)
     assert blob.read() == versions[0]
@@ -100,7 +100,7 @@ def test_what_no_batch_wants_any_more_makes_room_for_what_comes(made, monkeypatc
 
 
 @pytest.mark.parametrize("why", ["all fits", "others restore"])
-def test_what_others_may_want_stays(made, why: str) -> None:
+def test_blocks_others_may_need_stay(made, why: str) -> None:
     root, versions = made
     blob = opened(root, 32 * MIB if why == "all fits" else 8_500_000, 1)
     with ExitStack() as others:
@@ -118,20 +118,21 @@ def test_what_others_may_want_stays(made, why: str) -> None:
 @pytest.mark.parametrize(
     ("start", "stop"), [(0, 8_900_000), (1, 5_000_000), (4_100_000, 8_900_001), (MIB * 4, MIB * 8)]
 )
-def test_ranges_come_back_as_they_were(made, monkeypatch: pytest.MonkeyPatch, horizon: int, start, stop) -> None:
+def test_ranges_are_restored_unchanged(made, monkeypatch: pytest.MonkeyPatch, horizon: int, start, stop) -> None:
     root, versions = made
     monkeypatch.setattr(module, "HORIZON_PLANS", horizon)
     for version in (1, VERSIONS):
         assert opened(root, 2_000_000, version, start, stop).read() == versions[version - 1][start:stop]
 
 
-def test_chains_of_deltas_are_not_followed_and_nothing_is_let_go(tmp_path: Path) -> None:
+def test_delta_chains_are_not_hinted(tmp_path: Path) -> None:
+    """Make no hints for chains of deltas, and evict nothing for them."""
     versions = stored(tmp_path / "s", XDELTA)
     assert not gives_up(tmp_path / "s", versions[-1])
 
 
 @pytest.mark.parametrize("bound", ["HELD_MAX", "BASES_MAX", "KEYS_MAX"])
-def test_too_many_blocks_or_bases_are_not_followed(made, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+def test_too_many_blocks_or_bases_are_not_hinted(made, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     root, versions = made
     assert gives_up(root, versions[-1])
     monkeypatch.setattr(module, bound, 20)
@@ -149,9 +150,7 @@ def test_containers_that_are_looked_into_again_give_the_same(made, monkeypatch: 
     assert opened(root, 2_000_000, VERSIONS).read() == versions[-1]
 
 
-def test_a_block_of_a_later_generation_than_was_looked_into_is_not_followed(
-    made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_of_a_later_generation_is_no_hint(made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give up the hints if a GC run rewrote the container.
 
     Block numbers of the plan are stale.
@@ -167,7 +166,7 @@ def test_a_block_of_a_later_generation_than_was_looked_into_is_not_followed(
     assert not gives_up(root, versions[-1])
 
 
-def test_a_range_behind_the_last_segment_is_told_with_where_that_ends(made) -> None:
+def test_range_behind_last_segment_names_its_end(made) -> None:
     root, versions = made
     size = len(versions[0])
     for start in (size - 1, size + 10):
@@ -192,7 +191,7 @@ def test_plans_of_very_many_rows_are_few(made, monkeypatch: pytest.MonkeyPatch) 
     assert blob.read() == versions[-1]
 
 
-def test_a_container_that_is_gone_is_told_as_ever(tmp_path: Path) -> None:
+def test_deleted_container_is_reported_as_before(tmp_path: Path) -> None:
     stored(tmp_path / "s")
     blob = opened(tmp_path / "s", 2_000_000, VERSIONS)
     (first, *_) = sorted(container for container, _ in blob._source.ids())
@@ -202,7 +201,8 @@ def test_a_container_that_is_gone_is_told_as_ever(tmp_path: Path) -> None:
     assert blob._source.restores.count == 0
 
 
-def test_what_is_broken_ahead_is_told_after_all_that_lies_before_it(made) -> None:
+def test_damage_ahead_is_raised_in_order(made) -> None:
+    """Raise damage found ahead after all bytes before it."""
     root, _ = made
     blob = opened(root, 2_000_000, 1)
     plans = list(blob._range_plans())
@@ -218,7 +218,7 @@ def test_what_is_broken_ahead_is_told_after_all_that_lies_before_it(made) -> Non
         next(ahead)
 
 
-def test_where_nothing_is_foreseen_nothing_is_planned_ahead(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_planned_without_hints(made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan nothing ahead without hints: plans get stale when a GC run rewrites containers."""
     root, _ = made
     blob = opened(root, 2_000_000, VERSIONS)
@@ -236,7 +236,7 @@ def test_where_nothing_is_foreseen_nothing_is_planned_ahead(made, monkeypatch: p
         assert len(made_so_far) == number + 1
 
 
-def test_a_plan_of_before_a_round_is_made_anew(tmp_path: Path) -> None:
+def test_plan_before_a_gc_run_is_made_again(tmp_path: Path) -> None:
     """Plan again after a GC run of this process: cached directories are newer than the plan.
 
     Rows that the run gave other bases had bases that were deleted.
@@ -266,7 +266,7 @@ def test_a_plan_of_before_a_round_is_made_anew(tmp_path: Path) -> None:
         assert found + b"".join(pieces) == bytes(content)
 
 
-def test_a_plan_in_whose_midst_a_later_generation_comes_is_made_anew(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_across_generations_is_made_again(made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan again if another thread caches a later generation while the plan is made."""
     root, _ = made
     source = opened(root, 2_000_000, 1)._source

@@ -37,7 +37,7 @@ def unwanted(index: LmdbIndex) -> tuple[dict[int, np.ndarray | None], dict[int, 
     return {first: some, second: None}, {first: np.zeros(1, np.uint32)}, [second]
 
 
-def test_what_was_looked_up_is_forgotten_as_if_all_was_read(tmp_path: Path) -> None:
+def test_looked_up_removal_equals_a_scan(tmp_path: Path) -> None:
     folder = filled(tmp_path / "s")
     shutil.copytree(folder, tmp_path / "other")
     index, other = LmdbIndex(folder, DOMAIN, MAP_BYTES), LmdbIndex(tmp_path / "other", DOMAIN, MAP_BYTES)
@@ -53,7 +53,8 @@ def test_what_was_looked_up_is_forgotten_as_if_all_was_read(tmp_path: Path) -> N
     other.close()
 
 
-def test_of_what_was_looked_up_only_what_is_named_is_forgotten(tmp_path: Path) -> None:
+def test_only_named_entries_are_removed(tmp_path: Path) -> None:
+    """Remove of the looked-up entries only the named ones."""
     index = LmdbIndex(filled(tmp_path / "s"), DOMAIN, MAP_BYTES)
     chunks, segments, _ = unwanted(index)
     found, before = index.look_up(chunks, segments), index.entries()
@@ -63,7 +64,7 @@ def test_of_what_was_looked_up_only_what_is_named_is_forgotten(tmp_path: Path) -
     index.close()
 
 
-def test_where_a_container_was_published_meanwhile_all_is_read(tmp_path: Path) -> None:
+def test_container_published_meanwhile_is_scanned(tmp_path: Path) -> None:
     """Scan if a container was published meanwhile, for example that of a crashed writer."""
     folder = filled(tmp_path / "s")
     index = LmdbIndex(folder, DOMAIN, MAP_BYTES)
@@ -84,7 +85,7 @@ def test_where_a_container_was_published_meanwhile_all_is_read(tmp_path: Path) -
     index.close()
 
 
-def test_what_was_looked_up_in_an_index_that_was_replaced_is_looked_up_again(tmp_path: Path) -> None:
+def test_replaced_index_is_looked_up_again(tmp_path: Path) -> None:
     folder = filled(tmp_path / "s")
     index = LmdbIndex(folder, DOMAIN, MAP_BYTES)
     chunks, segments, containers = unwanted(index)

@@ -84,7 +84,8 @@ def fleet(tmp_path: Path, s3_objects: S3ObjectStore, redis: Redis, key_prefix: s
 
 
 @pytest.mark.soak
-def test_what_is_old_enough_is_gathered_and_goes_with_its_versions(fleet: Deployed) -> None:
+def test_old_data_is_merged_and_deleted(fleet: Deployed) -> None:
+    """Merge blocks that are old enough; delete them with their versions."""
     rounds, before = fleet.make_gc_worker(gc=GATHERING), fleet.stored_bytes()
     assert rounds.run_once() is not None
     assert fleet.blocks() == (0, 0)  # their versions might be in flight
@@ -113,7 +114,7 @@ def test_what_is_old_enough_is_gathered_and_goes_with_its_versions(fleet: Deploy
 
 
 @pytest.mark.soak
-def test_a_round_that_ends_amid_gathering_is_gone_on_with(fleet: Deployed) -> None:
+def test_gc_run_ended_amid_a_merge_continues(fleet: Deployed) -> None:
     fleet.later()
     failpoints.arm("merge.container:1:error")
     try:

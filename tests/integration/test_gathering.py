@@ -118,7 +118,7 @@ def numbers_ascend(store: Store) -> bool:
 
 
 @pytest.mark.soak
-def test_what_is_left_of_a_block_is_gathered_from_once_more_together_with_a_block_behind_it(apart, clock, caplog):
+def test_rest_of_a_block_is_merged_with_the_next(apart, clock, caplog):
     """Merge the rest of a block with a block behind it.
 
     The rest has a number behind that block's; merged rows must ascend nevertheless.
@@ -134,7 +134,8 @@ def test_what_is_left_of_a_block_is_gathered_from_once_more_together_with_a_bloc
         assert digests(apart) == before
 
 
-def test_a_container_whose_rows_would_not_say_where_its_chunks_lie_stays_as_it_is(apart, clock, monkeypatch, caplog):
+def test_container_with_bad_rows_is_unchanged(apart, clock, monkeypatch, caplog):
+    """Leave a container unchanged if its rows would not locate its chunks."""
     real = BlockWriter.write_raw
 
     def turned(self, new, directory, rows):
@@ -152,7 +153,8 @@ def test_a_container_whose_rows_would_not_say_where_its_chunks_lie_stays_as_it_i
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["put again", "given"])
-def test_what_was_gathered_is_put_together_again_from_the_chunks_that_it_was(store, tmp_path, given):
+def test_merged_chunks_are_reassembled(store, tmp_path, given):
+    """Reassemble merged blocks from the chunks that they consist of."""
     put(store, EVERY)
     store.gc()
     root, *_ = (
@@ -177,7 +179,7 @@ def test_what_was_gathered_is_put_together_again_from_the_chunks_that_it_was(sto
         check(broken, EVERY)
 
 
-def test_who_stays_open_reads_what_came_since_and_leans_on_chunks_that_a_round_appended(store, clock):
+def test_open_reader_follows_appended_chunks(store, clock):
     """Read and deduplicate in a store opened before: it has read earlier generations."""
     with open_store(store.root, settings=GATHERED, read_only=True) as reader:
         for number in EVERY:
@@ -191,7 +193,8 @@ def test_who_stays_open_reads_what_came_since_and_leans_on_chunks_that_a_round_a
             assert reader.explain("k", number).info.version == number
 
 
-def test_a_long_history_takes_clearly_less_and_no_chunk_gets_deeper(store, clock):
+def test_long_history_shrinks_without_depth(store, clock):
+    """Store a long history in clearly fewer bytes; no chunk gets deeper."""
     put(store, EVERY)
     before, deep = stored_bytes(store.root), depths(store)
     told = store.gc(dry_run=True)
@@ -211,7 +214,8 @@ def test_a_long_history_takes_clearly_less_and_no_chunk_gets_deeper(store, clock
     assert store.gc().containers_rewritten == 0  # merged blocks stay
 
 
-def test_rounds_between_puts_go_on_with_what_earlier_ones_gathered(store, clock):
+def test_gc_runs_between_puts_continue_merges(store, clock):
+    """Continue the merges of earlier GC runs."""
     for first in range(1, 13, 3):
         put(store, range(first, first + 3))
         store.gc()
@@ -226,7 +230,7 @@ def test_rounds_between_puts_go_on_with_what_earlier_ones_gathered(store, clock)
         assert stored_bytes(store.root) < 0.9 * stored_bytes(apart.root)
 
 
-def test_the_index_is_made_again_from_gathered_containers(store, clock):
+def test_index_is_rebuilt_from_merged_containers(store, clock):
     put(store, EVERY)
     store.gc()
     counted = store.stats().ledger
@@ -242,7 +246,7 @@ def test_the_index_is_made_again_from_gathered_containers(store, clock):
     assert store.put("again", HISTORY[12]).ledger.unique_bytes == 0
 
 
-def test_what_is_counted_of_versions_stays_as_it_was(store):
+def test_version_counts_are_unchanged_by_merges(store):
     """Count merged chunks once.
 
     Counted as chunk and as reference, dedup saved less than nothing.
@@ -260,7 +264,7 @@ def test_what_is_counted_of_versions_stays_as_it_was(store):
         assert sum(after.found_by.values()) == after.ledger.delta_chunks
 
 
-def test_explained_shares_of_what_was_gathered_add_up_to_what_is_stored(store):
+def test_explained_shares_add_up_after_a_merge(store):
     put(store, EVERY)
     store.gc()
     told = [store.explain("k", number) for number in EVERY]
@@ -273,7 +277,7 @@ def test_explained_shares_of_what_was_gathered_add_up_to_what_is_stored(store):
 
 
 @pytest.mark.soak
-def test_versions_go_and_what_was_gathered_goes_with_them(store, clock):
+def test_merged_blocks_are_deleted_with_versions(store, clock):
     for number in EVERY:
         put(store, range(number, number + 1))
         if number > 4:
@@ -295,7 +299,8 @@ def test_versions_go_and_what_was_gathered_goes_with_them(store, clock):
     assert list(store._containers.ids()) == []
 
 
-def test_a_broken_container_is_named_with_the_versions_that_lean_on_it(store):
+def test_damaged_container_names_its_dependents(store):
+    """Name the versions that depend on a damaged container."""
     put(store, EVERY)
     store.put("alone", random_bytes(100_000, 9))
     store.gc()
@@ -313,7 +318,7 @@ def test_a_broken_container_is_named_with_the_versions_that_lean_on_it(store):
     assert touched == unreadable != set()
 
 
-def test_a_store_that_is_sealed_gathers_as_well(tmp_path):
+def test_encrypted_store_merges_too(tmp_path):
     with open_store(tmp_path / "e", settings=settings(GATHERED, ENCRYPTED), create=True) as store:
         put(store, EVERY)
         store.gc()
@@ -341,7 +346,8 @@ def sources(found: MergePlan) -> dict[int, set[int]]:
     return {stretch: set(found.chunks_merged_into(stretch).containers.tolist()) for stretch in stretches}
 
 
-def test_young_containers_neither_take_in_nor_give(store):
+def test_recent_containers_do_not_take_part(store):
+    """Neither merge into recent containers nor from them."""
     put(store, EVERY)
     found = planned(store)
     assert found is not None
@@ -353,7 +359,8 @@ def test_young_containers_neither_take_in_nor_give(store):
     assert not set().union(*sources(others).values()) & set(others.containers[:3])
 
 
-def test_a_round_plans_no_more_blocks_that_refer_than_it_may_hold(store, monkeypatch):
+def test_plan_bounds_its_reference_blocks(store, monkeypatch):
+    """Plan no more reference blocks than a GC run may hold."""
     put(store, EVERY)
     whole = planned(store)
     monkeypatch.setattr(merge_planner, "REFERENCES_MAX", 20)
@@ -363,7 +370,7 @@ def test_a_round_plans_no_more_blocks_that_refer_than_it_may_hold(store, monkeyp
     assert 0 < sum(map(len, sources(some).values())) <= 20 < sum(map(len, sources(whole).values()))
 
 
-def test_the_codec_of_deltas_gathers_nothing(tmp_path):
+def test_delta_codec_merges_nothing(tmp_path):
     chosen = settings(GATHERED, {"delta": {"codec": "xdelta3"}})
     with open_store(tmp_path / "x", settings=chosen, create=True) as store:
         put(store, EVERY)
@@ -375,7 +382,7 @@ def test_the_codec_of_deltas_gathers_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("point", "times"), [("compact.made", 2), ("compact.put", 1), ("compact.renewed", 2), ("merge.container", 3)]
 )
-def test_a_round_that_dies_amid_gathering_loses_nothing(tmp_path, clock, point, times):
+def test_gc_run_killed_amid_a_merge_is_safe(tmp_path, clock, point, times):
     root = tmp_path / "d"
     with open_store(root, settings=GATHERED, create=True) as store:
         put(store, EVERY)
@@ -388,7 +395,8 @@ def test_a_round_that_dies_amid_gathering_loses_nothing(tmp_path, clock, point, 
 
 
 @pytest.mark.parametrize("of", [1, 2])
-def test_where_a_block_does_not_decode_again_nothing_is_gathered_in_its_container(store, caplog, monkeypatch, of):
+def test_undecodable_block_stops_its_merge(store, caplog, monkeypatch, of):
+    """Merge nothing in a container if a block does not decode again."""
     monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: of)
     put(store, EVERY)
 
@@ -404,7 +412,7 @@ def test_where_a_block_does_not_decode_again_nothing_is_gathered_in_its_containe
 
 
 @pytest.mark.parametrize("versions", [10, 12])
-def test_what_fewer_versions_have_changed_than_it_takes_is_left_as_it_is(tmp_path, clock, versions):
+def test_too_few_changed_versions_merge_nothing(tmp_path, clock, versions):
     """Leave twelve versions alone: eleven depend on the first one."""
     chosen = settings(GATHERED, {"gc": {"merge_versions_min": 11, "recompress_level": 0}})
     with open_store(tmp_path / "few", settings=chosen, clock=clock, create=True) as store:
@@ -415,7 +423,7 @@ def test_what_fewer_versions_have_changed_than_it_takes_is_left_as_it_is(tmp_pat
 
 
 @pytest.mark.parametrize(("block_bytes", "takes"), [(1 << 20, 0), (1 << 18, 1)])
-def test_a_raw_block_that_is_larger_than_what_is_gathered_takes_nothing_in(tmp_path, clock, block_bytes, takes):
+def test_large_raw_block_merges_nothing(tmp_path, clock, block_bytes, takes):
     """Leave a large raw block alone: its slices cost more than they save."""
     whole = settings(GATHERED, {"block": {"raw_bytes": "8MiB"}})
     with open_store(tmp_path / "large", settings=whole, clock=clock, create=True) as store:
@@ -428,7 +436,8 @@ def test_a_raw_block_that_is_larger_than_what_is_gathered_takes_nothing_in(tmp_p
         assert min(number for number, one in enumerate(ids) if found.merge_targets(one)) == takes
 
 
-def test_versions_that_come_once_something_was_gathered_need_not_be_as_many(tmp_path, clock):
+def test_versions_after_a_merge_may_be_fewer(tmp_path, clock):
+    """Merge again for fewer versions once something was merged."""
     chosen = settings(GATHERED, {"gc": {"merge_versions_min": 8}})
     with open_store(tmp_path / "few", settings=chosen, clock=clock, create=True) as store:
         put(store, range(1, 10))
@@ -441,7 +450,8 @@ def test_versions_that_come_once_something_was_gathered_need_not_be_as_many(tmp_
         check(store, EVERY)
 
 
-def test_versions_that_are_gone_do_not_count_whatever_still_leans_on_them(tmp_path, clock):
+def test_deleted_versions_do_not_count(tmp_path, clock):
+    """Ignore deleted versions, whatever still depends on them."""
     chosen = settings(GATHERED, {"gc": {"merge_versions_min": 8}, "deletion": {"undelete_seconds": 0}})
     with open_store(tmp_path / "gone", settings=chosen, clock=clock, create=True) as store:
         put(store, EVERY)
@@ -453,7 +463,7 @@ def test_versions_that_are_gone_do_not_count_whatever_still_leans_on_them(tmp_pa
         check(store, range(8, 13))
 
 
-def test_blocks_that_take_something_in_are_not_joined_with_others(store):
+def test_merged_blocks_are_not_joined_again(store):
     put(store, EVERY)
     store.gc()
     containers_ = store._containers.of(None)
@@ -470,7 +480,8 @@ def test_blocks_that_take_something_in_are_not_joined_with_others(store):
     assert small > 1
 
 
-def test_chunks_that_lean_on_one_joined_chunk_are_each_the_first_of_a_family(tmp_path):
+def test_chunks_on_a_merged_base_start_trees(tmp_path):
+    """Start a tree of its own with each chunk whose base is one merged chunk."""
     with open_store(tmp_path / "g", settings=GATHERED, create=True) as opened:
         put(opened, EVERY)
         opened.gc()

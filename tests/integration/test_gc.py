@@ -31,7 +31,8 @@ DELETION_SETS = 100 if "EVERY_SET" in os.environ else 30
 """Number of deletion sets whose reclaim is predicted."""
 
 
-def test_a_store_without_deletions_frees_nothing_but_what_a_deeper_search_does(opened, clock):
+def test_gc_without_deletions_only_recompresses(opened, clock):
+    """Free nothing without deletions but what a deeper search saves."""
     store = opened()
     content = text_like(600_000, 1)
     for edits in (0, 20, 40):
@@ -42,7 +43,7 @@ def test_a_store_without_deletions_frees_nothing_but_what_a_deeper_search_does(o
     assert objects(store.root) == before
 
 
-def test_what_nothing_needs_goes_and_all_else_restores(opened, clock):
+def test_unneeded_data_is_freed_rest_restores(opened, clock):
     store = opened()
     kept = text_like(600_000, 1)
     store.put("kept", kept)
@@ -58,7 +59,7 @@ def test_what_nothing_needs_goes_and_all_else_restores(opened, clock):
 
 
 @pytest.mark.parametrize("instead", ["empty", "file", "link"])
-def test_no_round_takes_manifests_that_are_not_there_for_none(opened, clock, instead, tmp_path):
+def test_gc_run_with_missing_manifests_is_refused(opened, clock, instead, tmp_path):
     """Refuse a GC run if manifests are missing.
 
     Their disk is not mounted, and the index is lost.
@@ -91,7 +92,8 @@ def test_no_round_takes_manifests_that_are_not_there_for_none(opened, clock, ins
     assert opened().get("k").read() == content
 
 
-def test_a_first_put_that_is_at_work_or_has_failed_hinders_no_round(opened, clock):
+def test_first_put_unfinished_blocks_no_gc_run(opened, clock):
+    """Run GC although the first put is in progress or has failed."""
     store = opened()
     clock.now = time.time()  # containers are named by this one
     seen = []
@@ -119,7 +121,8 @@ def test_a_first_put_that_is_at_work_or_has_failed_hinders_no_round(opened, cloc
 
 
 @pytest.mark.parametrize("now", [-1.0, 253_402_300_800.0 + DAY])
-def test_a_clock_that_no_record_can_hold_condemns_nothing(opened, clock, now):
+def test_clock_out_of_range_marks_nothing(opened, clock, now):
+    """Mark nothing for deletion by a clock that no record can express."""
     good = clock.now
     with opened() as store:
         store.put("a", random_bytes(100_000, 1))
@@ -132,7 +135,8 @@ def test_a_clock_that_no_record_can_hold_condemns_nothing(opened, clock, now):
         assert (store.gc().versions, store.gc_state().pending_delete_containers) == (1, 1)
 
 
-def test_nothing_goes_while_it_can_be_brought_back(opened, clock):
+def test_undeletable_data_is_not_freed(opened, clock):
+    """Free nothing while it can be undeleted."""
     store = opened()
     content = random_bytes(500_000, 1)
     store.put("k", content)
@@ -145,7 +149,7 @@ def test_nothing_goes_while_it_can_be_brought_back(opened, clock):
     assert store.get("k").read() == content
 
 
-def test_what_is_condemned_waits_for_its_grace(opened, clock):
+def test_pending_delete_waits_for_its_grace(opened, clock):
     store = opened()
     store.put("k", random_bytes(500_000, 1))
     store.delete("k")
@@ -167,7 +171,8 @@ def test_what_is_condemned_waits_for_its_grace(opened, clock):
         store.get("k", 1)
 
 
-def test_condemned_content_put_again_is_stored_anew(opened, clock):
+def test_pending_content_put_again_is_restored(opened, clock):
+    """Store content again that is pending delete."""
     store = opened()
     content = random_bytes(500_000, 1)
     store.put("k", content)
@@ -180,7 +185,7 @@ def test_condemned_content_put_again_is_stored_anew(opened, clock):
 
 
 @pytest.mark.parametrize("how", ["rebuilt", "lost"])
-def test_an_index_made_anew_does_not_find_what_is_condemned(opened, clock, how):
+def test_rebuilt_index_omits_pending_deletes(opened, clock, how):
     store = opened()
     content = random_bytes(500_000, 1)
     store.put("k", content)
@@ -198,7 +203,8 @@ def test_an_index_made_anew_does_not_find_what_is_condemned(opened, clock, how):
     assert store.get("again").read() == content
 
 
-def test_a_rebuilt_index_counts_what_is_condemned_as_the_one_before(opened, clock):
+def test_rebuilt_index_counts_pending_deletes(opened, clock):
+    """Count pending deletes as the index before the rebuild did."""
     store = opened()
     store.put("gone", random_bytes(500_000, 1))
     store.close()
@@ -216,7 +222,7 @@ def test_a_rebuilt_index_counts_what_is_condemned_as_the_one_before(opened, cloc
     assert store.verify().damage == ()
 
 
-def test_bases_stay_as_long_as_a_version_leans_on_them(opened, clock):
+def test_bases_stay_while_a_version_needs_them(opened, clock):
     store = opened()
     first = text_like(900_000, 1)
     store.put("k", first)
@@ -229,7 +235,7 @@ def test_bases_stay_as_long_as_a_version_leans_on_them(opened, clock):
     assert store.gc(dry_run=True).held["bases"] > 0
 
 
-def test_another_tenants_versions_are_roots_too(opened, clock, tmp_path):
+def test_another_tenants_versions_are_roots(opened, clock, tmp_path):
     store = opened()
     store.put("k", random_bytes(300_000, 1))
     store.close()
@@ -258,9 +264,8 @@ def test_another_tenants_versions_are_roots_too(opened, clock, tmp_path):
         ("above", r"names segment 1[0-9]{3} of containers/.*, which has [0-9]+"),
     ],
 )
-def test_a_manifest_that_names_more_than_there_is_takes_no_memory_for_it_and_nothing_is_freed(
-    tmp_path, clock, what, problem, mode
-):
+def test_manifest_with_wild_counts_is_refused(tmp_path, clock, what, problem, mode):
+    """Take no memory for a manifest that names more than exists; free nothing."""
     with open_store(
         tmp_path / "s", settings=settings(COLLECTED, {"gc": {"mode": mode}}), clock=clock, create=True
     ) as store:
@@ -318,7 +323,8 @@ def _refused(store, clock, what, problem):
 
 
 @pytest.mark.parametrize("what", ["container", "manifest"])
-def test_nothing_is_condemned_while_what_a_version_needs_cannot_be_read(opened, clock, what):
+def test_unreadable_live_data_stops_marking(opened, clock, what):
+    """Mark nothing for deletion while data that a version needs cannot be read."""
     store = opened()
     store.put("broken", random_bytes(300_000, 1))
     broken = containers(store.root)[0] if what == "container" else manifests(store.root)[0]
@@ -345,7 +351,8 @@ def test_nothing_is_condemned_while_what_a_version_needs_cannot_be_read(opened, 
     assert store.verify().damage == ()
 
 
-def test_what_services_have_written_is_left_alone_until_they_have_ended(opened, clock):
+def test_gc_after_service_puts_is_refused(opened, clock):
+    """Refuse GC over objects of services unless the setting states that they have ended."""
     store = opened()
     store.put("gone", random_bytes(300_000, 1))
     store.put("k", b"theirs")
@@ -372,7 +379,8 @@ def test_what_services_have_written_is_left_alone_until_they_have_ended(opened, 
         pytest.param(ENCRYPTED, "rs-4-2", id="sealed-rs-4-2"),
     ],
 )
-def test_what_a_round_frees_is_told_with_all_that_the_store_adds(tmp_path, clock, parity, sealed):
+def test_predicted_bytes_include_new_records(tmp_path, clock, parity, sealed):
+    """Predict what a GC run frees less all that the store adds."""
     kept = {"prefix": "few", "keep_last": 2}
     chosen = settings(
         COLLECTED, sealed, {"storage": {"parity": parity}, "retention": {"superseded_seconds": 0, "policies": [kept]}}
@@ -392,7 +400,8 @@ def test_what_a_round_frees_is_told_with_all_that_the_store_adds(tmp_path, clock
 
 
 @pytest.mark.parametrize("point", ["compact.put", "compact.renewed", "gc.expired", "gc.uncatalogued", "gc.manifest"])
-def test_what_is_stored_is_told_to_the_byte_after_a_round_that_died(tmp_path, point):
+def test_stored_bytes_after_a_killed_gc_run(tmp_path, point):
+    """Report the stored bytes exactly after a GC run that was killed."""
     root, chosen = tmp_path / "d", {"deletion": {"undelete_seconds": 0}}
     with open_store(root, settings=settings(COLLECTED, chosen), create=True) as store:
         store.put("kept", text_like(600_000, 1))
@@ -407,7 +416,7 @@ def test_what_is_stored_is_told_to_the_byte_after_a_round_that_died(tmp_path, po
             store.gc()
 
 
-def test_a_mark_that_cannot_be_read_keeps_its_version(opened, clock):
+def test_unreadable_tombstone_keeps_its_version(opened, clock):
     store = opened()
     store.put("k", random_bytes(300_000, 1))
     store.delete("k")
@@ -421,7 +430,8 @@ def test_a_mark_that_cannot_be_read_keeps_its_version(opened, clock):
     assert stored_bytes(store.root) == before
 
 
-def test_of_a_key_the_last_mark_of_its_highest_version_stays_until_a_higher_one_comes(opened, clock):
+def test_last_tombstone_of_a_key_stays(opened, clock):
+    """Keep the last tombstone of a key's highest version until a higher one is put."""
     store = opened()
     for number in range(3):
         store.put("k", random_bytes(1000, number))
@@ -438,7 +448,7 @@ def test_of_a_key_the_last_mark_of_its_highest_version_stays_until_a_higher_one_
     assert store.stats().ledger.stored_bytes == stored_bytes(store.root)
 
 
-def test_a_round_is_refused_while_a_put_is_at_work(opened):
+def test_gc_run_during_a_put_is_refused(opened):
     store = opened()
     putting = store.put_many([("a", b"1"), ("b", b"2")])
     next(putting)
@@ -448,7 +458,8 @@ def test_a_round_is_refused_while_a_put_is_at_work(opened):
     assert store.gc().freed_bytes == 0
 
 
-def test_what_was_condemned_by_a_clock_ahead_waits_anew(tmp_path, clock, opened):
+def test_clock_ahead_restarts_the_grace(tmp_path, clock, opened):
+    """Restart the grace of data marked for deletion by a clock ahead."""
     opened()
     trusting = settings(COLLECTED, {"gc": {"trust_clock": True}})  # else a GC run by such a clock is refused
     store = open_store(tmp_path / "s", settings=trusting, clock=clock)
@@ -464,7 +475,7 @@ def test_what_was_condemned_by_a_clock_ahead_waits_anew(tmp_path, clock, opened)
 
 
 @pytest.mark.soak
-def test_what_was_told_of_any_deletion_set_is_what_goes(tmp_path, monkeypatch):
+def test_predicted_reclaim_equals_freed_bytes(tmp_path, monkeypatch):
     """Predict each byte that GC frees after random deletions."""
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)  # half of the time, and no power cut is tested here
     clock = Clock()
@@ -503,9 +514,7 @@ def test_what_was_told_of_any_deletion_set_is_what_goes(tmp_path, monkeypatch):
         shutil.rmtree(root)
 
 
-def test_a_reader_never_takes_a_new_container_for_one_that_was_collected_though_the_clock_was_set_back(
-    opened, clock, monkeypatch
-):
+def test_clock_set_back_reuses_no_container_id(opened, clock, monkeypatch):
     """A year's step back gave each new container the number after the highest that was left."""
     real, ahead_ns = time.time_ns, [365 * DAY * 10**9]
     monkeypatch.setattr(time, "time_ns", lambda: real() + ahead_ns[0])

@@ -25,7 +25,7 @@ def edited(content: bytes, draw: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_what_died_since_a_round_does_not_hold_what_that_condemned(tmp_path: Path) -> None:
+def test_daily_gc_is_close_to_a_fresh_store(tmp_path: Path) -> None:
     """Encode chunks that died since a GC run again too: else the store is 1.34x a fresh one.
 
     The schedule is one run per day, as by a daily `nearkin gc`.

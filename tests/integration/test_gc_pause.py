@@ -27,7 +27,7 @@ def filled(root: Path) -> None:
     assert len(containers(root)) >= 4
 
 
-def test_a_paused_store_collects_nothing_until_it_is_resumed(tmp_path: Path) -> None:
+def test_paused_store_collects_once_resumed(tmp_path: Path) -> None:
     root = tmp_path / "s"
     filled(root)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -46,9 +46,8 @@ def test_a_paused_store_collects_nothing_until_it_is_resumed(tmp_path: Path) -> 
     assert not [name for name in objects(root) if name.startswith("pause/")]
 
 
-def test_a_pause_ends_a_round_before_its_next_step_and_the_next_round_does_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pause_ends_a_gc_run_before_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End a GC run before its next step; the next run does the rest."""
     root = tmp_path / "s"
     filled(root)
     there = len(containers(root))
@@ -71,7 +70,7 @@ def test_a_pause_ends_a_round_before_its_next_step_and_the_next_round_does_the_r
 
 
 @pytest.mark.parametrize("said", [b"{", b'{"at_us": 1e999, "who": ""}', b'{"at_us": 253402300800000000, "who": ""}'])
-def test_a_broken_record_pauses_too(tmp_path: Path, said: bytes) -> None:
+def test_broken_pause_record_pauses(tmp_path: Path, said: bytes) -> None:
     root = tmp_path / "s"
     filled(root)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -85,7 +84,8 @@ def test_a_broken_record_pauses_too(tmp_path: Path, said: bytes) -> None:
         assert not store.pauses.resume()
 
 
-def test_a_writer_that_sweeps_what_dead_writers_left_does_not_take_a_pause_with_it(tmp_path: Path) -> None:
+def test_writer_sweep_keeps_a_pause(tmp_path: Path) -> None:
+    """Keep a pause while a writer removes what crashed writers left."""
     root = tmp_path / "s"
     filled(root)
     versions: list[int] = []
@@ -108,7 +108,8 @@ def test_a_writer_that_sweeps_what_dead_writers_left_does_not_take_a_pause_with_
     assert not list((root / "tmp").iterdir())
 
 
-def test_of_two_who_make_a_store_at_once_both_have_it_though_one_already_writes(tmp_path: Path) -> None:
+def test_concurrent_creators_share_a_store(tmp_path: Path) -> None:
+    """Let both creators of a store have it although one already writes."""
     root = tmp_path / "s"
     begun: list[str] = []
 

@@ -67,7 +67,7 @@ def fleet(tmp_path: Path, s3_objects: S3ObjectStore, redis: Redis, key_prefix: s
         yield made
 
 
-def test_a_round_that_is_asked_for_while_one_is_at_work_comes_after_it(fleet: Deployed) -> None:
+def test_gc_run_requested_during_one_follows(fleet: Deployed) -> None:
     """Run again for a request during a run, which may have marked before the latest deletion."""
     told, rounds = GcStatusStore(fleet.index), fleet.make_gc_worker()
     told.request_run()
@@ -85,7 +85,8 @@ def test_a_round_that_is_asked_for_while_one_is_at_work_comes_after_it(fleet: De
     assert rounds.run_once() is None
 
 
-def test_rounds_free_what_is_deleted_and_the_index_names_nothing_that_is_gone(fleet: Deployed) -> None:
+def test_gc_runs_free_and_index_drops_entries(fleet: Deployed) -> None:
+    """Free deleted data; the index names nothing that was deleted."""
     before, rounds = fleet.stored_bytes(), fleet.make_gc_worker()
     assert fleet.index.versions_of("default", "k") == list(range(1, 7))
     freed = 0
@@ -103,7 +104,8 @@ def test_rounds_free_what_is_deleted_and_the_index_names_nothing_that_is_gone(fl
     assert all(summary.container_bytes == sizes[summary.container] for summary in fleet.index.containers())
 
 
-def test_a_round_is_done_once_an_interval_whoever_asks(fleet: Deployed) -> None:
+def test_gc_runs_once_an_interval(fleet: Deployed) -> None:
+    """Run once an interval, whichever process asks."""
     one, other = fleet.make_gc_worker(), fleet.make_gc_worker()
     assert one.run_once() is not None
     assert other.run_once() is None
@@ -115,7 +117,8 @@ def test_a_round_is_done_once_an_interval_whoever_asks(fleet: Deployed) -> None:
     assert fleet.make_gc_worker(gc=GcSettings(interval_seconds=0)).run_once() is None
 
 
-def test_one_more_round_in_an_interval_frees_what_was_condemned_whichever_maintenance_does_it(fleet: Deployed) -> None:
+def test_second_gc_run_frees_pending_deletes(fleet: Deployed) -> None:
+    """Free pending deletes by a second run in the interval, at any worker."""
     gc = GcSettings(grace_seconds=600, interval_seconds=3600)
     one, other = fleet.make_gc_worker(gc=gc), fleet.make_gc_worker(gc=gc)
     condemned = one.run_once()
@@ -136,7 +139,7 @@ def test_one_more_round_in_an_interval_frees_what_was_condemned_whichever_mainte
     fleet.check()
 
 
-def test_a_round_by_a_clock_that_was_wrong_is_not_waited_for(fleet: Deployed) -> None:
+def test_gc_run_by_a_wrong_clock_delays_no_other(fleet: Deployed) -> None:
     rounds, now = fleet.make_gc_worker(), fleet.now
     fleet.now += 400 * 86_400
     assert rounds.run_once() is not None
@@ -146,7 +149,7 @@ def test_a_round_by_a_clock_that_was_wrong_is_not_waited_for(fleet: Deployed) ->
 
 
 @pytest.mark.parametrize("hours", [-2, 2])
-def test_no_round_is_done_by_a_clock_that_differs_from_that_of_redis(
+def test_gc_run_by_a_clock_unlike_redis_is_refused(
     fleet: Deployed, monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
     shifted = SimpleNamespace(time=lambda: time.time() + 3600 * hours, clock_gettime=time.clock_gettime)
@@ -159,7 +162,7 @@ def test_no_round_is_done_by_a_clock_that_differs_from_that_of_redis(
     assert fleet.make_gc_worker().run_once() is not None
 
 
-def test_a_machine_that_slept_holds_no_lease(fleet: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_machine_holds_no_lease(fleet: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hold no lease after a suspension, in which CLOCK_MONOTONIC stops."""
     slept_seconds = 0.0
 
@@ -175,7 +178,8 @@ def test_a_machine_that_slept_holds_no_lease(fleet: Deployed, monkeypatch: pytes
             lease.check()
 
 
-def test_a_round_goes_on_over_what_parity_can_mend(fleet: Deployed) -> None:
+def test_gc_run_repairs_from_parity(fleet: Deployed) -> None:
+    """Continue over damage that parity can repair."""
     covered = with_parity(fleet.objects, settings(CHOSEN, {"storage": {"parity": "rs-8-2"}}))
     for folder in ("containers", "manifests"):
         for name, _ in list(fleet.objects.names(folder)):
@@ -189,7 +193,8 @@ def test_a_round_goes_on_over_what_parity_can_mend(fleet: Deployed) -> None:
     assert report.pending_delete_containers
 
 
-def test_no_round_begins_while_another_maintenance_holds_the_lease(fleet: Deployed) -> None:
+def test_gc_run_waits_for_the_lease(fleet: Deployed) -> None:
+    """Begin no run while another maintenance worker holds the lease."""
     with Lease(fleet.index) as lease:
         assert lease.take()
         assert fleet.make_gc_worker().run_once() is None
@@ -212,7 +217,8 @@ class Slow:
             assert self._go_on.wait(60)
 
 
-def test_a_maintenance_that_slept_past_its_lease_does_nothing_more_and_another_ends_its_round(fleet: Deployed) -> None:
+def test_worker_asleep_past_its_lease_stops(fleet: Deployed) -> None:
+    """Do nothing more after the lease; another worker ends the GC run."""
     fleet.make_gc_worker().run_once()
     fleet.now += 3601
     asleep, awake = threading.Event(), threading.Event()
@@ -243,9 +249,7 @@ LEASE_SECONDS = 4.0  # what a busy machine may let the process wait before it st
 
 
 @pytest.mark.parametrize("effect", [1, 3])
-def test_a_maintenance_that_is_stopped_past_its_lease_does_at_most_the_effect_it_stood_before(
-    tmp_path: Path, redis: Redis, key_prefix: str, effect: int
-) -> None:
+def test_stopped_worker_applies_one_effect_at_most(tmp_path: Path, redis: Redis, key_prefix: str, effect: int) -> None:
     """Apply at most one effect after SIGSTOP between lease check and effect.
 
     The lease ends in Redis, and another maintenance worker does the GC run.
@@ -289,7 +293,7 @@ def test_a_maintenance_that_is_stopped_past_its_lease_does_at_most_the_effect_it
     fleet.index.close()
 
 
-def test_an_index_that_is_not_whole_is_not_collected_from(fleet: Deployed) -> None:
+def test_incomplete_index_is_not_collected(fleet: Deployed) -> None:
     fleet.index.server.one(("DEL", fleet.index.epochs.key))
     assert fleet.make_gc_worker().run_once() is None
     assert np.all(fleet.index.container_ids() == 0)

@@ -33,7 +33,8 @@ def chain(store: Store, clock: Clock, versions: int, keep: int) -> dict[int, byt
     return kept
 
 
-def test_dead_bases_go_once_what_leans_on_them_takes_living_ones(opened, clock, tmp_path):
+def test_dead_bases_are_freed_after_rebase(opened, clock, tmp_path):
+    """Delete dead bases once their dependents have live ones."""
     store = opened()
     kept = chain(store, clock, versions=14, keep=3)
     before = stored_bytes(store.root)
@@ -49,7 +50,7 @@ def test_dead_bases_go_once_what_leans_on_them_takes_living_ones(opened, clock, 
     assert store.put("again", kept[14]).ledger.unique_bytes == 0
 
 
-def test_what_rebasing_frees_is_told_over_all_rounds(opened, clock):
+def test_rebase_reclaim_is_predicted_over_runs(opened, clock):
     store = opened()
     chain(store, clock, versions=14, keep=3)
     told, before = store.gc(dry_run=True), stored_bytes(store.root)
@@ -62,7 +63,8 @@ def test_what_rebasing_frees_is_told_over_all_rounds(opened, clock):
     assert middle - stored_bytes(store.root) == told.pending_delete_bytes > 0
 
 
-def test_a_round_tells_how_far_it_is_with_what_it_reads_writes_and_removes(opened, clock):
+def test_gc_run_reports_progress_and_bytes(opened, clock):
+    """Report the progress of a GC run with the bytes read, written and removed."""
     store = opened()
     kept = chain(store, clock, versions=14, keep=3)
     store.gc()
@@ -82,7 +84,7 @@ def test_a_round_tells_how_far_it_is_with_what_it_reads_writes_and_removes(opene
     )
 
 
-def test_whoever_had_begun_to_read_reads_on_while_bases_change(opened, clock):
+def test_reader_continues_during_rebase(opened, clock):
     store = opened()
     kept = chain(store, clock, versions=14, keep=3)
     store.gc()
@@ -99,7 +101,7 @@ def test_whoever_had_begun_to_read_reads_on_while_bases_change(opened, clock):
 
 
 @pytest.mark.parametrize("codec", ["patch", "xdelta3"])
-def test_who_knows_some_of_what_was_written_anew_reads_on(tmp_path, clock, codec):
+def test_reader_with_stale_cache_continues(tmp_path, clock, codec):
     """Read on with a partly stale cache: each reader lacks one container and has no old bases."""
     chosen = settings(COLLECTED, {"delta": {"codec": codec}})
     with open_store(tmp_path / "s", settings=chosen, clock=clock, create=True) as store:
@@ -121,7 +123,8 @@ def test_who_knows_some_of_what_was_written_anew_reads_on(tmp_path, clock, codec
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_who_is_overtaken_by_a_round_at_work_reads_on_and_what_is_gone_without_one_ends(opened, monkeypatch, moved):
+def test_overtaken_reader_retries_or_raises(opened, monkeypatch, moved):
+    """Retry a read that a GC run overtakes; without such a run raise Corrupt in the end."""
     store, content, plain, overtaken = opened(), random_bytes(300_000, 1), ChunkReader._run, []
     store.put("k", content)
 
@@ -153,7 +156,7 @@ def beside(store: Store) -> tuple[dict[str, bytes], int]:
     return contents, before
 
 
-def test_a_container_with_little_left_is_written_anew(opened, clock):
+def test_container_with_little_left_is_rewritten(opened, clock):
     store = opened()
     contents, before = beside(store)
     clock.now += 8 * DAY
@@ -176,7 +179,7 @@ def test_a_container_with_little_left_is_written_anew(opened, clock):
     assert store.put("again", contents["k0"]).ledger.unique_bytes == 0
 
 
-def test_whoever_had_begun_to_read_reads_on(opened, clock, tmp_path):
+def test_reader_continues_during_compaction(opened, clock, tmp_path):
     store = opened()
     contents, _ = beside(store)
     clock.now += 8 * DAY
@@ -193,7 +196,8 @@ def test_whoever_had_begun_to_read_reads_on(opened, clock, tmp_path):
             assert blob.read() == contents[key]
 
 
-def test_a_patch_block_that_loses_chunks_keeps_the_bases_of_the_others_alone(opened, clock):
+def test_patch_block_keeps_bases_in_use_only(opened, clock):
+    """Keep the bases of the remaining chunks of a patch block only."""
     store = opened()
     firsts = {f"k{number}": text_like(60_000, number) for number in range(12)}
     list(store.put_many(firsts.items()))
@@ -210,7 +214,7 @@ def test_a_patch_block_that_loses_chunks_keeps_the_bases_of_the_others_alone(ope
     assert stored_bytes(store.root) < 80_000
 
 
-def test_the_next_round_frees_what_was_told_of_it(opened, clock):
+def test_next_gc_run_frees_the_predicted_bytes(opened, clock):
     store = opened()
     beside(store)
     clock.now += 8 * DAY
@@ -223,7 +227,7 @@ def test_the_next_round_frees_what_was_told_of_it(opened, clock):
     assert done.containers_rewritten > 0
 
 
-def test_what_a_deletion_frees_in_the_end_is_told_at_once(opened, clock):
+def test_deletion_predicts_its_final_reclaim(opened, clock):
     store = opened()
     beside(store)
     assert store.gc(dry_run=True).freed_bytes == 0
@@ -240,7 +244,7 @@ def test_what_a_deletion_frees_in_the_end_is_told_at_once(opened, clock):
     assert before - stored_bytes(store.root) == told.freed_bytes + told.pending_delete_bytes
 
 
-def test_what_is_damaged_is_not_written_anew(opened, clock):
+def test_damaged_container_is_not_rewritten(opened, clock):
     store = opened()
     contents, _ = beside(store)
     clock.now += 8 * DAY
@@ -263,7 +267,8 @@ def _reads(store: Store, key: str, content: bytes) -> bool:
 
 
 @pytest.mark.parametrize("bound", [("ENTRIES_MAX", 1), pytest.param(("RUNS_MAX", 30), marks=pytest.mark.soak)])
-def test_what_no_record_has_room_for_is_condemned_and_freed_by_later_rounds(opened, clock, monkeypatch, bound):
+def test_full_record_leaves_rest_to_later_runs(opened, clock, monkeypatch, bound):
+    """Mark in later runs what the record has no room for."""
     store = opened()
     kept = [random_bytes(20_000, number) for number in range(40)]
     for number in range(4):

@@ -37,7 +37,7 @@ def stored(elsewhere: ObjectStore) -> int:
     return sum(size for folder in ("containers", "manifests", "gc") for _, size in elsewhere.names(folder))
 
 
-def test_rounds_free_there_what_was_told(elsewhere: ObjectStore, tmp_path: Path) -> None:
+def test_gc_runs_free_predicted_bytes(elsewhere: ObjectStore, tmp_path: Path) -> None:
     contents = {f"k{number}": random_bytes(30_000, number) for number in range(16)}
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         list(store.put_many(contents.items()))

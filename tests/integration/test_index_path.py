@@ -83,7 +83,9 @@ def test_index_path_holds_the_index_of_the_store(first: Machine, root: Path) -> 
     assert (root / TOKEN_FILE).stat().st_mode & 0o777 == 0o600
 
 
-def test_two_machines_in_turn_find_all_blobs(first: Machine, second: Machine, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_machines_alternating_find_all_blobs(
+    first: Machine, second: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
     """Notice the other machine's puts, rebuild the index, report once, deduplicate again."""
     data = {f"blob {number}": random_bytes(300_000, number) for number in range(6)}
     for number, (key, each) in enumerate(data.items()):
@@ -126,7 +128,7 @@ def test_open_reader_notices_another_machines_put(first: Machine, second: Machin
         assert [info.key for info in reader.versions()] == ["a", "b"]
 
 
-def test_deletion_while_a_reader_mends_is_noticed(
+def test_deletion_during_recovery_is_noticed(
     first: Machine, second: Machine, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Invalidate the other machine's index by a deletion that finds an index in recovery."""
@@ -204,7 +206,7 @@ def test_copy_from_the_middle_of_a_session_is_noticed(tmp_path: Path, first: Mac
     assert contents(first)["b"] == later
 
 
-def test_copy_after_a_died_session_is_noticed(tmp_path: Path, first: Machine, root: Path) -> None:
+def test_copy_after_a_crashed_session_is_noticed(tmp_path: Path, first: Machine, root: Path) -> None:
     """Notice a copy made after a crash.
 
     Same token, but without containers that the index names.
@@ -226,7 +228,7 @@ def test_copy_after_a_died_session_is_noticed(tmp_path: Path, first: Machine, ro
     assert contents(first)["b"] == later
 
 
-def test_writer_that_dies_while_it_claims_is_safe(first: Machine, second: Machine) -> None:
+def test_writer_crash_while_claiming_is_safe(first: Machine, second: Machine) -> None:
     """Of the three steps of a new token each may be the last one."""
     first.put("a", b"1")
     second.put("b", b"2")
@@ -433,7 +435,7 @@ def test_index_path_on_a_network_filesystem_warns(
     assert [record for record in caplog.records if "network filesystem (nfs4)" in record.getMessage()]
 
 
-def test_gc_beside_another_machines_puts_keeps_all(first: Machine, second: Machine, root: Path) -> None:
+def test_gc_during_another_machines_puts_is_safe(first: Machine, second: Machine, root: Path) -> None:
     """A GC run between whose steps another machine puts sees what that one refers to."""
     erase = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
     first.settings = settings(first.settings, erase)

@@ -71,7 +71,7 @@ def fetched(reader: ChunkReader, plan: ReadPlan) -> list[bytes]:
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.data())
-def test_what_is_lent_is_what_is_fetched_whatever_is_at_hand(store: Store, data: st.DataObject) -> None:
+def test_leased_bytes_equal_fetched_bytes(store: Store, data: st.DataObject) -> None:
     source, reader = containers(store), ChunkReader(containers(store))
     places = everything(source)
     plan = reader.plan(places)
@@ -90,7 +90,8 @@ def test_what_is_lent_is_what_is_fetched_whatever_is_at_hand(store: Store, data:
 
 
 @pytest.mark.parametrize("store", ["patch"], indirect=True)
-def test_a_block_of_which_much_is_wanted_is_looked_at_where_it_lies(store: Store) -> None:
+def test_mostly_needed_block_is_not_copied(store: Store) -> None:
+    """Read a block of which much is needed where it was decoded."""
     source, reader = containers(store), ChunkReader(containers(store))
     plan = reader.plan(everything(source))
     by = by_block(plan, np.flatnonzero(plan.locations.containers != np.uint64(ZERO)))
@@ -107,7 +108,7 @@ def test_a_block_of_which_much_is_wanted_is_looked_at_where_it_lies(store: Store
 
 
 @pytest.mark.parametrize("store", ["patch"], indirect=True)
-def test_no_more_is_lent_than_the_bound_says(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_are_bounded_in_bytes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source, reader = containers(store), ChunkReader(containers(store))
     plan = reader.plan(everything(source))
     for bound in (0, 150_000, 1 << 30):
@@ -122,7 +123,7 @@ def test_no_more_is_lent_than_the_bound_says(store: Store, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("store", ["patch"], indirect=True)
-def test_a_block_that_lies_in_several_windows_is_lent_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_in_several_windows_is_leased_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source, reader = containers(store), ChunkReader(containers(store))
     plan = reader.plan(everything(source))
     plan = plan.take(plan.locations.containers != np.uint64(ZERO))
@@ -139,7 +140,8 @@ def test_a_block_that_lies_in_several_windows_is_lent_once(store: Store, monkeyp
 
 
 @pytest.mark.parametrize("store", ["patch"], indirect=True)
-def test_blocks_that_had_to_be_decoded_are_lent_too_and_looked_up_once(store: Store) -> None:
+def test_decoded_blocks_are_leased_once(store: Store) -> None:
+    """Lease blocks that had to be decoded too, and look them up once."""
     source, reader = containers(store), ChunkReader(containers(store))
     plan = reader.plan(everything(source))
     plan = plan.take((plan.depths == 0) & (plan.locations.containers != np.uint64(ZERO)))
@@ -153,7 +155,8 @@ def test_blocks_that_had_to_be_decoded_are_lent_too_and_looked_up_once(store: St
 
 
 @pytest.mark.parametrize("store", ["patch"], indirect=True)
-def test_what_is_lent_stays_while_the_cache_lets_go_of_it_and_takes_others(store: Store) -> None:
+def test_leased_buffer_survives_eviction(store: Store) -> None:
+    """Keep leased bytes while the cache evicts them and reuses memory."""
     source, reader = containers(store), ChunkReader(containers(store))
     plan = reader.plan(everything(source))
     pieces = reader.lease(plan)
@@ -168,7 +171,8 @@ def test_what_is_lent_stays_while_the_cache_lets_go_of_it_and_takes_others(store
 
 
 @pytest.mark.parametrize("store", ["patch"], indirect=True)
-def test_bases_of_a_batch_name_their_bytes_once_and_those_that_are_lost_none(store: Store) -> None:
+def test_batch_bases_are_named_once_lost_omitted(store: Store) -> None:
+    """Name the bytes of each base once, and none of lost bases."""
     source = containers(store)
     places = everything(source)
     plan = ChunkReader(source).plan(places)
@@ -196,7 +200,7 @@ def test_bases_of_a_batch_name_their_bytes_once_and_those_that_are_lost_none(sto
 
 
 @pytest.mark.parametrize("store", ["patch"], indirect=True)
-def test_ancestors_come_with_what_stood_beside_them(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ancestors_include_stream_neighbours(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source = containers(store)
     reader, bases = ChunkReader(source), BaseReader(source)
     plan = reader.plan(everything(source))
@@ -230,7 +234,8 @@ def test_ancestors_come_with_what_stood_beside_them(store: Store, monkeypatch: p
     assert len(bases.contents(deep, depth_below=1, bounds=each).locations) == len(deep)
 
 
-def test_a_version_whose_chunks_end_elsewhere_leans_on_all_that_they_had(tmp_path: Path) -> None:
+def test_stream_neighbours_shrink_shifted_version(tmp_path: Path) -> None:
+    """Use stream neighbours of ancestors as bases: a shifted version gets smaller."""
     content, versions = text_like(600_000, 3), list[bytes]()
     for version in range(4):
         versions.append(content)

@@ -74,7 +74,7 @@ def test_catalog_after_resumes_at_each_entry(index: LmdbIndex | RedisIndex, pref
             assert after(key, None, count) == [one for one in expected if one[0].encode() > key.encode()]
 
 
-def test_entries_show_what_manifests_say(index: LmdbIndex | RedisIndex, store: Store) -> None:
+def test_entries_equal_manifests(index: LmdbIndex | RedisIndex, store: Store) -> None:
     """All fields of a listing agree with the manifest, in both indexes."""
     infos = {(m.key, m.version): m.info for m in manifests_of(store)}
     assert {(entry.key, entry.version): entry.info for entry in index.catalog("default")} == infos

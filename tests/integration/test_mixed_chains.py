@@ -14,7 +14,8 @@ MIB = 1 << 20
 SMALL_CACHES = {"base": {"cache_bytes": MIB}, "restore": {"cache_bytes": 8 * MIB}}
 
 
-def test_versions_put_under_patch_and_xdelta3_in_turn_need_few_blocks_each(tmp_path, monkeypatch):
+def test_alternating_codecs_need_few_blocks(tmp_path, monkeypatch):
+    """Need few blocks per chunk for versions under patch and xdelta3 alternately."""
     by_themselves = []
     before = ChunkReader._read_alone
 

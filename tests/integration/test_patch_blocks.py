@@ -37,7 +37,8 @@ POLICIES = ("first-fit", "locality", "locality+first-fit")
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_codec_with_every_policy_restores_after_index_loss(tmp_path, codec, policy):
+def test_codecs_and_policies_restore_without_index(tmp_path, codec, policy):
+    """Restore every codec with every policy after index loss."""
     chosen = settings(SMALL, {"base": {"policy": policy}, "delta": {"codec": codec, "max_depth": 3}})
     versions = history(5)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
@@ -61,7 +62,7 @@ def test_every_codec_with_every_policy_restores_after_index_loss(tmp_path, codec
         assert store.verify().damage == ()
 
 
-def test_a_blob_that_is_a_history_itself_is_reduced_as_one(tmp_path):
+def test_blob_that_is_a_history_is_reduced(tmp_path):
     chosen = settings(Settings(), {"runner": {"batch_bytes": 2 * MIB}})
     first = random_bytes(OWN_BYTES + 2 * chosen.runner.batch_bytes)
     whole = first + mutate(first, 1, edits=4000)
@@ -72,7 +73,8 @@ def test_a_blob_that_is_a_history_itself_is_reduced_as_one(tmp_path):
         assert store.get("k").read() == whole
 
 
-def test_a_deep_chain_restores_without_recursion_and_with_a_cache_that_holds_nothing(tmp_path):
+def test_deep_chain_restores_without_recursion(tmp_path):
+    """Restore a deep chain without recursion and with an empty cache."""
     changes = {
         "base": {"policy": "first-fit"},
         "delta": {"max_depth": 40},
@@ -101,7 +103,7 @@ def test_a_deep_chain_restores_without_recursion_and_with_a_cache_that_holds_not
             sys.setrecursionlimit(limit)
 
 
-def test_a_range_tells_what_it_read_and_reads_each_block_once(tmp_path):
+def test_range_reports_reads_of_each_block_once(tmp_path):
     versions = history(6, 600_000)
     with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         for content in versions:
@@ -156,7 +158,7 @@ def test_codecs_and_depths_may_change_between_puts(tmp_path):
             assert store.get("k", number).read() == content
 
 
-def test_a_store_of_container_format_2_is_read_and_goes_on(tmp_path):
+def test_container_format_2_is_read_and_continued(tmp_path):
     with tarfile.open(FROZEN) as archive:
         archive.extractall(tmp_path / "s", filter="data")
     frozen = [text_like(60_000, 1)]
@@ -173,7 +175,7 @@ def test_a_store_of_container_format_2_is_read_and_goes_on(tmp_path):
     assert formats == {2, container_layout.VERSION_WHOLE}
 
 
-def test_a_paper_profile_has_no_patch_blocks(tmp_path):
+def test_paper_profile_has_no_patch_blocks(tmp_path):
     from nearkin_shared.config.loader import load
 
     with open_store(tmp_path / "s", settings=load(None, {"profile": "finesse-paper"})[0], create=True) as store:
@@ -187,7 +189,7 @@ def test_a_paper_profile_has_no_patch_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_range_costs_the_directories_of_its_segments_and_of_what_these_name(tmp_path: Path, told: bool) -> None:
+def test_range_reads_needed_directories_only(tmp_path: Path, told: bool) -> None:
     """Read the directories of the range's segments only, if the manifest has lengths."""
     content = random_bytes(40_000_000, 5)
     small = settings({"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "256KiB"}})
@@ -216,7 +218,7 @@ def test_a_range_costs_the_directories_of_its_segments_and_of_what_these_name(tm
             assert store.get("k", start=start, stop=stop).read() == content[start:stop]
 
 
-def test_a_segment_that_is_not_as_long_as_its_manifest_says_ends_a_restore(tmp_path: Path) -> None:
+def test_segment_of_wrong_length_ends_a_restore(tmp_path: Path) -> None:
     content = random_bytes(900_000, 7)
     with open_store(tmp_path / "s", create=True) as store:
         store.put("k", content)

@@ -80,7 +80,7 @@ class Lot:
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 12))])
-def test_what_was_put_is_what_comes_back_after_rounds(tmp_path: Path, seed: int) -> None:
+def test_histories_restore_after_gc_runs(tmp_path: Path, seed: int) -> None:
     lot, clock = Lot(seed), Clock()
     newest = {key: lot.content() for key in KEYS[: lot.number(1, 2)]}
     live: dict[tuple[str, int], bytes] = {}

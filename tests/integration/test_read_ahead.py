@@ -84,7 +84,7 @@ def test_blocks_are_read_side_by_side_and_each_once(made, version: int) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nearkin-ahead")]
 
 
-def test_a_range_asks_for_little_more_than_it_needs(made) -> None:
+def test_range_requests_little_more_than_needed(made) -> None:
     root, versions = made
     far = restored(root, Far(root), 4, 2_000_000, 7_500_000)
     assert far.read() == versions[3][2_000_000:7_500_000]
@@ -95,7 +95,7 @@ def test_a_range_asks_for_little_more_than_it_needs(made) -> None:
     assert near.costs.block_reads <= far.costs.block_reads <= whole.costs.block_reads
 
 
-def test_what_waits_is_bounded(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_reads_are_bounded(made, monkeypatch: pytest.MonkeyPatch) -> None:
     root, versions = made
     monkeypatch.setattr(module, "AHEAD_BYTES_MAX", 300_000)
     most = 0
@@ -111,9 +111,8 @@ def test_what_waits_is_bounded(made, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < most < 300_000 + 300_000  # one more may pass the bound
 
 
-def test_what_another_reader_brought_meanwhile_does_not_take_the_room_of_what_comes(
-    made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_other_readers_use_no_budget(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not charge the read-ahead for blocks that another reader fetched."""
     root, versions = made
     monkeypatch.setattr(module, "AHEAD_BYTES_MAX", 200_000)  # two blocks
     data = versions[0]
@@ -134,7 +133,7 @@ def test_what_another_reader_brought_meanwhile_does_not_take_the_room_of_what_co
     assert objects.most > 1  # the rest was read side by side again
 
 
-def test_a_read_that_failed_ahead_is_done_again(made) -> None:
+def test_failed_read_ahead_is_repeated(made) -> None:
     root, versions = made
     objects = Far(root)
     objects.fails = 12
@@ -142,7 +141,7 @@ def test_a_read_that_failed_ahead_is_done_again(made) -> None:
     assert objects.fails == 0
 
 
-def test_damage_ahead_is_told_after_what_came_before_it(made, tmp_path: Path) -> None:
+def test_damage_ahead_is_raised_after_its_prefix(made, tmp_path: Path) -> None:
     root, versions = made
     broken = tmp_path / "broken"
     for path in sorted(root.rglob("*")):
@@ -159,7 +158,7 @@ def test_damage_ahead_is_told_after_what_came_before_it(made, tmp_path: Path) ->
     assert bytes(got) == versions[3][: len(got)]
 
 
-def test_a_reader_that_leaves_ends_the_threads(made) -> None:
+def test_leaving_reader_ends_the_threads(made) -> None:
     root, _ = made
     pieces = iter(restored(root, Far(root), 4))
     next(pieces)

@@ -77,7 +77,8 @@ def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.soak
-def test_what_all_of_them_lean_on_is_decoded_once_not_once_for_each(tmp_path, clock, monkeypatch):
+def test_shared_bases_are_decoded_once(tmp_path, clock, monkeypatch):
+    """Decode what all containers depend on once, not once for each."""
     monkeypatch.setattr(container_rebase, "POSITION_CHUNKS", 16)
     with aged(tmp_path / "side", clock) as side:
         together = decoded_by_a_round(side, monkeypatch)
@@ -89,7 +90,8 @@ def test_what_all_of_them_lean_on_is_decoded_once_not_once_for_each(tmp_path, cl
 
 
 @pytest.mark.parametrize("bound", [("SIDE_BYTES_MAX", 1), pytest.param(("SIDE_CHUNKS_MAX", 1), marks=pytest.mark.soak)])
-def test_containers_that_are_too_much_together_are_made_in_turn(tmp_path, clock, monkeypatch, bound):
+def test_oversized_batch_is_split(tmp_path, clock, monkeypatch, bound):
+    """Rebase containers in turn that are too large together."""
     with aged(tmp_path / "all", clock) as store:
         rewritten = store.gc().containers_rewritten
         all_bytes = stored_bytes(store.root)
@@ -100,7 +102,8 @@ def test_containers_that_are_too_much_together_are_made_in_turn(tmp_path, clock,
         check(store)
 
 
-def test_those_before_one_that_is_broken_are_written_and_the_others_stay(tmp_path, clock):
+def test_containers_before_damage_are_rewritten(tmp_path, clock):
+    """Rewrite containers before a damaged one; leave the others unchanged."""
     store = aged(tmp_path / "s", clock)
     root = store.root
     store.close()
@@ -122,7 +125,8 @@ def test_those_before_one_that_is_broken_are_written_and_the_others_stay(tmp_pat
             assert store.get("k", number).read() == HISTORY[number]
 
 
-def test_a_block_of_patches_that_is_encoded_again_holds_what_lies_near(tmp_path, clock, monkeypatch):
+def test_reencoded_patch_block_holds_neighbours(tmp_path, clock, monkeypatch):
+    """Group chunks near each other in a re-encoded patch block."""
     monkeypatch.setattr(container_rebase, "POSITION_CHUNKS", 16)
     large = settings(SMALL_BLOCKS, {"block": {"raw_bytes": "512KiB", "delta_bytes": "512KiB"}})
     with aged(tmp_path / "s", clock, large) as store:
@@ -140,7 +144,9 @@ def test_a_block_of_patches_that_is_encoded_again_holds_what_lies_near(tmp_path,
         assert patches > len(KEPT)
 
 
-def test_what_a_round_had_at_hand_goes_with_it_not_with_the_garbage_collector(tmp_path, clock):
+def test_gc_run_frees_its_cache_at_the_end(tmp_path, clock):
+    """Release the caches of a GC run without the garbage collector."""
+
     def held_bytes() -> float:
         return sum(CACHE_BYTES.values().values())
 
@@ -172,7 +178,7 @@ GATHERED = settings(
 )
 
 
-def test_chunks_lie_at_the_place_of_what_they_go_back_to(tmp_path, clock):
+def test_chunks_are_ordered_by_base_position(tmp_path, clock):
     with open_store(tmp_path / "s", settings=GATHERED, clock=clock, create=True) as store:
         for number in HISTORY:
             store.put("k", HISTORY[number])
@@ -203,7 +209,8 @@ def _share_of_stream(store: Store, container: int) -> np.ndarray:
     return found
 
 
-def test_what_leans_on_nothing_that_goes_is_copied_and_lies_less_deep(tmp_path, clock):
+def test_raw_blocks_are_copied_unchanged(tmp_path, clock):
+    """Copy raw blocks unchanged; their depth never increases."""
     with aged(tmp_path / "s", clock) as store:
         own = store._containers.of(None)
         before = {c: own.directory(c).blocks for c, _ in own.ids()}
@@ -222,7 +229,7 @@ def test_what_leans_on_nothing_that_goes_is_copied_and_lies_less_deep(tmp_path, 
         check(store)
 
 
-def test_a_container_of_recipes_alone_is_no_obstacle(tmp_path, clock):
+def test_container_of_recipes_alone_is_handled(tmp_path, clock):
     """Collect a container with recipes only: no chunk of zeros is stored.
 
     Every later GC run failed once one had marked something for deletion.

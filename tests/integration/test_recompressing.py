@@ -58,7 +58,7 @@ def store(tmp_path, clock):
         yield opened
 
 
-def test_a_round_makes_raw_blocks_smaller_and_changes_nothing_else(store, clock):
+def test_gc_run_shrinks_raw_blocks_only(store, clock):
     put(store)
     before_bytes, before = stored_bytes(store.root), directories(store)
     told, report = store.gc(dry_run=True), store.gc()
@@ -80,7 +80,7 @@ def test_a_round_makes_raw_blocks_smaller_and_changes_nothing_else(store, clock)
     assert store.gc().containers_rewritten == 0  # once
 
 
-def test_the_index_is_made_again_and_puts_go_on(store):
+def test_index_rebuild_and_puts_continue(store):
     put(store)
     store.gc()
     assert store.rebuild_index().skipped == ()
@@ -96,18 +96,19 @@ def test_the_index_is_made_again_and_puts_go_on(store):
     [{"gc": {"recompress_level": 0}}, {"gc": {"recompress_level": 3}}, {"block": {"level": 9}}],
     ids=["never", "no more than a put", "as a put"],
 )
-def test_what_would_come_no_smaller_is_left_as_it_is(tmp_path, clock, chosen):
+def test_incompressible_block_is_left(tmp_path, clock, chosen):
     with open_store(tmp_path / "off", settings=settings(CHOSEN, chosen), clock=clock, create=True) as store:
         put(store)
         assert store.gc().containers_rewritten == 0
 
 
-def test_a_level_that_zstd_does_not_have_is_refused():
+def test_unknown_zstd_level_is_refused():
     with pytest.raises(ConfigError, match=r'gc\.recompress_level "23": want 0 to 19'):
         settings(CHOSEN, {"gc": {"recompress_level": 23}})
 
 
-def test_random_bytes_and_what_mostly_leans_on_others_are_left_as_they_are(store, clock):
+def test_random_or_mostly_delta_data_is_left(store, clock):
+    """Leave random bytes and containers of mostly deltas unchanged."""
     put(store)
     store.gc()
     store.put("random", random_bytes(2_000_000, 7))
@@ -116,7 +117,7 @@ def test_random_bytes_and_what_mostly_leans_on_others_are_left_as_they_are(store
     assert sorted(generations(store), reverse=True)[-2:] == [0, 0]
 
 
-def test_what_is_written_anew_for_another_reason_is_compressed_on_the_way(tmp_path, clock):
+def test_rewrite_also_recompresses(tmp_path, clock):
     """Recompress while a container is rewritten for another reason.
 
     Its generation is later then, and no GC run considers it again.
@@ -142,7 +143,7 @@ def test_what_is_written_anew_for_another_reason_is_compressed_on_the_way(tmp_pa
     assert left[9] < 0.95 * left[0]
 
 
-def test_so_much_at_a_time_the_oldest_first(store, monkeypatch, clock):
+def test_bytes_per_run_are_bounded_oldest_first(store, monkeypatch, clock):
     monkeypatch.setattr(recompress, "RUN_BYTES_MAX", 1)
     for number in range(3):
         store.put(f"k{number}", text_like(900_000, number))
@@ -153,7 +154,7 @@ def test_so_much_at_a_time_the_oldest_first(store, monkeypatch, clock):
         clock.now += DAY
 
 
-def test_the_young_are_left_alone(store):
+def test_recent_containers_are_left_alone(store):
     store.put("a", text_like(900_000, 1))
     store.put("b", text_like(900_000, 2))
     found = store._containers.of(None)
@@ -165,7 +166,7 @@ def test_the_young_are_left_alone(store):
     assert recompressor.chosen(sizes, [first], reach) == [second]
 
 
-def test_what_is_about_to_go_is_left_as_it_is_and_its_bases_are_not(store, clock):
+def test_pending_deletes_are_not_recompressed(store, clock):
     """Leave containers pending delete alone, but not their bases.
 
     The second version depends on the first, which is deleted; nothing depends on another key.
@@ -187,7 +188,7 @@ def test_what_is_about_to_go_is_left_as_it_is_and_its_bases_are_not(store, clock
 
 @pytest.mark.parametrize("of", [1, 2])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_broken_container_is_left_as_it_is_and_the_others_are_not(store, caplog, monkeypatch, place, of):
+def test_damaged_container_is_left_others_not(store, caplog, monkeypatch, place, of):
     monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: of)
     for number in range(3):
         store.put(f"{number}", text_like(900_000, number))
@@ -204,7 +205,7 @@ def test_a_broken_container_is_left_as_it_is_and_the_others_are_not(store, caplo
 
 
 @pytest.mark.parametrize("of", [1, 2])
-def test_a_block_that_does_not_decode_again_leaves_its_container_as_it_is(store, caplog, monkeypatch, of):
+def test_undecodable_block_leaves_its_container(store, caplog, monkeypatch, of):
     monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: of)
     for number in range(3):
         store.put(f"{number}", text_like(900_000, number))
@@ -230,7 +231,8 @@ def test_a_block_that_does_not_decode_again_leaves_its_container_as_it_is(store,
 @pytest.mark.parametrize(
     ("point", "times"), [("compact.made", 1), ("compact.put", 1), ("compact.renewed", 1), ("recompress.container", 1)]
 )
-def test_a_round_that_dies_amid_it_loses_nothing_and_the_next_one_goes_on(tmp_path, clock, point, times):
+def test_killed_gc_run_loses_nothing(tmp_path, clock, point, times):
+    """Lose nothing in a GC run killed during recompression; the next one continues."""
     chosen = {**LARGER, "container": {"target_bytes": "256KiB"}}
     root = tmp_path / "d"
     with open_store(root, settings=settings(COLLECTED, chosen), clock=clock, create=True) as store:
@@ -245,7 +247,8 @@ def test_a_round_that_dies_amid_it_loses_nothing_and_the_next_one_goes_on(tmp_pa
 
 
 @pytest.mark.parametrize("how", [ENCRYPTED, {"storage": {"parity": "rs-4-2"}}], ids=["encrypted", "parity"])
-def test_in_a_store_that_keeps_more_than_the_objects(tmp_path, clock, how):
+def test_store_with_parity_and_keys_recompresses(tmp_path, clock, how):
+    """Recompress in a store that keeps more than the objects."""
     with open_store(tmp_path / "e", settings=settings(CHOSEN, how), clock=clock, create=True) as store:
         put(store)
         before_bytes = stored_bytes(store.root)
@@ -255,7 +258,7 @@ def test_in_a_store_that_keeps_more_than_the_objects(tmp_path, clock, how):
         check(store)
 
 
-def test_what_is_broken_is_named_as_it_lies_there(store):
+def test_damage_is_named_at_its_location(store):
     put(store)
     store.gc()
     (broken,) = (path for path in containers(store.root) if path.name.endswith(".0001.nkc"))

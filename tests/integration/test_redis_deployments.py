@@ -123,7 +123,7 @@ def test_entries_are_spread_over_a_cluster(cluster: list[RedisServer]) -> None:
     assert min(held) > sum(held) / 10
 
 
-def test_one_emptied_server_of_a_cluster_is_noticed_by_all(cluster: list[RedisServer]) -> None:
+def test_emptied_cluster_node_is_noticed(cluster: list[RedisServer]) -> None:
     """Keep the entries of the servers that were not emptied."""
     answers = []
     flush(cluster)
@@ -169,7 +169,7 @@ def test_tls_is_checked_both_ways(certificates: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ca_file", "cert_file", "key_file"])
-def test_a_file_for_tls_that_is_not_there_is_told_as_the_setting(name: str, certificates: Path, tmp_path: Path) -> None:
+def test_missing_tls_file_names_the_setting(name: str, certificates: Path, tmp_path: Path) -> None:
     """Name the setting: the library's `Error 2 connecting to ...` looks like an outage."""
     cert, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
     given = {"ca_file": cert, "cert_file": cert, "key_file": key, name: str(tmp_path / "none.pem")}
@@ -186,7 +186,7 @@ def tls_ping(port: int, cert: str, key: str) -> bytes:
     return b"+" + subprocess.run(command, capture_output=True, timeout=5, check=False).stdout
 
 
-def test_a_user_of_few_rights_is_enough(tmp_path: Path) -> None:
+def test_restricted_user_suffices(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         client.execute_command("ACL", "SETUSER", "nearkin", "on", ">s3same", *RIGHTS.split())
         given = {"url": server.url, "username": "nearkin", "password": "s3same"}
@@ -206,7 +206,8 @@ def test_two_stores_share_a_server_by_prefix(tmp_path: Path) -> None:
         one.close()
 
 
-def test_without_a_domain_nothing_is_located_and_tenants_are_given_views(tmp_path: Path) -> None:
+def test_index_without_domain_locates_nothing(tmp_path: Path) -> None:
+    """Locate nothing without a domain; tenants get views."""
     with RedisServer(tmp_path) as server:
         index = RedisIndex(RedisSettings(url=server.url))
         tenant = index.for_domain(samples.DOMAIN)
@@ -219,7 +220,7 @@ def test_without_a_domain_nothing_is_located_and_tenants_are_given_views(tmp_pat
         index.close()
 
 
-def test_a_unix_socket_will_do(tmp_path: Path) -> None:
+def test_unix_socket_works(tmp_path: Path) -> None:
     with RedisServer(tmp_path, "--unixsocket", str(tmp_path / "s")):
         assert_works(RedisIndex(RedisSettings(url=f"unix://{tmp_path / 's'}?db=1"), samples.DOMAIN))
 
@@ -324,7 +325,7 @@ class Address:
             other.shutdown(socket.SHUT_WR)
 
 
-def test_after_a_failover_connections_to_what_is_a_replica_now_are_let_go(tmp_path: Path) -> None:
+def test_failover_closes_replica_connections(tmp_path: Path) -> None:
     """Close connections to a former primary.
 
     It answers reads and refuses writes as long as the connection is open.

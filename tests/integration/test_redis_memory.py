@@ -13,7 +13,7 @@ BYTES_PER_CHUNK_MAX = 64
 
 
 @pytest.mark.soak
-def test_a_unique_chunk_takes_at_most_64_bytes(tmp_path: Path) -> None:
+def test_unique_chunk_needs_at_most_64_bytes(tmp_path: Path) -> None:
     """Measure at a tenth of the benchmark's size: constant costs weigh ten times as much here."""
     made = tmp_path / "out.json"
     command = [

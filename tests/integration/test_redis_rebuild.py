@@ -95,7 +95,7 @@ def _rank(sketch, rank, found, index):
     return of_rank(index, sketch, rank, found)
 
 
-def test_a_rebuild_answers_as_the_lmdb_index_does(store: Store, server: RedisServer, tmp_path: Path) -> None:
+def test_rebuild_equals_the_lmdb_index(store: Store, server: RedisServer, tmp_path: Path) -> None:
     lmdb = LmdbIndex(tmp_path / "lmdb", store._fingerprinter.domain, 1 << 28)
     fill(store, lmdb)
     index = connect(server, store)
@@ -117,7 +117,7 @@ def test_a_rebuild_answers_as_the_lmdb_index_does(store: Store, server: RedisSer
     lmdb.close()
 
 
-def test_publishing_goes_on_during_a_rebuild_and_stays(store: Store, server: RedisServer) -> None:
+def test_publishing_continues_during_a_rebuild(store: Store, server: RedisServer) -> None:
     index, live = connect(server, store), connect(server, store)
     began, go_on = threading.Event(), threading.Event()
 
@@ -163,9 +163,8 @@ def test_of_many_rebuilders_one_rebuilds(store: Store, server: RedisServer) -> N
         client.close()
 
 
-def test_who_looked_before_another_was_done_does_not_rebuild_again(
-    store: Store, server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_rebuilder_does_not_repeat(store: Store, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not rebuild again if another process finished after the check."""
     first, late = connect(server, store), connect(server, store)
     looked = late.check
 
@@ -196,7 +195,7 @@ Rebuilder(RedisIndex(RedisSettings(url=sys.argv[1]), bytes(16)), hang, lease_sec
 """
 
 
-def test_a_dead_rebuilder_is_succeeded(store: Store, server: RedisServer) -> None:
+def test_dead_rebuilder_is_succeeded(store: Store, server: RedisServer) -> None:
     index = connect(server, store)
     rebuilder = Rebuilder(index, partial(fill, store), lease_seconds=1.0)
     words = [sys.executable, "-c", REBUILD_AND_HANG, server.url, "3.0"]  # seconds: of a busy machine a process may wait
@@ -217,7 +216,8 @@ def test_a_dead_rebuilder_is_succeeded(store: Store, server: RedisServer) -> Non
     index.close()
 
 
-def test_a_rebuild_whose_lease_passed_on_neither_writes_nor_says_whole(store: Store, server: RedisServer) -> None:
+def test_rebuild_after_its_lease_writes_nothing(store: Store, server: RedisServer) -> None:
+    """Write nothing, and report no complete index, after the lease was passed on."""
     index, other = connect(server, store), connect(server, store)
 
     def robbed(target: Index) -> None:
@@ -235,7 +235,7 @@ def test_a_rebuild_whose_lease_passed_on_neither_writes_nor_says_whole(store: St
     other.close()
 
 
-def test_a_rebuild_of_an_epoch_that_ends_begins_again(store: Store, server: RedisServer) -> None:
+def test_rebuild_of_an_ended_epoch_restarts(store: Store, server: RedisServer) -> None:
     index, other = connect(server, store), connect(server, store)
 
     def emptied(target: Index) -> None:
@@ -253,7 +253,7 @@ def test_a_rebuild_of_an_epoch_that_ends_begins_again(store: Store, server: Redi
     other.close()
 
 
-def test_a_rebuild_that_fails_is_tried_again_where_it_stopped(
+def test_failed_rebuild_continues_where_it_stopped(
     store: Store, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nearkin_maintenance.index_rebuild.PUBLISH_CHUNKS", 1)  # each container by itself

@@ -123,7 +123,8 @@ def test_odd_keys_are_kept_apart_and_listed_faithfully(store, tmp_path):
     ],
     ids=["empty", "1025", "64KiB", "4-byte", "nul-inside", "nul", "surrogate", "escaped-byte"],
 )
-def test_a_key_that_could_not_be_listed_faithfully_is_refused_everywhere(key, says, store):
+def test_unlistable_key_is_refused_everywhere(key, says, store):
+    """Refuse a key that could not be listed unchanged."""
     assert_refused(store, BadInput, says, lambda: store.put(key, b"x"))
     assert_refused(store, BadInput, says, lambda: list(store.put_many([("fine", b"y"), (key, b"x")])))
     assert_refused(store, BadInput, says, lambda: store.get(key))
@@ -139,13 +140,13 @@ def test_metadata_that_could_not_be_kept_are_refused(metadata, store):
     assert_refused(store, BadInput, "metadata", lambda: store.put("k", b"x", metadata=metadata))
 
 
-def test_metadata_come_back_as_they_were(store):
+def test_metadata_are_returned_unchanged(store):
     metadata = {"Ω": "line\n\0", "": "empty name", "n": ""}
     store.put("k", b"x", metadata=metadata)
     assert store.info("k").metadata == metadata
 
 
-def test_a_contradictory_sha256_stores_nothing(store):
+def test_contradictory_sha256_stores_nothing(store):
     assert_refused(store, BadInput, "SHA-256", lambda: store.put("k", b"x", sha256=hashlib.sha256(b"y").digest()))
     assert_refused(store, BadInput, "SHA-256", lambda: store.put("k", b"x", sha256=b"short"))
     big = random_bytes(12_000_000, 5)
@@ -175,7 +176,7 @@ def test_sources_that_are_no_files_are_refused(store, tmp_path):
         assert_refused(store, BadInput, says, lambda path=path: store.put("k", path))
 
 
-def test_a_source_that_fails_in_the_middle_stores_no_version(store):
+def test_source_failing_midway_stores_no_version(store):
     class Failing(BytesIO):
         def readinto(self, window):
             if self.tell() >= 3_000_000:
@@ -191,7 +192,7 @@ def test_a_source_that_fails_in_the_middle_stores_no_version(store):
     assert store.put("k", CONTENT).info.version == 1
 
 
-def test_a_source_that_gives_no_bytes_is_refused(store, tmp_path):
+def test_source_without_bytes_is_refused(store, tmp_path):
     (tmp_path / "text").write_text("text")
     closed = BytesIO(b"x")
     closed.close()
@@ -216,24 +217,24 @@ def test_a_source_that_gives_no_bytes_is_refused(store, tmp_path):
 
 
 @pytest.mark.parametrize("key", [b"k", None, 7, Path("k")])
-def test_a_key_that_is_no_text_is_refused(key, store):
+def test_key_that_is_no_text_is_refused(key, store):
     assert_refused(store, BadInput, "want text, not", lambda: store.put(key, b"x"))
     assert_refused(store, BadInput, "want text, not", lambda: store.get(key))
 
 
 @pytest.mark.parametrize("prefix", ["\udcff", "db/\ud800"])
-def test_a_prefix_that_no_key_can_have_is_refused(prefix, store):
+def test_impossible_prefix_is_refused(prefix, store):
     assert_refused(store, BadInput, "prefix .*UTF-8", lambda: store.versions(prefix))
 
 
-def test_a_tenant_that_is_not_utf8_is_refused(tmp_path):
+def test_tenant_not_utf8_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"tenant.*UTF-8"):
         settings({"tenant": "\udcff"})
     with pytest.raises(BadInput, match=r"tenant.*UTF-8"):
         open_store(tmp_path / "s", settings=replace(settings(SMALL), tenant="\udcff"), create=True)
 
 
-def test_a_put_in_the_middle_of_another_is_refused(store):
+def test_put_inside_another_put_is_refused(store):
     results = store.put_many([(f"k{number}", CONTENT) for number in range(3)])
     next(results)
     with pytest.raises(StoreLocked, match="another put is in progress"):
@@ -243,7 +244,7 @@ def test_a_put_in_the_middle_of_another_is_refused(store):
 
 
 @pytest.mark.parametrize("name", ["a\0b", "n" * 300, "~no-such-user/s"], ids=["nul", "long", "home"])
-def test_a_store_path_that_cannot_be_is_one_line(name, tmp_path):
+def test_impossible_store_path_is_one_line(name, tmp_path):
     path = Path(name) if name.startswith("~") else tmp_path / name
     with pytest.raises(NearkinError, match=r"^store ") as caught:
         open_store(path, settings=settings(SMALL), create=True)
@@ -251,7 +252,9 @@ def test_a_store_path_that_cannot_be_is_one_line(name, tmp_path):
     assert "PosixPath" not in str(caught.value)
 
 
-def test_a_source_with_nothing_to_read_yet_is_refused_and_not_taken_for_ended(store):
+def test_source_not_ready_is_refused(store):
+    """Refuse a source with nothing to read yet instead of taking it for ended."""
+
     class Waiting(BytesIO):
         def readinto(self, window):
             return None
@@ -262,28 +265,28 @@ def test_a_source_with_nothing_to_read_yet_is_refused_and_not_taken_for_ended(st
 @pytest.mark.parametrize(
     ("start", "stop"), [(-1, None), (0, -1), (50_001, None), (50_001, 50_002), (10, 9), (60_000, 10)]
 )
-def test_a_range_outside_is_refused(start, stop, store):
+def test_range_outside_is_refused(start, stop, store):
     assert_refused(store, BadInput, "50000 bytes", lambda: store.get("there", start=start, stop=stop))
 
 
 @pytest.mark.parametrize(
     "bounds", [{"start": 1.5}, {"start": "1"}, {"start": None}, {"stop": 2.5}, {"stop": float("inf")}], ids=repr
 )
-def test_a_range_that_ends_between_bytes_is_refused(bounds, store):
+def test_range_between_bytes_is_refused(bounds, store):
     assert_refused(store, BadInput, "want a whole number of bytes", lambda: store.get("there", **bounds))
 
 
 @pytest.mark.parametrize("version", [0, -1, 1 << 64])
-def test_a_version_that_cannot_be_is_refused(version, store):
+def test_impossible_version_is_refused(version, store):
     assert_refused(store, BadInput, "count from 1", lambda: store.get("there", version))
 
 
-def test_what_is_not_there_is_not_found(store):
+def test_missing_key_or_version_is_not_found(store):
     assert_refused(store, NotFound, "nowhere", lambda: store.get("nowhere"))
     assert_refused(store, NotFound, "version 9", lambda: store.get("there", 9))
 
 
-def test_an_unknown_tenant_sees_an_empty_store(store):
+def test_unknown_tenant_sees_an_empty_store(store):
     store.close()
     with open_store(store.root, settings=settings(SMALL, {"tenant": "stranger"}), create=True) as other:
         assert other.versions() == []
@@ -291,7 +294,8 @@ def test_an_unknown_tenant_sees_an_empty_store(store):
             other.get("there")
 
 
-def test_two_tenants_of_one_store_share_nothing_and_harm_nothing(tmp_path):
+def test_two_tenants_share_nothing(tmp_path):
+    """Share nothing between two tenants, and harm neither."""
     chosen = {tenant: settings(SMALL, {"tenant": tenant}) for tenant in ("one", "other")}
     for tenant in ("one", "other", "one"):
         with open_store(tmp_path / "s", settings=chosen[tenant], create=True) as store:
@@ -312,7 +316,8 @@ def of_tenant(root: Path, tenant: str) -> Store:
     return open_store(root, settings=settings(SMALL, {"tenant": tenant}), create=True)
 
 
-def test_damage_is_told_to_one_tenant_with_the_versions_of_all(tmp_path):
+def test_damage_names_the_versions_of_a_tenant(tmp_path):
+    """Report damage to one tenant with the affected versions of all."""
     for tenant in ("one", "other"):
         with of_tenant(tmp_path / "s", tenant) as store:
             store.put("k", CONTENT)
@@ -332,7 +337,8 @@ def test_damage_is_told_to_one_tenant_with_the_versions_of_all(tmp_path):
     assert mine.exists()
 
 
-def test_containers_that_no_version_explains_are_compared_by_sha1_and_counted(tmp_path):
+def test_unexplained_containers_are_compared(tmp_path):
+    """Compare containers that no version explains by SHA-1, and count them."""
     root = tmp_path / "s"
     for tenant in ("one", "gone"):
         with of_tenant(root, tenant) as store:
@@ -371,7 +377,8 @@ def test_stats_add_up_over_all_tenants(tmp_path):
             assert stats.ledger.stored_bytes == sum(stats.parts.values()) == stored
 
 
-def test_two_stores_of_one_process_read_side_by_side_and_one_writes(tmp_path):
+def test_two_stores_read_and_one_writes(tmp_path):
+    """Read two stores side by side in one process while one writes."""
     root = tmp_path / "s"
     with of_tenant(root, "one") as one, of_tenant(root, "other") as other:
         one.put("k", CONTENT)
@@ -393,7 +400,7 @@ def test_two_stores_of_one_process_read_side_by_side_and_one_writes(tmp_path):
 # ------------------------------------------------------------------ folders
 
 
-def test_a_store_of_a_newer_format_is_refused_untouched(tmp_path):
+def test_newer_format_is_refused_untouched(tmp_path):
     root = tmp_path / "s"
     open_store(root, settings=settings(SMALL), create=True).close()
     fields = json.loads((root / "nearkin.json").read_bytes())
@@ -404,7 +411,7 @@ def test_a_store_of_a_newer_format_is_refused_untouched(tmp_path):
     assert objects(root) == before
 
 
-def test_a_store_whose_descriptor_is_lost_is_told_what_brings_it_back(tmp_path):
+def test_lost_descriptor_names_the_remedy(tmp_path):
     with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         store.put("k", b"content")
     (tmp_path / "s" / "nearkin.json").unlink()
@@ -414,7 +421,8 @@ def test_a_store_whose_descriptor_is_lost_is_told_what_brings_it_back(tmp_path):
     assert objects(tmp_path / "s") == before
 
 
-def test_an_index_that_is_lost_where_nothing_can_be_written_is_told_as_that(tmp_path, monkeypatch):
+def test_lost_index_on_read_only_disk_is_named(tmp_path, monkeypatch):
+    """Name the lost index if nothing can be written."""
     with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         store.put("k", b"content")
     shutil.rmtree(tmp_path / "s" / "index")
@@ -426,7 +434,7 @@ def test_an_index_that_is_lost_where_nothing_can_be_written_is_told_as_that(tmp_
             store.stats()
 
 
-def test_a_foreign_folder_or_file_is_refused_untouched(tmp_path):
+def test_foreign_folder_or_file_is_refused(tmp_path):
     (tmp_path / "photo.jpg").write_bytes(b"mine")
     with pytest.raises(BadInput, match="not empty"):
         open_store(tmp_path, settings=settings(SMALL), create=True)
@@ -438,7 +446,7 @@ def test_a_foreign_folder_or_file_is_refused_untouched(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_store_made_by_many_at_once_is_one_store(tmp_path):
+def test_store_made_by_many_at_once_is_one_store(tmp_path):
     from threading import Barrier, Thread
 
     barrier, opened, errors = Barrier(8), [], []

@@ -61,7 +61,7 @@ def test_retention_by_policies_of_gc_is_honoured(tmp_path: Path) -> None:
         assert [info.version for info in store.versions(all_versions=True)] == [1, 2, 3]
 
 
-def test_many_puts_push_no_good_version_out(tmp_path: Path) -> None:
+def test_many_puts_displace_no_good_version(tmp_path: Path) -> None:
     """Keep the good backup under `keep_last = 7` after seven puts of a write-only token."""
     path, policy = tmp_path / "s", {"policies": [{"prefix": "", "keep_last": 7}]}
     with open_store(path, settings=settings(policy), clock=at(-YEAR_SECONDS), create=True) as store:

@@ -25,7 +25,7 @@ RANDOM = random_bytes(4096 * KIB + 1, 11)
 
 
 @pytest.mark.parametrize("chunker", CHUNKERS)
-def test_every_size_around_every_bound_comes_back(chunker, tmp_path):
+def test_sizes_around_every_bound_are_restored(chunker, tmp_path):
     with open_store(
         tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": chunker}}), create=True
     ) as store:
@@ -53,7 +53,7 @@ def test_fixed_chunks_end_where_they_should(size, tmp_path):
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 4096, 100_003])
-def test_whatever_pieces_a_source_comes_in_the_same_is_stored(pieces, tmp_path):
+def test_pieces_of_a_source_do_not_matter(pieces, tmp_path):
     """Store the same for any pieces: a pipe returns what it has."""
 
     class Trickling(BytesIO):
@@ -79,7 +79,8 @@ def test_whatever_pieces_a_source_comes_in_the_same_is_stored(pieces, tmp_path):
     assert ledgers[0] == ledgers[1] == ledgers[2]
 
 
-def test_many_blobs_in_one_call_come_back_in_order_over_several_groups(tmp_path, monkeypatch):
+def test_blobs_of_one_call_restore_in_order(tmp_path, monkeypatch):
+    """Restore many blobs of one call in order over several groups."""
     from nearkin.embedded import runner as embedded_runner
 
     monkeypatch.setattr(embedded_runner, "GROUP_BLOBS_MAX", 64)  # not 4096: each blob is a file to sync
@@ -99,7 +100,8 @@ def test_many_blobs_in_one_call_come_back_in_order_over_several_groups(tmp_path,
         assert store.verify().versions == 420
 
 
-def test_a_consumer_that_stops_early_loses_only_what_it_did_not_wait_for(tmp_path):
+def test_consumer_stopping_early_loses_the_rest(tmp_path):
+    """Lose only the blobs that a consumer did not wait for."""
     with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         results = store.put_many((f"k{number}", b"%d" % number) for number in range(10))
         first = next(results)
@@ -114,7 +116,8 @@ def counts(store):
     return {name: getattr(ledger, name) for name in ledger.__slots__ if name != "stored_bytes"}
 
 
-def test_a_closed_store_gives_back_what_it_has_read_and_a_blob_of_it_can_be_read_still(tmp_path):
+def test_closed_store_frees_memory_blobs_read_on(tmp_path):
+    """Free what a closed store has read; a blob of it can still be read."""
     content = text_like(3_000_000, 1)
     with open_store(tmp_path / "store", create=True) as store:
         store.put("k", content)

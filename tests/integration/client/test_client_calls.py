@@ -19,7 +19,8 @@ DATA = noise(300_000, "client").tobytes()
 KEYS = ("a/b", "..", ".", "ä ö%2F?#&=+", "versions/1", "a//b/", "\u202e\n", "x" * 1024)
 
 
-def test_every_call_answers_what_the_store_itself_does(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_calls_return_what_the_store_does(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    """Return from every call what the store itself returns."""
     first = store.put("a/b", DATA, metadata={"näme": "wert\n", "Kase-%41": " %20 "})
     second = store.put("a/b", DATA[:200_000] + b"between" + DATA[200_000:])
     local = gateway.read()
@@ -47,7 +48,7 @@ def test_every_call_answers_what_the_store_itself_does(store: RemoteStore, gatew
 
 
 @pytest.mark.parametrize("key", KEYS, ids=ascii)
-def test_any_key_goes_there_and_back(store: RemoteStore, key: str) -> None:
+def test_any_key_survives_put_and_get(store: RemoteStore, key: str) -> None:
     assert store.put(key, b"content of " + key.encode()).info.key == key
     assert store.get(key).read() == b"content of " + key.encode()
     assert store.info(key, 1).key == key
@@ -55,7 +56,7 @@ def test_any_key_goes_there_and_back(store: RemoteStore, key: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, 1_048_576, 1_048_577])
-def test_blobs_of_every_size_come_back(store: RemoteStore, size: int) -> None:
+def test_blobs_of_every_size_are_restored(store: RemoteStore, size: int) -> None:
     data = noise(size, "size").tobytes()
     assert store.put("k", data).info.size_bytes == size
     assert store.get("k").read() == data
@@ -73,7 +74,7 @@ def test_paths_files_and_pipes_are_sources(store: RemoteStore, tmp_path: Path) -
     assert store.put("k", half).info.size_bytes == 200_000
 
 
-def test_a_listing_takes_as_many_pages_as_it_needs(store: RemoteStore) -> None:
+def test_listing_fetches_all_pages(store: RemoteStore) -> None:
     keys = [f"p/{number:02}" for number in range(8)]
     results = list(store.put_many((key, key.encode()) for key in [*keys, "q"]))
     assert [result.info.key for result in results] == [*keys, "q"]
@@ -85,7 +86,7 @@ def test_a_listing_takes_as_many_pages_as_it_needs(store: RemoteStore) -> None:
     assert store.versions("nothing") == []
 
 
-def test_a_client_that_was_closed_says_so(gateway: ScriptedGateway) -> None:
+def test_closed_client_reports_that(gateway: ScriptedGateway) -> None:
     with nearkin.connect(gateway.url, TOKEN) as store:
         assert store.versions() == []
     with pytest.raises(PermanentError, match="was closed"):

@@ -10,9 +10,8 @@ from tests.support.fakes.scripted_gateway import ScriptedGateway
 
 
 @pytest.mark.parametrize("fault", ["lost-reply", "busy", "reset"])
-def test_a_deletion_whose_answer_is_lost_is_asked_for_again_and_done_once(
-    store: RemoteStore, gateway: ScriptedGateway, fault: str
-) -> None:
+def test_deletion_with_lost_response_is_done_once(store: RemoteStore, gateway: ScriptedGateway, fault: str) -> None:
+    """Repeat a deletion whose response was lost; it happens once."""
     store.put("k", b"one")
     store.put("k", b"two")
     gateway.script(fault)
@@ -28,7 +27,7 @@ def test_a_deletion_whose_answer_is_lost_is_asked_for_again_and_done_once(
     assert store.get("k").read() == b"two"
 
 
-def test_who_may_not_delete_is_told_so(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_deletion_without_scope_is_denied(store: RemoteStore, gateway: ScriptedGateway) -> None:
     store.put("k", b"one")
     gateway.script("deny")
     with pytest.raises(AccessDenied):

@@ -18,7 +18,8 @@ from tests.support.servers.certificates import self_signed
 DATA = noise(300_000, "client").tobytes()
 
 
-def test_errors_come_as_our_own(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_errors_are_the_clients_own(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    """Raise the client's own errors."""
     with pytest.raises(NotFound, match="key 'none': the store has none"):
         store.get("none")
     store.put("k", DATA)
@@ -33,7 +34,8 @@ def test_errors_come_as_our_own(store: RemoteStore, gateway: ScriptedGateway) ->
         store.put("k", DATA)
 
 
-def test_a_token_that_is_missing_or_wrong_is_denied_and_never_told(gateway: ScriptedGateway) -> None:
+def test_bad_token_is_denied_and_never_shown(gateway: ScriptedGateway) -> None:
+    """Deny a missing or wrong token, and show it nowhere."""
     for token in (None, "another-token"):
         with nearkin.connect(gateway.url, token) as store, pytest.raises(AccessDenied) as raised:
             store.put("k", DATA)
@@ -41,7 +43,8 @@ def test_a_token_that_is_missing_or_wrong_is_denied_and_never_told(gateway: Scri
     assert len(gateway.seen) == 2
 
 
-def test_another_program_s_page_is_told_from_a_gateway_s(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_foreign_page_differs_from_gateway_error(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    """Distinguish another program's page from a gateway's response."""
     gateway.script("html", "redirect")
     with pytest.raises(PermanentError, match=r"GET http://127.*/v1/stats: not what a Nearkin gateway answers"):
         store.stats()
@@ -49,7 +52,8 @@ def test_another_program_s_page_is_told_from_a_gateway_s(store: RemoteStore, gat
         store.stats()
 
 
-def test_nobody_listening_is_retryable_and_names_the_server() -> None:
+def test_no_listener_is_retryable_and_named() -> None:
+    """Raise a retryable error that names the server if nothing listens."""
     with nearkin.connect("http://127.0.0.1:9", TOKEN) as store, pytest.raises(RetryableError, match=r"127\.0\.0\.1:9"):
         store.stats()
 
@@ -65,9 +69,10 @@ def https(certificates: Path, gateway: ScriptedGateway) -> str:
     return gateway.url.replace("http:", "https:")
 
 
-def test_a_certificate_of_one_s_own_is_trusted_where_it_is_named(
+def test_own_certificate_is_trusted_where_named(
     https: str, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Trust a private certificate where the setting names it."""
     with (
         nearkin.connect(https, TOKEN) as store,
         pytest.raises(PermanentError, match=r"certificate is not trusted.*self-signed.*SSL_CERT_FILE"),
@@ -80,7 +85,7 @@ def test_a_certificate_of_one_s_own_is_trusted_where_it_is_named(
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no certificate"])
-def test_a_file_of_no_certificates_is_refused_by_name(
+def test_file_without_certificates_is_refused(
     content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "ca.pem"
@@ -91,15 +96,16 @@ def test_a_file_of_no_certificates_is_refused_by_name(
         nearkin.connect("https://localhost:1", TOKEN)
 
 
-def test_https_to_a_port_in_clear_is_told_once(gateway: ScriptedGateway) -> None:
+def test_https_to_plain_port_is_reported_once(gateway: ScriptedGateway) -> None:
     url = gateway.url.replace("http:", "https:")
     with nearkin.connect(url, TOKEN) as store, pytest.raises(PermanentError, match=f"{url}.*speaks no TLS there"):
         store.stats()
 
 
-def test_gets_that_are_left_open_are_named_when_no_connection_is_left(
+def test_open_gets_are_named_when_none_is_left(
     store: RemoteStore, gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Name the open gets when no connection is left."""
     store.put("k", noise(3_000_000, "left open").tobytes())
     monkeypatch.setattr(http, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(http, "ATTEMPTS_MAX", 2)
@@ -123,9 +129,10 @@ def test_gets_that_are_left_open_are_named_when_no_connection_is_left(
         (0, "", "versions count from 1"),
     ],
 )
-def test_what_no_mark_can_say_is_refused_before_it_is_sent(
+def test_unencodable_reason_is_refused_unsent(
     store: RemoteStore, gateway: ScriptedGateway, tmp_path: Path, version: Any, reason: Any, expected: str
 ) -> None:
+    """Refuse, before it is sent, what no tombstone can record."""
     with nearkin.open_store(tmp_path / "local", create=True) as local:
         for one in (store, local):
             for call in (one.delete, one.undelete):
@@ -135,21 +142,21 @@ def test_what_no_mark_can_say_is_refused_before_it_is_sent(
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1", "ftp://h", "http://user:pw@h", "http://h?x"])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_malformed_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="server"):
         nearkin.connect(url)
 
 
-def test_the_token_comes_from_the_environment_and_is_not_in_what_is_printed(
-    gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_token_is_not_in_output(gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the token from the environment; show it in no representation."""
     monkeypatch.setenv("NEARKIN_TOKEN", TOKEN)
     with nearkin.connect(gateway.url) as store:
         assert store.versions() == []
     assert TOKEN not in repr(http.Endpoint.of(gateway.url, TOKEN))
 
 
-def test_a_token_over_plain_http_to_another_machine_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_token_over_plain_http_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Warn of a token sent over plain HTTP to another machine."""
     http.Endpoint.of("http://nearkin.example", TOKEN)
     assert "unencrypted" in caplog.text
     caplog.clear()

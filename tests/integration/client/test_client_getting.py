@@ -14,7 +14,7 @@ from tests.support.fakes.scripted_gateway import ScriptedGateway
 DATA = noise(300_000, "client").tobytes()
 
 
-def test_a_get_that_breaks_goes_on_where_it_was(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_get_broken_off_continues_at_its_offset(store: RemoteStore, gateway: ScriptedGateway) -> None:
     store.put("k", DATA)
     info = store.info("k")
     gateway.seen.clear()
@@ -26,7 +26,7 @@ def test_a_get_that_breaks_goes_on_where_it_was(store: RemoteStore, gateway: Scr
     assert all(headers["if-range"] == f'"{info.digest}"' for _, _, headers in gateway.seen if "range" in headers)
 
 
-def test_a_range_that_breaks_goes_on_too(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_range_broken_off_continues(store: RemoteStore, gateway: ScriptedGateway) -> None:
     store.put("k", DATA)
     gateway.script("ok", "cut:50", "cut:50")
     assert store.get("k", start=1000, stop=200_000).read() == DATA[1000:200_000]
@@ -41,7 +41,7 @@ def test_wrong_bytes_never_look_like_a_good_get(store: RemoteStore, gateway: Scr
     assert len(file.getvalue()) < len(DATA)
 
 
-def test_a_gateway_that_always_breaks_is_given_up(
+def test_gateway_always_breaking_is_given_up(
     store: RemoteStore, gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put("k", DATA)
@@ -51,7 +51,8 @@ def test_a_gateway_that_always_breaks_is_given_up(
         store.get("k").read()
 
 
-def test_a_reader_that_stops_early_gives_its_connection_back(store: RemoteStore) -> None:
+def test_reader_stopping_early_frees_connection(store: RemoteStore) -> None:
+    """Give the connection back when a reader stops early."""
     store.put("k", DATA)
     for _ in range(100):  # more than there are connections
         next(iter(store.get("k")))

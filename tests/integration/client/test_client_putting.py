@@ -25,9 +25,10 @@ DATA = noise(300_000, "client").tobytes()
 
 @pytest.mark.parametrize("fault", ["busy", "reset", "lost-reply"])
 @pytest.mark.parametrize("kind", ["bytes", "path", "file"])
-def test_a_put_that_fails_on_the_way_is_sent_again_and_stored_once(
+def test_put_failed_in_transit_is_stored_once(
     store: RemoteStore, gateway: ScriptedGateway, tmp_path: Path, fault: str, kind: str
 ) -> None:
+    """Repeat a put that failed in transit; it is stored once."""
     (tmp_path / "file").write_bytes(DATA)
     source: Any = {"bytes": DATA, "path": tmp_path / "file", "file": io.BytesIO(DATA)}[kind]
     gateway.script(fault, fault)
@@ -43,7 +44,7 @@ def test_two_puts_of_one_content_are_two_versions(store: RemoteStore) -> None:
     assert [store.put("k", DATA).info.version for _ in range(2)] == [1, 2]
 
 
-def test_a_pipe_is_never_sent_twice(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_pipe_is_never_sent_twice(store: RemoteStore, gateway: ScriptedGateway) -> None:
     gateway.script("busy")
     with pytest.raises(StoreUnavailable, match="busy for a moment"):
         store.put("k", Unseekable(DATA))  # type: ignore[arg-type]
@@ -61,7 +62,8 @@ def test_retries_end(store: RemoteStore, gateway: ScriptedGateway) -> None:
     assert len(gateway.seen) == 2 * http.ATTEMPTS_MAX
 
 
-def test_a_gateway_that_takes_no_puts_for_now_is_not_asked_again(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_read_only_gateway_is_not_retried(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    """Do not ask again a gateway that accepts no puts for now."""
     gateway.script("read-only")
     with pytest.raises(RetryableError, match=r"service\.read_only is set"):
         store.put("k", DATA)
@@ -75,20 +77,21 @@ def test_settings_are_changed_once_or_not_at_all(store: RemoteStore, gateway: Sc
     assert len(gateway.seen) == 1
 
 
-def test_an_accepted_put_is_followed_to_its_commit(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_accepted_put_is_followed_to_its_commit(store: RemoteStore, gateway: ScriptedGateway) -> None:
     gateway.script("accept", "busy")
     result = store.put("k", DATA)
     assert result.info.version == 1
     assert [path.partition("/v1/")[2][:6] for _, path, _ in gateway.seen] == ["blobs/", *["status"] * 4]
 
 
-def test_an_accepted_put_that_fails_says_why(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_accepted_put_that_fails_names_reason(store: RemoteStore, gateway: ScriptedGateway) -> None:
     gateway.script("accept-fail")
     with pytest.raises(RetryableError, match=r"key 'k': nothing was stored: the pipeline refused it"):
         store.put("k", DATA)
 
 
-def test_a_put_that_is_not_committed_in_time_says_where_to_look(gateway: ScriptedGateway) -> None:
+def test_uncommitted_put_names_its_status_url(gateway: ScriptedGateway) -> None:
+    """Name the status to look at if a put is not committed in time."""
     gateway.script("accept")
     with (
         nearkin.connect(gateway.url, TOKEN, commit_seconds=0.01) as store,
@@ -97,26 +100,28 @@ def test_a_put_that_is_not_committed_in_time_says_where_to_look(gateway: Scripte
         store.put("k", DATA)
 
 
-def test_many_puts_are_on_their_way_at_once_and_come_in_order(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_concurrent_puts_return_in_order(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    """Send many puts at once and return the results in order."""
     gateway.script(*["accept"] * 5, "ok", *["accept"] * 3)
     results = list(store.put_many((f"k{number}", str(number).encode()) for number in range(9)))
     assert [result.info.key for result in results] == [f"k{number}" for number in range(9)]
     assert [method for method, _, _ in gateway.seen[:6]] == ["PUT"] * 6
 
 
-def test_what_was_stored_is_compared_with_what_was_sent(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_stored_digest_is_compared_with_sent(store: RemoteStore, gateway: ScriptedGateway) -> None:
     gateway.script("rot")
     with pytest.raises(Corrupt, match=r"key 'k' version 1: blake3:0+ was stored, blake3:[0-9a-f]+ was sent"):
         store.put("k", DATA)
 
 
-def test_a_wrong_sha256_stores_nothing(store: RemoteStore, gateway: ScriptedGateway) -> None:
+def test_wrong_sha256_stores_nothing(store: RemoteStore, gateway: ScriptedGateway) -> None:
     with pytest.raises(BadInput, match="SHA-256"):
         store.put("k", DATA, sha256=bytes(32))
     assert gateway.read().versions() == []
 
 
-def test_a_file_that_shrinks_is_refused_and_one_that_grows_is_cut(store: RemoteStore, tmp_path: Path) -> None:
+def test_shrinking_file_is_refused_growing_cut(store: RemoteStore, tmp_path: Path) -> None:
+    """Refuse a file that shrinks; cut one that grows."""
     path = tmp_path / "file"
     path.write_bytes(DATA * 8)
 
@@ -145,7 +150,7 @@ def test_a_file_that_shrinks_is_refused_and_one_that_grows_is_cut(store: RemoteS
         ("k", "text", "want a Path"),
     ],
 )
-def test_what_is_refused_here_is_never_sent(
+def test_put_refused_locally_is_never_sent(
     store: RemoteStore, gateway: ScriptedGateway, key: str, source: Any, says: str
 ) -> None:
     with pytest.raises(BadInput, match=says):
@@ -160,15 +165,14 @@ class Failing(Unseekable):
         raise OSError(5, "Input/output error")
 
 
-def test_a_source_that_fails_is_the_source_s_failure_and_is_not_tried_again(
-    store: RemoteStore, gateway: ScriptedGateway
-) -> None:
+def test_failing_source_is_not_retried(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    """Raise the source's own error and do not repeat the put."""
     with pytest.raises(SourceFailed, match="Input/output error"):
         store.put("k", Failing(b""))  # type: ignore[arg-type]
     assert gateway.read().versions() == []
 
 
-def test_an_output_that_takes_nothing_ends_a_get(store: RemoteStore) -> None:
+def test_output_accepting_nothing_ends_a_get(store: RemoteStore) -> None:
     class Full(io.RawIOBase):
         def write(self, data: object) -> None:
             return None

@@ -52,7 +52,8 @@ def pids(cluster: Cluster) -> dict[str, int]:
     return {name: note.pid for name, note in notes.items() if note is not None}
 
 
-def test_what_is_up_is_usable_stays_up_and_is_ended_alone(folder: Path) -> None:
+def test_cluster_up_is_usable_and_ends_alone(folder: Path) -> None:
+    """Keep a usable cluster up; end it and nothing else."""
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         cluster = Cluster(folder, [GOOD])
@@ -91,7 +92,7 @@ def test_what_is_up_is_usable_stays_up_and_is_ended_alone(folder: Path) -> None:
         stranger.wait()
 
 
-def test_a_part_that_does_not_start_is_named_with_its_log(folder: Path) -> None:
+def test_part_failing_to_start_names_its_log(folder: Path) -> None:
     cluster = Cluster(folder, [GOOD, BAD])
     with pytest.raises(NotUp, match=r"(?s)bad ended while it started; the end of .*bad\.log:.*no such thing as a good"):
         cluster.up()
@@ -99,9 +100,11 @@ def test_a_part_that_does_not_start_is_named_with_its_log(folder: Path) -> None:
     assert cluster.down() == ["good", "kafka", "s3", "redis"]
 
 
-def test_status_shows_what_crashed_and_two_at_work_do_not_meet(
+def test_status_shows_crashes_and_runs_exclude(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Show crashed parts; two runs at a time exclude each other."""
+
     def status() -> tuple[Any, str]:
         with pytest.raises(SystemExit) as ended:
             main(["--folder", str(folder), "status"])
@@ -127,7 +130,8 @@ def test_status_shows_what_crashed_and_two_at_work_do_not_meet(
         Cluster(folder).down()
 
 
-def test_a_pid_that_is_somebody_else_s_by_now_is_left_alone(tmp_path: Path) -> None:
+def test_reused_pid_is_left_alone(tmp_path: Path) -> None:
+    """Leave a process alone that has reused the recorded pid."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as stranger:
         note = Member.of("chunker", stranger.pid)
         earlier = Member("chunker", stranger.pid, f"1 {note.started.split()[1]}")
@@ -138,7 +142,7 @@ def test_a_pid_that_is_somebody_else_s_by_now_is_left_alone(tmp_path: Path) -> N
         stranger.kill()
 
 
-def test_the_gateway_listens_nowhere_before_it_is_up(folder: Path) -> None:
+def test_gateway_listens_only_once_up(folder: Path) -> None:
     port = int(Cluster(folder).url.rpartition(":")[2]) if folder.mkdir() is None else 0
     assert not accepts(port)
     assert Cluster(folder).url.endswith(f":{port}")  # drawn once

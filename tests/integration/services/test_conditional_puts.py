@@ -39,7 +39,7 @@ def together(count: int, work: Callable[[int], None]) -> None:
     assert not failures, failures
 
 
-def test_of_six_concurrent_first_puts_one_is_created(gateway: RunningGateway, client: httpx.Client) -> None:
+def test_of_six_concurrent_first_puts_one_wins(gateway: RunningGateway, client: httpx.Client) -> None:
     """Create one of six concurrent `If-None-Match: *`; the five others are 412 and no version.
 
     All six were 201 once.
@@ -56,7 +56,7 @@ def test_of_six_concurrent_first_puts_one_is_created(gateway: RunningGateway, cl
         assert len(client.get(f"/v1/blobs/{key}/versions").json()["versions"]) == 1
 
 
-def test_refused_put_names_the_version_in_its_way(client: httpx.Client) -> None:
+def test_refused_put_names_existing_version(client: httpx.Client) -> None:
     """Return a problem of its own with 412 that names the existing version."""
     client.put("/v1/blobs/named", content=b"one")
     answer = client.put("/v1/blobs/named", content=b"two", headers={"If-Match": '"blake3:' + "0" * 64 + '"'})

@@ -89,7 +89,8 @@ def csrf_of(client: httpx.Client) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_without_a_session_a_page_is_the_login_and_comes_back_to_it(gateway: RunningGateway, page: str) -> None:
+def test_page_without_session_is_the_login(gateway: RunningGateway, page: str) -> None:
+    """Show the login without a session and return to the page afterwards."""
     with gateway.client() as client:
         answer = client.get(page)
         assert answer.status_code == 303
@@ -99,9 +100,8 @@ def test_without_a_session_a_page_is_the_login_and_comes_back_to_it(gateway: Run
         assert f'name="next" value="{escape(page)}"' in shown.text
 
 
-def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites_and_holds_no_token(
-    gateway: RunningGateway, token: str
-) -> None:
+def test_cookie_is_private_and_holds_no_token(gateway: RunningGateway, token: str) -> None:
+    """Hide the cookie from scripts and other sites; it holds no token."""
     with gateway.client() as client:
         answer = client.post("/login", data={"token": token}, headers={"Origin": gateway.url})
     cookie = SimpleCookie(answer.headers["set-cookie"])[COOKIE]
@@ -112,7 +112,7 @@ def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites_and_holds_no_t
     assert secret not in answer.headers["location"]
 
 
-def test_behind_tls_the_cookie_is_secure_and_of_this_host_alone(gateway: RunningGateway, token: str) -> None:
+def test_cookie_behind_tls_is_secure_host_only(gateway: RunningGateway, token: str) -> None:
     host = gateway.url.removeprefix("http://")
     with gateway.client() as client:
         answer = client.post("/login", data={"token": token}, headers={"Origin": f"https://{host}"})
@@ -120,7 +120,7 @@ def test_behind_tls_the_cookie_is_secure_and_of_this_host_alone(gateway: Running
     assert (cookie["secure"], cookie["path"], cookie["domain"]) == (True, "/", "")
 
 
-def test_a_login_counts_no_longer_than_its_token(gateway: RunningGateway, folder: Path) -> None:
+def test_login_ends_with_its_token(gateway: RunningGateway, folder: Path) -> None:
     text = tokens.create(folder / "tokens.json", "default", ["read"], days=1)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda now=time.time: now() + 86_400 - 600)
@@ -130,7 +130,8 @@ def test_a_login_counts_no_longer_than_its_token(gateway: RunningGateway, folder
 
 
 @pytest.mark.parametrize("text", ["", "nk_00000000_" + "A" * 43, "x" * 300])
-def test_a_token_that_is_none_opens_nothing_and_is_not_shown(gateway: RunningGateway, text: str) -> None:
+def test_invalid_token_opens_nothing(gateway: RunningGateway, text: str) -> None:
+    """Open nothing with an invalid token, and do not show it."""
     with gateway.client() as client:
         answer = client.post("/login", data={"token": text, "next": "/ui/blobs"}, headers={"Origin": gateway.url})
     assert answer.status_code == 401
@@ -139,7 +140,7 @@ def test_a_token_that_is_none_opens_nothing_and_is_not_shown(gateway: RunningGat
     assert 'role="alert"' in answer.text
 
 
-def test_a_login_from_another_sites_page_is_refused(gateway: RunningGateway, token: str) -> None:
+def test_login_from_another_site_is_refused(gateway: RunningGateway, token: str) -> None:
     with gateway.client() as client:
         for headers in (
             {},
@@ -151,13 +152,13 @@ def test_a_login_from_another_sites_page_is_refused(gateway: RunningGateway, tok
 
 
 @pytest.mark.parametrize("following", ["//evil.example/", "https://evil.example/", "/\\evil.example", "x", "/\tx"])
-def test_a_login_never_leads_to_another_host(gateway: RunningGateway, token: str, following: str) -> None:
+def test_login_never_redirects_to_another_host(gateway: RunningGateway, token: str, following: str) -> None:
     with gateway.client() as client:
         answer = client.post("/login", data={"token": token, "next": following}, headers={"Origin": gateway.url})
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
 
 
-def test_a_revoked_token_ends_its_sessions(login: Login, folder: Path) -> None:
+def test_revoked_token_ends_its_sessions(login: Login, folder: Path) -> None:
     text, made = tokens.create(folder / "tokens.json", "default", tokens.SCOPES)
     client = login(text)
     assert client.get("/").status_code == 200
@@ -166,7 +167,7 @@ def test_a_revoked_token_ends_its_sessions(login: Login, folder: Path) -> None:
     assert client.get("/v1/blobs").status_code == 401
 
 
-def test_a_session_is_over_in_time(login: Login) -> None:
+def test_session_expires(login: Login) -> None:
     client = login()
     assert client.get("/v1/stats").status_code == 200
     with pytest.MonkeyPatch.context() as patch:
@@ -174,7 +175,7 @@ def test_a_session_is_over_in_time(login: Login) -> None:
         assert client.get("/v1/stats").status_code == 401
 
 
-def test_what_is_changed_in_a_cookie_makes_it_none(login: Login) -> None:
+def test_modified_cookie_is_invalid(login: Login) -> None:
     client = login()
     good = client.cookies[COOKIE]
     version, number, opened, nonce, mac = good.split(".")
@@ -192,7 +193,7 @@ def test_what_is_changed_in_a_cookie_makes_it_none(login: Login) -> None:
     assert httpx.get(client.base_url.join("/v1/stats"), cookies={COOKIE: good}).status_code == 200
 
 
-def test_logging_out_ends_the_session_for_whoever_kept_the_cookie(login: Login) -> None:
+def test_logout_invalidates_a_kept_cookie(login: Login) -> None:
     client = login()
     kept, csrf = client.cookies[COOKIE], csrf_of(client)
     assert client.post("/logout", data={"csrf": "0" * 64}).status_code == 403
@@ -213,7 +214,8 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
-def test_a_change_by_cookie_needs_the_pages_token_and_its_origin(login: Login, method: str, path: str) -> None:
+def test_change_by_cookie_needs_token_and_origin(login: Login, method: str, path: str) -> None:
+    """Require the page's token and its origin for a change by cookie."""
     client = login()
     csrf, other = csrf_of(client), csrf_of(login())
     origin = str(client.headers.pop("origin"))
@@ -238,7 +240,8 @@ def test_a_change_by_cookie_needs_the_pages_token_and_its_origin(login: Login, m
         client.delete("/v1/blobs/csrf", headers={"Origin": origin, CSRF_HEADER: csrf})
 
 
-def test_a_session_has_its_tokens_scopes_and_tenant_and_no_more(login: Login, folder: Path) -> None:
+def test_session_has_its_tokens_scopes_only(login: Login, folder: Path) -> None:
+    """Give a session the scopes and tenant of its token, and no more."""
     client = login(tokens.create(folder / "tokens.json", "default", ["read"])[0])
     csrf = csrf_of(client)
     assert client.put("/v1/blobs/x", content=b"x", headers={CSRF_HEADER: csrf}).status_code == 403
@@ -257,7 +260,8 @@ def test_a_session_has_its_tokens_scopes_and_tenant_and_no_more(login: Login, fo
 # --- without tokens --------------------------------------------------------------------------------------------------
 
 
-def test_without_tokens_another_sites_page_changes_and_reads_nothing(tmp_path: Path) -> None:
+def test_cross_site_without_tokens_is_refused(tmp_path: Path) -> None:
+    """Refuse changes and reads of another site's page without tokens."""
     with running(embedded(tmp_path / "store")) as found, found.client() as client:
         assert client.get("/").status_code == 200
         assert client.put("/v1/blobs/a", content=b"a").status_code == 201
@@ -277,7 +281,7 @@ def test_without_tokens_another_sites_page_changes_and_reads_nothing(tmp_path: P
         assert client.get("/login").headers["location"] == "/"
 
 
-def test_a_dashboard_that_is_switched_off_has_no_pages(tmp_path: Path) -> None:
+def test_dashboard_switched_off_has_no_pages(tmp_path: Path) -> None:
     with running(embedded(tmp_path / "store", {"dashboard": {"enabled": False}})) as found, found.client() as client:
         for path in ("/", "/login", "/ui/blobs", "/ui/static/dashboard.js"):
             assert client.get(path).status_code == 404
@@ -288,7 +292,8 @@ def test_a_dashboard_that_is_switched_off_has_no_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, "/login", "/ui/blob?key=nothing"])
-def test_every_page_has_the_strict_policy_and_nothing_that_it_forbids(login: Login, page: str) -> None:
+def test_pages_have_the_strict_policy(login: Login, page: str) -> None:
+    """Send the strict content policy with every page, which breaks none of it."""
     answer = login().get(page)
     assert answer.headers["content-security-policy"] == POLICY
     assert answer.headers["cache-control"] == "no-store"
@@ -302,7 +307,7 @@ def test_every_page_has_the_strict_policy_and_nothing_that_it_forbids(login: Log
     assert re.findall(r"<script[^>]*>[^<]+</script>|<style", answer.text) == []
 
 
-def test_what_callers_named_is_text_in_every_page(login: Login) -> None:
+def test_client_names_are_text_in_every_page(login: Login) -> None:
     client = login()
     blob = client.get("/ui/blob", params={"key": EVIL}).text
     for text in (
@@ -316,7 +321,7 @@ def test_what_callers_named_is_text_in_every_page(login: Login) -> None:
     assert "&lt;b&gt;" in blob
 
 
-def test_the_overview_says_what_the_api_says(login: Login) -> None:
+def test_overview_equals_the_api(login: Login) -> None:
     client = login()
     time.sleep(STATS_SECONDS)  # a put of a moment ago is in none of them, or in all
     stats, reduction = client.get("/v1/stats").json(), client.get("/v1/reduction").json()["tenants"][0]
@@ -341,9 +346,10 @@ def test_the_overview_says_what_the_api_says(login: Login) -> None:
     assert re.search(r'<dd id="card-logical">[0-9.]+ MB</dd>', page)
 
 
-def test_no_page_asks_the_index_on_the_thread_that_serves_everybody(
+def test_pages_read_the_index_off_the_loop(
     login: Login, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Read the index on a thread of the pool, never on the serving loop."""
     asked: list[str] = []
 
     def whole(_listing: StoreListing) -> bool:
@@ -358,7 +364,8 @@ def test_no_page_asks_the_index_on_the_thread_that_serves_everybody(
     assert "gateway" not in asked  # the loop's thread
 
 
-def test_a_blobs_page_shows_each_kind_of_chunk_and_all_versions(login: Login) -> None:
+def test_blob_page_shows_kinds_and_versions(login: Login) -> None:
+    """Show each kind of chunk and all versions."""
     client = login()
     told = client.get("/v1/explain/db/dump").json()
     page = client.get("/ui/blob", params={"key": "db/dump"}).text
@@ -386,7 +393,7 @@ def test_lists_lead_from_page_to_page_and_name_every_key_once(login: Login, monk
     assert (sorted(seen), turned) == (sorted(wanted), 3)
 
 
-def test_a_changed_setting_is_in_force_and_in_the_audit(login: Login) -> None:
+def test_changed_setting_applies_and_is_audited(login: Login) -> None:
     client = login()
     headers = {CSRF_HEADER: csrf_of(client), "Content-Type": "application/merge-patch+json"}
     assert (
@@ -401,14 +408,14 @@ def test_a_changed_setting_is_in_force_and_in_the_audit(login: Login) -> None:
     assert client.get("/v1/audit").json()["changes"][0]["changes"] == {}
 
 
-def test_what_was_committed_is_in_the_last_hour(login: Login) -> None:
+def test_commits_appear_in_the_last_hour(login: Login) -> None:
     told = login().get("/v1/pipeline").json()
     assert (told["embedded"], told["stages"], len(told["minutes"])) == (True, [], 60)
     assert sum(minute["committed"] for minute in told["minutes"]) >= 5
     assert sum(minute["logical_bytes"] for minute in told["minutes"]) >= 1_250_000
 
 
-def test_what_is_broken_is_seen_on_the_upkeep_page(tmp_path: Path) -> None:
+def test_damage_is_shown_on_the_upkeep_page(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", create=True) as store:
         store.put("a", records_like(300_000, 5))
         container = next((tmp_path / "store/containers").rglob("*.nkc"))
@@ -424,13 +431,14 @@ def test_what_is_broken_is_seen_on_the_upkeep_page(tmp_path: Path) -> None:
         assert '<dd class="problem">1</dd>' in page
 
 
-def test_both_documents_of_the_interfaces_are_served(gateway: RunningGateway) -> None:
+def test_both_interface_documents_are_served(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         assert client.get("/openapi.json").json() == json.loads(json.dumps(openapi_document()))
         assert client.get("/asyncapi.json").json() == json.loads(json.dumps(document()))
 
 
-def test_assets_are_a_fixed_few_and_are_asked_for_again_by_their_tag(gateway: RunningGateway) -> None:
+def test_assets_are_few_and_revalidated(gateway: RunningGateway) -> None:
+    """Serve a fixed set of assets and revalidate them by their tag."""
     with gateway.client() as client:
         for name, media in (
             ("dashboard.js", "text/javascript"),

@@ -100,7 +100,7 @@ def test_letters_are_listed_oldest_first_and_shown_whole(world: World) -> None:
     assert (whole.value, whole.key, whole.headers[:2]) == (b"v3", b"k", headers)
 
 
-def test_a_letter_goes_back_as_it_came_and_only_once(world: World) -> None:
+def test_letter_is_replayed_unchanged_and_once(world: World) -> None:
     headers = (("mine", b"a"), ("mine", b"b"), ("none", None))
     world.reject(world.record(1, b"\0\xff", all_headers=headers), world.record(2, None), world.record(3))
     first, second, third = sorted(list_letters(world.settings), key=lambda letter: str(letter.source))
@@ -124,7 +124,7 @@ def test_a_letter_goes_back_as_it_came_and_only_once(world: World) -> None:
     assert len(world.sent_back()) == 2  # the refusal sent nothing
 
 
-def test_two_replays_at_the_same_time_send_back_once(world: World) -> None:
+def test_two_concurrent_replays_send_once(world: World) -> None:
     world.reject(*(world.record(n) for n in range(30)))
     places = [letter.place for letter in list_letters(world.settings)]
     failures: list[NearkinError] = []
@@ -148,7 +148,7 @@ def test_two_replays_at_the_same_time_send_back_once(world: World) -> None:
     assert list_letters(world.settings) == []
 
 
-def test_a_replay_that_dies_before_its_commit_sent_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_killed_before_commit_sends_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.reject(world.record(1))
     (letter,) = list_letters(world.settings)
     transactional = dead_letter_replay._transactional
@@ -175,7 +175,8 @@ def test_a_replay_that_dies_before_its_commit_sent_nothing(world: World, monkeyp
     assert [message.value() for message in world.sent_back()] == [b"value"]
 
 
-def test_a_record_that_did_not_fit_is_taken_from_where_it_came(world: World) -> None:
+def test_oversized_record_is_read_from_its_origin(world: World) -> None:
+    """Take a record that did not fit into the letter from its original topic."""
     producer = users_producer(world.settings.kafka.bootstrap_servers, message_max_bytes=10**7)
     large = b"x" * 3_000_000
     producer.produce(world.users, large, b"k", partition=1, headers=[("mine", b"a")])
@@ -191,7 +192,7 @@ def test_a_record_that_did_not_fit_is_taken_from_where_it_came(world: World) -> 
         replay(world.settings, [gone.place])
 
 
-def test_letters_that_are_not_there_are_said_not_to_be(world: World, kafka: Any) -> None:
+def test_missing_letters_are_reported(world: World, kafka: Any) -> None:
     assert list_letters(world.settings) == []
     for call in (lambda: read_letter(world.settings, (0, 5)), lambda: replay(world.settings, [(9, 0)])):
         with pytest.raises(NotFound, match="letter"):
@@ -221,7 +222,7 @@ def call(
     return run
 
 
-def test_the_commands_list_show_and_replay(world: World, call: Callable[..., tuple[int, str, str]]) -> None:
+def test_commands_list_show_and_replay(world: World, call: Callable[..., tuple[int, str, str]]) -> None:
     world.reject(
         world.record(1, "wört \x1b[31m".encode() * 100, all_headers=(("h\n", b"\xff\xfe"),)),
         world.record(2, bytes(range(256))),
@@ -256,7 +257,7 @@ def test_the_commands_list_show_and_replay(world: World, call: Callable[..., tup
     assert len(world.sent_back()) == 2
 
 
-def test_the_commands_refuse_what_is_not_meant(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_commands_refuse_invalid_requests(call: Callable[..., tuple[int, str, str]]) -> None:
     for arguments in ([], ["--all", "0:1"], ["0:1", "--topic", "t"], ["first"]):
         code, out, err = call("dlq", "replay", *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1), arguments
@@ -264,9 +265,7 @@ def test_the_commands_refuse_what_is_not_meant(call: Callable[..., tuple[int, st
     assert (code, "nearkin dlq list" in err) == (4, True)
 
 
-def test_a_kafka_that_is_not_there_is_told_in_one_line(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_kafka_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dead_letter_replay, "ASK_SECONDS", 1.0)
     code = main(["dlq", "list", "--bootstrap", "127.0.0.1:9"])
     out, err = capfd.readouterr()
@@ -274,7 +273,7 @@ def test_a_kafka_that_is_not_there_is_told_in_one_line(
     assert err.startswith("nearkin: kafka 127.0.0.1:9: ")
 
 
-def test_what_a_replay_leaves_behind_its_records_is_no_record_that_waits(world: World) -> None:
+def test_replay_marker_counts_as_no_lag(world: World) -> None:
     """Count no lag for a replay's transaction marker, which takes an offset.
 
     An upload that stopped there never ended, and lag grew without bound.

@@ -84,7 +84,8 @@ def asked_at_a_gateway(pipeline: Pipeline, folder: Path) -> None:
             assert {client.get(path).status_code for path in ("/v1/reduction", "/v1/growth")} == {410}
 
 
-def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_stored_objects_are_encrypted_erasable(pipeline: Pipeline, tmp_path: Path) -> None:
+    """Encrypt what services store; erase a tenant."""
     versions = [FIRST, mutate(FIRST, 2, edits=40, edit_bytes_max=90)]
     told_bytes = 0
     for tenant in ("db", "web"):
@@ -119,7 +120,7 @@ def test_what_services_store_is_sealed_and_a_tenant_can_be_erased(pipeline: Pipe
 
 
 @pytest.mark.soak
-def test_a_tenant_whose_keys_are_lost_fails_visibly_until_they_are_back(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_lost_tenant_keys_fail_until_restored(pipeline: Pipeline, tmp_path: Path) -> None:
     """Fail uploads while the keys are lost.
 
     A worker that made a new key would commit deltas whose bases cannot be decrypted.

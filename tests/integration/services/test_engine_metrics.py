@@ -85,7 +85,8 @@ def test_each_byte_is_shown_at_the_level_that_dropped_it(served: tuple[httpx.Cli
     )
 
 
-def test_what_found_bases_and_how_deep_chunks_lie_is_shown(served: tuple[httpx.Client, Metric]) -> None:
+def test_base_sources_and_depths_are_shown(served: tuple[httpx.Client, Metric]) -> None:
+    """Show the sources of bases and the depths of chunks."""
     _, metric = served
     bases = {name: metric(f'nearkin_base_chunks_total{{policy="{name}"}}') for name in POLICIES}
     deltas = metric('nearkin_chunks_total{kind="delta"}')

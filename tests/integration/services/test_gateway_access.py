@@ -90,7 +90,7 @@ ROUTES = [
 
 
 @pytest.mark.parametrize(("method", "path", "scope"), ROUTES)
-def test_every_route_wants_a_token_with_its_scope(client: Maker, method: str, path: str, scope: str) -> None:
+def test_routes_require_a_token_with_scope(client: Maker, method: str, path: str, scope: str) -> None:
     others = [other for other in tokens.SCOPES if other not in (scope, "operator" if scope == "admin" else scope)]
     with_it, without = client("default", scope), client("default", *others)
     body = b"{}" if path == "/v1/config" else b"x"
@@ -103,7 +103,7 @@ def test_every_route_wants_a_token_with_its_scope(client: Maker, method: str, pa
     assert (nobody.status_code, nobody.headers["www-authenticate"]) == (401, 'Bearer realm="nearkin"')
 
 
-def test_no_route_is_left_out_of_the_list_above(gateway: RunningGateway) -> None:
+def test_no_route_is_missing_from_the_table(gateway: RunningGateway) -> None:
     schema = httpx.get(f"{gateway.url}/openapi.json").json()
     everything = {(method.upper(), path) for path, methods in schema["paths"].items() for method in methods}
     secured = {(method, path) for method, path in everything if "security" in schema["paths"][path][method.lower()]}
@@ -118,12 +118,12 @@ def test_no_route_is_left_out_of_the_list_above(gateway: RunningGateway) -> None
     "header",
     ["Bearer", "Bearer x", "Basic dXNlcjpwYXNz", "bearer nk_00000000_" + "A" * 43, "Bearer nk_00000000_\xe9"],
 )  # fmt: skip
-def test_a_token_that_is_none_is_401(gateway: RunningGateway, header: str) -> None:
+def test_invalid_token_is_401(gateway: RunningGateway, header: str) -> None:
     answer = httpx.get(f"{gateway.url}/v1/blobs", headers={"Authorization": header.encode("latin-1")})
     assert (answer.status_code, answer.headers["content-type"]) == (401, "application/problem+json")
 
 
-def test_another_tenants_blob_is_not_there(client: Maker) -> None:
+def test_another_tenants_blob_is_404(client: Maker) -> None:
     mine, theirs = client("default", "read"), client("other", "read", "write")
     assert mine.get("/v1/blobs/shared/name").content == b"default's"
     assert theirs.get("/v1/blobs/shared/name").content == b"other's"
@@ -136,18 +136,18 @@ def test_another_tenants_blob_is_not_there(client: Maker) -> None:
     assert [entry["key"] for entry in theirs.get("/v1/blobs").json()["blobs"]] == ["only/other", "shared/name"]
 
 
-def test_an_embedded_store_takes_blobs_of_its_own_tenant_alone(client: Maker) -> None:
+def test_embedded_store_accepts_its_tenant_only(client: Maker) -> None:
     refused = client("other", "read", "write").put("/v1/blobs/x", content=b"x")
     assert (refused.status_code, refused.json()["type"]) == (403, "urn:nearkin:problem:foreign-tenant")
 
 
-def test_another_tenants_status_is_not_there(client: Maker) -> None:
+def test_another_tenants_status_is_404(client: Maker) -> None:
     told = client("default", "write").put("/v1/blobs/told", content=b"x").json()
     assert client("default", "read").get(told["status"]).json()["state"] == "committed"
     assert client("other", "read").get(told["status"]).status_code == 404
 
 
-def test_a_revoked_or_expired_token_is_refused_at_once(gateway: RunningGateway, client: Maker, folder: Path) -> None:
+def test_revoked_or_expired_token_is_refused(gateway: RunningGateway, client: Maker, folder: Path) -> None:
     mine = client("default", "read")
     number = mine.headers["authorization"].split("_")[1]
     tokens.revoke(folder / "tokens.json", number)
@@ -164,7 +164,7 @@ def test_a_revoked_or_expired_token_is_refused_at_once(gateway: RunningGateway, 
     assert late.get("/v1/blobs").json()["type"] == "urn:nearkin:problem:expired-token"
 
 
-def test_a_broken_tokens_file_leaves_the_tokens_as_they_were(client: Maker, folder: Path) -> None:
+def test_broken_tokens_file_keeps_old_tokens(client: Maker, folder: Path) -> None:
     mine = client("default", "read")
     file = folder / "tokens.json"
     before = file.read_bytes()
@@ -176,9 +176,8 @@ def test_a_broken_tokens_file_leaves_the_tokens_as_they_were(client: Maker, fold
         file.write_bytes(before)
 
 
-def test_a_revoked_token_goes_even_where_its_file_could_not_be_read_at_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_revoked_token_ends_after_failed_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End a revoked token although its file could not be read at first."""
     monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
     file = tmp_path / "tokens.json"
     text, made = tokens.create(file, "default", ["read"])
@@ -193,7 +192,7 @@ def test_a_revoked_token_goes_even_where_its_file_could_not_be_read_at_first(
     assert known.find(text) is None
 
 
-def test_a_token_revoked_while_a_gateway_starts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_revoked_during_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
     file = tmp_path / "tokens.json"
     text, made = tokens.create(file, "default", ["read"])
@@ -209,7 +208,8 @@ def test_a_token_revoked_while_a_gateway_starts_is_refused(tmp_path: Path, monke
     assert tokens.TokenFile(file).find(text) is None
 
 
-def test_the_file_holds_no_token_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+def test_tokens_file_is_private_without_tokens(tmp_path: Path) -> None:
+    """Store no token in the file, which only its owner can read."""
     text, made = tokens.create(tmp_path / "t.json", "default", ["read", "admin"], note="n")
     held = (tmp_path / "t.json").read_text()
     assert text not in held
@@ -239,7 +239,7 @@ def test_bad_tokens_are_refused_when_they_are_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.1", "nearkin.example", "127.0.0.1.nip.io"])
-def test_without_tokens_only_loopback_is_served(host: str) -> None:
+def test_no_tokens_serves_loopback_only(host: str) -> None:
     settings = with_changes(Settings(), {"gateway": {"host": host}})
     with pytest.raises(ConfigError, match="loopback"):
         check_address(settings)
@@ -251,7 +251,7 @@ def test_loopback_needs_no_tokens(host: str) -> None:
     check_address(with_changes(Settings(), {"gateway": {"host": host}}))
 
 
-def test_a_gateway_that_ended_leaves_no_thread_behind(tmp_path: Path) -> None:
+def test_ended_gateway_leaves_no_thread(tmp_path: Path) -> None:
     """End all threads with the gateway.
 
     The body's frames use the hashing and local file pools.
@@ -270,7 +270,7 @@ def test_a_gateway_that_ended_leaves_no_thread_behind(tmp_path: Path) -> None:
     until(lambda: not [thread for thread in own if thread.is_alive()])
 
 
-def test_who_asks_too_often_is_told_when_to_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_limit_names_the_retry_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(request_limits, "time", SimpleNamespace(monotonic=lambda: now))
     with running(embedded(tmp_path, {"gateway": {"requests_per_second": 5}})) as gateway, gateway.client() as client:
@@ -290,9 +290,10 @@ def test_secrets_are_not_shown_by_config(tmp_path: Path) -> None:
     assert "nk_secret" not in text
 
 
-def test_the_smoke_test_stores_something_and_notices_a_door_that_is_open(
+def test_smoke_test_notices_missing_access_check(
     gateway: RunningGateway, folder: Path, client: Maker, tmp_path: Path
 ) -> None:
+    """Store a blob in the smoke test and notice a gateway without access control."""
     text = client("default", "read", "write").headers["authorization"].removeprefix("Bearer ")
     assert [line.partition(":")[0] for line in smoke(gateway.url, text)][:2] == ["/readyz", "/v1/blobs without a token"]
     assert len(smoke(gateway.url, None)) == 2
@@ -305,7 +306,8 @@ def test_the_smoke_test_stores_something_and_notices_a_door_that_is_open(
         smoke("http://127.0.0.1:1", None)
 
 
-def test_requests_are_counted_by_route_never_by_what_strangers_send(gateway: RunningGateway, client: Maker) -> None:
+def test_requests_are_counted_by_route_only(gateway: RunningGateway, client: Maker) -> None:
+    """Count requests by route, never by text that strangers send."""
     reader = client("default", "read")
 
     def counted() -> dict[tuple[str, str, str], float]:

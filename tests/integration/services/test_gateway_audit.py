@@ -149,7 +149,7 @@ def browse(gateway: RunningGateway, text: str) -> None:
         assert browser.post("/logout", data={"csrf": csrf[1]}).status_code == 303
 
 
-def test_every_audit_event_comes_from_a_real_request(served: World, collected: Collected, written: io.StringIO) -> None:
+def test_audit_events_come_from_real_requests(served: World, collected: Collected, written: io.StringIO) -> None:
     """Produce each event of the table with its fields alone; no line of the log has a secret."""
     text = served.token()
     with served.gateway.client(text) as client:
@@ -219,7 +219,7 @@ def test_failed_authentication_is_recorded_with_its_reason(served: World, collec
     assert {reason for reason, _ in found} <= set(REASONS)
 
 
-def test_a_flood_of_bad_tokens_costs_few_records(served: World, collected: Collected) -> None:
+def test_flood_of_bad_tokens_costs_few_records(served: World, collected: Collected) -> None:
     """Summarise 1,000 requests with bad tokens: one first record, and counts of all others."""
     before, began = metrics.AUDIT_EVENTS.labels("auth.failed")._value.get(), time.monotonic()
     for first in range(0, 1000, PIPELINED_MAX):
@@ -411,7 +411,7 @@ def test_audit_windows_end_after_a_summary_that_failed(
     assert failed
 
 
-def test_every_operation_has_an_audit_event() -> None:
+def test_operations_have_an_audit_event() -> None:
     """A route that is added needs an event, or a reason to have none."""
     document = openapi_document()
     operations = {found["operationId"] for methods in document["paths"].values() for found in methods.values()}

@@ -28,7 +28,7 @@ def noise(count: int, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(count)
 
 
-def test_what_is_put_comes_back_with_its_digest_and_ledger(client: httpx.Client) -> None:
+def test_put_returns_digest_and_ledger(client: httpx.Client) -> None:
     data = noise(300_000)
     answer = client.put("/v1/blobs/first", content=data)
     assert answer.status_code == 201
@@ -44,7 +44,7 @@ def test_what_is_put_comes_back_with_its_digest_and_ledger(client: httpx.Client)
     assert client.get(told["status"]).json()["version"] == 1
 
 
-def test_what_was_stored_is_a_download_and_never_a_page_of_this_origin(client: httpx.Client) -> None:
+def test_stored_page_is_a_download(client: httpx.Client) -> None:
     """GET returns the stored type, under headers that forbid to run it."""
     client.put("/v1/blobs/page.html", content=b"<script>alert(1)</script>", headers={"Content-Type": "text/html"})
     for headers, status in (({}, 200), ({"Range": "bytes=0-3"}, 206)):
@@ -57,7 +57,7 @@ def test_what_was_stored_is_a_download_and_never_a_page_of_this_origin(client: h
             assert answer.headers["cross-origin-resource-policy"] == "same-origin"
 
 
-def test_so_many_explanations_at_a_time_and_one_more_is_503(gateway: RunningGateway, client: httpx.Client) -> None:
+def test_explanations_beyond_limit_are_503(gateway: RunningGateway, client: httpx.Client) -> None:
     client.put("/v1/blobs/explained", content=noise(100_000))
     with ExitStack() as taken:
         for number in range(EXPLANATIONS_MAX):
@@ -71,13 +71,13 @@ def test_so_many_explanations_at_a_time_and_one_more_is_503(gateway: RunningGate
 
 
 @pytest.mark.parametrize("size", [0, 1, FRAME_BYTES_MAX - 1, FRAME_BYTES_MAX, FRAME_BYTES_MAX + 1, 5_000_001])
-def test_sizes_around_a_frame_come_back(client: httpx.Client, size: int) -> None:
+def test_sizes_around_a_frame_are_restored(client: httpx.Client, size: int) -> None:
     data = noise(size)
     assert client.post(f"/v1/blobs/size/{size}", content=data).status_code == 201
     assert client.get(f"/v1/blobs/size/{size}").content == data
 
 
-def test_a_body_in_chunks_of_any_size_is_one_blob(client: httpx.Client) -> None:
+def test_chunked_body_of_any_size_is_one_blob(client: httpx.Client) -> None:
     rng = random.Random(5)
     parts = [rng.randbytes(rng.choice([1, 10, 70_000, 1_000_000])) for _ in range(12)]
     assert client.put("/v1/blobs/chunked", content=iter(parts)).status_code == 201
@@ -93,7 +93,7 @@ def test_a_body_in_chunks_of_any_size_is_one_blob(client: httpx.Client) -> None:
         "$(id)", "'; drop table--", "\ufeff", "\u00e9", "\U0010ffff",
     ],
 )  # fmt: skip
-def test_any_key_is_taken_as_it_is(client: httpx.Client, key: str) -> None:
+def test_any_key_is_stored_as_sent(client: httpx.Client, key: str) -> None:
     data = key.encode() * 3
     encoded = quote_key(key)
     put = client.put(f"/v1/blobs/{encoded}", content=data)
@@ -119,7 +119,7 @@ def test_any_key_is_taken_as_it_is(client: httpx.Client, key: str) -> None:
         ("a/versions", 405),
     ],
 )
-def test_a_key_that_cannot_be_is_refused_with_a_problem(client: httpx.Client, path: str, status: int) -> None:
+def test_invalid_key_is_refused_with_a_problem(client: httpx.Client, path: str, status: int) -> None:
     answer = client.put(f"/v1/blobs/{path}", content=b"x")
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
@@ -157,7 +157,7 @@ def test_versions_stay_and_are_listed_in_pages(client: httpx.Client) -> None:
     assert listed == [("aged", number) for number in range(1, 6)]
 
 
-def test_a_listing_pages_through_all_keys_once_in_order(client: httpx.Client) -> None:
+def test_listing_pages_have_each_key_once(client: httpx.Client) -> None:
     keys = sorted(f"page/{number:03d}{'é' if number % 3 else ''}" for number in range(23))
     for key in keys:
         client.put(f"/v1/blobs/{quote(key)}", content=b"x")
@@ -176,7 +176,7 @@ def test_a_listing_pages_through_all_keys_once_in_order(client: httpx.Client) ->
 
 @pytest.mark.parametrize("url", ["/v1/blobs", "/v1/deleted"])
 @pytest.mark.parametrize("query", ["prefix=page/%ff", "prefix=%C3%28&limit=5", "after=%80"])
-def test_a_query_that_is_not_utf8_is_refused(client: httpx.Client, url: str, query: str) -> None:
+def test_non_utf8_query_is_refused(client: httpx.Client, url: str, query: str) -> None:
     """Refuse `%ff`: with its bytes replaced it would list keys that begin with U+FFFD."""
     answer = client.get(f"{url}?{query}")
     assert answer.status_code == 400
@@ -188,7 +188,7 @@ def test_a_query_that_is_not_utf8_is_refused(client: httpx.Client, url: str, que
 # --- ranges ----------------------------------------------------------------------------------------------------------
 
 
-def test_ranges_are_what_python_slices_are(client: httpx.Client) -> None:
+def test_ranges_equal_python_slices(client: httpx.Client) -> None:
     data = noise(2_000_000, seed=9)
     client.put("/v1/blobs/ranged", content=data)
     rng = random.Random(3)
@@ -205,7 +205,7 @@ def test_ranges_are_what_python_slices_are(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("text", ["bytes=2000000-", "bytes=99999999999-", "bytes=-0"])
-def test_a_range_past_the_end_is_416_with_the_size(client: httpx.Client, text: str) -> None:
+def test_range_past_the_end_is_416_with_size(client: httpx.Client, text: str) -> None:
     client.put("/v1/blobs/short", content=b"0123456789")
     answer = client.get("/v1/blobs/short", headers={"Range": text})
     assert (answer.status_code, answer.headers["content-range"]) == (416, "bytes */10")
@@ -214,7 +214,7 @@ def test_a_range_past_the_end_is_416_with_the_size(client: httpx.Client, text: s
 @pytest.mark.parametrize(
     "text", ["bytes=5-2", "bytes=0-1,3-4", "lines=1-2", "bytes=a-b", "bytes=-", "garbage", "bytes=--1"]
 )
-def test_a_range_that_means_nothing_is_passed_over(client: httpx.Client, text: str) -> None:
+def test_meaningless_range_is_ignored(client: httpx.Client, text: str) -> None:
     client.put("/v1/blobs/short", content=b"0123456789")
     answer = client.get("/v1/blobs/short", headers={"Range": text})
     assert (answer.status_code, answer.content) == (200, b"0123456789")
@@ -232,9 +232,7 @@ def test_a_range_that_means_nothing_is_passed_over(client: httpx.Client, text: s
         ("/v1/gc", "GET, POST"),
     ],
 )
-def test_a_method_that_is_not_for_a_resource_is_told_all_that_are(
-    client: httpx.Client, path: str, methods: str
-) -> None:
+def test_wrong_method_names_allowed_ones(client: httpx.Client, path: str, methods: str) -> None:
     answer = client.request("TRACE", path)
     assert (answer.status_code, answer.headers["allow"]) == (405, methods)
 
@@ -311,7 +309,7 @@ def test_concurrent_puts_of_one_key_give_ordered_versions(gateway: RunningGatewa
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 
-def test_a_status_that_was_never_given_out_is_404(client: httpx.Client) -> None:
+def test_unknown_status_is_404(client: httpx.Client) -> None:
     told = client.put("/v1/blobs/status", content=b"x").json()
     forged = told["id"][:-1] + ("0" if told["id"][-1] != "0" else "1")
     assert client.get(f"/v1/status/{forged}").status_code == 404
@@ -377,7 +375,8 @@ def test_unknown_resources_and_methods_are_problems(client: httpx.Client) -> Non
     assert (invalid.status_code, invalid.json()["errors"][0]["field"]) == (422, "query.limit")
 
 
-def test_damage_in_the_middle_cuts_the_body_and_damage_at_the_start_is_a_problem(tmp_path: Path) -> None:
+def test_damage_cuts_the_body_or_is_a_problem(tmp_path: Path) -> None:
+    """Cut the body at damage in the middle; return a problem for damage at the start."""
     data = noise(48_000_000, seed=77)
     with running(embedded(tmp_path)) as first, first.client() as client:
         assert client.put("/v1/blobs/hurt", content=data).status_code == 201
@@ -399,7 +398,7 @@ def test_damage_in_the_middle_cuts_the_body_and_damage_at_the_start_is_a_problem
         assert (answer.status_code, answer.json()["type"]) == (500, "urn:nearkin:problem:corrupt")
 
 
-def test_a_broken_manifest_is_named_and_hides_no_other_blob(tmp_path: Path) -> None:
+def test_broken_manifest_is_named_hides_no_other(tmp_path: Path) -> None:
     """A listed newest version without a good manifest is an error, and no 404."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         for key in ("a", "b", "c"):
@@ -430,7 +429,8 @@ def _flip(path: Path, at: float = 0.5) -> None:
     path.write_bytes(data)
 
 
-def test_what_a_gateway_stored_the_library_reads_and_the_other_way_round(tmp_path: Path) -> None:
+def test_gateway_and_library_read_each_other(tmp_path: Path) -> None:
+    """Read with the library what a gateway stored, and vice versa."""
     with open_store(tmp_path, create=True) as store:
         store.put("from/library", b"library")
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
@@ -440,7 +440,7 @@ def test_what_a_gateway_stored_the_library_reads_and_the_other_way_round(tmp_pat
         assert store.get("from/gateway").read() == b"gateway"
 
 
-def test_no_password_of_a_url_is_shown(tmp_path: Path) -> None:
+def test_password_of_a_url_is_not_shown(tmp_path: Path) -> None:
     url = {"redis": {"url": "redis://user:hunter2@127.0.0.1:6379/0"}}
     with running(embedded(tmp_path, url)) as gateway, gateway.client() as client:
         shown = client.get("/v1/config")

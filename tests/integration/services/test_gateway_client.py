@@ -41,7 +41,7 @@ def token(gateway: RunningGateway) -> str:
     return (gateway.store.parent / "token").read_text()
 
 
-def test_the_client_puts_and_gets_whatever_the_key(gateway: RunningGateway, token: str) -> None:
+def test_client_puts_and_gets_any_key(gateway: RunningGateway, token: str) -> None:
     data = os.urandom(3_000_000)
     with nearkin.connect(gateway.url, token) as store:
         for key in KEYS:
@@ -61,9 +61,8 @@ def test_the_client_puts_and_gets_whatever_the_key(gateway: RunningGateway, toke
             store.get("nothing").read()
 
 
-def test_a_put_that_takes_longer_to_commit_than_anybody_is_silent_ends_once_it_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_put_outlasting_the_timeout_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a put whose commit takes longer than any read timeout."""
     monkeypatch.setattr(http, "SILENCE_SECONDS", 1.0)
     monkeypatch.setattr(http, "ATTEMPTS_MAX", 3)
     monkeypatch.setattr(http, "BACKOFF_SECONDS_MAX", 0.5)
@@ -89,7 +88,8 @@ def test_a_put_that_takes_longer_to_commit_than_anybody_is_silent_ends_once_it_i
         later.join()
 
 
-def test_the_client_changes_settings_and_is_told_of_bad_ones(gateway: RunningGateway, token: str) -> None:
+def test_client_changes_settings_or_is_refused(gateway: RunningGateway, token: str) -> None:
+    """Change settings with the client, which reports refused ones."""
     with nearkin.connect(gateway.url, token) as store:
         assert store.change_config({"features": {"algorithm": "odess"}})["settings"]["features"]["algorithm"] == "odess"
         refused = metrics.CONFIG_REFUSED._value.get()
@@ -106,7 +106,7 @@ def test_the_client_changes_settings_and_is_told_of_bad_ones(gateway: RunningGat
             store.put("refused", b"x", sha256=bytes(32))
 
 
-def test_a_token_without_the_scope_is_denied(gateway: RunningGateway) -> None:
+def test_token_without_scope_is_denied(gateway: RunningGateway) -> None:
     reader = (gateway.store.parent / "reader").read_text()
     with nearkin.connect(gateway.url, reader) as store:
         with pytest.raises(AccessDenied):
@@ -117,7 +117,7 @@ def test_a_token_without_the_scope_is_denied(gateway: RunningGateway) -> None:
         store.versions()
 
 
-def test_the_asyncio_client_says_the_same(gateway: RunningGateway, token: str) -> None:
+def test_asyncio_client_returns_the_same(gateway: RunningGateway, token: str) -> None:
     async def run() -> None:
         async with nearkin.connect_async(gateway.url, token) as store:
             results = [result async for result in store.put_many((f"async/{n}", b"%d" % n) for n in range(20))]
@@ -127,7 +127,7 @@ def test_the_asyncio_client_says_the_same(gateway: RunningGateway, token: str) -
     asyncio.run(run())
 
 
-def test_the_command_line_works_on_a_server(
+def test_command_line_works_on_a_server(
     gateway: RunningGateway,
     token: str,
     tmp_path: Path,

@@ -117,7 +117,7 @@ def test_final_upload_of_wrong_parts_is_refused(client: httpx.Client, name: str)
     assert client.get("/v1/blobs/wrong").status_code == 404
 
 
-def test_claimed_part_goes_into_one_final_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claimed_part_is_in_one_final_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse one of two final uploads with a common part.
 
     Delete the part with the other alone.
@@ -152,7 +152,7 @@ def test_create_final_that_lost_the_race_takes_it_back(tmp_path: Path) -> None:
         uploads.load("default", "2" * 32)
 
 
-def test_sweep_removes_parts_of_an_ended_final_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_removes_parts_of_final_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep partial uploads as long as the final upload that claims them.
 
     Else they expire alone.

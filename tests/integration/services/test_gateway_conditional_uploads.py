@@ -96,7 +96,7 @@ def test_upload_whose_condition_holds_is_committed(client: httpx.Client, kind: s
     assert client.head(answer.headers["location"], headers=TUS).headers["upload-offset"] == "3"
 
 
-def test_of_six_concurrent_first_uploads_one_is_stored(gateway: RunningGateway, client: httpx.Client) -> None:
+def test_of_six_concurrent_uploads_one_is_stored(gateway: RunningGateway, client: httpx.Client) -> None:
     """Six uploads that were all begun before the first version: one is 204, five are 412."""
     urls = [begin(client, "six", 2, ONLY_FIRST).headers["location"] for _ in range(6)]
     barrier, statuses = threading.Barrier(6), list[int]()

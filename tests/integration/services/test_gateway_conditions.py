@@ -53,7 +53,8 @@ def test_lists_on_several_lines_are_read_as_on_one(client: httpx.Client) -> None
     assert client.delete(path, headers=[("If-Match", tag), ("If-Match", now)]).status_code == 204
 
 
-def test_a_date_never_says_not_modified_of_what_the_caller_does_not_have(client: httpx.Client) -> None:
+def test_date_never_yields_304_for_newer_content(client: httpx.Client) -> None:
+    """Never answer Not Modified by date for content that the caller lacks."""
     client.put("/v1/blobs/dated", content=b"one")
     first = client.get("/v1/blobs/dated")
     client.put("/v1/blobs/dated", content=b"two")  # within the second, mostly
@@ -76,7 +77,7 @@ def test_conditions_of_puts_hold(client: httpx.Client) -> None:
     assert client.get("/v1/blobs/once").content == b"two"
 
 
-def test_a_conditional_put_that_is_sent_again_is_answered_as_the_first_was(client: httpx.Client) -> None:
+def test_conditional_put_resent_gets_same_result(client: httpx.Client) -> None:
     """Its answer was lost; by then the version that its condition meets is its own."""
     only_first = {"If-None-Match": "*", "Idempotency-Key": "lost the answer"}
     first = client.put("/v1/blobs/lost", content=b"one", headers=only_first)
@@ -90,7 +91,7 @@ def test_a_conditional_put_that_is_sent_again_is_answered_as_the_first_was(clien
     assert len(client.get("/v1/blobs/lost/versions").json()["versions"]) == 2
 
 
-def test_a_conditional_put_that_is_sent_again_before_its_outcome_is_told_is_no_stranger(
+def test_conditional_put_resent_early_is_known(
     gateway: RunningGateway, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recognise the repeat although the version exists before its outcome is reported."""
@@ -113,7 +114,8 @@ def test_a_conditional_put_that_is_sent_again_before_its_outcome_is_told_is_no_s
     assert client.put("/v1/blobs/at once", content=b"one", headers=stranger).status_code == 412
 
 
-def test_a_repeated_idempotency_key_stores_once_and_other_content_is_refused(client: httpx.Client) -> None:
+def test_idempotency_key_stores_once(client: httpx.Client) -> None:
+    """Store once for a repeated Idempotency-Key; refuse other content."""
     data = random_bytes(100_000, 8)
     first = client.put("/v1/blobs/idem", content=data, headers={"Idempotency-Key": "k1"})
     again = client.put("/v1/blobs/idem", content=data, headers={"Idempotency-Key": "k1"})
@@ -127,7 +129,8 @@ def test_a_repeated_idempotency_key_stores_once_and_other_content_is_refused(cli
     assert client.put("/v1/blobs/idem", content=b"", headers={"Idempotency-Key": "k" * 256}).status_code == 400
 
 
-def test_two_uploads_with_one_idempotency_key_at_once_store_once(gateway: RunningGateway) -> None:
+def test_two_uploads_of_one_key_at_once_are_one(gateway: RunningGateway) -> None:
+    """Store once for two concurrent uploads with one Idempotency-Key."""
     data, statuses = random_bytes(3_000_000, 11), []
     both_began = threading.Barrier(2)
 

@@ -66,7 +66,7 @@ def listed(client: httpx.Client, prefix: str, **params: str) -> list[tuple[str, 
     return [(entry["key"], entry["version"]) for entry in page["blobs"]]
 
 
-def test_a_deleted_key_is_gone_for_every_reader_at_once(client: httpx.Client, token: str) -> None:
+def test_deleted_key_is_hidden_at_once(client: httpx.Client, token: str) -> None:
     put(client, "gone", b"one", b"two")
     put(client, "gone/not", b"stays")
     answer = client.delete("/v1/blobs/gone", params={"reason": "a test"})
@@ -87,7 +87,7 @@ def test_a_deleted_key_is_gone_for_every_reader_at_once(client: httpx.Client, to
     assert two["until"] > two["deleted"]
 
 
-def test_a_put_after_a_deletion_takes_a_number_above_all(client: httpx.Client) -> None:
+def test_put_after_deletion_gets_a_new_number(client: httpx.Client) -> None:
     put(client, "again", b"one", b"two")
     client.delete("/v1/blobs/again")
     answer = client.put("/v1/blobs/again", content=b"three", headers={"If-None-Match": "*"})
@@ -97,7 +97,7 @@ def test_a_put_after_a_deletion_takes_a_number_above_all(client: httpx.Client) -
     assert listed(client, "again", versions="all") == [("again", 4)]
 
 
-def test_one_version_goes_and_comes_back(client: httpx.Client) -> None:
+def test_one_version_is_deleted_and_undeleted(client: httpx.Client) -> None:
     put(client, "single", b"one", b"two", b"three")
     assert client.delete("/v1/blobs/single?version=3").status_code == 204
     assert client.get("/v1/blobs/single").content == b"two"
@@ -113,7 +113,8 @@ def test_one_version_goes_and_comes_back(client: httpx.Client) -> None:
     assert client.post("/v1/undelete/never").status_code == 404
 
 
-def test_if_match_is_the_newest_version_that_would_go(client: httpx.Client) -> None:
+def test_if_match_names_the_newest_version(client: httpx.Client) -> None:
+    """Compare If-Match with the newest version that would be deleted."""
     one, two = put(client, "match", b"one", b"two")
     refused = client.delete("/v1/blobs/match", headers={"If-Match": one})
     assert (refused.status_code, refused.json()["type"]) == (412, "urn:nearkin:problem:precondition-failed")
@@ -124,7 +125,7 @@ def test_if_match_is_the_newest_version_that_would_go(client: httpx.Client) -> N
     assert client.delete("/v1/blobs/match", headers={"If-Match": "*"}).status_code == 404
 
 
-def test_a_deletion_that_is_sent_again_leaves_what_was_put_since(client: httpx.Client) -> None:
+def test_deletion_resent_keeps_later_puts(client: httpx.Client) -> None:
     client.put("/v1/blobs/resent", content=b"first")
     once = {"Idempotency-Key": "lost the answer"}
     assert client.delete("/v1/blobs/resent", headers=once).headers["x-nearkin-versions"] == "1"
@@ -135,7 +136,7 @@ def test_a_deletion_that_is_sent_again_leaves_what_was_put_since(client: httpx.C
     assert client.delete("/v1/blobs/resent").headers["x-nearkin-versions"] == "1"  # another call takes it
 
 
-def test_an_idempotency_key_repeats_the_answer(client: httpx.Client) -> None:
+def test_idempotency_key_repeats_the_response(client: httpx.Client) -> None:
     put(client, "repeat", b"one", b"two")
     headers = {"Idempotency-Key": "x"}
     for _ in range(2):
@@ -145,7 +146,7 @@ def test_an_idempotency_key_repeats_the_answer(client: httpx.Client) -> None:
     assert client.delete("/v1/blobs/repeat", headers={"Idempotency-Key": ""}).status_code in (400, 404)
 
 
-def test_another_tenants_blob_cannot_be_deleted(client: httpx.Client, gateway: RunningGateway, folder: Path) -> None:
+def test_another_tenants_blob_is_not_deleted(client: httpx.Client, gateway: RunningGateway, folder: Path) -> None:
     text = tokens.create(folder / "tokens.json", "other", ["read", "delete"])[0]
     _wait_for(gateway, text)
     assert client.delete("/v1/blobs/shared").status_code == 404
@@ -159,7 +160,7 @@ def test_another_tenants_blob_cannot_be_deleted(client: httpx.Client, gateway: R
     assert "shared" not in {entry["key"] for entry in client.get("/v1/deleted").json()["deleted"]}
 
 
-def test_stats_count_what_is_deleted_and_not_collected(client: httpx.Client) -> None:
+def test_stats_count_deleted_uncollected_data(client: httpx.Client) -> None:
     before = client.get("/v1/stats").json()
     put(client, "counted", b"x" * 1000, b"y" * 500)
     client.delete("/v1/blobs/counted")
@@ -170,7 +171,7 @@ def test_stats_count_what_is_deleted_and_not_collected(client: httpx.Client) -> 
     assert after["stored_bytes"] == sum(after["parts"].values())
 
 
-def test_pages_pass_over_what_is_deleted(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_skip_deleted_versions(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         put(client, f"page/{number:02}", b"x", b"y")
     for number in [*range(13), 15, 19]:
@@ -204,7 +205,7 @@ def test_pages_pass_over_what_is_deleted(client: httpx.Client, monkeypatch: pyte
     assert (found, pages > 4) == (gone, True)
 
 
-def test_a_gateway_that_is_read_only_deletes_nothing(client: httpx.Client) -> None:
+def test_read_only_gateway_deletes_nothing(client: httpx.Client) -> None:
     put(client, "kept", b"x")
     client.patch("/v1/config", json={"service": {"read_only": True}})
     try:
@@ -215,7 +216,8 @@ def test_a_gateway_that_is_read_only_deletes_nothing(client: httpx.Client) -> No
     assert client.get("/v1/blobs/kept").content == b"x"
 
 
-def test_a_reader_that_began_before_gets_every_byte(client: httpx.Client) -> None:
+def test_reader_of_deleted_version_gets_all(client: httpx.Client) -> None:
+    """Send every byte to a reader that began before the deletion."""
     data = bytes(range(256)) * 40_000
     put(client, "read", data)
     with client.stream("GET", "/v1/blobs/read") as answer:
@@ -226,7 +228,7 @@ def test_a_reader_that_began_before_gets_every_byte(client: httpx.Client) -> Non
     assert client.get("/v1/blobs/read").status_code == 404
 
 
-def test_of_many_deletions_at_once_one_did_it(client: httpx.Client) -> None:
+def test_of_concurrent_deletions_one_is_counted(client: httpx.Client) -> None:
     for number in range(10):
         put(client, f"race/{number}", b"x")
         barrier = threading.Barrier(4)
@@ -239,7 +241,8 @@ def test_of_many_deletions_at_once_one_did_it(client: httpx.Client) -> None:
             assert sorted(threads.map(lambda _, work=delete: work(), range(4))) == [204, 404, 404, 404]
 
 
-def test_puts_and_deletions_side_by_side_leave_numbers_that_only_grow(client: httpx.Client) -> None:
+def test_numbers_grow_with_puts_and_deletions(client: httpx.Client) -> None:
+    """Give growing version numbers under concurrent puts and deletions."""
     numbers: list[int] = []
     stop = threading.Event()
 
@@ -263,7 +266,7 @@ def test_puts_and_deletions_side_by_side_leave_numbers_that_only_grow(client: ht
 # --- clients ---------------------------------------------------------------------------------------------------------
 
 
-def test_both_clients_delete_and_bring_back(gateway: RunningGateway, token: str) -> None:
+def test_both_clients_delete_and_undelete(gateway: RunningGateway, token: str) -> None:
     with nearkin.connect(gateway.url, token) as store:
         store.put("client/a", b"one")
         store.put("client/a", b"two")
@@ -292,7 +295,7 @@ def test_both_clients_delete_and_bring_back(gateway: RunningGateway, token: str)
     anyio.run(awaited)
 
 
-def test_both_clients_name_what_cannot_be_read(gateway: RunningGateway, token: str) -> None:
+def test_both_clients_name_unreadable_versions(gateway: RunningGateway, token: str) -> None:
     names = gateway.store
     with nearkin.connect(gateway.url, token) as store:
         store.put("broken/a", b"one")

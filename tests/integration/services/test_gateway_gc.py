@@ -74,7 +74,7 @@ def command(gateway: RunningGateway, *arguments: str) -> subprocess.CompletedPro
     )
 
 
-def test_a_round_that_is_asked_for_is_done_and_told(gateway: RunningGateway) -> None:
+def test_gc_run_is_started_and_reported(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         client.put("/v1/blobs/gone", content=os.urandom(300_000)).raise_for_status()
         client.delete("/v1/blobs/gone").raise_for_status()
@@ -105,9 +105,10 @@ def held() -> Iterator[tuple[threading.Event, threading.Event]]:
         failpoints.disarm()
 
 
-def test_uploads_deletions_and_downloads_go_on_while_a_round_is_at_work(
+def test_requests_continue_during_a_gc_run(
     gateway: RunningGateway, held: tuple[threading.Event, threading.Event]
 ) -> None:
+    """Serve uploads, deletions and downloads during a GC run."""
     there, on = held
     before = ask(gateway, "run").json()["last"]
     assert there.wait(60)
@@ -123,9 +124,7 @@ def test_uploads_deletions_and_downloads_go_on_while_a_round_is_at_work(
         assert client.get("/v1/blobs/beside").content == b"two"
 
 
-def test_a_gateway_that_stops_ends_the_round_that_is_at_work(
-    tmp_path: Path, held: tuple[threading.Event, threading.Event]
-) -> None:
+def test_stopping_gateway_ends_the_gc_run(tmp_path: Path, held: tuple[threading.Event, threading.Event]) -> None:
     there, on = held
     with running(embedded(tmp_path / "store", CHANGES)) as gateway:
         with gateway.client() as client:
@@ -138,9 +137,8 @@ def test_a_gateway_that_stops_ends_the_round_that_is_at_work(
         assert store.gc_state().pending_delete_containers == 0
 
 
-def test_a_round_that_cannot_even_begin_leaves_the_writer_at_work(
-    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gc_run_failing_at_start_keeps_writer(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the writer at work if a GC run cannot even begin."""
     plain, refused = threading.Thread.start, threading.Event()
 
     def start(thread: threading.Thread) -> None:
@@ -161,7 +159,7 @@ def test_a_round_that_cannot_even_begin_leaves_the_writer_at_work(
     assert ended_since(gateway, before)["failure"] is None  # the request is not forgotten
 
 
-def test_while_collection_is_paused_a_round_is_refused(gateway: RunningGateway) -> None:
+def test_gc_run_while_paused_is_refused(gateway: RunningGateway) -> None:
     assert ask(gateway, "pause").json()["paused"]["by"]
     refused = ask(gateway, "run")
     assert (refused.status_code, refused.json()["type"]) == (409, "urn:nearkin:problem:paused")
@@ -170,13 +168,13 @@ def test_while_collection_is_paused_a_round_is_refused(gateway: RunningGateway) 
 
 
 @pytest.mark.parametrize("action", ["stop", None, 7, ["run"]])
-def test_what_is_no_action_is_refused_with_the_list_of_those_that_are(gateway: RunningGateway, action: object) -> None:
+def test_unknown_action_is_refused_with_list(gateway: RunningGateway, action: object) -> None:
     refused = ask(gateway, action)
     assert refused.status_code == 400
     assert "run, pause, resume" in refused.json()["detail"]
 
 
-def test_the_command_does_the_same_behind_a_gateway_as_with_a_folder(gateway: RunningGateway) -> None:
+def test_command_behind_gateway_equals_local(gateway: RunningGateway) -> None:
     done = command(gateway, "gc", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["failure"] is None
@@ -188,9 +186,8 @@ def test_the_command_does_the_same_behind_a_gateway_as_with_a_folder(gateway: Ru
     assert command(gateway, "gc", "--resume").stdout.startswith(b"not paused")
 
 
-def test_a_round_that_is_due_and_paused_is_looked_for_now_and_then_and_puts_go_on_whatever_lies_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paused_gc_run_is_retried_puts_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry a due, paused GC run now and then; puts continue whatever the pause folder has."""
     looked: list[float] = []
     read = GcPauseFlag.read
 

@@ -64,7 +64,7 @@ def status_of(answer: bytes) -> int:
     return int(answer[9:12])
 
 
-def test_a_body_shorter_than_announced_stores_nothing(gateway: RunningGateway) -> None:
+def test_body_shorter_than_announced_is_refused(gateway: RunningGateway) -> None:
     with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
         connection.sendall(head("/v1/blobs/short", "Content-Length: 1000") + b"x" * 999)
         connection.shutdown(socket.SHUT_WR)
@@ -73,7 +73,7 @@ def test_a_body_shorter_than_announced_stores_nothing(gateway: RunningGateway) -
         assert client.get("/v1/blobs/short").status_code == 404
 
 
-def test_a_body_that_stops_is_408_and_stores_nothing(gateway: RunningGateway) -> None:
+def test_body_that_stops_is_408(gateway: RunningGateway) -> None:
     started = time.monotonic()
     answer = gateway.raw(head("/v1/blobs/stops", "Content-Length: 1000000") + b"x" * 500)
     assert status_of(answer) == 408
@@ -81,7 +81,7 @@ def test_a_body_that_stops_is_408_and_stores_nothing(gateway: RunningGateway) ->
     assert b"too-slow" in answer
 
 
-def test_a_body_that_trickles_is_408(gateway: RunningGateway) -> None:
+def test_body_that_trickles_is_408(gateway: RunningGateway) -> None:
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
         connection.sendall(head("/v1/blobs/trickle", "Transfer-Encoding: chunked"))
         stop = threading.Event()
@@ -101,7 +101,7 @@ def test_a_body_that_trickles_is_408(gateway: RunningGateway) -> None:
     assert status_of(answer) == 408
 
 
-def test_a_slow_body_above_the_least_rate_is_taken(tmp_path: Path) -> None:
+def test_slow_body_above_least_rate_is_accepted(tmp_path: Path) -> None:
     def steadily() -> Iterator[bytes]:
         for _ in range(50):
             time.sleep(0.1)
@@ -112,12 +112,13 @@ def test_a_slow_body_above_the_least_rate_is_taken(tmp_path: Path) -> None:
         assert client.put("/v1/blobs/steady", content=steadily()).json()["size_bytes"] == 100_000
 
 
-def test_a_request_line_that_never_ends_is_closed(gateway: RunningGateway) -> None:
+def test_endless_request_line_is_closed(gateway: RunningGateway) -> None:
     for begun in (b"", b"G", b"\r\n\r\n", b"GET /v1/blobs HTTP/1.1\r\nHost: [::1]\r\n"):
         assert gateway.raw(begun) == b""
 
 
-def test_too_large_a_body_is_413_announced_or_not(gateway: RunningGateway) -> None:
+def test_oversized_body_is_413(gateway: RunningGateway) -> None:
+    """Return 413 for a body over the limit, announced or not."""
     assert status_of(gateway.raw(head("/v1/blobs/big", f"Content-Length: {5 * MIB}"), timeout=1)) == 413
     assert status_of(gateway.raw(head("/v1/blobs/big", "Content-Length: " + "9" * 18), timeout=1)) == 413
 
@@ -130,7 +131,7 @@ def test_too_large_a_body_is_413_announced_or_not(gateway: RunningGateway) -> No
         assert client.get("/v1/blobs/big").status_code == 404
 
 
-def test_an_early_refusal_reads_on_only_so_far(gateway: RunningGateway) -> None:
+def test_early_refusal_discards_up_to_a_bound(gateway: RunningGateway) -> None:
     """Discard a refused body of 1 GiB up to a bound, then close the connection."""
     sent = 0
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
@@ -183,12 +184,12 @@ def test_oversized_headers_are_431(gateway: RunningGateway, headers: list[str]) 
     assert status_of(answer) == 431
 
 
-def test_an_oversized_url_is_refused(gateway: RunningGateway) -> None:
+def test_oversized_url_is_refused(gateway: RunningGateway) -> None:
     assert status_of(gateway.raw(head("/v1/blobs/" + "k" * 20_000, method="GET"), timeout=3)) == 431
     assert status_of(gateway.raw(head("/v1/blobs/" + "k" * 2_000, method="GET"), timeout=3)) == 414
 
 
-def test_a_header_without_end_is_refused_while_it_comes(gateway: RunningGateway) -> None:
+def test_endless_header_is_refused_early(gateway: RunningGateway) -> None:
     """Count a header while it arrives: the parser keeps it until it ends, in memory."""
     sent = 0
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
@@ -200,7 +201,8 @@ def test_a_header_without_end_is_refused_while_it_comes(gateway: RunningGateway)
     assert sent < 32 * MIB
 
 
-def test_one_upload_too_many_is_503_and_a_freed_place_is_taken(gateway: RunningGateway) -> None:
+def test_one_upload_too_many_is_503(gateway: RunningGateway) -> None:
+    """Return 503 to one upload too many; accept one once a slot is free."""
     holders = []
     for number in range(4):
         connection = socket.create_connection(("127.0.0.1", gateway.port))
@@ -230,7 +232,7 @@ def test_one_connection_too_many_is_refused(tmp_path: Path) -> None:
         assert status_of(own.raw(head("/livez", "Connection: close", method="GET"))) == 200
 
 
-def test_an_encoded_or_partial_body_is_refused(gateway: RunningGateway) -> None:
+def test_encoded_or_partial_body_is_refused(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         assert client.put("/v1/blobs/gz", content=b"x", headers={"Content-Encoding": "gzip"}).status_code == 415
         assert client.put("/v1/blobs/gz", content=b"x", headers={"Content-Range": "bytes 0-0/5"}).status_code == 400
@@ -245,7 +247,7 @@ def test_metadata_that_cannot_be_kept_are_refused(gateway: RunningGateway) -> No
 
 
 @pytest.mark.parametrize("least", [1024, MIB])
-def test_a_reader_that_sleeps_is_let_go(tmp_path: Path, least: int) -> None:
+def test_sleeping_reader_is_disconnected(tmp_path: Path, least: int) -> None:
     with running(embedded(tmp_path, {"gateway": {"slow_seconds": 1, "slow_bytes_per_second": least}})) as gateway:
         with gateway.client() as client:
             assert client.put("/v1/blobs/long", content=os.urandom(24 * MIB)).status_code == 201
@@ -257,7 +259,7 @@ def test_a_reader_that_sleeps_is_let_go(tmp_path: Path, least: int) -> None:
             until(lambda: not gateway.gateway.downloads.taken_count)
 
 
-def test_a_slow_reader_above_the_least_rate_is_served_to_the_end(tmp_path: Path) -> None:
+def test_slow_reader_above_least_rate_gets_all(tmp_path: Path) -> None:
     content = os.urandom(3 * MIB)
     bounds = {"slow_seconds": 1, "slow_bytes_per_second": 4 * 1024}
     with running(embedded(tmp_path, {"gateway": bounds})) as gateway:
@@ -276,7 +278,7 @@ def test_a_slow_reader_above_the_least_rate_is_served_to_the_end(tmp_path: Path)
     assert taken.endswith(content)
 
 
-def test_a_fragment_is_no_part_of_a_key(gateway: RunningGateway) -> None:
+def test_fragment_is_no_part_of_a_key(gateway: RunningGateway) -> None:
     answer = gateway.raw(head("/v1/blobs/cut#off?x=1", "Content-Length: 4") + b"frag")
     assert status_of(answer) == 400
     assert b"%23" in answer
@@ -286,7 +288,7 @@ def test_a_fragment_is_no_part_of_a_key(gateway: RunningGateway) -> None:
         assert client.get("/v1/blobs/cut%23off").content == b"whole"
 
 
-def test_a_reader_that_leaves_frees_its_place(gateway: RunningGateway) -> None:
+def test_leaving_reader_frees_its_slot(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         client.put("/v1/blobs/left", content=os.urandom(4 * MIB))
         for _ in range(5):
@@ -294,9 +296,7 @@ def test_a_reader_that_leaves_frees_its_place(gateway: RunningGateway) -> None:
                 next(answer.iter_raw())
 
 
-def test_a_reader_that_leaves_does_not_make_the_others_wait_for_what_is_being_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaving_reader_does_not_delay_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """End read-ahead in the thread that waits for it, never in the loop of all clients."""
     ended: list[str] = []
 
@@ -357,7 +357,7 @@ def test_streaming_160_megabytes_takes_bounded_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_many_tiny_uploads_are_all_there(tmp_path: Path) -> None:
+def test_many_tiny_uploads_are_all_stored(tmp_path: Path) -> None:
     count, failures = 2000, []
     environment = {"NEARKIN_STORE": str(tmp_path / "store"), "NEARKIN_GATEWAY__INGEST": "embedded"}
     environment |= {"NEARKIN_GATEWAY__REQUESTS_PER_SECOND": "0"}
@@ -387,7 +387,7 @@ def test_many_tiny_uploads_are_all_there(tmp_path: Path) -> None:
             assert client.get("/v1/blobs/tiny/01234").content == b"1234"
 
 
-def test_a_stopping_gateway_finishes_the_upload_that_runs(tmp_path: Path) -> None:
+def test_stopping_gateway_finishes_the_upload(tmp_path: Path) -> None:
     environment = {"NEARKIN_STORE": str(tmp_path / "store"), "NEARKIN_GATEWAY__INGEST": "embedded"}
     with process(environment, tmp_path) as (child, url):
 
@@ -409,9 +409,7 @@ def test_a_stopping_gateway_finishes_the_upload_that_runs(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("length", ["Content-Length: 6", "Transfer-Encoding: chunked"])
-def test_a_body_under_an_upgrade_is_refused_and_never_taken_for_an_empty_one(
-    gateway: RunningGateway, length: str
-) -> None:
+def test_body_under_an_upgrade_is_refused(gateway: RunningGateway, length: str) -> None:
     """Refuse the body of a request that asks for h2c, which the parser ends with its head.
 
     `curl --http2` and Java's client ask for h2c with the first request.
@@ -450,7 +448,8 @@ def test_trailers_are_bounded_and_are_no_headers(gateway: RunningGateway) -> Non
     assert sent < 32 * MIB  # what the sockets hold, and no more
 
 
-def test_every_line_of_a_coding_and_of_a_digest_counts(gateway: RunningGateway) -> None:
+def test_repeated_header_lines_all_count(gateway: RunningGateway) -> None:
+    """Apply every line of a coding and of a digest."""
     for more in (
         ("Content-Encoding: identity", "Content-Encoding: gzip"),
         ("Transfer-Encoding: gzip, chunked",),
@@ -464,7 +463,7 @@ def test_every_line_of_a_coding_and_of_a_digest_counts(gateway: RunningGateway) 
         assert client.get("/v1/blobs/lines").status_code == 404
 
 
-def test_a_gateway_told_to_stop_while_it_starts_stops(tmp_path: Path) -> None:
+def test_gateway_stopped_during_start_stops(tmp_path: Path) -> None:
     blocked = (
         "import os, signal, sys, time\n"
         "import nearkin_gateway.server as server\n"

@@ -75,7 +75,7 @@ OPERATIONS = (
 
 
 @pytest.mark.parametrize("operation_id", OPERATIONS)
-def test_every_answer_is_one_that_the_document_names(api: Any, token: str, operation_id: str) -> None:
+def test_responses_are_all_documented(api: Any, token: str, operation_id: str) -> None:
     operation = api.find_operation_by_id(operation_id)
 
     @settings(
@@ -148,7 +148,7 @@ def test_header_outside_its_documented_bounds_is_refused(
         assert answer.status_code in (400, 412), answer.text
 
 
-def test_the_document_is_complete(gateway: RunningGateway) -> None:
+def test_document_is_complete(gateway: RunningGateway) -> None:
     document = httpx.get(f"{gateway.url}/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     assert "HTTPBearer" in document["components"]["securitySchemes"]

@@ -83,7 +83,7 @@ def settled(client: httpx.Client, answer: httpx.Response) -> dict[str, Any]:
     return told
 
 
-def test_a_put_that_waits_is_201_with_its_ledger_and_comes_back(client: httpx.Client) -> None:
+def test_waiting_put_is_201_and_restored(client: httpx.Client) -> None:
     data = content(3 * MIB, 1)
     answer = client.put("/v1/blobs/a/waited", params={"wait": 60}, content=data)
     assert answer.status_code == 201, answer.text
@@ -94,7 +94,7 @@ def test_a_put_that_waits_is_201_with_its_ledger_and_comes_back(client: httpx.Cl
     assert client.get("/v1/blobs/a/waited", headers={"Range": "bytes=1000000-1000099"}).content == data[1000000:1000100]
 
 
-def test_a_put_that_does_not_wait_is_202_and_ends_committed(client: httpx.Client) -> None:
+def test_put_without_wait_is_202_then_committed(client: httpx.Client) -> None:
     answer = client.put("/v1/blobs/a/later", content=content(MIB, 2), headers={"X-Nearkin-Meta-Host": "db1"})
     assert answer.status_code == 202
     assert answer.json()["state"] == "pending"
@@ -104,12 +104,12 @@ def test_a_put_that_does_not_wait_is_202_and_ends_committed(client: httpx.Client
     assert client.get("/v1/blobs/a/later").content == content(MIB, 2)
 
 
-def test_an_empty_blob_is_a_blob(client: httpx.Client) -> None:
+def test_empty_blob_is_stored(client: httpx.Client) -> None:
     assert client.put("/v1/blobs/a/empty", params={"wait": 60}).json()["size_bytes"] == 0
     assert client.get("/v1/blobs/a/empty").content == b""
 
 
-def test_a_second_gateway_knows_what_the_first_one_accepted(client: httpx.Client, pipeline: Pipeline) -> None:
+def test_second_gateway_knows_accepted_uploads(client: httpx.Client, pipeline: Pipeline) -> None:
     token = client.headers["authorization"].removeprefix("Bearer ")
     told = settled(client, client.put("/v1/blobs/a/shared", content=b"shared"))
     with running(load(pipeline.config_file)[0]) as other, other.client(token) as second:
@@ -118,16 +118,16 @@ def test_a_second_gateway_knows_what_the_first_one_accepted(client: httpx.Client
         assert settled(second, later)["version"] == told["version"] + 1
 
 
-def test_a_wrong_digest_ends_as_a_visible_failure_and_no_version(client: httpx.Client) -> None:
+def test_wrong_digest_is_a_visible_failure(client: httpx.Client) -> None:
+    """Fail an upload with a wrong digest visibly; make no version."""
     answer = client.put("/v1/blobs/a/wrong", content=content(2 * MIB, 3), headers={"X-Content-SHA256": "0" * 64})
     assert (answer.status_code, answer.json()["type"]) == (400, "urn:nearkin:problem:digest-mismatch")
     time.sleep(1)
     assert client.get("/v1/blobs/a/wrong").status_code == 404
 
 
-def test_repeats_with_one_idempotency_key_store_once_wherever_they_arrive(
-    client: httpx.Client, pipeline: Pipeline
-) -> None:
+def test_idempotency_key_holds_at_all_gateways(client: httpx.Client, pipeline: Pipeline) -> None:
+    """Store repeats with one Idempotency-Key once, at whichever gateway they arrive."""
     token = client.headers["authorization"].removeprefix("Bearer ")
     data, headers = content(2 * MIB, 4), {"Idempotency-Key": "one"}
     first = client.put("/v1/blobs/a/idem", content=data, headers=headers)
@@ -156,7 +156,7 @@ def test_tenants_write_apart_and_read_apart(client: httpx.Client, gateway: Runni
         assert [entry["key"] for entry in other.get("/v1/blobs").json()["blobs"]] == ["apart"]
 
 
-def test_listings_and_stats_come_from_the_index_of_the_workers(client: httpx.Client) -> None:
+def test_listings_and_stats_use_workers_index(client: httpx.Client) -> None:
     for number in range(7):
         assert client.put(f"/v1/blobs/list/{number}", params={"wait": 60}, content=b"%d" % number).status_code == 201
     client.put("/v1/blobs/list/3", params={"wait": 60}, content=b"again")
@@ -194,7 +194,7 @@ def test_workers_run_the_revision_that_was_patched(client: httpx.Client) -> None
     client.patch("/v1/config", json={"features": {"algorithm": None}})
 
 
-def test_a_cut_upload_is_told_failed(client: httpx.Client, gateway: RunningGateway) -> None:
+def test_cut_upload_is_reported_failed(client: httpx.Client, gateway: RunningGateway) -> None:
     outcomes = gateway.gateway.outcomes
     before = len(outcomes)
 
@@ -208,7 +208,7 @@ def test_a_cut_upload_is_told_failed(client: httpx.Client, gateway: RunningGatew
     assert client.get("/v1/blobs/a/cut").status_code == 404
 
 
-def test_many_uploads_at_once_all_end_committed(gateway: RunningGateway, client: httpx.Client, all_scopes: str) -> None:
+def test_concurrent_uploads_all_commit(gateway: RunningGateway, client: httpx.Client, all_scopes: str) -> None:
     ended: list[dict[str, Any]] = []
 
     def put(start: int) -> None:
@@ -261,7 +261,7 @@ def test_streaming_160_megabytes_to_kafka_takes_bounded_memory(
     assert peak - before < 80 * MIB, f"{(peak - before) / MIB:.0f} MiB more than at rest"
 
 
-def test_a_gateway_whose_kafka_is_gone_is_not_ready_and_says_so(need: Any, redis: Any, tmp_path: Path) -> None:
+def test_gateway_without_kafka_is_not_ready(need: Any, redis: Any, tmp_path: Path) -> None:
     kafka = need(lambda: Kafka(tmp_path / "kafka"))
     with kafka:
         unique = os.urandom(6).hex()
@@ -281,7 +281,7 @@ def test_a_gateway_whose_kafka_is_gone_is_not_ready_and_says_so(need: Any, redis
             assert client.get("/livez").status_code == 200
 
 
-def test_the_trace_context_travels_with_the_frames(client: httpx.Client, pipeline: Pipeline) -> None:
+def test_trace_context_is_sent_with_frames(client: httpx.Client, pipeline: Pipeline) -> None:
     trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     told = client.put("/v1/blobs/traced", content=b"traced", params={"wait": 60}, headers={"traceparent": trace}).json()
     bad = client.put(
@@ -305,7 +305,7 @@ def test_the_trace_context_travels_with_the_frames(client: httpx.Client, pipelin
     assert found == wanted
 
 
-def test_what_one_gateway_deletes_is_gone_from_another_at_once(
+def test_deletion_is_visible_at_other_gateways(
     gateway: RunningGateway, pipeline: Pipeline, client: httpx.Client, all_scopes: str
 ) -> None:
     for seed in (50, 51):
@@ -334,7 +334,7 @@ def test_what_one_gateway_deletes_is_gone_from_another_at_once(
 # --- what an operator looks at ---------------------------------------------------------------------------------------
 
 
-def test_lag_and_speed_of_every_stage_are_told_to_admins(client: httpx.Client) -> None:
+def test_lag_and_speed_are_shown_to_admins(client: httpx.Client) -> None:
     before = client.get("/v1/pipeline").json()
     assert {stage["group"].partition(".")[2] for stage in before["stages"]} == set(WAITS)
     settled(client, client.put("/v1/blobs/looked/at", content=content(MIB, 77), params={"wait": 60}))
@@ -351,7 +351,7 @@ def test_lag_and_speed_of_every_stage_are_told_to_admins(client: httpx.Client) -
     assert sum(minute["logical_bytes"] for minute in told["minutes"]) >= MIB
 
 
-def test_what_is_no_outcome_and_no_workers_word_is_passed_over(client: httpx.Client, pipeline: Pipeline) -> None:
+def test_garbage_outcomes_are_ignored(client: httpx.Client, pipeline: Pipeline) -> None:
     """Keep consuming outcomes after garbage: else every status would stay pending."""
     settings = load(pipeline.config_file)[0]
     outbox = Outbox(settings, "test", store_authenticator(settings))
@@ -373,7 +373,7 @@ def test_what_is_no_outcome_and_no_workers_word_is_passed_over(client: httpx.Cli
     assert client.get("/v1/pipeline").status_code == 200
 
 
-def test_a_dead_letter_is_seen_sent_back_once_and_marked(
+def test_dead_letter_is_replayed_once_and_marked(
     client: httpx.Client, gateway: RunningGateway, pipeline: Pipeline, all_scopes: str
 ) -> None:
     settings = load(pipeline.config_file)[0]
@@ -468,9 +468,8 @@ def test_dead_letters_are_shown_and_dropped_by_operators(
     assert command("drop", "--all") == {"dropped": []}
 
 
-def test_a_change_of_settings_is_in_the_audit_once_and_at_every_gateway(
-    client: httpx.Client, pipeline: Pipeline, all_scopes: str
-) -> None:
+def test_settings_change_is_audited_once(client: httpx.Client, pipeline: Pipeline, all_scopes: str) -> None:
+    """Audit a change of settings once, and apply it at every gateway."""
     mark = {"block": {"level": 4}}
     assert client.patch("/v1/config", json=mark).status_code == 200
     assert client.patch("/v1/config", json={"block": {"level": None}}).status_code == 200
@@ -482,7 +481,7 @@ def test_a_change_of_settings_is_in_the_audit_once_and_at_every_gateway(
         assert second.get("/v1/audit").json()["changes"][0] == told[0]
 
 
-def test_the_overview_of_the_pipeline_adds_up(client: httpx.Client, gateway: RunningGateway, all_scopes: str) -> None:
+def test_pipeline_overview_adds_up(client: httpx.Client, gateway: RunningGateway, all_scopes: str) -> None:
     time.sleep(2.1)  # sums are kept for 2 s
     stats, reduction = client.get("/v1/stats").json(), client.get("/v1/reduction").json()["tenants"][0]
     assert reduction["logical_bytes"] == stats["logical_bytes"]
@@ -496,7 +495,7 @@ def test_the_overview_of_the_pipeline_adds_up(client: httpx.Client, gateway: Run
             assert browser.get(page).status_code == 200, page
 
 
-def test_of_concurrent_first_puts_the_pipeline_commits_one(client: httpx.Client) -> None:
+def test_of_concurrent_first_puts_one_commits(client: httpx.Client) -> None:
     """Check the condition in the committer; 412 within `wait`, else a status with the reason."""
     answers: list[httpx.Response] = []
 
@@ -544,7 +543,7 @@ def settled_upload(client: httpx.Client, url: str) -> dict[str, Any]:
     return outcome
 
 
-def test_pipeline_gateway_that_ended_leaves_no_thread(pipeline: Pipeline, all_scopes: str) -> None:
+def test_ended_pipeline_gateway_leaves_no_thread(pipeline: Pipeline, all_scopes: str) -> None:
     """The threads that asked Kafka for a page end with the gateway."""
     before = set(threading.enumerate())
     with running(load(pipeline.config_file)[0]) as found, found.client(all_scopes) as client:

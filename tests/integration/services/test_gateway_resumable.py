@@ -70,7 +70,7 @@ def parts_of(gateway: RunningGateway, url: str) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def test_tuspy_uploads_in_parts_and_the_blob_is_there(gateway: RunningGateway, client: httpx.Client) -> None:
+def test_tuspy_upload_in_parts_makes_the_blob(gateway: RunningGateway, client: httpx.Client) -> None:
     data = os.urandom(5 * MIB + 17)
     uploader = TusClient(f"{gateway.url}/v1/uploads").uploader(
         file_stream=io.BytesIO(data), chunk_size=MIB, metadata={"key": "tus/ein schlüssel", "host": "db1"}
@@ -105,7 +105,7 @@ def test_tuspy_with_checksums_is_checked(gateway: RunningGateway, client: httpx.
     assert client.get("/v1/blobs/tus/checked").content == data
 
 
-def test_an_upload_goes_on_after_the_gateway_was_started_anew(tmp_path: Path) -> None:
+def test_upload_continues_after_a_restart(tmp_path: Path) -> None:
     data = os.urandom(PART_BYTES + 1000)
     with running(embedded(tmp_path)) as first, first.client() as client:
         url = begin(client, "moved", len(data))
@@ -116,7 +116,7 @@ def test_an_upload_goes_on_after_the_gateway_was_started_anew(tmp_path: Path) ->
         assert client.get("/v1/blobs/moved").content == data
 
 
-def test_what_came_before_the_line_broke_is_kept(gateway: RunningGateway, client: httpx.Client) -> None:
+def test_bytes_before_a_broken_line_are_kept(gateway: RunningGateway, client: httpx.Client) -> None:
     data = os.urandom(PART_BYTES + 500_000)
     url = begin(client, "broken", len(data))
     head = f"PATCH {url} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\nUpload-Offset: 0\r\n"
@@ -133,7 +133,7 @@ def test_what_came_before_the_line_broke_is_kept(gateway: RunningGateway, client
     assert client.get("/v1/blobs/broken").content == data
 
 
-def test_a_wrong_checksum_is_460_and_nothing_is_kept(gateway: RunningGateway, client: httpx.Client) -> None:
+def test_wrong_checksum_is_460_and_keeps_nothing(gateway: RunningGateway, client: httpx.Client) -> None:
     url = begin(client, "sum", 1000)
     wrong = base64.b64encode(hashlib.sha1(b"other").digest()).decode()
     answer = add(client, url, 0, b"x" * 1000, **{"Upload-Checksum": f"sha1 {wrong}"})
@@ -149,7 +149,7 @@ def test_a_wrong_checksum_is_460_and_nothing_is_kept(gateway: RunningGateway, cl
     assert parts_of(gateway, large) == []
 
 
-def test_a_wrong_offset_is_409_and_too_many_bytes_are_413(client: httpx.Client) -> None:
+def test_wrong_offset_is_409_excess_is_413(client: httpx.Client) -> None:
     url = begin(client, "offsets", 100)
     assert add(client, url, 10, b"x").status_code == 409
     assert add(client, url, 0, b"x" * 60).status_code == 204
@@ -160,9 +160,9 @@ def test_a_wrong_offset_is_409_and_too_many_bytes_are_413(client: httpx.Client) 
     assert client.get("/v1/blobs/offsets").content == b"x" * 100
 
 
-def test_what_is_refused_for_its_length_or_coding_is_not_stored_in_part(
-    gateway: RunningGateway, client: httpx.Client
-) -> None:
+def test_refused_length_or_coding_keeps_nothing(gateway: RunningGateway, client: httpx.Client) -> None:
+    """Store no part of a request refused for its length or coding."""
+
     def chunked() -> Iterator[bytes]:
         yield b"x" * 100
         time.sleep(0.3)
@@ -195,7 +195,7 @@ def test_creation_may_bring_the_first_bytes_or_all_or_none(client: httpx.Client)
     assert client.get("/v1/blobs/with/none").content == b""
 
 
-def test_the_announced_sha256_is_checked_at_the_end(client: httpx.Client) -> None:
+def test_announced_sha256_is_checked_at_the_end(client: httpx.Client) -> None:
     good = begin(client, "announced", 5, sha256=hashlib.sha256(b"hello").hexdigest())
     add(client, good, 0, b"hello")
     assert client.get("/v1/blobs/announced").content == b"hello"
@@ -207,7 +207,7 @@ def test_the_announced_sha256_is_checked_at_the_end(client: httpx.Client) -> Non
     assert client.get("/v1/blobs/misannounced").status_code == 404
 
 
-def test_options_say_what_there_is(client: httpx.Client) -> None:
+def test_options_names_the_extensions(client: httpx.Client) -> None:
     headers = client.options("/v1/uploads").headers
     assert (headers["tus-version"], headers["tus-max-size"]) == ("1.0.0", str(64 * MIB))
     assert set(headers["tus-extension"].split(",")) == {
@@ -231,7 +231,7 @@ def test_options_say_what_there_is(client: httpx.Client) -> None:
         ({"Upload-Metadata": described("k", sha256="12")}, 400),
     ],
 )
-def test_a_creation_that_cannot_be_is_refused(client: httpx.Client, headers: dict[str, str], status: int) -> None:
+def test_invalid_creation_is_refused(client: httpx.Client, headers: dict[str, str], status: int) -> None:
     whole = {**TUS, "Upload-Length": "10", "Upload-Metadata": described("k"), **headers}
     answer = client.post("/v1/uploads", headers=whole)
     assert (answer.status_code, answer.headers["tus-resumable"]) == (status, "1.0.0")
@@ -252,12 +252,12 @@ def test_termination_removes_all_of_it(gateway: RunningGateway, client: httpx.Cl
 
 
 @pytest.mark.parametrize("number", ["x", "0" * 32, "..%2F..%2Fmanifests", "%00", "A" * 32])
-def test_an_upload_that_never_was_is_404(client: httpx.Client, number: str) -> None:
+def test_unknown_upload_is_404(client: httpx.Client, number: str) -> None:
     assert client.head(f"/v1/uploads/{number}", headers=TUS).status_code == 404
     assert add(client, f"/v1/uploads/{number}", 0, b"x").status_code == 404
 
 
-def test_a_slow_patch_is_408_and_what_came_is_kept(gateway: RunningGateway, client: httpx.Client) -> None:
+def test_slow_patch_is_408_and_keeps_its_bytes(gateway: RunningGateway, client: httpx.Client) -> None:
     url = begin(client, "slow", 1_000_000)
     head = f"PATCH {url} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\nUpload-Offset: 0\r\n"
     head += "Tus-Resumable: 1.0.0\r\nContent-Type: application/offset+octet-stream\r\n\r\n"
@@ -267,7 +267,7 @@ def test_a_slow_patch_is_408_and_what_came_is_kept(gateway: RunningGateway, clie
     assert gateway.gateway.resuming == set()
 
 
-def test_tuspy_tells_its_caller_of_a_refusal(gateway: RunningGateway) -> None:
+def test_tuspy_reports_a_refusal(gateway: RunningGateway) -> None:
     with pytest.raises(TusCommunicationError) as refused:
         TusClient(f"{gateway.url}/v1/uploads").uploader(file_stream=io.BytesIO(b"x"), metadata={"nokey": "x"}).upload()
     assert refused.value.status_code == 400
@@ -281,9 +281,8 @@ def meta(length: int, lives_us: int = 3_600_000_000, tenant: str = "default") ->
     return Meta(tenant, "left", length, now_us, now_us + lives_us)
 
 
-def test_a_whole_upload_of_a_dead_gateway_is_handed_over_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_gateway_finishes_a_whole_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hand over a complete upload of a crashed gateway in the next one."""
     monkeypatch.setattr(finalize, "SWEEP_SECONDS", 0.2)
     monkeypatch.setattr(stored, "UNSEEN_SECONDS", 0.5)
     with running(embedded(tmp_path)):
@@ -299,7 +298,7 @@ def test_a_whole_upload_of_a_dead_gateway_is_handed_over_by_the_next_one(
         until(lambda: client.get(f"/v1/uploads/{number}").json()["state"] == "handed-over")
 
 
-def test_the_next_head_hands_a_whole_upload_over(tmp_path: Path) -> None:
+def test_next_head_hands_over_a_whole_upload(tmp_path: Path) -> None:
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         resumable = Resumable(LocalObjectStore(tmp_path), 10)
         number = resumable.create(meta(3))
@@ -308,9 +307,8 @@ def test_the_next_head_hands_a_whole_upload_over(tmp_path: Path) -> None:
         assert client.get("/v1/blobs/left").content == b"abc"
 
 
-def test_a_sweep_removes_the_expired_and_the_orphaned_and_counts_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sweep_removes_expired_and_orphaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove expired and orphaned uploads, and count the rest."""
     objects = LocalObjectStore(tmp_path)
     resumable = Resumable(objects, 2)
     late = resumable.create(meta(5, lives_us=-1))
@@ -342,9 +340,8 @@ def test_a_sweep_removes_the_expired_and_the_orphaned_and_counts_the_rest(
         ("done", b'{"other": 7}'),
     ],
 )
-def test_an_upload_whose_notes_are_damaged_does_not_keep_the_others_from_being_swept(
-    tmp_path: Path, name: str, data: bytes
-) -> None:
+def test_damaged_upload_does_not_stop_the_sweep(tmp_path: Path, name: str, data: bytes) -> None:
+    """Sweep other uploads although the notes of one are damaged."""
     objects = LocalObjectStore(tmp_path)
     resumable = Resumable(objects, 10)
     damaged, late = resumable.create(meta(5)), resumable.create(meta(5, lives_us=-1))
@@ -362,7 +359,7 @@ def test_an_upload_whose_notes_are_damaged_does_not_keep_the_others_from_being_s
 
 
 @pytest.mark.parametrize("encryption", ["none", "aes-256-gcm"])
-def test_a_damaged_part_is_asked_for_again_at_once(tmp_path: Path, encryption: str) -> None:
+def test_damaged_part_is_requested_again_at_once(tmp_path: Path, encryption: str) -> None:
     """Ask for a damaged part at once.
 
     The hand-over was repeated until the upload expired without a report, or stored damage.
@@ -403,7 +400,7 @@ def test_a_damaged_part_is_asked_for_again_at_once(tmp_path: Path, encryption: s
         assert (asked.status_code, asked.headers["upload-offset"]) == (200, "0")
 
 
-def test_after_a_damaged_part_all_is_sent_again_in_parts_of_other_sizes(tmp_path: Path) -> None:
+def test_all_parts_are_resent_after_a_damaged_one(tmp_path: Path) -> None:
     """Send all parts again, in other sizes, after a damaged part.
 
     Old part borders ended the chain within the new parts: 204 for a truncated blob.
@@ -426,9 +423,8 @@ def test_after_a_damaged_part_all_is_sent_again_in_parts_of_other_sizes(tmp_path
         assert client.get("/v1/blobs/borders").content == data
 
 
-def test_an_upload_that_is_whole_outlives_its_expiry_until_it_is_handed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_upload_outlives_its_expiry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a complete upload beyond its expiry until it is handed over."""
     resumable = Resumable(LocalObjectStore(tmp_path), 10)
     number = resumable.create(meta(5, lives_us=-1))
     resumable.stage(number, 0, b"abc", tenant="default")
@@ -446,7 +442,7 @@ def test_an_upload_that_is_whole_outlives_its_expiry_until_it_is_handed_over(
         resumable.load("default", number)
 
 
-def test_a_part_that_was_cut_short_is_sent_again(tmp_path: Path) -> None:
+def test_truncated_part_is_sent_again(tmp_path: Path) -> None:
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         url = begin(client, "cut", 9_000)
         assert add(client, url, 0, bytes(5_000)).status_code == 204
@@ -464,7 +460,7 @@ def test_a_part_that_was_cut_short_is_sent_again(tmp_path: Path) -> None:
         assert client.get("/v1/blobs/cut").content == bytes(9_000)
 
 
-def test_what_was_stored_and_could_not_be_noted_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_upload_not_noted_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         url = begin(client, "once", 3)
         plain, rooms = Resumable.finish, iter([False])
@@ -484,7 +480,7 @@ def test_what_was_stored_and_could_not_be_noted_is_stored_once(tmp_path: Path, m
         assert [info["version"] for info in client.get("/v1/blobs/once/versions").json()["versions"]] == [1]
 
 
-def test_an_expired_upload_is_404(tmp_path: Path) -> None:
+def test_expired_upload_is_404(tmp_path: Path) -> None:
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         number = Resumable(LocalObjectStore(tmp_path), 10).create(meta(5, lives_us=-1))
         assert client.head(f"/v1/uploads/{number}", headers=TUS).status_code == 404
@@ -492,7 +488,7 @@ def test_an_expired_upload_is_404(tmp_path: Path) -> None:
         assert client.head(f"/v1/uploads/{foreign}", headers=TUS).status_code == 404
 
 
-def test_more_uploads_than_may_be_open_are_refused(tmp_path: Path) -> None:
+def test_uploads_beyond_the_limit_are_refused(tmp_path: Path) -> None:
     with (
         running(embedded(tmp_path, {"gateway": {"resumable_max": 2, **WHOLE}})) as gateway,
         gateway.client() as client,

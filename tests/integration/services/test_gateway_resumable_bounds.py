@@ -41,7 +41,8 @@ def begun(client: httpx.Client, key: str, length: int) -> httpx.Response:
     return client.post("/v1/uploads", headers={**TUS, "Upload-Length": str(length), "Upload-Metadata": described})
 
 
-def test_dropping_what_is_done_makes_no_room_for_more_than_may_be_open(tmp_path: Path) -> None:
+def test_dropping_finished_keeps_the_limit(tmp_path: Path) -> None:
+    """Make no room beyond the limit of open uploads by dropping finished ones."""
     with (
         running(embedded(tmp_path, {"gateway": {"resumable_max": 3, **WHOLE}})) as gateway,
         gateway.client() as client,
@@ -55,7 +56,7 @@ def test_dropping_what_is_done_makes_no_room_for_more_than_may_be_open(tmp_path:
         assert [begun(client, key, 5).status_code for key in ("c", "d")] == [201, 503]
 
 
-def test_what_begins_while_uploads_are_counted_is_counted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_begun_during_the_count_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resumable = Resumable(LocalObjectStore(tmp_path), 2)
     resumable.create(meta("first", 5))
     plain = resumable._load
@@ -70,7 +71,8 @@ def test_what_begins_while_uploads_are_counted_is_counted_too(tmp_path: Path, mo
         resumable.check_room(Holders("default", "", ""))
 
 
-def test_a_creation_that_is_refused_for_its_body_keeps_no_place_and_no_bytes(tmp_path: Path) -> None:
+def test_creation_refused_for_its_body_is_free(tmp_path: Path) -> None:
+    """Keep no slot and no bytes of a creation refused for its body."""
     with running(embedded(tmp_path, {"gateway": {"resumable_max": 1, **WHOLE}})) as gateway:
         described = f"key {base64.b64encode(b'k').decode()}"
         headers = {**OCTETS, "Upload-Length": "3", "Upload-Metadata": described}
@@ -82,9 +84,8 @@ def test_a_creation_that_is_refused_for_its_body_keeps_no_place_and_no_bytes(tmp
         assert httpx.post(f"{gateway.url}/v1/uploads", headers=headers, content=b"abc").status_code == 201
 
 
-def test_no_room_for_a_part_with_a_checksum_is_503_and_the_part_can_be_sent_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_part_without_space_is_503_and_resent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Return 503 if a part with checksum does not fit; it can be sent again."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         url = str(begun(client, "full", 2_000_000).headers["location"])
         body = bytes(2_000_000)
@@ -100,7 +101,8 @@ def test_no_room_for_a_part_with_a_checksum_is_503_and_the_part_can_be_sent_agai
         assert client.patch(url, content=body, headers=checked).status_code == 204
 
 
-def test_the_last_part_of_an_upload_that_expired_meanwhile_is_404_and_not_taken(tmp_path: Path) -> None:
+def test_last_part_of_an_expired_upload_is_404(tmp_path: Path) -> None:
+    """Refuse the last part of an upload that expired meanwhile."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         url = str(begun(client, "late", 5).headers["location"])
         parts = gateway.store / url.removeprefix("/v1/") / "parts"
@@ -117,9 +119,8 @@ def test_the_last_part_of_an_upload_that_expired_meanwhile_is_404_and_not_taken(
         assert parts.is_dir()  # orphans, until the sweep after next
 
 
-def test_asking_for_a_whole_upload_again_and_again_begins_one_hand_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_head_begins_one_hand_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin one hand-over for repeated requests for a complete upload."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         left = Resumable(LocalObjectStore(tmp_path), 10)
         numbers = [left.create(meta(f"left {number}", 3)) for number in range(HAND_OVERS_MAX + 1)]

@@ -88,7 +88,8 @@ class Reader(threading.Thread):
         return Blob(manifest.info, manifest, self.containers, self.namer, 0, manifest.size_bytes).read()
 
 
-def test_a_maintenance_frees_what_is_deleted_while_versions_come_and_are_read(pipeline: Pipeline) -> None:
+def test_gc_frees_during_puts_and_gets(pipeline: Pipeline) -> None:
+    """Free deleted versions while others are put and read."""
     live: dict[tuple[str, int], bytes] = {}
     index = RedisIndex(pipeline.settings.redis, domain_of("default"))
     with uploading(pipeline.settings) as uploader:
@@ -138,7 +139,8 @@ def put_days(uploader: Uploader, deletions: Deletions, live: dict[tuple[str, int
 
 @pytest.mark.soak
 @pytest.mark.parametrize("pipeline", [{"retention": {"superseded_seconds": 0, "policies": POLICIES}}], indirect=True)
-def test_the_maintenance_forgets_by_policy_and_what_is_deleted_comes_back(pipeline: Pipeline) -> None:
+def test_gc_forgets_by_policy_and_undeletes(pipeline: Pipeline) -> None:
+    """Forget by policy; undelete a deleted version."""
     live: dict[tuple[str, int], bytes] = {}
     reader, index = Reader(pipeline, live), RedisIndex(pipeline.settings.redis, domain_of("default"))
     deletions = Deletions(reader.manifests, index.mark_many)

@@ -203,7 +203,7 @@ def test_records_become_blobs_in_order_and_offsets_are_committed(world: World) -
     assert world.read("dead") == []
 
 
-def test_a_keys_blobs_meet_on_one_partition_however_many_there_are(world: World) -> None:
+def test_blobs_of_a_key_share_one_partition(world: World) -> None:
     """Use one partition per key in topics with more partitions than the settings name."""
     others = with_changes(world.settings, {"kafka": {"partitions": 3}})
     world.produce([(b"key", b"%d" % number, []) for number in range(12)])
@@ -213,7 +213,8 @@ def test_a_keys_blobs_meet_on_one_partition_however_many_there_are(world: World)
     assert len({message.partition() for message in world.read("frames")}) == 1
 
 
-def test_what_cannot_be_stored_is_a_dead_letter_and_stalls_nobody(world: World) -> None:
+def test_unstorable_record_is_a_dead_letter(world: World) -> None:
+    """Make a dead letter of a record that cannot be stored; stall no other."""
     world.produce(
         [
             (None, b"no key", [("mine", b"kept")]),
@@ -248,7 +249,8 @@ def test_what_cannot_be_stored_is_a_dead_letter_and_stalls_nobody(world: World) 
     assert b"want an object below in/" in reasons[5]
 
 
-def test_a_dead_letter_that_would_not_fit_says_what_it_leaves_out(world: World) -> None:
+def test_oversized_dead_letter_names_omissions(world: World) -> None:
+    """Name what a dead letter omits because it would not fit."""
     sizes = [4_000_000, 1_048_000, 1_030_000]
     world.produce([(b"x" * 2000, b"v" * size, [("h", b"y" * 3000)]) for size in sizes])
     with world.running():
@@ -305,7 +307,8 @@ class Away(LocalObjectStore):
         return super().get_ranges(name, starts, ends)
 
 
-def test_an_object_store_that_is_away_holds_back_its_own_partition_alone(world: World) -> None:
+def test_store_outage_delays_its_partition_only(world: World) -> None:
+    """Delay only the partition that needs an unreachable object store."""
     content = noise(2_000_000, "away").tobytes()
     (world.folder / "in" / "dump").write_bytes(content)
     objects = Away(world.folder, after_ranges=1)
@@ -324,7 +327,7 @@ def test_an_object_store_that_is_away_holds_back_its_own_partition_alone(world: 
     assert world.read("dead") == []
 
 
-def test_a_record_that_waited_for_too_long_is_a_dead_letter(world: World) -> None:
+def test_record_waiting_too_long_is_dead_letter(world: World) -> None:
     (world.folder / "in" / "dump").write_bytes(b"content")
     world.produce([(b"away", None, [("dataref", b"in/dump")]), (b"after", b"2", [])])
     settings = load(
@@ -344,7 +347,7 @@ def test_a_record_that_waited_for_too_long_is_a_dead_letter(world: World) -> Non
     assert b"no answer" in dict(dead.headers())["__connect.errors.exception.message"]
 
 
-def test_a_record_delivered_again_has_the_same_origin(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redelivered_record_has_the_same_origin(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dying between flush and commit: all is sent once more, to be committed once."""
     world.produce([(b"k%d" % number, b"%d" % number, []) for number in range(5)])
     killed = threading.Event()
@@ -368,9 +371,8 @@ def test_a_record_delivered_again_has_the_same_origin(world: World, monkeypatch:
     assert len({value for values in origins.values() for value in values}) == 5
 
 
-def test_an_offset_is_not_committed_before_its_frames_are_acknowledged(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offset_is_committed_after_frames_acked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commit an offset only after its frames were acknowledged."""
     world.produce([(b"k", b"v", [])])
     tried = threading.Event()
 
@@ -386,7 +388,9 @@ def test_an_offset_is_not_committed_before_its_frames_are_acknowledged(
     assert world.committed() < 0
 
 
-def test_a_second_consumer_shares_the_work_and_a_leaving_one_loses_nothing(world: World) -> None:
+def test_second_consumer_shares_without_loss(world: World) -> None:
+    """Share work with a second consumer; lose nothing when one leaves."""
+
     def produce(start: int) -> None:
         for partition in (0, 1):
             world.produce([(b"%d-%d" % (partition, n), b"v", []) for n in range(start, start + 200)], partition)
@@ -402,12 +406,13 @@ def test_a_second_consumer_shares_the_work_and_a_leaving_one_loses_nothing(world
     assert keys == {f"{partition}-{n}" for partition in (0, 1) for n in range(600)}
 
 
-def test_a_paused_consumer_takes_nothing_and_goes_on(world: World) -> None:
+def test_paused_consumer_reads_nothing_then_on(world: World) -> None:
+    """Read nothing while paused, and continue afterwards."""
     with world.running() as paused:
         world.produce([(b"a", b"1", [])])
         until(lambda: world.committed() == 1)
         paused.set()
-        until(lambda: paused.steps > 1)  # what it took before it knew of the pause is done
+        until(lambda: paused.steps > 1)  # records read before the pause was known are done
         world.produce([(b"b", b"2", [])])
         time.sleep(1.5)
         assert world.committed() == 1
@@ -416,7 +421,7 @@ def test_a_paused_consumer_takes_nothing_and_goes_on(world: World) -> None:
     assert sorted(blob.key for blob in world.whole()) == ["a", "b"]
 
 
-def test_a_long_object_does_not_cost_the_consumer_its_membership(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_object_keeps_the_membership(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stay in the group during a long object; the waiting records follow, once."""
     monkeypatch.setattr(ingest_consumer, "ALIVE_SECONDS", 0.05)
     content = noise(4_000_000, "long").tobytes()
@@ -435,7 +440,7 @@ def test_a_long_object_does_not_cost_the_consumer_its_membership(world: World, m
     assert sorted(keys) == sorted(["long", *(f"k{n}" for n in range(20)), *(f"o{n}" for n in range(20))])
 
 
-def test_a_topic_made_anew_is_not_taken_for_the_old_one(world: World) -> None:
+def test_recreated_topic_is_not_the_old_one(world: World) -> None:
     admin = AdminClient({"bootstrap.servers": world.settings.kafka.bootstrap_servers})
     for turn in (1, 2):
         world.produce([(b"k", b"%d" % turn, [])])

@@ -31,7 +31,7 @@ class Failed:
         return 0
 
 
-def test_a_producer_that_failed_for_good_is_replaced(kafka: Any, topic_prefix: str) -> None:
+def test_fatally_failed_producer_is_replaced(kafka: Any, topic_prefix: str) -> None:
     settings = Settings(kafka=KafkaSettings(bootstrap_servers=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1))
     create_topics(settings)
     ingest = KafkaIngest(settings, "gateway-test", None)

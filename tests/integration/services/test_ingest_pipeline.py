@@ -109,7 +109,7 @@ def produce(
     assert producer.flush(30) == 0
 
 
-def test_records_come_back_from_the_gateway_in_the_order_they_were_written(
+def test_records_are_restored_in_written_order(
     pipeline: Pipeline, store: RemoteStore, ingest: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     ingest()
@@ -139,7 +139,7 @@ def test_records_come_back_from_the_gateway_in_the_order_they_were_written(
             foreign.get("large")
 
 
-def test_an_ingest_worker_that_is_killed_commits_each_record_once(
+def test_killed_worker_commits_each_record_once(
     pipeline: Pipeline, store: RemoteStore, ingest: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     values = {f"kill/{number:03}": noise(50_000, f"kill{number}").tobytes() for number in range(120)}
@@ -157,7 +157,7 @@ def test_an_ingest_worker_that_is_killed_commits_each_record_once(
     assert all(store.get(key).read() == value for key, value in values.items())
 
 
-def test_a_dead_letter_is_replayed_once_it_can_be_stored(
+def test_dead_letter_is_replayed_once_storable(
     pipeline: Pipeline, store: RemoteStore, ingest: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     produce(pipeline, [(b"late", None, [("dataref", b"incoming/late")])])
@@ -185,7 +185,7 @@ def bare() -> dict[str, str]:
 # --- the client and the real gateway ---------------------------------------------------------------------------------
 
 
-def test_the_client_puts_gets_and_asks(store: RemoteStore, tmp_path: Path) -> None:
+def test_client_puts_gets_and_queries(store: RemoteStore, tmp_path: Path) -> None:
     data = noise(2_500_000, "put").tobytes()
     (tmp_path / "file").write_bytes(data)
     result = store.put("c/one", tmp_path / "file", metadata={"Grüße A%": "wert\n", "b": " x "})

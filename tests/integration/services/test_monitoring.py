@@ -56,9 +56,10 @@ def own_redis(tmp_path: Path, need: Any) -> Iterator[Redis]:
 
 
 @pytest.mark.soak
-def test_workers_tell_when_redis_is_away_and_what_they_did(
+def test_workers_report_redis_outage_and_counts(
     sections: dict[str, dict[str, Any]], own_redis: Redis, tmp_path: Path
 ) -> None:
+    """Report an unreachable Redis and the work done."""
     sections["redis"] = {"url": own_redis.url}
     data = noise(300_000, "monitoring").tobytes()
     with Pipeline(tmp_path / "pipeline", sections) as pipeline:
@@ -113,9 +114,10 @@ def test_workers_tell_when_redis_is_away_and_what_they_did(
         assert {service: asked(service, "/livez").status_code for service in SERVICES} == dict.fromkeys(SERVICES, 200)
 
 
-def test_lag_is_read_from_outside_and_what_waits_for_half_the_retention_is_old(
+def test_lag_over_half_the_retention_is_old(
     sections: dict[str, dict[str, Any]],
 ) -> None:
+    """Read lag from outside; a record of half the retention's age is old."""
     settings = load(None, {"kafka": sections["kafka"] | {"retention_hours": 1}})[0]
     prepare_topics(settings)
     frames, name = topic(settings, "frames"), group(settings, "chunker")
@@ -158,7 +160,7 @@ def test_lag_is_read_from_outside_and_what_waits_for_half_the_retention_is_old(
     assert oldest_minutes() == waiting_bytes() == 0
 
 
-def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_swapped_config_map_is_noticed(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """Notice the kubelet's swap.
 
     Nearkin.toml -> ..data/nearkin.toml, and ..data is renamed over.
@@ -197,9 +199,7 @@ def test_a_config_map_that_is_swapped_is_noticed(sections: dict[str, dict[str, A
     assert os.readlink(file) == "..data/nearkin.toml"
 
 
-def test_an_edit_made_while_a_worker_starts_comes_into_force(
-    sections: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_edit_during_worker_start_is_applied(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """Its settings were read from the file seconds before anything watched that."""
     file = tmp_path / "nearkin.toml"
     kafka = "\n".join(f"{field} = {value!r}" for field, value in sections["kafka"].items())
@@ -216,7 +216,7 @@ def test_an_edit_made_while_a_worker_starts_comes_into_force(
 
 
 @pytest.mark.parametrize("fails", ["made", "polled", "told"])
-def test_changes_are_heard_after_the_topic_could_not_be_read(
+def test_changes_apply_after_topic_outage(
     sections: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
 ) -> None:
     """Apply the last reported change after the topic ended twice, not all changes again."""
@@ -275,7 +275,8 @@ def test_changes_are_heard_after_the_topic_could_not_be_read(
     assert len(changed) == 1, "changes read before it ended are not reported again"
 
 
-def test_a_file_whose_folder_is_away_for_a_while_is_heard(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_file_in_a_missing_folder_is_noticed(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """Notice a file whose folder was missing for a while."""
     file = tmp_path / "config" / "nearkin.toml"
     kafka = "\n".join(f"{field} = {value!r}" for field, value in sections["kafka"].items())
     file.parent.mkdir()
@@ -294,9 +295,9 @@ def test_a_file_whose_folder_is_away_for_a_while_is_heard(sections: dict[str, di
         hot.stop()
 
 
-def test_topics_are_made_once_with_their_retention_and_keep_their_partitions(
-    sections: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_topics_are_made_once_and_kept(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """Make topics once with their retention; keep their partitions."""
+
     def prepared(**kafka: Any) -> tuple[list[str], list[str]]:
         return prepare_topics(load(None, {"kafka": sections["kafka"] | kafka})[0])
 
@@ -314,7 +315,7 @@ def test_topics_are_made_once_with_their_retention_and_keep_their_partitions(
     assert (len(there[frames].partitions), len(there[topic(settings, "config")].partitions)) == (2, 1)
 
 
-def test_changes_at_two_gateways_at_once_are_all_in_force_also_where_only_the_last_message_is_read(
+def test_concurrent_changes_all_apply(
     sections: dict[str, dict[str, Any]],
 ) -> None:
     """Keep both changes although each gateway merges over what it has read.

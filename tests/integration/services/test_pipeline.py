@@ -67,7 +67,8 @@ def content(seed: int, size: int) -> bytes:
     return (noise + words * (size // 5000 + 1))[:size]
 
 
-def test_blobs_come_back_and_the_second_version_is_deltas(pipeline: Pipeline, uploader: Uploader) -> None:
+def test_blobs_restore_and_second_is_deltas(pipeline: Pipeline, uploader: Uploader) -> None:
+    """Restore blobs; the second version is stored as deltas."""
     first = content(1, 6 * MIB)
     edited = bytearray(first)
     for place in range(1000, len(edited), 50_000):
@@ -81,7 +82,7 @@ def test_blobs_come_back_and_the_second_version_is_deltas(pipeline: Pipeline, up
         assert restored(pipeline, "backups/a", version) == data
 
 
-def test_empty_tiny_and_zero_blobs_come_back(pipeline: Pipeline, uploader: Uploader) -> None:
+def test_empty_tiny_and_zero_blobs_restore(pipeline: Pipeline, uploader: Uploader) -> None:
     blobs = {"empty": b"", "one": b"x", "zeros": bytes(5 * MIB), "frame": content(3, 900 * 1024)}
     ids = {key: uploader.put(key, [data]) for key, data in blobs.items()}
     for key, data in blobs.items():
@@ -90,7 +91,8 @@ def test_empty_tiny_and_zero_blobs_come_back(pipeline: Pipeline, uploader: Uploa
         assert restored(pipeline, key, 1) == data
 
 
-def test_one_origin_is_committed_once_and_puts_of_a_key_are_ordered(pipeline: Pipeline, uploader: Uploader) -> None:
+def test_origin_commits_once_and_keys_in_order(pipeline: Pipeline, uploader: Uploader) -> None:
+    """Commit one origin once, and puts of a key in order."""
     data = content(4, 100_000)
     ids = [uploader.put("k", [data], origin=b"o" * 16) for _ in range(3)]
     assert [uploader.wait(blob)["version"] for blob in ids] == [1, 1, 1]
@@ -98,7 +100,8 @@ def test_one_origin_is_committed_once_and_puts_of_a_key_are_ordered(pipeline: Pi
     assert sorted(uploader.wait(blob)["version"] for blob in others) == [2, 3, 4, 5, 6, 7]
 
 
-def test_a_cut_upload_fails_visibly_and_garbage_stalls_nothing(pipeline: Pipeline, uploader: Uploader) -> None:
+def test_cut_upload_fails_and_garbage_stalls_none(pipeline: Pipeline, uploader: Uploader) -> None:
+    """Fail a truncated upload visibly; garbage records stall nothing."""
     cut = uploader.put("cut", [content(5, 300_000)], cut=True)
     for name in ("frames", "segments", "fresh", "paired", "placed"):
         full = topic(pipeline.settings, name)
@@ -113,7 +116,7 @@ def test_a_cut_upload_fails_visibly_and_garbage_stalls_nothing(pipeline: Pipelin
 
 
 @pytest.mark.soak
-def test_an_end_of_which_nobody_could_tell_stalls_nobody(pipeline: Pipeline, uploader: Uploader) -> None:
+def test_end_with_an_invalid_time_stalls_nothing(pipeline: Pipeline, uploader: Uploader) -> None:
     """Survive an end whose time is no date.
 
     The committer failed on the date, restarted, and met the same record again.
@@ -127,7 +130,7 @@ def test_an_end_of_which_nobody_could_tell_stalls_nobody(pipeline: Pipeline, upl
 
 
 @pytest.mark.soak
-def test_a_pause_longer_than_an_upload_may_rest_fails_none(pipeline: Pipeline, uploader: Uploader) -> None:
+def test_long_pause_fails_no_upload(pipeline: Pipeline, uploader: Uploader) -> None:
     """The rest of its frames is in Kafka, acknowledged: it is not the upload that has stopped."""
     data = content(12, 6 * MIB)
 
@@ -177,9 +180,10 @@ def test_workers_that_die_lose_and_repeat_nothing(pipeline: Pipeline, uploader: 
     assert all(ManifestStore(objects).versions("default", key) == [1] for key in blobs)
 
 
-def test_an_emptied_redis_costs_dedup_for_a_moment_and_is_filled_again(
+def test_emptied_redis_is_rebuilt(
     pipeline: Pipeline, uploader: Uploader, tmp_path: Path, need: Callable[[Callable[[], Any]], Any]
 ) -> None:
+    """Lose deduplication for a moment when Redis is emptied, then rebuild the index."""
     data = content(8, 3 * MIB)
     server = need(lambda: Redis(tmp_path / "own-redis"))
     with server:
@@ -199,9 +203,8 @@ def test_an_emptied_redis_costs_dedup_for_a_moment_and_is_filled_again(
         pipeline.stop()
 
 
-def test_the_algorithm_is_toggled_by_editing_the_file_while_blobs_come(
-    pipeline: Pipeline, uploader: Uploader, tmp_path: Path
-) -> None:
+def test_algorithm_is_toggled_during_puts(pipeline: Pipeline, uploader: Uploader, tmp_path: Path) -> None:
+    """Change the algorithm by editing the file while blobs arrive."""
     before = uploader.wait(uploader.put("a", [content(7, MIB)]))
     pipeline.write_config(features={"algorithm": "ntransform"})
     ids: list[str] = []
@@ -229,7 +232,7 @@ def test_the_algorithm_is_toggled_by_editing_the_file_while_blobs_come(
 
 
 @pytest.mark.parametrize(("service", "reads"), [("chunker", "frames"), ("resemblance", "fresh")])
-def test_a_worker_that_was_fenced_starts_over(pipeline: Pipeline, uploader: Uploader, service: str, reads: str) -> None:
+def test_fenced_worker_starts_over(pipeline: Pipeline, uploader: Uploader, service: str, reads: str) -> None:
     settings = pipeline.settings
     assert uploader.wait(uploader.put("before", [b"x" * 10]))["state"] == "committed"
     # As after a broker's restart that forgot who had joined: another member under the worker's own static name.
@@ -244,9 +247,8 @@ def test_a_worker_that_was_fenced_starts_over(pipeline: Pipeline, uploader: Uplo
     until(lambda: "a --worker of its own" in pipeline.logs(), pipeline.logs)
 
 
-def test_a_maintenance_that_cannot_collect_as_it_is_told_says_so_and_ends(
-    pipeline: Pipeline, uploader: Uploader
-) -> None:
+def test_maintenance_with_bad_settings_ends(pipeline: Pipeline, uploader: Uploader) -> None:
+    """Report settings that prevent GC, and end."""
     assert uploader.wait(uploader.put("before", [b"x" * 10]))["state"] == "committed"
     pipeline.kill("maintenance")
     pipeline.write_config(gc={"mode": "refcount"})

@@ -145,7 +145,7 @@ class Upset(Watcher):
             self.consumer.seek(TopicPartition("no such topic", 0, 5))
 
 
-def test_a_worker_starts_over_where_kafka_fails_while_partitions_come(kafka: object, topic_prefix: str) -> None:
+def test_worker_survives_kafka_error_at_assign(kafka: object, topic_prefix: str) -> None:
     """Start over when `poll` raises a KafkaError.
 
     It is no exception class that `except Exception` catches: the thread died unnoticed.
@@ -164,7 +164,7 @@ def test_a_worker_starts_over_where_kafka_fails_while_partitions_come(kafka: obj
     assert not upset.foreign
 
 
-def test_a_service_ends_where_one_of_its_threads_does(
+def test_service_ends_with_any_of_its_threads(
     kafka: object, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """End the service also by an error that only a bare `except` catches."""
@@ -189,9 +189,7 @@ def test_a_service_ends_where_one_of_its_threads_does(
     assert "its thread ended" in str(failures[0])
 
 
-def test_what_was_taken_of_a_partition_that_is_given_away_is_left_to_its_next_owner(
-    kafka: object, topic_prefix: str
-) -> None:
+def test_revoked_partition_is_left_to_its_owner(kafka: object, topic_prefix: str) -> None:
     """Leave a partial batch to the next owner of its partition.
 
     A batch grows for a second; a rebalance in that second crashed the chunker.
@@ -246,9 +244,8 @@ Loop(load(config)[0], "chunker", "frames", name, Handler()).run(threading.Event(
 """
 
 
-def test_a_worker_killed_as_it_gives_partitions_away_leaves_none_without_an_owner(
-    kafka: object, topic_prefix: str, tmp_path: Path
-) -> None:
+def test_worker_killed_at_revoke_leaves_no_gap(kafka: object, topic_prefix: str, tmp_path: Path) -> None:
+    """Give every partition an owner after a worker was killed while revoking."""
     settings = with_topics(kafka, topic_prefix)
     config = tmp_path / "nearkin.toml"
     config.write_text(

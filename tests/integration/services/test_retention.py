@@ -57,7 +57,8 @@ def listed(store: Store, prefix: str) -> list[int]:
     return [info.version for info in store.versions(prefix, all_versions=True)]
 
 
-def test_what_no_rule_keeps_goes_and_comes_back(tmp_path, clock):
+def test_unretained_versions_go_and_return(tmp_path, clock):
+    """Delete what no rule keeps, and undelete it."""
     with opened(tmp_path / "s", clock) as store:
         filled(store, clock)
         policy = RetentionPolicy(keep_last=1, keep_daily=3)
@@ -71,14 +72,15 @@ def test_what_no_rule_keeps_goes_and_comes_back(tmp_path, clock):
         assert store.forget("nothing/", policy) == []
 
 
-def test_without_a_policy_all_stays_and_with_one_of_the_settings_its_keys(tmp_path, clock):
+def test_policy_applies_to_its_keys_only(tmp_path, clock):
+    """Keep all versions without a policy; apply one of the settings to its keys."""
     with opened(tmp_path / "s", clock, policies=[{"prefix": "web/", "keep_last": 2}]) as store:
         filled(store, clock)
         store.forget()
         assert (listed(store, "db/"), listed(store, "web/")) == (list(range(1, 13)), [11, 12])
 
 
-def test_a_key_with_a_damaged_version_loses_none(tmp_path, clock):
+def test_key_with_a_damaged_version_loses_none(tmp_path, clock):
     with opened(tmp_path / "s", clock) as store:
         filled(store, clock)
         broken = manifests(tmp_path / "s")[3]
@@ -90,7 +92,7 @@ def test_a_key_with_a_damaged_version_loses_none(tmp_path, clock):
         assert all(d.reasons == ("a version is damaged",) for d in done if d.info.key == damaged)
 
 
-def test_nobody_deletes_what_is_too_young(tmp_path, clock):
+def test_too_recent_version_is_not_deleted(tmp_path, clock):
     with opened(tmp_path / "s", clock, policies=[{"prefix": "db/", "min_age_seconds": 3 * DAY}]) as store:
         filled(store, clock)
         with pytest.raises(RetentionActive, match="is kept until"):
@@ -106,7 +108,8 @@ def test_nobody_deletes_what_is_too_young(tmp_path, clock):
         assert store.delete("db/a") == 6
 
 
-def test_a_round_of_gc_applies_the_policies_of_all_tenants_and_tells_the_bytes(tmp_path, clock):
+def test_gc_run_applies_policies_of_all_tenants(tmp_path, clock):
+    """Apply the policies of all tenants in a GC run, and report the bytes."""
     root = tmp_path / "s"
     policies = [{"prefix": "web/", "keep_daily": 1}, {"tenant": "other", "keep_last": 1}]
     with opened(root, clock, policies=policies) as store:
@@ -135,7 +138,7 @@ def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
         yield found
 
 
-def test_a_gateway_refuses_to_delete_what_is_too_young(gateway: RunningGateway) -> None:
+def test_gateway_refuses_too_recent_deletion(gateway: RunningGateway) -> None:
     with gateway.client() as client:
         client.put("/v1/blobs/worm/a", content=b"1")
         client.put("/v1/blobs/free", content=b"1")
@@ -146,7 +149,7 @@ def test_a_gateway_refuses_to_delete_what_is_too_young(gateway: RunningGateway) 
         assert client.delete("/v1/blobs/free").status_code == 204
 
 
-def test_an_embedded_gateway_collects_its_garbage_by_itself(tmp_path: Path) -> None:
+def test_embedded_gateway_runs_gc_by_itself(tmp_path: Path) -> None:
     changes = {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0, "interval_seconds": 1}}
     with running(embedded(tmp_path / "store", changes)) as found, found.client() as client:
         client.put("/v1/blobs/gone", content=os.urandom(200_000))
@@ -158,7 +161,7 @@ def test_an_embedded_gateway_collects_its_garbage_by_itself(tmp_path: Path) -> N
         assert client.put("/v1/blobs/gone", content=b"again").json()["version"] == 2
 
 
-def test_the_client_forgets_what_the_server_lets_it(gateway: RunningGateway) -> None:
+def test_client_forgets_by_the_servers_rules(gateway: RunningGateway) -> None:
     with nearkin.connect(gateway.url) as remote:
         for number in range(3):
             remote.put("worm/a", bytes([number]))
@@ -175,7 +178,7 @@ def test_the_client_forgets_what_the_server_lets_it(gateway: RunningGateway) -> 
         ]
 
 
-def test_the_command_shows_a_table_and_deletes(tmp_path: Path) -> None:
+def test_command_shows_a_table_and_deletes(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NEARKIN_")}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -65,13 +65,13 @@ def s3_client(server: S3) -> Any:
 # --- round trips and restarts -----------------------------------------------------------------------------------------
 
 
-def test_what_is_produced_is_consumed(kafka: Any, topic_prefix: str) -> None:
+def test_kafka_returns_produced_records(kafka: Any, topic_prefix: str) -> None:
     make_topic(kafka.bootstrap, topic_prefix + "smoke")
     produce(kafka.bootstrap, topic_prefix + "smoke", [b"a", b"b", b"c"])
     assert consume(kafka.bootstrap, topic_prefix + "smoke", 3) == [b"a", b"b", b"c"]
 
 
-def test_a_topic_is_not_made_by_its_first_use(kafka: Any, topic_prefix: str) -> None:
+def test_topic_is_not_made_by_its_first_use(kafka: Any, topic_prefix: str) -> None:
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
     admin.list_topics(topic_prefix + "none", timeout=10)
     time.sleep(0.5)
@@ -79,7 +79,7 @@ def test_a_topic_is_not_made_by_its_first_use(kafka: Any, topic_prefix: str) -> 
 
 
 @pytest.mark.soak
-def test_kafka_killed_and_started_again_has_what_it_acknowledged(tmp_path: Path, need: Any) -> None:
+def test_killed_kafka_keeps_acknowledged_records(tmp_path: Path, need: Any) -> None:
     with need(lambda: Kafka(tmp_path / "kafka")) as server:
         make_topic(server.bootstrap, "kept")
         produce(server.bootstrap, "kept", [b"%d" % number for number in range(1000)])
@@ -113,7 +113,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("disk")
-def test_redis_killed_and_started_again_has_what_it_answered(tmp_path: Path, need: Any) -> None:
+def test_killed_redis_keeps_acknowledged_writes(tmp_path: Path, need: Any) -> None:
     with need(lambda: Redis(tmp_path / "redis")) as server:
         with RedisClient.from_url(server.url) as client:
             assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
@@ -126,7 +126,8 @@ def test_redis_killed_and_started_again_has_what_it_answered(tmp_path: Path, nee
 
 
 @pytest.mark.parametrize("program", ["versitygw", "moto"])
-def test_s3_gives_back_what_it_took_and_makes_a_name_once(tmp_path: Path, need: Any, program: str) -> None:
+def test_s3_returns_objects_and_creates_once(tmp_path: Path, need: Any, program: str) -> None:
+    """Return stored objects, and create a name once."""
     with need(lambda: S3(tmp_path / "s3", program=program)) as server:
         assert server.program == program
         assert server.make_bucket("smoke") == server.make_bucket("smoke")
@@ -156,7 +157,7 @@ time.sleep(600)
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["Kafka", "Redis", "S3"])
-def test_a_server_dies_with_its_owner_even_when_that_is_killed(tmp_path: Path, need: Any, kind: str) -> None:
+def test_server_ends_with_its_killed_owner(tmp_path: Path, need: Any, kind: str) -> None:
     need(lambda: {"Kafka": Kafka, "Redis": Redis, "S3": S3}[kind](tmp_path / "looked-for").command())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     owner = subprocess.Popen(
@@ -175,7 +176,7 @@ def test_a_server_dies_with_its_owner_even_when_that_is_killed(tmp_path: Path, n
     assert not server.is_running()
 
 
-def test_a_server_dies_with_its_keeper(tmp_path: Path, need: Any) -> None:
+def test_server_ends_with_its_supervisor(tmp_path: Path, need: Any) -> None:
     with need(lambda: Redis(tmp_path / "redis")) as server:
         process = psutil.Process(server.pid)
         parent = process.parent()
@@ -188,7 +189,8 @@ def test_a_server_dies_with_its_keeper(tmp_path: Path, need: Any) -> None:
         assert server.running
 
 
-def test_the_folder_of_another_owner_goes_with_it(tmp_path: Path, need: Any) -> None:
+def test_folder_of_a_dead_owner_is_removed(tmp_path: Path, need: Any) -> None:
+    """Remove the server's folder with its killed owner."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
         server = need(lambda: Redis(tmp_path / "redis", owner_pid=owner.pid)).start()
         process = psutil.Process(server.pid)
@@ -234,14 +236,15 @@ class Slow(Broken):
         (Slow, "not ready after 1 s.*thinking"),
     ],
 )
-def test_one_that_does_not_start_says_why_and_leaves_nothing(tmp_path: Path, kind: type[Server], said: str) -> None:
+def test_server_failing_to_start_names_reason(tmp_path: Path, kind: type[Server], said: str) -> None:
+    """Name the reason if a server does not start, and leave nothing behind."""
     children = set(psutil.Process().children(recursive=True))
     with pytest.raises(ServerFailed, match=f"(?s){said}"):
         kind(tmp_path).start()
     assert set(psutil.Process().children(recursive=True)) <= children
 
 
-def test_an_absent_program_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_program_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MissingTool, match=r"java is not installed.*default-jre-headless"):
         programs.java()
@@ -254,7 +257,9 @@ def fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return []
 
 
-def test_a_fetch_that_fails_leaves_nothing_and_the_next_one_is_whole(fetches: list[int]) -> None:
+def test_failed_fetch_leaves_nothing(fetches: list[int]) -> None:
+    """Leave nothing after a failed fetch; the next one is complete."""
+
     def fetch(folder: Path) -> None:
         (folder / "half").write_text("x")
         fetches.append(1)

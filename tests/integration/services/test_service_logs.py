@@ -17,7 +17,8 @@ from tests.support.checks.waiting import until
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-def test_an_upload_is_told_with_its_blob_tenant_and_trace_and_without_secrets(tmp_path: Path) -> None:
+def test_upload_is_logged_without_secrets(tmp_path: Path) -> None:
+    """Log an upload with its blob, tenant and trace."""
     text, _ = tokens.create(tmp_path / "tokens.json", "default", ["read", "write"])
     (tmp_path / "nearkin.toml").write_text(
         f'[logs]\nformat = "json"\n[auth]\ntokens_file = "{tmp_path}/tokens.json"\n'

@@ -39,7 +39,8 @@ def settings(kafka: object, topic_prefix: str) -> Settings:
     return found
 
 
-def test_a_message_that_a_topic_refuses_as_too_large_is_a_permanent_error(settings: Settings) -> None:
+def test_refused_message_is_a_permanent_error(settings: Settings) -> None:
+    """Raise a permanent error for a message that a topic refuses as too large."""
     outbox = Outbox(settings, "test", None)
     outbox.send("frames", b"key", NOISE[:MESSAGE_BYTES], {})
     with pytest.raises(PermanentError, match=REFUSED):
@@ -49,7 +50,7 @@ def test_a_message_that_a_topic_refuses_as_too_large_is_a_permanent_error(settin
     outbox.close()
 
 
-def test_a_message_that_no_topic_takes_is_refused_before_it_is_sent(settings: Settings) -> None:
+def test_oversized_message_is_refused_unsent(settings: Settings) -> None:
     outbox = Outbox(settings, "test", None)
     with pytest.raises(
         PermanentError, match=re.escape(f"a message of {TOPIC_BYTES_MAX} bytes was refused as too large")
@@ -60,7 +61,8 @@ def test_a_message_that_no_topic_takes_is_refused_before_it_is_sent(settings: Se
     outbox.close()
 
 
-def test_a_worker_does_not_start_over_for_it_again_and_again(settings: Settings) -> None:
+def test_worker_does_not_restart_in_a_loop(settings: Settings) -> None:
+    """Do not start over again and again for a message that is too large."""
     stop, begun = threading.Event(), 0
 
     class Sending:
@@ -78,7 +80,9 @@ def test_a_worker_does_not_start_over_for_it_again_and_again(settings: Settings)
     assert begun == 1
 
 
-def test_an_upload_through_a_gateway_is_told_so(settings: Settings) -> None:
+def test_gateway_upload_names_the_limit(settings: Settings) -> None:
+    """Report the limit to an upload through a gateway."""
+
     async def upload() -> None:
         ingest = KafkaIngest(settings, "test", None)
         await ingest.open()

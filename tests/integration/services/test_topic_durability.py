@@ -53,7 +53,7 @@ def alter(settings: Settings, name: str, **values: str) -> None:
         done.result(30)
 
 
-def test_unclean_election_is_refused_and_put_right(made: Settings) -> None:
+def test_unclean_election_is_refused_then_fixed(made: Settings) -> None:
     """Refuse to start on a topic that may lose acknowledged messages.
 
     The topics' Job corrects it.
@@ -109,7 +109,7 @@ def test_topics_of_older_versions_are_warned_of_and_changed(made: Settings, capl
     assert prepare_topics(made)[1] == []
 
 
-def test_compacted_stage_topic_is_refused_and_put_right(made: Settings) -> None:
+def test_compacted_stage_topic_is_refused_fixed(made: Settings) -> None:
     """Refuse compaction between stages.
 
     It removes acknowledged records that are not processed.

@@ -112,7 +112,7 @@ def below(spans: list[Span], parent: str) -> list[Span]:
     return [span for span in spans if span.parent == parent]
 
 
-def test_a_blobs_trace_goes_from_the_request_to_its_commit_and_batches_are_linked(
+def test_trace_spans_request_to_commit(
     kafka: Any,
     redis: Any,
     topic_prefix: str,
@@ -121,6 +121,7 @@ def test_a_blobs_trace_goes_from_the_request_to_its_commit_and_batches_are_linke
     collector: Collector,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Trace a blob from the request to its commit, with links to batches."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # the library's own is 5 s
     port = free_port()
     text, _ = tokens.create(tmp_path / "tokens.json", "default", tokens.SCOPES)
@@ -244,7 +245,7 @@ def finished(work: Callable[[Tracing], None], ratio: float = 1.0) -> list[Any]:
     return list(kept.get_finished_spans())
 
 
-def test_the_ratio_is_the_share_of_requests_that_are_traced() -> None:
+def test_ratio_is_the_share_of_traced_requests() -> None:
     def requests(made: Tracing) -> None:
         for _ in range(2000):
             made.begin("GET", None).end()
@@ -254,7 +255,7 @@ def test_the_ratio_is_the_share_of_requests_that_are_traced() -> None:
     assert len(finished(requests, 1.0)) == 2000
 
 
-def test_what_fails_is_told_by_the_errors_name_alone() -> None:
+def test_failure_is_traced_by_error_name_only() -> None:
     def work(made: Tracing) -> None:
         span = made.begin("dedup", None)
         made.record_failure(made.open(span), ValueError("key 'private'"))
@@ -270,7 +271,7 @@ def test_what_fails_is_told_by_the_errors_name_alone() -> None:
 
 
 @pytest.mark.parametrize("text", [None, b"", b"nonsense", b"\xff" * 55, b"00-" + b"0" * 32 + b"-" + b"1" * 16 + b"-01"])
-def test_a_context_that_is_none_is_nobodys_parent(text: bytes | None) -> None:
+def test_invalid_context_has_no_parent(text: bytes | None) -> None:
     def work(made: Tracing) -> None:
         assert made.context(text) is None
         assert made.context_of(text) is None
@@ -302,7 +303,7 @@ print(tried, waits)
 """
 
 
-def test_a_collector_that_never_answers_is_waited_for_by_no_work_and_keeps_no_process() -> None:
+def test_unresponsive_collector_delays_nothing() -> None:
     """Drop spans beyond the queue instead of waiting, also when the process ends."""
     environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}
     command = [sys.executable, "-c", AWAY]
@@ -310,7 +311,7 @@ def test_a_collector_that_never_answers_is_waited_for_by_no_work_and_keeps_no_pr
     assert done.stdout == "[False] ['nearkin-tracing-end']\n"
 
 
-def test_nothing_is_traced_where_no_collector_is_named() -> None:
+def test_nothing_is_traced_without_a_collector() -> None:
     tracing.start(Settings(), "test", "one")
     assert tracing.current() is None
     with tracing.span("x", b"given", begins=True) as context, tracing.linked_span("y", [b"given"], {}):
@@ -318,7 +319,7 @@ def test_nothing_is_traced_where_no_collector_is_named() -> None:
     tracing.stop()
 
 
-def test_processes_that_are_not_traced_never_load_what_exports() -> None:
+def test_untraced_process_loads_no_exporter() -> None:
     """redis and fastapi import the rest by themselves where it is installed."""
     modules = [f"nearkin_{service}.__main__" for service in SERVICES if service not in MODULES]
     modules += [*MODULES.values(), "nearkin_gateway.server"]
@@ -326,7 +327,7 @@ def test_processes_that_are_not_traced_never_load_what_exports() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(filter(None, sys.path))})
 
 
-def test_a_collector_without_the_library_is_refused_by_name() -> None:
+def test_collector_without_library_is_refused() -> None:
     code = (
         "import sys; sys.modules['opentelemetry'] = None\n"
         "import runpy; sys.argv = ['nearkin_dedup', '--worker', 'w']\n"
