@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Iterator
 
@@ -34,13 +33,6 @@ class TestRedisIndex(IndexContract):
         index = RedisIndex(RedisSettings(url=url), samples.DOMAIN)
         yield index
         index.close()
-
-    def counts(self, index: RedisIndex) -> dict[tuple[int, int], int]:
-        found = {}
-        for key, value in index.entries()["counts"].items():
-            container, ordinal = struct.unpack("<QI", key)
-            (found[container, ordinal],) = struct.unpack("<I", value)
-        return found
 
 
 class TestRedisCollection(CollectionContract):

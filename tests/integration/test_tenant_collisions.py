@@ -87,7 +87,7 @@ def test_index_with_two_tenants_of_a_hash_keeps_them_apart(tmp_path: Path, reque
         for after in ("", "of a"):
             assert [entry.key for entry in index.catalog_after("first", "of", after, None)] == ["of first"]
         assert index.versions_of("second", "of first") == []
-        index.collect_many([CollectedVersion("second", "of first", 1, None)])
+        index.collect_many([CollectedVersion("second", "of first", 1)])
         assert [entry.key for entry in index.catalog("first")] == ["of first"]
         index.withdraw_tenants(["second"])
         assert list(index.catalog("second")) == []
@@ -123,7 +123,7 @@ def test_redis_refuses_the_second_tenant_of_a_hash(
     with caplog.at_level(logging.ERROR):
         redis_index.commit_many([(second, 100), (replace(second, key="other"), 100)])
     assert "tenant 'second'" in caplog.text
-    redis_index.collect_many([CollectedVersion("second", "key", 1, second)])
+    redis_index.collect_many([CollectedVersion("second", "key", 1)])
     assert list(redis_index.catalog("first")) == before
     assert redis_index.tenants() == ["first"]
 

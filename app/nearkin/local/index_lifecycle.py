@@ -562,7 +562,7 @@ class LocalIndex(DeletionObserver):
         index, there = self.writable(), {container for container, _ in self._containers.ids()}
         if there.intersection(containers).issubset(index.container_ids().tolist()):
             self._mending.republish_containers(index, containers)
-        else:  # one was missing: the index no longer counts its chunks, nor the versions of its segments
+        else:  # one was missing: the index has no summary of it
             self.rebuild()
 
     def relist_versions(self) -> None:

@@ -6,7 +6,7 @@
     3 containers   those without a summary are published; all of them where a part of the index was lost
 
 Only step 3 decodes data, and only of containers published after the last write that the server persisted. Listings are
-complete after step 1. Invariant: afterwards the index is as one that was rebuilt from nothing, segment counts aside.
+complete after step 1. Invariant: afterwards the index is as one that was rebuilt from nothing.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _remove_versions(manifests: ManifestStore, index: RecoverableIndex) -> dict[
         if name in stored_names:
             kept[name] = entry.sequence
         else:
-            missing.append(CollectedVersion(tenant, entry.key, entry.version, None))
+            missing.append(CollectedVersion(tenant, entry.key, entry.version))
     index.collect_many(missing)
     return kept
 

@@ -58,14 +58,12 @@ class MarkedVersion:
 class CollectedVersion:
     """Version to remove from the catalog.
 
-    `manifest` is None if it cannot be read; its segments then stay counted. `marks_bytes` and `sequence` describe the
-    marks that stay and keep the version number reserved.
+    `marks_bytes` and `sequence` describe the marks that stay and keep the version number reserved.
     """
 
     tenant: str
     key: str
     version: int
-    manifest: Manifest | None
     sequence: int = 0
     marks_bytes: int = 0
 
@@ -137,7 +135,7 @@ class SupportsCollection(Protocol):
         """Replace the summary of a container after its rewrite."""
 
     def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
-        """Remove versions from the catalog and their segments from the counts. Idempotent.
+        """Remove versions from the catalog. Idempotent.
 
         Call it before the manifests are deleted.
         """
@@ -169,7 +167,7 @@ class Index(FingerprintIndex, FeatureIndex, SegmentLedger, Catalog, Protocol):
         """Publish durable containers in order, at a lower cost than one at a time."""
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
-        """Add a durable version to the catalog and count its segments. Idempotent."""
+        """Add a durable version to the catalog. Idempotent."""
 
     def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
         """Commit several versions, each with its manifest's size in bytes."""

@@ -60,12 +60,12 @@ class VersionExpiry:
                     if self._is_retained(version, manifest):
                         kept.append(version)
                     elif self._finalize(version):
-                        finalized.append((version, manifest, self._remaining_mark_bytes(version, roots)))
+                        finalized.append((version, self._remaining_mark_bytes(version, roots)))
                     else:
                         kept.append(version)  # undeleted meanwhile
                 index.collect_many([_collected_version(*item) for item in finalized])
                 failpoint("gc.uncatalogued")
-                for version, _, _ in finalized:
+                for version, _ in finalized:
                     versions += bool(version.committed)
                     self._remove(version, roots)
         return ExpiredVersions(tuple(kept), versions)
@@ -150,8 +150,8 @@ class VersionExpiry:
         failpoint("gc.marks")
 
 
-def _collected_version(version: RootVersion, manifest: Manifest | None, marks_bytes: int) -> CollectedVersion:
+def _collected_version(version: RootVersion, marks_bytes: int) -> CollectedVersion:
     mark = version.ended
     assert mark is not None
     sequence = mark.sequence + (mark.kind is MarkKind.DELETED)
-    return CollectedVersion(mark.tenant, mark.key, mark.version, manifest, sequence, marks_bytes)
+    return CollectedVersion(mark.tenant, mark.key, mark.version, sequence, marks_bytes)

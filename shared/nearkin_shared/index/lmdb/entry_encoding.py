@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin_shared.formats.columns import CHECK_BYTES, check_bytes
-from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.lmdb.environments import damage_error
 from nearkin_shared.index.lmdb.sorted_run_table import PACKED_LOCATION, pack_locations
@@ -127,14 +126,6 @@ def delete_keys_under(txn: Any, db: Any, head: bytes) -> None:
     has_entry = cursor.set_range(head)
     while has_entry and bytes(cursor.key()).startswith(head):
         has_entry = cursor.delete()
-
-
-def segment_count_keys(manifest: Manifest) -> list[bytes]:
-    """Return the distinct keys in `counts` of the segments of a version."""
-    rows = pack_locations(manifest.segments.containers, manifest.segments.ordinals)
-    # with return_index, or np.unique imports numpy.ma: 15 ms of a put's start
-    distinct, _ = np.unique(rows, return_index=True)
-    return rows_of(distinct.view(np.uint8), PACKED_LOCATION.itemsize)
 
 
 class KeyedLocations:

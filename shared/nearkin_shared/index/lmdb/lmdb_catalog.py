@@ -1,6 +1,5 @@
-"""Catalog of an LMDB index: versions, their marks, and the counts of their segments.
+"""Catalog of an LMDB index: versions and their marks.
 
-counts      container 8, ordinal 4      -> number of versions with that segment, 4
 versions    tenant 8, key..., version 8 -> manifest's bytes, ledger, times: plain or encrypted (version_entries.py)
 meta        "mark" + key of versions    -> highest mark 4, bytes of all marks 8
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from struct import Struct
 from typing import Any
 
 from nearkin_shared.formats.manifest import Manifest
@@ -23,7 +21,6 @@ from nearkin_shared.index.lmdb.entry_encoding import (
     delete_keys_under,
     marks_under,
     parse_version,
-    segment_count_keys,
     version_fields,
 )
 from nearkin_shared.index.lmdb.lmdb_transactions import LmdbTransactions
@@ -33,8 +30,6 @@ from nearkin_shared.tenant_names import collision_of
 
 Row = tuple[bytes, bytes, bytes]
 """Key and value of a version, and its packed marks."""
-_COUNT = Struct("<I")
-_NONE = _COUNT.pack(0)
 ENTRIES_A_PAGE = 1024
 ENTRIES_FIRST_MIN = 16
 """Least number of entries read at once: a key may have several versions."""
@@ -55,7 +50,7 @@ class LmdbCatalog(LmdbTransactions):
         self._names = names
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
-        """Add a version to the catalog and count its segments, once, in one transaction."""
+        """Add a version to the catalog, once, in one transaction."""
         self.commit_many([(manifest, manifest_bytes)])
 
     def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
@@ -65,15 +60,10 @@ class LmdbCatalog(LmdbTransactions):
                 key = self._names.version_key(manifest.tenant, manifest.key, manifest.version)
                 entry = entry_of(manifest, manifest_bytes)
                 value = self._names.encode(key, {"tenant": manifest.tenant, **version_fields(entry)})
-                if not txn.put(key, value, db=self._versions, overwrite=False):
-                    continue
-                keys = segment_count_keys(manifest)
-                cursor = txn.cursor(self._counts)
-                before = dict(cursor.getmulti(keys))
-                cursor.putmulti([(k, _COUNT.pack(_COUNT.unpack(before.get(k, _NONE))[0] + 1)) for k in keys])
+                txn.put(key, value, db=self._versions, overwrite=False)
 
     def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
-        """Remove versions from the catalog and their segments from the counts, in one transaction."""
+        """Remove versions from the catalog, in one transaction."""
         with self._writing() as txn:
             for version in versions:
                 key = self._names.version_key(version.tenant, version.key, version.version)
@@ -82,18 +72,8 @@ class LmdbCatalog(LmdbTransactions):
                     txn.put(name, MARKED.pack(version.sequence, version.marks_bytes), db=self._meta)
                 else:
                     txn.delete(name, db=self._meta)
-                if not self._is_listed(txn, key, version.tenant):
-                    continue
-                txn.delete(key, db=self._versions)
-                if version.manifest is None:
-                    continue
-                keys = segment_count_keys(version.manifest)
-                cursor = txn.cursor(self._counts)
-                before = {key: _COUNT.unpack(count)[0] for key, count in cursor.getmulti(keys)}
-                cursor.putmulti([(key, _COUNT.pack(count - 1)) for key, count in before.items() if count > 1])
-                for key, count in before.items():
-                    if count <= 1:
-                        txn.delete(key, db=self._counts)
+                if self._is_listed(txn, key, version.tenant):
+                    txn.delete(key, db=self._versions)
 
     def withdraw_tenants(self, tenants: Collection[str]) -> None:
         """Remove the versions and marks of tenants, in one transaction."""

@@ -29,7 +29,6 @@ from nearkin_shared.index.container_entries import FEATURE_KEY_BYTES, ContainerE
 from nearkin_shared.index.lmdb.entry_encoding import (
     KeyedLocations,
     decode_fields,
-    delete_keys_under,
     encode_fields,
     marks_under,
     rows_of,
@@ -214,7 +213,6 @@ class LmdbIndex(LmdbCatalog):
                     self._runs[table].drop(txn, partial(is_removed, removals=rows), keys)
             for container in containers:
                 txn.delete(container.to_bytes(8, "big"), db=self._containers)
-                delete_keys_under(txn, self._counts, container.to_bytes(8, "little"))
             if token:
                 txn.put(_REMOVAL, token.encode(), db=self._meta)
 
@@ -262,7 +260,7 @@ class LmdbIndex(LmdbCatalog):
                     )
                 )
         with self._reading() as txn:
-            for name in ("counts", "containers", "versions"):
+            for name in ("containers", "versions"):
                 tables[name] = {bytes(k): bytes(v) for k, v in txn.cursor(self._databases[name])}
             for key, value in tables["versions"].items():
                 tables["versions"][key] = json.dumps(self._names.decode(key, value), sort_keys=True).encode()

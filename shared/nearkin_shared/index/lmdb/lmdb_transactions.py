@@ -30,7 +30,8 @@ from nearkin_shared.index.lmdb.environments import (
 )
 from nearkin_shared.utils.failpoints import failpoint
 
-TABLES = ("chunks", "features", "segments", "counts", "containers", "versions", "meta")
+TABLES = ("chunks", "features", "segments", "containers", "versions", "meta")
+"""Named databases. An index of an earlier release has `counts` too, which nothing opens."""
 _ALL: WeakSet[LmdbTransactions] = WeakSet()
 """All open indexes of this process."""
 
@@ -51,7 +52,7 @@ class LmdbTransactions:
         self._shared = shared = acquire(folder, map_bytes, TABLES, writable=not read_only, durable=durable)
         self._env = shared.env
         self._databases = databases = shared.databases
-        self._counts, self._containers, self._versions, self._meta = (databases[name] for name in TABLES[3:])
+        self._containers, self._versions, self._meta = (databases[name] for name in TABLES[3:])
 
     @contextmanager
     def _in_use(self) -> Iterator[Environment]:
@@ -91,7 +92,7 @@ class LmdbTransactions:
                     yield txn
                     failpoint("index.writing")
                 failpoint("index.written")
-        except struct.error as err:  # a count or marks of another length
+        except struct.error as err:  # marks of another length
             raise damage_error(err) from err
         except lmdb.Error as err:
             raise self._error_of(err) from err

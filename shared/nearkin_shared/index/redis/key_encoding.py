@@ -6,7 +6,6 @@ Invariant: equal keys mean equal names, up to known odds.
     chunks    check tag 8, fold of SHA-1 and length 5        number 5
     segments  check tag 8, fold of SHA-1 5                   number 5
     features  mix of namespace, rank and super-feature 5     number 5
-    counts    mix of container and ordinal 8, ordinal 4      versions 4
 
 A number means (container, ordinal) as `nearkin_shared.index.redis.epoch` defines. Rows are uint8[n, width]. Partitions
 are chosen by bits that no uploader can choose: the check tag is keyed. docs/adr/0007-redis-index.md has the odds.
@@ -20,15 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin_shared.index.container_entries import feature_keys
-from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Locations
+from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64
 from nearkin_shared.utils.frozen import frozen
 
 U16 = NDArray[np.uint16]
 
 NUMBER_BYTES = 5
-_GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_UNMIX_1, _UNMIX_2 = pow(_MIX_1, -1, 1 << 64), pow(_MIX_2, -1, 1 << 64)
 
 
 @frozen
@@ -49,8 +46,7 @@ class Table:
 CHUNKS = Table("c", 13, NUMBER_BYTES, 40)
 SEGMENTS = Table("s", 13, NUMBER_BYTES, 40)
 FEATURES = Table("f", 5, NUMBER_BYTES, 64)
-COUNTS = Table("n", 12, 4, 40)
-TABLES = (CHUNKS, SEGMENTS, FEATURES, COUNTS)
+TABLES = (CHUNKS, SEGMENTS, FEATURES)
 
 
 @frozen
@@ -102,22 +98,6 @@ def super_feature_keys(sketch: str, domain: bytes, rank: int, super_features: U6
     return Keys(_bytes(mixed)[:, :5].copy(), (mixed >> np.uint64(48)).astype(np.uint16))
 
 
-def count_keys(locations: Locations) -> Keys:
-    """Return the keys of segments' locations; `locations_of` inverts it."""
-    mixed = _mix(locations.containers + locations.ordinals.astype(np.uint64) * np.uint64(_GOLDEN))
-    rows = np.empty((len(locations), 12), np.uint8)
-    rows[:, :8] = _bytes(mixed)
-    rows[:, 8:] = locations.ordinals.astype("<u4").view(np.uint8).reshape(-1, 4)
-    return Keys(rows, (mixed >> np.uint64(48)).astype(np.uint16))
-
-
-def locations_of(rows: U8) -> Locations:
-    """Return the locations of uint8[n, 12] keys of counts."""
-    ordinals = np.ascontiguousarray(rows[:, 8:]).view("<u4").ravel().astype(np.uint32)
-    mixed = np.ascontiguousarray(rows[:, :8]).view("<u8").ravel().astype(np.uint64)
-    return Locations(_unmix(mixed) - ordinals.astype(np.uint64) * np.uint64(_GOLDEN), ordinals)
-
-
 def with_numbers(keys: Keys, numbers: U64) -> U8:
     """Return entries: each key followed by its number, below 2^40."""
     return np.concatenate([keys.rows, _bytes(numbers)[:, :NUMBER_BYTES]], axis=1)
@@ -139,18 +119,6 @@ def _mix(values: U64) -> U64:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
     return values ^ (values >> np.uint64(31))
-
-
-def _unmix(values: U64) -> U64:
-    values = _unshift(values, 31) * np.uint64(_UNMIX_2)
-    values = _unshift(values, 27) * np.uint64(_UNMIX_1)
-    return _unshift(values, 30)
-
-
-def _unshift(values: U64, bits: int) -> U64:
-    """Return x for x ^ (x >> bits), with 21 < bits < 64: three iterations reach every bit."""
-    values = values ^ (values >> np.uint64(bits))
-    return values ^ (values >> np.uint64(2 * bits)) if 2 * bits < 64 else values
 
 
 def order_by_partition(partitions: U16, count: int) -> tuple[NDArray[np.intp], NDArray[np.int64]]:

@@ -6,22 +6,18 @@ A call carries at most KEYS_A_SCRIPT rows; rows are grouped by partition, in the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from nearkin_shared.formats.manifest import Manifest
-from nearkin_shared.index.redis import catalog_encoding, key_encoding
+from nearkin_shared.index.redis import key_encoding
 from nearkin_shared.index.redis.connection import Command, RedisServer
 from nearkin_shared.index.redis.epoch import Epoch
-from nearkin_shared.index.redis.key_encoding import COUNTS, U16, Keys, Table
-from nearkin_shared.types import U8, U64, Locations
+from nearkin_shared.index.redis.key_encoding import U16, Keys, Table
+from nearkin_shared.types import U8, U64
 
 KEYS_A_SCRIPT = 512
 """A script blocks the server for all clients: about 2 ms for this many keys."""
-COUNTED_SECONDS = 3600
-"""Time for which counted segments of a version are remembered, in case its commit is interrupted and repeated."""
 Numbered = tuple[Keys, U64]
 """Keys and the number of each."""
 
@@ -88,24 +84,6 @@ def insert_calls(epoch: Epoch, table: Table, parts: Sequence[Numbered]) -> list[
     return _partition_calls(epoch, "insert", table, key_encoding.with_numbers(keys, numbers), keys.partitions, highest)[
         1
     ]
-
-
-def count_calls(epoch: Epoch, manifest: Manifest, start: bytes, script: str = "count") -> list[Command]:
-    """Return the calls that count a version's segments, or uncount them ("uncount").
-
-    Each sets a marker key so that a repetition changes nothing.
-    """
-    # with return_index, or np.unique imports numpy.ma: 15 ms of a worker's start
-    pairs = np.stack([manifest.segments.containers, manifest.segments.ordinals.astype(np.uint64)], axis=1)
-    distinct, _ = np.unique(pairs, axis=0, return_index=True)
-    keys = key_encoding.count_keys(Locations(distinct[:, 0].copy(), distinct[:, 1].astype(np.uint32)))
-    version = blake2b(catalog_encoding.tenant_tag(manifest.tenant).encode() + start, digest_size=12).hexdigest()
-    calls = _partition_calls(epoch, script, COUNTS, keys.rows, keys.partitions, COUNTED_SECONDS)[1]
-    marked_calls: list[Command] = []
-    mark = "" if script == "count" else "-"
-    for number, (command, sha, _, key, *arguments) in enumerate(calls):
-        marked_calls.append((command, sha, 2, key, f"{key}:{version}:{number:x}{mark}", *arguments))
-    return marked_calls
 
 
 def entries_of(buckets: Any, width: int) -> U8:

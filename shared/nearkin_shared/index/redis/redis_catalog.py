@@ -1,8 +1,7 @@
 """Catalog of a Redis index: versions and their marks, by tenant.
 
-A commit takes three round trips; dying between two steps only repeats work, since a repeated step changes nothing:
-
-    1 listed?     2 counts    3 catalog
+A commit takes one round trip, a collection two: which versions are listed, then their removal. Repeating one changes
+nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from nearkin_shared.index.protocols import CollectedVersion, MarkedVersion
 from nearkin_shared.index.redis import catalog_encoding
 from nearkin_shared.index.redis.connection import Command, RedisServer
 from nearkin_shared.index.redis.epoch import EPOCH_TRIES_MAX, Epoch, EpochReplaced, Epochs
-from nearkin_shared.index.redis.partition_calls import count_calls
 from nearkin_shared.index.redis.partitions import VERSIONS_LETTER
 from nearkin_shared.tenant_names import collision_of
 
@@ -41,7 +39,7 @@ class RedisCatalog:
     epochs: Epochs
 
     def commit(self, manifest: Manifest, manifest_bytes: int) -> None:
-        """Add a version to the catalog and count its segments, once."""
+        """Add a version to the catalog, once."""
         self.commit_many([(manifest, manifest_bytes)])
 
     def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
@@ -51,30 +49,17 @@ class RedisCatalog:
             self._in_epoch(partial(self._commit, versions=batch))
 
     def _commit(self, epoch: Epoch, versions: Sequence[tuple[Manifest, int]]) -> None:
-        starts = [catalog_encoding.member_start(manifest.key, manifest.version) for manifest, _ in versions]
-        homes = [self._home(epoch, manifest.tenant) for manifest, _ in versions]
-        tenants = [manifest.tenant for manifest, _ in versions]
-        known = self._are_committed(homes, starts, tenants)  # 1
-        if None in known:
-            raise EpochReplaced
-        for tenant in {tenant for tenant, is_listed in zip(tenants, known, strict=True) if is_listed == FOREIGN}:
-            _log.error("not listed: %s", collision_of(tenant, "the index"))
-        new = [row for row, is_listed in enumerate(known) if not is_listed]
-        calls: list[Command] = []
-        for row in new:
-            calls += count_calls(epoch, versions[row][0], starts[row])
-        if None in self.server.run(calls):  # 2
-            raise EpochReplaced
-        commit_calls = []
-        for row in new:
-            manifest, manifest_bytes = versions[row]
-            entry = entry_of(manifest, manifest_bytes)
+        calls = []
+        for manifest, manifest_bytes in versions:
+            start = catalog_encoding.member_start(manifest.key, manifest.version)
+            rest = catalog_encoding.member_rest(entry_of(manifest, manifest_bytes))
             owner = catalog_encoding.tenant_tag(manifest.tenant), manifest.tenant
-            commit_calls.append(
-                RedisServer.call("commit", homes[row], starts[row], catalog_encoding.member_rest(entry), *owner)
-            )
-        if None in self.server.run(commit_calls):  # 3
+            calls.append(RedisServer.call("commit", self._home(epoch, manifest.tenant), start, rest, *owner))
+        replies = self.server.run(calls)
+        if None in replies:
             raise EpochReplaced
+        for tenant in {versions[row][0].tenant for row, reply in enumerate(replies) if reply == FOREIGN}:
+            _log.error("not listed: %s", collision_of(tenant, "the index"))
 
     def mark_many(self, marks: Sequence[MarkedVersion]) -> None:
         """Record the marks of versions, VERSIONS_A_COMMIT per round trip; the highest wins."""
@@ -93,7 +78,7 @@ class RedisCatalog:
             raise EpochReplaced
 
     def collect_many(self, versions: Sequence[CollectedVersion]) -> None:
-        """Remove versions from the catalog and their segments from the counts.
+        """Remove versions from the catalog.
 
         VERSIONS_A_COMMIT versions share their round trips.
         """
@@ -103,19 +88,15 @@ class RedisCatalog:
     def _collect(self, epoch: Epoch, versions: Sequence[CollectedVersion]) -> None:
         starts = [catalog_encoding.member_start(version.key, version.version) for version in versions]
         homes = [self._home(epoch, version.tenant) for version in versions]
-        known = self._are_committed(homes, starts, [version.tenant for version in versions])  # 1
-        counts: list[Command] = []
-        for version, start, is_listed in zip(versions, starts, known, strict=True):
-            if is_listed == 1 and version.manifest is not None:
-                counts += count_calls(epoch, version.manifest, start, "uncount")
-        if None in known or None in self.server.run(counts):  # 2
+        known = self._are_committed(homes, starts, [version.tenant for version in versions])
+        if None in known:
             raise EpochReplaced
         removals = [
             RedisServer.call("collect", [*home, _marks_key(home[1])], start, version.sequence, version.marks_bytes)
             for version, home, start, is_listed in zip(versions, homes, starts, known, strict=True)
             if is_listed != FOREIGN
         ]
-        if None in self.server.run(removals):  # 3
+        if None in self.server.run(removals):
             raise EpochReplaced
 
     def _are_committed(

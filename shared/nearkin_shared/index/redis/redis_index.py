@@ -23,7 +23,7 @@ from nearkin_shared.index.protocols import ContainerSummary
 from nearkin_shared.index.redis import catalog_encoding, key_encoding
 from nearkin_shared.index.redis.connection import Command, RedisServer
 from nearkin_shared.index.redis.epoch import Epoch, EpochReplaced, Epochs, NumberedContainers
-from nearkin_shared.index.redis.key_encoding import CHUNKS, COUNTS, FEATURES, SEGMENTS, Keys, Table
+from nearkin_shared.index.redis.key_encoding import CHUNKS, FEATURES, SEGMENTS, Keys, Table
 from nearkin_shared.index.redis.partition_calls import Numbered, entries_of, find_calls, insert_calls
 from nearkin_shared.index.redis.redis_catalog import MEMBERS_A_PAGE, RedisCatalog
 from nearkin_shared.index.redis.redis_removal import drop_containers, withdraw_entries, withdraw_missing
@@ -262,7 +262,7 @@ class RedisIndex(RedisCatalog):
         epoch = self.epochs.check()
         self.epochs.cover_all(epoch)
         found: dict[str, dict[bytes, bytes]] = {}
-        for name, table in (("chunks", CHUNKS), ("segments", SEGMENTS), ("features", FEATURES), ("counts", COUNTS)):
+        for name, table in (("chunks", CHUNKS), ("segments", SEGMENTS), ("features", FEATURES)):
             commands: list[Command] = [("HGETALL", epoch.partition(table, p)) for p in range(epoch.partitions)]
             found[name] = {}
             for partition, buckets in enumerate(self.server.run(commands)):
@@ -271,9 +271,6 @@ class RedisIndex(RedisCatalog):
 
     def _decode(self, epoch: Epoch, table: Table, partition: int, packed: U8) -> dict[bytes, bytes]:
         keys, values = np.ascontiguousarray(packed[:, : table.key_bytes]), packed[:, table.key_bytes :].tobytes()
-        if table is COUNTS:
-            names = _pack(key_encoding.locations_of(keys))
-            return {names[i]: values[4 * i : 4 * i + 4] for i in range(len(keys))}
         locations, found = epoch.table.locate(key_encoding.numbers_of(values), self._domain)
         lead, packed_locations = partition.to_bytes(2, "little"), _pack(locations)
         return {lead + keys[i].tobytes(): packed_locations[i] for i in np.flatnonzero(found)}

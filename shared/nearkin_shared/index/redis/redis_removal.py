@@ -3,7 +3,6 @@
 Invariant: an entry is removed only while it still has the removed number. Idempotent.
 
     withdraw  reads every bucket of three tables, ascending; a script removes the entries with removed numbers
-    collect   1 is it listed?  2 counts  3 catalog      dying between two steps only repeats work
 
 A bucket split during the reads moves entries to a higher bucket only, so none is missed.
 """
