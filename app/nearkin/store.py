@@ -433,10 +433,8 @@ class Store(MaintainedStore):
         self._check_writable("purge")
         self._puts.check_none()
         tenant = self.settings.tenant
-        if key is not None and not any(
-            one.key == key and version in (None, one.version) for one in self.list_deleted(key)
-        ):
-            raise NotFound(f"key {key!r}: no such version is deleted; `nearkin rm` deletes it first")
+        if key is not None:
+            self._check_deleted(key, version)
 
         def ends(mark: Mark) -> bool:
             return key is None or (mark.tenant == tenant and mark.key == key and version in (None, mark.version))
@@ -450,6 +448,21 @@ class Store(MaintainedStore):
         self._finish_erasures()
         self.reserve.restore(self._container_bytes, grow=True)
         return report
+
+    def _check_deleted(self, key: str, version: int | None) -> None:
+        """Raise NotFound, with the reason, if no version of the key, or not this one, can be purged."""
+        if any(one.key == key and version in (None, one.version) for one in self.list_deleted(key)):
+            return
+        histories = self._manifests.histories(self.settings.tenant, key)
+        highest = max(histories, default=0)
+        if not highest:
+            raise NotFound(f"key {key!r}: no blob {key!r}; `nearkin ls` and `nearkin ls --deleted` list the keys")
+        if version is not None and version > highest:
+            raise NotFound(f"key {key!r} version {version}: no such version; the newest was {highest}")
+        if any(history.committed and version in (None, number) for number, history in histories.items()):
+            raise NotFound(f"key {key!r}: no such version is deleted; `nearkin rm` deletes it first")
+        which = f"key {key!r}" if version is None else f"key {key!r} version {version}"
+        raise NotFound(f"{which}: removed for good by an earlier GC run or purge; nothing of it is left to free")
 
     def rolled_back_keys(self) -> int:
         """Return how many keys of all tenants had lost their newest version at the last GC run.

@@ -377,6 +377,10 @@ class GcReport:
     """Records that the store's key does not authenticate: nothing was deleted because of them."""
     forgotten: int = 0
     """Versions that no policy kept, deleted at the end of the run."""
+    undeletable_versions: int = 0
+    """Deleted versions whose data the run kept: their undelete window or their retention has not ended."""
+    recent_containers: int = 0
+    """Containers kept whole because services may still commit versions that use them."""
 
 
 @frozen

@@ -236,6 +236,8 @@ def gc_json(report: GcReport) -> dict[str, object]:
         "remaining": remaining_json(report.remaining),
         "refused_records": report.refused_records,
         "rolled_back_keys": report.rolled_back_keys,
+        "undeletable_versions": report.undeletable_versions,
+        "recent_containers": report.recent_containers,
         "held": dict(report.held) if report.dry_run else None,
         "seconds": report.seconds,
     }

@@ -73,3 +73,18 @@ def test_gc_server_unreachable_is_named(run):
     assert refused.returncode == 1
     assert refused.stderr.startswith("nearkin: POST http://127.0.0.1:9/v1/gc: ")
     assert refused.stderr.count("\n") == 1
+
+
+def test_gc_that_frees_nothing_names_the_reason(run, tmp_path):
+    """F.4: No deletion, the undelete window and the grace are named apart."""
+    (tmp_path / "f").write_bytes(os.urandom(1000))
+    assert run("put", "k", str(tmp_path / "f")).returncode == 0
+    for arguments in (("gc",), ("gc", "--dry-run"), ("gc", "--now", "--yes")):
+        assert "nothing to free: no version is deleted" in run(*arguments).stdout, arguments
+    window = {"NEARKIN_DELETION__UNDELETE_SECONDS": "3600"}
+    assert run("rm", "k", more=window).returncode == 0
+    text = run("gc").stdout
+    assert "kept         1 deleted version in the undelete window or retained" in text
+    assert "nothing to free" not in text
+    assert "nothing to free" not in run("gc", "--now", "--yes").stdout
+    assert "nothing to free" in run("gc", "--now", "--yes").stdout

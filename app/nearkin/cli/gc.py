@@ -147,6 +147,7 @@ def status_lines(last: Mapping[str, Any]) -> Iterator[str]:
         )
     )
     yield f"{freed_bytes_net('freed', last['freed_bytes'])}: {gone}"
+    yield from _reasons_for_nothing(last)
     if last["due"]:
         condemned = plural(last["pending_delete_containers"], "container")
         yield f"pending      {condemned}: about {last['pending_delete_bytes']:,} bytes more from {last['due']} on"
@@ -167,9 +168,33 @@ def freed_bytes_net(frees: str, size_bytes: int) -> str:
     return f"{frees} nothing yet, and takes {-size_bytes:,} bytes"
 
 
+def _reasons_for_nothing(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a GC run freed nothing, from its JSON form; nothing if it removed something.
+
+    A maintenance worker of an earlier release reports neither deleted versions nor recent containers.
+    """
+    from nearkin_shared.savings_table import plural
+
+    if report["freed_bytes"] > 0 or report["versions"] or report["containers_deleted"]:
+        return
+    undeletable, recent = report.get("undeletable_versions"), report.get("recent_containers")
+    if undeletable:
+        yield (
+            f"kept         {plural(undeletable, 'deleted version')} in the undelete window or retained: `nearkin ls "
+            "--deleted` lists them, `nearkin gc --now` removes those that are not retained"
+        )
+    if recent:
+        yield (
+            f"kept         {plural(recent, 'container')} younger than two graces (gc.grace_seconds): services may "
+            "still commit versions that use them"
+        )
+    if undeletable == 0 and not recent and not report["pending_delete_containers"]:
+        yield "nothing to free: no version is deleted, and no data are pending delete"
+
+
 def gc_lines(report: GcReport) -> Iterator[str]:
     """Yield the report of a GC run as text."""
-    from nearkin_shared.results_json import remaining_json
+    from nearkin_shared.results_json import gc_json, remaining_json
     from nearkin_shared.savings_table import plural
 
     frees = "would free" if report.dry_run else "freed"
@@ -181,6 +206,7 @@ def gc_lines(report: GcReport) -> Iterator[str]:
         )
     )
     yield f"{freed_bytes_net(frees, report.freed_bytes)}: {gone}"
+    yield from _reasons_for_nothing(gc_json(report))
     if report.due is not None:
         condemned = plural(report.pending_delete_containers, "container")
         bytes_more = f"{report.pending_delete_bytes:,} bytes more"

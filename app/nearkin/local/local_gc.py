@@ -184,6 +184,7 @@ class LocalGc:
             pending_delete_bytes=0,
             due=None,
             held={},
+            undeletable_versions=ended.count_undeletable(roots),
             seconds=time.perf_counter() - started,
         )
 

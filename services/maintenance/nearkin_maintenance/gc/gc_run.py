@@ -231,6 +231,7 @@ class GcPass:
         if not self._needs_marking(generations, roots):
             return self._report(self._run_without_mark(generations, roots), started)
         recent = self._recent_containers(generations)
+        self._totals.recent = len(recent)
         refs_cache = None if self._ledger is None else self._ledger.refs_cache(self._hooks.now_us())
         names = [version.manifest for version in roots.kept]
         reported_names = self._hooks.report_progress(names, "manifests read")
@@ -343,6 +344,8 @@ class GcPass:
             pending_delete_bytes=totals.pending_delete_bytes,
             due=None if due_us is None else datetime.fromtimestamp(min(due_us / 1e6, CREATED_US_MAX // 1_000_000), UTC),
             held=totals.held,
+            undeletable_versions=totals.undeletable,
+            recent_containers=totals.recent,
             seconds=time.perf_counter() - started,
         )
 
@@ -429,6 +432,7 @@ class GcPass:
         """
         expired = VersionExpiry(self._manifests, self._hooks.now_us).expire(roots, self._gate)
         self._totals.versions += expired.versions
+        self._totals.undeletable = expired.count_undeletable(roots)
         return expired.kept
 
 

@@ -63,6 +63,10 @@ class GcTotals:
     held: dict[str, int] = field(default_factory=dict)
     refused: int = 0
     """Tombstones that are damaged or not authenticated: their versions are kept."""
+    undeletable: int = 0
+    """Deleted versions that are kept, because they can be undeleted or are retained."""
+    recent: int = 0
+    """Containers of which all data count as live, because their versions may be in flight."""
     no_room: NoRoom | None = None
     """Why some container was not rewritten: the next run does it, in the space that this one frees."""
     freed_before_bytes: int = field(init=False)

@@ -40,6 +40,10 @@ class ExpiredVersions:
     kept: tuple[RootVersion, ...]
     versions: int
 
+    def count_undeletable(self, roots: Roots) -> int:
+        """Return how many of the kept versions are deleted: within their undelete window, or retained."""
+        return len(roots.undeletable) + len(self.kept) - len(roots.kept)
+
 
 class VersionExpiry:
     """Step 2 of a GC run: delete the objects of versions that cannot be undeleted."""
