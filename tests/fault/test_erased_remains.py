@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ from nearkin_shared.formats.encrypted_object import STORE_OWNER
 from nearkin_shared.utils import failpoints
 from nearkin_shared.utils.failpoints import ERASURE_POINTS
 from tests.support.data.test_keys import MemoryKeys
+from tests.support.servers.maintenance_workers import Fleet
+from tests.support.servers.servers import Redis
 
 CONTENT = b"a part of a file that is on its way " * 100
 
@@ -179,6 +183,27 @@ def test_erasure_is_reported_by_the_run_after_a_killed_one(root: Path, point: st
             report = store.gc()
             assert report.finished_erasures == 1
             assert {"key-copies", "backups"} <= {one.place for one in report.remaining}
+
+
+def test_fleet_reports_an_erasure_after_runs_that_were_cut_short(root: Path, redis: Redis, key_prefix: str) -> None:
+    """F.22: An erasure is recorded as swept after the run that reports it, not by one that ends before its report."""
+    with opened(root) as store:
+        store.erase_tenant("acme", 0)
+        fleet = Fleet(store._covered, redis.url, key_prefix.rstrip(":"), time.time() + 3600, store.settings)
+        with closing(fleet.index):
+            fleet.fill_index()
+            worker = fleet.make_gc_worker()
+            for ahead_seconds in (0, 3600):  # the second run would record it: no writer can add to it any more
+                store.keyring._wall_clock = partial(lambda ahead: time.time() + ahead, ahead_seconds)
+                failpoints.arm("gc.marked:1:error")
+                with pytest.raises(StoreUnavailable, match="failpoint"):
+                    worker.run_once()
+                failpoints.disarm()
+            for finished in (1, 0):
+                fleet.now += 100
+                report = worker.run_once()
+                assert report is not None
+                assert report.finished_erasures == finished
 
 
 @pytest.mark.parametrize("point", [*ERASURE_POINTS, "rebuild.complete", "rebuild.removed", "rebuild.renamed"])

@@ -179,6 +179,8 @@ class GcWorker:
             metrics.count_collected(report)
             self._lease.check()
             self._status.record_run({**self._run_record(settings, report), **gc_json(report)}, requested)
+            if isinstance(self._objects, EncryptedObjectStore):
+                self._objects.confirm_swept()  # after the report: a run that ends before it leaves that to the next
             failpoint("gc.reported")
         _log.warning(
             "gc: %d bytes freed, %d containers deleted, %d rewritten, %d with pending deletes, %.1f s",
@@ -206,8 +208,6 @@ class GcWorker:
         if settings.sign_old_records:
             sign_old_marks(self._objects, self._index, self._lease.check)
         erasures = sweep_erased(self._objects, index, self._lease.check)
-        if isinstance(self._objects, EncryptedObjectStore):
-            self._objects.confirm_swept()
         freed_bytes = erasures.freed_bytes
         check_none_rolled_back(self._objects)
         report = gc_run.run(index)
