@@ -60,6 +60,7 @@ from nearkin_shared.kafka.clients import (
 from nearkin_shared.kafka.dead_letters import send_dead_letter
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.rebalance import RebalanceTrigger
+from nearkin_shared.kafka.truncation import HandledRecords, Reading, read_again
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.observability import metrics, tracing
 
@@ -124,6 +125,10 @@ class IngestConsumer:
         self._partitions = settings.kafka.partitions
         """Partitions of our topics, as Kafka reports them: with another number a key's blobs would lose their order."""
         self._topic_ids: dict[str, str] = {}
+        self._handled = HandledRecords()
+        self._truncated: set[_Place] = set()
+        """Partitions of which the batch that is being taken has records behind a truncation: they come again."""
+        self._closing = False
         self._mine: set[_Place] = set()
         self._done: dict[_Place, int] = {}
         """The offset to commit next, by partition."""
@@ -152,6 +157,7 @@ class IngestConsumer:
             try:
                 self._outbox.close()
             finally:
+                self._closing = True
                 self._consumer.close()
 
     def _step(self, records: list[UserRecord]) -> None:
@@ -202,6 +208,7 @@ class IngestConsumer:
             send_dead_letter(self._settings, self._outbox, record, STAGE, err)
         self._stalled.pop(place, None)
         self._done[place] = record.offset + 1
+        self._handled.add(*place, record.offset, record.leader_epoch)
         return True
 
     def _pieces(self, intake: Intake, place: _Place) -> Iterator[memoryview] | Iterator[bytes]:
@@ -267,6 +274,7 @@ class IngestConsumer:
         if first is not None:
             # No second wait: `consume` would sit out its timeout for a batch that is not full.
             messages += [first, *self._consumer.consume(BATCH_RECORDS - 1, 0)]
+        self._truncated.clear()
         return [record for message in messages if (record := self._record(message)) is not None]
 
     def _record(self, message: KafkaMessage) -> UserRecord | None:
@@ -282,6 +290,8 @@ class IngestConsumer:
         assert topic is not None
         assert partition is not None
         assert offset is not None
+        if not self._is_new(message, (topic, partition)):
+            return None
         kind, timestamp_ms = message.timestamp()
         unreadable = None
         try:
@@ -297,7 +307,22 @@ class IngestConsumer:
             all_headers=headers,
             unreadable=unreadable,
             timestamp_ms=None if kind == TIMESTAMP_NOT_AVAILABLE else timestamp_ms,
+            leader_epoch=epoch if (epoch := message.leader_epoch()) is not None and epoch >= 0 else None,
         )
+
+    def _is_new(self, message: KafkaMessage, place: _Place) -> bool:
+        """Return whether a record is to be handled now; a partition whose log was truncated is read again."""
+        if place in self._truncated:
+            return False
+        reading = self._handled.judge(message)
+        if reading is Reading.TRUNCATED:
+            _log.error(
+                "%s[%d]: truncated below offset %d and written again; its new records are read from its beginning",
+                *place, message.offset(),
+            )  # fmt: skip
+            self._truncated.add(place)
+            read_again(self._consumer, *place)
+        return reading is Reading.NEW
 
     def _settle(self) -> None:
         """Flush, then commit the offsets of completed records. Raises StoreUnavailable."""
@@ -305,7 +330,11 @@ class IngestConsumer:
             return
         self._outbox.flush()
         done, self._done = self._done, {}
-        offsets = [TopicPartition(*place, offset) for place, offset in done.items() if place in self._mine]
+        offsets = [
+            self._handled.committed(*place, offset, self._topic_ids.get(place[0], ""))
+            for place, offset in done.items()
+            if place in self._mine
+        ]
         try:
             if offsets:
                 self._consumer.commit(offsets=offsets, asynchronous=False)
@@ -331,10 +360,19 @@ class IngestConsumer:
         self._consumer.resume([part for part in parts if (part.topic, part.partition) not in waiting])
 
     def _assigned(self, client: Consumer, parts: list[TopicPartition]) -> None:
-        client.incremental_assign(parts)
-        self._second_round.begin()
+        # A consumer that is being closed has no coordinator to ask any more.
+        known = client.committed(parts, timeout=ADMIN_SECONDS_MAX) if parts and not self._closing else []
         for part in parts:
             self._topic_ids.pop(part.topic, None)  # the topic may have been created again
+        begins = []
+        for part in known:
+            if part.error is not None:
+                raise KafkaException(part.error)
+            begins.append(self._handled.resume(part, self._topic_id(part.topic) if part.metadata else ""))
+        client.incremental_assign(begins or parts)
+        if self._closing:
+            return
+        self._second_round.begin()
         self._mine |= {(part.topic, part.partition) for part in parts}
         _log.info("took %s", ", ".join(sorted(f"{part.topic}[{part.partition}]" for part in parts)) or "nothing")
 
@@ -348,6 +386,7 @@ class IngestConsumer:
             self._mine.discard(place)
             self._done.pop(place, None)
             self._stalled.pop(place, None)
+            self._handled.forget(*place)
         client.incremental_unassign(parts)
 
     def _look_at_cluster(self) -> None:

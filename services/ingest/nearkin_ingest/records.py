@@ -48,6 +48,8 @@ class UserRecord:
     timestamp_ms: int | None = None
     unreadable: str | None = None
     """Why a part of it could not be decoded."""
+    leader_epoch: int | None = None
+    """Leader epoch in which the broker appended it; None if unknown."""
 
     @property
     def label(self) -> str:
@@ -81,10 +83,12 @@ def tenants_of(settings: Settings) -> dict[str, str]:
 def origin_of(cluster: str, topic_id: str, record: UserRecord) -> bytes:
     """Return the origin that all deliveries of one record share, 16 bytes.
 
-    `topic_id` distinguishes a topic from a later one of the same name, whose offsets start again.
+    `topic_id` distinguishes a topic from a later one of the same name, whose offsets start again. The leader epoch
+    distinguishes a record from the one that had its offset before the log was truncated.
     """
     hasher = blake3(derive_key_context="nearkin 2026 origin of an ingested record")
-    for part in (cluster, record.topic, topic_id, str(record.partition), str(record.offset)):
+    epoch = [] if record.leader_epoch is None else [str(record.leader_epoch)]
+    for part in (cluster, record.topic, topic_id, str(record.partition), str(record.offset), *epoch):
         encoded = part.encode()
         hasher.update(len(encoded).to_bytes(4, "big") + encoded)
     return hasher.digest(length=BLOB_BYTES)

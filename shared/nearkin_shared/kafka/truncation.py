@@ -4,6 +4,7 @@ Causes are an unclean leader election, or a disk that lost writes.
 
     commit  the offset, and the leader epoch of the last record that was read
     resume  one record earlier: if it has a later epoch, the log was truncated and written again
+    again   records below the offset, of no later epoch, were handled: `HandledRecords` tells them from rewritten ones
 
 Invariant: a consumer that resumes at an offset skips no record that was written after a truncation below it. The client
 checks this itself (KIP-320), but only if the leader changes while it reads, not when it resumes.
@@ -61,6 +62,61 @@ class LeaderEpochs:
         """Forget a partition that another consumer reads from now on."""
         self._read.pop((name, partition), None)
         self._resumed.pop((name, partition), None)
+
+
+class HandledRecords:
+    """What a consumer that handles records in order has handled of each partition. Not shared between threads.
+
+    The commit's metadata name the topic's id: epochs of another topic of the same name mean nothing.
+
+    Invariant: a leader that truncates a log begins a later epoch, so a record below the handled offset, of no later
+    epoch, is a handled one.
+    """
+
+    def __init__(self) -> None:
+        self._following: dict[tuple[str, int], tuple[int, int]] = {}
+        """The offset after the last handled record, and the epoch of that record."""
+        self._read_again: set[tuple[str, int]] = set()
+
+    def resume(self, committed: TopicPartition, topic_id: str) -> TopicPartition:
+        """Return where to begin with a partition, given what is committed for it."""
+        place, epoch = (committed.topic, committed.partition), committed.leader_epoch
+        self.forget(*place)
+        if committed.offset <= 0 or epoch is None or epoch < 0 or not topic_id or committed.metadata != topic_id:
+            return TopicPartition(*place)
+        self._following[place] = (committed.offset, epoch)
+        return TopicPartition(*place, committed.offset - 1)
+
+    def judge(self, message: KafkaMessage) -> Reading:
+        """Return what a message is.
+
+        TRUNCATED at most once, for the offset before the committed one; the caller then calls `read_again`.
+        """
+        place = (message.topic() or "", message.partition() or 0)
+        offset, epoch = message.offset(), message.leader_epoch()
+        following, handled_epoch = self._following.get(place, (0, -1))
+        if offset is None or epoch is None or epoch < 0 or offset >= following:
+            return Reading.NEW
+        if epoch <= handled_epoch:
+            return Reading.HANDLED
+        if offset != following - 1 or place in self._read_again:
+            return Reading.NEW
+        self._read_again.add(place)
+        return Reading.TRUNCATED
+
+    def add(self, name: str, partition: int, offset: int, epoch: int | None) -> None:
+        """Note that a record, and all before it, were handled."""
+        self._following[name, partition] = (offset + 1, -1 if epoch is None else epoch)
+
+    def committed(self, name: str, partition: int, offset: int, topic_id: str) -> TopicPartition:
+        """Return what to commit for a partition."""
+        following, epoch = self._following.get((name, partition), (0, -1))
+        return TopicPartition(name, partition, offset, topic_id, epoch if following == offset else -1)
+
+    def forget(self, name: str, partition: int) -> None:
+        """Forget a partition that another consumer reads from now on."""
+        self._following.pop((name, partition), None)
+        self._read_again.discard((name, partition))
 
 
 def read_again(client: Consumer, name: str, partition: int) -> None:

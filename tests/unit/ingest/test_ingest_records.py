@@ -92,6 +92,7 @@ def test_origin_belongs_to_one_record() -> None:
         origin_of("cluster", "id", record(topic="userz")),
         origin_of("cluster", "id", record(partition=3)),
         origin_of("cluster", "id", record(offset=8)),
+        origin_of("cluster", "id", record(leader_epoch=3)),
         origin_of("clusteru", "id", record(topic="sers")),
     ]
     assert len({one, *others}) == 7
