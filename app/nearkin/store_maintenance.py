@@ -306,19 +306,15 @@ class MaintainedStore:
             self._index.lists,
             lambda: (self._index.to_check() or (None, False))[1],
         )
-        objects, containers, manifests = self._covered, self._containers, self._manifests
-        if isinstance(objects, EncryptedObjectStore) and (readable := objects.open_blocked()) is not objects:
-            objects, manifests = readable, ManifestStore(readable)
-            containers = ContainerStore(readable, self._fingerprinter.domain, int(self.settings.restore.cache_bytes))
         verifier = Verifier(
-            containers,
-            manifests,
+            self._containers,
+            self._manifests,
             self._fingerprinters,
             self.settings.tenant,
             indexed,
             self._condemned,
             self._quarantine,
-            objects,
+            self._covered,
         )
         verifier.compare_entries({name: entry.listed for name, (_, entry) in entries.items()})
         return verifier
@@ -352,7 +348,7 @@ class MaintainedStore:
         """Return what reads all of this store again and again, by its settings `scrub`."""
         from nearkin_maintenance import DomainOwners, Scrubber
 
-        tenants = DomainOwners(self._fingerprinters, [self.settings.tenant], self._manifests)
+        tenants = partial(DomainOwners, self._fingerprinters, [self.settings.tenant])
         return Scrubber(
             self._covered, self._containers, tenants, self._fingerprinter, lambda: self.settings.scrub, self._clock
         )

@@ -10,11 +10,15 @@ import pytest
 from nearkin import open_store
 from nearkin.cli.verify import verify_lines
 from nearkin.store import Store
+from nearkin_maintenance.verify.scrub_worker import BackgroundScrub
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.key_wrapping import generate
 from nearkin_shared.errors import BadInput, Corrupt, NotFound, StoreUnavailable, TenantErased
+from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats import key_record as fmt
+from nearkin_shared.storage.containers import id_of, object_name
+from nearkin_shared.types import ContainerId
 from nearkin_shared.utils.failpoints import arm, disarm
 
 CONTENT = bytes(range(256)) * 400
@@ -122,6 +126,45 @@ def test_verify_with_forged_erasure_checks_containers(root: Path, forgery: str) 
     (root / harmed).write_bytes(data)
     with opened(root) as store:
         assert harmed in {found.object_name for found in store.verify().damage}
+
+
+@pytest.mark.parametrize("is_fleet", [False, True], ids=["local", "fleet"])
+def test_scrub_with_forged_erasure_checks_containers(
+    root: Path, is_fleet: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F.22: A scrub believes no forged erasure record: it reads the tenant's containers and reports their damage."""
+    owner = owner_of(root, "acme")
+    with opened(root) as store:
+        owners = {name: store._containers.of(None).directory(c).domain for c, name in named_containers(store)}
+    (harmed,) = (name for name, domain in owners.items() if domain == domain_of("acme"))
+    data = bytearray((root / harmed).read_bytes())
+    data[len(data) // 2] ^= 1
+    (root / harmed).write_bytes(data)
+    path = root / fmt.erased_name(owner)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(FORGERIES["wrong-mac"](owner))
+    with opened(root, scrub={"rate_bytes": "1GiB"}) as store:
+        if is_fleet:
+            scrub = BackgroundScrub(store._covered, lambda: store.settings, store._fingerprinters, None)
+            for _ in range(4):
+                scrub.step()
+            assert f"{harmed} is damaged; affected: 'k' version 1 of 'acme'" in caplog.text
+        else:
+            scrubber, damaged = store.scrubber(), {}
+            for _ in range(4):
+                damaged |= scrubber.step().damaged
+            assert {harmed, fmt.erased_name(owner)} <= damaged.keys()
+        assert list(store._quarantine.read()) == ([container_of(harmed)] if is_fleet else [])
+
+
+def named_containers(store: Store) -> list[tuple[ContainerId, str]]:
+    return [(c, object_name(c, store._containers.generation(c))) for c, _ in store._containers.ids()]
+
+
+def container_of(name: str) -> int:
+    found = id_of(name)
+    assert found is not None
+    return int(found)
 
 
 def test_gc_with_forged_swept_record_still_sweeps(root: Path) -> None:

@@ -223,6 +223,14 @@ def put_new_of_tenant(objects: ObjectStore, tenant: str, name: str, *parts: Payl
         objects.put_new(name, *parts)
 
 
+def open_blocked(objects: ParityObjectStore) -> ParityObjectStore:
+    """Return the objects that a verification or a scrub reads.
+
+    In an encrypted store also those of tenants that a forged erasure record hides. Raises StoreUnavailable.
+    """
+    return objects.open_blocked() if isinstance(objects, EncryptedObjectStore) else objects
+
+
 def key_names(objects: ObjectStore) -> list[str]:
     """Return the names of all key and erasure records; none if the store is not encrypted."""
     return [name for name, _ in objects.keyring.names()] if isinstance(objects, EncryptedObjectStore) else []

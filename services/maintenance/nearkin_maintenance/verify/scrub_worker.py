@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from nearkin_maintenance.domain_owners import DomainOwners
 from nearkin_maintenance.verify.integrity import CorruptChunks
@@ -56,7 +57,7 @@ class BackgroundScrub:
         self._scrubber = Scrubber(
             objects,
             self._containers,
-            DomainOwners(fingerprinter, [tenant], self._manifests),
+            partial(DomainOwners, fingerprinter, [tenant]),
             fingerprinter(tenant),
             lambda: settings().scrub,
         )

@@ -21,7 +21,7 @@ from nearkin_shared.config.storage import ScrubSettings
 from nearkin_shared.errors import NearkinError, NotFound, PermanentError, RetryableError
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.key_record import FOLDER as KEYS
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore, key_names
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore, key_names, open_blocked
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage import chunking_record, descriptor
 from nearkin_shared.storage.containers import ContainerStore, object_name
@@ -66,16 +66,16 @@ class Scrubber:
         self,
         objects: ParityObjectStore,
         containers: ContainerStore,
-        tenants: DomainOwners,
+        tenants: Callable[[ManifestStore], DomainOwners],
         any_fingerprinter: Fingerprinter,
         settings: Callable[[], ScrubSettings],
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """`tenants` returns the owners of domains, by the manifests that it is given."""
         self._objects = objects
-        # Check stored bytes, not those that parity corrects.
-        self._containers = containers.of(None).with_own_caches(objects.without_parity, CACHE_BYTES)
-        self._manifests = ManifestStore(objects.without_parity, record_key=objects.record_key)
-        self._tenants = tenants
+        self._all_containers = containers.of(None)
+        self._tenants_by = tenants
+        self._open(objects)
         self._any_fingerprinter = any_fingerprinter
         self._settings = settings
         self._clock = clock
@@ -115,6 +115,8 @@ class Scrubber:
         """
         if not self.state.running:
             self._begin()
+        if self._ids is None and self._names is None:  # lists of this pass are about to be made
+            self._open(open_blocked(self._objects))  # a forged erasure record hides the objects of its tenant
         previous, started = self.state, time.monotonic()
         step = self._containers_step() or self._names_step()
         read_seconds = step.read_bytes / max(1, int(self._settings().rate_bytes))
@@ -137,6 +139,13 @@ class Scrubber:
             self._state, self._ids, self._names = previous, None, None
             raise
         return step
+
+    def _open(self, objects: ParityObjectStore) -> None:
+        """Read from these objects: the stored bytes, not those that parity corrects."""
+        self._readable = objects
+        self._tenants = self._tenants_by(ManifestStore(objects))
+        self._containers = self._all_containers.with_own_caches(objects.without_parity, CACHE_BYTES)
+        self._manifests = ManifestStore(objects.without_parity, record_key=objects.record_key)
 
     def save(self) -> None:
         """Make the position durable."""
@@ -199,7 +208,7 @@ class Scrubber:
         for name in (*batch, *([descriptor.NAME, chunking_record.NAME] if len(batch) < NAMES_STEP else [])):
             try:
                 self._read(name)
-                read_bytes += self._objects.size_bytes(name)
+                read_bytes += self._readable.size_bytes(name)
             except NotFound:  # collected meanwhile
                 continue
             except PermanentError as err:
@@ -228,11 +237,11 @@ class Scrubber:
         """Compare the parity of an intact object; add it if it should exist."""
         if not (self._objects.adds or self._objects.has_some):
             return {}
-        check = ParityCheck(self._objects)
+        check = ParityCheck(self._readable)
         check.check(name)
         for missing_name in check.missing:
             try:
-                self._objects.add_parity(missing_name, self._objects.get(missing_name))
+                self._readable.add_parity(missing_name, self._readable.get(missing_name))
             except NearkinError as err:
                 _log.warning("%s: no parity yet: %s", missing_name, err)
         return dict(check.problems)

@@ -26,7 +26,7 @@ from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.record_authentication import not_authentic
 from nearkin_shared.index.listing_entry import pack_listed
-from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore, key_names
+from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore, key_names, open_blocked
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.results import Damage, VerifyReport
 from nearkin_shared.storage import chunking_record, descriptor
@@ -102,6 +102,11 @@ class Verifier:
         quarantine: Quarantine | None = None,
         objects: ParityObjectStore | None = None,
     ) -> None:
+        """Prepare a verification; objects of tenants that a forged erasure record hides are verified too."""
+        readable = objects if objects is None else open_blocked(objects)
+        if readable is not None and readable is not objects:
+            objects, manifests = readable, ManifestStore(readable)
+            containers = containers.with_own_caches(readable)
         self._manifests = manifests
         self._containers, self._stored_manifests = containers, manifests
         if objects is not None and objects.has_some:  # check stored bytes, not those that parity corrects
