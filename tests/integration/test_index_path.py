@@ -303,6 +303,31 @@ def test_index_path_of_another_user_is_not_believed(first: Machine) -> None:
         first.put("b", b"2")
 
 
+@pytest.mark.parametrize(("mode", "is_refused"), [(0o777, True), (0o775, True), (0o755, False), (0o1777, False)])
+def test_index_path_in_which_others_may_rename_is_refused(first: Machine, mode: int, is_refused: bool) -> None:
+    """F.24: the folder above the index too belongs to the user alone, unless it is sticky; readers list by another."""
+    first.put("a", b"1")
+    first.index_path.chmod(mode)
+    if is_refused:
+        with pytest.raises(NotWritable, match=rf"{first.index_path}.*mode {mode:04o}.*chmod go-w"):
+            first.put("b", b"2")
+        assert contents(first) == {"a": b"1"}
+        first.index_path.chmod(mode & ~0o022)
+    first.put("b", b"2")
+    assert contents(first) == {"a": b"1", "b": b"2"}
+
+
+def test_index_path_that_another_user_owns_is_refused(first: Machine) -> None:
+    """F.24: the owner of the folder above the index could replace it."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may give a folder away")
+    first.put("a", b"1")
+    os.chown(first.index_path, 65534, -1)
+    with pytest.raises(NotWritable, match=rf"{first.index_path}: belongs to user 65534"):
+        first.put("b", b"2")
+    assert contents(first) == {"a": b"1"}
+
+
 def test_index_path_not_a_folder_is_named(tmp_path: Path, root: Path, first: Machine) -> None:
     """An index folder that cannot be made is an error of writers that names it."""
     (tmp_path / "file").write_bytes(b"")

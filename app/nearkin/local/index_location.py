@@ -127,12 +127,13 @@ class IndexLocation:
     # --- the folder --------------------------------------------------------------------------------------------------
 
     def check_owner(self) -> None:
-        """Refuse an external folder that another user made or may write. Raises NotWritable.
+        """Refuse an external folder that another user made, may write, or may replace. Raises NotWritable.
 
         Index entries are trusted: a forged index would let a put refer to chunks that are not stored.
         """
         if not self.is_external:
             return
+        self._check_base()
         try:
             status = os.lstat(self.folder)
         except OSError:  # not there, or out of reach: opening it says so
@@ -142,6 +143,28 @@ class IndexLocation:
                 f"index {self.folder}: belongs to user {status.st_uid} or may be written by others (mode "
                 f"{stat.S_IMODE(status.st_mode):04o}); set index.path to a folder of this user, or remove it: it is "
                 "made again"
+            )
+
+    def _check_base(self) -> None:
+        """Refuse an `index.path` in which another user may rename the index folder. Raises NotWritable."""
+        try:
+            found = [os.stat(self._base)]
+            if self._base.is_symlink():
+                found.append(os.lstat(self._base))
+        except OSError:  # not there, or out of reach: opening the index says so
+            return
+        mode, own = stat.S_IMODE(found[0].st_mode), os.geteuid()
+        foreign = next((status.st_uid for status in found if status.st_uid not in (0, own)), None)
+        if foreign is not None:
+            raise NotWritable(
+                f"index.path {self._base}: belongs to user {foreign}, this process is user {own}: that user could "
+                "replace the index; name a folder of this user, or one below it that does not exist yet"
+            )
+        if mode & 0o022 and not mode & stat.S_ISVTX:
+            raise NotWritable(
+                f"index.path {self._base}: may be written by others (mode {mode:04o}), who could replace the index; "
+                f"run `chmod go-w {self._base}`, or name a folder below it that does not exist yet: it is made with "
+                "mode 0700"
             )
 
     # --- the token ---------------------------------------------------------------------------------------------------
