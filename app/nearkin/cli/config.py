@@ -86,7 +86,7 @@ def chosen(names: Sequence[str]) -> list[SettingDoc]:
 
 def print_described_settings(session: Session, rows: SettingRows, settings: Sequence[SettingDoc]) -> None:
     """Print some settings with their allowed values and effects, as a table or as JSON."""
-    from nearkin.cli.output import console, print_json
+    from nearkin.cli.output import print_json, print_table
     from nearkin_shared.utils.terminal import printable
 
     if session.as_json:
@@ -94,33 +94,25 @@ def print_described_settings(session: Session, rows: SettingRows, settings: Sequ
         values = {name: {"value": value, "source": source} for name, (value, source) in rows.items()}
         print_json({name: values.get(name, {}) | part for name, part in parts.items()})
         return
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table("setting", "value", "source", "takes", "effect", box=SIMPLE, pad_edge=False)
+    lines = []
     for each in settings:
         value, source = rows.get(each.name, (None, "-"))
         shown = _written(value)
         meaning = f"{each.meaning} (hot)" if each.hot else each.meaning
-        table.add_row(each.name, shown, printable(source), each.wants.replace("`", ""), meaning.replace("`", ""))
-    console().print(table)
+        lines.append((each.name, shown, printable(source), each.wants.replace("`", ""), meaning.replace("`", "")))
+    print_table(("setting", "value", "source", "takes", "effect"), lines, whole=("setting",))
 
 
 def print_settings(session: Session, rows: SettingRows) -> None:
     """Print settings as a table or as JSON."""
-    from nearkin.cli.output import console, print_json
+    from nearkin.cli.output import print_json, print_table
     from nearkin_shared.utils.terminal import printable
 
     if session.as_json:
         print_json({name: {"value": value, "source": source} for name, (value, source) in rows.items()})
         return
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table("setting", "value", "source", box=SIMPLE, pad_edge=False)
-    for name, (value, source) in rows.items():
-        table.add_row(printable(name), _written(value), printable(source))
-    console().print(table)
+    lines = [(printable(name), _written(value), printable(source)) for name, (value, source) in rows.items()]
+    print_table(("setting", "value", "source"), lines, whole=("setting",))
 
 
 def _written(value: object) -> str:

@@ -163,7 +163,7 @@ def list_(topic: str | None, limit: int, settled: bool, bootstrap: str | None) -
     nearkin dlq list --topic orders --limit 10
     nearkin dlq list --json | jq '.[].message'
     """
-    from nearkin.cli.output import console, print_json
+    from nearkin.cli.output import print_json, print_table
     from nearkin_shared.utils.terminal import printable
 
     with _open_letters(bootstrap) as source:
@@ -171,15 +171,13 @@ def list_(topic: str | None, limit: int, settled: bool, bootstrap: str | None) -
     if current_session().as_json:
         print_json(list(letters))
         return
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table("letter", "time", "from", "stage", "error", "message", box=SIMPLE, pad_edge=False)
+    lines = []
     for letter in letters:
         error = str(letter["error"]).rpartition(".")[2] + _state(letter)
         cells = (letter["letter"], letter["time"], _from(letter), letter["stage"], error, letter["message"])
-        table.add_row(*(printable(str(cell)) for cell in cells))
-    console().print(table)
+        lines.append([printable(str(cell)) for cell in cells])
+    names = ("letter", "time", "from", "stage", "error", "message")
+    print_table(names, lines, whole=("letter", "time", "from", "stage"))
 
 
 @dlq.command()

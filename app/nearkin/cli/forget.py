@@ -72,27 +72,23 @@ def _json(decision: Decision) -> dict[str, object]:
 
 
 def _print(found: Sequence[Decision], *, dry_run: bool) -> None:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    from nearkin.cli.output import console, print_line
+    from nearkin.cli.output import print_line, print_table
     from nearkin_shared.savings_table import human_bytes, plural
     from nearkin_shared.utils.terminal import printable
 
-    table = Table(box=SIMPLE, pad_edge=False)
-    for name in ("", "created", "size", "version", "key", "kept by"):
-        table.add_column(name, justify="right" if name in ("size", "version") else "left")
-    for decision in found:
-        info = decision.info
-        table.add_row(
+    rows = [
+        (
             "keep" if decision.kept else "forget",
-            f"{info.created.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}",
-            human_bytes(info.size_bytes),
-            str(info.version),
-            printable(info.key),
+            f"{decision.info.created.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}",
+            human_bytes(decision.info.size_bytes),
+            str(decision.info.version),
+            printable(decision.info.key),
             ", ".join(decision.reasons),
         )
-    if found:
-        console().print(table)
+        for decision in found
+    ]
+    if rows:
+        names = ("", "created", "size", "version", "key", "kept by")
+        print_table(names, rows, whole=("", "created", "size", "version"), right=("size", "version"))
     going = sum(not decision.kept for decision in found)
     print_line(f"{'would forget' if dry_run else 'forgot'} {plural(going, 'version')} of {len(found):,}")

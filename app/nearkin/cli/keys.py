@@ -66,7 +66,7 @@ def list_() -> None:
 
     nearkin keys list --json | jq '.[] | select(.newest)'
     """
-    from nearkin.cli.output import console, print_json
+    from nearkin.cli.output import print_json, print_table
     from nearkin_shared.utils.terminal import printable
 
     with _open_keyring(read_only=True) as (keyring, _):
@@ -74,16 +74,14 @@ def list_() -> None:
     if current_session().as_json:
         print_json([_json(key) for key in listed])
         return
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table("owner", "tenant", "number", "made", "wrapped by", "", box=SIMPLE, pad_edge=False)
+    lines = []
     for key in listed:
         made = "" if key.created is None else f"{key.created:%Y-%m-%dT%H:%M:%SZ}"
         note = key.problem or ("seals what is written now" if key.newest else "")
         tenant = "(the store's own)" if not int(key.owner, 16) else key.tenant or ""
-        table.add_row(key.owner, printable(tenant), str(key.number), made, key.wrapped_by, printable(note))
-    console().print(table)
+        lines.append((key.owner, printable(tenant), str(key.number), made, key.wrapped_by, printable(note)))
+    names = ("owner", "tenant", "number", "made", "wrapped by", "")
+    print_table(names, lines, whole=("owner", "number", "made", "wrapped by"))
 
 
 @keys.command()

@@ -53,6 +53,10 @@ def print_version(*, as_json: bool) -> None:
         print_line(f"nearkin {__version__} (Python {python_version()}, {CHOSEN} kernels)")
 
 
+WRAPPED_CHARACTERS_MIN = 16
+"""Narrowest column in which wrapped text is readable."""
+COLUMN_MARGIN = 3
+"""Characters between two columns of a table."""
 UNREADABLE_NAMED = 10
 """A listing's one line of what it left out names so many; `verify` names all."""
 
@@ -108,6 +112,45 @@ def console() -> Console:
     terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed, and print() prints nothing
     width = None if terminal else 10_000
     return Tables(markup=False, highlight=False, emoji=False, width=width)
+
+
+def print_table(
+    names: Sequence[str], rows: Sequence[Sequence[str]], *, whole: Iterable[str] = (), right: Iterable[str] = ()
+) -> None:
+    """Print rows under column names; a cell is never cut.
+
+    Columns `whole` stay on one line, others wrap; those `right` are aligned to the right. If a terminal leaves less
+    than WRAPPED_CHARACTERS_MIN to each wrapped column, a row is printed as a line per cell instead.
+    """
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    screen, unbroken, aligned = console(), {*whole}, {*right}
+    widths = {name: max(map(len, (name, *(row[at] for row in rows)))) for at, name in enumerate(names)}
+    fixed = sum(widths[name] for name in unbroken) + COLUMN_MARGIN * len(names)
+    wrapped = [name for name in names if name not in unbroken]
+    least = sum(min(widths[name], WRAPPED_CHARACTERS_MIN) for name in wrapped)
+    if fixed + least > screen.width:
+        for row in rows:
+            lines = Table.grid("", "", padding=(0, 1))
+            lines.columns[0].no_wrap, lines.columns[1].overflow = True, "fold"
+            for name, cell in zip(names, row, strict=True):
+                lines.add_row(name, cell)
+            screen.print(lines)
+            screen.print("")
+        return
+    table = Table(box=SIMPLE, pad_edge=False)
+    for name in names:
+        table.add_column(
+            name,
+            no_wrap=name in unbroken,
+            overflow="fold",
+            justify="right" if name in aligned else "left",
+            min_width=widths[name] if name in unbroken else None,
+        )
+    for row in rows:
+        table.add_row(*row)
+    screen.print(table)
 
 
 def print_ledger(ledger: Ledger, seconds: float, title: str) -> None:
