@@ -1,4 +1,4 @@
-"""A short chaos run; `benchmarks/chaos.py` is the long one. The seed is in the failure's text."""
+"""Run chaos briefly; `benchmarks/chaos.py` is the long run. The failure's text contains the seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committer where the index refuses, its log is read again, or too much gathers: what it tells is what is there."""
+"""The committer when the index refuses, its log is read again, or too much is pending: each event matches the state."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Log:
         self._add(number, Placed(envelope(number, sequence), segments, np.zeros(count, np.bool_), lengths, Ledger()))
 
     def end(self, number: int, segments: int, size_bytes: int | None = None) -> None:
-        """Add the end of blob `number`; `size_bytes` is the sum of its segments unless it is given."""
+        """Add the end of blob `number`; `size_bytes` is by default the sum of its segments."""
         size = segments * SEGMENT_BYTES if size_bytes is None else size_bytes
         whole = End(envelope(number, segments), *began_of(number), size, bytes(32), None, segments)
         self._add(number, whole)
@@ -89,7 +89,7 @@ class Log:
         self.records.append(record)
 
     def read(self, start: int = 0) -> dict[str, str]:
-        """Hand over all records from `start` on; return what was told last of each key."""
+        """Pass on all records from `start`; return the last event of each key."""
         self.handler.handle(self.records[start:])
         return self.states()
 
@@ -143,7 +143,7 @@ def later(log: Log, seconds: float) -> None:
 
 
 def test_what_another_tenant_says_of_a_blob_makes_no_version_of_it(log: Log) -> None:
-    """It would name segments in a domain where they are not, or another blob's end would be this one's (I9)."""
+    """Its version would name segments of another domain, or take the end of another tenant's blob (I9)."""
     log.placed(1, 0)
     whole = End(replace(envelope(1, 1), tenant="other"), *began_of(1), SEGMENT_BYTES, bytes(32), None, 1)
     log._add(1, whole)
@@ -160,7 +160,7 @@ def test_a_copy_in_another_partition_holds_no_offset_of_its_own_back(log: Log) -
     log.placed(1, 0)
     log.handler.handle([replace(log.records[0], partition=1)])
     log.read()
-    log.handler.on_dropped(1)  # to another committer; what partition 0 has of the blob stays
+    log.handler.on_dropped(1)  # to another committer; the blob's messages of partition 0 stay
     log.end(1, 1)
     assert log.read(1) == {"k1": "committed"}
     assert log.committable() == 2
@@ -189,7 +189,7 @@ def test_a_surprise_after_the_manifest_is_a_dead_letter_of_a_committed_version(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def surprise(*_: object) -> None:
-        raise RuntimeError("nobody foresaw this")
+        raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(RedisIndex, "commit", surprise)
     log.placed(1, 0)
@@ -199,7 +199,7 @@ def test_a_surprise_after_the_manifest_is_a_dead_letter_of_a_committed_version(
 
 
 def test_an_end_that_is_read_again_without_its_segments_is_of_a_committed_blob(log: Log) -> None:
-    """Offsets move past records one by one: another blob between them holds the end back, not what lies before."""
+    """Offsets advance record by record: a blob in between delays the end, not the records before it."""
     log.placed(1, 0)
     log.placed(2, 0)
     log.end(1, 1)
@@ -218,7 +218,7 @@ def test_an_end_that_is_read_again_without_its_segments_is_of_a_committed_blob(l
 def test_a_version_that_was_committed_in_time_stays_however_late_its_records_come_again(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it needs cannot be read by then: that is damage, and may come back from a copy; its version may not go."""
+    """The segment cannot be read by then: that is damage, and a copy may restore it; the version must be kept."""
     log.placed(1, 0)
     log.end(1, 1)
     assert log.read() == {"k1": "committed"}
@@ -230,7 +230,7 @@ def test_a_version_that_was_committed_in_time_stays_however_late_its_records_com
     assert log.read() == {"k1": "committed"}
     log.placed(2, 0)
     log.end(2, 1)
-    assert log.read(2)["k2"] == "failed", "one that came so late is looked at"
+    assert log.read(2)["k2"] == "failed", "a version as late as this is checked"
     assert (log.manifests.versions("t", "k1"), log.manifests.versions("t", "k2")) == ([1], [])
 
 
@@ -238,7 +238,7 @@ def test_a_version_that_was_committed_in_time_stays_however_late_its_records_com
 
 
 def test_blob_with_a_gap_waits_for_the_missing_segment(log: Log) -> None:
-    """F.32: Runs that overlap are as many segments as the end names, and one segment is still missing (I2)."""
+    """F.32: Overlapping runs hold as many segments as the end names, and one segment is still missing (I2)."""
     log.placed(1, 0, 2)
     log.placed(1, 1)
     log.placed(1, 3)
@@ -270,7 +270,7 @@ def test_version_of_missing_segments_is_refused(log: Log) -> None:
 
 
 def test_late_version_of_condemned_segments_is_taken_back(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.32: A version durable after half of the grace, whose segment is pending deletion, is deleted again (I6)."""
+    """F.32: A version durable after half of the grace, whose segment is pending delete, is deleted again (I6)."""
     container, ordinal = int(log.stored.containers[0]), log.stored.ordinals[:1]
     condemned = PendingDelete(time.time_ns() // 1000, np.zeros(0, np.uint32), ordinal)
     PendingDeleteStore(log.objects).replace({container: condemned})
@@ -343,7 +343,7 @@ def test_where_too_many_records_gather_the_blob_with_most_of_them_fails(
 
 
 def test_number_of_a_lost_manifest_is_not_given_again(log: Log) -> None:
-    """F.22: a version takes the number after the highest that a GC run has listed, though its manifest was lost."""
+    """F.22: A version takes the number after the highest that a GC run has listed, though its manifest was lost."""
     heads = VersionHeads(log.objects)
     listed = Heads({bytes.fromhex(key_digest("t", "k1")): 4})
     log.objects.put_new(heads.name(1), encode_heads(1, listed, record_key_of(log.objects)))

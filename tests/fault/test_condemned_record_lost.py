@@ -1,4 +1,4 @@
-"""The record of what is condemned has no parity: without it nothing is lost, and what it said is found again."""
+"""A lost pending-delete record, which has no parity: no data are lost, and its entries are found again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.data.stores import find_broken, flip
 from tests.support.fakes.clock import DAY, Clock
 
 
-@pytest.mark.parametrize("died", [False, True], ids=["whole round", "died in between"])
-@pytest.mark.parametrize("rebuilt", [False, True], ids=["index", "index made anew"])
+@pytest.mark.parametrize("died", [False, True], ids=["whole run", "died in between"])
+@pytest.mark.parametrize("rebuilt", [False, True], ids=["index", "rebuilt index"])
 @pytest.mark.parametrize("harm", ["flip", "delete"])
 def test_what_a_lost_record_condemned_is_condemned_anew_and_whoever_found_it_meanwhile_keeps_it(
     tmp_path: Path, harm: str, rebuilt: bool, died: bool
@@ -46,7 +46,7 @@ def test_what_a_lost_record_condemned_is_condemned_anew_and_whoever_found_it_mea
         assert {damage.object_name.partition("/")[0] for damage in store.verify().damage} <= {"gc"}
         if rebuilt:
             assert store.rebuild_index().skipped == ()
-        contents["again", 1] = gone  # finds, in an index made anew, what was condemned
+        contents["again", 1] = gone  # a rebuilt index finds the data pending delete
         store.put("again", gone)
         freed_bytes = 0
         for _ in range(4):

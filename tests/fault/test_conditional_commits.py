@@ -59,7 +59,7 @@ class Fleet:
         return handler
 
     def records(self, value: str, precondition: Precondition | None) -> list[Record]:
-        """Return the records of an empty blob of key `k`: no container is needed, and its digest stands for `value`."""
+        """Return the records of an empty blob of key `k`: no container is needed, and its digest represents `value`."""
         with self._counting:
             self.blobs += 1
             number = self.blobs
@@ -70,7 +70,7 @@ class Fleet:
 
     @staticmethod
     def put(handler: CommitterHandler, records: list[Record]) -> dict[str, object]:
-        """Return the event that a committer tells of a blob."""
+        """Return the event of a committer about a blob."""
         told: RecordingOutbox = handler._outbox  # type: ignore[assignment]
         handler.handle(records)
         return told.events[-1]
@@ -113,7 +113,7 @@ def test_of_concurrent_first_puts_one_is_committed(fleet: Fleet) -> None:
 
 
 def test_refusal_is_told_with_its_reason(fleet: Fleet) -> None:
-    """F.16: The status of an upload answered by 202 says that its precondition failed."""
+    """F.16: The status of an upload answered by 202 reports the failed precondition."""
     handler = fleet.committer()
     fleet.put(handler, fleet.records("one", None))
     event = fleet.put(handler, fleet.records("two", ONLY_FIRST))
@@ -124,7 +124,7 @@ def test_refusal_is_told_with_its_reason(fleet: Fleet) -> None:
 
 
 def test_refused_blob_that_is_read_again_stays_refused(fleet: Fleet) -> None:
-    """F.16: Its caller was told 412; after a crash its condition may hold, and it must not be committed then."""
+    """F.16: Its caller received 412; after a crash the condition may hold, and the blob must not be committed then."""
     first, again = fleet.committer(), fleet.committer()
     fleet.put(first, fleet.records("one", None))
     records = fleet.records("two", ONLY_FIRST)
@@ -135,7 +135,7 @@ def test_refused_blob_that_is_read_again_stays_refused(fleet: Fleet) -> None:
 
 
 def test_committed_blob_that_is_read_again_is_told_committed(fleet: Fleet) -> None:
-    """F.16: After a crash the version in its way is its own: the origin is looked for before the condition."""
+    """F.16: After a crash the conflicting version is its own: the origin is checked before the condition."""
     records = fleet.records("one", ONLY_FIRST)
     assert fleet.put(fleet.committer(), records)["state"] == "committed"
     assert fleet.put(fleet.committer(), records)["version"] == 1

@@ -1,4 +1,4 @@
-"""Containers that no writer makes: what they decode to, and how often, is bounded whatever they say of themselves."""
+"""Containers that no writer makes: decoded sizes and counts are bounded, whatever their directories state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEGMENTS = SegmentTable(
 
 
 def chunk_table(lengths: list[int], blocks: list[int], encoded: list[int], bases: list[int | None]) -> ChunkTable:
-    """Return chunks that lean on chunks of their own container, at depth 1, or on nothing."""
+    """Return chunks whose bases are chunks of their own container, at depth 1, or that have none."""
     deep = np.array([base is not None for base in bases])
     own = Locations(
         np.where(deep, np.uint64(samples.CONTAINER), np.uint64(0)), np.array([base or 0 for base in bases], np.uint32)
@@ -139,7 +139,7 @@ def test_deltas_that_are_asked_for_again_and_again_take_no_more_than_the_bound(
 @pytest.mark.parametrize("held", [samples.noise(1000, "held"), np.zeros(1000, np.uint8)], ids=["stored", "packed"])
 @pytest.mark.parametrize("really_bytes", [600, 999])
 def test_a_block_of_other_bytes_than_its_directory_says_is_corrupt(tmp_path: Path, held: U8, really_bytes: int) -> None:
-    """Not BadInput of the kernel that finds it short: nobody asked for anything wrong."""
+    """The error is Corrupt, not the kernel's BadInput: the caller made no mistake."""
     packer = samples.compressor()
     options: dict[int, int] = {CompressionParameter.compression_level: 1, CompressionParameter.content_size_flag: 1}
     blocks = [
@@ -159,7 +159,9 @@ def test_a_block_of_other_bytes_than_its_directory_says_is_corrupt(tmp_path: Pat
 
 
 def lattice(wide: int, deep: int, chunk_bytes: int) -> tuple[bytes, U8]:
-    """Return a container of patch blocks of a chunk each, `wide` a level, on all of the level below; and that chunk."""
+    """Return a container of one-chunk patch blocks, `wide` per level, each based on the whole level below; and the top
+    chunk.
+    """
     content, packer = samples.noise(chunk_bytes, "content"), samples.compressor()
     options: dict[int, int] = {CompressionParameter.compression_level: 1, CompressionParameter.content_size_flag: 1}
     prefix = np.tile(content, wide)

@@ -1,4 +1,4 @@
-"""Stores killed at failpoints: nothing acknowledged is lost, nothing comes from nowhere, no round leaves an orphan."""
+"""Stores killed at failpoints: no acknowledged version is lost, none appears unexplained, no GC run leaves an orphan."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_same_seed_makes_the_same_plans(tmp_path: Path) -> None:
 
 
 def test_a_deletion_that_died_before_its_mark_is_not_counted(tmp_path: Path) -> None:
-    """Found by seed 2: the index had noted a mark that was never written, and counted it until it was made anew."""
+    """Found by seed 2: the index had counted a mark that was never written, until the next rebuild."""
     script = """
 import sys
 from nearkin_shared.utils import failpoints
@@ -100,7 +100,7 @@ with open_store(sys.argv[1], settings=CHOSEN, create=True) as store:
 
 
 def test_an_older_generation_may_be_broken_already_when_a_store_is_broken(tmp_path: Path) -> None:
-    """Found by seed 219566021: who died while healing left it beside the whole one."""
+    """Found by seed 219566021: a process that died during a repair left the broken generation next to the repaired one."""
     with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED), create=True) as store:
         store.put("k", content(0))
         older = next((tmp_path / "s" / "containers").rglob("*.nkc"))
@@ -128,7 +128,7 @@ def test_a_rebuilt_index_is_durable_before_the_old_one_is_taken_for_gone(
     assert synced == [tmp_path / "s"]
 
 
-# --- the oracle itself: a judge that never condemns proves nothing ----------------------------------------------------
+# --- the oracle itself: it must report each breach --------------------------------------------------------------------
 
 
 def oracle_with(*calls) -> Oracle:

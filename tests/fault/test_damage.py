@@ -1,4 +1,4 @@
-"""Damage: what is broken is named, with exactly the versions it touches; no wrong byte leaves; the rest restores."""
+"""Damage: each broken object is named with exactly the versions it affects; no wrong byte is read; the rest restores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}, "features": {"count": 6, "s
 
 
 def contents_of_a_history() -> dict[tuple[str, int], bytes]:
-    """Versions that share chunks, that are deltas of one another over three levels, and some that share nothing."""
+    """Return versions that share chunks, that are deltas of one another over three levels, and some that share nothing."""
     contents: dict[tuple[str, int], bytes] = {}
     first = text_like(700_000, 1)
     for version in range(1, 6):
@@ -58,7 +58,7 @@ def named(root: Path, path: Path) -> str:
 
 
 def assert_verify_names(store: Store, root: Path, path: Path) -> set[tuple[str, int]]:
-    """What `verify` says is what trying every version says; returns the versions that are touched."""
+    """Check that `verify` names the versions whose get fails; return the affected versions."""
     failing = find_broken(store, CONTENTS)
     damage = store.verify().damage
     assert {d.object_name for d in damage} == {named(root, path)}
@@ -250,7 +250,7 @@ def test_after_verify_the_same_content_put_again_is_whole_without_a_rebuild(root
         assert report.forgotten is True
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert find_broken(store, put_again(store)) == set()
-        # broken blocks heal from what was put again; of what has lost its directory nothing is known
+        # broken blocks are repaired from chunks put again; a container without its directory has unknown chunks
         left = set() if harm == "flip" else {named(root, path) for path in victims}
         assert {d.object_name for d in store.verify().damage} == left
 
@@ -302,7 +302,7 @@ def test_verify_beside_a_running_put_says_that_the_index_still_names_what_is_bro
         assert writer.verify().forgotten is True
         assert find_broken(writer, put_again(writer)) == set()
         writer.close()
-        assert reader.verify().forgotten is None  # healed by what was put again
+        assert reader.verify().forgotten is None  # repaired from chunks put again
 
 
 def test_a_version_whose_manifest_is_broken_or_lost_hides_no_other(

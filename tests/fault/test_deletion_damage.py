@@ -1,4 +1,4 @@
-"""Deletion in a local store: killed between any two steps, beside damage, and after the index is lost."""
+"""Deletion in a local store: killed between any two steps, with damage, and after the index is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An encrypted store: its history, what lies on the disk, and damage."""
+"""An encrypted store: its history, its bytes on the disk, and damage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAGICS = (b"NKC1", b"NKD2", b"NKB1", b"NKM1", b"NKT1")
 
 
 def heads(stored: dict[str, bytes]) -> set[bytes]:
-    """Return how the formats' parts begin in a store in clear, eight bytes each: by chance none is in random data."""
+    """Return the first eight bytes of each part of a store in clear; random data contain none of them by chance."""
     found = [(data, magic, data.find(magic)) for data in stored.values() for magic in MAGICS]
     words = {data[at : at + 8] for data, _, at in found if at >= 0}
     assert {magic for _, magic, at in found if at >= 0} == set(MAGICS)
@@ -206,7 +206,7 @@ def test_objects_that_change_places_are_damage(root: Path) -> None:
 
 
 def test_an_object_in_clear_is_not_taken_for_one_of_an_encrypted_store(root: Path, tmp_path: Path) -> None:
-    """Who can write to the disk cannot slip in content that was not sealed."""
+    """An attacker who can write to the disk cannot insert content that was not encrypted."""
     clear = make_store(tmp_path / "clear", CLEAR)
     (theirs,) = [path for path in manifests(clear) if path.parent.name in {p.parent.name for p in manifests(root)}][:1]
     mine = root / theirs.relative_to(clear)
@@ -308,7 +308,7 @@ def test_copies_of_sealed_objects_put_damage_right(root: Path, tmp_path: Path) -
 
 
 def test_a_copy_of_a_generation_that_holds_less_puts_that_one_right(tmp_path: Path) -> None:
-    """Found by the crash engine: the footer that would say whether it is the same generation is what is broken."""
+    """Found by the crash engine: the broken part is the footer that identifies the generation."""
     root, now = tmp_path / "store", time.time()
     contents = {(f"key{number}", 1): random_bytes(9_000, 20 + number) for number in range(3)}
     chosen = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"compact_below": 0.9}})

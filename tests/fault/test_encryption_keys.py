@@ -169,7 +169,7 @@ def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path
 def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_sum_that_drifts(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nearkin_shared.crypto.keyring.FRESH_SECONDS", 0.0)  # it is heard of at once
+    monkeypatch.setattr("nearkin_shared.crypto.keyring.FRESH_SECONDS", 0.0)  # changes are seen at once
     at_once = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
     with open_store(root, settings=at_once, create=True) as store:
         store.put("gone", b"its last mark stays")
@@ -203,7 +203,7 @@ def test_the_bytes_of_an_erased_tenant_cannot_be_read_with_any_key_that_is_left(
     stored = objects(root)
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.erase_tenant("default", 0)
-    shutil.rmtree(root / "keys" / "erased")  # as if it had never been said
+    shutil.rmtree(root / "keys" / "erased")  # as if no erasure had been recorded
     with open_store(root, settings=CHOSEN, create=True) as store:
         for key, version in CONTENTS:
             given, err = attempt(store, key, version)

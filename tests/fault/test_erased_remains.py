@@ -1,4 +1,4 @@
-"""What an erasure removes besides objects: staged uploads, and the file of a local index with its free pages."""
+"""Data that an erasure removes in addition to objects: staged uploads, and the local index file with its free pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.data.test_keys import MemoryKeys
 from tests.support.servers.maintenance_workers import Fleet
 from tests.support.servers.servers import Redis
 
-CONTENT = b"a part of a file that is on its way " * 100
+CONTENT = b"a part of a file that is uploaded and staged" * 100
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def owners(store: Store) -> set[bytes]:
 
 
 def test_staged_uploads_are_sealed_by_the_tenant(root: Path) -> None:
-    """F.26: Meta, parts, claim and end of an upload are sealed under the tenant's keys, not under the store's."""
+    """F.26: Meta, parts, claim and end of an upload are encrypted under the tenant's keys, not under the store's."""
     with opened(root) as store:
         uploads = Resumable(store._covered, 10)
         partial = uploads.create(meta("acme", partial=True, length_bytes=len(CONTENT)))
@@ -107,7 +107,7 @@ def test_erasure_makes_staged_uploads_unreadable(root: Path) -> None:
 
 
 def test_uploads_of_an_older_release_are_read(root: Path) -> None:
-    """F.26: What was staged under the store's key goes on, is read, and expires as before."""
+    """F.26: An upload staged under the store's key continues, is read, and expires as before."""
     with opened(root) as store:
         uploads = Resumable(store._covered, 10)
         number = uploads.create(meta("acme"))
@@ -171,7 +171,7 @@ def test_gc_makes_the_index_again_after_an_erasure(root: Path) -> None:
 
 @pytest.mark.parametrize("point", ["object.removed:3", "gc.marked:1", *(f"{point}:1" for point in ERASURE_POINTS)])
 def test_erasure_is_reported_by_the_run_after_a_killed_one(root: Path, point: str) -> None:
-    """F.22: a run that ends before its report leaves that to the next one: erasure and remaining copies."""
+    """F.22: A run that ends before its report leaves that to the next one: erasure and remaining copies."""
     with opened(root) as store:
         store.erase_tenant("acme", 0)
         failpoints.arm(f"{point}:error")
@@ -208,7 +208,7 @@ def test_fleet_reports_an_erasure_after_runs_that_were_cut_short(root: Path, red
 
 @pytest.mark.parametrize("point", [*ERASURE_POINTS, "rebuild.complete", "rebuild.removed", "rebuild.renamed"])
 def test_erasure_cut_short_is_ended_by_the_next_gc(root: Path, point: str) -> None:
-    """F.26: Whatever step of the run that completes an erasure dies, the next run leaves nothing in the index."""
+    """F.26: At whichever step the run that completes an erasure dies, the next run leaves nothing in the index."""
     wanted = digests(root)
     with opened(root) as store:
         store.erase_tenant("acme", 0)
@@ -224,7 +224,7 @@ def test_erasure_cut_short_is_ended_by_the_next_gc(root: Path, point: str) -> No
 
 
 def test_part_of_another_tenant_is_not_taken(root: Path) -> None:
-    """F.26: A part under keys that are gone is damage that names the object, never another content."""
+    """F.26: A part under deleted keys is damage that names the object, never another content."""
     with opened(root) as store:
         uploads = Resumable(store._covered, 10)
         number = uploads.create(meta("other"))
@@ -237,7 +237,7 @@ def test_part_of_another_tenant_is_not_taken(root: Path) -> None:
 
 
 def test_erasures_are_found_by_tenant() -> None:
-    """F.26: A keyring tells whether a tenant is being erased, before and after."""
+    """F.26: A keyring reports whether a tenant is being erased, before and after."""
     keys = MemoryKeys()
     keys.keyring.newest(domain_of("db"))
     assert keys.keyring.find_erasure("db") is None

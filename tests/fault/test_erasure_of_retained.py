@@ -1,4 +1,4 @@
-"""Erasures of tenants whose versions are retained, and what an erasure says that it does not reach."""
+"""Erasures of tenants with retained versions, and the copies that an erasure does not reach."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_erasure_of_a_retained_tenant_is_refused(root: Path) -> None:
-    """F.29: `keys erase` ended retained data silently; it names how many versions, until when, and the flag."""
+    """F.29: `keys erase` deleted retained data silently; it names how many versions, until when, and the flag."""
     with opened(root, "acme") as store:
         store.retain("k", LATER, 1)
         store.retain("k", LATER - timedelta(days=1), 2)
@@ -91,7 +91,9 @@ def test_erasure_refuses_retention_that_cannot_be_read(root: Path) -> None:
 
 
 def test_keys_erase_of_a_retained_tenant(call: InProcess, root: Path) -> None:
-    """F.29, F.26: The command refuses without the flag, and lists what the erasure does not reach, as JSON too."""
+    """F.29, F.26: The command refuses without the flag, and lists the copies that the erasure does not reach, as JSON
+    too.
+    """
     environment = {
         "NEARKIN_STORE": str(root),
         "NEARKIN_STORAGE__ENCRYPTION": "aes-256-gcm",

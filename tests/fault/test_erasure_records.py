@@ -80,7 +80,7 @@ FORGERIES = {
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_gc_with_forged_erasure_frees_nothing(root: Path, forgery: str) -> None:
-    """F.22: an erasure record that the store's key does not authenticate removes nothing; it is reported."""
+    """F.22: An erasure record that the store's key does not authenticate removes nothing; it is reported."""
     owner, before = owner_of(root, "acme"), objects(root)
     path = root / fmt.erased_name(owner)
     path.parent.mkdir(exist_ok=True)
@@ -103,7 +103,7 @@ def test_gc_with_forged_erasure_frees_nothing(root: Path, forgery: str) -> None:
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_verify_with_forged_erasure_checks_containers(root: Path, forgery: str) -> None:
-    """F.22: verify believes no forged erasure record: it reads the tenant's containers and names the remedy."""
+    """F.22: Verify rejects a forged erasure record: it reads the tenant's containers and names the remedy."""
     owner = owner_of(root, "acme")
     with opened(root) as store:
         sound = store.verify()
@@ -179,7 +179,7 @@ def test_gc_with_forged_swept_record_still_sweeps(root: Path) -> None:
 
 
 def test_erasure_waits_for_its_grace_and_is_counted(root: Path) -> None:
-    """F.22: within the grace the tenant is closed, nothing is removed, and a cancelled erasure leaves all readable."""
+    """F.22: Within the grace the tenant is closed, nothing is removed, and a cancelled erasure leaves all readable."""
     before = objects(root)
     with opened(root, "acme", deletion={"erase_grace_seconds": 3600}) as store:
         assert store.erase_tenant("acme") == 1
@@ -200,7 +200,7 @@ def test_erasure_waits_for_its_grace_and_is_counted(root: Path) -> None:
 
 
 def test_erasure_after_its_grace_removes_keys_and_objects(root: Path) -> None:
-    """F.22: once the grace is over a gc run removes the keys, then the objects; it cannot be cancelled any more."""
+    """F.22: Once the grace is over a GC run removes the keys, then the objects; it cannot be cancelled any more."""
     owner, clock = owner_of(root, "acme"), Clock()
     with opened(root) as store:
         store.keyring._wall_clock = clock
@@ -219,7 +219,7 @@ def test_erasure_after_its_grace_removes_keys_and_objects(root: Path) -> None:
 
 
 def test_erase_again_without_grace_removes_keys_at_once(root: Path) -> None:
-    """F.22: an erasure that waits is shortened by a second one, and a forged record is replaced by it."""
+    """F.22: A waiting erasure is shortened by a second one, which also replaces a forged record."""
     owner = owner_of(root, "acme")
     path = root / fmt.erased_name(owner)
     path.parent.mkdir(exist_ok=True)
@@ -234,7 +234,7 @@ def test_erase_again_without_grace_removes_keys_at_once(root: Path) -> None:
 
 
 def test_old_erasure_record_without_keys_is_still_swept(root: Path) -> None:
-    """F.22: a record of format 1 whose owner has no key left, as an older release leaves it, is still believed."""
+    """F.22: A record of format 1 whose owner has no key left, as an older release writes it, is still accepted."""
     owner = owner_of(root, "acme")
     path = root / fmt.erased_name(owner)
     path.parent.mkdir(exist_ok=True)
@@ -250,7 +250,7 @@ def test_old_erasure_record_without_keys_is_still_swept(root: Path) -> None:
 
 @pytest.mark.parametrize("heads", ["kept", "lost"])
 def test_cancelled_erasure_put_back_removes_nothing(root: Path, heads: str) -> None:
-    """F.22: a copy of a cancelled erasure record is reported and frees nothing; it blocks only where heads are lost."""
+    """F.22: A copy of a cancelled erasure record is reported and frees nothing; it blocks only where heads are lost."""
     owner, clock = owner_of(root, "acme"), Clock()
     path = root / fmt.erased_name(owner)
     with opened(root, "acme") as store:
@@ -287,7 +287,7 @@ def test_cancelled_erasure_put_back_removes_nothing(root: Path, heads: str) -> N
 
 
 def test_erasure_after_a_cancel_removes_keys(root: Path) -> None:
-    """F.22: a tenant whose erasure was cancelled can be erased again, also after its key heads were lost."""
+    """F.22: A tenant whose erasure was cancelled can be erased again, also after its key heads were lost."""
     owner = owner_of(root, "acme")
     with opened(root) as store:
         store.keyring.erase("acme", 3600)
@@ -302,7 +302,7 @@ def test_erasure_after_a_cancel_removes_keys(root: Path) -> None:
 
 
 def test_cancel_that_dies_before_removal_has_cancelled(root: Path) -> None:
-    """F.22: a cancel killed after the epoch was advanced leaves the tenant open, and its record is reported."""
+    """F.22: A cancel killed after the epoch was advanced leaves the tenant open, and its record is reported."""
     clock = Clock()
     with opened(root, "acme") as store:
         store.keyring._wall_clock = clock

@@ -61,7 +61,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def check_only_earlier(store: Store, before: list[Path]) -> None:
-    """Check files, index and versions; then that the same content can be put, and later versions of what was."""
+    """Check files, index and versions; then that the same content, and later versions of earlier keys, can be put."""
     assert containers(store.root) == before
     assert [info.key for info in store.versions(all_versions=True)] == ["earlier"]
     index = store._index.writable()
@@ -84,7 +84,7 @@ def test_put_with_failed_source_leaves_no_container(store: Store) -> None:
 
 
 def test_put_with_wrong_digest_leaves_no_container(store: Store) -> None:
-    """F.3: A put whose content is not what the caller says it is leaves nothing."""
+    """F.3: A put whose content has another digest than the caller states leaves nothing."""
     before = containers(store.root)
     with pytest.raises(BadInput):
         store.put("content", SlowEnd(store.root), sha256=bytes(32))
@@ -93,7 +93,7 @@ def test_put_with_wrong_digest_leaves_no_container(store: Store) -> None:
 
 @pytest.mark.parametrize("point", ["put.container", "put.published", "commit.begun", "index.writing"])
 def test_put_failed_at_step_leaves_no_container(store: Store, point: str) -> None:
-    """F.3: Whatever step fails, durable and published containers are withdrawn from the index, then removed."""
+    """F.3: Whichever step fails, durable and published containers are withdrawn from the index, then removed."""
     before = containers(store.root)
     failpoints.arm(f"{point}:1:error")
     try:
@@ -133,7 +133,7 @@ def test_put_many_failed_late_keeps_committed_groups(store: Store, monkeypatch: 
 
 
 def test_interrupted_put_keeps_containers_for_resumption(store: Store) -> None:
-    """F.3: What an interrupted put has stored serves the put that is started again."""
+    """F.3: The containers of an interrupted put serve its repetition."""
     before = containers(store.root)
     with pytest.raises(KeyboardInterrupt):
         store.put("content", SlowEnd(store.root, KeyboardInterrupt()))

@@ -1,4 +1,4 @@
-"""A sync that fails once and then "succeeds": after it the kernel takes for written what it could not write."""
+"""A sync that fails once and then "succeeds": the kernel then considers the lost data written."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def put(objects: LocalObjectStore) -> None:
 
 
 def test_put_after_failed_sync_is_durable(tmp_path: Path) -> None:
-    """F.32: Whichever sync of a put fails once, the put fails, and what its repetition acknowledges is durable."""
+    """F.32: Whichever sync of a put fails once, the put fails, and data acknowledged by its repetition are durable."""
     numbers = syncs_of(tmp_path / "all", put)
     assert len(numbers) >= 4  # folders, the file, its folder
     for number in numbers:
@@ -76,7 +76,7 @@ def test_put_after_failed_sync_is_durable(tmp_path: Path) -> None:
 
 
 def test_put_after_failed_folder_sync_shows_no_object(tmp_path: Path) -> None:
-    """F.32: A put whose name could not be made durable leaves no name, which others would take for durable."""
+    """F.32: A put whose name could not be made durable leaves no name, which others would consider durable."""
     numbers = syncs_of(tmp_path / "all", put)
     root = tmp_path / "s"
     root.mkdir()
@@ -88,7 +88,7 @@ def test_put_after_failed_folder_sync_shows_no_object(tmp_path: Path) -> None:
 
 
 def test_object_that_exists_is_durable_before_it_is_reported(tmp_path: Path) -> None:
-    """F.32: Who is told that an object exists may rely on it: its name is durable, whoever made it."""
+    """F.32: Before a caller learns that an object exists, its name is durable, whichever process made it."""
     tmp_path.joinpath("s").mkdir()
     with recording(tmp_path / "s") as layer:
         objects = LocalObjectStore(tmp_path / "s")

@@ -104,7 +104,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_store_without_links_or_folder_sync_works(tmp_path: Path, shim: Path, failing) -> None:
-    """F.5: A store works where links or syncs of folders are not offered, and no name is replaced."""
+    """F.5: A store works on a filesystem without links or syncs of folders, and no name is replaced."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LD_PRELOAD": str(shim)}
     environment |= {name: str(number) for name, number in failing.items()}
     command = [sys.executable, "-c", WRITING, str(tmp_path / "s")]
@@ -155,7 +155,7 @@ except NearkinError as err:
 
 
 def start_holder(root: Path, shim: Path, **failing: int) -> subprocess.Popen[str]:
-    """Start a process that takes the store's lock, prints what came of it and waits for the end of its input."""
+    """Start a process that acquires the store's lock, prints the result and waits for the end of its input."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LD_PRELOAD": str(shim)}
     environment |= {name: str(number) for name, number in failing.items()}
     command = [sys.executable, "-c", HOLDING, str(root)]
@@ -164,7 +164,7 @@ def start_holder(root: Path, shim: Path, **failing: int) -> subprocess.Popen[str
 
 
 def test_lock_without_flock_excludes_and_ends_with_process(tmp_path: Path, shim: Path) -> None:
-    """F.5: Where flock is not offered one process writes at a time, and a killed holder's lock is free at once."""
+    """F.5: Without flock one process writes at a time, and a killed holder's lock is free at once."""
     for _ in range(2):
         with start_holder(tmp_path, shim, E_FLOCK=errno.ENOTSUP) as holder:
             assert holder.stdout.readline() == "held\n"
@@ -176,7 +176,7 @@ def test_lock_without_flock_excludes_and_ends_with_process(tmp_path: Path, shim:
 
 
 def test_filesystem_without_locks_names_the_remedy(tmp_path: Path, shim: Path) -> None:
-    """F.5: Where no kind of lock is offered nothing is written, and the error says what helps."""
+    """F.5: Without any kind of lock nothing is written, and the error names the remedy."""
     with start_holder(tmp_path, shim, E_FLOCK=errno.ENOLCK, E_OFD=errno.EINVAL) as holder:
         answer = holder.stdout.readline()
     assert answer.startswith("StoreUnavailable")

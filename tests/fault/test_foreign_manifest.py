@@ -13,7 +13,7 @@ from tests.support.data.stores import SMALL, settings
 
 
 def test_get_manifest_of_other_tenant_is_refused(tmp_path: Path) -> None:
-    """F.32: A manifest of another tenant under this tenant's object name is Corrupt, not answered (I9)."""
+    """F.32: A manifest of another tenant under this tenant's object name is Corrupt, not returned (I9)."""
     root = tmp_path / "s"
     for tenant in ("one", "other"):
         with open_store(root, settings=settings(SMALL, {"tenant": tenant}), create=True) as store:

@@ -1,4 +1,6 @@
-"""Records that GC acts on, forged by one who can create objects and knows no key: nothing is freed, all is reported."""
+"""Records that GC acts on, forged by an attacker without keys who can create objects: no data are freed, all is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ MARK = Mark("default", "k", 1, 1, MarkKind.DELETED, 1, 2)
 
 @pytest.mark.parametrize("data", [b"", encode_mark(MARK), encode_mark(MARK, WRONG_KEY)], ids=["empty", "v1", "mac"])
 def test_gc_with_forged_mark_keeps_the_version(root: Path, data: bytes) -> None:
-    """F.22: a mark that the store's key does not authenticate frees nothing; verify names it, gc counts it."""
+    """F.22: A mark that the store's key does not authenticate frees nothing; verify names it, gc counts it."""
     name = mark_name("default", "k", 1, 1)
     (root / name).write_bytes(data)
     with opened(root) as store:
@@ -71,7 +73,7 @@ def test_gc_with_forged_mark_keeps_the_version(root: Path, data: bytes) -> None:
 
 
 def test_gc_with_forged_pending_deletes_frees_nothing(root: Path) -> None:
-    """F.22: a forged record of pending deletes counts as none: what it names waits for a grace of its own."""
+    """F.22: A forged record of pending deletes counts as none: the data that it names wait for a grace of their own."""
     with opened(root, gc={"grace_seconds": 3600}) as store:
         store.delete("k")
         container = next(iter(store._containers.ids()))[0]
@@ -85,7 +87,7 @@ def test_gc_with_forged_pending_deletes_frees_nothing(root: Path) -> None:
 
 
 def test_gc_with_forged_highest_record_names_it(root: Path) -> None:
-    """F.22: a forged record of the highest number stops gc by an error that names the file and the remedy."""
+    """F.22: A forged record of the highest number stops gc by an error that names the file and the remedy."""
     (root / "gc").mkdir(exist_ok=True)
     (root / "gc" / f"{(1 << 64) - 1:016x}.nkg").write_bytes(b"")
     with opened(root) as store:
@@ -112,7 +114,7 @@ def test_verify_names_record_that_is_not_authenticated(root: Path, name: str, da
 
 
 def test_records_are_authenticated_and_sealed_ones_are_not() -> None:
-    """F.22: every record that a store in clear writes has a MAC under the key derived from its secret."""
+    """F.22: Every record that a store in clear writes has a MAC under the key derived from its secret."""
     objects = covered()
     key = record_key(bytes.fromhex(descriptor.read(objects).secret))
     PendingDeleteStore(objects).replace({9: PendingDelete(1, NONE, NONE, True)})
@@ -134,7 +136,7 @@ def test_records_are_authenticated_and_sealed_ones_are_not() -> None:
 
 
 def test_mark_with_mac_round_trips_and_tells_changes() -> None:
-    """F.22: any changed byte of a mark with a MAC is refused even where the check was made to agree."""
+    """F.22: Any changed byte of a mark with a MAC is refused even with a matching check."""
     key, mark = bytes(range(32)), samples.small_mark()
     data = encode_mark(mark, key)
     assert decode_mark(data, "m", key) == mark
@@ -150,7 +152,7 @@ def test_mark_with_mac_round_trips_and_tells_changes() -> None:
 
 
 def test_gc_signs_marks_of_older_release_when_told(root: Path) -> None:
-    """F.22: marks without a MAC are signed by gc.sign_old_records alone; from then on gc frees their versions."""
+    """F.22: Only gc.sign_old_records signs marks without a MAC; from then on gc frees their versions."""
     with opened(root) as store:
         store.put("other", b"x" * 1000)
         store.delete("k")
@@ -169,7 +171,7 @@ def test_gc_signs_marks_of_older_release_when_told(root: Path) -> None:
 
 
 def test_descriptor_with_few_fingerprint_bits_is_refused(root: Path) -> None:
-    """F.22: a descriptor that lets fingerprints collide, as tests make it, opens no store unless the test says so."""
+    """F.22: A descriptor whose fingerprints may collide, as tests make it, opens no store unless the test allows it."""
     objects = covered()
     found = descriptor.read(objects)
     short = descriptor.Descriptor(found.store_id, found.secret, 16)

@@ -13,37 +13,37 @@ import multiprocessing, sys
 import nearkin
 from nearkin_shared.errors import StoreLocked
 
-def tries(store, go, said):
+def tries(store, go, results):
     try:
         store.put("child", b"of the child")
-        said.put("written by two")
+        results.put("written by two")
     except StoreLocked as err:
-        said.put(str(err))
-    said.put([info.key for info in store.versions()])
+        results.put(str(err))
+    results.put([info.key for info in store.versions()])
     go.get()
     store.put("child", b"of the child")
-    said.put(store.get("child").read())
-    said.put([info.key for info in store.versions()])
+    results.put(store.get("child").read())
+    results.put([info.key for info in store.versions()])
     store.close()
 
 fork = multiprocessing.get_context("fork")
-go, said = fork.Queue(), fork.Queue()
+go, results = fork.Queue(), fork.Queue()
 store = nearkin.open_store(sys.argv[1], create=True)
 store.put("parent", b"of the parent")
 many = store.put_many([("first", b"1"), ("second", b"2")]) if sys.argv[2] == "putting" else None
 if many is not None:
     next(many)
-child = fork.Process(target=tries, args=(store, go, said))
+child = fork.Process(target=tries, args=(store, go, results))
 child.start()
-print(said.get(timeout=60))
-print(said.get(timeout=60))
+print(results.get(timeout=60))
+print(results.get(timeout=60))
 store.put("later", b"of the parent") if many is None else list(many)
 store.close()
 with nearkin.open_store(sys.argv[1], create=True) as again:  # the child, which lives, does not keep it locked
     again.put("again", b"of the parent")
 go.put(None)
-print(said.get(timeout=60))
-print(said.get(timeout=60))
+print(results.get(timeout=60))
+print(results.get(timeout=60))
 child.join(60)
 print(child.exitcode)
 with nearkin.open_store(sys.argv[1], create=True) as again:

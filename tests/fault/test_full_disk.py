@@ -1,4 +1,4 @@
-"""A full disk: a put that does not fit fails whole, what was there stays, after making room it succeeds."""
+"""A full disk: a put that does not fit fails whole, stored data stay, and the put succeeds after making room."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ SMALL_CHUNKS = {"min_bytes": 64, "target_bytes": 128, "max_bytes": 256}
 def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder's sync failed after the manifest had its name: the version is there, and was in no listing."""
+    """The folder's sync failed after the manifest had its name: the version existed, and no listing contained it."""
     from nearkin_shared.objectstore import base as objectstore_base
 
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
@@ -184,7 +184,7 @@ def test_an_index_that_does_not_fit_is_an_error_and_ends_no_process(disk: Path, 
 
 def test_a_round_that_has_no_room_to_write_containers_anew_frees_those_that_go_as_a_whole(disk: Path) -> None:
     root = disk / "store"
-    without_reserve = {"storage": {"reserve_bytes": 0}}  # with one a round of this size has room, and raises nothing
+    without_reserve = {"storage": {"reserve_bytes": 0}}  # with one a run of this size has room, and raises nothing
     chosen = settings(CHOSEN, without_reserve, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
     staying = random_bytes(MIB, 3)
     with open_store(root, settings=chosen, create=True) as store:
@@ -268,7 +268,7 @@ def test_full_disk_without_reserve_refuses(disk: Path, words: list[str]) -> None
 
 
 def test_full_disk_has_room_after_rm_and_gc_now(disk: Path) -> None:
-    """F.3: What `rm` and `gc --now` free on a full disk is free when they end, and the reserve is made again."""
+    """F.3: Space freed by `rm` and `gc --now` on a full disk is free when they end, and the reserve is made again."""
     root = disk / "store"
     fill_store(root)
     fill_to_last_block(disk)
@@ -327,7 +327,7 @@ def test_failed_put_on_full_disk_leaves_room_as_before(disk: Path) -> None:
 
 
 def test_reserve_of_a_compressing_file_system_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.3: Blocks that posix_fallocate does not allocate are written with bytes that do not compress."""
+    """F.3: Blocks that posix_fallocate does not allocate are written with incompressible bytes."""
     monkeypatch.setattr(os, "posix_fallocate", lambda file, at, size: os.ftruncate(file, at + size))
     SpaceReserve(tmp_path, lambda: 2 * MIB).restore(lambda: 1 << 30)
     found = (tmp_path / "reserve").stat()

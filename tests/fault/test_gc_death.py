@@ -1,4 +1,4 @@
-"""Garbage collection killed before and after each of its effects: the next round ends what it began."""
+"""Garbage collection killed before and after each of its effects: the next GC run completes it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def contents() -> dict[tuple[str, int], bytes]:
     found |= {("other", 1): random_bytes(300_000, 2), ("other", 2): random_bytes(300_000, 3)}
     found |= {("beside", 1): random_bytes(50_000, 4), ("beside", 2): random_bytes(50_000, 5)}  # in other's containers
     chained = text_like(100_000, 6)
-    for number in range(1, 13):  # each leans on the one before: bases die that the last ones lean on
+    for number in range(1, 13):  # each depends on the one before: bases of the last ones die
         found["chain", number] = chained = mutate(chained, number, edits=40)
     return found
 
@@ -79,12 +79,12 @@ GONE = {("k", 1), ("k", 2), ("other", 1), ("other", 2), *(("chain", number) for 
 
 
 def made(root: Path, *, rounds: int) -> float:
-    """Make a store of which `rounds` rounds have been done; return the time of the next."""
+    """Make a store after `rounds` GC runs; return the time of the next."""
     now = START
     with open_store(root, settings=CHOSEN, clock=lambda: now, create=True) as store:
         list(store.put_many((key, content) for (key, _), content in contents().items() if key != "chain"))
         for (key, _), content in contents().items():
-            if key == "chain":  # in a container each: bases die that others lean on
+            if key == "chain":  # in a container each: bases of others die
                 store.put(key, content)
         for key, number in sorted(GONE):
             store.delete(key, number)
@@ -96,7 +96,7 @@ def made(root: Path, *, rounds: int) -> float:
 
 
 def ended(root: Path, now: float) -> dict[str, bytes]:
-    """Check a store whose round was cut short, end what it began, and return what is left."""
+    """Check a store whose GC run was cut short, complete the run, and return the remaining objects."""
     with open_store(root, settings=CHOSEN, clock=lambda: now, create=True) as store:
         check(store)
         for _ in range(4):
@@ -109,14 +109,14 @@ def ended(root: Path, now: float) -> dict[str, bytes]:
         rebuilt = store._index.writable().entries()
         for table in ("chunks", "segments"):
             assert live.pop(table).keys() <= rebuilt.pop(table).keys()
-        del live["features"], rebuilt["features"]  # whose segment has gone has none in the rebuilt one
+        del live["features"], rebuilt["features"]  # a rebuilt index has none of a deleted segment
         assert live == rebuilt
         assert store.put("other", b"more").info.version == 3
     return objects(root)
 
 
 def unnumbered(names: set[str]) -> list[str]:
-    """Leave out which number the record of what is condemned has: whoever died may have taken one."""
+    """Leave out the number of the pending-delete record: a killed process may have used one."""
     return sorted("gc/record.nkg" if name.endswith(".nkg") else name for name in names)
 
 

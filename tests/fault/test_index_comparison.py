@@ -18,7 +18,7 @@ from tests.support.engines.model import Violation
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=range(len(VARIANTS)))
 def test_rebuilt_index_of_each_variant_is_equal(tmp_path: Path, variant) -> None:
-    """F.1: A rebuild makes the entries that are there, also where their values are sealed under random nonces."""
+    """F.1: A rebuild makes the same entries, also where their values are encrypted under random nonces."""
     with open_store(tmp_path / "s", settings=settings(CHOSEN, variant), create=True) as store:
         first = random_bytes(200_000, 1)
         for content in (first, first[:100_000] + random_bytes(1000, 2) + first[100_000:]):
@@ -30,7 +30,7 @@ def test_rebuilt_index_of_each_variant_is_equal(tmp_path: Path, variant) -> None
 
 @pytest.mark.parametrize("variant", [{}, ENCRYPTED], ids=["plain", "sealed"])
 def test_version_with_other_fields_is_a_violation(tmp_path: Path, variant) -> None:
-    """F.1: The comparison sees a version whose fields are not what its manifest says, sealed or not."""
+    """F.1: The comparison detects a version whose fields differ from its manifest, encrypted or not."""
     with open_store(tmp_path / "s", settings=settings(CHOSEN, variant), create=True) as store:
         store.put("k", b"content")
         index = store._index.writable()

@@ -58,7 +58,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def damage_node_offsets(data: Path) -> None:
-    """Let each page of entries say, in two bytes, that its first node is 64 KiB away: beyond the file's end."""
+    """Set the offset of the first node of each page of entries to 64 KiB: beyond the file's end."""
     content = bytearray(data.read_bytes())
     for at in (at for at in range(2 * PAGE, len(content), PAGE) if content[at + 10] == 2):
         content[at + 16 : at + 18] = b"\xfe\xff"
@@ -72,7 +72,7 @@ def listing(root: Path) -> tuple[int, str, str]:
 
 
 def test_damaged_page_costs_one_process_then_index_is_rebuilt(root: Path) -> None:
-    """F.27: A process that a damaged page ended leaves a note; the next one rebuilds the index and says so."""
+    """F.27: A process that a damaged page ended leaves a note; the next one rebuilds the index and reports it."""
     damage_node_offsets(root / "index" / "data.mdb")
     code, _, _ = listing(root)
     assert code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
@@ -84,7 +84,7 @@ def test_damaged_page_costs_one_process_then_index_is_rebuilt(root: Path) -> Non
 
 
 def test_kill_of_a_healthy_process_costs_no_rebuild(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F.27: A note of a killed process costs a check of the pages, and goes with the next close."""
+    """F.27: A note of a killed process costs a check of the pages, and is deleted by the next close."""
     waiting = LISTING + "    sys.stdin.readline()\n"
     child = process(waiting, root)
     assert child.stdout is not None
@@ -100,7 +100,7 @@ def test_kill_of_a_healthy_process_costs_no_rebuild(root: Path, caplog: pytest.L
 
 
 def test_many_deaths_without_a_close_rebuild_the_index(root: Path) -> None:
-    """F.27: What kills each process is set aside in the end, even where a check of the pages shows nothing."""
+    """F.27: An index that kills each process is set aside in the end, even if a check of the pages shows nothing."""
     for number in range(CRASHES_MAX + 1):
         (root / "index" / f"open.0123456789abcdef.1.1.{number}").touch()
     with pytest.raises(IndexUnsafe, match="processes died"):
@@ -111,7 +111,7 @@ def test_many_deaths_without_a_close_rebuild_the_index(root: Path) -> None:
 
 
 def test_killed_processes_that_had_settled_cost_no_rebuild(root: Path) -> None:
-    """F.27: The count of dead processes begins again once one has had the checked index open for some time."""
+    """F.27: The count of dead processes restarts once one has had the checked index open for some time."""
     for number in range(CRASHES_MAX):
         (root / "index" / f"open.0123456789abcdef.1.1.{number}").touch()
     settling = "from nearkin_shared.index.lmdb import environments\nenvironments.SETTLED_SECONDS = 0.1\n"
@@ -137,7 +137,7 @@ def test_process_that_dies_at_opening_keeps_the_notes(root: Path) -> None:
 
 
 def test_note_of_a_living_process_is_not_dead(tmp_path: Path) -> None:
-    """F.27: A process is known by its number, its start and the machine's boot; a number used again is another."""
+    """F.27: A process is identified by its number, its start and the machine's boot; a number used again is another."""
     note = write_note(tmp_path)
     assert note is not None
     assert dead_notes(tmp_path) == []
@@ -207,7 +207,7 @@ def test_page_check_finds_an_offset_beyond_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_accepted_damage_does_not_kill_a_process(tmp_path: Path, seed: int) -> None:
-    """F.27: What the check accepts of random damage is read and written in a process, which does not crash."""
+    """F.27: Random damage that the check accepts is read and written in a process, which does not crash."""
     filled(tmp_path, seed)
     data = tmp_path / "data.mdb"
     sound, drawn = data.read_bytes(), random.Random(seed)

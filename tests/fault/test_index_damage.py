@@ -1,4 +1,4 @@
-"""A damaged index: told as such with the remedy, whatever else is broken; made anew it answers as before."""
+"""A damaged index: reported with the remedy, whatever else is broken; rebuilt it answers as before."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_an_index_made_anew_stands_in_the_place_of_what_is_no_folder(root: Path,
 def test_index_that_lmdb_reports_damaged_while_open_is_rebuilt(
     root: Path, monkeypatch: pytest.MonkeyPatch, said
 ) -> None:
-    """F.27: the next call of the same process, a server for example, sets the index aside and rebuilds it."""
+    """F.27: The next call of the same process, a server for example, sets the index aside and rebuilds it."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         index = store._index.readable()
         env = index._env
@@ -207,7 +207,7 @@ def test_verify_with_damaged_page_heads_names_index(root: Path) -> None:
 
 @pytest.mark.parametrize("call", ["put", "versions", "stats", "gc"])
 def test_index_that_lmdb_reports_damaged_is_rebuilt(root: Path, call: str) -> None:
-    """F.27: an index in which LMDB meets damage is set aside and rebuilt, without rebuild-index by hand."""
+    """F.27: An index in which LMDB meets damage is set aside and rebuilt, without rebuild-index by hand."""
     overwrite_page_heads(root)
     calls = {
         "put": lambda store: store.put("new", b"content"),

@@ -1,4 +1,4 @@
-"""The ingest's consumer where Kafka accepts connections and says nothing: no record is at fault."""
+"""The ingest consumer when Kafka accepts connections and never answers: no record is at fault."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def lose_first_blocks(store: Store, contents: Contents) -> None:
 
 
 def test_repair_with_content_of_a_delta_recovers_it_alone(tmp_path: Path) -> None:
-    """F.33: The base's content is not at hand, that of the version which depends on it is."""
+    """F.33: The base's content is not given, that of the version which depends on it is."""
     with open_store(tmp_path / "s", settings=DEEP, create=True) as store:
         contents = put_versions(store)
         lose_first_blocks(store, contents)

@@ -1,4 +1,4 @@
-"""A manifest that is lost: its number stays taken and its data stay, so that a copy of it brings the version back."""
+"""A lost manifest: its number stays in use and its data stay, so that a copy of it restores the version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHOSEN = settings(SMALL, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_sec
 
 
 def without_the_newest(root: Path) -> tuple[Path, bytes]:
-    """Put two versions, and lose the manifest of the second; return where it was, and its bytes."""
+    """Put two versions, and lose the manifest of the second; return its path and its bytes."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("a", b"one")
         store.put("a", b"two")
@@ -160,7 +160,7 @@ def test_manifests_of_an_erased_tenant_that_the_index_still_lists_are_not_lost(t
         store.put("a", random_bytes(100_000, 1))
     with open_store(tmp_path / "s", settings=other, create=True) as store:
         store.put("a", random_bytes(100_000, 2))
-        store.keyring.erase("default")  # and who did it was killed before it told the index
+        store.keyring.erase("default")  # by a process that was killed before it updated the index
         told = store.gc(dry_run=True)
         assert told.freed_bytes == store.gc().freed_bytes > 100_000
         assert store.get("a").read() == random_bytes(100_000, 2)

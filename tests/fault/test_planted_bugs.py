@@ -1,4 +1,4 @@
-"""The engines find mistakes: those that are planted, each in a process of its own, are each caught."""
+"""The engines detect mistakes: each planted one, in a process of its own, is caught."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Power cuts and failing disks: after any first part of a workload, torn and out of order, the store is whole."""
+"""Power cuts and failing disks: after any prefix of a workload, torn and out of order, the store is whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAILED = PLAIN if ALL else ("put", "put + compaction", "put + rebuild")
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: the disk is simulated, and LMDB's syncs to a busy real one took 40 s."""
+    """Yield a folder in memory if there is one: the disk is simulated, and LMDB's syncs to a busy real one took 40 s."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="nearkin-", dir=memory if memory.is_dir() else tmp_path) as made:
         yield Path(made)
@@ -41,7 +41,7 @@ def test_no_power_cut_loses_what_was_acknowledged(place: Path, name: str) -> Non
     assert explored.steps["sync"] == explored.steps["create"]
     names = set(objects(place / "recorded"))
     if name == "put + compaction":
-        # compressed further by the first round, and written anew without what died by the second
+        # recompressed by the first GC run, and rewritten without the dead chunks by the second
         assert any(part.endswith(".0002.nkc") for part in names), "nothing was compacted: the workload tests less"
     if name == "gc + put":
         assert explored.steps["unlink"] > explored.steps["create"], "nothing was freed: the workload tests less"
@@ -49,7 +49,7 @@ def test_no_power_cut_loses_what_was_acknowledged(place: Path, name: str) -> Non
 
 @pytest.mark.parametrize("name", SPECIAL if ALL else SAMPLE)
 def test_power_cut_keeps_acknowledged_effects(place: Path, name: str) -> None:
-    """F.32: Nor with parity, in an encrypted store, and while a container is repaired, healed or rewritten."""
+    """F.32: This includes parity, an encrypted store, and containers during repair and rewriting."""
     explored = explore(place, WORKLOADS[name])
     assert explored.prefixes >= 16
     assert explored.worlds >= 8

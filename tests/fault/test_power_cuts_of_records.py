@@ -227,7 +227,7 @@ def check_tokens(root: Path, done: Results, begun: str | None) -> None:
     gone = {"create"} if "revoke" in {begun, *done} else set()
     for name, made in done.items():
         if isinstance(made, tuple) and name not in gone:
-            assert made[1] in found, f"the {name} token is gone"
+            assert made[1] in found, f"the {name} token was lost"
             assert tokens.TokenFile(path).find(made[0]) == made[1]
         elif "revoke" in done and isinstance(made, tuple):
             assert made[1] not in found, "a revoked token is back"
@@ -244,10 +244,10 @@ def generate_key(root: Path, _: Results) -> str:
 
 def check_key_file(root: Path, done: Results, _: str | None) -> None:
     path = root / "kek"
-    assert path.exists() or not done, "the key file is gone"
+    assert path.exists() or not done, "the key file was lost"
     found = [key_id_of(key) for key in keys_in(path.read_text(), "kek")] if path.exists() else []
     for name, number in done.items():
-        assert number in found, f"the {name} key is gone"
+        assert number in found, f"the {name} key was lost"
 
 
 KEY_FILE = RecordWorkload({"first": generate_key, "second": generate_key, "third": generate_key}, check_key_file)
@@ -282,7 +282,7 @@ class UploadActions:
         return self.opened(root).create(self.meta(partial=True, length_bytes=CUT))
 
     def _stage(self, root: Path, number: object, data: bytes) -> int:
-        """Stage a part where HEAD says that the upload ends; the offset after it is acknowledged."""
+        """Stage a part at the offset that HEAD reports; the offset after it is acknowledged."""
         resumable = self.opened(root)
         offset = resumable.load("default", str(number)).offset
         if offset < len(data):
@@ -387,7 +387,7 @@ WORKLOADS: Mapping[str, RecordWorkload] = {
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_power_cut_keeps_acknowledged_records(place: Path, name: str) -> None:
-    """F.32: After a power cut each acknowledged record holds, and the interrupted action can be done again."""
+    """F.32: After a power cut each acknowledged record holds, and the interrupted action can be repeated."""
     explored = explore_records(place, WORKLOADS[name])
     assert explored.prefixes > 12
     assert explored.worlds > 4

@@ -1,4 +1,4 @@
-"""Files of a store: what they carry, who may read them, and which links are followed."""
+"""Files of a store: their content, their readers, and the links that are followed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_store_encrypted_leaks_nothing_into_files(tmp_path: Path) -> None:
 
 
 def test_index_of_other_keys_is_not_read(tmp_path: Path) -> None:
-    """F.1: Names of a sealed index answer prefixes, and an index sealed under other keys is made again."""
+    """F.1: A prefix of an encrypted index's names is answered, and an index under other keys is rebuilt."""
     root = tmp_path / "s"
     with open_store(root, settings=SEALED, create=True) as store:
         for key in ("a/1", "a/2", "b/1"):
@@ -95,7 +95,7 @@ def test_index_of_other_keys_is_not_read(tmp_path: Path) -> None:
 
 
 def test_index_of_an_older_version_is_rebuilt_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F.1: An index whose pages may carry memory of a process is made again once, and the user is told."""
+    """F.1: An index whose pages may carry memory of a process is rebuilt once, and the user is informed."""
     root = tmp_path / "s"
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", b"content")
@@ -130,7 +130,7 @@ def test_modes_of_an_older_store_are_tightened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["lock", "lock.holder", "lock.round", "lock.wanted"])
 def test_lock_file_as_link_is_refused(tmp_path: Path, name: str) -> None:
-    """F.24: A link in the place of a lock's file is refused, and what it leads to stays as it is."""
+    """F.24: A link instead of a lock's file is refused, and its target stays unchanged."""
     root, victim = tmp_path / "s", tmp_path / "victim"
     victim.write_bytes(b"precious\n" * 10)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -159,7 +159,7 @@ def test_holder_with_another_name_is_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tmp", "index"])
 def test_own_folder_as_link_is_refused(tmp_path: Path, name: str) -> None:
-    """F.24: A link in the place of a folder of a store's own is refused, whoever made it."""
+    """F.24: A link instead of a folder of the store is refused, whichever user made it."""
     root, other = tmp_path / "s", tmp_path / "downloads"
     other.mkdir()
     (other / "movie.part").write_bytes(b"x")
@@ -176,7 +176,7 @@ def test_own_folder_as_link_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_new_index_as_link_is_replaced(tmp_path: Path) -> None:
-    """F.24: A rebuild removes a link in the place of its folder, and nothing behind it."""
+    """F.24: A rebuild removes a link at its folder's name, and nothing behind it."""
     root, other = tmp_path / "s", tmp_path / "home"
     other.mkdir()
     (other / "thesis").write_bytes(b"x")
@@ -227,7 +227,7 @@ def test_folder_linked_by_another_user_is_refused(tmp_path: Path) -> None:
 
 
 def test_pipe_in_place_of_own_file_is_refused(tmp_path: Path) -> None:
-    """F.32: A pipe in the place of a store's own file is refused, and nobody waits for its other end."""
+    """F.32: A pipe instead of one of the store's files is refused, and no process waits for its other end."""
     path = tmp_path / "lock"
     os.mkfifo(path)
     with pytest.raises(OSError, match="is not a regular file"):

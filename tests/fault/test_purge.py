@@ -1,4 +1,4 @@
-"""What is purged is in no file of the store any more, and all that stays restores."""
+"""Purges: purged data are in no file of the store any more, and all other data restore."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_purge_removes_bases_whose_containers_nothing_else_needs(tmp_path: Path)
 
 
 def test_purge_leaves_versions_of_the_same_container(tmp_path: Path) -> None:
-    """F.32: A container keeps the recipes and chunks of other versions; the index names nothing that was removed."""
+    """F.32: A container keeps the recipes and chunks of other versions; the index names no removed data."""
     shared, other = random_bytes(60_000, 5), random_bytes(60_000, 6)
     with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
         list(store.put_many([("k", SECRET + shared), ("other", other), ("both", shared + other)]))
@@ -143,7 +143,7 @@ def test_purge_leaves_versions_of_the_same_container(tmp_path: Path) -> None:
 
 
 def test_purge_of_a_key_leaves_other_deletions_undeletable(tmp_path: Path) -> None:
-    """F.4: Only what was named goes: another key's deleted version can be brought back."""
+    """F.4: Only the named key is purged: another key's deleted version can be undeleted."""
     with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
         store.put("a", SECRET)
         store.put("b", b"other" * 1000)
@@ -160,7 +160,7 @@ def test_purge_of_a_key_leaves_other_deletions_undeletable(tmp_path: Path) -> No
 
 
 def test_gc_now_ends_all_deletions_whatever_was_set_at_rm(tmp_path: Path) -> None:
-    """F.4: The undelete window that was written at `rm` and the grace do not hold what `gc --now` removes."""
+    """F.4: The undelete window recorded by `rm` and the grace do not delay the removal by `gc --now`."""
     year = settings(PLAIN, {"deletion": {"undelete_seconds": 365 * DAY}, "gc": {"grace_seconds": 30 * DAY}})
     with open_store(tmp_path / "s", settings=year, create=True) as store:
         store.put("a", random_bytes(1 << 20, 7))
@@ -212,7 +212,7 @@ def test_purge_cut_short_goes_on_with_the_next(tmp_path: Path, point: str) -> No
 
 
 def test_index_names_no_container_that_a_purge_removes(tmp_path: Path) -> None:
-    """F.32: A purge that fails behind its first deletion leaves no entry of a removed container (I1)."""
+    """F.32: A purge that fails after its first deletion leaves no entry of a removed container (I1)."""
     with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
         store.put("stays", random_bytes(60_000, 8))
         store.put("k", SECRET * 10)
@@ -231,7 +231,7 @@ def test_index_names_no_container_that_a_purge_removes(tmp_path: Path) -> None:
 
 
 def test_purge_beside_a_put_is_refused(tmp_path: Path) -> None:
-    """F.4: A put that is at work may refer to what is unneeded as yet: nothing is removed beside it (I6)."""
+    """F.4: An active put may refer to data that are still unneeded: nothing is removed during it (I6)."""
     with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
         store.put("a", b"first")
         store.delete("a")
@@ -277,7 +277,7 @@ def test_purge_while_gc_is_paused_is_refused(tmp_path: Path) -> None:
 
 
 def test_purge_respects_retention(tmp_path: Path) -> None:
-    """F.4: What may not be deleted yet cannot be purged: `rm --now` deletes first."""
+    """F.4: Retained data cannot be purged: `rm --now` deletes first."""
     kept = settings(PLAIN, {"retention": {"min_age_seconds": 3600}})
     with open_store(tmp_path / "s", settings=kept, create=True) as store:
         store.put("a", b"first")
@@ -293,7 +293,7 @@ def run(root: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess
 
 
 def test_rm_now_asks_or_wants_yes(tmp_path: Path) -> None:
-    """F.4: Without a terminal `rm --now` and `gc --now` want `--yes`; with it the bytes are gone at exit."""
+    """F.4: Without a terminal `rm --now` and `gc --now` require `--yes`; with it the bytes are deleted at exit."""
     root = tmp_path / "s"
     with open_store(root, settings=PLAIN, create=True) as store:
         store.put("a", SECRET)
@@ -322,7 +322,7 @@ def test_rm_now_of_an_earlier_deletion_purges_it(tmp_path: Path) -> None:
 
 
 def test_rm_now_through_a_gateway_names_the_remedy(tmp_path: Path) -> None:
-    """F.4: A gateway holds the writer lock of its store: the refusal says what to do."""
+    """F.4: A gateway holds the writer lock of its store: the refusal names the remedy."""
     command = [sys.executable, "-m", "nearkin.cli", "--server", "http://127.0.0.1:9", "rm", "a", "--now", "--yes"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
@@ -345,7 +345,7 @@ def test_purge_of_a_joined_chunk_keeps_what_refers_to_it(tmp_path: Path) -> None
 
 
 def test_purge_through_services_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.4: Beside services nothing is removed at once: their puts hold no lock of this store."""
+    """F.4: A store of services refuses a purge: their puts hold no lock of this store."""
     from nearkin_maintenance.gc.mark import LiveSet
 
     with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:

@@ -1,5 +1,8 @@
-"""Calls held at each of their steps while another is done: dedup hits while condemning, commits while sweeping, bases
-dying while they are chosen, undeletions while their versions are collected, a writer that sleeps."""
+"""Calls held at each of their steps while another is done.
+
+Dedup hits while a GC run marks, commits during the sweep, bases that die while they are chosen, undeletions while
+their versions are collected, a writer that sleeps.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +44,14 @@ def test_whatever_comes_by_at_a_step_what_was_acknowledged_restores(place: Path,
 def test_an_undeletion_beside_a_round_came_in_time_or_not_and_nothing_is_counted_of_one_that_did_not(
     place: Path,
 ) -> None:
-    """Where it looked before the round's mark and noted after it, 160 bytes were counted for good that nobody wrote."""
+    """If it looked before the GC run's mark and recorded after it, 160 bytes that no process wrote were counted for
+    good.
+    """
     assert races.undelete_while_collecting(place, every=1 if ALL else 3) >= 20
 
 
 def test_an_undeletion_that_comes_too_late_does_not_say_that_it_came_in_time(place: Path) -> None:
-    """A round had collected the version, and its marks, between the undeletion's look and its mark."""
+    """A GC run collected the version, and its marks, between the check of the undeletion and its mark."""
     assert races.collect_while_undeleting(place, every=1 if ALL else 3) >= 6
 
 

@@ -75,7 +75,7 @@ def make_store(root: Path, kind: str) -> str:
 
 
 def run_reader(root: Path, kind: str, who: str, temporary: Path, stderr: list[str] | None = None) -> list[str]:
-    """Run the reader in a process of its own; return its lines, and what it logged in `stderr`."""
+    """Run the reader in a process of its own; return its lines, and its log in `stderr`."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", READING, str(root), kind, who, str(temporary)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""Work on keys, pauses and scrub progress that is cut short at each of its failpoints: the next process goes on."""
+"""Work on keys, pauses and scrub progress that is cut short at each of its failpoints: the next process continues."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_points_of_records_are_all_tried() -> None:
 
 @pytest.mark.parametrize("point", ["key.made", "key.noted"])
 def test_rotation_cut_short_keeps_every_key(point: str) -> None:
-    """F.32: After a rotation that was cut short older keys read, new ones seal, and the same again succeeds."""
+    """F.32: After a rotation that was cut short older keys read, new ones encrypt, and a repetition succeeds."""
     keys = MemoryKeys()
     first = keys.keyring.newest(DB)
     cut_short(point, lambda: keys.keyring.rotate("db"))
@@ -56,7 +56,7 @@ def test_rotation_cut_short_keeps_every_key(point: str) -> None:
 
 
 def test_head_of_a_rotation_cut_short_is_noted_by_the_next_put() -> None:
-    """F.22: A key whose maker died before its number was recorded seals; then its loss is noticed as any other's."""
+    """F.22: A key whose maker died before its number was recorded encrypts; then its loss is noticed as any other's."""
     keys = MemoryKeys()
     keys.keyring.newest(DB)
     cut_short("key.made", lambda: keys.keyring.rotate("db"))
@@ -79,7 +79,7 @@ def test_first_key_cut_short_is_used_by_the_next(point: str) -> None:
 
 
 def test_cancel_cut_short_has_cancelled() -> None:
-    """F.22: A cancel that was cut short leaves the tenant open; the same again removes the record."""
+    """F.22: A cancel that was cut short leaves the tenant open; a repetition removes the record."""
     keys = MemoryKeys()
     first = keys.keyring.newest(DB)
     keys.keyring.erase("db", 3600)
@@ -93,7 +93,7 @@ def test_cancel_cut_short_has_cancelled() -> None:
 
 @pytest.mark.parametrize("point", ["key.erasure-recorded", "key.removed"])
 def test_erasure_cut_short_reads_no_more(point: str) -> None:
-    """F.32: An erasure that was cut short holds: the tenant's keys read nothing, and the same again ends it."""
+    """F.32: An erasure that was cut short holds: the tenant's keys read nothing, and a repetition completes it."""
     keys = MemoryKeys()
     for keyring, domain in ((keys.keyring, DB), (keys.keyring, WEB)):
         keyring.newest(domain)
@@ -110,7 +110,7 @@ def test_erasure_cut_short_reads_no_more(point: str) -> None:
 
 
 def test_pause_cut_short_pauses_and_resumes() -> None:
-    """F.32: A pause holds though its process died; a resumption that was cut short can be done again."""
+    """F.32: A pause holds though its process died; a resumption that was cut short can be repeated."""
     objects = memory_objects()
     cut_short("pause.recorded", lambda: GcPauseFlag(objects).pause("me"))
     found = GcPauseFlag(objects).read()

@@ -119,7 +119,7 @@ def test_flushed_between_lookup_and_publish_a_container_is_found_where_it_lies(
 def test_flushed_within_a_publish_the_entries_are_those_of_the_new_epoch(
     connect: Connect, raw: redis.Redis, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers were given out, or entries were written, and then all is gone: the publish starts over."""
+    """Numbers were assigned, or entries were written, and then all are lost: the publish starts over."""
     index, other = connect(), connect()
     index.publish(first_claims())
     real, flushes = getattr(index.epochs, step), iter([True])
@@ -153,7 +153,7 @@ def test_numbers_that_a_client_remembers_are_never_used_in_another_epoch(connect
 
 
 def test_one_lost_partition_ends_the_epoch(connect: Connect, raw: redis.Redis) -> None:
-    """In a Cluster one server can be emptied alone; what the others hold belongs to an epoch that is over."""
+    """In a Cluster one server can be emptied alone; the entries of the others belong to an epoch that is over."""
     index = connect()
     index.publish(first_claims())
     whole(index)
@@ -257,7 +257,7 @@ def test_a_server_that_stays_away_is_an_error_that_may_be_retried(
 
 
 def test_an_older_snapshot_never_gives_a_number_to_a_second_container(tmp_path: Path) -> None:
-    """The dump misses the last container; its number must not pass to another while a client remembers it."""
+    """The dump lacks the last container; its number must not pass to another while a client remembers it."""
     with RedisServer(tmp_path) as server:
         settings = RedisSettings(url=server.url)
         index = RedisIndex(settings, samples.DOMAIN)
@@ -374,7 +374,7 @@ def test_a_state_that_nobody_wrote_is_an_error_that_names_the_key(
 
 @pytest.mark.parametrize("generation", [b"", b"noise", b"-1", b"nan", b"0x1", b"9" * 400])
 def test_damaged_gc_generation_is_stale_until_checked(connect: Connect, raw: redis.Redis, generation: bytes) -> None:
-    """F.23: A partition whose GC generation is no number misses, takes entries, and answers once it was checked."""
+    """F.23: A partition whose GC generation is no number misses, accepts entries, and answers once it was checked."""
     index = connect()
     index.publish(first_claims())
     whole(index)
@@ -394,7 +394,7 @@ def test_damaged_gc_generation_is_stale_until_checked(connect: Connect, raw: red
 
 @pytest.mark.parametrize("highest", [b"", b"noise", b"inf", b"9" * 400])
 def test_damaged_highest_number_is_an_error_with_the_key(connect: Connect, raw: redis.Redis, highest: bytes) -> None:
-    """F.23: A partition whose highest number is unknown takes no entries: numbers might be given out twice."""
+    """F.23: A partition whose highest number is unknown accepts no entries: numbers might be assigned twice."""
     index = connect()
     index.publish(first_claims())
     for key in partitions_of(raw, "c"):

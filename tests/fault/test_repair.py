@@ -1,4 +1,4 @@
-"""Repair: what is broken is put right from parity, from copies, and from the same content put again."""
+"""Repair: damage is repaired from parity, from copies, and from the same content put again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def named(root: Path, path: Path) -> str:
 
 
 def touched(store: Store) -> set[tuple[str, int]]:
-    """Return the versions that damage touches; of the deleted one a round of collection takes care."""
+    """Return the versions that damage affects, without the deleted one, which a GC run removes."""
     return {version for damage in store.verify().damage for version in damage.versions} - {("deleted", 1)}
 
 
@@ -166,7 +166,7 @@ def test_a_broken_record_of_what_is_quarantined_is_named_and_made_anew(root: Pat
         assert store._quarantine.read()
 
 
-# ------------------------------------------------------------------ copies that somebody gives
+# ------------------------------------------------------------------ copies of objects
 
 
 @pytest.mark.parametrize("harm", ["flip", "header", "truncate", "delete", "manifest", "mark"])
@@ -198,7 +198,7 @@ def test_a_copy_of_the_object_puts_it_right_whatever_is_broken(root: Path, tmp_p
 
 
 @pytest.mark.parametrize("harm", ["flip", "delete"])
-@pytest.mark.parametrize("back", ["a copy that repair is given", "a copy put in its place by hand"])
+@pytest.mark.parametrize("back", ["a copy that repair receives", "a copy put back by hand"])
 def test_what_repair_put_right_is_known_again_when_it_is_put(tmp_path: Path, back: str, harm: str) -> None:
     content, changed = random_bytes(300_000, 1), mutate(random_bytes(300_000, 1), 1, edits=5)
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
@@ -278,7 +278,7 @@ def remedies(report: RepairReport) -> list[str]:
 
 
 def test_what_was_collected_is_not_quarantined_with_what_is_broken(tmp_path: Path) -> None:
-    """Found by the crash engine: once a record was written, what compaction had taken out stayed in it for ever."""
+    """Found by the crash engine: a record, once written, kept for ever the chunks that compaction had removed."""
     root = tmp_path / "store"
     chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.95}, "deletion": {"undelete_seconds": 0}})
     with open_store(root, settings=chosen, create=True) as store:
@@ -324,7 +324,7 @@ def test_repair_of_a_sound_store_changes_no_byte(root: Path, covered_root: Path)
         assert objects(folder) == before
 
 
-# ------------------------------------------------------------------ who dies, and who reads beside it
+# ------------------------------------------------------------------ deaths during a repair, and concurrent readers
 
 
 def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_leaves_a_store_that_reads(
@@ -357,7 +357,7 @@ def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_le
 
 @pytest.mark.parametrize("point", ["repair.put", "repair.renewed", "repair.removed"])
 def test_who_dies_while_healing_leaves_an_index_that_says_what_a_rebuilt_one_does(root: Path, point: str) -> None:
-    """Found by the crash engine: the index was told last, and not at all by whoever came after a death."""
+    """Found by the crash engine: the index was updated last, and not at all after a death."""
     raw = CONTENTS["alone", 1][:1000]
     victim = next(path for path in containers(root) if raw in path.read_bytes())
     flip(victim, blocks_of(victim)[0] + 3)
@@ -384,7 +384,7 @@ with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}
 
 
 def test_what_leans_on_a_healed_chunk_reads_while_the_broken_generation_is_there_too(root: Path) -> None:
-    """Found by the crash engine: healed, the chunk lay at depth 0; who read the older generation found it deeper."""
+    """Found by the crash engine: the repaired chunk had depth 0; readers of the older generation found a greater depth."""
     victim, at = next(
         (path, int(table.offsets[block]))
         for path in containers(root)

@@ -1,4 +1,4 @@
-"""Repair by copies of containers of which nothing is left, whatever generation they are of."""
+"""Repair by copies of lost containers, of any generation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANEW = settings(
 
 
 def collect(store: Store, clock: Clock, contents: Contents, versions: int, rounds: int) -> None:
-    """Delete the first versions, and do so many rounds, long enough after one another."""
+    """Delete the first versions, and do `rounds` GC runs, each long enough after the last."""
     for number in range(1, versions + 1):
         store.delete("k", number)
         del contents["k", number]
@@ -37,7 +37,7 @@ def collect(store: Store, clock: Clock, contents: Contents, versions: int, round
 
 
 def rebased(store: Store, clock: Clock) -> Contents:
-    """Put versions that lean on one another, and collect all but the last two; return what is left."""
+    """Put versions that depend on one another, and collect all but the last two; return these."""
     content, contents = text_like(400_000, 1), Contents()
     for number in range(1, 15):
         content = mutate(content, number, edits=60)

@@ -1,4 +1,4 @@
-"""Parity: reads go on over damage, repair puts the bytes back, and it comes and goes with its object."""
+"""Parity: reads continue over damage, repair restores the bytes, and parity is written and deleted with its object."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_store_that_had_no_parity_gets_it_by_repair_and_one_that_has_keeps_it(
 
 
 def test_what_is_damaged_gets_no_parity_before_it_is_what_was_written_again(root: Path) -> None:
-    """Parity of the damaged bytes was made: repair put these in the place of what was damaged later."""
+    """Parity was made of the damaged bytes: a later repair restored these."""
     before = objects(root)
     for path in (containers(root)[0], manifests(root)[0]):
         flip(path, 50)
@@ -105,7 +105,7 @@ def test_what_is_damaged_gets_no_parity_before_it_is_what_was_written_again(root
 
 
 def test_what_is_put_right_a_second_time_is_not_told_as_damage_that_is_left(covered_root: Path, tmp_path: Path) -> None:
-    """Its parity is of bytes that were damaged already: these come back first, and then what the copy holds."""
+    """The parity is of bytes that were damaged already: a repair restores these first, and then those of the copy."""
     path = max(containers(covered_root), key=lambda path: path.stat().st_size)
     copy = Path(shutil.copy(path, tmp_path / path.name))
     flip(path, 50)
@@ -143,7 +143,7 @@ def test_parity_goes_with_its_object(covered_root: Path) -> None:
 
 
 def test_broken_parity_of_a_sound_object_goes_where_no_scheme_is_known(covered_root: Path) -> None:
-    """It was said to be repaired, and told as damage by every verify from then on."""
+    """It was reported as repaired, and as damage by every later verify."""
     path = covered_root / "parity" / f"{named(covered_root, containers(covered_root)[0])}.nkp"
     path.write_bytes(bytes(path.stat().st_size))
     with open_store(covered_root, settings=CHOSEN, create=True) as store:  # parity is off now
@@ -156,7 +156,7 @@ def test_broken_parity_of_a_sound_object_goes_where_no_scheme_is_known(covered_r
 
 
 def test_parity_that_another_process_began_goes_with_its_object_and_mends_it(root: Path) -> None:
-    """A Store that had once found no parity took it that there was none until it was closed for good."""
+    """A Store that had once found no parity assumed that there was none until it was closed."""
     collecting = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
     with open_store(root, settings=settings(CHOSEN, collecting), create=True) as store:
         assert store.verify().damage == ()

@@ -1,4 +1,4 @@
-"""Repair from copies of several generations: what was given is checked, read again, and only what is needed taken."""
+"""Repair from copies of several generations: each is checked, read again, and only the needed parts are used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}})
 
 @pytest.fixture
 def rebased(tmp_path: Path) -> tuple[Path, Path, dict[tuple[str, int], bytes]]:
-    """Return a store whose deltas a round gave other bases, its containers of before, and what it still holds."""
+    """Return a store whose deltas a GC run rebased, copies of its earlier containers, and its live contents."""
     root, backup = tmp_path / "store", tmp_path / "backup"
     contents = {
         ("k", number): mutate(text_like(120_000, 1), number, edits=30 * number) + random_bytes(30_000, number)
@@ -71,7 +71,7 @@ def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(
         report = store.repair(sorted(backup.glob("*/*.nkc")))
         assert (report.damage, report.quarantined_chunks) == ((), 0)
         assert find_broken(store, kept) == set()
-        assert [path.name[:16] for path in containers(root)] == there  # what the rounds have freed stays so
+        assert [path.name[:16] for path in containers(root)] == there  # data freed by GC runs stay freed
         check_index_is_the_one_a_rebuild_makes(store)
 
 
@@ -79,7 +79,7 @@ def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(
 def test_of_copies_of_several_generations_the_one_that_is_needed_is_taken_in_whatever_order(
     rebased: tuple[Path, Path, dict[tuple[str, int], bytes]], tmp_path: Path, newest_first: bool
 ) -> None:
-    """The one that was given last was: of generation 0, deltas lean on what a round has taken away since."""
+    """The last given copy was used: in generation 0 deltas depend on data that a GC run has removed since."""
     root, backup, kept = rebased
     later = Path(shutil.copytree(root / "containers", tmp_path / "later"))
     files = sorted([*backup.glob("*/*.nkc"), *later.glob("*/*.nkc")], reverse=newest_first)

@@ -56,7 +56,7 @@ def without_newest(root: Path) -> str:
 
 
 def test_removed_newest_manifest_is_noticed_without_index(root: Path) -> None:
-    """F.25: with the index lost too, get, verify and gc report the key, until the version is given up."""
+    """F.25: With the index lost too, get, verify and gc report the key, until the version is given up."""
     name = without_newest(root)
     shutil.rmtree(root / "index")
     with opened(root) as store:
@@ -73,7 +73,7 @@ def test_removed_newest_manifest_is_noticed_without_index(root: Path) -> None:
 
 
 def test_gc_frees_nothing_while_versions_are_rolled_back(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """F.22: with index and manifests lost GC ends with code 5 and frees nothing; put back, every version restores."""
+    """F.22: With index and manifests lost GC ends with code 5 and frees nothing; put back, every version restores."""
     contents = {f"k{n}": os.urandom(100_000) for n in range(3)}
     with opened(root) as store:
         for key, content in contents.items():
@@ -104,7 +104,7 @@ def test_gc_frees_nothing_while_versions_are_rolled_back(root: Path, capsys: pyt
 
 
 def test_gc_frees_lost_versions_once_they_are_given_up(root: Path) -> None:
-    """F.22: rebuild-index, by the operator, gives rolled-back versions up: the next GC runs free their data."""
+    """F.22: The operator's rebuild-index gives rolled-back versions up: the next GC runs free their data."""
     with opened(root) as store:
         store.put("lost", os.urandom(100_000))
         store.gc()
@@ -120,7 +120,7 @@ def test_gc_frees_lost_versions_once_they_are_given_up(root: Path) -> None:
 
 
 def test_gc_of_closed_tenant_reports_no_roll_back(tmp_path: Path) -> None:
-    """F.22: the hidden manifests of a tenant in the grace of its erasure do not count as removed."""
+    """F.22: The hidden manifests of a tenant in the grace of its erasure do not count as removed."""
     root = tmp_path / "s"
     generate(tmp_path / "kek")
     with open_store(root, settings=with_changes(chosen(root, "aes-256-gcm"), {"tenant": "acme"}), create=True) as store:
@@ -134,7 +134,7 @@ def test_gc_of_closed_tenant_reports_no_roll_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_gateway_does_not_answer_older_version(root: Path, index: str) -> None:
-    """F.25: a gateway answers 500 for a key whose newest manifest was removed, never 200 with an older version."""
+    """F.25: A gateway answers 500 for a key whose newest manifest was removed, never 200 with an older version."""
     name = without_newest(root)
     if index == "lost":
         shutil.rmtree(root / "index")
@@ -148,7 +148,7 @@ def test_gateway_does_not_answer_older_version(root: Path, index: str) -> None:
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_lost_undelete_mark_ends_no_version(root: Path, index: str) -> None:
-    """F.22: a version whose undelete mark was removed is kept by gc, reported, and readable once it is put back."""
+    """F.22: A version whose undelete mark was removed is kept by gc, reported, and readable once the mark is put back."""
     with opened(root) as store:
         store.put("e", os.urandom(100_000))
         content = store.get("e").read()
@@ -178,7 +178,7 @@ def test_lost_undelete_mark_ends_no_version(root: Path, index: str) -> None:
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_lost_tombstone_is_noticed(root: Path, index: str) -> None:
-    """F.22: a deleted version whose tombstone was removed is not answered, and is named until it is given up."""
+    """F.22: A deleted version whose tombstone was removed is not returned, and is named until it is given up."""
     with opened(root) as store:
         store._deletions.delete("default", "db", 2, undelete_seconds=3600)
         store.gc()
@@ -201,7 +201,7 @@ def test_lost_tombstone_is_noticed(root: Path, index: str) -> None:
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_lost_retention_record_refuses_deletion(root: Path, index: str) -> None:
-    """F.22: a version whose retention record was removed is not deleted, by rm or by a policy; verify names it."""
+    """F.22: A version whose retention record was removed is not deleted, by rm or by a policy; verify names it."""
     until_us = int((time.time() + 3600) * 1e6)
     with opened(root) as store:
         store._deletions.extend_retention("default", "db", 2, until_us)
@@ -221,7 +221,7 @@ def test_lost_retention_record_refuses_deletion(root: Path, index: str) -> None:
 
 
 def test_ended_versions_lose_no_marks(root: Path) -> None:
-    """F.22: marks and retention records that gc removes with their versions are not reported as removed."""
+    """F.22: Marks and retention records that gc removes with their versions are not reported as removed."""
     with opened(root) as store:
         for n in range(3):
             store.put("many", os.urandom(1000))
@@ -239,7 +239,7 @@ def test_ended_versions_lose_no_marks(root: Path) -> None:
 
 
 def test_number_of_a_rolled_back_version_is_not_given_again(root: Path) -> None:
-    """F.22: with index and newest manifest lost a put takes the number after the lost one, which may come back."""
+    """F.22: With index and newest manifest lost a put takes the number after the lost one, which may be restored."""
     name = object_name("default", "db", 2)
     lost = (root / name).read_bytes()
     (root / name).unlink()
@@ -253,7 +253,7 @@ def test_number_of_a_rolled_back_version_is_not_given_again(root: Path) -> None:
 
 
 def test_heads_that_find_no_room_release_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.22: on a full disk gc releases its reserve to record the heads; without one it ends with NoRoom."""
+    """F.22: On a full disk gc releases its reserve to record the heads; without one it ends with NoRoom."""
     update = VersionHeads.update
     with open_store(tmp_path / "s", create=True) as store:
 
@@ -275,7 +275,7 @@ def test_heads_that_find_no_room_release_the_reserve(tmp_path: Path, monkeypatch
 
 
 def test_deleted_and_expired_versions_are_no_roll_back(root: Path) -> None:
-    """F.25: deletion and the removal of old versions by GC leave a mark, or a later version: neither is reported."""
+    """F.25: Deletion and the removal of old versions by GC leave a mark, or a later version: neither is reported."""
     with opened(root) as store:
         store.put("gone", os.urandom(1000))
         store.delete("db", 1)
@@ -306,7 +306,7 @@ def test_forged_heads_are_reported_and_hide_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", [None, bytes(range(32))])
 @pytest.mark.parametrize("with_marks", [False, True])
 def test_heads_round_trip_and_tell_damage(key: bytes | None, with_marks: bool) -> None:
-    """F.25: heads are read as written, and any changed byte is told."""
+    """F.25: Heads are read as written, and any changed byte is detected."""
     versions = {bytes([n]) * 16: n + 1 for n in (7, 3, 200)}
     marks = {bytes([7]) * 16: {1: Sequences(2, 0), 8: Sequences(1, 3)}, bytes([200]) * 16: {201: Sequences(0, 1)}}
     heads = Heads(versions, marks if with_marks else {})
@@ -332,7 +332,7 @@ def test_heads_are_never_lowered_by_a_run() -> None:
 
 
 def test_removed_record_of_rotated_key_seals_nothing_new() -> None:
-    """F.25: with the newest key's record gone no process seals under the old key; rotation makes a new one."""
+    """F.25: With the newest key's record deleted no process encrypts under the old key; rotation makes a new one."""
     keys, domain = MemoryKeys(), domain_of("db")
     first = keys.keyring.newest(domain)
     number = keys.keyring.rotate("db")
@@ -347,7 +347,7 @@ def test_removed_record_of_rotated_key_seals_nothing_new() -> None:
 
 
 def test_removed_records_of_all_keys_make_no_new_one() -> None:
-    """F.25: with all keys of a tenant gone no first key is made anew, whatever became of the index."""
+    """F.25: With all keys of a tenant deleted no first key is made again, whatever the state of the index."""
     keys, domain = MemoryKeys(), domain_of("db")
     owner = keys.keyring.newest(domain).owner
     for name, _ in list(keys.below.names(f"keys/{owner.hex()}")):
@@ -357,7 +357,7 @@ def test_removed_records_of_all_keys_make_no_new_one() -> None:
 
 
 def test_forged_key_heads_are_reported() -> None:
-    """F.25: highest key numbers that the store's key does not authenticate stop new seals and are named."""
+    """F.25: Highest key numbers that the store's key does not authenticate stop new encryption and are named."""
     keys, domain = MemoryKeys(), domain_of("db")
     keys.keyring.newest(domain)
     forged = f"heads/keys/{99:016x}.nkh"

@@ -1,4 +1,4 @@
-"""Rounds of garbage collection beside puts and restores, by the same process and others."""
+"""GC runs concurrent with puts and restores, by the same process and others."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_store_that_collected_lets_others_write(place: Path) -> None:
 def test_a_deletion_waits_for_a_step_of_a_round_that_has_only_just_taken_the_lock(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took the lock of the step for its Store's own, and wrote its mark after that had gone back."""
+    """It took the lock of the step for its Store's own, and wrote its mark after the lock was released."""
     done: list[int] = []
     threads: list[threading.Thread] = []
     with open_store(place / "s", settings=CHOSEN, create=True) as store:
@@ -284,7 +284,7 @@ def test_a_store_that_is_closed_in_another_thread_lets_a_step_of_a_round_end_fir
 
 
 def test_what_was_broken_when_a_round_planned_and_is_mended_and_leaned_on_since_does_not_go(place: Path) -> None:
-    """Nothing of it was known to be there, so nothing of it seemed to be named by what came."""
+    """The data were unknown when the run planned, so no concurrent write seemed to name them."""
     now, chosen = crash_child.START, settings(crash_child.CHOSEN, {"chunker": {"algorithm": "fixed"}})
     left, right, other = (random_bytes(40 * 1024, number) for number in range(3))
     going = text_like(64 * 1024, 3)
@@ -350,7 +350,7 @@ def test_who_verifies_while_rounds_end_versions_and_remove_containers_is_told_of
 def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes by between two containers, and while one is looked at; it gathers, and gives up bases."""
+    """Another process runs between two containers, and during a check; it gathers, and gives up bases."""
     small = {"block": {"raw_bytes": "64KiB", "delta_bytes": "16KiB"}, "container": {"target_bytes": "256KiB"}}
     gathering = {"max_depth": 3}, {"merge_block_bytes": "256KiB", "merge_versions_min": 2, "grace_seconds": 0}
     chosen = settings(CHOSEN, small, {"delta": gathering[0], "gc": gathering[1]})

@@ -1,4 +1,4 @@
-"""Faults between here and S3: every answer is the truth, and no half of anything is taken for the whole."""
+"""Faults between here and S3: every answer is correct, and no partial object is taken for a whole one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3
     [
         ("E", 2),  # never reached the server
         ("5", 2),
-        ("C", 2),  # 409: no object came of it
+        ("C", 2),  # 409: no object was created
         ("L", 1),  # done, the reply lost: looking is enough, nothing is sent twice
         ("F", 1),  # done, and denied
         ("D", 1),  # done, the client had given up
@@ -75,7 +75,7 @@ def test_a_name_that_is_taken_is_never_reported_as_ours(
 ) -> None:
     direct.put_new("a", OTHER)
     with FaultyHttp(versitygw.port, script) as proxy:
-        for data in (DATA, OTHER):  # the same bytes make it no less somebody else's
+        for data in (DATA, OTHER):  # equal bytes do not make the object the caller's own
             with pytest.raises(AlreadyExists, match="a: already there"):
                 through(proxy, versitygw, bucket).put_new("a", data)
         assert proxy.spent
@@ -110,7 +110,7 @@ def test_looking_again_settles_what_could_not_be_looked_at(versitygw: S3, bucket
 
 
 def test_a_late_put_does_not_overwrite_what_came_in_between(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
-    """The first try hangs past its timeout, others take the name, then the first one reaches the server."""
+    """The first try hangs past its timeout, others create the name, then the first one reaches the server."""
     taken = threading.Event()
 
     def take() -> None:
@@ -199,7 +199,7 @@ def test_a_server_that_is_away_for_a_while_costs_time_and_nothing_else(own: S3) 
     assert {name: objects.get(name) for name, _ in objects.names("")} == contents
 
 
-# --- what an operator is told ----------------------------------------------------------------------------------------
+# --- messages for the operator ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_what_is_wrong_is_one_line_with_the_remedy_and_never_taken_for_nothing_t
 
 
 def test_ranges_behind_the_end_of_an_object_that_was_cut_short_are_empty(bucket: str, direct: S3ObjectStore) -> None:
-    """The client joins them to one, and panics: no Exception, so that nobody caught it and a worker ended."""
+    """The client joins them to one, and panics: not an Exception, so that no handler caught it and a worker ended."""
     direct.put_new("a", DATA[:100])
     for places in ([(0, 10), (200, 300)], [(60, 70), (150, 160)], [(0, 10), (101, 110), (200, 201), (50, 60)]):
         found = direct.get_ranges("a", [start for start, _ in places], [end for _, end in places])
@@ -272,7 +272,7 @@ PAGES = {
 
 
 class Pages(socketserver.BaseRequestHandler):
-    """What stands before a server whose own pods are away, or a server's console: a page for whatever is asked."""
+    """A proxy whose own servers are down, or a server's console: it answers each request with a page."""
 
     page = b""
 
@@ -294,7 +294,7 @@ def test_a_page_of_a_proxy_is_no_answer_about_an_object(versitygw: S3, bucket: s
             calls += [lambda: objects.put_new("a", b"x"), lambda: objects.replace("a", b"x")]
             calls += [lambda: objects.get_ranges("a", [0], [1])]
             calls += [lambda: list(objects.names("a"))]
-            if status == "404":  # of a 200 nobody can tell
+            if status == "404":  # a 200 gives no hint
                 calls += [lambda: objects.delete("a")]
             for call in calls:
                 with pytest.raises(StoreUnavailable):

@@ -1,4 +1,4 @@
-"""Scrubbing: a pass reads all that is stored, goes on after a restart, keeps its rate, and deals with what it finds."""
+"""Scrubbing: a pass reads all stored data, continues after a restart, keeps its rate, and handles the damage it finds."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_step_is_due_when_the_bytes_of_the_one_before_may_have_been_read(root:
 
 @pytest.mark.parametrize("begun", [1795817040.5, 1795817039.6683779])
 def test_the_next_pass_begins_when_it_is_due_and_none_does_at_zero_days(root: Path, begun: float) -> None:
-    """The second time comes out a microsecond later once it is rounded to one: that is no clock that was wrong."""
+    """Rounded to a microsecond, the second time is one later; that is not a wrong clock."""
     now = [begun]
     with open_store(root, settings=CHOSEN, clock=lambda: now[0], create=True) as store:
         whole_pass(store)

@@ -1,6 +1,4 @@
-"""The maintenance service's scrub, over S3: parity puts right what it finds, and what it cannot is quarantined and
-told.
-"""
+"""The maintenance service's scrub, over S3: parity repairs damage, and other damage is quarantined and reported."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ def test_it_puts_right_containers_manifests_and_parity_in_the_bucket(store: Pari
     assert {name: store.get(name) for name in wholes} == wholes
     assert Quarantine(store, time.time).read() == {}
     again = scrubbing(store, with_changes(COVERED, {"scrub": {"every_days": 1}}))
-    assert again._scrubber.state.ended_damaged == 4  # the state lies in the bucket
+    assert again._scrubber.state.ended_damaged == 4  # the state is stored in the bucket
     assert again._scrubber.waits_seconds() > 80_000
 
 
@@ -117,7 +115,7 @@ def test_what_it_cannot_put_right_is_quarantined_forgotten_and_told_with_its_ver
 
 
 class Away(Forgetting):
-    """An index that is away when it is told for the first time."""
+    """An index that is unreachable for its first update."""
 
     def withdraw(self, chunks, segments, containers) -> None:
         super().withdraw(chunks, segments, containers)

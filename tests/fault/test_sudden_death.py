@@ -1,4 +1,4 @@
-"""Interrupted, killed, locked: a put is there whole or not at all, and the next process goes on at once."""
+"""Interrupted, killed, locked: a put is stored whole or not at all, and the next process continues at once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def first(tmp_path: Path) -> Path:
 def ended_at(
     root: Path, first: Path, number: int, delay_seconds: float, how: signal.Signals
 ) -> tuple[dict[int, int], str]:
-    """Run the writer, end it after a while; return what it acknowledged, number by version, and what it complained."""
+    """Run the writer, end it after a while; return its acknowledged numbers by version, and its error output."""
     writer = process(WRITER, root, first, str(number))
     assert writer.stdin is not None
     assert writer.stdout is not None
@@ -70,7 +70,7 @@ def ended_at(
 
 @pytest.fixture
 def on_one_core():
-    """Let this process, and those that it starts, run on one core: the threads of a put take turns there."""
+    """Let this process, and those that it starts, run on one core, which the threads of a put share."""
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("cores are not given to a process here")
     allowed = os.sched_getaffinity(0)
@@ -102,7 +102,7 @@ def test_no_moment_to_die_leaves_half_a_version_or_loses_an_acknowledged_one(
             assert listed == stored_versions(store)
             assert set(known) <= set(listed)
             for version in listed:
-                # What was never acknowledged may still have been committed: by this round's next put, and whole.
+                # An unacknowledged version may still have been committed: by this iteration's next put, and whole.
                 if version not in known:
                     known[version] = number + len(acknowledged)
                 if version in acknowledged or version == listed[-1]:
@@ -123,7 +123,7 @@ def test_no_moment_to_die_leaves_half_a_version_or_loses_an_acknowledged_one(
 
 
 def stored_versions(store: Store) -> list[int]:
-    """What the manifests themselves say, without the index."""
+    """Return the versions in the stored manifests, without the index."""
     found = []
     while True:
         try:

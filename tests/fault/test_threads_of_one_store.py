@@ -1,4 +1,4 @@
-"""Threads that put, list, verify and rebuild in one Store: none takes lock or index from under another."""
+"""Threads that put, list, verify and rebuild in one Store: none removes lock or index while another uses them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def beside(act: Callable[[], object]) -> threading.Thread:
 
 
 def once(point: str, act: Callable[[], object]) -> list[object]:
-    """Let another thread do something when a failpoint is passed first; return what came of it, by then."""
+    """Let another thread act when a failpoint is first passed; return its results until then."""
     came: list[object] = []
 
     def watch(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Kafka logs that lost acknowledged messages: what was put fails visibly, and what is put afterwards is committed."""
+"""Kafka logs that lost acknowledged messages: earlier puts fail visibly, and later ones are committed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def cut_frames(kafka: Kafka, size_bytes: int) -> None:
 
 
 def put(pipeline: Pipeline, key: str, data: bytes) -> str:
-    """Put a blob by a new producer, as a gateway does whose producer has lost its place in a log; return its id."""
+    """Put a blob by a new producer, as a gateway does whose producer has lost its position in a log; return its id."""
     with uploading(pipeline.settings) as uploader:
         return uploader.put(key, [data])
 
@@ -102,7 +102,7 @@ def test_truncated_log_fails_uploads_visibly(kafka: Kafka, pipeline: Pipeline) -
 
 @pytest.mark.parametrize("stops", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["stopped", "running"])
 def test_truncated_log_below_offset_is_read_again(kafka: Kafka, pipeline: Pipeline, stops: bool) -> None:
-    """F.32: What is put into a log that lost what was read is committed, though the group's offset lies behind it."""
+    """F.32: Blobs put into a log that lost read messages are committed, though the group's offset is beyond its end."""
     blobs = {"first": content(1, 2 * MIB), "later": content(5, 6 * MIB)}
     assert outcome(pipeline, put(pipeline, "first", blobs["first"])) == "committed"
     if stops:

@@ -1,4 +1,4 @@
-"""Three brokers of which a replica that lacks acknowledged messages is the only one left: it does not lead."""
+"""Three brokers of which only a replica that lacks acknowledged messages is left: it does not lead."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def settings(cluster: KafkaCluster, tmp_path: Path) -> Settings:
 
 
 def placement(settings: Settings) -> tuple[int, set[int]]:
-    """Return (leader, in-sync replicas) of the topic of frames; the leader is -1 where there is none."""
+    """Return (leader, in-sync replicas) of the topic of frames; the leader is -1 if there is none."""
     admin = AdminClient({"bootstrap.servers": settings.kafka.bootstrap_servers, "log_level": 0})
     full = topic(settings, "frames")
     try:
@@ -88,7 +88,7 @@ def frames_of(settings: Settings, blobs: set[str]) -> dict[str, bytes]:
 
 @pytest.mark.soak
 def test_stale_replica_does_not_lead(cluster: KafkaCluster, settings: Settings) -> None:
-    """F.32: With two in-sync replicas what was acknowledged survives both, though a third one comes back first."""
+    """F.32: With two in-sync replicas acknowledged messages survive both, though a third one returns first."""
     first = put(settings, "first")
     leader, _ = placement(settings)
     stale, other = [number for number in cluster.brokers if number != leader]

@@ -1,4 +1,4 @@
-"""Verify: what it covers is what it says, and an index that does not agree with its containers is named."""
+"""Verify: its coverage is the reported one, and an index that differs from its containers is named."""
 
 from __future__ import annotations
 
