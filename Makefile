@@ -37,7 +37,7 @@ soak: setup ## the engines' long runs: planted bugs, power cuts, races, 2,000 ki
 	@$(BIN)/python tests/support/mutation.py
 	@$(BIN)/python -m tests.support.engines.soak --disk
 	@$(BIN)/python -m pytest -q -m soak
-	@SOAK=1 $(BIN)/python -m pytest -q tests/fault/test_gc_death.py tests/fault/test_races.py tests/fault/test_rounds_beside_puts.py
+	@SOAK=1 $(BIN)/python -m pytest -q tests/fault/test_gc_death.py tests/fault/test_races.py tests/fault/test_gc_during_puts.py
 	@$(BIN)/python -m tests.support.engines.soak --kills 2000
 	@$(BIN)/python -m tests.support.engines.service_crash --kills 90
 	@$(BIN)/python -m tests.support.engines.bitflips --flips 10000

@@ -43,7 +43,10 @@ START_SECONDS_MAX = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of put. Speeds in MB/s, medians of the runs; thread seconds are of the last run."""
+    """One kind of put.
+
+    Speeds in MB/s, medians of the runs; thread seconds are of the last run.
+    """
 
     corpus: str
     what: str

@@ -76,7 +76,7 @@ class TestVersitygw(ObjectStoreContract):
 
 
 class TestMoto(ObjectStoreContract):
-    test_of_writers_at_once_exactly_one_wins = None
+    test_concurrent_writers_have_one_winner = None
     """It looks and stores in two steps: on a busy machine two of eight win now and then. No store to commit to."""
 
     @pytest.fixture

@@ -1,4 +1,7 @@
-"""Run chaos briefly; `benchmarks/chaos.py` is the long run. The failure's text contains the seed."""
+"""Run chaos briefly; `benchmarks/chaos.py` is the long run.
+
+The failure's text contains the seed.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from tests.support.engines.chaos import Chaos
 
 
 @pytest.mark.soak
-def test_what_was_promised_is_kept_while_everything_dies(
+def test_pipeline_under_chaos_keeps_its_promises(
     tmp_path: Path, need: Callable[[Callable[[], Any]], Any], capsys: Any
 ) -> None:
+    """Every acknowledged blob restores though workers, gateway and servers die meanwhile."""
     seed = secrets.randbelow(1_000_000)
     report = need(lambda: Chaos(tmp_path, seed, 24, 6, print).run())
     assert not report.problems, report

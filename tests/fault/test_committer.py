@@ -142,8 +142,11 @@ def later(log: Log, seconds: float) -> None:
         blob.last_seen -= seconds
 
 
-def test_what_another_tenant_says_of_a_blob_makes_no_version_of_it(log: Log) -> None:
-    """Its version would name segments of another domain, or take the end of another tenant's blob (I9)."""
+def test_blob_with_messages_of_another_tenant_makes_no_version(log: Log) -> None:
+    """Messages of another tenant about a blob make no version of it.
+
+    Its version would name segments of another domain, or take the end of another tenant's blob (I9).
+    """
     log.placed(1, 0)
     whole = End(replace(envelope(1, 1), tenant="other"), *began_of(1), SEGMENT_BYTES, bytes(32), None, 1)
     log._add(1, whole)
@@ -155,7 +158,8 @@ def test_what_another_tenant_says_of_a_blob_makes_no_version_of_it(log: Log) -> 
     assert (log.manifests.versions("t", "k1"), log.manifests.versions("other", "k1")) == ([1], [])
 
 
-def test_a_copy_in_another_partition_holds_no_offset_of_its_own_back(log: Log) -> None:
+def test_offset_with_copy_in_another_partition_advances(log: Log) -> None:
+    """A copy of a record in another partition does not delay the offset of its own."""
     log.handler.on_assigned(1, "")
     log.placed(1, 0)
     log.handler.handle([replace(log.records[0], partition=1)])
@@ -169,9 +173,10 @@ def test_a_copy_in_another_partition_holds_no_offset_of_its_own_back(log: Log) -
 # --- what is there is committed --------------------------------------------------------------------------------------
 
 
-def test_a_version_that_the_index_refuses_for_good_is_told_committed(
+def test_version_refused_by_the_index_is_reported_committed(
     log: Log, server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A version that the index refuses permanently is still reported as committed."""
     _, versions = log.index._home(log.index.epochs.current, "t")
     with redis_client.Redis.from_url(server.url) as client:
         client.set(versions, b"not a sorted set")
@@ -185,9 +190,9 @@ def test_a_version_that_the_index_refuses_for_good_is_told_committed(
     assert log.committable() == 2
 
 
-def test_a_surprise_after_the_manifest_is_a_dead_letter_of_a_committed_version(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_after_the_manifest_is_a_dead_letter(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unforeseen error after the manifest yields a dead letter, and the version is committed."""
+
     def surprise(*_: object) -> None:
         raise RuntimeError("unforeseen")
 
@@ -198,8 +203,11 @@ def test_a_surprise_after_the_manifest_is_a_dead_letter_of_a_committed_version(
     assert len(log.told.letters) == 1
 
 
-def test_an_end_that_is_read_again_without_its_segments_is_of_a_committed_blob(log: Log) -> None:
-    """Offsets advance record by record: a blob in between delays the end, not the records before it."""
+def test_end_read_again_without_segments_is_committed(log: Log) -> None:
+    """An end that is read again without its segments belongs to a committed blob.
+
+    Offsets advance record by record: a blob in between delays the end, not the records before it.
+    """
     log.placed(1, 0)
     log.placed(2, 0)
     log.end(1, 1)
@@ -215,10 +223,11 @@ def test_an_end_that_is_read_again_without_its_segments_is_of_a_committed_blob(l
     assert log.committable() == 3
 
 
-def test_a_version_that_was_committed_in_time_stays_however_late_its_records_come_again(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The segment cannot be read by then: that is damage, and a copy may restore it; the version must be kept."""
+def test_version_committed_in_time_with_late_copies_stays(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that was committed in time stays, however late its records are read again.
+
+    The segment cannot be read by then: that is damage, and a copy may restore it; the version must be kept.
+    """
     log.placed(1, 0)
     log.end(1, 1)
     assert log.read() == {"k1": "committed"}
@@ -269,7 +278,7 @@ def test_version_of_missing_segments_is_refused(log: Log) -> None:
     assert log.manifests.versions("t", "k1") == []
 
 
-def test_late_version_of_condemned_segments_is_taken_back(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_version_of_pending_delete_is_taken_back(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.32: A version durable after half of the grace, whose segment is pending delete, is deleted again (I6)."""
     container, ordinal = int(log.stored.containers[0]), log.stored.ordinals[:1]
     condemned = PendingDelete(time.time_ns() // 1000, np.zeros(0, np.uint32), ordinal)
@@ -296,7 +305,8 @@ def test_two_uploads_of_one_key_are_two_versions(log: Log) -> None:
 # --- too much gathers ------------------------------------------------------------------------------------------------
 
 
-def test_where_too_many_gather_those_that_came_first_go_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_blobs_oldest_continue(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If too many blobs are pending, the oldest ones continue."""
     monkeypatch.setattr(committer_handler, "OPEN_BLOBS_MAX", 3)
     for sequence in range(2):
         for number in range(8):
@@ -314,7 +324,8 @@ def test_where_too_many_gather_those_that_came_first_go_on(log: Log, monkeypatch
     assert log.committable() == len(log.records)
 
 
-def test_where_too_many_gather_one_whose_upload_is_dead_makes_room(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_blobs_dead_upload_makes_room(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If too many blobs are pending, one whose upload is dead makes room."""
     monkeypatch.setattr(committer_handler, "OPEN_BLOBS_MAX", 3)
     for number in range(3):
         log.placed(number, 0)
@@ -328,9 +339,8 @@ def test_where_too_many_gather_one_whose_upload_is_dead_makes_room(log: Log, mon
     assert log.committable() == 2
 
 
-def test_where_too_many_records_gather_the_blob_with_most_of_them_fails(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_records_largest_blob_fails(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If too many records are pending, the blob with most of them fails."""
     monkeypatch.setattr(committer_handler, "RECORDS_MAX", 10)
     log.placed(1, 0)
     for sequence in range(40):
@@ -342,7 +352,7 @@ def test_where_too_many_records_gather_the_blob_with_most_of_them_fails(
     assert log.committable() == len(log.records)
 
 
-def test_number_of_a_lost_manifest_is_not_given_again(log: Log) -> None:
+def test_number_of_a_lost_manifest_is_not_reused(log: Log) -> None:
     """F.22: A version takes the number after the highest that a GC run has listed, though its manifest was lost."""
     heads = VersionHeads(log.objects)
     listed = Heads({bytes.fromhex(key_digest("t", "k1")): 4})

@@ -97,7 +97,7 @@ def fleet(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     made.index.close()
 
 
-def test_of_concurrent_first_puts_one_is_committed(fleet: Fleet) -> None:
+def test_concurrent_first_puts_commit_one(fleet: Fleet) -> None:
     """F.16: Several committers decide about one key at once, as after a rebalance: one version, no dead letter."""
     states: list[object] = []
     handlers = [fleet.committer() for _ in range(4)]
@@ -112,7 +112,7 @@ def test_of_concurrent_first_puts_one_is_committed(fleet: Fleet) -> None:
     assert not any(told.letters for told in letters)
 
 
-def test_refusal_is_told_with_its_reason(fleet: Fleet) -> None:
+def test_refusal_is_reported_with_its_reason(fleet: Fleet) -> None:
     """F.16: The status of an upload answered by 202 reports the failed precondition."""
     handler = fleet.committer()
     fleet.put(handler, fleet.records("one", None))
@@ -123,7 +123,7 @@ def test_refusal_is_told_with_its_reason(fleet: Fleet) -> None:
     assert offsets[0] == 3  # past the records of both
 
 
-def test_refused_blob_that_is_read_again_stays_refused(fleet: Fleet) -> None:
+def test_refused_blob_read_again_stays_refused(fleet: Fleet) -> None:
     """F.16: Its caller received 412; after a crash the condition may hold, and the blob must not be committed then."""
     first, again = fleet.committer(), fleet.committer()
     fleet.put(first, fleet.records("one", None))
@@ -134,7 +134,7 @@ def test_refused_blob_that_is_read_again_stays_refused(fleet: Fleet) -> None:
     assert fleet.put(again, fleet.records("three", ONLY_FIRST))["state"] == "committed"
 
 
-def test_committed_blob_that_is_read_again_is_told_committed(fleet: Fleet) -> None:
+def test_committed_blob_read_again_is_reported_committed(fleet: Fleet) -> None:
     """F.16: After a crash the conflicting version is its own: the origin is checked before the condition."""
     records = fleet.records("one", ONLY_FIRST)
     assert fleet.put(fleet.committer(), records)["state"] == "committed"

@@ -91,7 +91,8 @@ def rows_from(first: int, count: int) -> Locations:
     return Locations(np.full(count, samples.CONTAINER, np.uint64), np.arange(first, first + count, dtype=np.uint32))
 
 
-def test_a_base_is_read_once_for_all_deltas_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_of_many_deltas_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base is read once for all its deltas."""
     base = samples.noise(SEGMENT_BYTES_MAX, "base")
     targets = [base[start : start + 64] for start in range(0, 500 * 64, 64)]
     store = put(tmp_path, on_deltas([base], [(0, target) for target in targets]))
@@ -102,9 +103,10 @@ def test_a_base_is_read_once_for_all_deltas_on_it(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("level_bytes_max", [1, 300 * KIB, 1 << 30])
-def test_of_distinct_bases_no_more_is_read_together_than_the_bound_says(
+def test_distinct_bases_are_read_within_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level_bytes_max: int
 ) -> None:
+    """No more bytes of distinct bases are read together than the bound allows."""
     bases = [samples.noise(100 * KIB, f"base {number}") for number in range(9)]
     targets = [(number % 9, bases[number % 9][number * 50 :][:64]) for number in range(100)]
     store = put(tmp_path, on_deltas(bases, targets))
@@ -117,9 +119,8 @@ def test_of_distinct_bases_no_more_is_read_together_than_the_bound_says(
     assert max(asked) <= max(100 * KIB, min(level_bytes_max, 900 * KIB))
 
 
-def test_deltas_that_are_asked_for_again_and_again_take_no_more_than_the_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deltas_read_repeatedly_stay_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deltas that are requested repeatedly take no more memory than the bound."""
     base, target = samples.noise(64, "base"), samples.noise(50 * KIB, "target")
     long = [(0, base), (0, target)]
     store = put(tmp_path, on_deltas([base], long))
@@ -138,8 +139,11 @@ def test_deltas_that_are_asked_for_again_and_again_take_no_more_than_the_bound(
 
 @pytest.mark.parametrize("held", [samples.noise(1000, "held"), np.zeros(1000, np.uint8)], ids=["stored", "packed"])
 @pytest.mark.parametrize("really_bytes", [600, 999])
-def test_a_block_of_other_bytes_than_its_directory_says_is_corrupt(tmp_path: Path, held: U8, really_bytes: int) -> None:
-    """The error is Corrupt, not the kernel's BadInput: the caller made no mistake."""
+def test_block_that_differs_from_its_directory_is_corrupt(tmp_path: Path, held: U8, really_bytes: int) -> None:
+    """A block with another number of bytes than its directory states is Corrupt.
+
+    The error is Corrupt, not the kernel's BadInput: the caller made no mistake.
+    """
     packer = samples.compressor()
     options: dict[int, int] = {CompressionParameter.compression_level: 1, CompressionParameter.content_size_flag: 1}
     blocks = [
@@ -195,7 +199,8 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("walked")
-def test_what_is_walked_to_is_decoded_once_whatever_the_cache_holds(tmp_path: Path) -> None:
+def test_base_chain_is_decoded_once_with_any_cache(tmp_path: Path) -> None:
+    """Each block of a base chain is decoded once, whatever the cache holds."""
     data, content = lattice(3, 20, 1000)
     store = put(tmp_path, data, cache_bytes=1)
     reader = ChunkReader(store)
@@ -205,7 +210,8 @@ def test_what_is_walked_to_is_decoded_once_whatever_the_cache_holds(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("walked")
-def test_a_read_that_decodes_without_end_is_told_as_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_beyond_the_decode_budget_is_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that exceeds the decode budget is Corrupt."""
     data, _ = lattice(3, 20, 1000)
     store = put(tmp_path, data, cache_bytes=1)
     monkeypatch.setattr(decode_budget, "KEPT_BYTES_MAX", 2000)
@@ -216,7 +222,8 @@ def test_a_read_that_decodes_without_end_is_told_as_corrupt(tmp_path: Path, monk
     assert store.costs.blocks_decoded < 10 * KIB
 
 
-def test_a_read_that_decodes_together_without_end_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_beyond_the_decode_budget_is_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batched read that exceeds the decode budget is Corrupt, too."""
     data, _ = lattice(3, 20, 1000)
     store = put(tmp_path, data, cache_bytes=1)
     monkeypatch.setattr(block_decoder, "DECODED_BYTES_MAX", 10_000)
@@ -229,7 +236,8 @@ def test_a_read_that_decodes_together_without_end_is_told_too(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("walked")
-def test_what_is_held_for_blocks_that_are_walked_to_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_base_chains_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory held for the blocks of base chains is bounded."""
     data, content = lattice(3, 20, 1000)
     reader = ChunkReader(put(tmp_path, data, cache_bytes=1))
     monkeypatch.setattr(decode_budget, "RETAINED_BYTES_MAX", 20 * 3000)
@@ -239,7 +247,8 @@ def test_what_is_held_for_blocks_that_are_walked_to_is_bounded(tmp_path: Path, m
         reader.fetch(reader.plan(rows_from(62, 1)))
 
 
-def test_blocks_that_are_walked_to_are_not_held_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_base_chains_are_not_held_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of base chains are not all in memory at the same time."""
     data, content = lattice(12, 1, 128 * KIB)
     store = put(tmp_path, data, cache_bytes=1)
     monkeypatch.setattr(decode_budget, "KEPT_BYTES_MAX", 0)

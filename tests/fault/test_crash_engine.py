@@ -1,4 +1,4 @@
-"""Stores killed at failpoints: no acknowledged version is lost, none appears unexplained, no GC run leaves an orphan."""
+"""Stores killed at failpoints: no version is lost or appears unexplained, and no GC run leaves an orphan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.engines.soak import RunRecord
 
 
 @pytest.mark.soak
-def test_a_soak_of_some_seconds_finds_nothing_and_says_its_seed(tmp_path: Path) -> None:
+def test_soak_of_seconds_finds_nothing_and_prints_its_seed(tmp_path: Path) -> None:
     """In a process of its own: it forks, and obstore must not have been used before that."""
     words = ["--kills", os.environ.get("SOAK_KILLS", "30"), "--runs", str(tmp_path)]
     done = subprocess.run(
@@ -68,7 +68,9 @@ def test_soak_run_with_violation_keeps_seed_calls_and_store(tmp_path: Path) -> N
     ]
 
 
-def test_the_same_seed_makes_the_same_plans(tmp_path: Path) -> None:
+def test_campaign_with_same_seed_makes_same_plans(tmp_path: Path) -> None:
+    """The same seed makes the same plans."""
+
     def plans() -> list[object]:
         campaign, oracle, number, found = Campaign(tmp_path, 7), Oracle(0.0), 0, []
         for _ in range(20):
@@ -79,7 +81,7 @@ def test_the_same_seed_makes_the_same_plans(tmp_path: Path) -> None:
     assert plans() == plans()
 
 
-def test_a_deletion_that_died_before_its_mark_is_not_counted(tmp_path: Path) -> None:
+def test_deletion_killed_before_its_mark_is_not_counted(tmp_path: Path) -> None:
     """Found by seed 2: the index had counted a mark that was never written, until the next rebuild."""
     script = """
 import sys
@@ -99,8 +101,11 @@ with open_store(sys.argv[1], settings=CHOSEN, create=True) as store:
         assert store.get("k").read() == b"content"
 
 
-def test_an_older_generation_may_be_broken_already_when_a_store_is_broken(tmp_path: Path) -> None:
-    """Found by seed 219566021: a process that died during a repair left the broken generation next to the repaired one."""
+def test_break_with_a_broken_older_generation_is_repaired(tmp_path: Path) -> None:
+    """An older generation may be broken already when the engine breaks a store.
+
+    Found by seed 219566021: a process that died during a repair left the broken generation next to the repaired one.
+    """
     with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED), create=True) as store:
         store.put("k", content(0))
         older = next((tmp_path / "s" / "containers").rglob("*.nkc"))
@@ -117,9 +122,8 @@ def test_an_older_generation_may_be_broken_already_when_a_store_is_broken(tmp_pa
     assert flipped == {older, newer}
 
 
-def test_a_rebuilt_index_is_durable_before_the_old_one_is_taken_for_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rebuilt_index_is_durable_before_the_old_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rebuilt index is durable before the old one counts as deleted."""
     synced = []
     monkeypatch.setattr("nearkin.local.index_lifecycle.sync_folder", synced.append)
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
@@ -147,21 +151,24 @@ def seen(live, deleted=(), manifests=None, containers=()) -> Seen:
 BOTH = Put((("k", 1), ("k", 2)))
 
 
-def test_what_was_acknowledged_is_required() -> None:
+def test_oracle_requires_acknowledged_versions() -> None:
+    """The oracle requires acknowledged versions."""
     oracle_with(BOTH).settle(seen({("k", 1), ("k", 2)}))
     for lost in ({("k", 1)}, {("k", 2)}, set()):
         with pytest.raises(Violation, match="lost"):
             oracle_with(BOTH).settle(seen(lost))
 
 
-def test_what_nobody_put_is_refused() -> None:
+def test_oracle_refuses_versions_never_put() -> None:
+    """The oracle refuses a version that was never put."""
     with pytest.raises(Violation, match="from nowhere"):
         oracle_with(BOTH).settle(seen({("k", 1), ("k", 2), ("k", 3)}))
     with pytest.raises(Violation, match="manifests"):
         oracle_with(BOTH).settle(seen({("k", 1), ("k", 2)}, manifests={("k", 1), ("k", 2), ("other", 1)}))
 
 
-def test_a_put_in_flight_may_have_committed_any_blob_in_a_keys_order() -> None:
+def test_oracle_accepts_prefix_of_a_put_in_flight() -> None:
+    """A put in flight may have committed any of its blobs, those of a key in order."""
     for there in ({("k", 1)}, {("k", 1), ("k", 2)}, set()):
         oracle = Oracle(1_000.0)
         oracle.begin(BOTH)
@@ -173,7 +180,8 @@ def test_a_put_in_flight_may_have_committed_any_blob_in_a_keys_order() -> None:
         oracle.settle(seen({("k", 2)}))
 
 
-def test_a_deletion_in_flight_hides_the_newest_version_last() -> None:
+def test_oracle_requires_newest_version_deleted_last() -> None:
+    """A deletion in flight hides the newest version last."""
     oracle = oracle_with(BOTH)
     oracle.begin(Delete("k", None))
     oracle.settle(seen({("k", 2)}, {("k", 1)}))
@@ -183,7 +191,8 @@ def test_a_deletion_in_flight_hides_the_newest_version_last() -> None:
         oracle.settle(seen({("k", 1)}, {("k", 2)}))
 
 
-def test_an_undeletion_in_flight_brings_the_newest_version_back_first() -> None:
+def test_oracle_requires_newest_version_undeleted_first() -> None:
+    """An undeletion in flight restores the newest version first."""
     gone = (("k", 1), ("k", 2))
     for back in ({("k", 2)}, {("k", 1), ("k", 2)}, set()):
         oracle = oracle_with(BOTH, Delete("k", None))
@@ -196,12 +205,14 @@ def test_an_undeletion_in_flight_brings_the_newest_version_back_first() -> None:
         oracle.settle(seen({("k", 1)}, {("k", 2)}))
 
 
-def test_an_undeletion_of_a_key_brings_back_what_its_latest_deletion_took() -> None:
+def test_oracle_undeletes_the_latest_deletion_of_a_key() -> None:
+    """An undeletion of a key restores the versions that its latest deletion hid."""
     oracle = oracle_with(BOTH, Delete("k", 1), Delete("k", 2), Undelete("k", None))
     assert oracle.live == {("k", 2)}
 
 
-def test_a_round_may_remove_only_what_was_condemned_and_due() -> None:
+def test_oracle_allows_gc_to_delete_due_containers_only() -> None:
+    """A GC run may delete only containers that were pending delete and due."""
     oracle = oracle_with(BOTH)
     oracle.begin(Gc(2), frozenset({7, 8}), frozenset({8}))
     oracle.settle(seen({("k", 1), ("k", 2)}, containers={7}))
@@ -210,7 +221,8 @@ def test_a_round_may_remove_only_what_was_condemned_and_due() -> None:
         oracle.settle(seen({("k", 1), ("k", 2)}, containers={8}))
 
 
-def test_what_was_deleted_can_come_back_until_its_time_is_over() -> None:
+def test_oracle_allows_undelete_within_the_window() -> None:
+    """A deleted version can be undeleted until its window is over."""
     oracle = oracle_with(BOTH, Forget(1))
     oracle.settle(seen({("k", 2)}, {("k", 1)}))
     with pytest.raises(Violation, match="deleted versions"):

@@ -1,4 +1,4 @@
-"""Damage: each broken object is named with exactly the versions it affects; no wrong byte is read; the rest restores."""
+"""Damage: each broken object is named with the versions it affects; no wrong byte is read; the rest restores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}, "features": {"count": 6, "s
 
 
 def contents_of_a_history() -> dict[tuple[str, int], bytes]:
-    """Return versions that share chunks, that are deltas of one another over three levels, and some that share nothing."""
+    """Return versions that share chunks, that are deltas over three levels, and some that share nothing."""
     contents: dict[tuple[str, int], bytes] = {}
     first = text_like(700_000, 1)
     for version in range(1, 6):
@@ -75,7 +75,8 @@ def places(path: Path, seed: int) -> list[int]:
 
 
 @pytest.mark.soak
-def test_any_flipped_bit_of_a_container_is_named_with_the_versions_it_touches(root: Path) -> None:
+def test_flipped_bit_of_container_names_affected_versions(root: Path) -> None:
+    """Verify names a container with any flipped bit and exactly the versions that it affects."""
     touched: set[tuple[str, int]] = set()
     for number, path in enumerate(containers(root)):
         whole = path.read_bytes()
@@ -95,7 +96,8 @@ def test_any_flipped_bit_of_a_container_is_named_with_the_versions_it_touches(ro
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.99, 0.9999])
-def test_a_truncated_container_is_named_with_the_versions_it_touches(root: Path, share: float) -> None:
+def test_truncated_container_names_affected_versions(root: Path, share: float) -> None:
+    """Verify names a truncated container and the versions that it affects."""
     for path in containers(root):
         whole = path.read_bytes()
         path.write_bytes(whole[: int(len(whole) * share)])
@@ -105,7 +107,8 @@ def test_a_truncated_container_is_named_with_the_versions_it_touches(root: Path,
         path.write_bytes(whole)
 
 
-def test_a_deleted_container_is_named_with_the_versions_it_touches_through_bases_too(root: Path) -> None:
+def test_deleted_container_names_affected_versions(root: Path) -> None:
+    """Verify names a deleted container and the versions that it affects, also through bases."""
     through_bases = 0
     for path in containers(root):
         whole = path.read_bytes()
@@ -120,7 +123,8 @@ def test_a_deleted_container_is_named_with_the_versions_it_touches_through_bases
     assert through_bases
 
 
-def test_two_damaged_containers_are_both_named_and_no_other_version_is(root: Path) -> None:
+def test_two_damaged_containers_are_both_named(root: Path) -> None:
+    """Verify names both of two damaged containers and no unaffected version."""
     first, *_, last = containers(root)
     first.unlink()
     flip(last, last.stat().st_size // 2)
@@ -131,7 +135,8 @@ def test_two_damaged_containers_are_both_named_and_no_other_version_is(root: Pat
         assert {version for d in damage for version in d.versions} == failing
 
 
-def test_a_container_in_the_place_of_another_is_named(root: Path) -> None:
+def test_container_under_another_name_is_named(root: Path) -> None:
+    """Verify names a container that was replaced by another."""
     first, second, *_ = containers(root)
     first.write_bytes(second.read_bytes())
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -149,9 +154,8 @@ def manifest_of(root: Path, version: tuple[str, int]) -> Path:
 
 
 @pytest.mark.parametrize("version", [("history", 3), ("alone", 1), ("empty", 1)])
-def test_any_flipped_bit_of_a_manifest_is_named_and_touches_its_version_alone(
-    root: Path, version: tuple[str, int]
-) -> None:
+def test_flipped_bit_of_manifest_affects_its_version_alone(root: Path, version: tuple[str, int]) -> None:
+    """Verify names a manifest with any flipped bit; only its version is affected."""
     path = manifest_of(root, version)
     whole = path.read_bytes()
     draw = random.Random(str(version))
@@ -167,7 +171,8 @@ def test_any_flipped_bit_of_a_manifest_is_named_and_touches_its_version_alone(
         assert_verify_names(store, root, path)
 
 
-def test_a_deleted_manifest_is_named_by_what_the_index_remembers(root: Path) -> None:
+def test_deleted_manifest_is_named_by_the_index(root: Path) -> None:
+    """Verify names a deleted manifest from its entry in the index."""
     path = manifest_of(root, ("history", 3))
     path.unlink()
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -176,7 +181,8 @@ def test_a_deleted_manifest_is_named_by_what_the_index_remembers(root: Path) -> 
         assert store.get("history", 5).read() == CONTENTS["history", 5]
 
 
-def test_a_lost_index_and_a_broken_manifest_leave_every_other_version(root: Path) -> None:
+def test_lost_index_and_broken_manifest_leave_other_versions(root: Path) -> None:
+    """With the index lost and a manifest broken every other version restores."""
     path = manifest_of(root, ("history", 3))
     flip(path, 50)
     shutil.rmtree(root / "index")
@@ -191,7 +197,8 @@ def test_a_lost_index_and_a_broken_manifest_leave_every_other_version(root: Path
 
 
 @pytest.mark.parametrize("harm", ["flip", "header", "delete", "truncate"])
-def test_a_put_after_damage_uses_no_broken_base(root: Path, harm: str) -> None:
+def test_put_after_damage_uses_no_broken_base(root: Path, harm: str) -> None:
+    """A put after damage uses no broken base."""
     victims = containers(root)[:-1]
     for path in victims:
         hurt(path, harm)
@@ -218,7 +225,8 @@ def hurt(path: Path, harm: str) -> None:
 
 
 @pytest.mark.parametrize("harm", ["flip", "header", "delete", "truncate"])
-def test_after_a_rebuild_a_put_of_the_same_content_is_whole_again(root: Path, harm: str) -> None:
+def test_put_of_same_content_after_rebuild_is_whole(root: Path, harm: str) -> None:
+    """After an index rebuild a put of the same content is whole again."""
     for path in containers(root):
         hurt(path, harm)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -240,7 +248,8 @@ def put_again(store: Store) -> dict[tuple[str, int], bytes]:
 
 
 @pytest.mark.parametrize("harm", ["flip", "header", "delete", "truncate"])
-def test_after_verify_the_same_content_put_again_is_whole_without_a_rebuild(root: Path, harm: str) -> None:
+def test_put_of_same_content_after_verify_is_whole(root: Path, harm: str) -> None:
+    """After verify a put of the same content is whole without an index rebuild."""
     victims = containers(root)[1:4]
     for path in victims:
         hurt(path, harm)
@@ -255,9 +264,8 @@ def test_after_verify_the_same_content_put_again_is_whole_without_a_rebuild(root
         assert {d.object_name for d in store.verify().damage} == left
 
 
-def test_a_put_notices_that_containers_are_missing_and_leans_on_nothing_that_lay_in_them(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_put_with_missing_containers_does_not_depend_on_them(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A put notices missing containers and depends on none of their chunks."""
     before = open_store(root, settings=CHOSEN, create=True)
     counted = before.stats().containers
     before.close()
@@ -273,7 +281,8 @@ def test_a_put_notices_that_containers_are_missing_and_leans_on_nothing_that_lay
         assert caplog.text == ""
 
 
-def test_what_is_sound_stays_known_after_verify_has_found_damage(root: Path) -> None:
+def test_verify_with_damage_keeps_sound_index_entries(root: Path) -> None:
+    """Index entries of sound chunks stay after verify has found damage."""
     path = containers(root)[3]
     flip(path, 40)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -284,14 +293,16 @@ def test_what_is_sound_stays_known_after_verify_has_found_damage(root: Path) -> 
     assert touched
 
 
-def test_verify_of_a_sound_store_leaves_the_index_as_it_was(root: Path) -> None:
+def test_verify_of_sound_store_keeps_the_index(root: Path) -> None:
+    """Verify of a sound store leaves the index unchanged."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         before = store._index.readable().entries()
         assert store.verify().forgotten is None
         assert store._index.readable().entries() == before
 
 
-def test_verify_beside_a_running_put_says_that_the_index_still_names_what_is_broken(root: Path) -> None:
+def test_verify_during_a_put_reports_kept_index_entries(root: Path) -> None:
+    """Verify during a put reports that the index still names broken chunks."""
     flip(containers(root)[1], 40)
     with (
         open_store(root, settings=CHOSEN, create=True) as writer,
@@ -305,9 +316,8 @@ def test_verify_beside_a_running_put_says_that_the_index_still_names_what_is_bro
         assert reader.verify().forgotten is None  # repaired from chunks put again
 
 
-def test_a_version_whose_manifest_is_broken_or_lost_hides_no_other(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_or_lost_manifest_hides_no_other_version(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A version whose manifest is broken or lost hides no other version."""
     flipped, lost = manifest_of(root, ("history", 3)), manifest_of(root, ("alone", 2))
     flip(flipped, 50)
     lost.unlink()
@@ -332,7 +342,8 @@ def test_a_version_whose_manifest_is_broken_or_lost_hides_no_other(
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b"\0" * 300, b"\xff\xfe", b'{"format": "nearkin-store"}'])
-def test_a_broken_descriptor_is_refused_by_name_and_nothing_is_written(root: Path, garbage: bytes) -> None:
+def test_broken_descriptor_is_refused_and_nothing_written(root: Path, garbage: bytes) -> None:
+    """A broken descriptor is refused by name, and nothing is written."""
     (root / "nearkin.json").write_bytes(garbage)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     with pytest.raises(Corrupt, match=r"nearkin\.json"):
@@ -340,7 +351,8 @@ def test_a_broken_descriptor_is_refused_by_name_and_nothing_is_written(root: Pat
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
 
 
-def test_no_flipped_bit_of_the_descriptor_gives_out_a_wrong_byte(root: Path) -> None:
+def test_flipped_bit_of_descriptor_yields_no_wrong_byte(root: Path) -> None:
+    """No flipped bit of the descriptor yields a wrong byte."""
     path = root / "nearkin.json"
     whole = path.read_bytes()
     for at in range(len(whole)):
@@ -368,7 +380,8 @@ def test_no_flipped_bit_of_the_descriptor_gives_out_a_wrong_byte(root: Path) -> 
     ],
     ids=["shorter", "none", "longer", "recipes"],
 )
-def test_a_manifest_that_was_written_anew_gives_no_wrong_whole(root: Path, changed, words: str) -> None:
+def test_rewritten_manifest_yields_no_wrong_content(root: Path, changed, words: str) -> None:
+    """A manifest rewritten with wrong content and valid checks yields no wrong blob."""
     path = next(path for path in manifests(root) if "alone" in decode_manifest(path.read_bytes(), "m").key)
     manifest = decode_manifest(path.read_bytes(), "m")
     path.chmod(0o644)
@@ -385,7 +398,8 @@ def test_a_manifest_that_was_written_anew_gives_no_wrong_whole(root: Path, chang
 
 
 @pytest.mark.parametrize("harm", ["empty", "gone", "flipped"])
-def test_verify_of_an_open_store_reads_its_descriptor(root: Path, harm: str) -> None:
+def test_verify_of_open_store_reads_its_descriptor(root: Path, harm: str) -> None:
+    """Verify of an open store reads its descriptor."""
     path = root / "nearkin.json"
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.verify().damage == ()
@@ -399,7 +413,8 @@ def test_verify_of_an_open_store_reads_its_descriptor(root: Path, harm: str) -> 
 
 
 @pytest.mark.parametrize("of", ["container", "manifest", "index"])
-def test_a_pipe_in_the_place_of_a_file_is_damage_that_nobody_waits_for(root: Path, of: str) -> None:
+def test_pipe_instead_of_file_is_damage_without_a_wait(root: Path, of: str) -> None:
+    """A pipe instead of an object's file is damage, and no reader waits for its other end."""
     path = {"container": containers(root)[0], "manifest": manifests(root)[0], "index": root / "index" / "data.mdb"}[of]
     path.unlink()
     os.mkfifo(path)
@@ -415,7 +430,8 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_that_nobody_waits_for(root: Pat
             assert {version for damage in store.verify().damage for version in damage.versions} >= failing
 
 
-def test_what_does_not_belong_into_the_store_is_named(root: Path) -> None:
+def test_stray_files_in_the_store_are_named(root: Path) -> None:
+    """Verify names files that do not belong to the store."""
     (root / "containers" / "notes.txt").write_text("mine")
     with (
         open_store(root, settings=CHOSEN, create=True) as store,
@@ -424,7 +440,8 @@ def test_what_does_not_belong_into_the_store_is_named(root: Path) -> None:
         store.put("k", b"x")
 
 
-def test_errors_of_damage_are_one_line_and_name_the_remedy(root: Path) -> None:
+def test_errors_of_damage_are_one_line_with_the_remedy(root: Path) -> None:
+    """Errors about damage are one line and name the remedy."""
     containers(root)[0].unlink()
     with open_store(root, settings=CHOSEN, create=True) as store:
         for key, version in find_broken(store, CONTENTS):
@@ -434,7 +451,8 @@ def test_errors_of_damage_are_one_line_and_name_the_remedy(root: Path) -> None:
     assert json.loads((root / "nearkin.json").read_bytes())["format_version"] == 1
 
 
-def test_after_a_rebuild_no_put_leans_on_what_is_broken_whichever_block_it_is(root: Path) -> None:
+def test_put_after_rebuild_depends_on_no_broken_block(root: Path) -> None:
+    """After an index rebuild no put depends on a broken block, whichever block it is."""
     from nearkin_shared.formats.container import decode_container
     from nearkin_shared.formats.container_layout import BLOCK
 

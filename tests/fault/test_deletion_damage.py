@@ -68,7 +68,8 @@ def listed(store: Store) -> list[int]:
     ("step", "times"), [("noted", 1), ("linked", 1), *(("marked", times) for times in range(1, VERSIONS + 1))]
 )
 @pytest.mark.parametrize("what", ["delete", "undelete"])
-def test_whatever_step_is_the_last_every_reader_sees_the_same(root: Path, what: str, step: str, times: int) -> None:
+def test_deletion_killed_at_any_step_is_the_same_to_all(root: Path, what: str, step: str, times: int) -> None:
+    """Whichever step of a deletion is the last, every reader sees the same versions."""
     if what == "undelete":
         with open_store(root, settings=CHOSEN, create=True) as store:
             store.delete("k")
@@ -102,7 +103,8 @@ def test_whatever_step_is_the_last_every_reader_sees_the_same(root: Path, what: 
         assert sum(stats.parts.values()) == stats.ledger.stored_bytes
 
 
-def test_a_lost_index_and_a_rebuilt_one_keep_it_deleted(root: Path) -> None:
+def test_lost_or_rebuilt_index_keeps_version_deleted(root: Path) -> None:
+    """A deleted version stays deleted with a lost index and with a rebuilt one."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.delete("k", 2)
         store.delete("k", 3)
@@ -120,7 +122,8 @@ def test_a_lost_index_and_a_rebuilt_one_keep_it_deleted(root: Path) -> None:
         assert store.get("k", 2).read() == content(2)
 
 
-def test_a_broken_mark_is_named_with_its_version_and_hides_it_still(root: Path) -> None:
+def test_broken_tombstone_is_named_and_hides_its_version(root: Path) -> None:
+    """A broken tombstone is named with its version, which stays hidden."""
     name = mark_name("default", "k", 2, 1)
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.delete("k", 2)
@@ -141,7 +144,8 @@ def test_a_broken_mark_is_named_with_its_version_and_hides_it_still(root: Path) 
         assert store.delete("k", 3) == 1
 
 
-def test_a_stray_file_beside_the_manifests_is_named(root: Path) -> None:
+def test_stray_file_next_to_manifests_is_named(root: Path) -> None:
+    """A stray file next to the manifests is named."""
     stray = (root / mark_name("default", "k", 2, 1)).with_suffix(".bak")
     stray.write_bytes(b"")
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -150,7 +154,8 @@ def test_a_stray_file_beside_the_manifests_is_named(root: Path) -> None:
         assert [damage.object_name for damage in store.verify().damage] == [str(stray.relative_to(root))]
 
 
-def test_a_store_that_another_process_writes_refuses_deletions(root: Path) -> None:
+def test_deletion_while_another_process_writes_is_refused(root: Path) -> None:
+    """A store that another process writes refuses deletions."""
     with (
         open_store(root, settings=CHOSEN, create=True) as writer,
         open_store(root, settings=CHOSEN, create=True) as store,
@@ -163,7 +168,9 @@ def test_a_store_that_another_process_writes_refuses_deletions(root: Path) -> No
         assert listed(store) == []  # readers see it at once, whatever they have open
 
 
-def test_a_deletion_in_the_middle_of_a_put_is_done(root: Path) -> None:
+def test_deletion_during_a_put_is_done(root: Path) -> None:
+    """A deletion during a put of the same Store is done."""
+
     def items() -> object:
         yield "a", b"first"
         assert store.delete("k") == VERSIONS
@@ -177,7 +184,8 @@ def test_a_deletion_in_the_middle_of_a_put_is_done(root: Path) -> None:
         assert store.stats().deleted_versions == VERSIONS
 
 
-def test_tenants_delete_their_own(root: Path) -> None:
+def test_deletion_by_tenant_deletes_its_own_versions(root: Path) -> None:
+    """A tenant deletes only its own versions."""
     other = with_changes(CHOSEN, {"tenant": "other"})
     with open_store(root, settings=other, create=True) as store:
         with pytest.raises(NotFound):
@@ -190,7 +198,8 @@ def test_tenants_delete_their_own(root: Path) -> None:
         assert store.list_deleted() == []
 
 
-def test_deleted_data_still_serve_as_duplicates_and_bases(root: Path) -> None:
+def test_deleted_data_serve_as_duplicates_and_bases(root: Path) -> None:
+    """Deleted data still serve as duplicates and bases."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         big = random.Random(9).randbytes(400_000)
         store.put("big", big)

@@ -45,7 +45,8 @@ def heads(stored: dict[str, bytes]) -> set[bytes]:
     return words
 
 
-def test_nothing_on_the_disk_but_the_index_tells_of_what_is_stored(sound: Path, tmp_path: Path) -> None:
+def test_encrypted_store_leaks_nothing_outside_the_index(sound: Path, tmp_path: Path) -> None:
+    """No file of an encrypted store reveals content, names or metadata, except the index."""
     stored = objects(sound)
     told = {WORD[:16], b"history", b"a-name", b"a-value", b"a-reason", b"default", CONTENTS["alone", 1][1000:1016]}
     told |= heads(objects(make_store(tmp_path / "clear", CLEAR)))
@@ -60,7 +61,8 @@ def test_nothing_on_the_disk_but_the_index_tells_of_what_is_stored(sound: Path, 
     assert parts.parts["encryption"] > 0
 
 
-def test_every_version_comes_back_and_every_range_of_one(root: Path) -> None:
+def test_encrypted_store_restores_versions_and_ranges(root: Path) -> None:
+    """Every version is restored, and every range of one."""
     lot = random.Random(1)
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert find_broken(store, CONTENTS) == set()
@@ -71,7 +73,8 @@ def test_every_version_comes_back_and_every_range_of_one(root: Path) -> None:
             assert store.get("history", 3, start=start, stop=stop).read() == content[start:stop]
 
 
-def test_a_store_in_clear_and_an_encrypted_one_hold_the_same(tmp_path: Path) -> None:
+def test_encrypted_store_holds_the_same_as_one_in_clear(tmp_path: Path) -> None:
+    """A store in clear and an encrypted one hold the same chunks and blocks."""
     make_store(tmp_path / "clear", CLEAR)
     with open_store(tmp_path / "clear", settings=CLEAR, create=True) as clear:
         make_store(tmp_path / "sealed", CHOSEN)
@@ -81,7 +84,8 @@ def test_a_store_in_clear_and_an_encrypted_one_hold_the_same(tmp_path: Path) -> 
         assert abs(one.parts[part] - other.parts[part]) < 200, part
 
 
-def test_the_whole_life_of_a_store_is_lived_encrypted(root: Path) -> None:
+def test_encrypted_store_survives_its_whole_life(root: Path) -> None:
+    """All operations in the life of a store work encrypted."""
     now = time.time()
     chosen = settings(CHOSEN, {"deletion": {"undelete_seconds": 60}})
     with open_store(root, settings=chosen, clock=lambda: now, create=True) as store:
@@ -115,9 +119,8 @@ def test_the_whole_life_of_a_store_is_lived_encrypted(root: Path) -> None:
         assert store.get("alone").read() == CONTENTS["alone", 1]
 
 
-def test_a_preview_leaves_nothing_in_clear_on_any_disk(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gc_dry_run_leaves_nothing_in_clear(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GC dry run writes nothing in clear to any disk."""
     from nearkin_shared.objectstore import overlay
 
     scratch, seen = tmp_path / "scratch", []
@@ -137,7 +140,8 @@ def test_a_preview_leaves_nothing_in_clear_on_any_disk(
 
 
 @pytest.mark.soak
-def test_each_kind_of_object_that_is_damaged_is_named_with_what_it_touches(root: Path) -> None:
+def test_damaged_encrypted_object_names_affected_versions(root: Path) -> None:
+    """A damaged object of each kind is named with the versions that it affects."""
     lot = random.Random(2)
     kinds = {"containers": containers(root), "manifests": manifests(root), "marks": sorted(root.rglob("*.nkt"))}
     for kind, paths in kinds.items():
@@ -157,7 +161,8 @@ def test_each_kind_of_object_that_is_damaged_is_named_with_what_it_touches(root:
                     assert store.repair().damage == ()
 
 
-def test_a_version_whose_mark_is_damaged_stays_deleted(root: Path) -> None:
+def test_version_with_damaged_tombstone_stays_deleted(root: Path) -> None:
+    """A version whose tombstone is damaged stays deleted."""
     before = set(root.rglob("*.nkt"))
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("gone", CONTENTS["alone", 1])
@@ -173,7 +178,8 @@ def test_a_version_whose_mark_is_damaged_stays_deleted(root: Path) -> None:
         assert [damage.object_name for damage in store.verify().damage] == [str(mark.relative_to(root))]
 
 
-def test_one_broken_page_touches_the_versions_that_need_it_and_no_others(tmp_path: Path) -> None:
+def test_broken_page_affects_only_versions_that_need_it(tmp_path: Path) -> None:
+    """One broken page affects the versions that need it and no others."""
     contents = {(f"key{number}", 1): random_bytes(3 * PAGE_BYTES, 50 + number) for number in range(4)}
     root = tmp_path / "store"
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -188,13 +194,15 @@ def test_one_broken_page_touches_the_versions_that_need_it_and_no_others(tmp_pat
 
 
 @pytest.mark.parametrize("parity", ["none", "rs-8-2"])
-def test_each_flipped_bit_is_named_and_with_parity_healed(tmp_path: Path, parity: str) -> None:
+def test_flipped_bits_are_named_and_repaired_with_parity(tmp_path: Path, parity: str) -> None:
+    """Each flipped bit is named, and repaired if there is parity."""
     result = run(20, seed=24, parity=parity, root=tmp_path / "store", encrypted=True)
     assert result.missed == []
     assert result.flips == 20
 
 
-def test_objects_that_change_places_are_damage(root: Path) -> None:
+def test_objects_with_exchanged_names_are_damage(root: Path) -> None:
+    """Objects with exchanged names are damage."""
     one, other = containers(root)[:2]
     first, second = one.read_bytes(), other.read_bytes()
     one.write_bytes(second)
@@ -205,8 +213,11 @@ def test_objects_that_change_places_are_damage(root: Path) -> None:
         assert find_broken(store, CONTENTS)
 
 
-def test_an_object_in_clear_is_not_taken_for_one_of_an_encrypted_store(root: Path, tmp_path: Path) -> None:
-    """An attacker who can write to the disk cannot insert content that was not encrypted."""
+def test_object_in_clear_in_encrypted_store_is_damage(root: Path, tmp_path: Path) -> None:
+    """An object in clear is not accepted in an encrypted store.
+
+    An attacker who can write to the disk cannot insert content that was not encrypted.
+    """
     clear = make_store(tmp_path / "clear", CLEAR)
     (theirs,) = [path for path in manifests(clear) if path.parent.name in {p.parent.name for p in manifests(root)}][:1]
     mine = root / theirs.relative_to(clear)
@@ -219,7 +230,8 @@ def test_an_object_in_clear_is_not_taken_for_one_of_an_encrypted_store(root: Pat
         open_store(root, settings=CHOSEN, create=True)
 
 
-def test_parity_mends_sealed_objects_and_repair_puts_their_very_bytes_back(covered_root: Path) -> None:
+def test_parity_restores_bytes_of_encrypted_objects(covered_root: Path) -> None:
+    """Reads through parity succeed, and repair restores the exact bytes of encrypted objects."""
     before, lot = objects(covered_root), random.Random(3)
     hit = [*containers(covered_root), *manifests(covered_root), *sorted(covered_root.rglob("*.nkt"))]
     hit += [*sorted(covered_root.rglob("*.nkk")), covered_root / "nearkin.json"]
@@ -238,7 +250,8 @@ def test_parity_mends_sealed_objects_and_repair_puts_their_very_bytes_back(cover
     assert {name: data for name, data in after.items() if not name.startswith("scrub/")} == before
 
 
-def test_scrubbing_finds_and_mends_damage_of_sealed_objects(covered_root: Path) -> None:
+def test_scrub_repairs_encrypted_objects(covered_root: Path) -> None:
+    """A scrub finds and repairs damage of encrypted objects."""
     before = objects(covered_root)
     path = containers(covered_root)[1]
     key = next(path for path in sorted(covered_root.rglob("*.nkk")) if path.is_file())
@@ -256,7 +269,8 @@ def test_scrubbing_finds_and_mends_damage_of_sealed_objects(covered_root: Path) 
     assert {name: data for name, data in after.items() if not name.startswith("scrub/")} == before
 
 
-def test_a_broken_container_heals_by_putting_the_same_again(root: Path) -> None:
+def test_broken_container_is_repaired_by_the_same_put(root: Path) -> None:
+    """A broken container is repaired by a put of the same content."""
     flip(containers(root)[0], HEAD.size + STRIDE_BYTES + 100)
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.verify().damage
@@ -270,9 +284,10 @@ def test_a_broken_container_heals_by_putting_the_same_again(root: Path) -> None:
 
 @pytest.mark.parametrize("directory_read", [True, False])
 @pytest.mark.parametrize("before_end", [60_000, 30_000])
-def test_nothing_leans_on_what_a_broken_page_near_the_directory_breaks_and_it_heals(
+def test_put_after_broken_directory_page_repairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_end: int, directory_read: bool
 ) -> None:
+    """No put depends on blocks that a broken page near the directory damages, and they are repaired."""
     chosen, content, root = settings(ENCRYPTED), random_bytes(300_000, 1), tmp_path / "store"
     with open_store(root, settings=chosen, create=True) as store:
         store.put("a", content)
@@ -292,7 +307,8 @@ def test_nothing_leans_on_what_a_broken_page_near_the_directory_breaks_and_it_he
             assert attempt(store, "a", 1) == (content, None)
 
 
-def test_copies_of_sealed_objects_put_damage_right(root: Path, tmp_path: Path) -> None:
+def test_copies_of_encrypted_objects_repair_damage(root: Path, tmp_path: Path) -> None:
+    """Copies of encrypted objects repair damage."""
     container, manifest = containers(root)[0], manifests(root)[0]
     copies = [tmp_path / "copies" / container.name, tmp_path / "copies" / manifest.parent.name / manifest.name]
     for path, copy in zip((container, manifest), copies, strict=True):
@@ -307,8 +323,11 @@ def test_copies_of_sealed_objects_put_damage_right(root: Path, tmp_path: Path) -
         assert find_broken(store, CONTENTS) == set()
 
 
-def test_a_copy_of_a_generation_that_holds_less_puts_that_one_right(tmp_path: Path) -> None:
-    """Found by the crash engine: the broken part is the footer that identifies the generation."""
+def test_copy_of_smaller_generation_repairs_it(tmp_path: Path) -> None:
+    """A copy of a generation with fewer chunks repairs that generation.
+
+    Found by the crash engine: the broken part is the footer that identifies the generation.
+    """
     root, now = tmp_path / "store", time.time()
     contents = {(f"key{number}", 1): random_bytes(9_000, 20 + number) for number in range(3)}
     chosen = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"compact_below": 0.9}})

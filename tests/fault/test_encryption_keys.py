@@ -35,7 +35,8 @@ OTHER = settings(CHOSEN, {"tenant": "other"})
 CONTENTS = history()
 
 
-def test_a_store_says_what_to_set_where_the_key_is_missing_or_another(root: Path, tmp_path: Path) -> None:
+def test_store_with_missing_or_wrong_key_names_the_setting(root: Path, tmp_path: Path) -> None:
+    """A store whose key is missing or wrong names the setting to change."""
     with pytest.raises(ConfigError, match=r'is encrypted: set storage\.encryption = "aes-256-gcm"'):
         open_store(root, settings=CLEAR, create=True)
     wrong = settings(CHOSEN, {"storage": {"key": "b3RoZXIgdGVzdHMsIHRoZSBrZXkgb2YgMzIgYnl0ZXM="}})
@@ -50,7 +51,8 @@ def test_a_store_says_what_to_set_where_the_key_is_missing_or_another(root: Path
             store.erase_tenant("default", 0)
 
 
-def test_a_store_whose_keys_are_gone_says_so_and_comes_back_with_them(root: Path, tmp_path: Path) -> None:
+def test_store_with_lost_key_records_works_once_restored(root: Path, tmp_path: Path) -> None:
+    """A store whose key records are lost reports it, and works again once they are back."""
     shutil.move(root / "keys", tmp_path / "keys")
     with pytest.raises(Corrupt, match="restore the folder from a copy"):
         open_store(root, settings=CHOSEN, create=True)
@@ -66,9 +68,8 @@ def keys_taken_away(root: Path, to: Path) -> Path:
     return folder
 
 
-def test_a_tenant_whose_keys_are_lost_is_not_given_another_that_seals_what_nobody_can_read(
-    root: Path, tmp_path: Path
-) -> None:
+def test_put_of_tenant_with_lost_keys_makes_no_new_key(root: Path, tmp_path: Path) -> None:
+    """A tenant whose keys are lost gets no new key, whose data no process could read."""
     folder = keys_taken_away(root, tmp_path / "keys")
     with open_store(root, settings=CHOSEN, create=True) as store:
         before = objects(root)
@@ -84,7 +85,8 @@ def test_a_tenant_whose_keys_are_lost_is_not_given_another_that_seals_what_nobod
         assert store.put("anew", CONTENTS["alone", 1]).ledger.unique_bytes == 0
 
 
-def test_keys_that_are_found_again_read_beside_what_a_key_made_meanwhile_has_sealed(root: Path, tmp_path: Path) -> None:
+def test_keys_found_again_read_with_a_newer_key(root: Path, tmp_path: Path) -> None:
+    """Keys that are found again read their data; a key made meanwhile reads its own."""
     contents = {**CONTENTS, ("anew", 1): random_bytes(50_000, 9)}
     folder = keys_taken_away(root, tmp_path / "keys")
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -96,7 +98,8 @@ def test_keys_that_are_found_again_read_beside_what_a_key_made_meanwhile_has_sea
         assert store.verify().damage == ()
 
 
-def test_a_store_that_died_between_its_keys_and_its_descriptor_is_made_by_the_next_put(tmp_path: Path) -> None:
+def test_store_killed_before_its_descriptor_is_completed(tmp_path: Path) -> None:
+    """A store whose creation died between keys and descriptor is completed by the next put."""
     root = make_store(tmp_path / "store", COVERED)
     for entry in root.iterdir():
         if entry.name not in ("keys", "lock", "lock.holder"):
@@ -106,7 +109,9 @@ def test_a_store_that_died_between_its_keys_and_its_descriptor_is_made_by_the_ne
         assert store.get("a").read() == b"content"
 
 
-def test_after_a_rotation_old_versions_read_and_compaction_moves_them_to_the_new_key(tmp_path: Path) -> None:
+def test_rotation_keeps_old_versions_until_compaction(tmp_path: Path) -> None:
+    """After a rotation old versions read, and compaction encrypts them under the new key."""
+
     def numbers() -> list[int]:
         return [int.from_bytes(path.read_bytes()[16:20], "little") for path in containers(root)]
 
@@ -129,7 +134,8 @@ def test_after_a_rotation_old_versions_read_and_compaction_moves_them_to_the_new
         assert store.verify().damage == ()
 
 
-def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path) -> None:
+def test_erased_tenant_is_named_and_others_are_untouched(root: Path) -> None:
+    """An erased tenant is named as erased, and other tenants are untouched."""
     with open_store(root, settings=OTHER, create=True) as store:
         store.put("theirs", CONTENTS["alone", 1])
         before = objects(root)
@@ -166,9 +172,8 @@ def test_an_erased_tenant_is_named_as_erased_and_others_are_untouched(root: Path
         store.put("history", b"anew")
 
 
-def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_sum_that_drifts(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_erasure_during_a_gc_run_ends_it_without_drift(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The erasure of a tenant during a GC run ends the run, and leaves no sum that drifts."""
     monkeypatch.setattr("nearkin_shared.crypto.keyring.FRESH_SECONDS", 0.0)  # changes are seen at once
     at_once = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
     with open_store(root, settings=at_once, create=True) as store:
@@ -199,7 +204,8 @@ def test_a_tenant_that_is_erased_while_a_round_is_at_work_ends_it_and_leaves_no_
         assert store.get("theirs").read() == CONTENTS["alone", 1]
 
 
-def test_the_bytes_of_an_erased_tenant_cannot_be_read_with_any_key_that_is_left(root: Path) -> None:
+def test_bytes_of_erased_tenant_open_with_no_remaining_key(root: Path) -> None:
+    """No remaining key decrypts the bytes of an erased tenant."""
     stored = objects(root)
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.erase_tenant("default", 0)
@@ -215,7 +221,8 @@ def test_the_bytes_of_an_erased_tenant_cannot_be_read_with_any_key_that_is_left(
     }
 
 
-def test_an_erasure_counts_as_swept_only_when_no_writer_can_hold_the_key_any_more(root: Path) -> None:
+def test_erasure_is_swept_once_no_writer_can_hold_the_key(root: Path) -> None:
+    """An erasure counts as swept only when no writer can still hold the key."""
     with open_store(root, settings=OTHER, create=True) as store:
         store.put("theirs", b"something")
         store.erase_tenant("default", 0)

@@ -65,7 +65,7 @@ def owners(store: Store) -> set[bytes]:
     return {encrypted_object.head_of(inner.get(name), name).owner for name, _ in inner.names("uploads")}
 
 
-def test_staged_uploads_are_sealed_by_the_tenant(root: Path) -> None:
+def test_staged_uploads_are_encrypted_by_tenant(root: Path) -> None:
     """F.26: Meta, parts, claim and end of an upload are encrypted under the tenant's keys, not under the store's."""
     with opened(root) as store:
         uploads = Resumable(store._covered, 10)
@@ -141,7 +141,7 @@ def digests(root: Path) -> list[bytes]:
     return found
 
 
-def test_gc_makes_the_index_again_after_an_erasure(root: Path) -> None:
+def test_gc_rebuilds_the_index_after_an_erasure(root: Path) -> None:
     """F.26: Free pages of the index kept an erased tenant's digests: GC replaces the file, once, after the grace."""
     wanted = digests(root)
     inode, before = index_file(root)
@@ -207,7 +207,7 @@ def test_fleet_reports_an_erasure_after_runs_that_were_cut_short(root: Path, red
 
 
 @pytest.mark.parametrize("point", [*ERASURE_POINTS, "rebuild.complete", "rebuild.removed", "rebuild.renamed"])
-def test_erasure_cut_short_is_ended_by_the_next_gc(root: Path, point: str) -> None:
+def test_erasure_cut_short_is_completed_by_the_next_gc(root: Path, point: str) -> None:
     """F.26: At whichever step the run that completes an erasure dies, the next run leaves nothing in the index."""
     wanted = digests(root)
     with opened(root) as store:
@@ -223,7 +223,7 @@ def test_erasure_cut_short_is_ended_by_the_next_gc(root: Path, point: str) -> No
     assert not any(digest in after for digest in wanted)
 
 
-def test_part_of_another_tenant_is_not_taken(root: Path) -> None:
+def test_part_of_another_tenant_is_refused(root: Path) -> None:
     """F.26: A part under deleted keys is damage that names the object, never another content."""
     with opened(root) as store:
         uploads = Resumable(store._covered, 10)

@@ -66,7 +66,7 @@ def test_erasure_of_a_retained_tenant_is_refused(root: Path) -> None:
             store.get("k")
 
 
-def test_erasure_counts_the_age_that_the_settings_ask(root: Path) -> None:
+def test_erasure_counts_the_age_of_the_settings(root: Path) -> None:
     """F.29: `retention.min_age_seconds` of the process that erases retains, too."""
     with (
         opened(root, retention={"min_age_seconds": 86_400}) as store,
@@ -90,7 +90,7 @@ def test_erasure_refuses_retention_that_cannot_be_read(root: Path) -> None:
         assert store.erase_tenant("acme", 0, despite_retention=True) == 1
 
 
-def test_keys_erase_of_a_retained_tenant(call: InProcess, root: Path) -> None:
+def test_keys_erase_of_retained_tenant_needs_a_flag(call: InProcess, root: Path) -> None:
     """F.29, F.26: The command refuses without the flag, and lists the copies that the erasure does not reach, as JSON
     too.
     """

@@ -142,7 +142,7 @@ def test_interrupted_put_keeps_containers_for_resumption(store: Store) -> None:
     assert store.get("content").read() == CONTENT
 
 
-def test_failed_put_beside_a_gc_run_leaves_removal_to_gc(store: Store) -> None:
+def test_failed_put_during_a_gc_run_leaves_removal_to_gc(store: Store) -> None:
     """F.3: A GC run counts on the containers it listed: none is removed under it."""
     from nearkin.local.process_lock import GC_LOCK_NAME, WriterLock
 

@@ -113,7 +113,7 @@ def test_verify_names_record_that_is_not_authenticated(root: Path, name: str, da
         assert [found.object_name for found in store.verify().damage] == [name]
 
 
-def test_records_are_authenticated_and_sealed_ones_are_not() -> None:
+def test_records_in_clear_have_a_mac_encrypted_ones_none() -> None:
     """F.22: Every record that a store in clear writes has a MAC under the key derived from its secret."""
     objects = covered()
     key = record_key(bytes.fromhex(descriptor.read(objects).secret))
@@ -135,7 +135,7 @@ def test_records_are_authenticated_and_sealed_ones_are_not() -> None:
     assert ScrubStates(objects).read().begun_us == 5
 
 
-def test_mark_with_mac_round_trips_and_tells_changes() -> None:
+def test_mark_with_mac_round_trips_and_detects_changes() -> None:
     """F.22: Any changed byte of a mark with a MAC is refused even with a matching check."""
     key, mark = bytes(range(32)), samples.small_mark()
     data = encode_mark(mark, key)
@@ -151,7 +151,7 @@ def test_mark_with_mac_round_trips_and_tells_changes() -> None:
             decode_mark(wrong, "m", key)
 
 
-def test_gc_signs_marks_of_older_release_when_told(root: Path) -> None:
+def test_gc_signs_marks_of_older_release_by_setting(root: Path) -> None:
     """F.22: Only gc.sign_old_records signs marks without a MAC; from then on gc frees their versions."""
     with opened(root) as store:
         store.put("other", b"x" * 1000)

@@ -52,7 +52,8 @@ with nearkin.open_store(sys.argv[1], create=True) as again:
 
 
 @pytest.mark.parametrize(("at", "there"), [("idle", ["later"]), ("putting", ["first", "second"])])
-def test_a_forked_store_leaves_lock_and_index_to_its_parent(tmp_path: Path, at: str, there: list[str]) -> None:
+def test_store_in_a_forked_child_leaves_lock_to_its_parent(tmp_path: Path, at: str, there: list[str]) -> None:
+    """A store in a forked child leaves lock, index and put to its parent."""
     run = [sys.executable, "-c", CHILD_TRIES, str(tmp_path / "store"), at]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
     assert not done.stderr

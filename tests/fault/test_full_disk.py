@@ -68,7 +68,8 @@ def assert_nothing_happened(store: Store) -> None:
 
 
 @pytest.mark.parametrize("room_mib", [0, 1, 3, 7, 12])
-def test_a_put_that_does_not_fit_leaves_no_version_and_succeeds_after_making_room(disk: Path, room_mib: int) -> None:
+def test_put_without_room_leaves_no_version(disk: Path, room_mib: int) -> None:
+    """A put that does not fit leaves no version, and succeeds after making room."""
     root = disk / "store"
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("earlier", EARLIER)
@@ -86,7 +87,8 @@ def test_a_put_that_does_not_fit_leaves_no_version_and_succeeds_after_making_roo
         assert DISK_MIB * MIB - left.f_bavail * left.f_frsize < 34 * MIB
 
 
-def test_a_full_disk_lets_a_new_process_read_and_then_go_on(disk: Path) -> None:
+def test_full_disk_lets_a_new_process_read(disk: Path) -> None:
+    """On a full disk a new process can read, and write once there is room."""
     root = disk / "store"
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("earlier", EARLIER)
@@ -103,7 +105,8 @@ def test_a_full_disk_lets_a_new_process_read_and_then_go_on(disk: Path) -> None:
         assert store.get("large").read() == LARGE
 
 
-def test_a_store_cannot_be_made_on_a_full_disk_and_can_later(disk: Path) -> None:
+def test_full_disk_refuses_a_new_store_until_there_is_room(disk: Path) -> None:
+    """A store cannot be created on a full disk, and can be later."""
     ballast = fill(disk, 0)
     with pytest.raises(StoreUnavailable, match="make room"):
         open_store(disk / "store", settings=CHOSEN, create=True)
@@ -113,7 +116,8 @@ def test_a_store_cannot_be_made_on_a_full_disk_and_can_later(disk: Path) -> None
         assert store.get("earlier").read() == EARLIER
 
 
-def test_a_full_index_says_which_setting_to_raise_and_then_goes_on(tmp_path: Path) -> None:
+def test_full_index_names_the_setting_to_raise(tmp_path: Path) -> None:
+    """A full index names the setting to raise, and works once it is raised."""
     tiny = settings(CHOSEN, {"index": {"map_bytes": 16 * MIB}, "chunker": SMALL_CHUNKS})
     content = random_bytes(6 * MIB, 4)
     with open_store(tmp_path / "s", settings=tiny, create=True) as store:
@@ -133,10 +137,11 @@ def test_a_full_index_says_which_setting_to_raise_and_then_goes_on(tmp_path: Pat
 SMALL_CHUNKS = {"min_bytes": 64, "target_bytes": 128, "max_bytes": 256}
 
 
-def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder's sync failed after the manifest had its name: the version existed, and no listing contained it."""
+def test_listing_after_put_failed_at_commit_agrees_with_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a put that failed at its commit the listing agrees with get.
+
+    The folder's sync failed after the manifest had its name: the version existed, and no listing contained it.
+    """
     from nearkin_shared.objectstore import base as objectstore_base
 
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
@@ -163,8 +168,11 @@ def test_after_a_put_that_failed_when_it_was_committed_the_listing_says_what_get
     "room_kib", [0, 16, 64, *(pytest.param(kib, marks=pytest.mark.soak) for kib in (4, 8, 32, 40, 128))]
 )
 @pytest.mark.parametrize("command", [["ls"], ["stats"], ["put", "tiny", "/etc/hostname"], ["rebuild-index"]])
-def test_an_index_that_does_not_fit_is_an_error_and_ends_no_process(disk: Path, room_kib, command: list[str]) -> None:
-    """LMDB maps a file of holes: to write where the device has no room for them is SIGBUS."""
+def test_index_without_room_is_an_error_not_a_crash(disk: Path, room_kib, command: list[str]) -> None:
+    """An index that does not fit is an error and crashes no process.
+
+    LMDB maps a file of holes: to write where the device has no room for them is SIGBUS.
+    """
     root = disk / "store"
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("earlier", EARLIER)
@@ -182,7 +190,8 @@ def test_an_index_that_does_not_fit_is_an_error_and_ends_no_process(disk: Path, 
         assert store.get("earlier").read() == EARLIER
 
 
-def test_a_round_that_has_no_room_to_write_containers_anew_frees_those_that_go_as_a_whole(disk: Path) -> None:
+def test_gc_without_room_frees_whole_containers(disk: Path) -> None:
+    """A GC run without room to rewrite containers frees those that are dead as a whole."""
     root = disk / "store"
     without_reserve = {"storage": {"reserve_bytes": 0}}  # with one a run of this size has room, and raises nothing
     chosen = settings(CHOSEN, without_reserve, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})

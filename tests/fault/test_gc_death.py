@@ -168,10 +168,12 @@ def ended_names(root: Path, now: float) -> set[str]:
     return set(ended(copy, now)) - containers_of_the_last_put(copy)
 
 
-def test_a_first_round_may_die_anywhere(tmp_path: Path) -> None:
+def test_first_gc_run_killed_anywhere_is_completed(tmp_path: Path) -> None:
+    """A first GC run may be killed anywhere."""
     assert killed(tmp_path, rounds=0) * STRIDE > 20
 
 
 @pytest.mark.soak
-def test_a_later_round_may_die_anywhere(tmp_path: Path) -> None:
+def test_later_gc_run_killed_anywhere_is_completed(tmp_path: Path) -> None:
+    """A later GC run may be killed anywhere."""
     assert killed(tmp_path, rounds=1) * STRIDE > 4

@@ -125,7 +125,7 @@ def test_killed_processes_that_had_settled_cost_no_rebuild(root: Path) -> None:
     assert listing(root) == (0, "2\n", "")
 
 
-def test_process_that_dies_at_opening_keeps_the_notes(root: Path) -> None:
+def test_process_killed_at_opening_keeps_the_notes(root: Path) -> None:
     """F.27: A process that is killed before it has settled adds its note to those of the processes before it."""
     for number in range(CRASHES_MAX):
         (root / "index" / f"open.0123456789abcdef.1.1.{number}").touch()
@@ -136,7 +136,7 @@ def test_process_that_dies_at_opening_keeps_the_notes(root: Path) -> None:
     assert (code, out, "set aside" in err) == (0, "2\n", True)
 
 
-def test_note_of_a_living_process_is_not_dead(tmp_path: Path) -> None:
+def test_note_of_a_living_process_counts_as_alive(tmp_path: Path) -> None:
     """F.27: A process is identified by its number, its start and the machine's boot; a number used again is another."""
     note = write_note(tmp_path)
     assert note is not None
@@ -149,7 +149,7 @@ def test_note_of_a_living_process_is_not_dead(tmp_path: Path) -> None:
     assert len(dead_notes(tmp_path)) == len(others) + 1
 
 
-def test_ledger_that_may_crash_is_made_again(root: Path) -> None:
+def test_ledger_that_may_crash_is_rebuilt(root: Path) -> None:
     """F.27: The collector's ledger, another LMDB file, is handled the same way."""
     counting = settings(SMALL, {"gc": {"mode": "refcount"}})
     with open_store(root, settings=counting) as store:

@@ -29,9 +29,8 @@ def named(root: Path, path: Path) -> str:
 
 @pytest.mark.parametrize("read_only", [True, False])
 @pytest.mark.parametrize("kept_pages", [0, 3, 9])
-def test_verify_names_an_index_that_cannot_be_read_and_all_else_that_is_broken(
-    root: Path, kept_pages: int, read_only: bool
-) -> None:
+def test_verify_names_unreadable_index_and_other_damage(root: Path, kept_pages: int, read_only: bool) -> None:
+    """Verify names an index that cannot be read, and all other damage."""
     data = root / "index" / "data.mdb"
     data.write_bytes(data.read_bytes()[: kept_pages * 4096] or b"x" * 8192)
     manifests(root)[0].write_bytes(b"")
@@ -56,7 +55,8 @@ def flip_value(root: Path, table: str, at: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize("table", ["versions", "containers"])
-def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root: Path, table: str) -> None:
+def test_flipped_bit_of_catalog_is_index_damage(root: Path, table: str) -> None:
+    """Any flipped bit of the catalog is reported as damage of the index."""
     for at in range(0, 260, 13):
         flip_value(root, table, at, at % 8)
         with open_store(root, settings=CHOSEN, create=True) as store:
@@ -80,7 +80,8 @@ def test_any_flipped_bit_of_the_catalogue_is_told_as_damage_of_the_index(root: P
         assert store.verify().damage == ()
 
 
-def test_what_another_table_keeps_is_not_taken_for_a_version(root: Path) -> None:
+def test_entry_of_another_table_is_no_version(root: Path) -> None:
+    """An entry of another table is not read as a version."""
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         of, to = env.open_db(b"containers"), env.open_db(b"versions")
         with env.begin(write=True) as txn, txn.cursor(db=of) as cursor:
@@ -90,7 +91,8 @@ def test_what_another_table_keeps_is_not_taken_for_a_version(root: Path) -> None
         store.stats()
 
 
-def test_what_is_noted_of_marks_at_another_length_is_damage(root: Path) -> None:
+def test_mark_entry_of_another_length_is_damage(root: Path) -> None:
+    """An index entry about marks with another length is damage."""
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         meta = env.open_db(b"meta")
         with env.begin(write=True, db=meta) as txn:
@@ -110,7 +112,8 @@ def test_what_is_noted_of_marks_at_another_length_is_damage(root: Path) -> None:
 
 
 @pytest.mark.parametrize("instead", ["file", "link"])
-def test_an_index_made_anew_stands_in_the_place_of_what_is_no_folder(root: Path, tmp_path: Path, instead: str) -> None:
+def test_rebuilt_index_replaces_a_file_at_its_name(root: Path, tmp_path: Path, instead: str) -> None:
+    """A rebuilt index replaces whatever is at its name and is no folder."""
     shutil.rmtree(root / "index")
     if instead == "file":
         (root / "index").write_bytes(b"mine")
@@ -142,7 +145,8 @@ def test_index_that_lmdb_reports_damaged_while_open_is_rebuilt(
         assert store.verify().damage == ()
 
 
-def test_an_index_whose_format_reads_as_no_number_is_damaged(root: Path) -> None:
+def test_index_whose_format_is_no_number_is_damaged(root: Path) -> None:
+    """An index whose format does not parse as a number is damaged."""
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         database = env.open_db(b"meta")
         with env.begin(write=True, db=database) as txn:
@@ -156,7 +160,8 @@ def test_an_index_whose_format_reads_as_no_number_is_damaged(root: Path) -> None
 
 
 @pytest.mark.parametrize("harm", ["garbage", "empty", "cut", "zeros"])
-def test_a_damaged_index_is_rebuilt_or_refused_clearly_and_then_works(root: Path, harm: str) -> None:
+def test_damaged_index_is_rebuilt_or_refused_clearly(root: Path, harm: str) -> None:
+    """A damaged index is rebuilt or refused clearly, and then works."""
     data = root / "index" / "data.mdb"
     size = data.stat().st_size
     match harm:

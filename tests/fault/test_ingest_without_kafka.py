@@ -26,9 +26,8 @@ def silent_port() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
-def test_a_record_waits_for_a_kafka_that_does_not_describe_its_topic(
-    silent_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_waits_for_kafka_to_describe_its_topic(silent_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record waits while Kafka does not describe its topic."""
     monkeypatch.setattr(ingest_consumer, "ADMIN_SECONDS_MAX", 1.0)
     changes = {"kafka": {"bootstrap_servers": f"127.0.0.1:{silent_port}"}, "ingest": {"topics": ["t"]}}
     worker = IngestConsumer(with_changes(Settings(), changes), None, "w", None)
@@ -40,9 +39,11 @@ def test_a_record_waits_for_a_kafka_that_does_not_describe_its_topic(
 
 
 @pytest.mark.parametrize(("told_to_stop", "code"), [(True, 0), (False, 1)])
-def test_a_worker_that_is_stopped_while_it_waits_for_kafka_ends_cleanly(
+def test_worker_stopped_while_waiting_for_kafka_ends_cleanly(
     told_to_stop: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A worker that is stopped while it waits for Kafka ends cleanly."""
+
     def away(_settings: Settings) -> None:
         if told_to_stop:
             os.kill(os.getpid(), signal.SIGTERM)

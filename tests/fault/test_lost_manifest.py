@@ -30,9 +30,8 @@ def without_the_newest(root: Path) -> tuple[Path, bytes]:
 
 @pytest.mark.parametrize("mode", ["mark-sweep", "hybrid"])
 @pytest.mark.parametrize("more", [{}, ENCRYPTED], ids=["clear", "sealed"])
-def test_nothing_of_a_version_goes_whose_manifest_is_lost_and_a_copy_brings_it_back(
-    tmp_path: Path, more, mode: str
-) -> None:
+def test_version_with_lost_manifest_keeps_its_data(tmp_path: Path, more, mode: str) -> None:
+    """No data of a version with a lost manifest are freed, and a copy restores it."""
     chosen, content = settings(CHOSEN, more, {"gc": {"mode": mode}}), random_bytes(300_000, 1)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         store.put("a", content)
@@ -49,7 +48,8 @@ def test_nothing_of_a_version_goes_whose_manifest_is_lost_and_a_copy_brings_it_b
         store.gc()
 
 
-def test_the_number_of_a_version_whose_manifest_is_lost_is_not_given_again(tmp_path: Path) -> None:
+def test_number_of_version_with_lost_manifest_is_not_reused(tmp_path: Path) -> None:
+    """The number of a version whose manifest is lost is not reused."""
     lost, data = without_the_newest(tmp_path / "s")
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         assert store.put("a", b"three").info.version == 3
@@ -61,7 +61,8 @@ def test_the_number_of_a_version_whose_manifest_is_lost_is_not_given_again(tmp_p
 
 @pytest.mark.parametrize("more", [{}, ENCRYPTED], ids=["clear", "sealed"])
 @pytest.mark.parametrize("listed", [containers, manifests])
-def test_a_preview_goes_on_over_what_parity_mends_as_the_round_does(tmp_path: Path, more, listed) -> None:
+def test_dry_run_reads_through_parity_as_the_gc_run_does(tmp_path: Path, more, listed) -> None:
+    """A dry run continues over damage that parity repairs, as the GC run does."""
     chosen = settings(CHOSEN, more, {"storage": {"parity": "rs-4-2"}})
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         store.put("a", random_bytes(100_000, 1))
@@ -75,14 +76,16 @@ def test_a_preview_goes_on_over_what_parity_mends_as_the_round_does(tmp_path: Pa
             assert told.freed_bytes == store.gc().freed_bytes != 0
 
 
-def test_stats_of_a_sealed_store_count_a_pause_as_it_lies_there(tmp_path: Path) -> None:
+def test_stats_of_encrypted_store_count_a_pause_as_stored(tmp_path: Path) -> None:
+    """Stats of an encrypted store count the pause record with its stored size."""
     with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED), create=True) as store:
         store.put("a", b"one")
         store.pauses.pause("test")
         assert store.stats().ledger.stored_bytes == stored_bytes(tmp_path / "s")
 
 
-def test_an_older_version_never_stands_in_for_the_newest_where_its_manifest_is_lost(tmp_path: Path) -> None:
+def test_older_version_never_replaces_newest_with_lost_manifest(tmp_path: Path) -> None:
+    """An older version is never returned as the newest if the newest manifest is lost."""
     lost, data = without_the_newest(tmp_path / "s")
     with open_store(tmp_path / "s", settings=CHOSEN, read_only=True) as store:
         for ask in (store.get, store.info, store.explain):
@@ -97,7 +100,8 @@ def test_an_older_version_never_stands_in_for_the_newest_where_its_manifest_is_l
         assert store.get("a").read() == b"one"
 
 
-def test_a_newest_version_that_was_brought_back_is_missed_though_its_marks_are_there(tmp_path: Path) -> None:
+def test_undeleted_newest_version_with_lost_manifest_is_missed(tmp_path: Path) -> None:
+    """An undeleted newest version is reported missing though its marks exist."""
     with open_store(
         tmp_path / "s", settings=settings(CHOSEN, {"deletion": {"undelete_seconds": 3600}}), create=True
     ) as store:
@@ -110,7 +114,8 @@ def test_a_newest_version_that_was_brought_back_is_missed_though_its_marks_are_t
             store.get("a")
 
 
-def test_a_lost_version_below_deleted_ones_is_missed_too(tmp_path: Path) -> None:
+def test_lost_version_below_deleted_ones_is_missed(tmp_path: Path) -> None:
+    """A lost version below deleted ones is reported missing, too."""
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         for content in (b"one", b"two", b"three"):
             store.put("a", content)
@@ -120,7 +125,8 @@ def test_a_lost_version_below_deleted_ones_is_missed_too(tmp_path: Path) -> None
             store.get("a")
 
 
-def test_a_deleted_newest_version_is_not_a_lost_one(tmp_path: Path) -> None:
+def test_deleted_newest_version_is_not_lost(tmp_path: Path) -> None:
+    """A deleted newest version is not reported as lost."""
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("a", b"one")
         store.put("a", b"two")
@@ -135,9 +141,10 @@ def test_a_deleted_newest_version_is_not_a_lost_one(tmp_path: Path) -> None:
             store.get("a")
 
 
-def test_a_manifest_that_cannot_be_read_is_named_and_keeps_its_key_from_forget_once_the_index_was_made_anew(
+def test_unreadable_manifest_protects_its_key_after_rebuild(
     tmp_path: Path,
 ) -> None:
+    """After an index rebuild an unreadable manifest is named, and `forget` skips its key."""
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("a", b"one")
         store.put("a", b"two")
@@ -154,7 +161,8 @@ def test_a_manifest_that_cannot_be_read_is_named_and_keeps_its_key_from_forget_o
         assert [(one.info.version, one.kept) for one in decided if one.info.key == "a"] == [(1, True), (3, True)]
 
 
-def test_manifests_of_an_erased_tenant_that_the_index_still_lists_are_not_lost(tmp_path: Path) -> None:
+def test_listed_manifests_of_erased_tenant_are_not_lost(tmp_path: Path) -> None:
+    """Manifests of an erased tenant that the index still lists are not lost."""
     other = settings(CHOSEN, ENCRYPTED, {"tenant": "other"})
     with open_store(tmp_path / "s", settings=settings(CHOSEN, ENCRYPTED), create=True) as store:
         store.put("a", random_bytes(100_000, 1))
@@ -166,9 +174,10 @@ def test_manifests_of_an_erased_tenant_that_the_index_still_lists_are_not_lost(t
         assert store.get("a").read() == random_bytes(100_000, 2)
 
 
-def test_a_version_whose_manifest_is_brought_back_is_listed_though_the_index_was_made_without_it(
+def test_version_with_restored_manifest_is_listed(
     tmp_path: Path,
 ) -> None:
+    """A version whose manifest is put back is listed though the index was rebuilt without it."""
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         for number in range(3):
             store.put("k", random_bytes(50_000, number))

@@ -1,4 +1,7 @@
-"""Mutants: a planted mistake makes the test of its rule fail. `make soak` runs every mutant, this file a sample."""
+"""Mutants: a planted mistake makes the test of its rule fail.
+
+`make soak` runs every mutant, this file a sample.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def test_mutant_planted_is_caught(number: int) -> None:
     assert run.outcome is mutation.Outcome.CAUGHT, f"{mutant.name}: {run.outcome.value}\n{run.output}"
 
 
-def test_mutants_replace_text_that_is_there_once() -> None:
+def test_mutant_text_is_exactly_once_in_its_module() -> None:
     """F.32: The text that a mutant replaces is exactly once in its module, so no mutant is stale."""
     for mutant in MUTANTS.values():
         spec = importlib.util.find_spec(mutant.module)

@@ -15,7 +15,7 @@ SAMPLE = 3
 """Planted bugs in one run of `make test`, another choice each time; `make soak` hunts all of them."""
 
 
-def test_planted_bugs_of_a_sample_are_caught() -> None:
+def test_planted_mistakes_of_a_sample_are_caught() -> None:
     """All from one process, which forks before anything is opened."""
     names = random.SystemRandom().sample(sorted(BUGS), SAMPLE)
     memory = ["--folder", "/dev/shm"] if os.path.isdir("/dev/shm") else []
@@ -32,7 +32,7 @@ def test_planted_bugs_of_a_sample_are_caught() -> None:
 
 
 @pytest.mark.soak
-def test_without_a_mistake_the_same_hunts_find_nothing() -> None:
+def test_checks_without_a_mistake_find_nothing() -> None:
     """Those of the hunts that no other test does: one of each engine."""
     script = """
 import tempfile

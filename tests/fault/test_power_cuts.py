@@ -27,14 +27,15 @@ FAILED = PLAIN if ALL else ("put", "put + compaction", "put + rebuild")
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """Yield a folder in memory if there is one: the disk is simulated, and LMDB's syncs to a busy real one took 40 s."""
+    """Yield a folder in memory if possible: the disk is simulated, and LMDB's syncs to a busy real one took 40 s."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="nearkin-", dir=memory if memory.is_dir() else tmp_path) as made:
         yield Path(made)
 
 
 @pytest.mark.parametrize("name", EXPLORED)
-def test_no_power_cut_loses_what_was_acknowledged(place: Path, name: str) -> None:
+def test_power_cut_loses_nothing_acknowledged(place: Path, name: str) -> None:
+    """No power cut loses acknowledged effects."""
     explored = explore(place, WORKLOADS[name])
     assert explored.prefixes > 30
     assert explored.worlds > 14
@@ -48,8 +49,11 @@ def test_no_power_cut_loses_what_was_acknowledged(place: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", SPECIAL if ALL else SAMPLE)
-def test_power_cut_keeps_acknowledged_effects(place: Path, name: str) -> None:
-    """F.32: This includes parity, an encrypted store, and containers during repair and rewriting."""
+def test_power_cut_of_more_workloads_keeps_effects(place: Path, name: str) -> None:
+    """No power cut of a soak workload loses acknowledged effects.
+
+    F.32: This includes parity, an encrypted store, and containers during repair and rewriting.
+    """
     explored = explore(place, WORKLOADS[name])
     assert explored.prefixes >= 16
     assert explored.worlds >= 8
@@ -63,7 +67,8 @@ def test_workload_that_passes_no_failpoint_of_its_own_fails(place: Path) -> None
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["full", "error"])
 @pytest.mark.parametrize("name", FAILED)
-def test_whichever_call_to_the_disk_fails_the_same_again_succeeds(place: Path, name: str, error: int) -> None:
+def test_failed_disk_call_is_followed_by_a_successful_retry(place: Path, name: str, error: int) -> None:
+    """Whichever disk call fails, the same workload succeeds again."""
     assert fail_each(place, WORKLOADS[name], error=error, every=1 if ALL else 5).failures > (20 if ALL else 4)
 
 
@@ -81,37 +86,44 @@ CREATE, WRITE = Step("create", "a/x", 1), Step("write", file=1, data=b"n" * 5000
 SYNC, SYNC_FOLDER = Step("sync", file=1), Step("sync-folder", "a")
 
 
-def test_a_name_that_is_not_durable_may_be_there_or_not() -> None:
+def test_disk_name_not_durable_may_exist_or_not() -> None:
+    """A name that is not durable may exist after the power cut or not."""
     assert worlds(CREATE, WRITE, SYNC) == [{"a": None}, {"a": None, "a/x": b"n" * 5000}]
     assert worlds(CREATE, WRITE, SYNC, SYNC_FOLDER) == [{"a": None, "a/x": b"n" * 5000}]
 
 
-def test_bytes_that_are_not_durable_are_there_in_part_torn_or_as_zeros() -> None:
+def test_disk_bytes_not_durable_are_partial_torn_or_zeros() -> None:
+    """Bytes that are not durable are present in part, torn, or as zeros."""
     found = {world["a/x"] for world in worlds(CREATE, WRITE, SYNC_FOLDER)}
     assert found == {b"", b"n" * 512, b"n" * 2048, b"n" * 4096, b"n" * 5000, bytes(5000)}
 
 
-def test_what_was_synced_before_stays_when_more_is_written() -> None:
+def test_disk_synced_bytes_stay_when_more_are_written() -> None:
+    """Synced bytes stay when more are written."""
     more = Step("write", file=1, data=b"m" * 100)
     assert all(world["a/x"].startswith(b"n" * 5000) for world in worlds(CREATE, WRITE, SYNC, SYNC_FOLDER, more))
 
 
-def test_names_of_one_folder_may_come_in_any_order() -> None:
+def test_disk_names_of_a_folder_change_in_any_order() -> None:
+    """Changed names of one folder may become durable in any order."""
     found = worlds(Step("mkdir", "a/one"), Step("mkdir", "a/two"))
     assert [sorted(world) for world in found] == [["a"], ["a", "a/one"], ["a", "a/two"], ["a", "a/one", "a/two"]]
 
 
-def test_nothing_lies_in_a_folder_that_is_lost() -> None:
+def test_disk_lost_folder_contains_nothing() -> None:
+    """A lost folder contains nothing."""
     inside = Step("create", "a/new/x", 1), SYNC, Step("sync-folder", "a/new")
     assert worlds(Step("mkdir", "a/new"), *inside) == [{"a": None}, {"a": None, "a/new": None, "a/new/x": b""}]
 
 
-def test_a_removal_that_is_not_durable_may_be_undone() -> None:
+def test_disk_removal_not_durable_may_be_undone() -> None:
+    """A removal that is not durable may be undone."""
     gone = Step("unlink", "a/x")
     assert worlds(CREATE, SYNC, SYNC_FOLDER, gone) == [{"a": None, "a/x": b""}, {"a": None}]
     assert worlds(CREATE, SYNC, SYNC_FOLDER, gone, SYNC_FOLDER) == [{"a": None}]
 
 
-def test_of_many_names_not_every_subset_is_tried() -> None:
+def test_disk_with_many_names_tries_some_subsets() -> None:
+    """With many names not every subset is tried."""
     made = [Step("mkdir", f"a/{number}") for number in range(PENDING_NAMES_MAX + 1)]
     assert len(worlds(*made)) == 2 + 2 * len(made)

@@ -94,7 +94,7 @@ def test_index_of_other_keys_is_not_read(tmp_path: Path) -> None:
         assert "other keys" in store._index._rebuild_reason
 
 
-def test_index_of_an_older_version_is_rebuilt_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_index_of_older_release_is_rebuilt_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F.1: An index whose pages may carry memory of a process is rebuilt once, and the user is informed."""
     root = tmp_path / "s"
     with open_store(root, settings=CHOSEN, create=True) as store:

@@ -108,7 +108,7 @@ def test_purged_base_of_live_deltas_is_in_no_file(tmp_path: Path) -> None:
         check_gone(store, contents)
 
 
-def test_purge_removes_bases_whose_containers_nothing_else_needs(tmp_path: Path) -> None:
+def test_purge_removes_containers_of_unneeded_bases(tmp_path: Path) -> None:
     """F.32: A container of which only the bases of live deltas are left is removed once these deltas need none."""
     with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
         content = SECRET + random_bytes(200_000, 3)
@@ -159,7 +159,7 @@ def test_purge_of_a_key_leaves_other_deletions_undeletable(tmp_path: Path) -> No
             store.purge("a")
 
 
-def test_gc_now_ends_all_deletions_whatever_was_set_at_rm(tmp_path: Path) -> None:
+def test_gc_now_ends_deletions_whatever_rm_recorded(tmp_path: Path) -> None:
     """F.4: The undelete window recorded by `rm` and the grace do not delay the removal by `gc --now`."""
     year = settings(PLAIN, {"deletion": {"undelete_seconds": 365 * DAY}, "gc": {"grace_seconds": 30 * DAY}})
     with open_store(tmp_path / "s", settings=year, create=True) as store:
@@ -189,7 +189,7 @@ def test_purge_of_an_encrypted_store_frees_and_restores(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "point", ["gc.uncatalogued", "purge.withdrawn", "purge.container", "purge.put", "purge.renewed"]
 )
-def test_purge_cut_short_goes_on_with_the_next(tmp_path: Path, point: str) -> None:
+def test_purge_cut_short_is_completed_by_the_next(tmp_path: Path, point: str) -> None:
     """F.4: Wherever a purge fails, all other versions restore, and the next one ends it."""
     clock = Clock()
     with open_store(tmp_path / "s", settings=PLAIN, clock=clock, create=True) as store:
@@ -230,7 +230,7 @@ def test_index_names_no_container_that_a_purge_removes(tmp_path: Path) -> None:
             assert {int(container) for _, places in rows for container in places.containers} == there
 
 
-def test_purge_beside_a_put_is_refused(tmp_path: Path) -> None:
+def test_purge_during_a_put_is_refused(tmp_path: Path) -> None:
     """F.4: An active put may refer to data that are still unneeded: nothing is removed during it (I6)."""
     with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
         store.put("a", b"first")
@@ -253,7 +253,7 @@ def test_purge_beside_a_put_is_refused(tmp_path: Path) -> None:
         assert store.get("b").read() == b"second"
 
 
-def test_purge_beside_another_writer_is_refused(tmp_path: Path) -> None:
+def test_purge_during_another_writer_is_refused(tmp_path: Path) -> None:
     """F.4: While another process, or another Store, holds the writer lock nothing is removed."""
     with (
         open_store(tmp_path / "s", settings=PLAIN, create=True) as writer,
@@ -292,7 +292,7 @@ def run(root: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=60, check=False)
 
 
-def test_rm_now_asks_or_wants_yes(tmp_path: Path) -> None:
+def test_rm_now_asks_or_requires_yes(tmp_path: Path) -> None:
     """F.4: Without a terminal `rm --now` and `gc --now` require `--yes`; with it the bytes are deleted at exit."""
     root = tmp_path / "s"
     with open_store(root, settings=PLAIN, create=True) as store:
@@ -329,7 +329,7 @@ def test_rm_now_through_a_gateway_names_the_remedy(tmp_path: Path) -> None:
     assert "on its host" in done.stderr
 
 
-def test_purge_of_a_joined_chunk_keeps_what_refers_to_it(tmp_path: Path) -> None:
+def test_purge_of_a_joined_chunk_keeps_its_referrers(tmp_path: Path) -> None:
     """F.4: Chunks that a GC run joined with purged ones are stored on their own."""
     clock = Clock()
     with open_store(tmp_path / "s", settings=GATHERING, clock=clock, create=True) as store:

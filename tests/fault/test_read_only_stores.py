@@ -125,7 +125,7 @@ def test_store_on_a_read_only_mount_is_read(folder: Path, has_index: bool) -> No
     assert "Read-only file system" in found[2]
 
 
-def test_reader_beside_a_writer_shows_new_versions(folder: Path) -> None:
+def test_reader_during_a_writer_shows_new_versions(folder: Path) -> None:
     """F.8: A reader with a temporary index shows a version that a writer adds to a key, and newer keys in time."""
     from nearkin.local import temporary_index
 

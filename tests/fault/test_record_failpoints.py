@@ -33,7 +33,7 @@ def cut_short(point: str, action: Callable[[], object]) -> None:
     assert disarm()[point] == 1
 
 
-def test_points_of_records_are_all_tried() -> None:
+def test_failpoints_of_records_are_all_tried() -> None:
     """F.32: Every failpoint of keys, pauses and scrub progress is tried in this file."""
     tried = {"key.made", "key.noted", "key.erasure-recorded", "key.erasure-cancelled", "key.removed"}
     assert tried | {"pause.recorded", "pause.removed", "scrub.recorded", "scrub.done"} == set(RECORD_POINTS)

@@ -1,4 +1,7 @@
-"""Redis fails: emptied, killed, full, rolled back, tampered with. An answer is right or "not found", never wrong."""
+"""Redis fails: emptied, killed, full, rolled back, tampered with.
+
+An answer is right or "not found", never wrong.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,8 @@ def whole(index: RedisIndex) -> None:
 # --- emptied --------------------------------------------------------------------------------------------------------
 
 
-def test_an_emptied_server_answers_not_found_and_asks_for_a_rebuild(connect: Connect, raw: redis.Redis) -> None:
+def test_emptied_server_finds_nothing_and_needs_a_rebuild(connect: Connect, raw: redis.Redis) -> None:
+    """An emptied server answers "not found" and requires a rebuild."""
     index = connect()
     index.publish(first_claims())
     index.commit(manifest("k", 1, [(FIRST, 0)]), 100)
@@ -104,9 +108,8 @@ def test_an_emptied_server_answers_not_found_and_asks_for_a_rebuild(connect: Con
     assert list(index.containers()) == []
 
 
-def test_flushed_between_lookup_and_publish_a_container_is_found_where_it_lies(
-    connect: Connect, raw: redis.Redis
-) -> None:
+def test_flush_between_lookup_and_publish_keeps_locations(connect: Connect, raw: redis.Redis) -> None:
+    """After a flush between lookup and publish a container is found at its location."""
     index = connect()
     index.publish(first_claims())
     assert rows(index.locate_chunks(chunk_names("bb"))) == [(FIRST, 1)]
@@ -116,10 +119,13 @@ def test_flushed_between_lookup_and_publish_a_container_is_found_where_it_lies(
 
 
 @pytest.mark.parametrize("step", ["first_numbers", "finish"])
-def test_flushed_within_a_publish_the_entries_are_those_of_the_new_epoch(
+def test_flush_within_publish_writes_to_the_new_epoch(
     connect: Connect, raw: redis.Redis, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers were assigned, or entries were written, and then all are lost: the publish starts over."""
+    """After a flush within a publish the entries belong to the new epoch.
+
+    Numbers were assigned, or entries were written, and then all are lost: the publish starts over.
+    """
     index, other = connect(), connect()
     index.publish(first_claims())
     real, flushes = getattr(index.epochs, step), iter([True])
@@ -140,8 +146,11 @@ def test_flushed_within_a_publish_the_entries_are_those_of_the_new_epoch(
     assert len(list(index.containers())) == 2
 
 
-def test_numbers_that_a_client_remembers_are_never_used_in_another_epoch(connect: Connect, raw: redis.Redis) -> None:
-    """Both containers get the same numbers in their epochs; a client that knew the first must not confuse them."""
+def test_remembered_numbers_are_not_used_in_another_epoch(connect: Connect, raw: redis.Redis) -> None:
+    """Numbers that a client remembers are never used in another epoch.
+
+    Both containers get the same numbers in their epochs; a client that knew the first must not confuse them.
+    """
     remembers, other = connect(), connect()
     remembers.publish(claims(FIRST, ["p", "qq", "rrr"], ["s1", "s2"], [[1], [2], [3]]))
     assert rows(remembers.locate_chunks(chunk_names("qq"))) == [(FIRST, 1)]
@@ -152,7 +161,7 @@ def test_numbers_that_a_client_remembers_are_never_used_in_another_epoch(connect
     assert rows(remembers.locate_segments(ids("s2"))) == [(SECOND, 1)]
 
 
-def test_one_lost_partition_ends_the_epoch(connect: Connect, raw: redis.Redis) -> None:
+def test_lost_partition_ends_the_epoch(connect: Connect, raw: redis.Redis) -> None:
     """In a Cluster one server can be emptied alone; the entries of the others belong to an epoch that is over."""
     index = connect()
     index.publish(first_claims())
@@ -168,7 +177,8 @@ def test_one_lost_partition_ends_the_epoch(connect: Connect, raw: redis.Redis) -
     assert rows(index.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
 
 
-def test_of_many_clients_that_notice_one_begins_the_epoch(connect: Connect, raw: redis.Redis) -> None:
+def test_many_clients_begin_one_epoch(connect: Connect, raw: redis.Redis) -> None:
+    """Of many clients that notice the loss one begins the epoch."""
     clients = [connect() for _ in range(8)]
     raw.flushall()
     threads = [threading.Thread(target=client.locate_chunks, args=(chunk_names("a"),)) for client in clients]
@@ -186,7 +196,8 @@ def test_of_many_clients_that_notice_one_begins_the_epoch(connect: Connect, raw:
 # --- killed and rolled back -----------------------------------------------------------------------------------------
 
 
-def test_a_server_killed_in_mid_batch_loses_entries_never_truth(connect: Connect, server: RedisServer) -> None:
+def test_server_killed_in_a_batch_answers_nothing_wrong(connect: Connect, server: RedisServer) -> None:
+    """A server killed during a batch loses entries and never answers wrongly."""
     index = connect(retries=30)
     published: list[ContainerId] = []
     failures: list[BaseException] = []
@@ -227,9 +238,10 @@ def test_a_server_killed_in_mid_batch_loses_entries_never_truth(connect: Connect
     assert right >= 2 * 20 * 40  # all that came after the last kill
 
 
-def test_a_server_that_stays_away_is_an_error_that_may_be_retried(
+def test_unreachable_server_is_a_retryable_error(
     connect: Connect, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A server that stays unreachable is an error that may be retried."""
     index = connect(retries=2)
     index.publish(first_claims())
     server.kill()
@@ -256,8 +268,11 @@ def test_a_server_that_stays_away_is_an_error_that_may_be_retried(
     assert rows(index.locate_chunks(chunk_names("bb"))) == [(SECOND, 0)]
 
 
-def test_an_older_snapshot_never_gives_a_number_to_a_second_container(tmp_path: Path) -> None:
-    """The dump lacks the last container; its number must not pass to another while a client remembers it."""
+def test_older_snapshot_reuses_no_number(tmp_path: Path) -> None:
+    """An older snapshot never assigns a used number to a second container.
+
+    The dump lacks the last container; its number must not pass to another while a client remembers it.
+    """
     with RedisServer(tmp_path) as server:
         settings = RedisSettings(url=server.url)
         index = RedisIndex(settings, samples.DOMAIN)
@@ -279,7 +294,8 @@ def test_an_older_snapshot_never_gives_a_number_to_a_second_container(tmp_path: 
         other.close()
 
 
-def test_scripts_that_the_server_forgot_are_loaded_again(connect: Connect, raw: redis.Redis) -> None:
+def test_scripts_lost_by_the_server_are_loaded_again(connect: Connect, raw: redis.Redis) -> None:
+    """Scripts that the server lost are loaded again."""
     index = connect()
     index.publish(first_claims())
     raw.script_flush()
@@ -292,13 +308,15 @@ def test_scripts_that_the_server_forgot_are_loaded_again(connect: Connect, raw: 
 # --- refused, full --------------------------------------------------------------------------------------------------
 
 
-def test_a_policy_that_evicts_is_refused_with_the_remedy(connect: Connect, raw: redis.Redis) -> None:
+def test_eviction_policy_is_refused_with_the_remedy(connect: Connect, raw: redis.Redis) -> None:
+    """A memory policy that evicts is refused with the remedy."""
     raw.config_set("maxmemory-policy", "allkeys-lru")
     with pytest.raises(ConfigError, match=r'"allkeys-lru".*CONFIG SET maxmemory-policy noeviction'):
         connect()
 
 
-def test_a_full_server_refuses_entries_and_still_answers(connect: Connect, raw: redis.Redis) -> None:
+def test_full_server_refuses_entries_and_answers(connect: Connect, raw: redis.Redis) -> None:
+    """A full server refuses entries and still answers."""
     index = connect()
     index.publish(first_claims())
     raw.config_set("maxmemory", "1mb")
@@ -314,7 +332,8 @@ def test_a_full_server_refuses_entries_and_still_answers(connect: Connect, raw: 
     assert index.versions_of("default", "k") == [1]
 
 
-def test_a_password_is_wanted_and_never_shown(tmp_path: Path) -> None:
+def test_password_is_required_and_never_shown(tmp_path: Path) -> None:
+    """The password is required and never shown."""
     with RedisServer(tmp_path, "--requirepass", "s3same") as server:
         with pytest.raises(ConfigError, match=r"redis\.password") as refused:
             RedisIndex(RedisSettings(url=server.url, password="opn-wrong", retries=0), samples.DOMAIN)
@@ -326,8 +345,11 @@ def test_a_password_is_wanted_and_never_shown(tmp_path: Path) -> None:
         index.close()
 
 
-def test_a_password_that_changes_under_a_worker_is_a_server_that_is_away(tmp_path: Path) -> None:
-    """A worker would put aside, as wrong, every message that it was given meanwhile."""
+def test_password_changed_under_a_worker_is_retryable(tmp_path: Path) -> None:
+    """A password that changes while a worker runs counts as an unreachable server.
+
+    A worker would put aside, as wrong, every message that it was given meanwhile.
+    """
     with RedisServer(tmp_path, "--requirepass", "old") as server:
         index = RedisIndex(RedisSettings(url=server.url, password="old", retries=0), samples.DOMAIN)
         index.publish(first_claims())
@@ -355,9 +377,8 @@ def buckets_of(raw: redis.Redis, key: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("state", [None, b"", b"1 0", b"0 0 0 0", b"99 0 0", b"2 9 0", b"-1 0 0", b"\0" * 40])
-def test_a_state_that_nobody_wrote_is_an_error_that_names_the_key(
-    connect: Connect, raw: redis.Redis, state: bytes | None
-) -> None:
+def test_foreign_state_is_an_error_with_the_key(connect: Connect, raw: redis.Redis, state: bytes | None) -> None:
+    """A state that no writer wrote is an error that names the key."""
     index = connect()
     index.publish(first_claims())
     for key in partitions_of(raw, "c"):
@@ -404,7 +425,8 @@ def test_damaged_highest_number_is_an_error_with_the_key(connect: Connect, raw: 
 
 
 @pytest.mark.parametrize("cut", [1, 5, 13, 17, 19])
-def test_a_truncated_bucket_is_a_bucket_that_is_missing(connect: Connect, raw: redis.Redis, cut: int) -> None:
+def test_truncated_bucket_counts_as_missing(connect: Connect, raw: redis.Redis, cut: int) -> None:
+    """A truncated bucket counts as a missing one."""
     index = connect(partitions=1)
     claimed = many(FIRST, 30, "t")  # one bucket of 30 entries: the cut falls within one
     index.publish(claimed)
@@ -416,7 +438,8 @@ def test_a_truncated_bucket_is_a_bucket_that_is_missing(connect: Connect, raw: r
     assert rows(index.locate_chunks(claimed.directory.chunks.names)) == [(FIRST, n) for n in range(30)]
 
 
-def test_a_bucket_of_noise_finds_nothing_and_takes_entries(connect: Connect, raw: redis.Redis) -> None:
+def test_bucket_of_noise_finds_nothing_and_accepts_entries(connect: Connect, raw: redis.Redis) -> None:
+    """A bucket of noise finds nothing and accepts entries."""
     index = connect()
     index.publish(first_claims())
     for letter, width in (("c", 18), ("f", 10), ("s", 18)):
@@ -431,7 +454,8 @@ def test_a_bucket_of_noise_finds_nothing_and_takes_entries(connect: Connect, raw
 
 
 @pytest.mark.parametrize("number", [0, 4, 1000, (1 << 40) - 1])
-def test_a_number_that_nobody_was_given_is_not_a_location(connect: Connect, raw: redis.Redis, number: int) -> None:
+def test_unassigned_number_is_not_a_location(connect: Connect, raw: redis.Redis, number: int) -> None:
+    """A number that was never assigned is not a location."""
     index = connect(partitions=1)
     index.publish(first_claims())  # numbers 1 to 3
     (key,) = partitions_of(raw, "c")
@@ -443,9 +467,8 @@ def test_a_number_that_nobody_was_given_is_not_a_location(connect: Connect, raw:
 
 
 @pytest.mark.parametrize("record", [b"", b"short", b"\xff" * 36, b"\0" * 36, b"\1" * 400])
-def test_a_container_table_that_was_tampered_with_finds_nothing(
-    connect: Connect, raw: redis.Redis, record: bytes
-) -> None:
+def test_tampered_container_table_finds_nothing(connect: Connect, raw: redis.Redis, record: bytes) -> None:
+    """A container table that was tampered with finds nothing."""
     connect().publish(first_claims())
     (table,) = [key for key in raw.scan_iter() if key.endswith(b":table")]
     raw.lset(table, 0, record)
@@ -455,7 +478,8 @@ def test_a_container_table_that_was_tampered_with_finds_nothing(
 @pytest.mark.parametrize(
     "value", [b"", b"garbage", b"1 short 16 abc 0", b"1 AbCdEfGh 16 0000 1", b"1 AbCdEfGh 0 abc 0"]
 )
-def test_an_epoch_that_nobody_wrote_is_replaced(connect: Connect, raw: redis.Redis, value: bytes) -> None:
+def test_foreign_epoch_is_replaced(connect: Connect, raw: redis.Redis, value: bytes) -> None:
+    """An epoch that no writer wrote is replaced."""
     index = connect()
     index.publish(first_claims())
     raw.set("nearkin:{m}:epoch", value)
@@ -466,14 +490,16 @@ def test_an_epoch_that_nobody_wrote_is_replaced(connect: Connect, raw: redis.Red
     assert rows(connect().locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
 
 
-def test_a_later_layout_is_left_alone(connect: Connect, raw: redis.Redis) -> None:
+def test_later_layout_is_left_unchanged(connect: Connect, raw: redis.Redis) -> None:
+    """A later layout is left unchanged."""
     raw.set("nearkin:{m}:epoch", b"2 AbCdEfGh 16 abc 1")
     with pytest.raises(FormatTooNew, match="layout 2"):
         connect()
     assert raw.get("nearkin:{m}:epoch") == b"2 AbCdEfGh 16 abc 1"
 
 
-def test_a_version_that_does_not_parse_is_corrupt(connect: Connect, raw: redis.Redis) -> None:
+def test_version_that_does_not_parse_is_corrupt(connect: Connect, raw: redis.Redis) -> None:
+    """A version that does not parse is Corrupt."""
     index = connect()
     index.commit(manifest("k", 1, []), 100)
     (versions,) = [key for key in raw.scan_iter() if raw.type(key) == b"zset"]
@@ -482,7 +508,7 @@ def test_a_version_that_does_not_parse_is_corrupt(connect: Connect, raw: redis.R
         list(index.catalog("default"))
 
 
-def test_crafted_super_features_fill_one_bucket_and_no_more(connect: Connect, raw: redis.Redis) -> None:
+def test_crafted_super_features_fill_one_bucket(connect: Connect, raw: redis.Redis) -> None:
     """Keys that meet in one bucket at every level: it stops growing, and the others go on."""
     from nearkin_shared.index.redis.key_encoding import FEATURES, Keys
 

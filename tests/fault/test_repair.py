@@ -49,7 +49,8 @@ def touched(store: Store) -> set[tuple[str, int]]:
 # ------------------------------------------------------------------ the same content, put again
 
 
-def test_versions_that_named_a_broken_block_restore_again_once_their_content_was_put_again(root: Path) -> None:
+def test_put_of_same_content_restores_broken_versions(root: Path) -> None:
+    """Versions with a broken block restore again once their content was put again."""
     healed = 0
     for number, path in enumerate(containers(root)):
         copy = Path(shutil.copytree(root, root.parent / f"copy-{number}"))
@@ -68,9 +69,8 @@ def test_versions_that_named_a_broken_block_restore_again_once_their_content_was
     assert healed >= 4
 
 
-def test_a_put_reads_no_block_of_what_is_quarantined_unless_some_of_it_was_put_again(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_put_reads_quarantined_blocks_only_to_repair(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A put reads no quarantined block unless some of its content was put again."""
     path = containers(root)[-2]
     flip(path, 60)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -89,7 +89,8 @@ def test_a_put_reads_no_block_of_what_is_quarantined_unless_some_of_it_was_put_a
         assert touched(store) == set()
 
 
-def test_what_was_put_again_in_part_heals_in_part_and_the_rest_later(root: Path) -> None:
+def test_partial_put_repairs_in_part_and_the_rest_later(root: Path) -> None:
+    """Content put again in part repairs a part, and the rest later."""
     victim = max(containers(root), key=lambda path: len(blocks_of(path)))
     for start in blocks_of(victim):
         flip(victim, start + 3)
@@ -113,7 +114,8 @@ def test_what_was_put_again_in_part_heals_in_part_and_the_rest_later(root: Path)
         assert find_broken(store, CONTENTS) == set()
 
 
-def test_the_broken_bytes_stay_until_all_chunks_of_their_block_were_found(root: Path) -> None:
+def test_broken_bytes_stay_until_all_chunks_are_found(root: Path) -> None:
+    """The broken bytes stay until all chunks of their block were found."""
     raw = CONTENTS["alone", 1][:1000]  # random, so that it is stored as it is
     victim = next(path for path in containers(root) if raw in path.read_bytes())
     start = blocks_of(victim)[0]
@@ -132,7 +134,8 @@ def test_the_broken_bytes_stay_until_all_chunks_of_their_block_were_found(root: 
         assert find_broken(store, CONTENTS) == set()
 
 
-def test_quarantine_outlives_the_index_and_what_is_in_it_is_stored_anew(root: Path) -> None:
+def test_quarantine_survives_the_index(root: Path) -> None:
+    """The quarantine survives the loss of the index, and its chunks are stored again by a put."""
     victim = containers(root)[0]
     flip(victim, blocks_of(victim)[0] + 3)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -153,7 +156,8 @@ def test_quarantine_outlives_the_index_and_what_is_in_it_is_stored_anew(root: Pa
         assert find_broken(store, CONTENTS) == set()
 
 
-def test_a_broken_record_of_what_is_quarantined_is_named_and_made_anew(root: Path) -> None:
+def test_broken_quarantine_record_is_named_and_rewritten(root: Path) -> None:
+    """A broken quarantine record is named and rewritten."""
     victim = containers(root)[0]
     flip(victim, blocks_of(victim)[0] + 3)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -170,7 +174,8 @@ def test_a_broken_record_of_what_is_quarantined_is_named_and_made_anew(root: Pat
 
 
 @pytest.mark.parametrize("harm", ["flip", "header", "truncate", "delete", "manifest", "mark"])
-def test_a_copy_of_the_object_puts_it_right_whatever_is_broken(root: Path, tmp_path: Path, harm: str) -> None:
+def test_copy_of_the_object_repairs_any_damage(root: Path, tmp_path: Path, harm: str) -> None:
+    """A copy of the object repairs it, whatever is broken."""
     path = containers(root)[1]
     if harm == "manifest":
         path = manifests(root)[0]
@@ -199,7 +204,8 @@ def test_a_copy_of_the_object_puts_it_right_whatever_is_broken(root: Path, tmp_p
 
 @pytest.mark.parametrize("harm", ["flip", "delete"])
 @pytest.mark.parametrize("back", ["a copy that repair receives", "a copy put back by hand"])
-def test_what_repair_put_right_is_known_again_when_it_is_put(tmp_path: Path, back: str, harm: str) -> None:
+def test_repaired_chunks_are_duplicates_of_a_put(tmp_path: Path, back: str, harm: str) -> None:
+    """Repaired chunks are duplicates for the next put."""
     content, changed = random_bytes(300_000, 1), mutate(random_bytes(300_000, 1), 1, edits=5)
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", content)
@@ -225,7 +231,8 @@ def test_what_repair_put_right_is_known_again_when_it_is_put(tmp_path: Path, bac
             check_index_is_the_one_a_rebuild_makes(store)
 
 
-def test_a_file_of_the_content_heals_and_one_of_another_content_changes_nothing(root: Path, tmp_path: Path) -> None:
+def test_file_of_the_content_repairs_another_changes_nothing(root: Path, tmp_path: Path) -> None:
+    """A file with the content repairs, and one with another content changes nothing."""
     victim = containers(root)[0]
     flip(victim, blocks_of(victim)[0] + 3)
     other, content = tmp_path / "other", tmp_path / "content"
@@ -245,9 +252,10 @@ def test_a_file_of_the_content_heals_and_one_of_another_content_changes_nothing(
         assert find_broken(store, CONTENTS) == set()
 
 
-def test_content_that_is_cut_otherwise_heals_nothing_and_says_why(
+def test_content_with_other_cut_points_repairs_nothing(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Content that is chunked otherwise repairs nothing, and the log names the reason."""
     content = tmp_path / "content"
     content.write_bytes(random_bytes(400_000, 77))
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
@@ -277,8 +285,11 @@ def remedies(report: RepairReport) -> list[str]:
     return [line for line in repair_lines(report) if "--from" in line]
 
 
-def test_what_was_collected_is_not_quarantined_with_what_is_broken(tmp_path: Path) -> None:
-    """Found by the crash engine: a record, once written, kept for ever the chunks that compaction had removed."""
+def test_collected_chunks_leave_the_quarantine(tmp_path: Path) -> None:
+    """Chunks that compaction removed are not kept in quarantine with broken ones.
+
+    Found by the crash engine: a record, once written, kept for ever the chunks that compaction had removed.
+    """
     root = tmp_path / "store"
     chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.95}, "deletion": {"undelete_seconds": 0}})
     with open_store(root, settings=chosen, create=True) as store:
@@ -301,7 +312,8 @@ def test_what_was_collected_is_not_quarantined_with_what_is_broken(tmp_path: Pat
         assert not list((root / "quarantine").iterdir())
 
 
-def test_a_broken_copy_of_an_object_is_not_used(root: Path, tmp_path: Path) -> None:
+def test_broken_copy_of_an_object_is_not_used(root: Path, tmp_path: Path) -> None:
+    """A broken copy of an object is not used."""
     path = containers(root)[1]
     copy = tmp_path / "copy"
     copy.write_bytes(path.read_bytes())
@@ -315,7 +327,8 @@ def test_a_broken_copy_of_an_object_is_not_used(root: Path, tmp_path: Path) -> N
     assert {name: data for name, data in objects(root).items() if not name.startswith("quarantine/")} == before
 
 
-def test_repair_of_a_sound_store_changes_no_byte(root: Path, covered_root: Path) -> None:
+def test_repair_of_sound_store_changes_no_byte(root: Path, covered_root: Path) -> None:
+    """Repair of a sound store changes no byte."""
     for folder, chosen in ((root, CHOSEN), (covered_root, COVERED)):
         before = objects(folder)
         with open_store(folder, settings=chosen, create=True) as store:
@@ -327,9 +340,10 @@ def test_repair_of_a_sound_store_changes_no_byte(root: Path, covered_root: Path)
 # ------------------------------------------------------------------ deaths during a repair, and concurrent readers
 
 
-def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_leaves_a_store_that_reads(
+def test_repair_killed_between_generations_leaves_readable(
     root: Path,
 ) -> None:
+    """A repair killed between the repaired and the end of the broken generation leaves a readable store."""
     raw = CONTENTS["alone", 1][:1000]
     victim = next(path for path in containers(root) if raw in path.read_bytes())
     flip(victim, blocks_of(victim)[0] + 3)
@@ -356,8 +370,11 @@ def test_who_dies_between_the_healed_generation_and_the_end_of_the_broken_one_le
 
 
 @pytest.mark.parametrize("point", ["repair.put", "repair.renewed", "repair.removed"])
-def test_who_dies_while_healing_leaves_an_index_that_says_what_a_rebuilt_one_does(root: Path, point: str) -> None:
-    """Found by the crash engine: the index was updated last, and not at all after a death."""
+def test_repair_killed_at_any_step_leaves_a_right_index(root: Path, point: str) -> None:
+    """A repair killed at any step leaves an index equal to a rebuilt one.
+
+    Found by the crash engine: the index was updated last, and not at all after a death.
+    """
     raw = CONTENTS["alone", 1][:1000]
     victim = next(path for path in containers(root) if raw in path.read_bytes())
     flip(victim, blocks_of(victim)[0] + 3)
@@ -383,8 +400,11 @@ with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}
         check_index_is_the_one_a_rebuild_makes(store)
 
 
-def test_what_leans_on_a_healed_chunk_reads_while_the_broken_generation_is_there_too(root: Path) -> None:
-    """Found by the crash engine: the repaired chunk had depth 0; readers of the older generation found a greater depth."""
+def test_delta_on_repaired_chunk_reads_with_both_generations(root: Path) -> None:
+    """A delta on a repaired chunk reads while the broken generation still exists.
+
+    Found by the crash engine: the repaired chunk had depth 0; readers of the older generation found a greater depth.
+    """
     victim, at = next(
         (path, int(table.offsets[block]))
         for path in containers(root)

@@ -50,7 +50,8 @@ def rebased(store: Store, clock: Clock) -> Contents:
     return contents
 
 
-def test_a_copy_of_any_generation_is_used_where_nothing_of_the_container_is_left(tmp_path: Path) -> None:
+def test_copy_of_any_generation_repairs_a_lost_container(tmp_path: Path) -> None:
+    """A copy of any generation is used if the container is lost."""
     clock = Clock()
     with open_store(tmp_path / "s", settings=COLLECTED, clock=clock, create=True) as store:
         contents = rebased(store, clock)
@@ -64,7 +65,8 @@ def test_a_copy_of_any_generation_is_used_where_nothing_of_the_container_is_left
         assert find_broken(store, contents) == set()
 
 
-def test_who_read_a_later_generation_reads_on_after_its_block_numbers_were_given_again(tmp_path: Path) -> None:
+def test_reader_of_later_generation_continues_after_repair(tmp_path: Path) -> None:
+    """A reader of a later generation continues after its block numbers were reused."""
     contents = {f"v{number}": random.Random(number).randbytes(100_000) for number in range(1, 7)}
     clock = Clock()
     root, copy = tmp_path / "s", tmp_path / "copy"
@@ -92,9 +94,8 @@ def test_who_read_a_later_generation_reads_on_after_its_block_numbers_were_given
 
 @pytest.mark.parametrize("gone", [False, True])
 @pytest.mark.parametrize("codec", ["patch", "xdelta3"])
-def test_what_was_put_since_a_copy_was_made_reads_once_the_older_generation_takes_the_place_of_a_lost_one(
-    codec: str, gone: bool, tmp_path: Path
-) -> None:
+def test_versions_put_after_the_copy_read_after_repair(codec: str, gone: bool, tmp_path: Path) -> None:
+    """Versions put since the copy was made read once the older generation replaces the lost one."""
     clock, content, contents = Clock(), text_like(300_000, 1), Contents()
     small = settings(ANEW, {"block": {"raw_bytes": 65_536}, "delta": {"codec": codec, "max_depth": 4}})
     with open_store(tmp_path / "s", settings=small, clock=clock, create=True) as store:

@@ -22,7 +22,8 @@ def named(root: Path, path: Path) -> str:
     return str(path.relative_to(root))
 
 
-def test_with_parity_every_get_goes_on_over_damage_and_repair_puts_the_bytes_back(covered_root: Path) -> None:
+def test_get_reads_through_parity_and_repair_restores_bytes(covered_root: Path) -> None:
+    """With parity every get continues over damage, and repair restores the bytes."""
     before, draw = objects(covered_root), random.Random(5)
     names = sorted(before)
     for name in [*draw.sample(names, 12), "nearkin.json"]:
@@ -40,7 +41,8 @@ def test_with_parity_every_get_goes_on_over_damage_and_repair_puts_the_bytes_bac
         assert after == before, [n for n in after.keys() | before.keys() if after.get(n) != before.get(n)]
 
 
-def test_a_stretch_that_is_lost_comes_back_by_parity(covered_root: Path) -> None:
+def test_lost_stretch_is_restored_by_parity(covered_root: Path) -> None:
+    """A lost stretch of an object is restored by parity."""
     before = objects(covered_root)
     path = max(containers(covered_root), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())
@@ -53,7 +55,8 @@ def test_a_stretch_that_is_lost_comes_back_by_parity(covered_root: Path) -> None
     assert objects(covered_root) == before
 
 
-def test_more_damage_than_parity_bears_is_told_as_ever_and_no_wrong_byte_leaves(covered_root: Path) -> None:
+def test_damage_beyond_parity_is_reported(covered_root: Path) -> None:
+    """Damage beyond the reach of parity is reported as without it, and no wrong byte is read."""
     path = max(containers(covered_root), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())
     data[: len(data) // 2] = bytes(len(data) // 2)
@@ -66,7 +69,8 @@ def test_more_damage_than_parity_bears_is_told_as_ever_and_no_wrong_byte_leaves(
         assert not any(damage.repairable for damage in report.damage)
 
 
-def test_a_store_that_had_no_parity_gets_it_by_repair_and_one_that_has_keeps_it(root: Path) -> None:
+def test_repair_adds_missing_parity_and_keeps_existing(root: Path) -> None:
+    """Repair adds parity to a store without it, and keeps existing parity."""
     with open_store(root, settings=COVERED, create=True) as store:
         report = store.verify()
         assert report.damage == ()
@@ -83,8 +87,11 @@ def test_a_store_that_had_no_parity_gets_it_by_repair_and_one_that_has_keeps_it(
         assert store.repair().damage == ()
 
 
-def test_what_is_damaged_gets_no_parity_before_it_is_what_was_written_again(root: Path) -> None:
-    """Parity was made of the damaged bytes: a later repair restored these."""
+def test_damaged_object_gets_parity_once_repaired(root: Path) -> None:
+    """A damaged object gets no parity before it is repaired.
+
+    Parity was made of the damaged bytes: a later repair restored these.
+    """
     before = objects(root)
     for path in (containers(root)[0], manifests(root)[0]):
         flip(path, 50)
@@ -104,8 +111,11 @@ def test_what_is_damaged_gets_no_parity_before_it_is_what_was_written_again(root
     assert {name: (root / name).read_bytes() for name in damaged} == {name: before[name] for name in damaged}
 
 
-def test_what_is_put_right_a_second_time_is_not_told_as_damage_that_is_left(covered_root: Path, tmp_path: Path) -> None:
-    """The parity is of bytes that were damaged already: a repair restores these first, and then those of the copy."""
+def test_object_repaired_twice_is_not_reported_damaged(covered_root: Path, tmp_path: Path) -> None:
+    """An object that is repaired a second time is not reported as remaining damage.
+
+    The parity is of bytes that were damaged already: a repair restores these first, and then those of the copy.
+    """
     path = max(containers(covered_root), key=lambda path: path.stat().st_size)
     copy = Path(shutil.copy(path, tmp_path / path.name))
     flip(path, 50)
@@ -120,7 +130,8 @@ def test_what_is_put_right_a_second_time_is_not_told_as_damage_that_is_left(cove
     assert path.read_bytes() == copy.read_bytes()
 
 
-def test_a_put_tells_of_its_parity_too(tmp_path: Path) -> None:
+def test_put_reports_its_parity(tmp_path: Path) -> None:
+    """A put reports the bytes of its parity."""
     with open_store(tmp_path / "s", settings=COVERED, create=True) as store:
         before = stored_bytes(tmp_path / "s")
         result = store.put("k", random_bytes(300_000, 5))
@@ -128,7 +139,8 @@ def test_a_put_tells_of_its_parity_too(tmp_path: Path) -> None:
         assert store.stats().ledger.stored_bytes == stored_bytes(tmp_path / "s")
 
 
-def test_parity_goes_with_its_object(covered_root: Path) -> None:
+def test_parity_is_deleted_with_its_object(covered_root: Path) -> None:
+    """Parity is deleted with its object."""
     chosen = settings(COVERED, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}})
     with open_store(covered_root, settings=chosen, create=True) as store:
         for key in ("history", "alone", "mixed", "empty"):
@@ -142,8 +154,11 @@ def test_parity_goes_with_its_object(covered_root: Path) -> None:
     assert set(of) == {name for name in left if not name.startswith(("parity/", "gc/"))}
 
 
-def test_broken_parity_of_a_sound_object_goes_where_no_scheme_is_known(covered_root: Path) -> None:
-    """It was reported as repaired, and as damage by every later verify."""
+def test_broken_parity_without_a_scheme_is_deleted(covered_root: Path) -> None:
+    """Broken parity of a sound object is deleted if no scheme is set.
+
+    It was reported as repaired, and as damage by every later verify.
+    """
     path = covered_root / "parity" / f"{named(covered_root, containers(covered_root)[0])}.nkp"
     path.write_bytes(bytes(path.stat().st_size))
     with open_store(covered_root, settings=CHOSEN, create=True) as store:  # parity is off now
@@ -155,8 +170,11 @@ def test_broken_parity_of_a_sound_object_goes_where_no_scheme_is_known(covered_r
         assert store.repair().parity_added == 1
 
 
-def test_parity_that_another_process_began_goes_with_its_object_and_mends_it(root: Path) -> None:
-    """A Store that had once found no parity assumed that there was none until it was closed."""
+def test_parity_begun_by_another_process_is_used(root: Path) -> None:
+    """Parity that another process began repairs its object and is deleted with it.
+
+    A Store that had once found no parity assumed that there was none until it was closed.
+    """
     collecting = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
     with open_store(root, settings=settings(CHOSEN, collecting), create=True) as store:
         assert store.verify().damage == ()

@@ -148,7 +148,7 @@ def test_gateway_does_not_answer_older_version(root: Path, index: str) -> None:
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_lost_undelete_mark_ends_no_version(root: Path, index: str) -> None:
-    """F.22: A version whose undelete mark was removed is kept by gc, reported, and readable once the mark is put back."""
+    """F.22: A version whose undelete mark was removed is kept by gc, reported, and readable once it is put back."""
     with opened(root) as store:
         store.put("e", os.urandom(100_000))
         content = store.get("e").read()
@@ -238,7 +238,7 @@ def test_ended_versions_lose_no_marks(root: Path) -> None:
         assert store.verify().damage == ()
 
 
-def test_number_of_a_rolled_back_version_is_not_given_again(root: Path) -> None:
+def test_number_of_a_rolled_back_version_is_not_reused(root: Path) -> None:
     """F.22: With index and newest manifest lost a put takes the number after the lost one, which may be restored."""
     name = object_name("default", "db", 2)
     lost = (root / name).read_bytes()
@@ -252,7 +252,7 @@ def test_number_of_a_rolled_back_version_is_not_given_again(root: Path) -> None:
         assert store.get("db").read() == b"version three"
 
 
-def test_heads_that_find_no_room_release_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_without_room_release_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.22: On a full disk gc releases its reserve to record the heads; without one it ends with NoRoom."""
     update = VersionHeads.update
     with open_store(tmp_path / "s", create=True) as store:
@@ -305,7 +305,7 @@ def test_forged_heads_are_reported_and_hide_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", [None, bytes(range(32))])
 @pytest.mark.parametrize("with_marks", [False, True])
-def test_heads_round_trip_and_tell_damage(key: bytes | None, with_marks: bool) -> None:
+def test_heads_round_trip_and_detect_damage(key: bytes | None, with_marks: bool) -> None:
     """F.25: Heads are read as written, and any changed byte is detected."""
     versions = {bytes([n]) * 16: n + 1 for n in (7, 3, 200)}
     marks = {bytes([7]) * 16: {1: Sequences(2, 0), 8: Sequences(1, 3)}, bytes([200]) * 16: {201: Sequences(0, 1)}}
@@ -331,7 +331,7 @@ def test_heads_are_never_lowered_by_a_run() -> None:
     assert heads.read() == Heads({bytes(16): 5})
 
 
-def test_removed_record_of_rotated_key_seals_nothing_new() -> None:
+def test_removed_record_of_rotated_key_stops_encryption() -> None:
     """F.25: With the newest key's record deleted no process encrypts under the old key; rotation makes a new one."""
     keys, domain = MemoryKeys(), domain_of("db")
     first = keys.keyring.newest(domain)

@@ -61,7 +61,10 @@ def through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3
         ("EFE", 2),
     ],
 )
-def test_a_put_that_was_done_says_so(versitygw: S3, bucket: str, direct: S3ObjectStore, script: str, puts: int) -> None:
+def test_put_that_was_done_reports_success(
+    versitygw: S3, bucket: str, direct: S3ObjectStore, script: str, puts: int
+) -> None:
+    """A put that was done reports success."""
     with FaultyHttp(versitygw.port, script, held=lambda: until(lambda: list(direct.names("")))) as proxy:
         through(proxy, versitygw, bucket).put_new("a/b", DATA)
         assert len(proxy.met) == puts
@@ -70,9 +73,10 @@ def test_a_put_that_was_done_says_so(versitygw: S3, bucket: str, direct: S3Objec
 
 
 @pytest.mark.parametrize("script", ["", "E", "5", "C", "L", "F", "D", "W"])
-def test_a_name_that_is_taken_is_never_reported_as_ours(
+def test_put_of_an_existing_name_never_reports_success(
     versitygw: S3, bucket: str, direct: S3ObjectStore, script: str
 ) -> None:
+    """A put of a name that another writer created never reports success."""
     direct.put_new("a", OTHER)
     with FaultyHttp(versitygw.port, script) as proxy:
         for data in (DATA, OTHER):  # equal bytes do not make the object the caller's own
@@ -83,9 +87,8 @@ def test_a_name_that_is_taken_is_never_reported_as_ours(
 
 
 @pytest.mark.parametrize("letter", ["E", "5", "C"])
-def test_a_put_that_never_got_through_says_so_and_leaves_nothing(
-    versitygw: S3, bucket: str, direct: S3ObjectStore, letter: str
-) -> None:
+def test_put_that_failed_leaves_nothing(versitygw: S3, bucket: str, direct: S3ObjectStore, letter: str) -> None:
+    """A put that never reached the server raises and leaves nothing."""
     with FaultyHttp(versitygw.port, letter * 20) as proxy:
         with pytest.raises(StoreUnavailable, match=rf"^a: .*; tried {RETRIES + 1} times; it may or may not be there$"):
             through(proxy, versitygw, bucket).put_new("a", DATA)
@@ -94,7 +97,8 @@ def test_a_put_that_never_got_through_says_so_and_leaves_nothing(
         direct.get("a")
 
 
-def test_a_put_that_cannot_be_looked_at_is_not_called_done(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
+def test_put_of_unknown_outcome_is_an_error(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
+    """A put whose outcome cannot be checked is not reported as done."""
     with FaultyHttp(versitygw.port, "L" * 20) as writes, FaultyHttp(writes.port, "5" * 20, method="GET") as reads:
         with pytest.raises(StoreUnavailable, match=r"503.*may or may not be there"):
             through(reads, versitygw, bucket).put_new("a", DATA)
@@ -102,15 +106,19 @@ def test_a_put_that_cannot_be_looked_at_is_not_called_done(versitygw: S3, bucket
     assert direct.get("a") == DATA
 
 
-def test_looking_again_settles_what_could_not_be_looked_at(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
+def test_second_check_settles_an_unknown_outcome(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
+    """A second check settles an outcome that could not be checked."""
     with FaultyHttp(versitygw.port, "L") as writes, FaultyHttp(writes.port, "5E", method="GET") as reads:
         through(reads, versitygw, bucket).put_new("a", DATA)
         assert (len(writes.met), len(reads.met)) == (3, 3)
     assert direct.get("a") == DATA
 
 
-def test_a_late_put_does_not_overwrite_what_came_in_between(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
-    """The first try hangs past its timeout, others create the name, then the first one reaches the server."""
+def test_late_put_does_not_overwrite_another_object(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
+    """A late put does not overwrite an object that was created meanwhile.
+
+    The first try hangs past its timeout, others create the name, then the first one reaches the server.
+    """
     taken = threading.Event()
 
     def take() -> None:
@@ -131,7 +139,8 @@ def test_a_late_put_does_not_overwrite_what_came_in_between(versitygw: S3, bucke
 
 
 @pytest.mark.parametrize("script", ["E", "5", "L", "H", "EH5"])
-def test_a_read_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3ObjectStore, script: str) -> None:
+def test_read_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3ObjectStore, script: str) -> None:
+    """A read is whole or an error."""
     direct.put_new("a", DATA)
     with FaultyHttp(versitygw.port, script, method="GET") as proxy:
         assert through(proxy, versitygw, bucket).get("a") == DATA
@@ -144,7 +153,8 @@ def test_a_read_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3Objec
 
 
 @pytest.mark.parametrize("script", ["E", "5", "L"])
-def test_a_listing_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3ObjectStore, script: str) -> None:
+def test_listing_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3ObjectStore, script: str) -> None:
+    """A listing is whole or an error."""
     wanted = {f"m/{number:04d}": 1 for number in range(1100)}  # two pages
     for name in wanted:
         direct.put_new(name, b"x")
@@ -158,7 +168,8 @@ def test_a_listing_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3Ob
                 list(objects.names("m"))
 
 
-def test_a_page_of_names_that_is_cut_short_is_an_error(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
+def test_listing_with_truncated_page_is_an_error(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
+    """A page of names that is cut short is an error."""
     direct.put_new("m/a", b"x")
     with FaultyHttp(versitygw.port, "H", method="GET") as proxy:
         objects = through(proxy, versitygw, bucket)
@@ -173,7 +184,8 @@ def own(tmp_path_factory: pytest.TempPathFactory, versitygw: S3) -> Iterator[S3]
         yield server
 
 
-def test_a_server_that_is_away_for_a_while_costs_time_and_nothing_else(own: S3) -> None:
+def test_server_away_for_a_while_only_costs_time(own: S3) -> None:
+    """A server that is away for a while costs time and nothing else."""
     objects = S3ObjectStore(own.settings(own.make_bucket("bucket"), retries=20, retry_seconds=60))
     contents = {f"a/{number}": random_bytes(50_000, number) for number in range(200)}
     failed: list[BaseException] = []
@@ -213,7 +225,7 @@ def test_a_server_that_is_away_for_a_while_costs_time_and_nothing_else(own: S3) 
         ({"endpoint": "http://127.0.0.1:9"}, "ConnectionRefused; nothing listens there: start the server, or correct"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_the_remedy_and_never_taken_for_nothing_there(
+def test_wrong_setup_is_one_line_and_no_empty_store(
     versitygw: S3,
     direct: S3ObjectStore,
     bucket: str,
@@ -221,6 +233,7 @@ def test_what_is_wrong_is_one_line_with_the_remedy_and_never_taken_for_nothing_t
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A wrong setup is one line with the remedy, and never an empty store."""
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # else a role is asked for at 169.254.169.254
     direct.put_new("a", DATA)
     objects = S3ObjectStore(versitygw.settings(bucket, retries=1, **changed))
@@ -241,15 +254,19 @@ def test_what_is_wrong_is_one_line_with_the_remedy_and_never_taken_for_nothing_t
     assert dict(direct.names("")) == {"a": len(DATA)}
 
 
-def test_ranges_behind_the_end_of_an_object_that_was_cut_short_are_empty(bucket: str, direct: S3ObjectStore) -> None:
-    """The client joins them to one, and panics: not an Exception, so that no handler caught it and a worker ended."""
+def test_ranges_beyond_a_truncated_object_are_empty(bucket: str, direct: S3ObjectStore) -> None:
+    """Ranges beyond the end of an object that was cut short are empty.
+
+    The client joins them to one, and panics: not an Exception, so that no handler caught it and a worker ended.
+    """
     direct.put_new("a", DATA[:100])
     for places in ([(0, 10), (200, 300)], [(60, 70), (150, 160)], [(0, 10), (101, 110), (200, 201), (50, 60)]):
         found = direct.get_ranges("a", [start for start, _ in places], [end for _, end in places])
         assert list(found) == [DATA[:100][start:end] for start, end in places]
 
 
-def test_ranges_far_apart_overlapping_and_out_of_order_are_what_was_asked_for(direct: S3ObjectStore) -> None:
+def test_ranges_in_any_order_are_the_requested_ones(direct: S3ObjectStore) -> None:
+    """Ranges far apart, overlapping and out of order return the requested bytes."""
     data = random_bytes(5_000_000, 7)
     direct.put_new("a", data)
     places = [
@@ -282,7 +299,8 @@ class Pages(socketserver.BaseRequestHandler):
 
 
 @pytest.mark.parametrize("status", sorted(PAGES))
-def test_a_page_of_a_proxy_is_no_answer_about_an_object(versitygw: S3, bucket: str, status: str) -> None:
+def test_page_of_a_proxy_is_no_answer_about_an_object(versitygw: S3, bucket: str, status: str) -> None:
+    """A page of a proxy is no answer about an object."""
     handler = type("Paged", (Pages,), {"page": PAGES[status]})
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as listener:
         thread = threading.Thread(target=listener.serve_forever, args=(0.05,))
@@ -304,9 +322,10 @@ def test_a_page_of_a_proxy_is_no_answer_about_an_object(versitygw: S3, bucket: s
             thread.join()
 
 
-def test_a_session_token_in_the_environment_is_not_sent_with_other_keys(
+def test_session_token_of_the_environment_is_not_sent(
     versitygw: S3, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A session token in the environment is not sent with other keys."""
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of another role")
     objects = S3ObjectStore(versitygw.settings(bucket, retries=0))
     objects.put_new("a", DATA)
@@ -314,7 +333,8 @@ def test_a_session_token_in_the_environment_is_not_sent_with_other_keys(
 
 
 @pytest.mark.parametrize("changed", [{"url": "s3://bucket/a//b"}, {"url": "s3://bucket/../x"}, {"ca_file": __file__}])
-def test_what_the_client_refuses_is_a_setting_that_is_refused(versitygw: S3, changed: dict[str, object]) -> None:
+def test_setting_refused_by_the_client_is_a_setting_error(versitygw: S3, changed: dict[str, object]) -> None:
+    """A value that the client refuses is a refused setting."""
     with pytest.raises(ConfigError, match="object_store: "):
         S3ObjectStore(versitygw.settings("bucket", **changed))
 
@@ -331,15 +351,17 @@ def test_what_the_client_refuses_is_a_setting_that_is_refused(versitygw: S3, cha
         {"endpoint": "http://127.0.0.1:99999"},
     ],
 )
-def test_settings_at_which_the_client_would_panic_are_refused(versitygw: S3, changed: dict[str, object]) -> None:
+def test_setting_that_panics_the_client_is_refused(versitygw: S3, changed: dict[str, object]) -> None:
+    """Settings at which the client would panic are refused."""
     with pytest.raises(ValueError, match=next(iter(changed))) as refused:
         versitygw.settings("bucket", **changed)
     assert "hidden" not in str(refused.value)
 
 
-def test_a_server_that_overwrites_although_asked_not_to_is_refused(
+def test_server_without_conditional_create_is_refused(
     versitygw: S3, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A server that overwrites despite a conditional create is refused."""
     changes = {"object_store": asdict(versitygw.settings(bucket)), "storage": {"create": True}}
     settings = with_changes(Settings(), changes)
     open_store_of(settings)

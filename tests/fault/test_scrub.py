@@ -1,4 +1,4 @@
-"""Scrubbing: a pass reads all stored data, continues after a restart, keeps its rate, and handles the damage it finds."""
+"""Scrubbing: a pass reads all stored data, continues after a restart, keeps its rate, and handles damage."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def whole_pass(store: Store) -> list:
     return steps
 
 
-def test_a_pass_reads_every_byte_of_containers_manifests_and_marks(root: Path) -> None:
+def test_scrub_pass_reads_every_byte(root: Path) -> None:
+    """A pass reads every byte of containers, manifests and tombstones."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         steps = whole_pass(store)
         stored = [name for name in objects(root) if not name.startswith("scrub/")]
@@ -57,7 +58,8 @@ def test_a_pass_reads_every_byte_of_containers_manifests_and_marks(root: Path) -
         assert sum(store.stats().parts.values()) == sum(map(len, objects(root).values()))
 
 
-def test_a_restart_goes_on_where_it_stood_and_repeats_nothing(root: Path) -> None:
+def test_scrub_after_a_restart_continues_without_repetition(root: Path) -> None:
+    """After a restart a pass continues at its position and repeats nothing."""
     count = len(containers(root))
     with open_store(root, settings=CHOSEN, create=True) as store:
         scrubber = store.scrubber()
@@ -70,7 +72,8 @@ def test_a_restart_goes_on_where_it_stood_and_repeats_nothing(root: Path) -> Non
         assert store.scrubber().state.ended_objects == len(objects(root)) - 3
 
 
-def test_a_lost_or_broken_state_begins_a_new_pass(root: Path) -> None:
+def test_scrub_with_lost_or_broken_state_begins_a_new_pass(root: Path) -> None:
+    """A lost or broken state begins a new pass."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         whole_pass(store)
         (path,) = (root / "scrub").iterdir()
@@ -81,7 +84,7 @@ def test_a_lost_or_broken_state_begins_a_new_pass(root: Path) -> None:
         assert len(list((root / "scrub").iterdir())) == 1
 
 
-def test_steps_take_a_bounded_share_of_the_time(root: Path) -> None:
+def test_scrub_steps_take_a_bounded_share_of_the_time(root: Path) -> None:
     """F.18: Many small objects, which are few bytes, do not keep a core busy while a gateway lists them."""
     chosen = settings(CHOSEN, {"scrub": {"rate_bytes": "1GiB"}})
     with open_store(root, settings=chosen, create=True) as store:
@@ -93,7 +96,8 @@ def test_steps_take_a_bounded_share_of_the_time(root: Path) -> None:
         assert scrubber.waits_seconds() >= 0.8 * took * (1 / BUSY_SHARE - 1)
 
 
-def test_a_step_is_due_when_the_bytes_of_the_one_before_may_have_been_read(root: Path) -> None:
+def test_scrub_step_is_due_by_the_bytes_of_the_last(root: Path) -> None:
+    """A step is due when its rate allows the bytes of the step before."""
     chosen = settings(CHOSEN, {"scrub": {"rate_bytes": 100_000}})
     with open_store(root, settings=chosen, create=True) as store:
         scrubber = store.scrubber()
@@ -106,8 +110,11 @@ def test_a_step_is_due_when_the_bytes_of_the_one_before_may_have_been_read(root:
 
 
 @pytest.mark.parametrize("begun", [1795817040.5, 1795817039.6683779])
-def test_the_next_pass_begins_when_it_is_due_and_none_does_at_zero_days(root: Path, begun: float) -> None:
-    """Rounded to a microsecond, the second time is one later; that is not a wrong clock."""
+def test_scrub_pass_begins_when_due_and_never_at_zero_days(root: Path, begun: float) -> None:
+    """The next pass begins when it is due, and never at zero days.
+
+    Rounded to a microsecond, the second time is one later; that is not a wrong clock.
+    """
     now = [begun]
     with open_store(root, settings=CHOSEN, clock=lambda: now[0], create=True) as store:
         whole_pass(store)
@@ -127,7 +134,8 @@ def test_the_next_pass_begins_when_it_is_due_and_none_does_at_zero_days(root: Pa
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_it_finds_is_named_with_its_versions_and_heals_when_put_again(root: Path, seed: int) -> None:
+def test_scrub_names_damage_and_a_put_repairs_it(root: Path, seed: int) -> None:
+    """Damage is named with its versions, and repaired when the content is put again."""
     draw = random.Random(seed)
     path = draw.choice(containers(root)[:-1])
     flip(path, draw.randrange(40, path.stat().st_size // 2))
@@ -148,9 +156,8 @@ def test_what_it_finds_is_named_with_its_versions_and_heals_when_put_again(root:
 
 
 @pytest.mark.parametrize("fails", ["attend", "save"])
-def test_what_could_not_be_dealt_with_is_found_again_by_the_next_step(
-    root: Path, fails: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scrub_damage_not_handled_is_found_again(root: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage that could not be handled is found again by the next step."""
     flip(containers(root)[1], 60)
     rooms = iter([False])  # no room on the device, and then there is
 
@@ -171,7 +178,8 @@ def test_what_could_not_be_dealt_with_is_found_again_by_the_next_step(
         assert (scrubber.state.read_objects, scrubber.state.damaged_objects) == (2, 1)
 
 
-def test_with_parity_it_puts_right_what_it_finds_and_adds_what_is_missing(root: Path) -> None:
+def test_scrub_with_parity_repairs_and_adds_parity(root: Path) -> None:
+    """With parity a scrub repairs damage and adds missing parity."""
     with open_store(root, settings=COVERED, create=True) as store:
         assert not any(step.damaged for step in whole_pass(store))
         before = {name: data for name, data in objects(root).items() if not name.startswith("scrub/")}
@@ -188,7 +196,8 @@ def test_with_parity_it_puts_right_what_it_finds_and_adds_what_is_missing(root: 
         assert {name: data for name, data in objects(root).items() if not name.startswith("scrub/")} == before
 
 
-def test_an_embedded_gateway_scrubs_by_itself_tells_how_far_and_heals(root: Path) -> None:
+def test_embedded_gateway_scrubs_reports_and_repairs(root: Path) -> None:
+    """An embedded gateway scrubs by itself, reports its progress, and repairs."""
     path = containers(root)[1]
     chosen = embedded(root, {"storage": {"parity": "rs-8-2"}, "scrub": {"rate_bytes": "1GiB", "every_days": 1}})
     with open_store(root, settings=chosen, create=True) as store:
@@ -211,7 +220,8 @@ def test_an_embedded_gateway_scrubs_by_itself_tells_how_far_and_heals(root: Path
     assert path.read_bytes() == whole
 
 
-def test_a_state_comes_back_and_one_with_any_flipped_bit_is_refused() -> None:
+def test_scrub_state_round_trips_and_refuses_flipped_bits() -> None:
+    """A state is read as written, and refused with any flipped bit."""
     state = ScrubState(7, 9, "manifests/a\0", 100, 3, 1, 5, 4, 3, 2)
     data = encode_state(state)
     assert decode_state(data, "s") == state
@@ -223,14 +233,16 @@ def test_a_state_comes_back_and_one_with_any_flipped_bit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("parity", [pytest.param("none", marks=pytest.mark.soak), "rs-8-2"])
-def test_every_flipped_bit_is_detected_and_with_parity_healed(tmp_path: Path, parity: str) -> None:
+def test_flipped_bits_are_detected_and_repaired_with_parity(tmp_path: Path, parity: str) -> None:
+    """Every flipped bit is detected, and repaired if there is parity."""
     result = run(70, seed=11, parity=parity, root=tmp_path / "store")
     assert result.missed == []
     assert len(result.by_kind) >= 5
     assert result.healed >= (50 if parity != "none" else 0)
 
 
-def test_a_descriptor_whose_version_a_flip_made_a_later_one_is_read_by_its_parity(root: Path) -> None:
+def test_descriptor_with_flipped_version_is_read_by_parity(root: Path) -> None:
+    """A descriptor whose format version a flip increased is read through its parity."""
     with open_store(root, settings=COVERED, create=True) as store:
         store.repair()
     path = root / "nearkin.json"

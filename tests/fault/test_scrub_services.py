@@ -65,7 +65,8 @@ def wait_for_a_pass(scrub: BackgroundScrub, store: ParityObjectStore) -> None:
     scrub.stop()
 
 
-def test_it_puts_right_containers_manifests_and_parity_in_the_bucket(store: ParityObjectStore) -> None:
+def test_scrub_repairs_objects_in_the_bucket(store: ParityObjectStore) -> None:
+    """The scrub repairs containers, manifests and parity in the bucket."""
     names = sorted(name for name, _ in store.names("containers"))
     manifests = sorted(name for name, _ in store.names("manifests"))
     wholes = {
@@ -98,9 +99,10 @@ class Forgetting:
     def collect_many(self, versions) -> None: ...
 
 
-def test_what_it_cannot_put_right_is_quarantined_forgotten_and_told_with_its_versions(
+def test_scrub_quarantines_and_reports_what_it_cannot_repair(
     store: ParityObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Damage that it cannot repair is quarantined, withdrawn and reported with its versions."""
     name = sorted(name for name, _ in store.names("containers"))[0]
     damage(store, name, 100)
     store.inner.delete(f"parity/{name}.nkp")
@@ -123,9 +125,8 @@ class Away(Forgetting):
             raise StoreUnavailable("redis does not answer")
 
 
-def test_an_index_that_is_away_is_told_of_the_damage_when_it_is_back(
-    store: ParityObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_away_is_updated_when_it_is_back(store: ParityObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that is unreachable is updated about the damage when it is back."""
     monkeypatch.setattr(scrubbing_module, "RETRY_SECONDS", 0.1)
     name = sorted(name for name, _ in store.names("containers"))[0]
     damage(store, name, 100)
@@ -162,10 +163,13 @@ class BadSector(ObstoreObjectStore):
     delete = property(lambda self: self._inner.delete)
 
 
-def test_what_the_device_cannot_read_is_put_back_from_parity_and_what_is_found_with_it_is_not_forgotten(
+def test_unreadable_object_is_restored_from_parity(
     tmp_path: Path,
 ) -> None:
-    """All of it is lost: its parity has as many parts as it has itself."""
+    """An object that the device cannot read is restored from parity, and other damage is not forgotten.
+
+    All of it is lost: its parity has as many parts as it has itself.
+    """
     chosen = with_changes(COVERED, {"storage": {"parity": "rs-2-2"}})
     with open_store(tmp_path / "s", settings=chosen, create=True) as made:
         made.put("k", random_bytes(100_000, 5))

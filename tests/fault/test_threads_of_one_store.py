@@ -86,7 +86,8 @@ def sound_and_listed_by_another(store: Store) -> list[str]:
         return listed(other)
 
 
-def test_an_index_that_is_closed_is_read_to_the_end_by_who_began(tmp_path: Path) -> None:
+def test_closed_index_is_read_to_the_end(tmp_path: Path) -> None:
+    """A thread that reads an index reads to the end though another one closes it."""
     index = LmdbIndex(tmp_path, bytes(16), 1 << 24)
     index.mark_complete()
     with index._reading() as txn:
@@ -96,7 +97,8 @@ def test_an_index_that_is_closed_is_read_to_the_end_by_who_began(tmp_path: Path)
         assert index.complete
 
 
-def test_listings_meet_no_error_while_puts_and_closes_take_their_index_away(store: Store) -> None:
+def test_listings_during_puts_and_closes_meet_no_error(store: Store) -> None:
+    """Listings meet no error while puts and closes replace their index."""
     ended, failures, count = threading.Event(), list[BaseException](), 0
 
     def listing() -> None:
@@ -117,7 +119,8 @@ def test_listings_meet_no_error_while_puts_and_closes_take_their_index_away(stor
     assert (failures, count > 0) == ([], True)
 
 
-def test_an_index_is_not_rebuilt_beside_a_put_whose_version_it_would_not_list(store: Store) -> None:
+def test_rebuild_during_a_put_is_refused(store: Store) -> None:
+    """An index is not rebuilt during a put whose version it would not list."""
     came = once("commit.begun", store.rebuild_index)
     store.put("b", CONTENT)
     assert isinstance(came[0], StoreLocked)
@@ -125,7 +128,8 @@ def test_an_index_is_not_rebuilt_beside_a_put_whose_version_it_would_not_list(st
     assert sound_and_listed_by_another(store) == ["a", "b", "later"]
 
 
-def test_a_put_that_comes_while_the_index_is_rebuilt_waits_for_it(store: Store) -> None:
+def test_put_during_an_index_rebuild_waits(store: Store) -> None:
+    """A put that begins during an index rebuild waits for it."""
     putting: list[threading.Thread] = []
 
     def watch(name: str) -> None:
@@ -141,7 +145,8 @@ def test_a_put_that_comes_while_the_index_is_rebuilt_waits_for_it(store: Store) 
     assert sound_and_listed_by_another(store) == ["a", "b", "later"]
 
 
-def test_of_two_puts_that_waited_for_the_same_rebuild_one_is_refused(store: Store) -> None:
+def test_two_puts_after_the_same_rebuild_one_is_refused(store: Store) -> None:
+    """Of two puts that waited for the same rebuild one is refused."""
     putting: list[threading.Thread] = []
     came: list[object] = []
 
@@ -170,7 +175,8 @@ def test_of_two_puts_that_waited_for_the_same_rebuild_one_is_refused(store: Stor
     assert store.put("d", CONTENT).info.version == 1
 
 
-def test_a_store_that_is_closed_beside_a_put_that_has_just_begun_waits_for_it(store: Store) -> None:
+def test_close_waits_for_a_put_that_has_just_begun(store: Store) -> None:
+    """The close of a store waits for a put that has just begun."""
     closing: list[threading.Thread] = []
 
     def watch(name: str) -> None:
@@ -186,7 +192,8 @@ def test_a_store_that_is_closed_beside_a_put_that_has_just_begun_waits_for_it(st
     assert sound_and_listed_by_another(store) == ["a", "b", "later"]
 
 
-def test_verify_says_that_a_put_at_work_may_lean_on_what_it_found_broken(store: Store) -> None:
+def test_verify_reports_that_an_active_put_may_use_damage(store: Store) -> None:
+    """Verify reports that an active put may depend on the damage that it found."""
     damaged(store)
     came = once("put.container", lambda: (store.verify().forgotten, is_locked(store)))
     store.put("b", random_bytes(200_000, 3))
@@ -195,7 +202,8 @@ def test_verify_says_that_a_put_at_work_may_lean_on_what_it_found_broken(store: 
     assert store.verify().forgotten
 
 
-def test_verify_that_ends_leaves_a_put_that_began_meanwhile_its_lock(tmp_path: Path) -> None:
+def test_verify_leaves_the_lock_of_a_later_put(tmp_path: Path) -> None:
+    """Verify that ends leaves the lock to a put that began meanwhile."""
     with open_store(tmp_path / "s", create=True) as made:
         damaged(made)
     begun, verified = threading.Event(), threading.Event()
@@ -226,7 +234,9 @@ def test_verify_that_ends_leaves_a_put_that_began_meanwhile_its_lock(tmp_path: P
         assert sound_and_listed_by_another(store) == ["b", "broken", "later"]
 
 
-def test_a_listing_that_finds_no_index_does_not_take_the_lock_from_a_put(store: Store) -> None:
+def test_listing_without_index_leaves_the_lock_of_a_put(store: Store) -> None:
+    """A listing that finds no index does not take the lock from a put."""
+
     def removed() -> tuple[list[str], bool]:
         shutil.rmtree(store.root / "index")
         return listed(store), is_locked(store)
@@ -238,16 +248,15 @@ def test_a_listing_that_finds_no_index_does_not_take_the_lock_from_a_put(store: 
     assert sound_and_listed_by_another(store) == ["a", "b", "later"]
 
 
-def test_what_a_put_publishes_while_verify_lists_is_not_forgotten_as_missing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entries_published_during_verify_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries that a put publishes while verify lists are not withdrawn as missing."""
     damaged(store)
     content = random_bytes(200_000, 4)
     ids, begun = store._containers.ids, threading.Event()
 
     def listed_before_a_put() -> Iterator[tuple[ContainerId, int]]:
         found = list(ids())
-        if recorded and not begun.is_set():  # what is missing is found out by this listing
+        if recorded and not begun.is_set():  # this listing finds the missing entries
             begun.set()
             beside(lambda: store.put("b", content)).join(WAIT_SECONDS)
         return iter(found)
@@ -262,7 +271,8 @@ def test_what_a_put_publishes_while_verify_lists_is_not_forgotten_as_missing(
     assert ledger.duplicate_chunks == ledger.chunks
 
 
-def test_a_store_that_is_closed_beside_a_put_keeps_its_lock_until_that_has_ended(store: Store) -> None:
+def test_closed_store_keeps_its_lock_until_a_put_ends(store: Store) -> None:
+    """A store that is closed during a put keeps its lock until the put has ended."""
     closing: list[threading.Thread] = []
     locked: list[bool] = []
 
@@ -280,7 +290,8 @@ def test_a_store_that_is_closed_beside_a_put_keeps_its_lock_until_that_has_ended
     assert sound_and_listed_by_another(store) == ["a", "b", "later"]
 
 
-def test_a_put_that_was_left_in_the_middle_writes_nothing_once_its_store_is_closed(store: Store) -> None:
+def test_abandoned_put_writes_nothing_after_the_close(store: Store) -> None:
+    """A put that was abandoned writes nothing once its store is closed."""
     before = sorted(store.root.rglob("*.nk?"))
 
     def items() -> Iterator[tuple[str, bytes]]:
@@ -296,8 +307,11 @@ def test_a_put_that_was_left_in_the_middle_writes_nothing_once_its_store_is_clos
 
 
 @pytest.mark.parametrize("number", range(1, 4))
-def test_a_put_waits_for_a_repair_that_heals_the_same_container(store: Store, number: int) -> None:
-    """Both found the same copies, and made the same next generation: one of them failed with AlreadyExists."""
+def test_put_waits_for_a_repair_of_the_same_container(store: Store, number: int) -> None:
+    """A put waits for a repair of the same container.
+
+    Both found the same copies, and made the same next generation: one of them failed with AlreadyExists.
+    """
     damaged(store)
     assert store.verify().damage
     content = store.root.parent / "content"
@@ -329,7 +343,8 @@ def test_a_put_waits_for_a_repair_that_heals_the_same_container(store: Store, nu
     assert store.verify().damage == ()
 
 
-def test_a_repair_waits_for_a_put_in_another_thread(store: Store) -> None:
+def test_repair_waits_for_a_put_in_another_thread(store: Store) -> None:
+    """A repair waits for a put in another thread."""
     damaged(store)
     came, threads = list[object](), list[threading.Thread]()
 

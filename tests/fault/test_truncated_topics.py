@@ -101,7 +101,7 @@ def test_truncated_log_fails_uploads_visibly(kafka: Kafka, pipeline: Pipeline) -
 
 
 @pytest.mark.parametrize("stops", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["stopped", "running"])
-def test_truncated_log_below_offset_is_read_again(kafka: Kafka, pipeline: Pipeline, stops: bool) -> None:
+def test_log_truncated_below_the_offset_is_read_again(kafka: Kafka, pipeline: Pipeline, stops: bool) -> None:
     """F.32: Blobs put into a log that lost read messages are committed, though the group's offset is beyond its end."""
     blobs = {"first": content(1, 2 * MIB), "later": content(5, 6 * MIB)}
     assert outcome(pipeline, put(pipeline, "first", blobs["first"])) == "committed"

@@ -46,7 +46,10 @@ def run(*arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]
 
 
 def run_and_read_record(out: Path, room: str, *arguments: str | Path, **more: str) -> dict[str, Any]:
-    """Run a suite, and return its record; the output of `--json` equals the file. Raises AssertionError."""
+    """Run a suite, and return its record; the output of `--json` equals the file.
+
+    Raises AssertionError.
+    """
     done = run(room, "--out", out, "--json", *arguments, **more)
     assert (done.returncode, done.stderr) == (0, "")
     record: dict[str, Any] = json.loads(done.stdout)

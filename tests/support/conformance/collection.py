@@ -39,7 +39,10 @@ class CollectionIndex(Index, SupportsCollection, Protocol):
 
 
 class CollectionContract:
-    """Contract of a filled index. Subclasses provide the fixture `index` (see `fill`) and the marks that remain."""
+    """Contract of a filled index.
+
+    Subclasses provide the fixture `index` (see `fill`) and the marks that remain.
+    """
 
     @staticmethod
     def fill(index: Index) -> None:
@@ -51,11 +54,11 @@ class CollectionContract:
         """Return the bytes of marks whose versions are not listed."""
         raise NotImplementedError
 
-    def test_it_can_be_collected_from(self, index: CollectionIndex) -> None:
+    def test_index_supports_collection(self, index: CollectionIndex) -> None:
         """A maintenance worker asks for it."""
         assert isinstance(index, SupportsCollection)
 
-    def test_what_is_forgotten_is_a_miss_and_the_rest_is_found(self, index: CollectionIndex) -> None:
+    def test_withdrawn_entries_are_misses_and_others_found(self, index: CollectionIndex) -> None:
         """Again changes nothing."""
         for _ in range(2):
             index.withdraw({FIRST: np.array([1], np.uint32)}, {FIRST: np.array([0], np.uint32)}, ())
@@ -64,24 +67,24 @@ class CollectionContract:
             assert rows(of_rank(index, SKETCH, 0, np.array([70, 80], np.uint64))) == [(FIRST, 0), None]
             assert len(index.container_ids()) == 2
 
-    def test_a_container_that_is_gone_is_counted_no_more(self, index: CollectionIndex) -> None:
+    def test_deleted_container_is_not_counted(self, index: CollectionIndex) -> None:
         """All of it, its segments too."""
         index.withdraw({FIRST: None}, {}, [FIRST])
         assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [None, (SECOND, 1)]
         assert index.container_ids().tolist() == [SECOND]
 
-    def test_published_again_only_what_may_be_found_is(self, index: CollectionIndex) -> None:
+    def test_republished_container_omits_pending_delete(self, index: CollectionIndex) -> None:
         """A rebuild leaves out entries that are pending delete."""
         index.withdraw({FIRST: None}, {}, [FIRST])
         index.publish(replace(first_claims(), only=np.array([2], np.uint32), super_features={}))
         assert rows(index.locate_chunks(chunk_names("a", "ccc"))) == [None, (FIRST, 2)]
 
-    def test_a_container_written_anew_is_told_as_it_is_now(self, index: CollectionIndex) -> None:
+    def test_rewritten_container_has_its_new_summary(self, index: CollectionIndex) -> None:
         """It keeps its id."""
         index.renew(replace(summarise(first_claims()), container_bytes=77))
         assert next(summary.container_bytes for summary in index.containers()) == 77
 
-    def test_a_collected_version_is_listed_no_more_and_its_mark_stays(self, index: CollectionIndex) -> None:
+    def test_collected_version_is_not_listed_and_its_mark_stays(self, index: CollectionIndex) -> None:
         """The mark keeps the number taken."""
         one, two = manifest("k", 1, [(FIRST, 0), (FIRST, 1)]), manifest("k", 2, [(FIRST, 1)])
         index.commit_many([(one, 100), (two, 100)])

@@ -108,7 +108,7 @@ class IndexContract:
 
     # --- chunks ------------------------------------------------------------------------------------------------------
 
-    def test_nothing_is_found_in_an_empty_index(self, index: Index) -> None:
+    def test_empty_index_finds_nothing(self, index: Index) -> None:
         """Not found is an answer, not an error."""
         assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [None, None]
         assert rows(index.locate_segments(ids("s1"))) == [None]
@@ -116,20 +116,20 @@ class IndexContract:
         assert list(index.versions_of("default", "k")) == []
         assert list(index.manifest_names("default", "")) == []
 
-    def test_asking_for_nothing_answers_nothing(self, index: Index) -> None:
+    def test_empty_lookup_answers_nothing(self, index: Index) -> None:
         """Batches may be empty."""
         index.publish(first_claims())
         assert rows(index.locate_chunks(np.zeros((0, 32), np.uint8))) == []
         assert rows(index.locate_segments(np.zeros((0, 20), np.uint8))) == []
         assert rows(of_rank(index, SKETCH, 0, np.zeros(0, np.uint64))) == []
 
-    def test_published_chunks_are_found_where_they_lie(self, index: Index) -> None:
+    def test_published_chunks_are_found_at_their_locations(self, index: Index) -> None:
         """In the order asked for, repeats included."""
         index.publish(first_claims())
         found = rows(index.locate_chunks(chunk_names("ccc", "zz", "a", "ccc")))
         assert found == [(FIRST, 2), None, (FIRST, 0), (FIRST, 2)]
 
-    def test_a_name_is_all_of_its_bytes(self, index: Index) -> None:
+    def test_chunk_name_is_compared_in_full(self, index: Index) -> None:
         """Fingerprint, tag and length must all agree (DESIGN section 1)."""
         index.publish(first_claims())
         for position in (0, 19, 20, 27, 28, 31):
@@ -137,7 +137,7 @@ class IndexContract:
             other[0, position] ^= 1
             assert rows(index.locate_chunks(other)) == [None]
 
-    def test_the_first_copy_of_a_chunk_wins(self, index: Index) -> None:
+    def test_first_copy_of_a_chunk_wins(self, index: Index) -> None:
         """A later container's copy is dead space, not a new truth (I5)."""
         index.publish(first_claims())
         index.publish(second_claims())
@@ -145,7 +145,7 @@ class IndexContract:
 
     # --- super-features ----------------------------------------------------------------------------------------------
 
-    def test_a_super_feature_finds_the_first_chunk_that_had_it(self, index: Index) -> None:
+    def test_super_feature_finds_its_first_chunk(self, index: Index) -> None:
         """In stream order: within a container by ordinal, between containers by publishing."""
         index.publish(first_claims())
         index.publish(second_claims())
@@ -157,13 +157,13 @@ class IndexContract:
         ]
         assert rows(of_rank(index, SKETCH, 1, np.array([71, 92], np.uint64))) == [(FIRST, 0), (SECOND, 1)]
 
-    def test_ranks_and_sketches_do_not_meet(self, index: Index) -> None:
+    def test_ranks_and_sketches_are_separate(self, index: Index) -> None:
         """A super-feature of another rank, algorithm or parameter is another thing."""
         index.publish(first_claims())
         assert rows(of_rank(index, SKETCH, 1, np.array([70], np.uint64))) == [None]
         assert rows(of_rank(index, OTHER_SKETCH, 0, np.array([70], np.uint64))) == [None]
 
-    def test_the_lowest_rank_that_is_known_finds_the_base(self, index: Index) -> None:
+    def test_lowest_known_rank_finds_the_base(self, index: Index) -> None:
         """Lookups rank by rank and of all ranks at once agree; pending entries are found after published ones."""
         index.publish(first_claims())
         index.publish(second_claims())
@@ -175,13 +175,13 @@ class IndexContract:
         nothing = np.zeros((0, 3), np.uint64)
         assert not len(pending.locate_bases(SKETCH, nothing)[2])
 
-    def test_no_super_feature_is_never_found(self, index: Index) -> None:
+    def test_super_feature_of_zero_is_never_found(self, index: Index) -> None:
         """0 means that a chunk has no super-feature."""
         index.publish(first_claims())
         assert rows(of_rank(index, SKETCH, 0, np.zeros(1, np.uint64))) == [None]
         assert rows(index.locate_ranks(SKETCH, np.zeros((1, 2), np.uint64))) == [None, None]
 
-    def test_all_ranks_are_asked_about_at_once(self, index: Index) -> None:
+    def test_lookup_of_all_ranks_at_once_finds_bases(self, index: Index) -> None:
         """All of a rank one behind the other."""
         index.publish(first_claims())
         index.publish(second_claims())
@@ -192,13 +192,13 @@ class IndexContract:
 
     # --- segments ----------------------------------------------------------------------------------------------------
 
-    def test_segments_are_found_and_the_first_wins(self, index: Index) -> None:
+    def test_segments_are_found_and_first_wins(self, index: Index) -> None:
         """A location is (container, segment ordinal)."""
         index.publish(first_claims())
         index.publish(second_claims())
         assert rows(index.locate_segments(ids("s3", "s2", "s1", "s9"))) == [(SECOND, 1), (FIRST, 1), (FIRST, 0), None]
 
-    def test_publishing_twice_is_publishing_once(self, index: Index) -> None:
+    def test_publishing_twice_changes_nothing(self, index: Index) -> None:
         """A redelivered container changes nothing, not even after later ones."""
         for again in (first_claims(), second_claims(), first_claims(), second_claims()):
             index.publish(again)
@@ -206,7 +206,7 @@ class IndexContract:
         assert rows(index.locate_segments(ids("s2"))) == [(FIRST, 1)]
         assert rows(of_rank(index, SKETCH, 0, np.array([80], np.uint64))) == [(FIRST, 1)]
 
-    def test_containers_published_together_are_as_one_after_another(self, index: Index) -> None:
+    def test_containers_published_together_equal_sequential(self, index: Index) -> None:
         """The first in their order wins, and what was there before them."""
         index.publish_many([first_claims(), second_claims(), first_claims()])
         index.publish_many([second_claims(), first_claims()])
@@ -221,20 +221,20 @@ class IndexContract:
         ]
         assert list(index.containers()) == [summarise(first_claims()), summarise(second_claims())]
 
-    def test_a_container_of_nothing_can_be_published(self, index: Index) -> None:
+    def test_empty_container_can_be_published(self, index: Index) -> None:
         """All its chunks were folded away, or it holds recipes alone."""
         made = replace(second_claims(), super_features={})
         index.publish(made)
         assert rows(of_rank(index, SKETCH, 0, np.array([80], np.uint64))) == [None]
         assert rows(index.locate_chunks(chunk_names("dddd"))) == [(SECOND, 1)]
 
-    def test_containers_are_listed_with_what_stats_needs(self, index: Index) -> None:
+    def test_containers_are_listed_for_stats(self, index: Index) -> None:
         """In stream order, each once, whatever the order and number of publishings."""
         for again in (second_claims(), first_claims(), second_claims()):
             index.publish(again)
         assert list(index.containers()) == [summarise(first_claims()), summarise(second_claims())]
 
-    def test_of_many_publishers_of_the_same_chunks_one_is_first(self, index: Index) -> None:
+    def test_many_publishers_of_same_chunks_have_one_first(self, index: Index) -> None:
         """The first entry stays, no location mixes two entries, and chunks of a single publisher are found there."""
         made = [
             claims(
@@ -301,7 +301,7 @@ class IndexContract:
 
     # --- versions ----------------------------------------------------------------------------------------------------
 
-    def test_the_catalog_says_of_a_version_what_was_committed(self, index: Index) -> None:
+    def test_catalog_lists_a_version_as_committed(self, index: Index) -> None:
         """Its ledger and times, and how many bytes its manifest takes."""
         ledger = Ledger(*range(1, 13))
         made = replace(manifest("k", 3, [(FIRST, 0)]), ledger=ledger, seconds=2.25)
@@ -310,7 +310,7 @@ class IndexContract:
         entry = list(index.catalog("default", "k"))[1]
         assert (entry.key, entry.manifest_bytes, entry.seconds, entry.ledger) == ("k", 1 << 40, 2.25, ledger)
 
-    def test_more_versions_than_a_page_are_all_listed(self, index: Index) -> None:
+    def test_versions_of_several_pages_are_all_listed(self, index: Index) -> None:
         """Pages end between two versions of one key as well as between keys."""
         index.commit_many([(manifest(f"k{n % 7}", n // 7 + 1, []), n) for n in range(2500)])
         listed = list(index.manifest_names("default", "k"))
@@ -318,7 +318,7 @@ class IndexContract:
         assert listed == sorted(set(listed))
         assert index.versions_of("default", "k3") == list(range(1, 358))
 
-    def test_a_version_committed_by_many_at_once_is_listed_once(self, index: Index) -> None:
+    def test_version_committed_concurrently_is_listed_once(self, index: Index) -> None:
         """Two workers may hold the same end of a blob."""
         made = manifest("k", 1, [(FIRST, n) for n in range(50)])
         with ThreadPoolExecutor(PUBLISHERS) as pool:
@@ -358,7 +358,7 @@ class IndexContract:
         assert index.versions_of("one", "k") == [1]
         assert list(index.manifest_names("two", "")) == [("k", 2)]
 
-    def test_the_marks_of_versions_are_told_with_them(self, index: Index) -> None:
+    def test_marks_are_listed_with_their_versions(self, index: Index) -> None:
         """The highest mark is kept, whatever is recorded later or twice, before its version or after it."""
         index.mark_many([MarkedVersion("default", "k", 2, 1, 90)])
         index.commit_many([(manifest("k", version, []), 100) for version in (1, 2, 3)])
@@ -372,13 +372,13 @@ class IndexContract:
         assert [(e.version, e.sequence) for e in index.catalog("other")] == [(3, 0)]
         assert index.versions_of("default", "k") == [1, 2, 3]
 
-    def test_marks_are_told_on_every_page(self, index: Index) -> None:
+    def test_marks_are_listed_on_every_page(self, index: Index) -> None:
         """Some versions of many."""
         index.commit_many([(manifest("k", version, []), 1) for version in range(1, 2501)])
         index.mark_many([MarkedVersion("default", "k", version, 1, 90) for version in range(100, 2501, 100)])
         assert [e.version for e in index.catalog("default") if e.deleted] == list(range(100, 2501, 100))
 
-    def test_committing_twice_is_committing_once(self, index: Index) -> None:
+    def test_committing_twice_changes_nothing(self, index: Index) -> None:
         """A repeated message changes nothing, also where it differs (DESIGN section 2, idea 3)."""
         for _ in range(3):
             index.commit(manifest("k", 1, [(FIRST, 0)]), 100)
@@ -386,7 +386,7 @@ class IndexContract:
         assert [entry.manifest_bytes for entry in index.catalog("default", "k")] == [100]
         assert index.versions_of("default", "k") == [1]
 
-    def test_a_version_without_segments_is_listed(self, index: Index) -> None:
+    def test_version_without_segments_is_listed(self, index: Index) -> None:
         """The empty blob."""
         index.commit(manifest("k", 1, []), 100)
         assert index.versions_of("default", "k") == [1]

@@ -23,7 +23,7 @@ LARGE_BYTES = 5 * 1024 * 1024
 class ObjectStoreContract:
     """Give `objects`: a fixture that returns an empty ObjectStore."""
 
-    def test_what_was_put_is_what_comes_back(self, objects: ObjectStore) -> None:
+    def test_get_returns_the_bytes_put(self, objects: ObjectStore) -> None:
         """Objects are bytes."""
         objects.put_new("a/b/c.bin", b"content")
         assert objects.get("a/b/c.bin") == b"content"
@@ -34,7 +34,7 @@ class ObjectStoreContract:
         objects.put_new("a/view", memoryview(b"--content--")[2:-2])
         assert objects.get("a/view") == b"content"
 
-    def test_parts_are_one_object(self, objects: ObjectStore) -> None:
+    def test_parts_make_one_object(self, objects: ObjectStore) -> None:
         """More parts than a system call takes, empty ones and large ones among them."""
         parts = [random_bytes(size, size) for size in (0, 1, 2_000_000, 0, 7, *range(3000), 0)]
         objects.put_new("a/parts", *parts[:-1], memoryview(parts[-1]))
@@ -42,7 +42,7 @@ class ObjectStoreContract:
         with pytest.raises(AlreadyExists):
             objects.put_new("a/parts", b"", b"")
 
-    def test_an_empty_object_is_an_object(self, objects: ObjectStore) -> None:
+    def test_empty_object_is_an_object(self, objects: ObjectStore) -> None:
         """Empty is not missing."""
         objects.put_new("a/empty", b"")
         assert objects.get("a/empty") == b""
@@ -52,7 +52,7 @@ class ObjectStoreContract:
         with pytest.raises(AlreadyExists):
             objects.put_new("a/empty", b"")
 
-    def test_a_large_object_comes_back(self, objects: ObjectStore) -> None:
+    def test_large_object_is_read_back(self, objects: ObjectStore) -> None:
         """Size is no matter."""
         data = random_bytes(LARGE_BYTES, 1)
         objects.put_new("a/large", data)
@@ -62,7 +62,7 @@ class ObjectStoreContract:
         found = objects.get_ranges("a/large", starts, ends)
         assert found == [data[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def test_ranges_come_in_the_order_asked_for(self, objects: ObjectStore) -> None:
+    def test_ranges_are_in_the_requested_order(self, objects: ObjectStore) -> None:
         """Also where they overlap, repeat, or are empty."""
         objects.put_new("a/r", b"0123456789")
         assert objects.get_ranges("a/r", [8, 0, 2, 2, 5], [10, 10, 4, 4, 5]) == [
@@ -76,7 +76,7 @@ class ObjectStoreContract:
         joining = [b"01", b"234", b"", b"5678", b"9", b""]
         assert objects.get_ranges("a/r", [0, 2, 5, 5, 9, 10], [2, 5, 5, 9, 13, 15]) == joining
 
-    def test_nothing_is_overwritten(self, objects: ObjectStore) -> None:
+    def test_existing_object_is_not_overwritten(self, objects: ObjectStore) -> None:
         """A second put of a name is refused, and says so."""
         objects.put_new("a/x", b"first")
         for data in (b"first", b"second"):
@@ -84,7 +84,7 @@ class ObjectStoreContract:
                 objects.put_new("a/x", data)
         assert objects.get("a/x") == b"first"
 
-    def test_an_object_is_replaced_whole(self, objects: ObjectStore) -> None:
+    def test_object_is_replaced_whole(self, objects: ObjectStore) -> None:
         """If the store supports it, new bytes replace damaged ones, longer or shorter."""
         if not isinstance(objects, SupportsReplace):
             pytest.skip("this store replaces nothing")
@@ -98,7 +98,7 @@ class ObjectStoreContract:
         with pytest.raises(AlreadyExists):
             objects.put_new("a/missing", b"")
 
-    def test_a_reader_sees_the_one_or_the_other_while_an_object_is_replaced(self, objects: ObjectStore) -> None:
+    def test_reader_during_replace_sees_old_or_new_object(self, objects: ObjectStore) -> None:
         """And never half of it."""
         if not isinstance(objects, SupportsReplace):
             pytest.skip("this store replaces nothing")
@@ -117,7 +117,7 @@ class ObjectStoreContract:
                 assert objects.get("a/x") in contents
             done.result()
 
-    def test_what_is_not_there_is_not_found(self, objects: ObjectStore) -> None:
+    def test_missing_object_is_not_found(self, objects: ObjectStore) -> None:
         """A missing name is not found, in a store with other objects and in an empty one."""
         for _ in range(2):
             with pytest.raises(NotFound, match="a/none"):
@@ -137,7 +137,7 @@ class ObjectStoreContract:
         assert sorted(objects.names("a/b")) == [("a/b/2", 2)]
         assert sorted(objects.names("ab")) == [("ab/3", 3)]
 
-    def test_a_prefix_without_objects_has_no_names(self, objects: ObjectStore) -> None:
+    def test_prefix_without_objects_lists_nothing(self, objects: ObjectStore) -> None:
         """Before and after there was one."""
         assert list(objects.names("a")) == []
         objects.put_new("a/b/x", b"")
@@ -152,7 +152,7 @@ class ObjectStoreContract:
             objects.put_new(name, b"x")
         assert Counter(name for name, _ in objects.names("many")) == Counter(wanted)
 
-    def test_what_was_deleted_is_gone_and_can_be_put_again(self, objects: ObjectStore) -> None:
+    def test_deleted_object_can_be_put_again(self, objects: ObjectStore) -> None:
         """Deleting what is not there is fine: a maintenance worker repeats itself."""
         objects.put_new("a/x", b"first")
         objects.delete("a/x")
@@ -163,7 +163,7 @@ class ObjectStoreContract:
         objects.put_new("a/x", b"second")
         assert objects.get("a/x") == b"second"
 
-    def test_of_writers_at_once_exactly_one_wins(self, objects: ObjectStore) -> None:
+    def test_concurrent_writers_have_one_winner(self, objects: ObjectStore) -> None:
         """This is the commit point: afterwards the object is the winner's, whole (I2)."""
         contents = [bytes([number]) * 100_000 for number in range(WRITERS)]
         for race in range(10):
@@ -182,7 +182,7 @@ class ObjectStoreContract:
             assert won.count(True) == 1
             assert objects.get(f"race/{race // 5}/{race}") == contents[won.index(True)]
 
-    def test_a_listing_while_others_write_misses_nothing_older(self, objects: ObjectStore) -> None:
+    def test_listing_during_writes_misses_nothing_older(self, objects: ObjectStore) -> None:
         """Objects that exist throughout are listed with their sizes; partly written ones are not."""
         before = {f"busy/{number % 7}/old{number}" for number in range(300)}
         for name in before:

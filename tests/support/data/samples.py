@@ -236,7 +236,10 @@ def manifest_with_chain() -> Manifest:
 
 
 def read_all(data: bytes | memoryview) -> tuple[Directory, list[bytes]]:
-    """Return the directory and all decoded blocks of a container. Raises Corrupt or FormatTooNew."""
+    """Return the directory and all decoded blocks of a container.
+
+    Raises Corrupt or FormatTooNew.
+    """
     directory = decode_container(data, "sample")
     view = memoryview(data)
     blocks = []

@@ -90,7 +90,10 @@ def attempt(store: Store, key: str, version: int) -> tuple[bytes, NearkinError |
 
 
 def find_broken(store: Store, contents: Mapping[tuple[str, int], bytes]) -> set[tuple[str, int]]:
-    """Return the versions of `contents` whose `get` fails. Raises AssertionError if one yields a wrong byte."""
+    """Return the versions of `contents` whose `get` fails.
+
+    Raises AssertionError if one yields a wrong byte.
+    """
     failed = set()
     for (key, version), content in contents.items():
         given, err = attempt(store, key, version)

@@ -64,7 +64,7 @@ class Result:
 
 
 def kind_of(name: str) -> str:
-    """Return what kind of object a name is of."""
+    """Return the kind of object that a name belongs to."""
     if name.startswith("parity/"):
         return "parity"
     suffix = name.rpartition(".")[2]
@@ -162,7 +162,7 @@ class _Bench:
             return set(self._contents)
 
     def repair(self, name: str) -> None:
-        """Put right what is damaged."""
+        """Repair the damage."""
         from nearkin_maintenance import ContainerRepairer, Repairer
 
         parts = self._parts()
@@ -197,7 +197,7 @@ def run(flips: int, seed: int, parity: str = "none", root: Path | None = None, *
             _one(root, before, name, at, bit, bench, result)
             result.flips += 1
             result.by_kind[kind] += 1
-    except KeyboardInterrupt:  # what was done until then counts
+    except KeyboardInterrupt:  # the flips until then count
         pass
     result.seconds = time.perf_counter() - started
     return result
@@ -231,7 +231,7 @@ def _one(root: Path, before: Mapping[str, bytes], name: str, at: int, bit: int, 
 @click.option("--parity", default="none", show_default=True)
 @click.option("--encrypted", is_flag=True, help="Of a store that is sealed, its keys too where there is parity.")
 def main(flips: int, seed: int, parity: str, encrypted: bool) -> None:
-    """Run, print what became of them, and fail where one was missed."""
+    """Run, print the result, and fail if a flip was missed."""
     logging.getLogger("nearkin").setLevel(logging.ERROR)  # each read through parity would be logged
     result = run(flips, seed, parity, encrypted=encrypted)
     for missed in result.missed:

@@ -94,7 +94,10 @@ class Outcome:
 
 
 class Campaign:
-    """Stores that are killed repeatedly. `plant` is called in each child before it opens anything."""
+    """Stores that are killed repeatedly.
+
+    `plant` is called in each child before it opens anything.
+    """
 
     def __init__(
         self,

@@ -101,7 +101,10 @@ class Seen:
 
 @dataclass(slots=True)
 class Oracle:
-    """Model of one store and one tenant. Its time is the store's clock, which never runs backwards here."""
+    """Model of one store and one tenant.
+
+    Its time is the store's clock, which never runs backwards here.
+    """
 
     now: float
     undelete_seconds: float = DAY

@@ -35,7 +35,10 @@ CAUGHT, MISSED = "caught", "missed"
 
 @frozen
 class Bug:
-    """One planted mistake. `hunt` raises Violation if an engine detects it; `breaks` names the broken invariant."""
+    """One planted mistake.
+
+    `hunt` raises Violation if an engine detects it; `breaks` names the broken invariant.
+    """
 
     mistake: str
     breaks: str

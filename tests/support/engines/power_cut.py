@@ -329,7 +329,10 @@ def _compare(store: Store, oracle: Oracle) -> None:
 def fail_each(
     folder: Path, workload: Workload, *, error: int = errno.ENOSPC, every: int = 1, chosen: Settings = CHOSEN
 ) -> ExplorationResult:
-    """Let the n-th mutating disk call fail, for every n (or each `every`-th). Raises Violation naming n."""
+    """Let the n-th mutating disk call fail, for every n (or each `every`-th).
+
+    Raises Violation naming n.
+    """
     explored = ExplorationResult()
     base = folder / "base"
     oracle = _prepare(base, chosen, workload.setup)

@@ -25,7 +25,10 @@ Action = Callable[[Path, Results], object]
 
 @frozen
 class RecordWorkload:
-    """Actions on records. Each opens the folder again, as a separate process that knows nothing of the others."""
+    """Actions on records.
+
+    Each opens the folder again, as a separate process that knows nothing of the others.
+    """
 
     actions: Mapping[str, Action]
     check: Callable[[Path, Results, str | None], None]

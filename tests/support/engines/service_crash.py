@@ -165,7 +165,10 @@ class Deaths:
                     self._free.notify_all()
 
     def _die(self, pipeline: Pipeline, service: str, armed: str) -> bool:
-        """Restart a service with a failpoint that kills it; return whether it died. It runs when this returns."""
+        """Restart a service with a failpoint that kills it; return whether it died.
+
+        It runs when this returns.
+        """
         pipeline.kill(service)
         if armed.startswith("rebuild."):
             with redis_client.Redis.from_url(self._redis.url) as client:

@@ -34,7 +34,9 @@ SCRATCH = "tmp"
 
 @frozen
 class Step:
-    """One call. `what`: create, write, sync, link, unlink, mkdir, sync-folder, or note (an event of the driver).
+    """One call.
+
+    `what`: create, write, sync, link, unlink, mkdir, sync-folder, or note (an event of the driver).
 
     `failed`: a failed sync, after which the kernel considers the lost data written.
     """

@@ -180,7 +180,10 @@ def _address_space() -> int:
 
 
 def run_guided(name: str, inputs: int, seed: int, regressions: Path | None, seconds: int) -> None:
-    """Let atheris choose the inputs by coverage, for `seconds` (0: until all are done). Does not return."""
+    """Let atheris choose the inputs by coverage, for `seconds` (0: until all are done).
+
+    Does not return.
+    """
     atheris = import_module("atheris")  # no requirement: a wheel of 35 MB that few want
 
     target = TARGETS[name]

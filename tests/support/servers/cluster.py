@@ -114,7 +114,10 @@ class Cluster:
         return member is not None and member.alive
 
     def up(self, tell: Callable[[str], None] = lambda line: None) -> list[str]:
-        """Start the parts that do not run, wait until all serve, and return the started ones. Raises NearkinError."""
+        """Start the parts that do not run, wait until all serve, and return the started ones.
+
+        Raises NearkinError.
+        """
         with self._locked():
             started: list[str] = []
             servers = self._servers()

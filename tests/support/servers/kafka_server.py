@@ -42,7 +42,10 @@ def users_producer(bootstrap: str, **more: Any) -> Producer:
 
 
 class Kafka(Server):
-    """A Kafka node: `bootstrap` is its address. A restart after SIGKILL finds everything that was acknowledged."""
+    """A Kafka node: `bootstrap` is its address.
+
+    A restart after SIGKILL finds everything that was acknowledged.
+    """
 
     name = "kafka"
     start_seconds = 90.0  # 4 s alone on the machine; a build on both cores makes it ten times that

@@ -99,7 +99,10 @@ class Pipeline:
         process.wait()
 
     def stop(self) -> dict[str, int]:
-        """End all workers cleanly; return their exit codes. A worker that does not end in time logs its stacks."""
+        """End all workers cleanly; return their exit codes.
+
+        A worker that does not end in time logs its stacks.
+        """
         for process in self.processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

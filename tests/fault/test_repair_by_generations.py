@@ -44,9 +44,10 @@ def rebased(tmp_path: Path) -> tuple[Path, Path, dict[tuple[str, int], bytes]]:
     return root, backup, kept
 
 
-def test_a_copy_from_before_a_round_takes_nothing_with_it_that_is_sound(
+def test_copy_older_than_a_gc_run_removes_nothing_sound(
     rebased: tuple[Path, Path, dict[tuple[str, int], bytes]], tmp_path: Path
 ) -> None:
+    """A copy from before a GC run does not remove sound data."""
     root, backup, kept = rebased
     for path in containers(root):
         copy = backup / path.parent.name / f"{path.name[:16]}.nkc"
@@ -59,9 +60,10 @@ def test_a_copy_from_before_a_round_takes_nothing_with_it_that_is_sound(
                 assert find_broken(store, kept) <= before
 
 
-def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(
+def test_copies_older_than_a_gc_run_repair_later_damage(
     rebased: tuple[Path, Path, dict[tuple[str, int], bytes]],
 ) -> None:
+    """Copies of all containers from before a GC run repair damage after it."""
     root, backup, kept = rebased
     there = [path.name[:16] for path in containers(root)]
     for path in containers(root):
@@ -76,10 +78,13 @@ def test_copies_of_all_containers_from_before_a_round_heal_what_broke_after_it(
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
-def test_of_copies_of_several_generations_the_one_that_is_needed_is_taken_in_whatever_order(
+def test_copies_in_any_order_use_the_needed_generation(
     rebased: tuple[Path, Path, dict[tuple[str, int], bytes]], tmp_path: Path, newest_first: bool
 ) -> None:
-    """The last given copy was used: in generation 0 deltas depend on data that a GC run has removed since."""
+    """Of copies of several generations the needed one is used, in whatever order they are given.
+
+    The last given copy was used: in generation 0 deltas depend on data that a GC run has removed since.
+    """
     root, backup, kept = rebased
     later = Path(shutil.copytree(root / "containers", tmp_path / "later"))
     files = sorted([*backup.glob("*/*.nkc"), *later.glob("*/*.nkc")], reverse=newest_first)
@@ -96,9 +101,8 @@ def test_of_copies_of_several_generations_the_one_that_is_needed_is_taken_in_wha
 
 @pytest.mark.parametrize("newest_first", [False, True])
 @pytest.mark.parametrize("rolled_back", [False, True])
-def test_what_a_round_has_freed_comes_back_only_where_the_store_names_it(
-    tmp_path: Path, newest_first: bool, rolled_back: bool
-) -> None:
+def test_freed_container_is_restored_only_if_named(tmp_path: Path, newest_first: bool, rolled_back: bool) -> None:
+    """A container that a GC run has freed is restored only if the store names it."""
     root, before = tmp_path / "store", tmp_path / "before"
     chosen = settings(CHOSEN, {"gc": {"grace_seconds": 0, "compact_below": 0.95}, "deletion": {"undelete_seconds": 0}})
     contents = {("going", 1): random_bytes(100_000, 1), ("staying", 1): random_bytes(100_000, 2)}
@@ -124,9 +128,10 @@ def test_what_a_round_has_freed_comes_back_only_where_the_store_names_it(
         assert (decode_container(path.read_bytes(), path.name).chunks.there == there[not rolled_back]).all()
 
 
-def test_chunks_are_found_in_a_copy_of_each_generation(
+def test_chunks_are_found_in_copies_of_each_generation(
     rebased: tuple[Path, Path, dict[tuple[str, int], bytes]], tmp_path: Path
 ) -> None:
+    """Chunks are found in a copy of each generation."""
     root, backup, kept = rebased
     later = Path(shutil.copytree(root / "containers", tmp_path / "later"))
     for path in containers(root):
@@ -142,14 +147,15 @@ def test_chunks_are_found_in_a_copy_of_each_generation(
         assert find_broken(store, kept) == set()
 
 
-def test_copies_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are not kept in memory."""
     root = tmp_path / "store"
     with open_store(root, settings=settings({"runner": {"batch_bytes": 4 << 20}}), create=True) as store:
         store.put("large", random_bytes(48 << 20, 5))
         files = containers(root)
         largest_bytes = max(path.stat().st_size for path in files)
         assert len(files) >= 5
-        store.repair([])  # what it imports
+        store.repair([])  # imports its modules
         tracemalloc.start()
         try:
             _, kept, _ = _sorted_out(files, store._covered)
@@ -166,7 +172,8 @@ def test_copies_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
             assert held.held_bytes < 3.5 * largest_bytes
 
 
-def test_a_copy_that_changes_while_it_is_used_is_not_used(root: Path, tmp_path: Path) -> None:
+def test_copy_that_changes_during_repair_is_not_used(root: Path, tmp_path: Path) -> None:
+    """A copy that changes while it is read is not used."""
     path = containers(root)[0]
     (copy := tmp_path / "copy").write_bytes(path.read_bytes())
     with open_store(root, settings=CHOSEN, create=True) as store:

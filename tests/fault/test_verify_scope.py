@@ -34,7 +34,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_sample_reads_its_share_and_the_same_seed_reads_the_same(root: Path) -> None:
+def test_verify_sample_reads_its_share_by_seed(root: Path) -> None:
+    """A sample reads its share, and the same seed reads the same containers."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         whole = store.verify()
         half = store.verify(0.5, seed=7)
@@ -45,14 +46,16 @@ def test_a_sample_reads_its_share_and_the_same_seed_reads_the_same(root: Path) -
         assert (half.seed, whole.seed) == (7, None)
 
 
-def test_samples_of_many_seeds_find_a_flipped_bit_as_often_as_they_read_its_container(root: Path) -> None:
+def test_verify_samples_find_a_flipped_bit_by_their_share(root: Path) -> None:
+    """Samples of many seeds find a flipped bit as often as they read its container."""
     flip(containers(root)[2], 200)
     with open_store(root, settings=CHOSEN, create=True) as store:
         found = [bool(store.verify(0.5, seed=seed).damage) for seed in range(24)]
     assert 4 <= sum(found) <= 20
 
 
-def test_since_reads_what_was_written_since_and_nothing_older(root: Path) -> None:
+def test_verify_since_reads_newer_objects_only(root: Path) -> None:
+    """`since` reads the objects written since and no older ones."""
     victim = containers(root)[0]
     born = datetime.fromtimestamp((int(victim.stem[:16], 16) >> 20) / 1000, UTC)
     flip(victim, 200)
@@ -65,7 +68,8 @@ def test_since_reads_what_was_written_since_and_nothing_older(root: Path) -> Non
         assert len(store.verify(since=born).damage) == 1
 
 
-def test_all_entries_of_a_sound_index_are_compared(root: Path) -> None:
+def test_verify_compares_all_entries_of_a_sound_index(root: Path) -> None:
+    """All entries of a sound index are compared."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         tables = store._index.readable().entries()
         report = store.verify()
@@ -76,9 +80,8 @@ def test_all_entries_of_a_sound_index_are_compared(root: Path) -> None:
 
 @pytest.mark.parametrize("table", ["chunks", "segments", "features"])
 @pytest.mark.parametrize("elsewhere", ["in its container", "in no container"])
-def test_an_entry_that_names_another_place_is_named_and_a_rebuild_mends_it(
-    root: Path, table: str, elsewhere: str
-) -> None:
+def test_entry_with_wrong_location_is_named_and_rebuilt(root: Path, table: str, elsewhere: str) -> None:
+    """An entry with a wrong location is named, and a rebuild corrects it."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         index = store._index.writable()
         keys, locations = next(index.rows(table))
@@ -101,7 +104,8 @@ def test_an_entry_that_names_another_place_is_named_and_a_rebuild_mends_it(
 
 
 @pytest.mark.parametrize("table", ["chunks", "segments", "features"])
-def test_a_flipped_bit_of_a_place_is_named_and_no_put_leans_on_it(root: Path, table: str) -> None:
+def test_flipped_bit_of_a_location_is_named_and_not_used(root: Path, table: str) -> None:
+    """A flipped bit of a location is named, and no put depends on it."""
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         database = env.open_db(table.encode())
         with env.begin(write=True, db=database) as txn:
@@ -126,7 +130,8 @@ def test_a_flipped_bit_of_a_place_is_named_and_no_put_leans_on_it(root: Path, ta
         assert [(info.key, info.version) for info in store.versions(all_versions=True)] == before
 
 
-def test_a_version_that_the_index_does_not_list_is_named(root: Path) -> None:
+def test_version_missing_in_the_index_is_named(root: Path) -> None:
+    """A version that the index does not list is named."""
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         database = env.open_db(b"versions")
         with env.begin(write=True, db=database) as txn:
@@ -136,7 +141,9 @@ def test_a_version_that_the_index_does_not_list_is_named(root: Path) -> None:
         assert "does not list 'k3' version 1" in damage.problem
 
 
-def test_the_command_says_what_it_covered_by_which_seed(root: Path) -> None:
+def test_verify_command_prints_coverage_and_seed(root: Path) -> None:
+    """The command prints its coverage and its seed."""
+
     def run(*arguments: str) -> tuple[int, str]:
         done = CliRunner().invoke(nearkin, ["--store", str(root), "verify", *arguments])
         return done.exit_code, done.output
@@ -160,12 +167,14 @@ def test_the_command_says_what_it_covered_by_which_seed(root: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1", "yesterday", "2026-13-40", "-1h"])
-def test_a_time_that_is_none_is_refused(text: str) -> None:
+def test_invalid_time_is_refused(text: str) -> None:
+    """An invalid time is refused."""
     with pytest.raises(BadInput, match=r"want a time such as 2026-11-20T18:00Z, or how long ago: 36h, 2d"):
         parse_since(text, datetime.now(UTC))
 
 
-def test_times_are_utc_unless_they_say_otherwise() -> None:
+def test_times_without_a_zone_are_utc() -> None:
+    """Times are UTC unless they name another zone."""
     now = datetime(2026, 11, 20, tzinfo=UTC)
     assert parse_since("36h", now) == now - timedelta(hours=36)
     assert parse_since("2026-11-20T18:00", now) == datetime(2026, 11, 20, 18, tzinfo=UTC)

@@ -1,6 +1,6 @@
 """Measure how long a put waits for a concurrent GC run, and the cost of the run.
 
-    python -m benchmarks.gc_beside [--megabytes 500] [--versions 60] [--folder F]
+    python -m benchmarks.gc_concurrent [--megabytes 500] [--versions 60] [--folder F]
 
 The store has many versions of one key, of which all but the last ten are deleted. One process does GC runs without a
 grace until a run deletes nothing more; another opens the store, puts 100 KB and closes it, repeatedly. The first
@@ -34,7 +34,7 @@ CHOSEN = settings(
 ROUNDS = """
 import json, sys, time
 sys.path[:0] = [sys.argv[2]]
-from benchmarks.gc_beside import CHOSEN, ROUNDS_MAX
+from benchmarks.gc_concurrent import CHOSEN, ROUNDS_MAX
 from nearkin import open_store
 from nearkin_shared.errors import StoreLocked
 with open_store(sys.argv[1], settings=CHOSEN, create=True) as store:

@@ -18,9 +18,8 @@ from tests.support.fakes.clock import DAY, Clock
 @pytest.mark.parametrize("died", [False, True], ids=["whole run", "died in between"])
 @pytest.mark.parametrize("rebuilt", [False, True], ids=["index", "rebuilt index"])
 @pytest.mark.parametrize("harm", ["flip", "delete"])
-def test_what_a_lost_record_condemned_is_condemned_anew_and_whoever_found_it_meanwhile_keeps_it(
-    tmp_path: Path, harm: str, rebuilt: bool, died: bool
-) -> None:
+def test_lost_pending_delete_record_is_found_again(tmp_path: Path, harm: str, rebuilt: bool, died: bool) -> None:
+    """Entries of a lost pending-delete record are found again, and data used meanwhile are kept."""
     clock, content, contents = Clock(), text_like(200_000, 1), dict[tuple[str, int], bytes]()
     with open_store(tmp_path / "s", settings=COLLECTED, clock=clock, create=True) as store:
         for number in range(1, 9):

@@ -81,9 +81,10 @@ def on_one_core():
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
 @pytest.mark.parametrize("cores", ["all", pytest.param("one", marks=pytest.mark.soak)])
-def test_no_moment_to_die_leaves_half_a_version_or_loses_an_acknowledged_one(
+def test_put_killed_at_any_moment_is_whole_or_absent(
     how, cores: str, first: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    """Killed at any moment, a put leaves no partial version and loses no acknowledged one."""
     if cores == "one":
         request.getfixturevalue("on_one_core")
     seed = random.SystemRandom().randrange(1 << 32)
@@ -151,9 +152,8 @@ def assert_index_is_the_one_a_rebuild_makes(root: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["put", "publish", "manifest"])
-def test_what_died_between_two_steps_is_caught_up_with_by_the_next_writer(
-    step: str, first: Path, tmp_path: Path
-) -> None:
+def test_put_killed_between_steps_is_recovered(step: str, first: Path, tmp_path: Path) -> None:
+    """A put killed between two steps is recovered by the next writer."""
     root = tmp_path / "store"
     died = process(DIES, root, first, step)
     died.communicate(timeout=30)
@@ -175,7 +175,8 @@ def test_what_died_between_two_steps_is_caught_up_with_by_the_next_writer(
 
 
 @pytest.mark.parametrize("made", [[], ["chunks"]], ids=["no database", "one database"])
-def test_an_index_whose_maker_died_is_made_whole_by_a_reader(tmp_path: Path, made) -> None:
+def test_index_whose_maker_died_is_completed_by_a_reader(tmp_path: Path, made) -> None:
+    """An index whose maker was killed is completed by a reader."""
     with open_store(tmp_path / "store", settings=CHOSEN, create=True) as store:
         store.put("k", random_bytes(100_000, 1))
     shutil.rmtree(tmp_path / "store" / "index")
@@ -234,7 +235,8 @@ with open_store(sys.argv[1], settings=settings(SMALL), create=True) as store:
 """
 
 
-def test_during_a_put_readers_work_and_a_second_writer_is_told_who_holds_the_lock(first: Path, tmp_path: Path) -> None:
+def test_second_writer_during_a_put_learns_the_lock_holder(first: Path, tmp_path: Path) -> None:
+    """During a put readers work, and a second writer learns which process holds the lock."""
     root, content = tmp_path / "store", first.read_bytes()
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", first)
@@ -267,7 +269,8 @@ def test_during_a_put_readers_work_and_a_second_writer_is_told_who_holds_the_loc
         writer.communicate()
 
 
-def test_two_stores_in_one_process_exclude_each_other_like_two_processes(tmp_path: Path) -> None:
+def test_two_stores_in_one_process_exclude_each_other(tmp_path: Path) -> None:
+    """Two stores in one process exclude each other like two processes."""
     with (
         open_store(tmp_path / "s", settings=CHOSEN, create=True) as one,
         open_store(tmp_path / "s", settings=CHOSEN, create=True) as other,
@@ -281,9 +284,10 @@ def test_two_stores_in_one_process_exclude_each_other_like_two_processes(tmp_pat
         assert other.put("k", b"other").info.version == 2
 
 
-def test_a_put_that_commits_while_verify_runs_is_not_taken_for_damage(
+def test_put_that_commits_during_verify_is_no_damage(
     first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A put that commits while verify runs is not reported as damage."""
     from nearkin_shared.storage.containers import ContainerStore
 
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:

@@ -116,7 +116,8 @@ def child(script: str, root: Path, seconds: float) -> subprocess.Popen[str]:
 
 
 @pytest.mark.soak
-def test_three_processes_that_read_put_and_collect_never_meet_an_error(place: Path) -> None:
+def test_three_processes_read_put_and_collect_without_error(place: Path) -> None:
+    """Three processes that read, put and collect never meet an error."""
     root = place / "s"
     with child(FIRST, root, 0) as first:
         assert first.wait(60) == 0, first.stderr and first.stderr.read()
@@ -141,11 +142,13 @@ def test_three_processes_that_read_put_and_collect_never_meet_an_error(place: Pa
     ],
     ids=lambda race: race.__name__,
 )
-def test_whoever_comes_by_at_a_step_of_a_round_loses_nothing(place: Path, race: Callable[..., int]) -> None:
+def test_writer_at_each_step_of_a_gc_run_loses_nothing(place: Path, race: Callable[..., int]) -> None:
+    """Another writer at any step of a GC run loses nothing."""
     assert race(place, every=EVERY) >= 20
 
 
-def test_a_put_is_not_kept_waiting_while_a_round_marks_and_plans(place: Path) -> None:
+def test_put_does_not_wait_while_gc_marks_and_plans(place: Path) -> None:
+    """A put does not wait while a GC run marks and plans."""
     made = gc_during_put.neighbours(place)
     points: list[str] = []
 
@@ -166,7 +169,8 @@ def test_a_put_is_not_kept_waiting_while_a_round_marks_and_plans(place: Path) ->
         made.check(store)
 
 
-def test_a_put_waits_for_a_step_of_a_round_and_is_done(place: Path) -> None:
+def test_put_waits_for_a_step_of_a_gc_run(place: Path) -> None:
+    """A put waits for a step of a GC run and is then done."""
     with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"1")
     step = WriterLock(place / "s")
@@ -188,7 +192,8 @@ def test_a_put_waits_for_a_step_of_a_round_and_is_done(place: Path) -> None:
     assert not waiting.is_wanted
 
 
-def test_a_put_that_waited_in_vain_is_told_for_what(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_that_timed_out_names_the_gc_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A put that waited too long names the operation that it waited for."""
     monkeypatch.setattr("nearkin.local.process_lock.STEP_SECONDS_MAX", 0.1)
     with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"1")
@@ -202,7 +207,8 @@ def test_a_put_that_waited_in_vain_is_told_for_what(place: Path, monkeypatch: py
     step.release()
 
 
-def test_a_round_beside_a_round_is_refused_and_says_so(place: Path) -> None:
+def test_gc_run_during_a_gc_run_is_refused(place: Path) -> None:
+    """A GC run during another one is refused, and the error names it."""
     with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("k", random_bytes(10_000, 1))
     rounds = WriterLock(place / "s", "lock.round")
@@ -215,7 +221,8 @@ def test_a_round_beside_a_round_is_refused_and_says_so(place: Path) -> None:
         assert store.gc().freed_bytes == 0
 
 
-def test_a_store_that_collected_lets_others_write(place: Path) -> None:
+def test_store_after_a_gc_run_lets_others_write(place: Path) -> None:
+    """A store that did a GC run lets other processes write."""
     with (
         open_store(place / "s", settings=CHOSEN, create=True) as store,
         open_store(place / "s", settings=CHOSEN, create=True) as other,
@@ -230,10 +237,11 @@ def test_a_store_that_collected_lets_others_write(place: Path) -> None:
         assert store.put("k", b"3").info.version == 3
 
 
-def test_a_deletion_waits_for_a_step_of_a_round_that_has_only_just_taken_the_lock(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It took the lock of the step for its Store's own, and wrote its mark after the lock was released."""
+def test_deletion_waits_for_a_gc_step_with_the_lock(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion waits for a step of a GC run that has just acquired the lock.
+
+    It took the lock of the step for its Store's own, and wrote its mark after the lock was released.
+    """
     done: list[int] = []
     threads: list[threading.Thread] = []
     with open_store(place / "s", settings=CHOSEN, create=True) as store:
@@ -256,10 +264,11 @@ def test_a_deletion_waits_for_a_step_of_a_round_that_has_only_just_taken_the_loc
         thread.join(60)
         assert done == [1]
         with open_store(place / "s", settings=CHOSEN, create=True) as other, pytest.raises(StoreLocked):
-            other.put("k", b"2")  # who deletes keeps the lock until it closes
+            other.put("k", b"2")  # a deletion keeps the lock until the close
 
 
-def test_a_store_that_is_closed_in_another_thread_lets_a_step_of_a_round_end_first(place: Path) -> None:
+def test_close_in_another_thread_waits_for_a_gc_step(place: Path) -> None:
+    """The close of a store in another thread waits for a step of a GC run."""
     made = gc_during_put.neighbours(place)
     with made.open() as store:
         store.put("lock", b"is this Store's")
@@ -283,8 +292,11 @@ def test_a_store_that_is_closed_in_another_thread_lets_a_step_of_a_round_end_fir
         made.check(store)
 
 
-def test_what_was_broken_when_a_round_planned_and_is_mended_and_leaned_on_since_does_not_go(place: Path) -> None:
-    """The data were unknown when the run planned, so no concurrent write seemed to name them."""
+def test_data_repaired_after_the_plan_are_kept(place: Path) -> None:
+    """Data that were broken at the plan, and are repaired and used since, are kept.
+
+    The data were unknown when the run planned, so no concurrent write seemed to name them.
+    """
     now, chosen = crash_child.START, settings(crash_child.CHOSEN, {"chunker": {"algorithm": "fixed"}})
     left, right, other = (random_bytes(40 * 1024, number) for number in range(3))
     going = text_like(64 * 1024, 3)
@@ -324,7 +336,8 @@ def test_what_was_broken_when_a_round_planned_and_is_mended_and_leaned_on_since_
         assert store.get("k", 3).read() == third
 
 
-def test_who_verifies_while_rounds_end_versions_and_remove_containers_is_told_of_no_damage(place: Path) -> None:
+def test_verify_during_gc_removals_reports_no_damage(place: Path) -> None:
+    """Verify reports no damage while GC runs remove versions and containers."""
     step, steps = 0, 1
     while step < steps:
         made = scene(place / str(step))
@@ -347,10 +360,11 @@ def test_who_verifies_while_rounds_end_versions_and_remove_containers_is_told_of
 
 
 @pytest.mark.soak
-def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process runs between two containers, and during a check; it gathers, and gives up bases."""
+def test_verify_during_gc_rewrites_reports_no_damage(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify reports no damage while a GC run rewrites containers.
+
+    Another process runs between two containers, and during a check; it gathers, and gives up bases.
+    """
     small = {"block": {"raw_bytes": "64KiB", "delta_bytes": "16KiB"}, "container": {"target_bytes": "256KiB"}}
     gathering = {"max_depth": 3}, {"merge_block_bytes": "256KiB", "merge_versions_min": 2, "grace_seconds": 0}
     chosen = settings(CHOSEN, small, {"delta": gathering[0], "gc": gathering[1]})
@@ -390,7 +404,8 @@ def test_who_verifies_while_a_round_writes_containers_anew_is_told_of_no_damage(
     assert anew > steps
 
 
-def test_a_preview_looks_again_where_a_round_removed_what_it_was_about_to_read(place: Path) -> None:
+def test_dry_run_retries_after_a_concurrent_removal(place: Path) -> None:
+    """A dry run starts again if a GC run removed data that it was about to read."""
     with open_store(place / "s", settings=CHOSEN, create=True) as store:
         store.put("stays", b"1")
         store.put("goes", random_bytes(50_000, 1))
