@@ -36,7 +36,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("room", ["store", "pairs", "kernels"])
-def test_unknown_corpus_names_known_ones(capfd, tmp_path: Path, room: str) -> None:
+def test_unknown_corpus_names_known_ones(capfd: pytest.CaptureFixture[str], tmp_path: Path, room: str) -> None:
     said = refused(capfd, room, "--corpus", "botocor", "--out", tmp_path / "out")
     for name in ("botocor", "botocore", "rdb", "vm-debian", "vm-synthetic", "mutated", "folder"):
         assert name in said
@@ -51,24 +51,26 @@ def test_unknown_corpus_names_known_ones(capfd, tmp_path: Path, room: str) -> No
         ("kernels", ("openssl", "hashlib", "zstd-prefix")),
     ],
 )
-def test_unknown_peer_names_known_ones(capfd, tmp_path: Path, room: str, known) -> None:
+def test_unknown_peer_names_known_ones(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, room: str, known: tuple[str, ...]
+) -> None:
     said = refused(capfd, room, "--peers", "tarsnap", "--out", tmp_path / "out")
     assert 'peer "tarsnap"' in said
     assert [name for name in known if name not in said] == []
 
 
-def test_unknown_profile_names_known_ones(capfd) -> None:
+def test_unknown_profile_names_known_ones(capfd: pytest.CaptureFixture[str]) -> None:
     assert "finesse-paper" in refused(capfd, "store", "--peers", "nearkin@fast")
 
 
-def test_empty_folder_is_refused(capfd, tmp_path: Path) -> None:
+def test_empty_folder_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "nothing.bin").touch()
     said = refused(capfd, "store", "--corpus", tmp_path / "empty", "--out", tmp_path / "out")
     assert "holds no file with anything in it" in said
 
 
-def test_unwritable_output_is_refused_at_start(capfd, corpus, tmp_path) -> None:
+def test_unwritable_output_is_refused_at_start(capfd: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
     """Refuse an output that cannot be written before anything is measured."""
     (tmp_path / "file").write_bytes(b"in the way")
     for option in ("--out", "--work"):
@@ -91,7 +93,7 @@ def test_unwritable_report_is_still_printed(corpus: Path, tmp_path: Path, option
         assert "| **nearkin-embedded** |" in done.stdout
 
 
-def test_two_folders_of_one_name_are_refused(capfd, corpus: Path, tmp_path: Path) -> None:
+def test_two_folders_of_one_name_are_refused(capfd: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(corpus, tmp_path / "tiny"))
     said = refused(capfd, "kernels", "-c", corpus, "-c", other, "--out", tmp_path / "out")
     assert 'corpus "tiny": two' in said
@@ -110,13 +112,15 @@ def test_two_folders_of_one_name_are_refused(capfd, corpus: Path, tmp_path: Path
         (["stores"], "No such command 'stores'"),
     ],
 )
-def test_wrong_usage_is_one_line(capfd, tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_wrong_usage_is_one_line(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], says: str
+) -> None:
     out = ["--out", str(tmp_path / "out")] if len(arguments) > 1 else []
     assert says in refused(capfd, *arguments, *out)
     assert not (tmp_path / "out").exists()
 
 
-def test_empty_corpus_is_refused_at_start(capfd, tmp_path: Path) -> None:
+def test_empty_corpus_is_refused_at_start(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Refuse a corpus without content before a folder is made."""
     (tmp_path / "empty").mkdir()
     said = refused(capfd, "store", "-c", tmp_path / "empty", "--peers", "none", "--out", tmp_path / "out")
@@ -124,7 +128,7 @@ def test_empty_corpus_is_refused_at_start(capfd, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_bench_makes_its_own_stores(capfd, tmp_path: Path, corpus: Path) -> None:
+def test_bench_makes_its_own_stores(capfd: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path) -> None:
     code = main(["--store", str(tmp_path), "bench", "kernels", "--corpus", str(corpus)])
     assert code == 2
     assert "leave out --store" in capfd.readouterr().err
@@ -132,7 +136,7 @@ def test_bench_makes_its_own_stores(capfd, tmp_path: Path, corpus: Path) -> None
 
 @pytest.mark.parametrize("peers", ["none", "nearkin-embedded@archive"])
 def test_bad_setting_is_refused_at_start(
-    capfd, monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path, peers: str
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path, peers: str
 ) -> None:
     """Refuse an invalid setting before anything is measured."""
     monkeypatch.setenv("NEARKIN_DELTA__MAX_DEPTH", "99")
@@ -142,7 +146,9 @@ def test_bad_setting_is_refused_at_start(
 
 
 @pytest.mark.parametrize("room", ["store", "pairs", "kernels"])
-def test_settings_file_is_never_ignored(capfd, corpus: Path, tmp_path: Path, room: str) -> None:
+def test_settings_file_is_never_ignored(
+    capfd: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path, room: str
+) -> None:
     code = main(
         ["--config", str(tmp_path / "none.toml"), "bench", room, "-c", str(corpus), "-o", str(tmp_path / "out")]
     )
@@ -152,7 +158,7 @@ def test_settings_file_is_never_ignored(capfd, corpus: Path, tmp_path: Path, roo
 
 
 def test_chart_without_matplotlib_is_refused(
-    capfd, monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
 ) -> None:
     """Refuse an explicit chart by name without matplotlib; else leave charts out."""
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
@@ -177,13 +183,13 @@ def test_chart_without_matplotlib_is_refused(
 
 
 @pytest.mark.parametrize("room", ["store", "pairs", "kernels"])
-def test_suite_help_has_an_example(capfd, room: str) -> None:
+def test_suite_help_has_an_example(capfd: pytest.CaptureFixture[str], room: str) -> None:
     assert main(["bench", room, "--help"]) == 0
     text = capfd.readouterr().out
     assert f"\n  nearkin bench {room} " in text
 
 
-def test_help_names_the_default_version_count(capfd, tmp_path: Path) -> None:
+def test_help_names_the_default_version_count(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """State in the help how many versions are measured by default."""
     assert main(["bench", "store", "--help"]) == 0
     shown = " ".join(capfd.readouterr().out.split()).replace("- ", "-")
@@ -198,7 +204,9 @@ def test_help_names_the_default_version_count(capfd, tmp_path: Path) -> None:
         assert [len(corpus.paths) for corpus in find_corpora(*find.call_args.args)] == [at_most]
 
 
-def test_kernels_write_nothing_and_take_no_folder_for_it(capfd, corpus: Path, tmp_path: Path) -> None:
+def test_kernels_write_nothing_and_take_no_folder_for_it(
+    capfd: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path
+) -> None:
     words = ("--corpus", corpus, "--out", tmp_path / "out", "--work", tmp_path / "work")
     assert "No such option '--work'" in refused(capfd, "kernels", *words)
 
@@ -222,7 +230,7 @@ def test_nearkin_failure_in_process_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("peer", ["nearkin", "nearkin-embedded"])
-def test_version_may_have_any_name(peer: str, tmp_path: Path, monkeypatch) -> None:
+def test_version_may_have_any_name(peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["-", "-a", "a\tb", "c\nd", os.fsdecode(b"e\xff")]
     folder = tmp_path / "odd"
     folder.mkdir()
@@ -248,7 +256,7 @@ def test_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["", ",", "mutated,"])
-def test_empty_name_is_not_the_current_folder(words: str, tmp_path: Path, monkeypatch) -> None:
+def test_empty_name_is_not_the_current_folder(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"a" * 5_000)
     monkeypatch.chdir(tmp_path)
     done = run("pairs", "-c", words, "--versions", "1", "--runs", "1", "--peers", "none", "--out", tmp_path / "out")

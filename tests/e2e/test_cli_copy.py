@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes
-from nearkin.store_copy import Copier, plan_key
+from nearkin.store_copy import CopiedVersion, Copier, plan_key
 from nearkin_shared.crypto.key_wrapping import generate
 from nearkin_shared.results import VersionInfo
 from tests.support.checks.commands import InProcess
@@ -103,7 +105,7 @@ def test_copy_resumes_after_an_interruption(source: Path, target: Path, call: In
         open_store(target, settings=CHOSEN, create=True) as store,
     ):
         infos = [info for info in origin.versions(all_versions=True) if info.key == "big"]
-        copied = Copier(origin, store).run([plan_key("big", "big", infos, [], {})])
+        copied = cast("Generator[CopiedVersion]", Copier(origin, store).run([plan_key("big", "big", infos, [], {})]))
         next(copied)
         copied.close()
     assert [(info.key, info.version) for info in listed(target)] == [("big", 1)]

@@ -40,10 +40,10 @@ def hold(root: Path) -> subprocess.Popen[bytes]:
 
 def test_exit_codes_distinguish_failures(call: InProcess, root: Path, tmp_path: Path) -> None:
     """Done, failed, usage and no store have codes of their own, as the help lists them."""
-    assert call("--store", root, "ls").returncode == ExitCode.DONE == 0
-    assert call("--store", root, "get", "none").returncode == ExitCode.NOT_FOUND == 4
-    assert call("--store", root, "put").returncode == ExitCode.USAGE == 2
-    assert call("--store", tmp_path / "none", "ls").returncode == ExitCode.NO_STORE == 10
+    assert call("--store", root, "ls").returncode == ExitCode.DONE.value == 0
+    assert call("--store", root, "get", "none").returncode == ExitCode.NOT_FOUND.value == 4
+    assert call("--store", root, "put").returncode == ExitCode.USAGE.value == 2
+    assert call("--store", tmp_path / "none", "ls").returncode == ExitCode.NO_STORE.value == 10
     help_text = " ".join(call("--help").stdout.decode().split())
     for code in ExitCode:
         assert f"{code.value} " in help_text[help_text.index("Exit codes:") :]
@@ -52,7 +52,7 @@ def test_exit_codes_distinguish_failures(call: InProcess, root: Path, tmp_path: 
 def test_locked_store_has_its_own_exit_code(call: InProcess, root: Path) -> None:
     """Exit with 11 if another process writes to the store; --wait SECONDS waits that long."""
     with hold(root) as holder:
-        assert call("--store", root, "put", "k", "-", stdin=b"x").returncode == ExitCode.LOCKED == 11
+        assert call("--store", root, "put", "k", "-", stdin=b"x").returncode == ExitCode.LOCKED.value == 11
         assert call("--store", root, "gc").returncode == ExitCode.LOCKED
         began = time.monotonic()
         assert call("--store", root, "put", "k", "-", "--wait", "0.3", stdin=b"x").returncode == ExitCode.LOCKED
@@ -85,11 +85,11 @@ def encrypted(tmp_path: Path, name: str = "right.key") -> dict[str, str]:
 def test_not_found_and_precondition_have_own_exit_codes(root: Path) -> None:
     """A missing key or version is 4, a conditional put over another version is 7."""
     assert run("--store", root, "put", "k", "-", stdin=b"x").returncode == 0
-    assert run("--store", root, "get", "none").returncode == ExitCode.NOT_FOUND == 4
+    assert run("--store", root, "get", "none").returncode == ExitCode.NOT_FOUND.value == 4
     assert run("--store", root, "get", "k", "--version", "9").returncode == ExitCode.NOT_FOUND
     assert run("--store", root, "info", "none").returncode == ExitCode.NOT_FOUND
     refused = run("--store", root, "put", "k", "-", "--if-none-match", "*", stdin=b"y")
-    assert refused.returncode == ExitCode.PRECONDITION_FAILED == 7
+    assert refused.returncode == ExitCode.PRECONDITION_FAILED.value == 7
 
 
 def test_damage_has_its_own_exit_code(root: Path, tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_damage_has_its_own_exit_code(root: Path, tmp_path: Path) -> None:
     assert run("--store", root, "put", "k", "-", stdin=FIRST).returncode == 0
     damage(root)
     for words in (("get", "k"), ("get", "k", "--salvage"), ("verify",), ("verify", "k"), ("repair",)):
-        assert run("--store", root, *words).returncode == ExitCode.DAMAGED == 5, words
+        assert run("--store", root, *words).returncode == ExitCode.DAMAGED.value == 5, words
     copied = run("--store", new_store(tmp_path / "copy"), "copy", "--from", root)
-    assert copied.returncode == ExitCode.INCOMPLETE == 3, copied.stderr
+    assert copied.returncode == ExitCode.INCOMPLETE.value == 3, copied.stderr
 
 
 def test_wrong_key_has_its_own_exit_code(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_wrong_key_has_its_own_exit_code(tmp_path: Path) -> None:
     right = encrypted(tmp_path)
     root = tmp_path / "sealed"
     assert run("--store", root, "init", env=right).returncode == 0
-    assert run("--store", root, "ls", env=encrypted(tmp_path, "wrong.key")).returncode == ExitCode.WRONG_KEY == 12
+    assert run("--store", root, "ls", env=encrypted(tmp_path, "wrong.key")).returncode == ExitCode.WRONG_KEY.value == 12
     assert run("--store", root, "ls").returncode == ExitCode.WRONG_KEY
     assert run("--store", root, "ls", env=right).returncode == ExitCode.DONE
 
@@ -127,7 +127,7 @@ def test_full_disk_has_its_own_exit_code(tmp_path: Path) -> None:
     try:
         root = new_store(disk / "store")
         content = random.Random(2).randbytes(6 << 20)
-        assert run("--store", root, "put", "k", "-", stdin=content).returncode == ExitCode.NO_ROOM == 6
+        assert run("--store", root, "put", "k", "-", stdin=content).returncode == ExitCode.NO_ROOM.value == 6
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 

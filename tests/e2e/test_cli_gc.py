@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ import pytest
 from nearkin.cli.gc import freed_bytes_net
 from tests.support.checks.commands import environment, new_store
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
 
 @pytest.fixture
-def run(tmp_path: Path):
+def run(tmp_path: Path) -> Run:
     settings = {
         "NEARKIN_STORE": str(tmp_path / "s"),
         "NEARKIN_DELETION__UNDELETE_SECONDS": "0",
@@ -36,12 +39,12 @@ def run(tmp_path: Path):
     return command
 
 
-def test_gc_run_frees_no_negative_bytes():
+def test_gc_run_frees_no_negative_bytes() -> None:
     assert freed_bytes_net("freed", 1234) == "freed 1,234 bytes"
     assert freed_bytes_net("would free", -207) == "would free nothing yet, and takes 207 bytes"
 
 
-def test_gc_frees_what_dry_run_reported(run, tmp_path):
+def test_gc_frees_what_dry_run_reported(run: Run, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(os.urandom(100_000))
     for arguments in (("put", "k", str(tmp_path / "f")), ("rm", "k")):
         assert run(*arguments).returncode == 0
@@ -58,7 +61,7 @@ def test_gc_frees_what_dry_run_reported(run, tmp_path):
     assert run("gc").stdout.startswith("freed 0 bytes")
 
 
-def test_gc_pause_owner_is_escaped_on_terminal(run, tmp_path):
+def test_gc_pause_owner_is_escaped_on_terminal(run: Run, tmp_path: Path) -> None:
     """Escape the name of the pausing user: it cannot control another user's terminal."""
     (tmp_path / "f").write_bytes(b"x")
     assert run("put", "k", str(tmp_path / "f")).returncode == 0
@@ -68,7 +71,7 @@ def test_gc_pause_owner_is_escaped_on_terminal(run, tmp_path):
         assert r"by kim\x1b[31m\nrunning@" in shown.stdout
 
 
-def test_gc_server_unreachable_is_named(run):
+def test_gc_server_unreachable_is_named(run: Run) -> None:
     refused = run("--server", "http://127.0.0.1:9", "gc")
     assert refused.returncode == 1
     assert refused.stderr.startswith("nearkin: POST http://127.0.0.1:9/v1/gc: ")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 from nearkin.cli import main
 from tests.support.data.stores import objects
 
+Run = Callable[..., Any]
+
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]):
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
     for name in [name for name in os.environ if name.startswith("NEARKIN_") and name[8:] not in ("KERNELS", "CPU")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NEARKIN_STORAGE__ENCRYPTION", "aes-256-gcm")
@@ -34,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.Cap
 
 
 @pytest.fixture
-def filled(run, tmp_path: Path) -> Path:
+def filled(run: Run, tmp_path: Path) -> Path:
     run("keys", "generate", tmp_path / "store.key")
     (tmp_path / "content").write_bytes(b"what is kept " * 5000)
     run("init")
@@ -42,7 +45,7 @@ def filled(run, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_keys_are_made_listed_rotated_rewrapped(filled: Path, run) -> None:
+def test_keys_are_made_listed_rotated_rewrapped(filled: Path, run: Run) -> None:
     """Create, list, rotate and rewrap keys."""
     (own, tenants) = run("keys", "list")
     assert (own["tenant"], own["number"], tenants["tenant"], tenants["newest"]) == (None, 1, "default", True)
@@ -58,14 +61,14 @@ def test_keys_are_made_listed_rotated_rewrapped(filled: Path, run) -> None:
     assert [key["newest"] for key in run("keys", "list")] == [False, True, False, True]
 
 
-def test_rotate_refuses_a_tenant_without_keys(filled: Path, run) -> None:
+def test_rotate_refuses_a_tenant_without_keys(filled: Path, run: Run) -> None:
     """A mistyped tenant gets no key."""
     error = run("keys", "rotate", "defualt", code=2)["error"]
     assert "has no data keys (its first put makes one); is that its name?" in error["message"]
     assert [key["tenant"] for key in run("keys", "list")] == [None, "default"]
 
 
-def test_erase_needs_the_tenant_name_twice(filled: Path, run) -> None:
+def test_erase_needs_the_tenant_name_twice(filled: Path, run: Run) -> None:
     before = objects(filled / "store")
     refused = run("keys", "erase", "default", code=2)
     assert "pass --yes" in refused["error"]["message"]
@@ -86,7 +89,7 @@ def test_erase_needs_the_tenant_name_twice(filled: Path, run) -> None:
     assert run("verify")["erased_objects"] == 0
 
 
-def test_erase_without_keys_is_reported(filled: Path, run) -> None:
+def test_erase_without_keys_is_reported(filled: Path, run: Run) -> None:
     """Report that a tenant without keys had none."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
@@ -99,7 +102,7 @@ def test_erase_without_keys_is_reported(filled: Path, run) -> None:
     assert (filled / "restored").read_bytes() == (filled / "content").read_bytes()
 
 
-def test_keys_are_shown_by_no_command(filled: Path, run) -> None:
+def test_keys_are_shown_by_no_command(filled: Path, run: Run) -> None:
     secret = (filled / "store.key").read_text().split()[0]
     for arguments in (("config",), ("keys", "list"), ("stats",), ("verify",)):
         assert secret not in json.dumps(run(*arguments))
@@ -109,7 +112,7 @@ def test_keys_are_shown_by_no_command(filled: Path, run) -> None:
     assert "chmod 600" in run("ls", code=2)["error"]["message"]
 
 
-def test_keys_of_unencrypted_store_are_none(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_unencrypted_store_are_none(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEARKIN_STORAGE__ENCRYPTION", "none")
     monkeypatch.delenv("NEARKIN_STORAGE__KEY_FILE")
     (tmp_path / "content").write_bytes(b"in clear")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -113,12 +114,17 @@ def test_salvage_places_known_parts_exactly(parts: list[tuple[int, bool]]) -> No
 NOW = datetime.now(UTC)
 
 
+def stopped_at(seconds: float) -> Callable[[], float]:
+    """Return a clock that always shows this time."""
+    return lambda: seconds
+
+
 @pytest.fixture
 def dated(tmp_path: Path) -> Path:
     """A store with versions of 30, 20 and 10 hours ago."""
     for number, hours in enumerate((30, 20, 10), 1):
         moment = (NOW - timedelta(hours=hours)).timestamp()
-        with open_store(tmp_path / "dated", settings=CHOSEN, create=True, clock=lambda at=moment: at) as store:
+        with open_store(tmp_path / "dated", settings=CHOSEN, create=True, clock=stopped_at(moment)) as store:
             store.put("db", f"version {number}".encode())
             store.put("db2", b"another key")
     return tmp_path / "dated"
@@ -155,7 +161,7 @@ def test_at_ignores_versions_deleted_before(tmp_path: Path, call: InProcess) -> 
     root = tmp_path / "store"
     for hours, action in ((30, "put"), (20, "put"), (15, "delete")):
         moment = (NOW - timedelta(hours=hours)).timestamp()
-        with open_store(root, settings=CHOSEN, create=True, clock=lambda at=moment: at) as store:
+        with open_store(root, settings=CHOSEN, create=True, clock=stopped_at(moment)) as store:
             if action == "put":
                 store.put("db", f"{hours} hours ago".encode())
             else:

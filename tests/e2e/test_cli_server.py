@@ -180,7 +180,8 @@ def test_config_is_the_services_and_set_changes_it(gateway: ScriptedGateway) -> 
 
 def test_store_and_server_are_not_mixed_up(gateway: ScriptedGateway, folder: Path, tmp_path: Path) -> None:
     both = {"NEARKIN_SERVER": gateway.url, "NEARKIN_STORE": str(tmp_path / "none"), "NEARKIN_TOKEN": TOKEN}
-    for arguments in ([], ["--store", folder, "--server", gateway.url]):
+    words: list[list[str | Path]] = [[], ["--store", folder, "--server", gateway.url]]
+    for arguments in words:
         done = run(*arguments, "ls", env=both)
         assert (done.returncode, b"name one of them with --store or --server" in done.stderr) == (2, True)
     assert run("--server", gateway.url, "ls", env=both).returncode == 0

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
+from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from nearkin.lab.generated_data import mutate, records_like
@@ -368,8 +368,8 @@ def pipeline_page() -> str:
     }  # fmt: skip
     drawn, grid = charts.bars([("10:00", 5_000_000), ("10:01", 9_000_000)])
     visitor = Visitor("default", "tester", frozenset(("read", "write", "delete", "admin")), "csrf")
-    shown = {"told": told, "letters": [letter], "bars": drawn, "grid": grid, "workers": [worker]}
-    return rendering.page("pipeline.html", visitor, title="Pipeline", **shown).body.decode()
+    shown: dict[str, Any] = {"told": told, "letters": [letter], "bars": drawn, "grid": grid, "workers": [worker]}
+    return bytes(rendering.page("pipeline.html", visitor, title="Pipeline", **shown).body).decode()
 
 
 @pytest.mark.parametrize("width", WIDTHS)

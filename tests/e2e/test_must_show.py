@@ -86,7 +86,7 @@ def entries(root: Path, store: Store) -> dict[str, dict[bytes, bytes]]:
         pytest.param("vm", 2.5, marks=pytest.mark.soak),
     ],
 )
-def test_real_data_restore_after_index_loss(corpus, ratio_least, tmp_path):
+def test_real_data_restore_after_index_loss(corpus: str, ratio_least: float, tmp_path: Path) -> None:
     """Restore real data identically, also after the index was lost."""
     paths = sources(corpus)
     root = tmp_path / "store"
@@ -179,7 +179,7 @@ else:
 
 
 @pytest.mark.soak
-def test_gigabytes_of_zeros_need_little_space(tmp_path):
+def test_gigabytes_of_zeros_need_little_space(tmp_path: Path) -> None:
     """Store gigabytes of zeros in bounded memory and almost no space."""
     process_of_its_own = process(ZEROS, tmp_path / "store")
     said, complained = process_of_its_own.communicate(timeout=600)

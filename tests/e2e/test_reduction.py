@@ -16,7 +16,7 @@ from nearkin.local import process_lock
 from nearkin_shared.config.loader import load
 from nearkin_shared.errors import NearkinError
 
-SOLID = {
+SOLID: dict[int, int] = {
     CompressionParameter.compression_level: 9,
     CompressionParameter.window_log: 31,
     CompressionParameter.enable_long_distance_matching: 1,

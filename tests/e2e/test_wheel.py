@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 
-import nearkin_shared.kernels
+from nearkin_shared.kernels import native
 
 ROOT = Path(__file__).parents[2]
 SECONDS_MAX = 300
@@ -53,7 +53,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     platform = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     built = source / "build" / platform / "nearkin_shared" / "kernels" / "native"
     built.mkdir(parents=True)
-    for kernel in Path(nearkin_shared.kernels.native.__path__[0]).glob("_*.so"):
+    for kernel in Path(native.__path__[0]).glob("_*.so"):
         shutil.copy(kernel, built)  # newer than its sources, so it is up to date
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
     ran(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", source / "wheel", source, folder=source)
@@ -65,16 +65,16 @@ def locked(names: list[str]) -> str:
     """Return the lines of requirements/runtime.txt for these packages and all that they need."""
     blocks = re.split(r"\n(?=\S)", (ROOT / "requirements/runtime.txt").read_text().strip())
     lock = {canonicalize_name(block.partition("==")[0]): block for block in blocks}
-    wanted: dict[str, None] = {}
+    needed: dict[NormalizedName, None] = {}
     waiting = [Requirement(name) for name in names]
     while waiting:
         one = waiting.pop()
         name = canonicalize_name(one.name)
-        if name in wanted or (one.marker is not None and not one.marker.evaluate({"extra": ""})):
+        if name in needed or (one.marker is not None and not one.marker.evaluate({"extra": ""})):
             continue
-        wanted[name] = None
+        needed[name] = None
         waiting += [Requirement(text) for text in requires(name) or ()]
-    return "\n".join(lock[name] for name in wanted) + "\n"
+    return "\n".join(lock[name] for name in needed) + "\n"
 
 
 def test_wheel_holds_runtime_files_only(wheel: Path) -> None:

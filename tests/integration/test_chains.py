@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from nearkin import Store, open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.formats import container_layout
+from nearkin_shared.kernels import zstd_frames
 from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX
 from nearkin_shared.reading import block_decoder
 from nearkin_shared.reading.block_decoder import BlockDecoder
@@ -67,10 +68,16 @@ def leaning(source: ContainerStore, name: BlockName) -> set[BlockName]:
         found = more
 
 
+def equal_contents(found: Sequence[U8 | None], expected: Sequence[U8 | None]) -> bool:
+    """Return whether all blocks are equal, or absent from both."""
+    pairs = list(zip(found, expected, strict=True))
+    return all(a is b if a is None or b is None else np.array_equal(a, b) for a, b in pairs)
+
+
 def test_chain_is_decoded_in_one_call(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store._containers
     calls, trips = list[int](), list[int]()
-    plain, plain_ranges = block_decoder.decode_frames, source._objects.get_ranges
+    plain, plain_ranges = zstd_frames.decode_frames, source._objects.get_ranges
 
     def decode_frames(frames: Any, *others: Any) -> Any:
         calls.append(len(frames))
@@ -116,7 +123,7 @@ def test_decoding_is_bounded_in_bytes(store: Store, monkeypatch: pytest.MonkeyPa
         nothing = len(some) == 1 and some[0] is None
         assert nothing == (source.costs.blocks_decoded == taken)
     for name, content in found.items():
-        assert content is None or np.array_equal(content, wanted[name])
+        assert content is None or equal_contents([content], [wanted[name]])
     assert any(content is not None for content in found.values()) == (bound > 1)
     assert store.verify().damage == ()
 
@@ -133,10 +140,10 @@ def test_concurrent_decoder_has_half_the_bound(store: Store, monkeypatch: pytest
     def decoded() -> None:
         source.evict()
         found = chains_of(source).decode(names)
-        assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=False))
+        assert equal_contents(found, wanted[: len(found)])
         taken.append(len(found))
 
-    plain = block_decoder.decode_frames
+    plain = zstd_frames.decode_frames
 
     def beside(frames: Any, *others: Any) -> Any:
         monkeypatch.setattr(block_decoder, "decode_frames", plain)
@@ -165,7 +172,7 @@ def test_sole_decoder_uses_other_threads(store: Store, monkeypatch: pytest.Monke
         source.evict()
         found = reader.decode(names)
         assert asked, "they are there to be asked"
-        assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert equal_contents(found, wanted)
         asked.clear()
         source.evict()
         turn = block_decoder._decode_slots.take()  # another thread decodes
@@ -188,7 +195,8 @@ def test_cached_block_keeps_its_own_memory_only(tmp_path: Path) -> None:
         kept = [block for _, block in source.blocks.items()]
         assert len(kept) >= 20
         for block in kept:
-            memory, below = None, block
+            memory: Any = None
+            below: Any = block
             while below is not None:
                 memory, below = below, below.obj if isinstance(below, memoryview) else getattr(below, "base", None)
             assert memoryview(memory).nbytes <= block.nbytes + block.nbytes // 8, "which the cache counts"

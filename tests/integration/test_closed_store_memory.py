@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ def anonymous_bytes() -> int:
 
 
 @pytest.mark.soak
-def test_closed_stores_leave_no_memory(tmp_path):
+def test_closed_stores_leave_no_memory(tmp_path: Path) -> None:
     """Open, read and close stores one after another without growth."""
     first = text_like(20 * MIB, 1)
     with open_store(tmp_path / "s", settings=settings(), create=True) as store:

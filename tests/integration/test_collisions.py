@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
+from nearkin_shared.config.settings import Settings
 from tests.support.data.stores import SMALL, settings
 
 PAIR = Path(__file__).parents[1] / "data" / "sha1-collision"
@@ -24,13 +26,15 @@ def pair() -> tuple[bytes, bytes]:
     return one, other
 
 
-def whole(**changes):
+def whole(**changes: Mapping[str, object]) -> Settings:
     return settings(SMALL, {"chunker": {"algorithm": "whole"}}, changes)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES, ids=len)
 @pytest.mark.parametrize("swapped", [False, True])
-def test_collision_pair_stays_two_contents(pair, suffix, swapped, tmp_path):
+def test_collision_pair_stays_two_contents(
+    pair: tuple[bytes, bytes], suffix: bytes, swapped: bool, tmp_path: Path
+) -> None:
     """Keep the published pair as two contents under two keys."""
     one, other = (content + suffix for content in (reversed(pair) if swapped else pair))
     assert one != other
@@ -51,7 +55,7 @@ def test_collision_pair_stays_two_contents(pair, suffix, swapped, tmp_path):
         assert store.get("again").read() == other
 
 
-def test_collision_pair_in_one_blob_stays_two(pair, tmp_path):
+def test_collision_pair_in_one_blob_stays_two(pair: tuple[bytes, bytes], tmp_path: Path) -> None:
     # 8192-byte pieces, each one chunk: both contents, several times, in one batch and in one segment
     one, other = (content + b"\7" * (8192 - len(content)) for content in pair)
     assert hashlib.sha1(one).digest() == hashlib.sha1(other).digest()
@@ -69,7 +73,7 @@ def test_collision_pair_in_one_blob_stays_two(pair, tmp_path):
         assert store.verify().damage == ()
 
 
-def test_segments_of_a_collision_are_distinct(pair, tmp_path):
+def test_segments_of_a_collision_are_distinct(pair: tuple[bytes, bytes], tmp_path: Path) -> None:
     """Distinguish segments that contain one or the other."""
     around = random_bytes(8192 * 5, 3)
     blobs = [around[:8192] + (content + b"\7" * (8192 - len(content))) + around[8192:] for content in pair]
@@ -83,7 +87,7 @@ def test_segments_of_a_collision_are_distinct(pair, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-def test_versions_restore_despite_collisions(bits, tmp_path):
+def test_versions_restore_despite_collisions(bits: int, tmp_path: Path) -> None:
     chosen = settings(
         SMALL,
         {"chunker": {"min_bytes": 64, "target_bytes": 128, "max_bytes": 1024}, "features": {"algorithm": "odess"}},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +22,7 @@ FRESH = VERSIONS[3][:200_000] + text_like(50_000, 9)
 
 @pytest.mark.parametrize("chunker", CHUNKERS)
 @pytest.mark.parametrize(("codec", "depth"), [*product(DELTA_CODECS, (1, 3))])
-def test_chunker_codec_depth_features_restore(chunker, codec, depth, tmp_path):
+def test_chunker_codec_depth_features_restore(chunker: str, codec: str, depth: int, tmp_path: Path) -> None:
     """Restore under any chunker, codec and depth with every features algorithm."""
     small = settings(SMALL, {"chunker": {"algorithm": chunker}, "delta": {"codec": codec, "max_depth": depth}})
     for algorithm in FEATURES:
@@ -71,7 +73,7 @@ def test_chunker_codec_depth_features_restore(chunker, codec, depth, tmp_path):
     ],
     ids=lambda changes: ",".join(f"{s}.{k}={v}" for s, section in changes.items() for k, v in section.items()),
 )
-def test_settings_at_their_bounds_restore(changes, tmp_path):
+def test_settings_at_their_bounds_restore(changes: Mapping[str, Mapping[str, object]], tmp_path: Path) -> None:
     if "chunker" in changes and changes["chunker"]["target_bytes"] == 900 * 1024:
         changes = {"chunker": {"algorithm": "whole"}}  # 900 KiB is no power of two: whole cuts there by itself
     with open_store(tmp_path / "s", settings=settings(SMALL, changes), create=True, force=True) as store:
@@ -84,7 +86,7 @@ def test_settings_at_their_bounds_restore(changes, tmp_path):
         assert store.get("k", 4).read() == VERSIONS[3]
 
 
-def test_store_continues_under_other_settings(tmp_path):
+def test_store_continues_under_other_settings(tmp_path: Path) -> None:
     everything = []
     for number, (chunker, algorithm) in enumerate(product(CHUNKERS, FEATURES)):
         content = mutate(VERSIONS[number % 4], 100 + number)
@@ -106,7 +108,7 @@ def test_store_continues_under_other_settings(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_chains_of_deltas_reach_the_cap_and_never_pass_it(depth, tmp_path):
+def test_chains_of_deltas_reach_the_cap_and_never_pass_it(depth: int, tmp_path: Path) -> None:
     content, history = text_like(40_000, 7), []
     changes = {"delta": {"max_depth": depth}, "features": {"count": 6, "super_features": 6}}
     with open_store(
@@ -121,7 +123,7 @@ def test_chains_of_deltas_reach_the_cap_and_never_pass_it(depth, tmp_path):
             assert store.get("k", version).read() == was
 
 
-def test_changed_settings_apply_to_the_next_put(tmp_path):
+def test_changed_settings_apply_to_the_next_put(tmp_path: Path) -> None:
     """As the gateway does with hot ones: the same store stays open."""
     data = text_like(300_000, 1)
     with open_store(

@@ -27,7 +27,6 @@ from tests.support.fakes.clock import Clock
 from tests.support.fakes.faulty_objects import FaultyObjectStore
 
 WEEK = 604_800.0
-SETTINGS = {"undelete_seconds": WEEK}
 
 
 @pytest.fixture(params=["memory", "local", "s3"])
@@ -72,7 +71,7 @@ def test_key_is_deleted_with_all_versions(objects: ObjectStore) -> None:
         put(manifests)
     put(manifests, "other")
     put(manifests, tenant="other")
-    assert deletions.delete("default", "k", **SETTINGS) == 3
+    assert deletions.delete("default", "k", undelete_seconds=WEEK) == 3
     assert seen(manifests) == []
     for version in (1, 2, 3):
         with pytest.raises(NotFound):
@@ -80,7 +79,7 @@ def test_key_is_deleted_with_all_versions(objects: ObjectStore) -> None:
         assert manifests.get("default", "k", version).version == version  # nothing is freed
     assert seen(manifests, "other") == seen(manifests, tenant="other") == [1]
     with pytest.raises(NotFound):
-        deletions.delete("default", "k", **SETTINGS)
+        deletions.delete("default", "k", undelete_seconds=WEEK)
     assert deletions.undelete("default", "k") == 3
     assert seen(manifests) == [1, 2, 3]
     with pytest.raises(NotFound):
@@ -91,9 +90,9 @@ def test_version_number_is_never_reused(objects: ObjectStore) -> None:
     manifests = ManifestStore(objects)
     deletions = Deletions(manifests, silent)
     assert (put(manifests), put(manifests)) == (1, 2)
-    deletions.delete("default", "k", **SETTINGS)
+    deletions.delete("default", "k", undelete_seconds=WEEK)
     assert put(manifests) == 3
-    deletions.delete("default", "k", 3, **SETTINGS)
+    deletions.delete("default", "k", 3, undelete_seconds=WEEK)
     assert put(manifests) == 4
     assert seen(manifests) == [4]
     # Its bytes are freed: the collector's tombstone is written, then the manifest is deleted.
@@ -101,7 +100,7 @@ def test_version_number_is_never_reused(objects: ObjectStore) -> None:
     objects.delete(object_name("default", "k", 3))
     objects.delete(object_name("default", "k", 4))
     assert put(manifests) == 4  # never deleted, it is a manifest that was lost: verify names it
-    deletions.delete("default", "k", 4, **SETTINGS)
+    deletions.delete("default", "k", 4, undelete_seconds=WEEK)
     objects.delete(object_name("default", "k", 4))
     assert put(manifests) == 5
 
@@ -111,16 +110,16 @@ def test_one_version_is_deleted_alone(objects: ObjectStore) -> None:
     deletions = Deletions(manifests, silent)
     for _ in range(3):
         put(manifests)
-    assert deletions.delete("default", "k", 3, **SETTINGS) == 1
+    assert deletions.delete("default", "k", 3, undelete_seconds=WEEK) == 1
     assert seen(manifests) == [1, 2]
-    assert deletions.delete("default", "k", 1, **SETTINGS) == 1
+    assert deletions.delete("default", "k", 1, undelete_seconds=WEEK) == 1
     assert seen(manifests) == [2]
     with pytest.raises(NotFound):
-        deletions.delete("default", "k", 1, **SETTINGS)
+        deletions.delete("default", "k", 1, undelete_seconds=WEEK)
     with pytest.raises(NotFound):
-        deletions.delete("default", "k", 9, **SETTINGS)
+        deletions.delete("default", "k", 9, undelete_seconds=WEEK)
     with pytest.raises(BadInput):
-        deletions.delete("default", "k", 0, **SETTINGS)
+        deletions.delete("default", "k", 0, undelete_seconds=WEEK)
     assert deletions.undelete("default", "k", 3) == 1
     assert seen(manifests) == [2, 3]
 
@@ -130,9 +129,9 @@ def test_undelete_restores_the_latest_deletion() -> None:
     deletions = Deletions(manifests, silent, clock=clock)
     for _ in range(4):
         put(manifests)
-    deletions.delete("default", "k", 2, **SETTINGS)
+    deletions.delete("default", "k", 2, undelete_seconds=WEEK)
     clock.now += 60
-    assert deletions.delete("default", "k", **SETTINGS) == 3
+    assert deletions.delete("default", "k", undelete_seconds=WEEK) == 3
     assert deletions.undelete("default", "k") == 3
     assert seen(manifests) == [1, 3, 4]
     assert deletions.undelete("default", "k") == 1
@@ -162,7 +161,7 @@ def test_deleted_version_lists_user_and_reason() -> None:
     deletions = Deletions(manifests, silent, clock=clock)
     put(manifests)
     put(manifests)
-    deletions.delete("default", "k", 2, who="kim", reason="wrong host", **SETTINGS)
+    deletions.delete("default", "k", 2, who="kim", reason="wrong host", undelete_seconds=WEEK)
     (told,) = deletions.list_deleted("default", ["k", "none"])
     assert (told.key, told.version, told.who, told.reason) == ("k", 2, "kim", "wrong host")
     assert told.deleted.timestamp() == clock.now
@@ -172,11 +171,11 @@ def test_collected_version_is_never_undeleted() -> None:
     manifests = ManifestStore(memory_objects())
     deletions = Deletions(manifests, silent)
     put(manifests)
-    deletions.delete("default", "k", **SETTINGS)
+    deletions.delete("default", "k", undelete_seconds=WEEK)
     manifests.put_mark(Mark("default", "k", 1, 2, MarkKind.COLLECTED, 5, 0))
     assert seen(manifests) == []
     assert list(deletions.list_deleted("default", ["k"])) == []
-    for call in (deletions.undelete, lambda *given: deletions.delete(*given, **SETTINGS)):
+    for call in (deletions.undelete, lambda *given: deletions.delete(*given, undelete_seconds=WEEK)):
         with pytest.raises(NotFound):
             call("default", "k", 1)
 
@@ -188,9 +187,9 @@ def test_repeated_request_returns_first_result() -> None:
     put(manifests)
     one, other = bytes(range(16)), bytes(range(1, 17))
     for _ in range(3):
-        assert deletions.delete("default", "k", request=one, **SETTINGS) == 2
+        assert deletions.delete("default", "k", request=one, undelete_seconds=WEEK) == 2
     with pytest.raises(NotFound):
-        deletions.delete("default", "k", request=other, **SETTINGS)
+        deletions.delete("default", "k", request=other, undelete_seconds=WEEK)
     for _ in range(3):
         assert deletions.undelete("default", "k", request=other) == 2
     assert seen(manifests) == [1, 2]
@@ -204,19 +203,19 @@ def test_repeated_request_keeps_later_changes(version: int | None) -> None:
     put(manifests)
     put(manifests)
     one, other, count = bytes(range(16)), bytes(range(1, 17)), 2 if version is None else 1
-    assert deletions.delete("default", "k", version, request=one, **SETTINGS) == count
+    assert deletions.delete("default", "k", version, request=one, undelete_seconds=WEEK) == count
     assert deletions.undelete("default", "k", version) == count
-    assert deletions.delete("default", "k", version, request=one, **SETTINGS) == count  # its answer was lost
+    assert deletions.delete("default", "k", version, request=one, undelete_seconds=WEEK) == count  # its answer was lost
     assert seen(manifests) == [1, 2]
     clock.now += 1
-    assert deletions.delete("default", "k", version, **SETTINGS) == count
+    assert deletions.delete("default", "k", version, undelete_seconds=WEEK) == count
     assert deletions.undelete("default", "k", version, request=other) == count
     clock.now += 1
-    assert deletions.delete("default", "k", version, **SETTINGS) == count
+    assert deletions.delete("default", "k", version, undelete_seconds=WEEK) == count
     gone = seen(manifests)
     for call in range(2):
         assert deletions.undelete("default", "k", version, request=other) == count, call
-        assert deletions.delete("default", "k", version, request=one, **SETTINGS) == count, call
+        assert deletions.delete("default", "k", version, request=one, undelete_seconds=WEEK) == count, call
     assert seen(manifests) == gone
 
 
@@ -226,9 +225,9 @@ def test_repeated_undelete_keeps_older_deletion() -> None:
     deletions = Deletions(manifests, silent, clock=clock)
     put(manifests)
     put(manifests)
-    deletions.delete("default", "k", 1, **SETTINGS)
+    deletions.delete("default", "k", 1, undelete_seconds=WEEK)
     clock.now += 1
-    deletions.delete("default", "k", **SETTINGS)
+    deletions.delete("default", "k", undelete_seconds=WEEK)
     for _ in range(2):
         assert deletions.undelete("default", "k", request=bytes(16)) == 1
     assert seen(manifests) == [2]
@@ -240,7 +239,7 @@ def test_interrupted_request_is_completed_by_retry() -> None:
     put(manifests)
     put(manifests)
     manifests.put_mark(Mark("default", "k", 1, 1, MarkKind.DELETED, 10, 2**52, bytes(16)))
-    assert deletions.delete("default", "k", request=bytes(16), **SETTINGS) == 1
+    assert deletions.delete("default", "k", request=bytes(16), undelete_seconds=WEEK) == 1
     assert seen(manifests) == []
     manifests.put_mark(Mark("default", "k", 2, 2, MarkKind.UNDELETED, 20, 0, bytes(range(16))))
     assert deletions.undelete("default", "k", request=bytes(range(16))) == 1
@@ -261,7 +260,7 @@ def test_failed_condition_deletes_nothing() -> None:
         raise Refused
 
     with pytest.raises(Refused):
-        deletions.delete("default", "k", condition=refuse, **SETTINGS)
+        deletions.delete("default", "k", condition=refuse, undelete_seconds=WEEK)
     assert seen(manifests) == [1, 2]
 
 
@@ -269,7 +268,11 @@ def test_version_put_after_the_condition_stays() -> None:
     manifests = ManifestStore(memory_objects())
     deletions = Deletions(manifests, silent)
     put(manifests)
-    assert deletions.delete("default", "k", condition=lambda _: put(manifests) and None, **SETTINGS) == 1
+
+    def put_next(_: VersionInfo) -> None:
+        put(manifests)
+
+    assert deletions.delete("default", "k", condition=put_next, undelete_seconds=WEEK) == 1
     assert seen(manifests) == [2]
 
 
@@ -279,13 +282,13 @@ def test_bounds_are_named_before_anything_changes() -> None:
     put(manifests)
     deletions = Deletions(manifests, silent)
     with pytest.raises(BadInput, match="reason of 1025 bytes"):
-        deletions.delete("default", "k", reason="x" * 1025, **SETTINGS)
+        deletions.delete("default", "k", reason="x" * 1025, undelete_seconds=WEEK)
     assert seen(manifests) == [1]
     for sequence in range(1, SEQUENCE_MAX + 1):
         kind = MarkKind.DELETED if sequence % 2 else MarkKind.UNDELETED
         manifests.put_mark(Mark("default", "k", 1, sequence, kind, 5, 6 if sequence % 2 else 0))
     with pytest.raises(BadInput, match="want 1 to 1000"):
-        deletions.delete("default", "k", **SETTINGS)
+        deletions.delete("default", "k", undelete_seconds=WEEK)
     assert seen(manifests) == [1]
 
 
@@ -300,11 +303,13 @@ def test_newest_version_is_last_to_be_deleted() -> None:
         for _ in range(4):
             put(manifests)
         with pytest.raises(StoreUnavailable):
-            Deletions(ManifestStore(FaultyObjectStore(objects, letters)), silent).delete("default", "k", **SETTINGS)
+            Deletions(ManifestStore(FaultyObjectStore(objects, letters)), silent).delete(
+                "default", "k", undelete_seconds=WEEK
+            )
         newest = manifests.newest("default", "k")
         assert newest is not None
         assert newest.version == 4
-        assert Deletions(manifests, silent).delete("default", "k", **SETTINGS) >= 1  # the same again ends it
+        assert Deletions(manifests, silent).delete("default", "k", undelete_seconds=WEEK) >= 1  # the same again ends it
         assert seen(manifests) == []
         cut_short = Deletions(ManifestStore(FaultyObjectStore(objects, ".E")), silent)
         if len(letters) == 1:  # nothing was deleted by the first call, all four by the second
@@ -324,10 +329,10 @@ def test_lost_response_is_a_done_deletion() -> None:
     request = bytes(range(16))
     with pytest.raises(StoreUnavailable):
         Deletions(ManifestStore(FaultyObjectStore(objects, "L")), silent).delete(
-            "default", "k", request=request, **SETTINGS
+            "default", "k", request=request, undelete_seconds=WEEK
         )
     assert seen(manifests) == []
-    assert Deletions(manifests, silent).delete("default", "k", request=request, **SETTINGS) == 1
+    assert Deletions(manifests, silent).delete("default", "k", request=request, undelete_seconds=WEEK) == 1
 
 
 def test_index_is_notified_before_a_tombstone() -> None:
@@ -340,7 +345,7 @@ def test_index_is_notified_before_a_tombstone() -> None:
         assert seen(manifests) == [1, 2]
         noted.extend(marks)
 
-    Deletions(manifests, note).delete("default", "k", **SETTINGS)
+    Deletions(manifests, note).delete("default", "k", undelete_seconds=WEEK)
     histories = manifests.histories("default", "k")
     assert [(mark.version, mark.sequence, mark.marks_bytes) for mark in noted] == [
         (version, 1, histories[version].marks_bytes) for version in (1, 2)
@@ -367,7 +372,7 @@ def test_folder_changed_while_read_hides_nothing(tmp_path: Path) -> None:
             if self.first:
                 self.first = False
                 put(manifests)
-                Deletions(manifests, silent).delete("default", "k", 1, **SETTINGS)
+                Deletions(manifests, silent).delete("default", "k", 1, undelete_seconds=WEEK)
                 return {1: replace(found[1], sequence=1)}
             return found
 
@@ -385,7 +390,7 @@ def test_broken_tombstone_hides_or_is_corrupt() -> None:
     manifests = ManifestStore(objects)
     deletions = Deletions(manifests, silent)
     put(manifests)
-    deletions.delete("default", "k", **SETTINGS)
+    deletions.delete("default", "k", undelete_seconds=WEEK)
     name = mark_name("default", "k", 1, 1)
     whole = objects.get(name)
     objects.delete(name)
@@ -408,7 +413,7 @@ def test_tombstone_under_another_name_is_corrupt() -> None:
     manifests = ManifestStore(objects)
     put(manifests)
     put(manifests)
-    Deletions(manifests, silent).delete("default", "k", 1, **SETTINGS)
+    Deletions(manifests, silent).delete("default", "k", 1, undelete_seconds=WEEK)
     objects.put_new(mark_name("default", "k", 2, 1), objects.get(mark_name("default", "k", 1, 1)))
     with pytest.raises(Corrupt, match="is mark 1 of 'k' version 1"):
         manifests.mark("default", "k", 2, 1)
@@ -436,9 +441,11 @@ def test_of_two_deletions_one_reports_it(objects: ObjectStore) -> None:
     manifests = ManifestStore(objects)
     for version in range(1, 13):
         put(manifests)
-        answers = race(
-            *[lambda v=version: Deletions(ManifestStore(objects), silent).delete("default", "k", v, **SETTINGS)] * 4
-        )
+
+        def delete(v: int = version) -> int:
+            return Deletions(ManifestStore(objects), silent).delete("default", "k", v, undelete_seconds=WEEK)
+
+        answers = race(*[delete] * 4)
         assert sorted(isinstance(answer, NotFound) for answer in answers) == [False, True, True, True]
     assert seen(manifests) == []
 
@@ -447,7 +454,9 @@ def test_concurrent_deletions_count_each_once(objects: ObjectStore) -> None:
     manifests = ManifestStore(objects)
     for _ in range(6):
         put(manifests)
-    answers = race(*[lambda: Deletions(ManifestStore(objects), silent).delete("default", "k", **SETTINGS)] * 2)
+    answers = race(
+        *[lambda: Deletions(ManifestStore(objects), silent).delete("default", "k", undelete_seconds=WEEK)] * 2
+    )
     assert sum(answer for answer in answers if isinstance(answer, int)) == 6
     assert seen(manifests) == []
 
@@ -457,7 +466,7 @@ def test_deletion_and_collector_exclude(objects: ObjectStore) -> None:
     manifests = ManifestStore(objects)
     for version in range(1, 11):
         put(manifests)
-        Deletions(manifests, silent).delete("default", "k", version, **SETTINGS)
+        Deletions(manifests, silent).delete("default", "k", version, undelete_seconds=WEEK)
 
         def collect(v: int = version) -> str:
             try:
@@ -466,9 +475,10 @@ def test_deletion_and_collector_exclude(objects: ObjectStore) -> None:
                 return type(err).__name__
             return "collected"
 
-        back, collected = race(
-            lambda v=version: Deletions(ManifestStore(objects), silent).undelete("default", "k", v), collect
-        )
+        def undelete(v: int = version) -> int:
+            return Deletions(ManifestStore(objects), silent).undelete("default", "k", v)
+
+        back, collected = race(undelete, collect)
         assert (back == 1) == (collected == "AlreadyExists")
         assert (version in seen(manifests)) == (back == 1)
 
@@ -481,7 +491,7 @@ def test_put_during_a_deletion_is_consistent(objects: ObjectStore) -> None:
     for _ in range(8):
         number, count = race(
             lambda: put(ManifestStore(objects)),
-            lambda: Deletions(ManifestStore(objects), silent).delete("default", "k", **SETTINGS),
+            lambda: Deletions(ManifestStore(objects), silent).delete("default", "k", undelete_seconds=WEEK),
         )
         assert isinstance(number, int)
         numbers.append(number)
@@ -493,7 +503,7 @@ def test_put_during_a_deletion_is_consistent(objects: ObjectStore) -> None:
     assert numbers == sorted(set(numbers))
 
 
-def test_version_with_all_tombstones_is_no_bar(tmp_path):
+def test_version_with_all_tombstones_is_no_bar(tmp_path: Path) -> None:
     """Forget other versions although one has all tombstones that it may have."""
     chosen = settings(SMALL, {"retention": {"superseded_seconds": 0, "policies": [{"keep_last": 1}]}})
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:

@@ -49,7 +49,7 @@ def counted(path: Path) -> tuple[int, int, list[int]]:
 
 @pytest.mark.parametrize("reopened", [False, True])
 @pytest.mark.parametrize(("point", "left"), [("delete.noted", [1, 2]), ("delete.older", [2])])
-def test_failed_deletion_is_counted_no_more(tmp_path, point, left, reopened):
+def test_failed_deletion_is_counted_no_more(tmp_path: Path, point: str, left: list[int], reopened: bool) -> None:
     path = tmp_path / "s"
     with open_store(path, create=True) as store:
         for _ in range(2):
@@ -66,7 +66,7 @@ def test_failed_deletion_is_counted_no_more(tmp_path, point, left, reopened):
     assert counted(path) == (1, 2, [1])
 
 
-def test_failed_undeletion_is_counted_no_more(tmp_path):
+def test_failed_undeletion_is_counted_no_more(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with open_store(path, create=True) as store:
         store.put("a", b"content")
@@ -76,7 +76,7 @@ def test_failed_undeletion_is_counted_no_more(tmp_path):
     assert counted(path) == (0, 1, [])
 
 
-def test_version_in_a_crashed_gc_run_is_deleted(tmp_path):
+def test_version_in_a_crashed_gc_run_is_deleted(tmp_path: Path) -> None:
     """Count a version as deleted if a GC run crashed while it ended it."""
     path = tmp_path / "s"
     chosen = settings({"deletion": {"undelete_seconds": 0}})
@@ -102,7 +102,7 @@ def told(store: Store) -> tuple[int, int, list[str]]:
     return stats.versions, stats.deleted_versions, sorted(one.key for one in store.list_deleted())
 
 
-def test_stats_during_a_retry_keep_the_note(tmp_path):
+def test_stats_during_a_retry_keep_the_note(tmp_path: Path) -> None:
     """Keep the index note of a second try though `stats` runs before its tombstone."""
     with open_store(tmp_path / "s", create=True) as store:
         for key in "ab":
@@ -124,7 +124,7 @@ def test_stats_during_a_retry_keep_the_note(tmp_path):
         assert told(store) == (1, 1, ["a"])
 
 
-def test_failed_concurrent_deletion_keeps_note(tmp_path):
+def test_failed_concurrent_deletion_keeps_note(tmp_path: Path) -> None:
     """The one looks what is there after the other has noted, and before it has written."""
     with open_store(tmp_path / "s", create=True) as store:
         store.put("a", b"content")
@@ -145,7 +145,7 @@ def test_failed_concurrent_deletion_keeps_note(tmp_path):
         assert told(store) == (0, 1, ["a"])
 
 
-def test_failed_deletion_during_a_put_uncounted(tmp_path):
+def test_failed_deletion_during_a_put_uncounted(tmp_path: Path) -> None:
     """Count a failed deletion that is concurrent with a put no more."""
     with open_store(tmp_path / "s", create=True) as store:
         for key in "ab":
@@ -164,7 +164,7 @@ def test_failed_deletion_during_a_put_uncounted(tmp_path):
         assert told(store) == (2, 1, ["b"])
 
 
-def test_refused_deletion_releases_the_lock(tmp_path):
+def test_refused_deletion_releases_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with open_store(path, create=True) as reader:
         with open_store(path, create=True) as writer:
@@ -178,7 +178,7 @@ def test_refused_deletion_releases_the_lock(tmp_path):
         assert told(reader) == (2, 0, [])
 
 
-def test_failed_rollback_is_done_at_next_open(tmp_path, monkeypatch):
+def test_failed_rollback_is_done_at_next_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Roll back at the next open what could not be rolled back."""
     path = tmp_path / "s"
     with open_store(path, create=True) as store:

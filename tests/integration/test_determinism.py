@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +18,11 @@ from nearkin_shared.objectstore.base import LocalObjectStore
 from tests.support.data.stores import SMALL, containers, settings
 
 FIRST = text_like(3_000_000, 1) + bytes(1_000_000) + records_like(2_000_000, 2) + random_bytes(500_000, 3)
+Changes = Mapping[str, Mapping[str, object]]
 HISTORY = [FIRST, mutate(FIRST, 1, edits=300), mutate(FIRST, 2, edits=500)]
 
 
-def kept(root, changes, history=HISTORY):
+def kept(root: Path, changes: Changes, history: Sequence[bytes] = HISTORY) -> tuple[Any, ...]:
     with open_store(root, settings=settings(SMALL, changes), create=True) as store:
         for content in history:
             store.put("k", content)
@@ -29,16 +34,20 @@ def kept(root, changes, history=HISTORY):
             for segment in store.explain("k", version).segments
             for chunk in segment.chunks
         ]
-        counts = {name: getattr(stats.ledger, name) for name in stats.ledger.__slots__ if name != "stored_bytes"}
+        counts = {
+            name: getattr(stats.ledger, name)
+            for name in (field.name for field in fields(stats.ledger))
+            if name != "stored_bytes"
+        }
         return counts, stats.depths, stats.containers, stats.segments, explained
 
 
 @pytest.mark.parametrize("algorithm", ["finesse", pytest.param("odess", marks=pytest.mark.soak)])
-def test_stored_bytes_ignore_queue_state(algorithm, tmp_path):
+def test_stored_bytes_ignore_queue_state(algorithm: str, tmp_path: Path) -> None:
     """Store the same puts the same way, whatever the queues contain."""
 
-    def kept_with(name: str, queue_batches: int):
-        changes = {"features": {"algorithm": algorithm}, "runner": {"queue_batches": queue_batches}}
+    def kept_with(name: str, queue_batches: int) -> tuple[Any, ...]:
+        changes: Changes = {"features": {"algorithm": algorithm}, "runner": {"queue_batches": queue_batches}}
         return kept(tmp_path / name, changes)
 
     first = kept_with("a", 0)
@@ -47,11 +56,11 @@ def test_stored_bytes_ignore_queue_state(algorithm, tmp_path):
         assert kept_with(name, queue_batches) == first
 
 
-def test_slow_disk_changes_no_stored_byte(tmp_path, monkeypatch):
+def test_slow_disk_changes_no_stored_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = kept(tmp_path / "quick", {"runner": {"queue_batches": 4}})
     real = LocalObjectStore.put_new
 
-    def slow(self, name, *parts):
+    def slow(self: Any, name: str, *parts: Any) -> Any:
         time.sleep(0.01 if "containers" in name else 0)
         real(self, name, *parts)
 
@@ -59,13 +68,13 @@ def test_slow_disk_changes_no_stored_byte(tmp_path, monkeypatch):
     assert kept(tmp_path / "slow", {"runner": {"queue_batches": 4}}) == quick
 
 
-def test_slow_encoding_changes_nothing_that_is_kept(tmp_path, monkeypatch):
-    changes = {"runner": {"queue_batches": 4, "batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}}
+def test_slow_encoding_changes_nothing_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: Changes = {"runner": {"queue_batches": 4, "batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}}
     quick = kept(tmp_path / "quick", changes)
     assert quick[2] >= 3, "containers are filled before the last batch"
     real = BlockEncoder.close
 
-    def slow(self, block):
+    def slow(self: Any, block: Any) -> Any:
         time.sleep(0.03 * (block.number % 3))  # blocks that are encoded side by side end in another order
         return real(self, block)
 
@@ -75,20 +84,26 @@ def test_slow_encoding_changes_nothing_that_is_kept(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_stored_bytes_ignore_the_core_count(tmp_path, monkeypatch, crowded, far):
+def test_stored_bytes_ignore_the_core_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crowded: bool, far: bool
+) -> None:
     """Store with one and three cores what two store."""
     if crowded:  # blocks are handed over in the midst of a batch, and more are closed than may wait
         monkeypatch.setattr("nearkin_delta.container_builder.HANDED_BYTES", 64 << 10)
         monkeypatch.setattr("nearkin_delta.container_builder.CLOSING_BYTES_MAX", 1 << 20)
     if far:  # the size of one block decides how the next one is written
         monkeypatch.setattr("nearkin_delta.compression_params.FAR_BYTES_MIN", 1 << 14)
-    changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}, "delta": {"max_depth": 2}}
-    changes["block"] = {"far_matches": far}
+    changes: Changes = {
+        "runner": {"batch_bytes": "2MiB"},
+        "container": {"target_bytes": "1MiB"},
+        "delta": {"max_depth": 2},
+        "block": {"far_matches": far},
+    }
     base = text_like(1_500_000, 5)
     # The bases of each batch are in the container that the previous batch filled; their depth depends on its end.
     in_itself = b"".join(mutate(base, number, edits=200 * number) for number in range(8))
 
-    def kept_on(count: int):
+    def kept_on(count: int) -> tuple[Any, ...]:
         monkeypatch.setattr("nearkin.embedded.runner.cores", lambda: count)
         return kept(tmp_path / str(count), changes, [*HISTORY, in_itself])
 
@@ -99,7 +114,7 @@ def test_stored_bytes_ignore_the_core_count(tmp_path, monkeypatch, crowded, far)
 
 
 @pytest.mark.parametrize("merge_block_bytes", ["1MiB", "0"], ids=["gathered", "compressed further"])
-def test_gc_run_ignores_the_core_count(tmp_path, monkeypatch, merge_block_bytes):
+def test_gc_run_ignores_the_core_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merge_block_bytes: str) -> None:
     """Write in a GC run on one and three cores what two write."""
     changes = {
         "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
@@ -114,7 +129,7 @@ def test_gc_run_ignores_the_core_count(tmp_path, monkeypatch, merge_block_bytes)
             store.put("k", content)
         store.put("another", text_like(900_000, 6))
 
-    def written_on(count: int):
+    def written_on(count: int) -> tuple[int, dict[str, bytes]]:
         monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: count)
         root = tmp_path / str(count)
         shutil.copytree(tmp_path / "put", root)
@@ -129,7 +144,7 @@ def test_gc_run_ignores_the_core_count(tmp_path, monkeypatch, merge_block_bytes)
     assert written_on(3) == two
 
 
-def test_small_changes_fill_one_container(tmp_path):
+def test_small_changes_fill_one_container(tmp_path: Path) -> None:
     """Fill one container over many batches of patches.
 
     Patches were counted at half their bytes: each batch ended a container, with a sync.

@@ -72,7 +72,7 @@ def gives_up(root: Path, newest: bytes) -> bool:
     return bool(blob._source.blocks._given_up)
 
 
-def test_used_memory_is_reused_decoding_once(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_memory_is_reused_decoding_once(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Reuse the memory of blocks that are not needed again; decode nothing twice."""
     root, versions = made
     everything = opened(root, 256 * MIB, VERSIONS)
@@ -87,7 +87,7 @@ def test_used_memory_is_reused_decoding_once(made, monkeypatch: pytest.MonkeyPat
     assert opened(root, total_bytes // 3, VERSIONS).read() == versions[-1]
 
 
-def test_unneeded_blocks_make_room(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unneeded_blocks_make_room(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Evict blocks that no batch needs any more to make room."""
     root, versions = made
     blob = opened(root, 8_500_000, 1)
@@ -100,7 +100,7 @@ def test_unneeded_blocks_make_room(made, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("why", ["all fits", "others restore"])
-def test_blocks_others_may_need_stay(made, why: str) -> None:
+def test_blocks_others_may_need_stay(made: tuple[Path, list[bytes]], why: str) -> None:
     root, versions = made
     blob = opened(root, 32 * MIB if why == "all fits" else 8_500_000, 1)
     with ExitStack() as others:
@@ -118,7 +118,9 @@ def test_blocks_others_may_need_stay(made, why: str) -> None:
 @pytest.mark.parametrize(
     ("start", "stop"), [(0, 8_900_000), (1, 5_000_000), (4_100_000, 8_900_001), (MIB * 4, MIB * 8)]
 )
-def test_ranges_are_restored_unchanged(made, monkeypatch: pytest.MonkeyPatch, horizon: int, start, stop) -> None:
+def test_ranges_are_restored_unchanged(
+    made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch, horizon: int, start: int, stop: int
+) -> None:
     root, versions = made
     monkeypatch.setattr(module, "HORIZON_PLANS", horizon)
     for version in (1, VERSIONS):
@@ -132,14 +134,18 @@ def test_delta_chains_are_not_hinted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bound", ["HELD_MAX", "BASES_MAX", "KEYS_MAX"])
-def test_too_many_blocks_or_bases_are_not_hinted(made, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+def test_too_many_blocks_or_bases_are_not_hinted(
+    made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
     root, versions = made
     assert gives_up(root, versions[-1])
     monkeypatch.setattr(module, bound, 20)
     assert not gives_up(root, versions[-1])
 
 
-def test_containers_that_are_looked_into_again_give_the_same(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_containers_that_are_looked_into_again_give_the_same(
+    made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     root, versions = made
     often = opened(root, 12_000_000, VERSIONS)
     taken = decoded(often)
@@ -150,7 +156,9 @@ def test_containers_that_are_looked_into_again_give_the_same(made, monkeypatch: 
     assert opened(root, 2_000_000, VERSIONS).read() == versions[-1]
 
 
-def test_block_of_a_later_generation_is_no_hint(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_of_a_later_generation_is_no_hint(
+    made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Give up the hints if a GC run rewrote the container.
 
     Block numbers of the plan are stale.
@@ -166,7 +174,7 @@ def test_block_of_a_later_generation_is_no_hint(made, monkeypatch: pytest.Monkey
     assert not gives_up(root, versions[-1])
 
 
-def test_range_behind_last_segment_names_its_end(made) -> None:
+def test_range_behind_last_segment_names_its_end(made: tuple[Path, list[bytes]]) -> None:
     root, versions = made
     size = len(versions[0])
     for start in (size - 1, size + 10):
@@ -174,7 +182,7 @@ def test_range_behind_last_segment_names_its_end(made) -> None:
             opened(root, 2_000_000, 1, start, size + 20).read()
 
 
-def test_plans_of_very_many_rows_are_few(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_very_many_rows_are_few(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
     root, versions = made
     blob = opened(root, 2_000_000, VERSIONS)
     told = list[ReadPlan]()
@@ -201,7 +209,7 @@ def test_deleted_container_is_reported_as_before(tmp_path: Path) -> None:
     assert blob._source.restores.count == 0
 
 
-def test_damage_ahead_is_raised_in_order(made) -> None:
+def test_damage_ahead_is_raised_in_order(made: tuple[Path, list[bytes]]) -> None:
     """Raise damage found ahead after all bytes before it."""
     root, _ = made
     blob = opened(root, 2_000_000, 1)
@@ -218,7 +226,7 @@ def test_damage_ahead_is_raised_in_order(made) -> None:
         next(ahead)
 
 
-def test_nothing_is_planned_without_hints(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_planned_without_hints(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan nothing ahead without hints: plans get stale when a GC run rewrites containers."""
     root, _ = made
     blob = opened(root, 2_000_000, VERSIONS)
@@ -266,7 +274,7 @@ def test_plan_before_a_gc_run_is_made_again(tmp_path: Path) -> None:
         assert found + b"".join(pieces) == bytes(content)
 
 
-def test_plan_across_generations_is_made_again(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_across_generations_is_made_again(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan again if another thread caches a later generation while the plan is made."""
     root, _ = made
     source = opened(root, 2_000_000, 1)._source

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +28,7 @@ from tests.support.checks.gc_checks import COLLECTED, collect_repeatedly, kill_d
 from tests.support.data.stores import ENCRYPTED, containers, flip, settings, stored_bytes
 from tests.support.fakes.clock import DAY, Clock
 
-CHOSEN = {
+CHOSEN: Mapping[str, Mapping[str, object]] = {
     "block": {"raw_bytes": "256KiB", "delta_bytes": "64KiB"},
     "delta": {"codec": "patch", "max_depth": 3},
     "gc": {"merge_block_bytes": "1MiB", "merge_versions_min": 2},
@@ -68,7 +71,7 @@ def depths(store: Store) -> dict[int, np.ndarray]:
 
 
 @pytest.fixture
-def store(tmp_path, clock):
+def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
     with open_store(tmp_path / "g", settings=GATHERED, clock=clock, create=True) as opened:
         yield opened
 
@@ -88,7 +91,7 @@ PARTS = (range(100_000), range(300_000, 400_000)), (range(600_000, 700_000), ran
 
 
 @pytest.fixture
-def apart(tmp_path, clock):
+def apart(tmp_path: Path, clock: Clock) -> Iterator[Store]:
     chosen = {
         "block": {"raw_bytes": "1MiB", "delta_bytes": "64KiB"},
         "delta": {"codec": "patch", "max_depth": 2},
@@ -118,7 +121,7 @@ def numbers_ascend(store: Store) -> bool:
 
 
 @pytest.mark.soak
-def test_rest_of_a_block_is_merged_with_the_next(apart, clock, caplog):
+def test_rest_of_a_block_is_merged_with_the_next(apart: Store, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Merge the rest of a block with a block behind it.
 
     The rest has a number behind that block's; merged rows must ascend nevertheless.
@@ -134,11 +137,13 @@ def test_rest_of_a_block_is_merged_with_the_next(apart, clock, caplog):
         assert digests(apart) == before
 
 
-def test_container_with_bad_rows_is_unchanged(apart, clock, monkeypatch, caplog):
+def test_container_with_bad_rows_is_unchanged(
+    apart: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Leave a container unchanged if its rows would not locate its chunks."""
     real = BlockWriter.write_raw
 
-    def turned(self, new, directory, rows):
+    def turned(self: Any, new: Any, directory: Any, rows: Any) -> None:
         real(self, new, directory, np.roll(rows, len(rows) // 2))
 
     put_changed(apart, clock, PARTS[0])
@@ -153,7 +158,7 @@ def test_container_with_bad_rows_is_unchanged(apart, clock, monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["put again", "given"])
-def test_merged_chunks_are_reassembled(store, tmp_path, given):
+def test_merged_chunks_are_reassembled(store: Store, tmp_path: Path, given: bool) -> None:
     """Reassemble merged blocks from the chunks that they consist of."""
     put(store, EVERY)
     store.gc()
@@ -179,7 +184,7 @@ def test_merged_chunks_are_reassembled(store, tmp_path, given):
         check(broken, EVERY)
 
 
-def test_open_reader_follows_appended_chunks(store, clock):
+def test_open_reader_follows_appended_chunks(store: Store, clock: Clock) -> None:
     """Read and deduplicate in a store opened before: it has read earlier generations."""
     with open_store(store.root, settings=GATHERED, read_only=True) as reader:
         for number in EVERY:
@@ -193,7 +198,7 @@ def test_open_reader_follows_appended_chunks(store, clock):
             assert reader.explain("k", number).info.version == number
 
 
-def test_long_history_shrinks_without_depth(store, clock):
+def test_long_history_shrinks_without_depth(store: Store, clock: Clock) -> None:
     """Store a long history in clearly fewer bytes; no chunk gets deeper."""
     put(store, EVERY)
     before, deep = stored_bytes(store.root), depths(store)
@@ -214,7 +219,7 @@ def test_long_history_shrinks_without_depth(store, clock):
     assert store.gc().containers_rewritten == 0  # merged blocks stay
 
 
-def test_gc_runs_between_puts_continue_merges(store, clock):
+def test_gc_runs_between_puts_continue_merges(store: Store, clock: Clock) -> None:
     """Continue the merges of earlier GC runs."""
     for first in range(1, 13, 3):
         put(store, range(first, first + 3))
@@ -230,7 +235,7 @@ def test_gc_runs_between_puts_continue_merges(store, clock):
         assert stored_bytes(store.root) < 0.9 * stored_bytes(apart.root)
 
 
-def test_index_is_rebuilt_from_merged_containers(store, clock):
+def test_index_is_rebuilt_from_merged_containers(store: Store, clock: Clock) -> None:
     put(store, EVERY)
     store.gc()
     counted = store.stats().ledger
@@ -246,7 +251,7 @@ def test_index_is_rebuilt_from_merged_containers(store, clock):
     assert store.put("again", HISTORY[12]).ledger.unique_bytes == 0
 
 
-def test_version_counts_are_unchanged_by_merges(store):
+def test_version_counts_are_unchanged_by_merges(store: Store) -> None:
     """Count merged chunks once.
 
     Counted as chunk and as reference, dedup saved less than nothing.
@@ -264,7 +269,7 @@ def test_version_counts_are_unchanged_by_merges(store):
         assert sum(after.found_by.values()) == after.ledger.delta_chunks
 
 
-def test_explained_shares_add_up_after_a_merge(store):
+def test_explained_shares_add_up_after_a_merge(store: Store) -> None:
     put(store, EVERY)
     store.gc()
     told = [store.explain("k", number) for number in EVERY]
@@ -277,7 +282,7 @@ def test_explained_shares_add_up_after_a_merge(store):
 
 
 @pytest.mark.soak
-def test_merged_blocks_are_deleted_with_versions(store, clock):
+def test_merged_blocks_are_deleted_with_versions(store: Store, clock: Clock) -> None:
     for number in EVERY:
         put(store, range(number, number + 1))
         if number > 4:
@@ -299,7 +304,7 @@ def test_merged_blocks_are_deleted_with_versions(store, clock):
     assert list(store._containers.ids()) == []
 
 
-def test_damaged_container_names_its_dependents(store):
+def test_damaged_container_names_its_dependents(store: Store) -> None:
     """Name the versions that depend on a damaged container."""
     put(store, EVERY)
     store.put("alone", random_bytes(100_000, 9))
@@ -318,7 +323,7 @@ def test_damaged_container_names_its_dependents(store):
     assert touched == unreadable != set()
 
 
-def test_encrypted_store_merges_too(tmp_path):
+def test_encrypted_store_merges_too(tmp_path: Path) -> None:
     with open_store(tmp_path / "e", settings=settings(GATHERED, ENCRYPTED), create=True) as store:
         put(store, EVERY)
         store.gc()
@@ -346,7 +351,7 @@ def sources(found: MergePlan) -> dict[int, set[int]]:
     return {stretch: set(found.chunks_merged_into(stretch).containers.tolist()) for stretch in stretches}
 
 
-def test_recent_containers_do_not_take_part(store):
+def test_recent_containers_do_not_take_part(store: Store) -> None:
     """Neither merge into recent containers nor from them."""
     put(store, EVERY)
     found = planned(store)
@@ -359,7 +364,7 @@ def test_recent_containers_do_not_take_part(store):
     assert not set().union(*sources(others).values()) & set(others.containers[:3])
 
 
-def test_plan_bounds_its_reference_blocks(store, monkeypatch):
+def test_plan_bounds_its_reference_blocks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan no more reference blocks than a GC run may hold."""
     put(store, EVERY)
     whole = planned(store)
@@ -370,7 +375,7 @@ def test_plan_bounds_its_reference_blocks(store, monkeypatch):
     assert 0 < sum(map(len, sources(some).values())) <= 20 < sum(map(len, sources(whole).values()))
 
 
-def test_delta_codec_merges_nothing(tmp_path):
+def test_delta_codec_merges_nothing(tmp_path: Path) -> None:
     chosen = settings(GATHERED, {"delta": {"codec": "xdelta3"}})
     with open_store(tmp_path / "x", settings=chosen, create=True) as store:
         put(store, EVERY)
@@ -382,7 +387,7 @@ def test_delta_codec_merges_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("point", "times"), [("compact.made", 2), ("compact.put", 1), ("compact.renewed", 2), ("merge.container", 3)]
 )
-def test_gc_run_killed_amid_a_merge_is_safe(tmp_path, clock, point, times):
+def test_gc_run_killed_amid_a_merge_is_safe(tmp_path: Path, clock: Clock, point: str, times: int) -> None:
     root = tmp_path / "d"
     with open_store(root, settings=GATHERED, create=True) as store:
         put(store, EVERY)
@@ -395,7 +400,9 @@ def test_gc_run_killed_amid_a_merge_is_safe(tmp_path, clock, point, times):
 
 
 @pytest.mark.parametrize("of", [1, 2])
-def test_undecodable_block_stops_its_merge(store, caplog, monkeypatch, of):
+def test_undecodable_block_stops_its_merge(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, of: int
+) -> None:
     """Merge nothing in a container if a block does not decode again."""
     monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: of)
     put(store, EVERY)
@@ -412,7 +419,7 @@ def test_undecodable_block_stops_its_merge(store, caplog, monkeypatch, of):
 
 
 @pytest.mark.parametrize("versions", [10, 12])
-def test_too_few_changed_versions_merge_nothing(tmp_path, clock, versions):
+def test_too_few_changed_versions_merge_nothing(tmp_path: Path, clock: Clock, versions: int) -> None:
     """Leave twelve versions alone: eleven depend on the first one."""
     chosen = settings(GATHERED, {"gc": {"merge_versions_min": 11, "recompress_level": 0}})
     with open_store(tmp_path / "few", settings=chosen, clock=clock, create=True) as store:
@@ -423,7 +430,7 @@ def test_too_few_changed_versions_merge_nothing(tmp_path, clock, versions):
 
 
 @pytest.mark.parametrize(("block_bytes", "takes"), [(1 << 20, 0), (1 << 18, 1)])
-def test_large_raw_block_merges_nothing(tmp_path, clock, block_bytes, takes):
+def test_large_raw_block_merges_nothing(tmp_path: Path, clock: Clock, block_bytes: int, takes: int) -> None:
     """Leave a large raw block alone: its slices cost more than they save."""
     whole = settings(GATHERED, {"block": {"raw_bytes": "8MiB"}})
     with open_store(tmp_path / "large", settings=whole, clock=clock, create=True) as store:
@@ -436,7 +443,7 @@ def test_large_raw_block_merges_nothing(tmp_path, clock, block_bytes, takes):
         assert min(number for number, one in enumerate(ids) if found.merge_targets(one)) == takes
 
 
-def test_versions_after_a_merge_may_be_fewer(tmp_path, clock):
+def test_versions_after_a_merge_may_be_fewer(tmp_path: Path, clock: Clock) -> None:
     """Merge again for fewer versions once something was merged."""
     chosen = settings(GATHERED, {"gc": {"merge_versions_min": 8}})
     with open_store(tmp_path / "few", settings=chosen, clock=clock, create=True) as store:
@@ -450,7 +457,7 @@ def test_versions_after_a_merge_may_be_fewer(tmp_path, clock):
         check(store, EVERY)
 
 
-def test_deleted_versions_do_not_count(tmp_path, clock):
+def test_deleted_versions_do_not_count(tmp_path: Path, clock: Clock) -> None:
     """Ignore deleted versions, whatever still depends on them."""
     chosen = settings(GATHERED, {"gc": {"merge_versions_min": 8}, "deletion": {"undelete_seconds": 0}})
     with open_store(tmp_path / "gone", settings=chosen, clock=clock, create=True) as store:
@@ -463,7 +470,7 @@ def test_deleted_versions_do_not_count(tmp_path, clock):
         check(store, range(8, 13))
 
 
-def test_merged_blocks_are_not_joined_again(store):
+def test_merged_blocks_are_not_joined_again(store: Store) -> None:
     put(store, EVERY)
     store.gc()
     containers_ = store._containers.of(None)
@@ -480,7 +487,7 @@ def test_merged_blocks_are_not_joined_again(store):
     assert small > 1
 
 
-def test_chunks_on_a_merged_base_start_trees(tmp_path):
+def test_chunks_on_a_merged_base_start_trees(tmp_path: Path) -> None:
     """Start a tree of its own with each chunk whose base is one merged chunk."""
     with open_store(tmp_path / "g", settings=GATHERED, create=True) as opened:
         put(opened, EVERY)

@@ -7,13 +7,16 @@ import random
 import shutil
 import time
 import tracemalloc
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
+from nearkin.store import Store
 from nearkin_shared.errors import BadInput, Corrupt, NotFound, PermanentError, StoreLocked, StoreUnavailable
 from nearkin_shared.formats.container_layout import ROWS_MAX
 from nearkin_shared.formats.manifest import Manifest
@@ -31,7 +34,7 @@ DELETION_SETS = 100 if "EVERY_SET" in os.environ else 30
 """Number of deletion sets whose reclaim is predicted."""
 
 
-def test_gc_without_deletions_only_recompresses(opened, clock):
+def test_gc_without_deletions_only_recompresses(opened: Callable[[], Store], clock: Clock) -> None:
     """Free nothing without deletions but what a deeper search saves."""
     store = opened()
     content = text_like(600_000, 1)
@@ -43,7 +46,7 @@ def test_gc_without_deletions_only_recompresses(opened, clock):
     assert objects(store.root) == before
 
 
-def test_unneeded_data_is_freed_rest_restores(opened, clock):
+def test_unneeded_data_is_freed_rest_restores(opened: Callable[[], Store], clock: Clock) -> None:
     store = opened()
     kept = text_like(600_000, 1)
     store.put("kept", kept)
@@ -59,7 +62,9 @@ def test_unneeded_data_is_freed_rest_restores(opened, clock):
 
 
 @pytest.mark.parametrize("instead", ["empty", "file", "link"])
-def test_gc_run_with_missing_manifests_is_refused(opened, clock, instead, tmp_path):
+def test_gc_run_with_missing_manifests_is_refused(
+    opened: Callable[[], Store], clock: Clock, instead: str, tmp_path: Path
+) -> None:
     """Refuse a GC run if manifests are missing.
 
     Their disk is not mounted, and the index is lost.
@@ -92,7 +97,7 @@ def test_gc_run_with_missing_manifests_is_refused(opened, clock, instead, tmp_pa
     assert opened().get("k").read() == content
 
 
-def test_first_put_unfinished_blocks_no_gc_run(opened, clock):
+def test_first_put_unfinished_blocks_no_gc_run(opened: Callable[[], Store], clock: Clock) -> None:
     """Run GC although the first put is in progress or has failed."""
     store = opened()
     clock.now = time.time()  # containers are named by this one
@@ -121,7 +126,7 @@ def test_first_put_unfinished_blocks_no_gc_run(opened, clock):
 
 
 @pytest.mark.parametrize("now", [-1.0, 253_402_300_800.0 + DAY])
-def test_clock_out_of_range_marks_nothing(opened, clock, now):
+def test_clock_out_of_range_marks_nothing(opened: Callable[[], Store], clock: Clock, now: float) -> None:
     """Mark nothing for deletion by a clock that no record can express."""
     good = clock.now
     with opened() as store:
@@ -135,7 +140,7 @@ def test_clock_out_of_range_marks_nothing(opened, clock, now):
         assert (store.gc().versions, store.gc_state().pending_delete_containers) == (1, 1)
 
 
-def test_undeletable_data_is_not_freed(opened, clock):
+def test_undeletable_data_is_not_freed(opened: Callable[[], Store], clock: Clock) -> None:
     """Free nothing while it can be undeleted."""
     store = opened()
     content = random_bytes(500_000, 1)
@@ -149,7 +154,7 @@ def test_undeletable_data_is_not_freed(opened, clock):
     assert store.get("k").read() == content
 
 
-def test_pending_delete_waits_for_its_grace(opened, clock):
+def test_pending_delete_waits_for_its_grace(opened: Callable[[], Store], clock: Clock) -> None:
     store = opened()
     store.put("k", random_bytes(500_000, 1))
     store.delete("k")
@@ -171,7 +176,7 @@ def test_pending_delete_waits_for_its_grace(opened, clock):
         store.get("k", 1)
 
 
-def test_pending_content_put_again_is_restored(opened, clock):
+def test_pending_content_put_again_is_restored(opened: Callable[[], Store], clock: Clock) -> None:
     """Store content again that is pending delete."""
     store = opened()
     content = random_bytes(500_000, 1)
@@ -185,7 +190,7 @@ def test_pending_content_put_again_is_restored(opened, clock):
 
 
 @pytest.mark.parametrize("how", ["rebuilt", "lost"])
-def test_rebuilt_index_omits_pending_deletes(opened, clock, how):
+def test_rebuilt_index_omits_pending_deletes(opened: Callable[[], Store], clock: Clock, how: str) -> None:
     store = opened()
     content = random_bytes(500_000, 1)
     store.put("k", content)
@@ -203,7 +208,7 @@ def test_rebuilt_index_omits_pending_deletes(opened, clock, how):
     assert store.get("again").read() == content
 
 
-def test_rebuilt_index_counts_pending_deletes(opened, clock):
+def test_rebuilt_index_counts_pending_deletes(opened: Callable[[], Store], clock: Clock) -> None:
     """Count pending deletes as the index before the rebuild did."""
     store = opened()
     store.put("gone", random_bytes(500_000, 1))
@@ -222,7 +227,7 @@ def test_rebuilt_index_counts_pending_deletes(opened, clock):
     assert store.verify().damage == ()
 
 
-def test_bases_stay_while_a_version_needs_them(opened, clock):
+def test_bases_stay_while_a_version_needs_them(opened: Callable[[], Store], clock: Clock) -> None:
     store = opened()
     first = text_like(900_000, 1)
     store.put("k", first)
@@ -235,7 +240,7 @@ def test_bases_stay_while_a_version_needs_them(opened, clock):
     assert store.gc(dry_run=True).held["bases"] > 0
 
 
-def test_another_tenants_versions_are_roots(opened, clock, tmp_path):
+def test_another_tenants_versions_are_roots(opened: Callable[[], Store], clock: Clock, tmp_path: Path) -> None:
     store = opened()
     store.put("k", random_bytes(300_000, 1))
     store.close()
@@ -264,7 +269,7 @@ def test_another_tenants_versions_are_roots(opened, clock, tmp_path):
         ("above", r"names segment 1[0-9]{3} of containers/.*, which has [0-9]+"),
     ],
 )
-def test_manifest_with_wild_counts_is_refused(tmp_path, clock, what, problem, mode):
+def test_manifest_with_wild_counts_is_refused(tmp_path: Path, clock: Clock, what: str, problem: str, mode: str) -> None:
     """Take no memory for a manifest that names more than exists; free nothing."""
     with open_store(
         tmp_path / "s", settings=settings(COLLECTED, {"gc": {"mode": mode}}), clock=clock, create=True
@@ -272,7 +277,7 @@ def test_manifest_with_wild_counts_is_refused(tmp_path, clock, what, problem, mo
         _refused(store, clock, what, problem)
 
 
-def _refused(store, clock, what, problem):
+def _refused(store: Store, clock: Clock, what: str, problem: str) -> None:
     kept = random_bytes(300_000, 1)
     for number in range(40):
         store.put(f"kept{number}", random_bytes(20_000, 100 + number))
@@ -323,7 +328,7 @@ def _refused(store, clock, what, problem):
 
 
 @pytest.mark.parametrize("what", ["container", "manifest"])
-def test_unreadable_live_data_stops_marking(opened, clock, what):
+def test_unreadable_live_data_stops_marking(opened: Callable[[], Store], clock: Clock, what: str) -> None:
     """Mark nothing for deletion while data that a version needs cannot be read."""
     store = opened()
     store.put("broken", random_bytes(300_000, 1))
@@ -351,7 +356,7 @@ def test_unreadable_live_data_stops_marking(opened, clock, what):
     assert store.verify().damage == ()
 
 
-def test_gc_after_service_puts_is_refused(opened, clock):
+def test_gc_after_service_puts_is_refused(opened: Callable[[], Store], clock: Clock) -> None:
     """Refuse GC over objects of services unless the setting states that they have ended."""
     store = opened()
     store.put("gone", random_bytes(300_000, 1))
@@ -379,7 +384,9 @@ def test_gc_after_service_puts_is_refused(opened, clock):
         pytest.param(ENCRYPTED, "rs-4-2", id="sealed-rs-4-2"),
     ],
 )
-def test_predicted_bytes_include_new_records(tmp_path, clock, parity, sealed):
+def test_predicted_bytes_include_new_records(
+    tmp_path: Path, clock: Clock, parity: str, sealed: Mapping[str, Mapping[str, object]]
+) -> None:
     """Predict what a GC run frees less all that the store adds."""
     kept = {"prefix": "few", "keep_last": 2}
     chosen = settings(
@@ -400,7 +407,7 @@ def test_predicted_bytes_include_new_records(tmp_path, clock, parity, sealed):
 
 
 @pytest.mark.parametrize("point", ["compact.put", "compact.renewed", "gc.expired", "gc.uncatalogued", "gc.manifest"])
-def test_stored_bytes_after_a_killed_gc_run(tmp_path, point):
+def test_stored_bytes_after_a_killed_gc_run(tmp_path: Path, point: str) -> None:
     """Report the stored bytes exactly after a GC run that was killed."""
     root, chosen = tmp_path / "d", {"deletion": {"undelete_seconds": 0}}
     with open_store(root, settings=settings(COLLECTED, chosen), create=True) as store:
@@ -416,7 +423,7 @@ def test_stored_bytes_after_a_killed_gc_run(tmp_path, point):
             store.gc()
 
 
-def test_unreadable_tombstone_keeps_its_version(opened, clock):
+def test_unreadable_tombstone_keeps_its_version(opened: Callable[[], Store], clock: Clock) -> None:
     store = opened()
     store.put("k", random_bytes(300_000, 1))
     store.delete("k")
@@ -430,7 +437,7 @@ def test_unreadable_tombstone_keeps_its_version(opened, clock):
     assert stored_bytes(store.root) == before
 
 
-def test_last_tombstone_of_a_key_stays(opened, clock):
+def test_last_tombstone_of_a_key_stays(opened: Callable[[], Store], clock: Clock) -> None:
     """Keep the last tombstone of a key's highest version until a higher one is put."""
     store = opened()
     for number in range(3):
@@ -448,7 +455,7 @@ def test_last_tombstone_of_a_key_stays(opened, clock):
     assert store.stats().ledger.stored_bytes == stored_bytes(store.root)
 
 
-def test_gc_run_during_a_put_is_refused(opened):
+def test_gc_run_during_a_put_is_refused(opened: Callable[[], Store]) -> None:
     store = opened()
     putting = store.put_many([("a", b"1"), ("b", b"2")])
     next(putting)
@@ -458,7 +465,7 @@ def test_gc_run_during_a_put_is_refused(opened):
     assert store.gc().freed_bytes == 0
 
 
-def test_clock_ahead_restarts_the_grace(tmp_path, clock, opened):
+def test_clock_ahead_restarts_the_grace(tmp_path: Path, clock: Clock, opened: Callable[[], Store]) -> None:
     """Restart the grace of data marked for deletion by a clock ahead."""
     opened()
     trusting = settings(COLLECTED, {"gc": {"trust_clock": True}})  # else a GC run by such a clock is refused
@@ -475,7 +482,7 @@ def test_clock_ahead_restarts_the_grace(tmp_path, clock, opened):
 
 
 @pytest.mark.soak
-def test_predicted_reclaim_equals_freed_bytes(tmp_path, monkeypatch):
+def test_predicted_reclaim_equals_freed_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Predict each byte that GC frees after random deletions."""
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)  # half of the time, and no power cut is tested here
     clock = Clock()
@@ -514,7 +521,9 @@ def test_predicted_reclaim_equals_freed_bytes(tmp_path, monkeypatch):
         shutil.rmtree(root)
 
 
-def test_clock_set_back_reuses_no_container_id(opened, clock, monkeypatch):
+def test_clock_set_back_reuses_no_container_id(
+    opened: Callable[[], Store], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A year's step back gave each new container the number after the highest that was left."""
     real, ahead_ns = time.time_ns, [365 * DAY * 10**9]
     monkeypatch.setattr(time, "time_ns", lambda: real() + ahead_ns[0])

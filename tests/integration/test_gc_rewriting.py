@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from nearkin import open_store
@@ -33,7 +37,7 @@ def chain(store: Store, clock: Clock, versions: int, keep: int) -> dict[int, byt
     return kept
 
 
-def test_dead_bases_are_freed_after_rebase(opened, clock, tmp_path):
+def test_dead_bases_are_freed_after_rebase(opened: Callable[[], Store], clock: Clock, tmp_path: Path) -> None:
     """Delete dead bases once their dependents have live ones."""
     store = opened()
     kept = chain(store, clock, versions=14, keep=3)
@@ -50,7 +54,7 @@ def test_dead_bases_are_freed_after_rebase(opened, clock, tmp_path):
     assert store.put("again", kept[14]).ledger.unique_bytes == 0
 
 
-def test_rebase_reclaim_is_predicted_over_runs(opened, clock):
+def test_rebase_reclaim_is_predicted_over_runs(opened: Callable[[], Store], clock: Clock) -> None:
     store = opened()
     chain(store, clock, versions=14, keep=3)
     told, before = store.gc(dry_run=True), stored_bytes(store.root)
@@ -63,7 +67,7 @@ def test_rebase_reclaim_is_predicted_over_runs(opened, clock):
     assert middle - stored_bytes(store.root) == told.pending_delete_bytes > 0
 
 
-def test_gc_run_reports_progress_and_bytes(opened, clock):
+def test_gc_run_reports_progress_and_bytes(opened: Callable[[], Store], clock: Clock) -> None:
     """Report the progress of a GC run with the bytes read, written and removed."""
     store = opened()
     kept = chain(store, clock, versions=14, keep=3)
@@ -84,7 +88,7 @@ def test_gc_run_reports_progress_and_bytes(opened, clock):
     )
 
 
-def test_reader_continues_during_rebase(opened, clock):
+def test_reader_continues_during_rebase(opened: Callable[[], Store], clock: Clock) -> None:
     store = opened()
     kept = chain(store, clock, versions=14, keep=3)
     store.gc()
@@ -101,7 +105,7 @@ def test_reader_continues_during_rebase(opened, clock):
 
 
 @pytest.mark.parametrize("codec", ["patch", "xdelta3"])
-def test_reader_with_stale_cache_continues(tmp_path, clock, codec):
+def test_reader_with_stale_cache_continues(tmp_path: Path, clock: Clock, codec: str) -> None:
     """Read on with a partly stale cache: each reader lacks one container and has no old bases."""
     chosen = settings(COLLECTED, {"delta": {"codec": codec}})
     with open_store(tmp_path / "s", settings=chosen, clock=clock, create=True) as store:
@@ -123,12 +127,15 @@ def test_reader_with_stale_cache_continues(tmp_path, clock, codec):
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_overtaken_reader_retries_or_raises(opened, monkeypatch, moved):
+def test_overtaken_reader_retries_or_raises(
+    opened: Callable[[], Store], monkeypatch: pytest.MonkeyPatch, moved: bool
+) -> None:
     """Retry a read that a GC run overtakes; without such a run raise Corrupt in the end."""
-    store, content, plain, overtaken = opened(), random_bytes(300_000, 1), ChunkReader._run, []
+    store, content, plain = opened(), random_bytes(300_000, 1), ChunkReader._run
+    overtaken: list[ContainerRewritten] = []
     store.put("k", content)
 
-    def run(reader, task, plan):
+    def run(reader: Any, task: Any, plan: Any) -> Any:
         if len(overtaken) == 21:
             return plain(reader, task, plan)
         overtaken.append(err := ContainerRewritten("gone: read again"))
@@ -156,7 +163,7 @@ def beside(store: Store) -> tuple[dict[str, bytes], int]:
     return contents, before
 
 
-def test_container_with_little_left_is_rewritten(opened, clock):
+def test_container_with_little_left_is_rewritten(opened: Callable[[], Store], clock: Clock) -> None:
     store = opened()
     contents, before = beside(store)
     clock.now += 8 * DAY
@@ -179,7 +186,7 @@ def test_container_with_little_left_is_rewritten(opened, clock):
     assert store.put("again", contents["k0"]).ledger.unique_bytes == 0
 
 
-def test_reader_continues_during_compaction(opened, clock, tmp_path):
+def test_reader_continues_during_compaction(opened: Callable[[], Store], clock: Clock, tmp_path: Path) -> None:
     store = opened()
     contents, _ = beside(store)
     clock.now += 8 * DAY
@@ -196,7 +203,7 @@ def test_reader_continues_during_compaction(opened, clock, tmp_path):
             assert blob.read() == contents[key]
 
 
-def test_patch_block_keeps_bases_in_use_only(opened, clock):
+def test_patch_block_keeps_bases_in_use_only(opened: Callable[[], Store], clock: Clock) -> None:
     """Keep the bases of the remaining chunks of a patch block only."""
     store = opened()
     firsts = {f"k{number}": text_like(60_000, number) for number in range(12)}
@@ -214,7 +221,7 @@ def test_patch_block_keeps_bases_in_use_only(opened, clock):
     assert stored_bytes(store.root) < 80_000
 
 
-def test_next_gc_run_frees_the_predicted_bytes(opened, clock):
+def test_next_gc_run_frees_the_predicted_bytes(opened: Callable[[], Store], clock: Clock) -> None:
     store = opened()
     beside(store)
     clock.now += 8 * DAY
@@ -227,7 +234,7 @@ def test_next_gc_run_frees_the_predicted_bytes(opened, clock):
     assert done.containers_rewritten > 0
 
 
-def test_deletion_predicts_its_final_reclaim(opened, clock):
+def test_deletion_predicts_its_final_reclaim(opened: Callable[[], Store], clock: Clock) -> None:
     store = opened()
     beside(store)
     assert store.gc(dry_run=True).freed_bytes == 0
@@ -244,7 +251,7 @@ def test_deletion_predicts_its_final_reclaim(opened, clock):
     assert before - stored_bytes(store.root) == told.freed_bytes + told.pending_delete_bytes
 
 
-def test_damaged_container_is_not_rewritten(opened, clock):
+def test_damaged_container_is_not_rewritten(opened: Callable[[], Store], clock: Clock) -> None:
     store = opened()
     contents, _ = beside(store)
     clock.now += 8 * DAY
@@ -267,7 +274,9 @@ def _reads(store: Store, key: str, content: bytes) -> bool:
 
 
 @pytest.mark.parametrize("bound", [("ENTRIES_MAX", 1), pytest.param(("RUNS_MAX", 30), marks=pytest.mark.soak)])
-def test_full_record_leaves_rest_to_later_runs(opened, clock, monkeypatch, bound):
+def test_full_record_leaves_rest_to_later_runs(
+    opened: Callable[[], Store], clock: Clock, monkeypatch: pytest.MonkeyPatch, bound: tuple[str, int]
+) -> None:
     """Mark in later runs what the record has no room for."""
     store = opened()
     kept = [random_bytes(20_000, number) for number in range(40)]

@@ -385,7 +385,7 @@ def test_index_path_full_keeps_the_reserve_and_lists(disk: Path, root: Path, fir
 @pytest.mark.parametrize("room_kib", [300, 501])
 def test_index_path_that_fills_in_a_session_is_named(tmp_path: Path, disk: Path, root: Path, room_kib: int) -> None:
     """Name the folder at whichever index commit fails; keep all acknowledged versions."""
-    small = {"chunker": {"min_bytes": 256, "target_bytes": 512, "max_bytes": 1024}}
+    small: dict[str, dict[str, object]] = {"chunker": {"min_bytes": 256, "target_bytes": 512, "max_bytes": 1024}}
     first, full = Machine(tmp_path / "first", root, small), Machine(disk, root, small)
     with first.open(create=True):
         pass

@@ -22,7 +22,7 @@ from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.results import Damage
+from nearkin_shared.results import Damage, VersionInfo
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.manifests import ManifestStore, object_name
 from tests.support.data.stores import ENCRYPTED, SMALL, settings
@@ -87,7 +87,7 @@ def test_long_metadata_is_read_from_the_manifest(store: Store) -> None:
     assert listed(store)[0].metadata == {"long": "m" * 5000}
 
 
-def listed(store: Store, count: Callable[[str], None] = lambda _: None) -> list[object]:
+def listed(store: Store, count: Callable[[str], None] = lambda _: None) -> list[VersionInfo]:
     catalogue = VersionCatalog.__new__(VersionCatalog)
     catalogue.__init__(store._covered, descriptor.read(store._objects), store.settings, StoreListing(store))  # type: ignore[misc]
     with closing(catalogue):
@@ -120,9 +120,9 @@ def test_page_of_one_key_reads_few_entries(store: Store, monkeypatch: pytest.Mon
     """A listing of one key does not read the whole catalog, at its start or its end."""
     list(store.put_many([Item(f"k{number:04}", b"x") for number in range(500)]))
     decoded: list[CatalogEntry] = []
-    from nearkin_shared.index.lmdb import lmdb_catalog
+    from nearkin_shared.index.lmdb import entry_encoding, lmdb_catalog
 
-    decode_version = lmdb_catalog.decode_version
+    decode_version = entry_encoding.decode_version
 
     def counted(*arguments: object) -> CatalogEntry:
         decoded.append(decode_version(*arguments))  # type: ignore[arg-type]

@@ -5,6 +5,11 @@ A mix of codecs costs no tree of blocks per chunk.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
+
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.reading.chunk_reader import ChunkReader
@@ -14,12 +19,12 @@ MIB = 1 << 20
 SMALL_CACHES = {"base": {"cache_bytes": MIB}, "restore": {"cache_bytes": 8 * MIB}}
 
 
-def test_alternating_codecs_need_few_blocks(tmp_path, monkeypatch):
+def test_alternating_codecs_need_few_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Need few blocks per chunk for versions under patch and xdelta3 alternately."""
     by_themselves = []
     before = ChunkReader._read_alone
 
-    def counted(reader, name, record):
+    def counted(reader: Any, name: Any, record: Any) -> Any:
         by_themselves.append(name)
         return before(reader, name, record)
 

@@ -7,6 +7,8 @@ import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -37,7 +39,7 @@ POLICIES = ("first-fit", "locality", "locality+first-fit")
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_codecs_and_policies_restore_without_index(tmp_path, codec, policy):
+def test_codecs_and_policies_restore_without_index(tmp_path: Path, codec: str, policy: str) -> None:
     """Restore every codec with every policy after index loss."""
     chosen = settings(SMALL, {"base": {"policy": policy}, "delta": {"codec": codec, "max_depth": 3}})
     versions = history(5)
@@ -62,7 +64,7 @@ def test_codecs_and_policies_restore_without_index(tmp_path, codec, policy):
         assert store.verify().damage == ()
 
 
-def test_blob_that_is_a_history_is_reduced(tmp_path):
+def test_blob_that_is_a_history_is_reduced(tmp_path: Path) -> None:
     chosen = settings(Settings(), {"runner": {"batch_bytes": 2 * MIB}})
     first = random_bytes(OWN_BYTES + 2 * chosen.runner.batch_bytes)
     whole = first + mutate(first, 1, edits=4000)
@@ -73,7 +75,7 @@ def test_blob_that_is_a_history_is_reduced(tmp_path):
         assert store.get("k").read() == whole
 
 
-def test_deep_chain_restores_without_recursion(tmp_path):
+def test_deep_chain_restores_without_recursion(tmp_path: Path) -> None:
     """Restore a deep chain without recursion and with an empty cache."""
     changes = {
         "base": {"policy": "first-fit"},
@@ -91,7 +93,8 @@ def test_deep_chain_restores_without_recursion(tmp_path):
         assert deepest >= 6
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         store._containers.blocks._bytes_max = 0
-        depth, frame = 0, sys._getframe()
+        depth = 0
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
             depth, frame = depth + 1, frame.f_back
         limit = sys.getrecursionlimit()
@@ -103,7 +106,7 @@ def test_deep_chain_restores_without_recursion(tmp_path):
             sys.setrecursionlimit(limit)
 
 
-def test_range_reports_reads_of_each_block_once(tmp_path):
+def test_range_reports_reads_of_each_block_once(tmp_path: Path) -> None:
     versions = history(6, 600_000)
     with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         for content in versions:
@@ -121,11 +124,11 @@ def test_range_reports_reads_of_each_block_once(tmp_path):
             assert (again.costs.block_reads, again.costs.directory_reads) == (0, 0)
 
 
-def test_bases_are_looked_up_level_by_level_not_block_by_block(tmp_path, monkeypatch):
+def test_bases_are_looked_up_level_by_level_not_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
     plan = ChunkReader.plan
 
-    def counted(self, locations):
+    def counted(self: Any, locations: Any) -> Any:
         planned.append(len(locations))
         return plan(self, locations)
 
@@ -143,7 +146,7 @@ def test_bases_are_looked_up_level_by_level_not_block_by_block(tmp_path, monkeyp
         assert len(planned) <= blob.costs.blocks_decoded / 4
 
 
-def test_codecs_and_depths_may_change_between_puts(tmp_path):
+def test_codecs_and_depths_may_change_between_puts(tmp_path: Path) -> None:
     versions = history(8)
     for number, content in enumerate(versions):
         changes = {
@@ -158,7 +161,7 @@ def test_codecs_and_depths_may_change_between_puts(tmp_path):
             assert store.get("k", number).read() == content
 
 
-def test_container_format_2_is_read_and_continued(tmp_path):
+def test_container_format_2_is_read_and_continued(tmp_path: Path) -> None:
     with tarfile.open(FROZEN) as archive:
         archive.extractall(tmp_path / "s", filter="data")
     frozen = [text_like(60_000, 1)]
@@ -175,7 +178,7 @@ def test_container_format_2_is_read_and_continued(tmp_path):
     assert formats == {2, container_layout.VERSION_WHOLE}
 
 
-def test_paper_profile_has_no_patch_blocks(tmp_path):
+def test_paper_profile_has_no_patch_blocks(tmp_path: Path) -> None:
     from nearkin_shared.config.loader import load
 
     with open_store(tmp_path / "s", settings=load(None, {"profile": "finesse-paper"})[0], create=True) as store:

@@ -12,9 +12,10 @@ import pytest
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.errors import Corrupt, StoreUnavailable
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.base import LocalObjectStore, Payload
 from nearkin_shared.reading import read_ahead as module
 from nearkin_shared.reading import restore
+from nearkin_shared.reading.read_plan import BlockName
 from nearkin_shared.reading.restore import Blob
 from nearkin_shared.storage.containers import ContainerStore
 from tests.support.data.stores import settings
@@ -33,7 +34,7 @@ class Far(LocalObjectStore):
         self.fails = 0
         self._lock = threading.Lock()
 
-    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         with self._lock:
             self.reads += 1
             self.now += 1
@@ -71,7 +72,7 @@ def restored(root: Path, objects: LocalObjectStore, version: int, start: int = 0
 
 
 @pytest.mark.parametrize("version", [1, 4])
-def test_blocks_are_read_side_by_side_and_each_once(made, version: int) -> None:
+def test_blocks_are_read_side_by_side_and_each_once(made: tuple[Path, list[bytes]], version: int) -> None:
     root, versions = made
     objects = Far(root)
     blob = restored(root, objects, version)
@@ -84,7 +85,7 @@ def test_blocks_are_read_side_by_side_and_each_once(made, version: int) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nearkin-ahead")]
 
 
-def test_range_requests_little_more_than_needed(made) -> None:
+def test_range_requests_little_more_than_needed(made: tuple[Path, list[bytes]]) -> None:
     root, versions = made
     far = restored(root, Far(root), 4, 2_000_000, 7_500_000)
     assert far.read() == versions[3][2_000_000:7_500_000]
@@ -95,13 +96,13 @@ def test_range_requests_little_more_than_needed(made) -> None:
     assert near.costs.block_reads <= far.costs.block_reads <= whole.costs.block_reads
 
 
-def test_waiting_reads_are_bounded(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_reads_are_bounded(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
     root, versions = made
     monkeypatch.setattr(module, "AHEAD_BYTES_MAX", 300_000)
     most = 0
     plain = module.ReadAhead._request_block
 
-    def watched(ahead: module.ReadAhead, key: module.BlockKey) -> None:
+    def watched(ahead: module.ReadAhead, key: BlockName) -> None:
         nonlocal most
         plain(ahead, key)
         most = max(most, ahead._requested_bytes)
@@ -111,7 +112,7 @@ def test_waiting_reads_are_bounded(made, monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < most < 300_000 + 300_000  # one more may pass the bound
 
 
-def test_blocks_of_other_readers_use_no_budget(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_other_readers_use_no_budget(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not charge the read-ahead for blocks that another reader fetched."""
     root, versions = made
     monkeypatch.setattr(module, "AHEAD_BYTES_MAX", 200_000)  # two blocks
@@ -133,7 +134,7 @@ def test_blocks_of_other_readers_use_no_budget(made, monkeypatch: pytest.MonkeyP
     assert objects.most > 1  # the rest was read side by side again
 
 
-def test_failed_read_ahead_is_repeated(made) -> None:
+def test_failed_read_ahead_is_repeated(made: tuple[Path, list[bytes]]) -> None:
     root, versions = made
     objects = Far(root)
     objects.fails = 12
@@ -141,7 +142,7 @@ def test_failed_read_ahead_is_repeated(made) -> None:
     assert objects.fails == 0
 
 
-def test_damage_ahead_is_raised_after_its_prefix(made, tmp_path: Path) -> None:
+def test_damage_ahead_is_raised_after_its_prefix(made: tuple[Path, list[bytes]], tmp_path: Path) -> None:
     root, versions = made
     broken = tmp_path / "broken"
     for path in sorted(root.rglob("*")):
@@ -158,7 +159,7 @@ def test_damage_ahead_is_raised_after_its_prefix(made, tmp_path: Path) -> None:
     assert bytes(got) == versions[3][: len(got)]
 
 
-def test_leaving_reader_ends_the_threads(made) -> None:
+def test_leaving_reader_ends_the_threads(made: tuple[Path, list[bytes]]) -> None:
     root, _ = made
     pieces = iter(restored(root, Far(root), 4))
     next(pieces)

@@ -22,6 +22,7 @@ from nearkin_shared.formats.block_kinds import merged_blocks
 from nearkin_shared.reading.block_cache import CACHE_BYTES
 from nearkin_shared.reading.read_plan import BlockName
 from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.types import ContainerId
 from tests.support.checks.gc_checks import COLLECTED
 from tests.support.data.stores import containers, flip, settings, stored_bytes
 from tests.support.fakes.clock import DAY, Clock
@@ -77,7 +78,7 @@ def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.soak
-def test_shared_bases_are_decoded_once(tmp_path, clock, monkeypatch):
+def test_shared_bases_are_decoded_once(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode what all containers depend on once, not once for each."""
     monkeypatch.setattr(container_rebase, "POSITION_CHUNKS", 16)
     with aged(tmp_path / "side", clock) as side:
@@ -90,7 +91,9 @@ def test_shared_bases_are_decoded_once(tmp_path, clock, monkeypatch):
 
 
 @pytest.mark.parametrize("bound", [("SIDE_BYTES_MAX", 1), pytest.param(("SIDE_CHUNKS_MAX", 1), marks=pytest.mark.soak)])
-def test_oversized_batch_is_split(tmp_path, clock, monkeypatch, bound):
+def test_oversized_batch_is_split(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, bound: tuple[str, int]
+) -> None:
     """Rebase containers in turn that are too large together."""
     with aged(tmp_path / "all", clock) as store:
         rewritten = store.gc().containers_rewritten
@@ -102,7 +105,7 @@ def test_oversized_batch_is_split(tmp_path, clock, monkeypatch, bound):
         check(store)
 
 
-def test_containers_before_damage_are_rewritten(tmp_path, clock):
+def test_containers_before_damage_are_rewritten(tmp_path: Path, clock: Clock) -> None:
     """Rewrite containers before a damaged one; leave the others unchanged."""
     store = aged(tmp_path / "s", clock)
     root = store.root
@@ -125,7 +128,7 @@ def test_containers_before_damage_are_rewritten(tmp_path, clock):
             assert store.get("k", number).read() == HISTORY[number]
 
 
-def test_reencoded_patch_block_holds_neighbours(tmp_path, clock, monkeypatch):
+def test_reencoded_patch_block_holds_neighbours(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Group chunks near each other in a re-encoded patch block."""
     monkeypatch.setattr(container_rebase, "POSITION_CHUNKS", 16)
     large = settings(SMALL_BLOCKS, {"block": {"raw_bytes": "512KiB", "delta_bytes": "512KiB"}})
@@ -144,7 +147,7 @@ def test_reencoded_patch_block_holds_neighbours(tmp_path, clock, monkeypatch):
         assert patches > len(KEPT)
 
 
-def test_gc_run_frees_its_cache_at_the_end(tmp_path, clock):
+def test_gc_run_frees_its_cache_at_the_end(tmp_path: Path, clock: Clock) -> None:
     """Release the caches of a GC run without the garbage collector."""
 
     def held_bytes() -> float:
@@ -178,7 +181,7 @@ GATHERED = settings(
 )
 
 
-def test_chunks_are_ordered_by_base_position(tmp_path, clock):
+def test_chunks_are_ordered_by_base_position(tmp_path: Path, clock: Clock) -> None:
     with open_store(tmp_path / "s", settings=GATHERED, clock=clock, create=True) as store:
         for number in HISTORY:
             store.put("k", HISTORY[number])
@@ -196,7 +199,7 @@ def test_chunks_are_ordered_by_base_position(tmp_path, clock):
         assert any(merged_blocks(reach_of(store).directory(c)).any() for c, _ in store._containers.ids())
 
 
-def _share_of_stream(store: Store, container: int) -> np.ndarray:
+def _share_of_stream(store: Store, container: ContainerId) -> np.ndarray:
     """Return the chunks' relative positions in their first version.
 
     Nan if no version has them.
@@ -209,17 +212,19 @@ def _share_of_stream(store: Store, container: int) -> np.ndarray:
     return found
 
 
-def test_raw_blocks_are_copied_unchanged(tmp_path, clock):
+def test_raw_blocks_are_copied_unchanged(tmp_path: Path, clock: Clock) -> None:
     """Copy raw blocks unchanged; their depth never increases."""
     with aged(tmp_path / "s", clock) as store:
         own = store._containers.of(None)
         before = {c: own.directory(c).blocks for c, _ in own.ids()}
-        records = {(c, n): bytes(own.record(c, n)) for c, table in before.items() for n in np.flatnonzero(table.raw)}
+        records = {
+            (c, n): bytes(own.record(c, n)) for c, table in before.items() for n in np.flatnonzero(table.raw).tolist()
+        }
         store.gc()
         shallower = 0
         for container, _ in own.ids():
             now, old = own.directory(container).blocks, before[container]
-            for number in np.flatnonzero(now.raw[: len(old)]):
+            for number in np.flatnonzero(now.raw[: len(old)]).tolist():
                 assert bytes(own.record(container, number)) == records[container, number]
                 assert now.depths[number] <= old.depths[number]
                 shallower += int(now.depths[number] < old.depths[number])
@@ -229,7 +234,7 @@ def test_raw_blocks_are_copied_unchanged(tmp_path, clock):
         check(store)
 
 
-def test_container_of_recipes_alone_is_handled(tmp_path, clock):
+def test_container_of_recipes_alone_is_handled(tmp_path: Path, clock: Clock) -> None:
     """Collect a container with recipes only: no chunk of zeros is stored.
 
     Every later GC run failed once one had marked something for deletion.

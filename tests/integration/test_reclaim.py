@@ -73,7 +73,7 @@ def leaning_and_shared(root: Path, clock: Clock, mode: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mode", [pytest.param("mark-sweep", marks=pytest.mark.soak), "hybrid"])
-def test_predicted_reclaim_is_freed_exactly(mode: str, tmp_path: Path, monkeypatch) -> None:
+def test_predicted_reclaim_is_freed_exactly(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Free in the end exactly the predicted bytes of any deletion set."""
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)  # no power cut is tested here
     clock, draw = Clock(), random.Random(f"reclaim {mode}")

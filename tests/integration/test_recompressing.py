@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +22,16 @@ from nearkin_maintenance.optimize.recompress import Recompressor
 from nearkin_shared.errors import ConfigError, Corrupt
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.directory import Directory
+from nearkin_shared.types import U8
 from tests.support.checks.gc_checks import COLLECTED, collect_repeatedly, kill_during_gc
 from tests.support.data.stores import ENCRYPTED, containers, flip, settings, stored_bytes
-from tests.support.fakes.clock import DAY
+from tests.support.fakes.clock import DAY, Clock
 
-LARGER = {"block": {"raw_bytes": "1MiB"}, "container": {"target_bytes": "4MiB"}, "gc": {"merge_block_bytes": 0}}
+LARGER: Mapping[str, Mapping[str, object]] = {
+    "block": {"raw_bytes": "1MiB"},
+    "container": {"target_bytes": "4MiB"},
+    "gc": {"merge_block_bytes": 0},
+}
 CHOSEN = settings(COLLECTED, LARGER)
 FIRST = text_like(4_000_000, 1)
 SECOND = mutate(FIRST, 2, edits=100)
@@ -53,12 +61,12 @@ def generations(store: Store) -> list[int]:
 
 
 @pytest.fixture
-def store(tmp_path, clock):
+def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
     with open_store(tmp_path / "r", settings=CHOSEN, clock=clock, create=True) as opened:
         yield opened
 
 
-def test_gc_run_shrinks_raw_blocks_only(store, clock):
+def test_gc_run_shrinks_raw_blocks_only(store: Store, clock: Clock) -> None:
     put(store)
     before_bytes, before = stored_bytes(store.root), directories(store)
     told, report = store.gc(dry_run=True), store.gc()
@@ -80,7 +88,7 @@ def test_gc_run_shrinks_raw_blocks_only(store, clock):
     assert store.gc().containers_rewritten == 0  # once
 
 
-def test_index_rebuild_and_puts_continue(store):
+def test_index_rebuild_and_puts_continue(store: Store) -> None:
     put(store)
     store.gc()
     assert store.rebuild_index().skipped == ()
@@ -96,18 +104,18 @@ def test_index_rebuild_and_puts_continue(store):
     [{"gc": {"recompress_level": 0}}, {"gc": {"recompress_level": 3}}, {"block": {"level": 9}}],
     ids=["never", "no more than a put", "as a put"],
 )
-def test_incompressible_block_is_left(tmp_path, clock, chosen):
+def test_incompressible_block_is_left(tmp_path: Path, clock: Clock, chosen: Mapping[str, Mapping[str, object]]) -> None:
     with open_store(tmp_path / "off", settings=settings(CHOSEN, chosen), clock=clock, create=True) as store:
         put(store)
         assert store.gc().containers_rewritten == 0
 
 
-def test_unknown_zstd_level_is_refused():
+def test_unknown_zstd_level_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'gc\.recompress_level "23": want 0 to 19'):
         settings(CHOSEN, {"gc": {"recompress_level": 23}})
 
 
-def test_random_or_mostly_delta_data_is_left(store, clock):
+def test_random_or_mostly_delta_data_is_left(store: Store, clock: Clock) -> None:
     """Leave random bytes and containers of mostly deltas unchanged."""
     put(store)
     store.gc()
@@ -117,7 +125,7 @@ def test_random_or_mostly_delta_data_is_left(store, clock):
     assert sorted(generations(store), reverse=True)[-2:] == [0, 0]
 
 
-def test_rewrite_also_recompresses(tmp_path, clock):
+def test_rewrite_also_recompresses(tmp_path: Path, clock: Clock) -> None:
     """Recompress while a container is rewritten for another reason.
 
     Its generation is later then, and no GC run considers it again.
@@ -143,7 +151,7 @@ def test_rewrite_also_recompresses(tmp_path, clock):
     assert left[9] < 0.95 * left[0]
 
 
-def test_bytes_per_run_are_bounded_oldest_first(store, monkeypatch, clock):
+def test_bytes_per_run_are_bounded_oldest_first(store: Store, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     monkeypatch.setattr(recompress, "RUN_BYTES_MAX", 1)
     for number in range(3):
         store.put(f"k{number}", text_like(900_000, number))
@@ -154,19 +162,20 @@ def test_bytes_per_run_are_bounded_oldest_first(store, monkeypatch, clock):
         clock.now += DAY
 
 
-def test_recent_containers_are_left_alone(store):
+def test_recent_containers_are_left_alone(store: Store) -> None:
     store.put("a", text_like(900_000, 1))
     store.put("b", text_like(900_000, 2))
     found = store._containers.of(None)
     names = [name for name, _ in store._manifests.names()]
-    sizes, reach = dict(found.ids()), LiveSet(found, store._manifests, names)
+    sizes: dict[int, int] = {container: size for container, size in found.ids()}  # noqa: C416 - the keys are widened
+    reach = LiveSet(found, store._manifests, names)
     recompressor = Recompressor(found, BlockRecoder(CHOSEN))
     first, second = recompressor.chosen(sizes, [], reach)
     assert first < second
     assert recompressor.chosen(sizes, [first], reach) == [second]
 
 
-def test_pending_deletes_are_not_recompressed(store, clock):
+def test_pending_deletes_are_not_recompressed(store: Store, clock: Clock) -> None:
     """Leave containers pending delete alone, but not their bases.
 
     The second version depends on the first, which is deleted; nothing depends on another key.
@@ -188,7 +197,9 @@ def test_pending_deletes_are_not_recompressed(store, clock):
 
 @pytest.mark.parametrize("of", [1, 2])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_damaged_container_is_left_others_not(store, caplog, monkeypatch, place, of):
+def test_damaged_container_is_left_others_not(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, place: int, of: int
+) -> None:
     monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: of)
     for number in range(3):
         store.put(f"{number}", text_like(900_000, number))
@@ -205,14 +216,16 @@ def test_damaged_container_is_left_others_not(store, caplog, monkeypatch, place,
 
 
 @pytest.mark.parametrize("of", [1, 2])
-def test_undecodable_block_leaves_its_container(store, caplog, monkeypatch, of):
+def test_undecodable_block_leaves_its_container(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, of: int
+) -> None:
     monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: of)
     for number in range(3):
         store.put(f"{number}", text_like(900_000, number))
     first, second, third = containers(store.root)
     real, mine = block_encoder.encode_again, text_like(900_000, 1)[:1000]
 
-    def encode(chunks, level, encoder):
+    def encode(chunks: U8, level: int, encoder: Any) -> Any:
         if chunks[:1000].tobytes() == mine:
             raise Corrupt("a block just compressed does not decompress to what it was: check this machine's memory")
         return real(chunks, level, encoder)
@@ -231,9 +244,9 @@ def test_undecodable_block_leaves_its_container(store, caplog, monkeypatch, of):
 @pytest.mark.parametrize(
     ("point", "times"), [("compact.made", 1), ("compact.put", 1), ("compact.renewed", 1), ("recompress.container", 1)]
 )
-def test_killed_gc_run_loses_nothing(tmp_path, clock, point, times):
+def test_killed_gc_run_loses_nothing(tmp_path: Path, clock: Clock, point: str, times: int) -> None:
     """Lose nothing in a GC run killed during recompression; the next one continues."""
-    chosen = {**LARGER, "container": {"target_bytes": "256KiB"}}
+    chosen: Mapping[str, Mapping[str, object]] = {**LARGER, "container": {"target_bytes": "256KiB"}}
     root = tmp_path / "d"
     with open_store(root, settings=settings(COLLECTED, chosen), clock=clock, create=True) as store:
         put(store)
@@ -247,7 +260,9 @@ def test_killed_gc_run_loses_nothing(tmp_path, clock, point, times):
 
 
 @pytest.mark.parametrize("how", [ENCRYPTED, {"storage": {"parity": "rs-4-2"}}], ids=["encrypted", "parity"])
-def test_store_with_parity_and_keys_recompresses(tmp_path, clock, how):
+def test_store_with_parity_and_keys_recompresses(
+    tmp_path: Path, clock: Clock, how: Mapping[str, Mapping[str, object]]
+) -> None:
     """Recompress in a store that keeps more than the objects."""
     with open_store(tmp_path / "e", settings=settings(CHOSEN, how), clock=clock, create=True) as store:
         put(store)
@@ -258,7 +273,7 @@ def test_store_with_parity_and_keys_recompresses(tmp_path, clock, how):
         check(store)
 
 
-def test_damage_is_named_at_its_location(store):
+def test_damage_is_named_at_its_location(store: Store) -> None:
     put(store)
     store.gc()
     (broken,) = (path for path in containers(store.root) if path.name.endswith(".0001.nkc"))

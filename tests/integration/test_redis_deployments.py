@@ -9,8 +9,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,22 +158,23 @@ def test_tls_is_checked_both_ways(certificates: Path, tmp_path: Path) -> None:
     with server:
         url = f"rediss://127.0.0.1:{port}/0"
         assert_works(RedisIndex(RedisSettings(url=url, ca_file=cert, cert_file=cert, key_file=key), samples.DOMAIN))
-        for lacking in ({"cert_file": cert, "key_file": key}, {"ca_file": cert}):  # neither proves itself
+        halves: list[dict[str, Any]] = [{"cert_file": cert, "key_file": key}, {"ca_file": cert}]
+        for lacking in halves:  # neither proves itself
             with pytest.raises(Exception, match=r"(?i)certificate|ssl|closed"):
-                RedisIndex(RedisSettings(url=url, retries=0, **lacking), samples.DOMAIN)
+                RedisIndex(replace(RedisSettings(url=url, retries=0), **lacking), samples.DOMAIN)
 
 
 @pytest.mark.parametrize("name", ["ca_file", "cert_file", "key_file"])
 def test_missing_tls_file_names_the_setting(name: str, certificates: Path, tmp_path: Path) -> None:
     """Name the setting: the library's `Error 2 connecting to ...` looks like an outage."""
     cert, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
-    given = {"ca_file": cert, "cert_file": cert, "key_file": key, name: str(tmp_path / "none.pem")}
+    files: dict[str, Any] = {"ca_file": cert, "cert_file": cert, "key_file": key, name: str(tmp_path / "none.pem")}
     with pytest.raises(ConfigError, match=rf'^redis\.{name} ".*none\.pem": No such file'):
-        RedisIndex(RedisSettings(url="rediss://127.0.0.1:1/0", **given), samples.DOMAIN)
+        RedisIndex(replace(RedisSettings(url="rediss://127.0.0.1:1/0"), **files), samples.DOMAIN)
     (tmp_path / "none.pem").write_text("no certificate")
     if name != "key_file":
         with pytest.raises(ConfigError, match=rf"^redis\.{name} .*: contains no certificates in PEM"):
-            RedisIndex(RedisSettings(url="rediss://127.0.0.1:1/0", **given), samples.DOMAIN)
+            RedisIndex(replace(RedisSettings(url="rediss://127.0.0.1:1/0"), **files), samples.DOMAIN)
 
 
 def tls_ping(port: int, cert: str, key: str) -> bytes:
@@ -182,10 +185,10 @@ def tls_ping(port: int, cert: str, key: str) -> bytes:
 def test_restricted_user_suffices(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         client.execute_command("ACL", "SETUSER", "nearkin", "on", ">s3same", *RIGHTS.split())
-        given = {"url": server.url, "username": "nearkin", "password": "s3same"}
-        assert_works(RedisIndex(RedisSettings(**given), samples.DOMAIN))
+        login = RedisSettings(url=server.url, username="nearkin", password="s3same")
+        assert_works(RedisIndex(login, samples.DOMAIN))
         with pytest.raises(ConfigError, match="lists the rights"):
-            RedisIndex(RedisSettings(**given, prefix="other"), samples.DOMAIN)
+            RedisIndex(replace(login, prefix="other"), samples.DOMAIN)
 
 
 def test_two_stores_share_a_server_by_prefix(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.protocols import Index
 from nearkin_shared.index.redis import RedisIndex, rebuild_in_background
 from nearkin_shared.index.redis.background_rebuild import Rebuilder, RebuildSuperseded
+from nearkin_shared.types import U8, U64, Bools, Locations
 from tests.support.checks.waiting import until
 from tests.support.conformance.index_contract import FIRST, chunk_names, first_claims, of_rank, rows
 from tests.support.data import samples
@@ -83,15 +85,15 @@ def assert_same_answers(store: Store, one: Index, other: Index) -> None:
     assert one.versions_of("default", "k1") == [1, 2, 3]
 
 
-def _chunks(names, index):
+def _chunks(names: U8, index: Index) -> tuple[Locations, Bools]:
     return index.locate_chunks(names)
 
 
-def _segments(names, index):
+def _segments(names: U8, index: Index) -> tuple[Locations, Bools]:
     return index.locate_segments(names)
 
 
-def _rank(sketch, rank, found, index):
+def _rank(sketch: str, rank: int, found: U64, index: Index) -> tuple[Locations, Bools]:
     return of_rank(index, sketch, rank, found)
 
 
@@ -264,13 +266,13 @@ def test_failed_rebuild_continues_where_it_stopped(
         tries.append(len(list(target.containers())))
         real, left = target.publish_many, [2]
 
-        def publish_many(many):
+        def publish_many(many: Any) -> None:
             if len(tries) < 3 and not left[0]:
                 raise StoreUnavailable("the object store is away")
             left[0] -= 1
             real(many)
 
-        target.publish_many = publish_many
+        target.publish_many = publish_many  # type: ignore[method-assign]
         fill(store, target, set(index.container_ids().tolist()))
 
     rebuilder = rebuild_in_background(index, failing, poll_seconds=0.02)

@@ -247,11 +247,13 @@ def test_committer_refuses_freed_containers(single: tuple[RedisServer, Fleet], m
     handler = CommitterHandler(CHOSEN, fleet.manifests, of_all, "w", Idle(), None)
     handler.on_assigned(0, "")
     envelope, began_us = Envelope(b"0123456789abcdef", "default", "a", 0), time.time_ns() // 1000
+    assert manifest.lengths is not None
     placed = Placed(envelope, manifest.segments, manifest.known, manifest.lengths, manifest.ledger)
     count = len(manifest.segments)
     ended = Envelope(envelope.blob, "default", "a", count)
     end = End(ended, began_us, envelope.blob, manifest.size_bytes, manifest.blake3, segments=count)
-    handler.handle([Record("placed", 0, n, b"k", encode(one), {}, ()) for n, one in enumerate((placed, end))])
+    records = [encode(placed), encode(end)]
+    handler.handle([Record("placed", 0, n, b"k", value, {}, ()) for n, value in enumerate(records)])
     outbox: Any = handler._outbox
     states = [value for name, value in outbox.sent if name == "committed"]
     assert len(states) == 1

@@ -10,9 +10,12 @@ import json
 import os
 import shutil
 import unicodedata
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -34,6 +37,10 @@ from nearkin_shared.errors import (
 )
 from nearkin_shared.storage.manifests import object_name
 from tests.support.data.stores import SMALL, containers, flip, objects, settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 
 CONTENT = random_bytes(50_000)
 ODD_KEYS = [
@@ -72,13 +79,13 @@ ODD_KEYS = [
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> Iterator[Store]:
     with open_store(tmp_path / "store", settings=settings(SMALL), create=True) as opened:
         opened.put("there", CONTENT)
         yield opened
 
 
-def assert_refused(store: Store, kind: type[NearkinError], says: str, attempt) -> None:
+def assert_refused(store: Store, kind: type[NearkinError], says: str, attempt: Callable[[], object]) -> None:
     before, versions = objects(store.root), store.versions(all_versions=True)
     with pytest.raises(kind, match=says) as caught:
         attempt()
@@ -89,7 +96,7 @@ def assert_refused(store: Store, kind: type[NearkinError], says: str, attempt) -
     assert store.put("there", CONTENT).ledger.duplicate_chunks > 0  # and the store goes on
 
 
-def test_odd_keys_are_kept_apart_and_listed_faithfully(store, tmp_path):
+def test_odd_keys_are_kept_apart_and_listed_faithfully(store: Store, tmp_path: Path) -> None:
     assert len(set(ODD_KEYS)) == len(ODD_KEYS)
     outside = {path for path in tmp_path.parent.rglob("*") if (tmp_path / "store") not in path.parents}
     for number, key in enumerate(ODD_KEYS):
@@ -123,7 +130,7 @@ def test_odd_keys_are_kept_apart_and_listed_faithfully(store, tmp_path):
     ],
     ids=["empty", "1025", "64KiB", "4-byte", "nul-inside", "nul", "surrogate", "escaped-byte"],
 )
-def test_unlistable_key_is_refused_everywhere(key, says, store):
+def test_unlistable_key_is_refused_everywhere(key: str, says: str, store: Store) -> None:
     """Refuse a key that could not be listed unchanged."""
     assert_refused(store, BadInput, says, lambda: store.put(key, b"x"))
     assert_refused(store, BadInput, says, lambda: list(store.put_many([("fine", b"y"), (key, b"x")])))
@@ -136,17 +143,17 @@ def test_unlistable_key_is_refused_everywhere(key, says, store):
 @pytest.mark.parametrize(
     "metadata", [{"a": "x" * 70_000}, {"\ud800": "x"}, {"a": "\udc80"}], ids=["large", "bad-name", "bad-value"]
 )
-def test_metadata_that_could_not_be_kept_are_refused(metadata, store):
+def test_metadata_that_could_not_be_kept_are_refused(metadata: dict[str, str], store: Store) -> None:
     assert_refused(store, BadInput, "metadata", lambda: store.put("k", b"x", metadata=metadata))
 
 
-def test_metadata_are_returned_unchanged(store):
+def test_metadata_are_returned_unchanged(store: Store) -> None:
     metadata = {"Ω": "line\n\0", "": "empty name", "n": ""}
     store.put("k", b"x", metadata=metadata)
     assert store.info("k").metadata == metadata
 
 
-def test_contradictory_sha256_stores_nothing(store):
+def test_contradictory_sha256_stores_nothing(store: Store) -> None:
     assert_refused(store, BadInput, "SHA-256", lambda: store.put("k", b"x", sha256=hashlib.sha256(b"y").digest()))
     assert_refused(store, BadInput, "SHA-256", lambda: store.put("k", b"x", sha256=b"short"))
     big = random_bytes(12_000_000, 5)
@@ -156,12 +163,12 @@ def test_contradictory_sha256_stores_nothing(store):
         store.get("k")
     assert [info.key for info in store.versions()] == ["there"]
     ledger = store.stats().ledger
-    assert min(getattr(ledger, name) for name in ledger.__slots__) >= 0
+    assert min(getattr(ledger, field.name) for field in fields(ledger)) >= 0
     assert store.put("k", big, sha256=hashlib.sha256(big).digest()).info.sha256 == hashlib.sha256(big).hexdigest()
     assert store.get("k").read() == big
 
 
-def test_sources_that_are_no_files_are_refused(store, tmp_path):
+def test_sources_that_are_no_files_are_refused(store: Store, tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     (tmp_path / "loop").symlink_to("loop")
@@ -173,12 +180,12 @@ def test_sources_that_are_no_files_are_refused(store, tmp_path):
         (tmp_path / "loop", "loop"),
         (tmp_path / ("n" * 300), "nnn"),
     ]:
-        assert_refused(store, BadInput, says, lambda path=path: store.put("k", path))
+        assert_refused(store, BadInput, says, partial(store.put, "k", path))
 
 
-def test_source_failing_midway_stores_no_version(store):
+def test_source_failing_midway_stores_no_version(store: Store) -> None:
     class Failing(BytesIO):
-        def readinto(self, window):
+        def readinto(self, window: Buffer) -> int:
             if self.tell() >= 3_000_000:
                 raise OSError(5, "Input/output error")
             return super().readinto(memoryview(window)[:100_000])
@@ -192,17 +199,19 @@ def test_source_failing_midway_stores_no_version(store):
     assert store.put("k", CONTENT).info.version == 1
 
 
-def test_source_without_bytes_is_refused(store, tmp_path):
+def test_source_without_bytes_is_refused(store: Store, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("text")
     closed = BytesIO(b"x")
     closed.close()
 
     class Lying(BytesIO):
-        def readinto(self, window):
-            return len(window) + 1 if self.read(1) else 0  # beyond the window it would be bytes of an earlier blob
+        def readinto(self, window: Buffer) -> int:
+            return (
+                memoryview(window).nbytes + 1 if self.read(1) else 0
+            )  # beyond the window it would be bytes of an earlier blob
 
     with (tmp_path / "text").open() as text:
-        for source, says in [
+        sources: list[tuple[Any, str]] = [
             (text, "for reading bytes"),
             ("text", "type str"),
             (None, "type NoneType"),
@@ -210,31 +219,32 @@ def test_source_without_bytes_is_refused(store, tmp_path):
             (closed, "closed file"),
             (Lying(b"x"), "readinto returned"),
             (Path("a\0b"), "no such file"),
-        ]:
-            assert_refused(store, BadInput, says, lambda source=source: store.put("k", source))
-    assert store.put("k", bytearray(CONTENT)).ledger.unique_bytes == 0
-    assert store.put("k", memoryview(CONTENT)[:100]).info.size_bytes == 100
+        ]
+        for source, says in sources:
+            assert_refused(store, BadInput, says, partial(store.put, "k", source))
+    assert store.put("k", cast("bytes", bytearray(CONTENT))).ledger.unique_bytes == 0
+    assert store.put("k", cast("bytes", memoryview(CONTENT)[:100])).info.size_bytes == 100
 
 
 @pytest.mark.parametrize("key", [b"k", None, 7, Path("k")])
-def test_key_that_is_no_text_is_refused(key, store):
+def test_key_that_is_no_text_is_refused(key: Any, store: Store) -> None:
     assert_refused(store, BadInput, "want text, not", lambda: store.put(key, b"x"))
     assert_refused(store, BadInput, "want text, not", lambda: store.get(key))
 
 
 @pytest.mark.parametrize("prefix", ["\udcff", "db/\ud800"])
-def test_impossible_prefix_is_refused(prefix, store):
+def test_impossible_prefix_is_refused(prefix: str, store: Store) -> None:
     assert_refused(store, BadInput, "prefix .*UTF-8", lambda: store.versions(prefix))
 
 
-def test_tenant_not_utf8_is_refused(tmp_path):
+def test_tenant_not_utf8_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tenant.*UTF-8"):
         settings({"tenant": "\udcff"})
     with pytest.raises(BadInput, match=r"tenant.*UTF-8"):
         open_store(tmp_path / "s", settings=replace(settings(SMALL), tenant="\udcff"), create=True)
 
 
-def test_put_inside_another_put_is_refused(store):
+def test_put_inside_another_put_is_refused(store: Store) -> None:
     results = store.put_many([(f"k{number}", CONTENT) for number in range(3)])
     next(results)
     with pytest.raises(StoreLocked, match="another put is in progress"):
@@ -244,7 +254,7 @@ def test_put_inside_another_put_is_refused(store):
 
 
 @pytest.mark.parametrize("name", ["a\0b", "n" * 300, "~no-such-user/s"], ids=["nul", "long", "home"])
-def test_impossible_store_path_is_one_line(name, tmp_path):
+def test_impossible_store_path_is_one_line(name: str, tmp_path: Path) -> None:
     path = Path(name) if name.startswith("~") else tmp_path / name
     with pytest.raises(NearkinError, match=r"^store ") as caught:
         open_store(path, settings=settings(SMALL), create=True)
@@ -252,11 +262,11 @@ def test_impossible_store_path_is_one_line(name, tmp_path):
     assert "PosixPath" not in str(caught.value)
 
 
-def test_source_not_ready_is_refused(store):
+def test_source_not_ready_is_refused(store: Store) -> None:
     """Refuse a source with nothing to read yet instead of taking it for ended."""
 
     class Waiting(BytesIO):
-        def readinto(self, window):
+        def readinto(self, window: Buffer) -> Any:
             return None
 
     assert_refused(store, BadInput, "non-blocking", lambda: store.put("k", Waiting(b"x")))
@@ -265,28 +275,28 @@ def test_source_not_ready_is_refused(store):
 @pytest.mark.parametrize(
     ("start", "stop"), [(-1, None), (0, -1), (50_001, None), (50_001, 50_002), (10, 9), (60_000, 10)]
 )
-def test_range_outside_is_refused(start, stop, store):
+def test_range_outside_is_refused(start: int, stop: int | None, store: Store) -> None:
     assert_refused(store, BadInput, "50000 bytes", lambda: store.get("there", start=start, stop=stop))
 
 
 @pytest.mark.parametrize(
     "bounds", [{"start": 1.5}, {"start": "1"}, {"start": None}, {"stop": 2.5}, {"stop": float("inf")}], ids=repr
 )
-def test_range_between_bytes_is_refused(bounds, store):
+def test_range_between_bytes_is_refused(bounds: dict[str, Any], store: Store) -> None:
     assert_refused(store, BadInput, "want a whole number of bytes", lambda: store.get("there", **bounds))
 
 
 @pytest.mark.parametrize("version", [0, -1, 1 << 64])
-def test_impossible_version_is_refused(version, store):
+def test_impossible_version_is_refused(version: int, store: Store) -> None:
     assert_refused(store, BadInput, "count from 1", lambda: store.get("there", version))
 
 
-def test_missing_key_or_version_is_not_found(store):
+def test_missing_key_or_version_is_not_found(store: Store) -> None:
     assert_refused(store, NotFound, "nowhere", lambda: store.get("nowhere"))
     assert_refused(store, NotFound, "version 9", lambda: store.get("there", 9))
 
 
-def test_unknown_tenant_sees_an_empty_store(store):
+def test_unknown_tenant_sees_an_empty_store(store: Store) -> None:
     store.close()
     with open_store(store.root, settings=settings(SMALL, {"tenant": "stranger"}), create=True) as other:
         assert other.versions() == []
@@ -294,7 +304,7 @@ def test_unknown_tenant_sees_an_empty_store(store):
             other.get("there")
 
 
-def test_two_tenants_share_nothing(tmp_path):
+def test_two_tenants_share_nothing(tmp_path: Path) -> None:
     """Share nothing between two tenants, and harm neither."""
     chosen = {tenant: settings(SMALL, {"tenant": tenant}) for tenant in ("one", "other")}
     for tenant in ("one", "other", "one"):
@@ -316,7 +326,7 @@ def of_tenant(root: Path, tenant: str) -> Store:
     return open_store(root, settings=settings(SMALL, {"tenant": tenant}), create=True)
 
 
-def test_damage_names_the_versions_of_a_tenant(tmp_path):
+def test_damage_names_the_versions_of_a_tenant(tmp_path: Path) -> None:
     """Report damage to one tenant with the affected versions of all."""
     for tenant in ("one", "other"):
         with of_tenant(tmp_path / "s", tenant) as store:
@@ -337,7 +347,7 @@ def test_damage_names_the_versions_of_a_tenant(tmp_path):
     assert mine.exists()
 
 
-def test_unexplained_containers_are_compared(tmp_path):
+def test_unexplained_containers_are_compared(tmp_path: Path) -> None:
     """Compare containers that no version explains by SHA-1, and count them."""
     root = tmp_path / "s"
     for tenant in ("one", "gone"):
@@ -364,7 +374,7 @@ def test_unexplained_containers_are_compared(tmp_path):
         assert store.get("k").read() == CONTENT
 
 
-def test_stats_add_up_over_all_tenants(tmp_path):
+def test_stats_add_up_over_all_tenants(tmp_path: Path) -> None:
     for tenant in ("one", "other"):
         with of_tenant(tmp_path / "s", tenant) as store:
             store.put("k", CONTENT)
@@ -377,7 +387,7 @@ def test_stats_add_up_over_all_tenants(tmp_path):
             assert stats.ledger.stored_bytes == sum(stats.parts.values()) == stored
 
 
-def test_two_stores_read_and_one_writes(tmp_path):
+def test_two_stores_read_and_one_writes(tmp_path: Path) -> None:
     """Read two stores side by side in one process while one writes."""
     root = tmp_path / "s"
     with of_tenant(root, "one") as one, of_tenant(root, "other") as other:
@@ -400,7 +410,7 @@ def test_two_stores_read_and_one_writes(tmp_path):
 # ------------------------------------------------------------------ folders
 
 
-def test_newer_format_is_refused_untouched(tmp_path):
+def test_newer_format_is_refused_untouched(tmp_path: Path) -> None:
     root = tmp_path / "s"
     open_store(root, settings=settings(SMALL), create=True).close()
     fields = json.loads((root / "nearkin.json").read_bytes())
@@ -411,7 +421,7 @@ def test_newer_format_is_refused_untouched(tmp_path):
     assert objects(root) == before
 
 
-def test_lost_descriptor_names_the_remedy(tmp_path):
+def test_lost_descriptor_names_the_remedy(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         store.put("k", b"content")
     (tmp_path / "s" / "nearkin.json").unlink()
@@ -421,7 +431,7 @@ def test_lost_descriptor_names_the_remedy(tmp_path):
     assert objects(tmp_path / "s") == before
 
 
-def test_lost_index_on_read_only_disk_is_named(tmp_path, monkeypatch):
+def test_lost_index_on_read_only_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Name the lost index if nothing can be written."""
     with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
         store.put("k", b"content")
@@ -434,7 +444,7 @@ def test_lost_index_on_read_only_disk_is_named(tmp_path, monkeypatch):
             store.stats()
 
 
-def test_foreign_folder_or_file_is_refused(tmp_path):
+def test_foreign_folder_or_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(b"mine")
     with pytest.raises(BadInput, match="not empty"):
         open_store(tmp_path, settings=settings(SMALL), create=True)
@@ -446,7 +456,7 @@ def test_foreign_folder_or_file_is_refused(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_store_made_by_many_at_once_is_one_store(tmp_path):
+def test_store_made_by_many_at_once_is_one_store(tmp_path: Path) -> None:
     from threading import Barrier, Thread
 
     barrier, opened, errors = Barrier(8), [], []

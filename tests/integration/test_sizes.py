@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from dataclasses import fields
 from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import pytest
 
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
+from nearkin.store import Store
 from nearkin_shared.config.reduction import CHUNKERS
+from nearkin_shared.results import PutResult
 from tests.support.data.stores import SMALL, settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 
 KIB = 1024
 BOUNDS = {
@@ -25,7 +35,7 @@ RANDOM = random_bytes(4096 * KIB + 1, 11)
 
 
 @pytest.mark.parametrize("chunker", CHUNKERS)
-def test_sizes_around_every_bound_are_restored(chunker, tmp_path):
+def test_sizes_around_every_bound_are_restored(chunker: str, tmp_path: Path) -> None:
     with open_store(
         tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": chunker}}), create=True
     ) as store:
@@ -43,7 +53,7 @@ def test_sizes_around_every_bound_are_restored(chunker, tmp_path):
 
 
 @pytest.mark.parametrize("size", [8 * KIB - 1, 8 * KIB, 8 * KIB + 1])
-def test_fixed_chunks_end_where_they_should(size, tmp_path):
+def test_fixed_chunks_end_where_they_should(size: int, tmp_path: Path) -> None:
     with open_store(
         tmp_path / "s", settings=settings(SMALL, {"chunker": {"algorithm": "fixed"}}), create=True
     ) as store:
@@ -53,11 +63,11 @@ def test_fixed_chunks_end_where_they_should(size, tmp_path):
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 4096, 100_003])
-def test_pieces_of_a_source_do_not_matter(pieces, tmp_path):
+def test_pieces_of_a_source_do_not_matter(pieces: int, tmp_path: Path) -> None:
     """Store the same for any pieces: a pipe returns what it has."""
 
     class Trickling(BytesIO):
-        def readinto(self, window):
+        def readinto(self, window: Buffer) -> int:
             return super().readinto(memoryview(window)[:pieces])
 
     class OnlyReads:
@@ -73,13 +83,13 @@ def test_pieces_of_a_source_do_not_matter(pieces, tmp_path):
     ledgers = []
     for number, source in enumerate((content, Trickling(content), OnlyReads(content))):
         with open_store(tmp_path / str(number), settings=settings(SMALL), create=True) as store:
-            store.put("k", source)
+            store.put("k", cast("BinaryIO", source))
             assert store.get("k").read() == content
             ledgers.append(counts(store))
     assert ledgers[0] == ledgers[1] == ledgers[2]
 
 
-def test_blobs_of_one_call_restore_in_order(tmp_path, monkeypatch):
+def test_blobs_of_one_call_restore_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore many blobs of one call in order over several groups."""
     from nearkin.embedded import runner as embedded_runner
 
@@ -100,10 +110,10 @@ def test_blobs_of_one_call_restore_in_order(tmp_path, monkeypatch):
         assert store.verify().versions == 420
 
 
-def test_consumer_stopping_early_loses_the_rest(tmp_path):
+def test_consumer_stopping_early_loses_the_rest(tmp_path: Path) -> None:
     """Lose only the blobs that a consumer did not wait for."""
     with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
-        results = store.put_many((f"k{number}", b"%d" % number) for number in range(10))
+        results = cast("Generator[PutResult]", store.put_many((f"k{number}", b"%d" % number) for number in range(10)))
         first = next(results)
         results.close()
         assert store.get(first.info.key).read() == b"0"
@@ -111,12 +121,12 @@ def test_consumer_stopping_early_loses_the_rest(tmp_path):
         assert store.put("later", b"x").info.version == 1
 
 
-def counts(store):
+def counts(store: Store) -> dict[str, int]:
     ledger = store.stats().ledger
-    return {name: getattr(ledger, name) for name in ledger.__slots__ if name != "stored_bytes"}
+    return {field.name: getattr(ledger, field.name) for field in fields(ledger) if field.name != "stored_bytes"}
 
 
-def test_closed_store_frees_memory_blobs_read_on(tmp_path):
+def test_closed_store_frees_memory_blobs_read_on(tmp_path: Path) -> None:
     """Free what a closed store has read; a blob of it can still be read."""
     content = text_like(3_000_000, 1)
     with open_store(tmp_path / "store", create=True) as store:

@@ -7,7 +7,7 @@ import io
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -54,7 +54,8 @@ def test_asyncio_has_the_same_calls(gateway: ScriptedGateway, tmp_path: Path) ->
     (tmp_path / "file").write_bytes(DATA)
 
     async def work(store: AsyncRemoteStore) -> None:
-        for number, source in enumerate((DATA, tmp_path / "file", io.BytesIO(DATA), _slices()), 1):
+        sources: list[Any] = [DATA, tmp_path / "file", io.BytesIO(DATA), _slices()]
+        for number, source in enumerate(sources, 1):
             gateway.script("busy" if number < 4 else "accept")
             result = await store.put("k", source, metadata={"a": "b"})
             assert (result.info.version, result.info.metadata) == (number, {"a": "b"})

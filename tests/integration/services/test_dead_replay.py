@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -159,10 +159,10 @@ def test_replay_killed_before_commit_sends_none(world: World, monkeypatch: pytes
 
         def commit_transaction(self, _timeout: float) -> None:
             self._producer.flush(10)
-            raise KafkaException(dead_letter_replay.KafkaError(dead_letter_replay.KafkaError._FAIL, "died"))
+            raise KafkaException(KafkaError(KafkaError._FAIL, "died"))
 
         def abort_transaction(self, _timeout: float) -> None:
-            raise KafkaException(dead_letter_replay.KafkaError(dead_letter_replay.KafkaError._FAIL, "died"))
+            raise KafkaException(KafkaError(KafkaError._FAIL, "died"))
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._producer, name)

@@ -76,6 +76,7 @@ def test_forged_placed_commits_nothing(sections: dict[str, dict[str, Any]], tmp_
                 end = empty_blob("victim")
                 send(settings, forger, "placed", end.envelope.blob, encode(end))
             letters = until(lambda: found if len(found := list_letters(settings)) == 2 else None, pipeline.logs)
+            assert letters
             assert {letter.stage for letter in letters} == {"committer"}
             assert all("not authenticated" in letter.message for letter in letters)
             replay(settings, [letter.place for letter in letters])

@@ -119,7 +119,7 @@ def test_no_route_is_missing_from_the_table(gateway: RunningGateway) -> None:
     ["Bearer", "Bearer x", "Basic dXNlcjpwYXNz", "bearer nk_00000000_" + "A" * 43, "Bearer nk_00000000_\xe9"],
 )  # fmt: skip
 def test_invalid_token_is_401(gateway: RunningGateway, header: str) -> None:
-    answer = httpx.get(f"{gateway.url}/v1/blobs", headers={"Authorization": header.encode("latin-1")})
+    answer = httpx.get(f"{gateway.url}/v1/blobs", headers={b"Authorization": header.encode("latin-1")})
     assert (answer.status_code, answer.headers["content-type"]) == (401, "application/problem+json")
 
 

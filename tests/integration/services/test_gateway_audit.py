@@ -165,7 +165,8 @@ def test_audit_events_come_from_real_requests(served: World, collected: Collecte
         event = EVENTS[record["event"]]
         assert record.keys() <= {*COMMON_FIELDS, *event.fields, "level"}, record
         assert record["level"] == event.level
-    log = until(lambda: "token.revoked" in written.getvalue() and written.getvalue())
+    until(lambda: "token.revoked" in written.getvalue())
+    log = written.getvalue()
     for hidden in (*(made.split("_", 2)[2] for made in served.made), BAD, BAD[3:11] + "_", CONTENT.decode()):
         assert hidden not in log
 
@@ -176,7 +177,8 @@ def test_audit_records_name_actor_key_and_result(served: World, collected: Colle
         client.put("/v1/blobs/a/key", content=CONTENT)
         answer = client.get("/v1/blobs/a/key", headers={"Range": "bytes=2-5"})
         client.get("/v1/blobs/absent")
-        found, absent = until(lambda: len(collected.of("blob.read")) == 2 and collected.of("blob.read"))
+        until(lambda: len(collected.of("blob.read")) == 2)
+        found, absent = collected.of("blob.read")
         (stored,) = collected.of("blob.stored")
     number = served.made[0].split("_")[1]
     actor = {"tenant": "default", "token": number, "peer": "127.0.0.1"}
@@ -205,7 +207,8 @@ def test_failed_authentication_is_recorded_with_its_reason(served: World, collec
     httpx.get(f"{url}/v1/blobs")
     httpx.get(f"{url}/v1/blobs", cookies={"nearkin-session": "1.forged"})
     httpx.post(f"{url}/login", data={"token": BAD}, headers={"Origin": "https://elsewhere.example"})
-    failed = until(lambda: len(collected.of("auth.failed")) >= 7 and collected.of("auth.failed"))
+    until(lambda: len(collected.of("auth.failed")) >= 7)
+    failed = collected.of("auth.failed")
     found = {(record["reason"], record["via"]): record.get("token") for record in failed if "repeats" not in record}
     assert found == {
         ("expired", "bearer"): gone.split("_")[1],
@@ -392,7 +395,7 @@ def test_audit_windows_end_after_a_summary_that_failed(
     served: World, collected: Collected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error in one summary is logged, and later windows are summarized."""
-    emit, failed = collected.emit, []
+    emit, failed = collected.emit, list[logging.LogRecord]()
 
     def fail_once(record: logging.LogRecord) -> None:
         if "repeats" in record.fields and not failed:  # type: ignore[attr-defined]

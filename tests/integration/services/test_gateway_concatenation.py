@@ -13,7 +13,8 @@ import pytest
 
 from nearkin_gateway.uploads import resumable_store as stored
 from nearkin_gateway.uploads.resumable_store import Meta, Resumable, StagedUpload
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.errors import NotFound
+from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
 from tests.support.servers.gateways import RunningGateway, embedded, running
 
 TUS = {"Tus-Resumable": "1.0.0"}
@@ -145,10 +146,10 @@ def test_create_final_that_lost_the_race_takes_it_back(tmp_path: Path) -> None:
     uploads = Resumable(LocalObjectStore(tmp_path), 10)
     parts = [uploads.create(meta(partial=True, length=0)) for _ in range(3)]
     uploads.create_final("1" * 32, meta(sources=(parts[2],)))
-    with pytest.raises(stored.AlreadyExists):
+    with pytest.raises(AlreadyExists):
         uploads.create_final("2" * 32, meta(sources=tuple(parts)))
     assert [uploads.load("default", part).claim for part in parts] == [None, None, "1" * 32]
-    with pytest.raises(stored.NotFound):
+    with pytest.raises(NotFound):
         uploads.load("default", "2" * 32)
 
 

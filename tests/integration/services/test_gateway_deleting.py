@@ -181,7 +181,7 @@ def test_pages_skip_deleted_versions(client: httpx.Client, monkeypatch: pytest.M
     def all_pages(path: str, name: str, **params: str | int) -> tuple[list[tuple[str, int]], int]:
         found, after, pages = [], None, 0
         while True:
-            more = {} if after is None else {"after": after}
+            more: dict[str, str] = {} if after is None else {"after": after}
             page = client.get(path, params={"prefix": "page/", **params, **more}).json()
             assert len(page[name]) <= int(params["limit"])
             found += [(entry["key"], entry["version"]) for entry in page[name]]
@@ -314,7 +314,7 @@ def test_both_clients_name_unreadable_versions(gateway: RunningGateway, token: s
         assert [d.versions for d in broken] == [(("broken/c", 1),)]
 
     async def awaited() -> None:
-        broken = []
+        broken: list[Damage] = []
         async with nearkin.connect_async(gateway.url, token) as store:
             assert await store.list_deleted("broken/", broken=broken.append) == []
         assert [d.versions for d in broken] == [(("broken/c", 1),)]

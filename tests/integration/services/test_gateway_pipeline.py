@@ -291,7 +291,7 @@ def test_trace_context_is_sent_with_frames(client: httpx.Client, pipeline: Pipel
     reader = consumer(pipeline.settings, f"trace-{os.urandom(4).hex()}", "trace")
     full = topic(pipeline.settings, "frames")
     reader.assign([TopicPartition(full, part, 0) for part in range(pipeline.settings.kafka.partitions)])
-    found: dict[str, list[bytes]] = {number: [] for number in wanted}
+    found: dict[str, list[str | bytes | None]] = {number: [] for number in wanted}
     seen, deadline = 0, time.monotonic() + 30
     while seen < 4 and time.monotonic() < deadline:
         message = reader.poll(0.2)

@@ -76,6 +76,7 @@ def test_tuspy_upload_in_parts_makes_the_blob(gateway: RunningGateway, client: h
         file_stream=io.BytesIO(data), chunk_size=MIB, metadata={"key": "tus/ein schlüssel", "host": "db1"}
     )
     uploader.upload()
+    assert uploader.url is not None
     told = client.get(httpx.URL(uploader.url).path).json()
     assert (told["state"], told["offset_bytes"], told["key"]) == ("handed-over", len(data), "tus/ein schlüssel")
     outcome = client.get(told["status"], params={"wait": 30}).json()
@@ -89,6 +90,7 @@ def test_tuspy_resumes_where_it_stopped(gateway: RunningGateway, client: httpx.C
     tus = TusClient(f"{gateway.url}/v1/uploads")
     first = tus.uploader(file_stream=io.BytesIO(data), chunk_size=MIB, metadata={"key": "tus/resumed"})
     first.upload(stop_at=2 * MIB)
+    assert first.url is not None
     assert client.head(httpx.URL(first.url).path, headers=TUS).headers["upload-offset"] == str(2 * MIB)
     second = tus.uploader(file_stream=io.BytesIO(data), chunk_size=MIB, url=first.url)
     assert second.offset == 2 * MIB
@@ -141,7 +143,7 @@ def test_wrong_checksum_is_460_and_keeps_nothing(gateway: RunningGateway, client
     assert client.head(url, headers=TUS).headers["upload-offset"] == "0"
     for text in ("md5 AAAA", "sha1", "sha1 ???"):
         assert add(client, url, 0, b"x", **{"Upload-Checksum": text}).status_code in (400, 460)
-    latin = {**OCTETS, "Upload-Offset": "0", "Upload-Checksum": "sha1 \u00e9".encode("latin-1")}
+    latin: Any = {**OCTETS, "Upload-Offset": "0", "Upload-Checksum": "sha1 \u00e9".encode("latin-1")}
     assert client.patch(url, content=b"x", headers=latin).status_code == 400
     large = begin(client, "sum", 4 * MIB)
     right = base64.b64encode(hashlib.sha256(b"x" * 4 * MIB).digest()).decode()

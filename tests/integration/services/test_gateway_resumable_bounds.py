@@ -21,7 +21,7 @@ from nearkin_gateway.http.request_limits import Holders
 from nearkin_gateway.state import HAND_OVERS_MAX
 from nearkin_gateway.uploads import upload_bodies
 from nearkin_gateway.uploads.resumable_store import Meta, Resumable, StagedUpload
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.base import LocalObjectStore, Payload
 from tests.support.checks.waiting import until
 from tests.support.servers.gateways import embedded, running
 
@@ -128,7 +128,7 @@ def test_repeated_head_begins_one_hand_over(tmp_path: Path, monkeypatch: pytest.
             left.stage(number, 0, b"abc", tenant="default")
         plain, goes_on = Resumable.read, threading.Event()
 
-        def stuck(resumable: Resumable, staged: StagedUpload) -> Iterator[bytes]:
+        def stuck(resumable: Resumable, staged: StagedUpload) -> Iterator[Payload]:
             goes_on.wait(300)
             yield from plain(resumable, staged)
 

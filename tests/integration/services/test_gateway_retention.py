@@ -124,6 +124,6 @@ def test_end_of_a_retention_is_parsed() -> None:
     assert parse_end("2027-01-02", None, now) == datetime(2027, 1, 2, tzinfo=UTC)
     assert parse_end("2027-01-02T03:00+02:00", None, now) == datetime(2027, 1, 2, 1, tzinfo=UTC)
     assert parse_end(None, "36h", now) == now + timedelta(hours=36)
-    for given in ((None, None), ("2027-01-02", "36h"), ("soon", None), (None, "soon"), (None, "-1d")):
+    for end, duration in ((None, None), ("2027-01-02", "36h"), ("soon", None), (None, "soon"), (None, "-1d")):
         with pytest.raises(BadInput):
-            parse_end(*given, now)
+            parse_end(end, duration, now)

@@ -22,18 +22,18 @@ from nearkin_shared.config.loader import load, with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.formats.message import End, Frame, decode
-from nearkin_shared.kafka.clients import create_topics, topic
+from nearkin_shared.kafka.clients import Outbox, create_topics, topic
 from nearkin_shared.kafka.consumer_loop import run_forever
 from nearkin_shared.kafka.dead_letters import OMITTED_VALUE_HEADER
 from nearkin_shared.limits import FRAME_BYTES_MAX
-from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore, Payload
 from nearkin_shared.observability import metrics
 from tests.support.checks.waiting import until
 from tests.support.data.samples import noise
 from tests.support.servers.kafka_server import users_producer
 
 PATIENCE_SECONDS = 40.0
-Headers = list[tuple[str, bytes | None]]
+Headers = list[tuple[str, str | bytes | None]]
 
 
 @dataclass
@@ -300,7 +300,7 @@ class Away(LocalObjectStore):
         self.asked = 0
         self._after_ranges = after_ranges
 
-    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
         self.asked += 1
         if self.asked > self._after_ranges and not self.back.is_set():
             raise StoreUnavailable("no answer")
@@ -380,7 +380,7 @@ def test_offset_is_committed_after_frames_acked(world: World, monkeypatch: pytes
         tried.set()
         raise StoreUnavailable("not acknowledged")
 
-    monkeypatch.setattr(ingest_consumer.Outbox, "flush", never)
+    monkeypatch.setattr(Outbox, "flush", never)
     with world.running():
         assert tried.wait(PATIENCE_SECONDS)
         time.sleep(0.5)
@@ -428,7 +428,7 @@ def test_long_object_keeps_the_membership(world: World, monkeypatch: pytest.Monk
     (world.folder / "in" / "dump").write_bytes(content)
 
     class Slow(LocalObjectStore):
-        def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
             time.sleep(0.3)
             return super().get_ranges(name, starts, ends)
 

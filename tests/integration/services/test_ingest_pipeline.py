@@ -100,7 +100,7 @@ def allowed(store: RemoteStore) -> bool:
 
 
 def produce(
-    pipeline: Pipeline, records: Sequence[tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]]
+    pipeline: Pipeline, records: Sequence[tuple[bytes | None, bytes | None, list[tuple[str, str | bytes | None]]]]
 ) -> None:
     bootstrap = pipeline.settings.kafka.bootstrap_servers
     producer = users_producer(bootstrap, message_max_bytes=10**7)

@@ -66,7 +66,9 @@ def test_workers_report_redis_outage_and_counts(
 
         def asked(service: str, path: str) -> httpx.Response:
             log = pipeline.folder / f"{service}.log"
-            port = until(lambda: LINE.search(log.read_text()))[1]
+            match = until(lambda: LINE.search(log.read_text()))
+            assert match is not None
+            port = match[1]
             return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=15)
 
         def metric(service: str, line: str) -> float:
@@ -105,6 +107,7 @@ def test_workers_report_redis_outage_and_counts(
         own_redis.stop()
         for service in SERVICES:
             told = until(lambda: (answer := asked(service, "/readyz")).status_code == 503 and answer.json())  # noqa: B023
+            assert told
             assert "redis" in told["redis"]
             assert asked(service, "/livez").status_code == 200
         own_redis.start()

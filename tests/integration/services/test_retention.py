@@ -20,6 +20,7 @@ import nearkin
 from nearkin.store import Store, open_store
 from nearkin_shared.config.storage import RetentionPolicy
 from nearkin_shared.errors import BadInput, RetentionActive
+from nearkin_shared.results import Damage
 from nearkin_shared.retention import decisions, forget
 from tests.support.checks.waiting import until
 from tests.support.data.stores import SMALL, manifests, objects, settings
@@ -57,7 +58,7 @@ def listed(store: Store, prefix: str) -> list[int]:
     return [info.version for info in store.versions(prefix, all_versions=True)]
 
 
-def test_unretained_versions_go_and_return(tmp_path, clock):
+def test_unretained_versions_go_and_return(tmp_path: Path, clock: Clock) -> None:
     """Delete what no rule keeps, and undelete it."""
     with opened(tmp_path / "s", clock) as store:
         filled(store, clock)
@@ -72,7 +73,7 @@ def test_unretained_versions_go_and_return(tmp_path, clock):
         assert store.forget("nothing/", policy) == []
 
 
-def test_policy_applies_to_its_keys_only(tmp_path, clock):
+def test_policy_applies_to_its_keys_only(tmp_path: Path, clock: Clock) -> None:
     """Keep all versions without a policy; apply one of the settings to its keys."""
     with opened(tmp_path / "s", clock, policies=[{"prefix": "web/", "keep_last": 2}]) as store:
         filled(store, clock)
@@ -80,19 +81,19 @@ def test_policy_applies_to_its_keys_only(tmp_path, clock):
         assert (listed(store, "db/"), listed(store, "web/")) == (list(range(1, 13)), [11, 12])
 
 
-def test_key_with_a_damaged_version_loses_none(tmp_path, clock):
+def test_key_with_a_damaged_version_loses_none(tmp_path: Path, clock: Clock) -> None:
     with opened(tmp_path / "s", clock) as store:
         filled(store, clock)
         broken = manifests(tmp_path / "s")[3]
         broken.write_bytes(broken.read_bytes()[:-1])
-        told = []
+        told: list[Damage] = []
         done = store.forget("", RetentionPolicy(keep_last=1), broken=told.append)
         (damaged,) = {key for damage in told for key, _ in damage.versions}
         assert len({d.info.key for d in done if not d.kept}) == 1
         assert all(d.reasons == ("a version is damaged",) for d in done if d.info.key == damaged)
 
 
-def test_too_recent_version_is_not_deleted(tmp_path, clock):
+def test_too_recent_version_is_not_deleted(tmp_path: Path, clock: Clock) -> None:
     with opened(tmp_path / "s", clock, policies=[{"prefix": "db/", "min_age_seconds": 3 * DAY}]) as store:
         filled(store, clock)
         with pytest.raises(RetentionActive, match="is kept until"):
@@ -108,7 +109,7 @@ def test_too_recent_version_is_not_deleted(tmp_path, clock):
         assert store.delete("db/a") == 6
 
 
-def test_gc_run_applies_policies_of_all_tenants(tmp_path, clock):
+def test_gc_run_applies_policies_of_all_tenants(tmp_path: Path, clock: Clock) -> None:
     """Apply the policies of all tenants in a GC run, and report the bytes."""
     root = tmp_path / "s"
     policies = [{"prefix": "web/", "keep_daily": 1}, {"tenant": "other", "keep_last": 1}]

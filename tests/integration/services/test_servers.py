@@ -14,7 +14,8 @@ import boto3
 import psutil
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
 from redis import Redis as RedisClient
 
 from tests.support.checks.waiting import until

@@ -198,11 +198,11 @@ def test_trace_spans_request_to_commit(
         assert len(collector.of(batch.trace)) == 1
         assert {known[link].trace for link in batch.links} <= wanted
         assert batch.about["messaging.batch.message_count"] >= len(batch.links)
-    named = defaultdict(set)
+    linked: defaultdict[str, set[str]] = defaultdict(set)
     for span in collector.spans:
         if span.name in STAGES:
-            named[span.name] |= {known[link].name for link in span.links if known[link].parent == ""}
-    assert named == {stage: {f"{stage} batch"} for stage in STAGES}
+            linked[span.name] |= {known[link].name for link in span.links if known[link].parent == ""}
+    assert linked == {stage: {f"{stage} batch"} for stage in STAGES}
     stored = [span for span in collector.spans if span.name == "container"]
     assert {known[link].name for span in stored for link in span.links} == {"delta"}
     assert sum(span.about["nearkin.bytes"] for span in stored) > 1_500_000
