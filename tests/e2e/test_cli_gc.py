@@ -78,8 +78,8 @@ def test_gc_server_unreachable_is_named(run: Run) -> None:
     assert refused.stderr.count("\n") == 1
 
 
-def test_gc_that_frees_nothing_names_the_reason(run, tmp_path):
-    """F.4: No deletion, the undelete window and the grace are named apart."""
+def test_gc_that_frees_nothing_names_the_reason(run: Run, tmp_path: Path) -> None:
+    """Distinguish no deletion, the undelete window and the grace."""
     (tmp_path / "f").write_bytes(os.urandom(1000))
     assert run("put", "k", str(tmp_path / "f")).returncode == 0
     for arguments in (("gc",), ("gc", "--dry-run"), ("gc", "--now", "--yes")):

@@ -68,7 +68,10 @@ def test_rm_now_while_gc_is_paused_deletes_nothing(call: InProcess, tmp_path: Pa
 
 
 def test_rm_now_names_the_reason_why_nothing_is_removed(call: InProcess, tmp_path: Path) -> None:
-    """F.4: `rm --now` of a key that never existed, of a later version, and a repeat differ; exit code 4."""
+    """`rm --now` of a key that never existed, of a later version, and a repeat differ.
+
+    Exit code 4.
+    """
     new_store(tmp_path / "store")
     call("put", "k", "-", stdin=b"x", env={"NEARKIN_STORE": str(tmp_path / "store")})
     assert_refused(call("rm", "other", "--now", "--yes"), 4, "no blob 'other'")

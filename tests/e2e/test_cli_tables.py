@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -42,7 +43,7 @@ def lines_of(screen: Console) -> list[str]:
 
 @pytest.mark.parametrize("source", ["default", "environment NEARKIN_REDIS__URL"])
 def test_config_names_all_settings_whole(screen: Console, source: str) -> None:
-    """F.19: No name and no value of `nearkin config` is cut in 80 columns."""
+    """No name and no value of `nearkin config` is cut in 80 columns."""
     url = "redis://nearkin@redis-master.storage.svc.cluster.local:6379/0"
     names = [each.name for each in describe_settings()]
     config.print_settings(Session(), dict.fromkeys(names, (url, source)))
@@ -52,7 +53,7 @@ def test_config_names_all_settings_whole(screen: Console, source: str) -> None:
 
 
 def test_config_describes_a_setting_in_full(screen: Console) -> None:
-    """F.19: `nearkin config NAME` prints a line per field where its table would be too narrow to read."""
+    """`nearkin config NAME` prints a line per field where its table would be too narrow to read."""
     described = [each for each in describe_settings() if each.name == "gateway.upload_status_minutes"]
     config.print_described_settings(Session(), {}, described)
     text = " ".join(" ".join(lines_of(screen)).split())
@@ -61,18 +62,18 @@ def test_config_describes_a_setting_in_full(screen: Console) -> None:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_dead_letters_are_listed_in_full(screen: Console, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """F.20: `nearkin dlq list` shows the place and the whole message of a letter."""
+    """`nearkin dlq list` shows the location and the whole message of a letter."""
 
     class Letters:
         def list_newest(self, *_: object, **__: object) -> list[dlq.Letter]:
             return [LETTER]
 
     @contextmanager
-    def opened(_: object):
+    def open_letters(_: object) -> Iterator[Letters]:
         yield Letters()
 
     screen.width = width
-    monkeypatch.setattr(dlq, "_open_letters", opened)
+    monkeypatch.setattr(dlq, "_open_letters", open_letters)
     monkeypatch.setattr(dlq, "current_session", Session)
     assert dlq.list_.callback is not None
     dlq.list_.callback(topic=None, limit=1, settled=False, bootstrap=None)

@@ -305,7 +305,10 @@ def test_index_path_of_another_user_is_not_believed(first: Machine) -> None:
 
 @pytest.mark.parametrize(("mode", "is_refused"), [(0o777, True), (0o775, True), (0o755, False), (0o1777, False)])
 def test_index_path_in_which_others_may_rename_is_refused(first: Machine, mode: int, is_refused: bool) -> None:
-    """F.24: the folder above the index too belongs to the user alone, unless it is sticky; readers list by another."""
+    """The folder above the index too belongs to the user alone, unless it is sticky.
+
+    Readers list by another.
+    """
     first.put("a", b"1")
     first.index_path.chmod(mode)
     if is_refused:
@@ -318,7 +321,7 @@ def test_index_path_in_which_others_may_rename_is_refused(first: Machine, mode: 
 
 
 def test_index_path_that_another_user_owns_is_refused(first: Machine) -> None:
-    """F.24: the owner of the folder above the index could replace it."""
+    """The owner of the folder above the index could replace it."""
     if os.geteuid() != 0:
         pytest.skip("only root may give a folder away")
     first.put("a", b"1")

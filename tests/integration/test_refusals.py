@@ -206,9 +206,8 @@ def test_source_without_bytes_is_refused(store: Store, tmp_path: Path) -> None:
 
     class Lying(BytesIO):
         def readinto(self, window: Buffer) -> int:
-            return (
-                memoryview(window).nbytes + 1 if self.read(1) else 0
-            )  # beyond the window it would be bytes of an earlier blob
+            # Beyond the window the bytes would be those of an earlier blob.
+            return memoryview(window).nbytes + 1 if self.read(1) else 0
 
     with (tmp_path / "text").open() as text:
         sources: list[tuple[Any, str]] = [
