@@ -28,6 +28,7 @@ from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 from nearkin_maintenance import ReferenceCounts
 from nearkin_maintenance.gc import gc_run
+from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import GC_MODES, MARK_SWEEP
@@ -76,22 +77,23 @@ def counted() -> Iterator[Counted]:
     found, real = Counted(), ReferenceCounts.update
 
     def update(ledger: ReferenceCounts, *rest: Any) -> Any:
-        told = real(ledger, *rest)
-        found.touched += told.touched
-        return told
+        candidates = real(ledger, *rest)
+        found.touched += candidates.touched
+        return candidates
 
-    ReferenceCounts.update = update  # type: ignore[method-assign]
-    reach = gc_run.LiveSet
+    live_set = LiveSet
 
     def marking(*rest: Any, **more: Any) -> Any:
         found.marked += 1
-        return reach(*rest, **more)
+        return live_set(*rest, **more)
 
-    gc_run.LiveSet = marking  # type: ignore[assignment,misc]
+    ReferenceCounts.update = update  # type: ignore[assignment,method-assign]
+    vars(gc_run)["LiveSet"] = marking
     try:
         yield found
     finally:
-        ReferenceCounts.update, gc_run.LiveSet = real, reach  # type: ignore[method-assign,misc]
+        ReferenceCounts.update = real  # type: ignore[method-assign]
+        vars(gc_run)["LiveSet"] = live_set
 
 
 def run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str = MARK_SWEEP) -> str:

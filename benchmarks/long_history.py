@@ -35,19 +35,19 @@ KEY = "k"
 @contextmanager
 def decoding() -> Iterator[Callable[[], float]]:
     """Yield a function that returns the MB of blocks decoded since its last call."""
-    real, decoded = ContainerStore.cache_blocks, [0]
+    real, decoded_bytes = ContainerStore.cache_blocks, [0]
 
-    def keep(self: ContainerStore, names: Sequence[BlockName], contents: Sequence[U8]) -> None:
-        decoded[0] += sum(map(len, contents))
-        real(self, names, contents)
+    def cache_blocks(self: ContainerStore, names: Sequence[BlockName], decoded: Sequence[U8]) -> None:
+        decoded_bytes[0] += sum(map(len, decoded))
+        real(self, names, decoded)
 
-    def since() -> float:
-        found, decoded[0] = decoded[0] / 1e6, 0
+    def take_decoded() -> float:
+        found, decoded_bytes[0] = decoded_bytes[0] / 1e6, 0
         return found
 
-    ContainerStore.cache_blocks = keep  # type: ignore[method-assign]
+    ContainerStore.cache_blocks = cache_blocks  # type: ignore[method-assign]
     try:
-        yield since
+        yield take_decoded
     finally:
         ContainerStore.cache_blocks = real  # type: ignore[method-assign]
 

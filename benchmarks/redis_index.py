@@ -85,6 +85,12 @@ def server_cpu(index: RedisIndex) -> float:
     return float(found["used_cpu_user"]) + float(found["used_cpu_sys"])
 
 
+def publish_all(index: RedisIndex, containers: list[ContainerEntries]) -> None:
+    """Publish containers, each by itself."""
+    for entries in containers:
+        index.publish(entries)
+
+
 def timed(index: RedisIndex, what: str, batch: int, entries: int, work: Callable[[], Any]) -> Rate:
     """Return the rate of `work`, which handles so many entries."""
     server, wall, client = server_cpu(index), time.perf_counter(), time.process_time()
@@ -119,7 +125,7 @@ def measure(chunks: int, lookups: int, url: str) -> dict[str, Any]:
         locations.append(
             Locations(np.full(held, claims.directory.container, np.uint64), np.arange(held, dtype=np.uint32))
         )
-    rates.append(timed(index, "publish chunks", CHUNKS_A_CONTAINER, chunks, lambda: [index.publish(c) for c in made]))
+    rates.append(timed(index, "publish chunks", CHUNKS_A_CONTAINER, chunks, partial(publish_all, index, made)))
     segments = Locations.join(locations)
     manifest = Manifest(
         "default", "k", 1, 5, chunks * 8192, bytes(32), None, 1.0, Ledger(), segments, np.zeros(len(segments), np.bool_)

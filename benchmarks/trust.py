@@ -74,7 +74,7 @@ def main() -> None:
                 print(f"  a pass of scrubbing: {stored / timed(lambda: scrub_pass(store)) / MB:.0f} MB/s")
             with open_store(Path(folder) / "none-0", settings=plain, create=True) as store:
                 print(f"  verify without parity: {stored / timed(store.verify) / MB:.0f} MB/s")
-            sound, broken = [], []
+            sound, broken = list[float](), list[float]()
             path = containers(root)[0]
             for _ in range(chosen.rounds):
                 for found in (sound, broken):

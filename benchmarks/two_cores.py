@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -63,23 +64,23 @@ class ThreadClocks:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        plain: Callable[[Worker[object]], None] = Worker._run
+        plain: Callable[[Worker[Any]], None] = Worker._run
 
-        def timed(worker: Worker[object]) -> None:
+        def timed(worker: Worker[Any]) -> None:
             try:
                 plain(worker)
             finally:
                 self.add(threading.current_thread().name.removeprefix("nearkin-"), time.thread_time())
 
-        Worker._run = timed  # type: ignore[method-assign]  # a thread's clock can only be read on it, as it ends
-        close = BlockEncoder.close
+        Worker._run = timed  # type: ignore[assignment,method-assign]  # a thread's clock can only be read on it, as it ends
+        clocks, close = self, BlockEncoder.close
 
-        def timed_close(encoder: BlockEncoder, block: OpenBlock) -> ClosedBlock:
+        def timed_close(self: BlockEncoder, open_block: OpenBlock) -> ClosedBlock:
             started = time.thread_time()
             try:
-                return close(encoder, block)
+                return close(self, open_block)
             finally:
-                self.add(threading.current_thread().name.removeprefix("nearkin-"), time.thread_time() - started)
+                clocks.add(threading.current_thread().name.removeprefix("nearkin-"), time.thread_time() - started)
 
         BlockEncoder.close = timed_close  # type: ignore[method-assign]
 

@@ -234,7 +234,7 @@ def test_version_committed_in_time_with_late_copies_stays(log: Log, monkeypatch:
     for name, _ in list(log.objects.names("containers")):
         log.objects.delete(name)
     hours, time_ns = int(20 * 3600e9), time.time_ns
-    monkeypatch.setattr(committer_handler.time, "time_ns", lambda: time_ns() + hours)
+    monkeypatch.setattr(time, "time_ns", lambda: time_ns() + hours)
     log.begin()
     assert log.read() == {"k1": "committed"}
     log.placed(2, 0)
@@ -284,7 +284,7 @@ def test_late_version_of_pending_delete_is_taken_back(log: Log, monkeypatch: pyt
     condemned = PendingDelete(time.time_ns() // 1000, np.zeros(0, np.uint32), ordinal)
     PendingDeleteStore(log.objects).replace({container: condemned})
     hours, time_ns = int(20 * 3600e9), time.time_ns
-    monkeypatch.setattr(committer_handler.time, "time_ns", lambda: time_ns() + hours)
+    monkeypatch.setattr(time, "time_ns", lambda: time_ns() + hours)
     log.placed(1, 0)
     log.end(1, 1)
     assert log.read() == {"k1": "failed"}

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_concurrent_first_puts_commit_one(fleet: Fleet) -> None:
     def one(number: int) -> None:
         states.append(fleet.put(handlers[number], fleet.records(f"v{number}", ONLY_FIRST))["state"])
 
-    together([lambda number=number: one(number) for number in range(4)])
+    together([partial(one, number) for number in range(4)])
     assert sorted(map(str, states)) == ["committed", "failed", "failed", "failed"]
     assert ManifestStore(fleet.objects).versions("t", "k") == [1]
     letters: list[RecordingOutbox] = [handler._outbox for handler in handlers]  # type: ignore[misc]
@@ -158,12 +159,14 @@ def test_history_of_the_committers_is_linearizable(fleet: Fleet) -> None:
         handlers = [fleet.committer() for _ in range(4)]
         first = read(fleet)[0]
 
-        def work(number: int, seed: int = seed, recorder: Recorder = recorder, handlers: list = handlers) -> None:
+        def work(
+            number: int, seed: int = seed, recorder: Recorder = recorder, handlers: list[CommitterHandler] = handlers
+        ) -> None:
             drawn = random.Random(seed * 10 + number)
             for step in range(6):
                 act(fleet, handlers[number], recorder, f"{seed}.{number}.{step}", drawn)
 
-        together([lambda number=number: work(number) for number in range(4)])
+        together([partial(work, number) for number in range(4)])
         assert is_linearizable(recorder.operations, first), recorder.operations
 
 

@@ -125,7 +125,7 @@ def test_deltas_read_repeatedly_stay_within_the_bound(tmp_path: Path, monkeypatc
     long = [(0, base), (0, target)]
     store = put(tmp_path, on_deltas([base], long))
     monkeypatch.setattr(chunk_reader, "LEVEL_BYTES_MAX", 200 * KIB)
-    joined, plain = list[int](), chunk_reader.decode_many
+    joined, plain = list[int](), xdelta3.decode_many
 
     def decode_many(deltas: U8, *others: Any) -> U8:
         joined.append(len(deltas))

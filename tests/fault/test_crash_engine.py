@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,20 @@ from tests.support.checks import inspection
 from tests.support.data.stores import ENCRYPTED, flip, objects, process, settings
 from tests.support.engines.crash import Campaign
 from tests.support.engines.crash_child import CHOSEN, content, perform
-from tests.support.engines.model import DAY, Break, Delete, Forget, Gc, Oracle, Put, Seen, Undelete, Violation
+from tests.support.engines.model import (
+    DAY,
+    Break,
+    Call,
+    Delete,
+    Forget,
+    Gc,
+    Oracle,
+    Put,
+    Seen,
+    Undelete,
+    Version,
+    Violation,
+)
 from tests.support.engines.soak import RunRecord
 
 
@@ -72,7 +86,7 @@ def test_campaign_with_same_seed_makes_same_plans(tmp_path: Path) -> None:
     """The same seed makes the same plans."""
 
     def plans() -> list[object]:
-        campaign, oracle, number, found = Campaign(tmp_path, 7), Oracle(0.0), 0, []
+        campaign, oracle, number, found = Campaign(tmp_path, 7), Oracle(0.0), 0, list[object]()
         for _ in range(20):
             plan, number = campaign._plan(oracle, number)
             found.append(plan)
@@ -124,7 +138,7 @@ def test_break_with_a_broken_older_generation_is_repaired(tmp_path: Path) -> Non
 
 def test_rebuilt_index_is_durable_before_the_old_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rebuilt index is durable before the old one counts as deleted."""
-    synced = []
+    synced: list[Path] = []
     monkeypatch.setattr("nearkin.local.index_lifecycle.sync_folder", synced.append)
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"content")
@@ -135,7 +149,7 @@ def test_rebuilt_index_is_durable_before_the_old_is_deleted(tmp_path: Path, monk
 # --- the oracle itself: it must report each breach --------------------------------------------------------------------
 
 
-def oracle_with(*calls) -> Oracle:
+def oracle_with(*calls: Call) -> Oracle:
     oracle = Oracle(1_000.0)
     for call in calls:
         oracle.begin(call)
@@ -143,7 +157,12 @@ def oracle_with(*calls) -> Oracle:
     return oracle
 
 
-def seen(live, deleted=(), manifests=None, containers=()) -> Seen:
+def seen(
+    live: Iterable[Version],
+    deleted: Iterable[Version] = (),
+    manifests: Iterable[Version] | None = None,
+    containers: Iterable[int] = (),
+) -> Seen:
     there = frozenset(live) | frozenset(deleted) if manifests is None else frozenset(manifests)
     return Seen(frozenset(live), frozenset(deleted), there, frozenset(containers))
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_shared.errors import Corrupt, IndexDamaged, NearkinError, NotFound, PermanentError
-from nearkin_shared.formats.manifest import decode_manifest, encode_manifest
+from nearkin_shared.formats.manifest import Manifest, decode_manifest, encode_manifest
 from nearkin_shared.results import Damage
 from nearkin_shared.types import Locations
 from tests.support.data.stores import SMALL, attempt, containers, find_broken, flip, manifests, settings
@@ -380,7 +381,9 @@ def test_flipped_bit_of_descriptor_yields_no_wrong_byte(root: Path) -> None:
     ],
     ids=["shorter", "none", "longer", "recipes"],
 )
-def test_rewritten_manifest_yields_no_wrong_content(root: Path, changed, words: str) -> None:
+def test_rewritten_manifest_yields_no_wrong_content(
+    root: Path, changed: Callable[[Manifest], Manifest], words: str
+) -> None:
     """A manifest rewritten with wrong content and valid checks yields no wrong blob."""
     path = next(path for path in manifests(root) if "alone" in decode_manifest(path.read_bytes(), "m").key)
     manifest = decode_manifest(path.read_bytes(), "m")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -171,7 +172,7 @@ def test_deletion_while_another_process_writes_is_refused(root: Path) -> None:
 def test_deletion_during_a_put_is_done(root: Path) -> None:
     """A deletion during a put of the same Store is done."""
 
-    def items() -> object:
+    def items() -> Iterator[tuple[str, bytes]]:
         yield "a", b"first"
         assert store.delete("k") == VERSIONS
         yield "k", b"after"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -126,7 +127,7 @@ def test_gc_dry_run_leaves_nothing_in_clear(root: Path, tmp_path: Path, monkeypa
     scratch, seen = tmp_path / "scratch", []
     scratch.mkdir()
     put_new = overlay.OverlayObjectStore.put_new
-    monkeypatch.setattr(overlay.tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.setattr(
         overlay.OverlayObjectStore, "put_new", lambda *args: (put_new(*args), seen.append(b"".join(args[2:])))[0]
     )

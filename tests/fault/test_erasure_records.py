@@ -150,7 +150,7 @@ def test_scrub_with_forged_erasure_checks_containers(
                 scrub.step()
             assert f"{harmed} is damaged; affected: 'k' version 1 of 'acme'" in caplog.text
         else:
-            scrubber, damaged = store.scrubber(), {}
+            scrubber, damaged = store.scrubber(), dict[str, object]()
             for _ in range(4):
                 damaged |= scrubber.step().damaged
             assert {harmed, fmt.erased_name(owner)} <= damaged.keys()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin_shared.objectstore import base as module
 from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
 from nearkin_shared.utils import mounts
 from tests.support.data.stores import SMALL, settings
@@ -103,7 +102,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"E_FLOCK": errno.ENOLCK, "E_LINK": errno.EPERM, "E_RENAMEAT2": errno.EINVAL},
     ],
 )
-def test_store_without_links_or_folder_sync_works(tmp_path: Path, shim: Path, failing) -> None:
+def test_store_without_links_or_folder_sync_works(tmp_path: Path, shim: Path, failing: dict[str, int]) -> None:
     """F.5: A store works on a filesystem without links or syncs of folders, and no name is replaced."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LD_PRELOAD": str(shim)}
     environment |= {name: str(number) for name, number in failing.items()}
@@ -120,7 +119,7 @@ def test_link_that_succeeded_and_answers_eexist_counts(tmp_path: Path, monkeypat
         real(source, target)
         raise FileExistsError(errno.EEXIST, "File exists")
 
-    monkeypatch.setattr(module.os, "link", link)
+    monkeypatch.setattr(os, "link", link)
     objects = LocalObjectStore(tmp_path)
     objects.put_new("a/x", b"1")
     monkeypatch.undo()
@@ -163,13 +162,18 @@ def start_holder(root: Path, shim: Path, **failing: int) -> subprocess.Popen[str
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
+def first_line(holder: subprocess.Popen[str]) -> str:
+    assert holder.stdout is not None
+    return holder.stdout.readline()
+
+
 def test_lock_without_flock_excludes_and_ends_with_process(tmp_path: Path, shim: Path) -> None:
     """F.5: Without flock one process writes at a time, and a killed holder's lock is free at once."""
     for _ in range(2):
         with start_holder(tmp_path, shim, E_FLOCK=errno.ENOTSUP) as holder:
-            assert holder.stdout.readline() == "held\n"
+            assert first_line(holder) == "held\n"
             with start_holder(tmp_path, shim, E_FLOCK=errno.ENOTSUP) as other:
-                answer = other.stdout.readline()
+                answer = first_line(other)
             assert answer.startswith("StoreLocked")
             assert f"process {holder.pid}" in answer
             holder.kill()
@@ -178,7 +182,7 @@ def test_lock_without_flock_excludes_and_ends_with_process(tmp_path: Path, shim:
 def test_filesystem_without_locks_names_the_remedy(tmp_path: Path, shim: Path) -> None:
     """F.5: Without any kind of lock nothing is written, and the error names the remedy."""
     with start_holder(tmp_path, shim, E_FLOCK=errno.ENOLCK, E_OFD=errno.EINVAL) as holder:
-        answer = holder.stdout.readline()
+        answer = first_line(holder)
     assert answer.startswith("StoreUnavailable")
     assert "has no file locks" in answer
     assert "move the store to another filesystem" in answer

@@ -148,7 +148,7 @@ def test_listing_after_put_failed_at_commit_agrees_with_get(tmp_path: Path, monk
         store.put("k", b"first")
         real, manifests = objectstore_base.sync_folder, []
 
-        def fails(folder) -> None:
+        def fails(folder: Path) -> None:
             if "manifests" in folder.parts:
                 manifests.append(folder)
                 raise OSError(errno.EIO, "Input/output error")
@@ -168,7 +168,7 @@ def test_listing_after_put_failed_at_commit_agrees_with_get(tmp_path: Path, monk
     "room_kib", [0, 16, 64, *(pytest.param(kib, marks=pytest.mark.soak) for kib in (4, 8, 32, 40, 128))]
 )
 @pytest.mark.parametrize("command", [["ls"], ["stats"], ["put", "tiny", "/etc/hostname"], ["rebuild-index"]])
-def test_index_without_room_is_an_error_not_a_crash(disk: Path, room_kib, command: list[str]) -> None:
+def test_index_without_room_is_an_error_not_a_crash(disk: Path, room_kib: int, command: list[str]) -> None:
     """An index that does not fit is an error and crashes no process.
 
     LMDB maps a file of holes: to write where the device has no room for them is SIGBUS.

@@ -11,6 +11,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
+from nearkin.store import Store
 from nearkin_shared.errors import NotFound
 from tests.support.data.stores import SMALL, objects, process, settings
 
@@ -120,7 +121,7 @@ def unnumbered(names: set[str]) -> list[str]:
     return sorted("gc/record.nkg" if name.endswith(".nkg") else name for name in names)
 
 
-def check(store) -> None:
+def check(store: Store) -> None:
     assert store.verify().damage == ()
     for (key, number), content in contents().items():
         if (key, number) in GONE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ def test_flipped_bit_of_catalog_is_index_damage(root: Path, table: str) -> None:
     for at in range(0, 260, 13):
         flip_value(root, table, at, at % 8)
         with open_store(root, settings=CHOSEN, create=True) as store:
-            calls = [store.stats]
+            calls: list[Callable[[], object]] = [store.stats]
             if table == "versions":
                 calls += [
                     lambda: list(store.versions(all_versions=True)),
@@ -128,15 +129,15 @@ def test_rebuilt_index_replaces_a_file_at_its_name(root: Path, tmp_path: Path, i
     assert instead == "file" or (tmp_path / "elsewhere" / "mine").read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("said", [lmdb.BadTxnError, lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError])
+@pytest.mark.parametrize("damage", [lmdb.BadTxnError, lmdb.CursorFullError, lmdb.IncompatibleError, lmdb.BadDbiError])
 def test_index_that_lmdb_reports_damaged_while_open_is_rebuilt(
-    root: Path, monkeypatch: pytest.MonkeyPatch, said
+    root: Path, monkeypatch: pytest.MonkeyPatch, damage: type[lmdb.Error]
 ) -> None:
     """F.27: The next call of the same process, a server for example, sets the index aside and rebuilds it."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         index = store._index.readable()
         env = index._env
-        monkeypatch.setattr(index, "_env", SimpleNamespace(begin=Mock(side_effect=said("x")), info=env.info))
+        monkeypatch.setattr(index, "_env", SimpleNamespace(begin=Mock(side_effect=damage("x")), info=env.info))
         with pytest.raises(IndexDamaged, match="rebuild-index"):
             index.container_ids()
         assert store.stats().versions >= len(CONTENTS)
@@ -176,12 +177,12 @@ def test_damaged_index_is_rebuilt_or_refused_clearly(root: Path, harm: str) -> N
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert find_broken(store, CONTENTS) == set()  # reading needs no index
     with open_store(root, settings=CHOSEN, create=True) as store:
-        said = "rebuild-index"  # nothing, where it could be put
+        message = "rebuild-index"  # nothing, where it could be put
         try:
             store.put("k", b"content")
         except StoreUnavailable as err:
-            said = str(err)
-    assert "rebuild-index" in said
+            message = str(err)
+    assert "rebuild-index" in message
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.rebuild_index()
         assert store.put("history", CONTENTS["history", 1]).ledger.duplicate_chunks > 0

@@ -18,6 +18,7 @@ from nearkin_ingest.records import UserRecord
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.observability import log_setup
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_worker_stopped_while_waiting_for_kafka_ends_cleanly(
 
     monkeypatch.setattr(ingest_main, "create_topics", away)
     monkeypatch.setattr(ingest_main, "CONNECT_SECONDS_MAX", 0.0)
-    monkeypatch.setattr(ingest_main.log_setup, "start", lambda *_: None)
+    monkeypatch.setattr(log_setup, "start", lambda *_: None)
     monkeypatch.setenv("NEARKIN_INGEST__TOPICS", "blobs")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
@@ -17,6 +18,7 @@ from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_shared.errors import NotFound, StoreLocked
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.types import ContainerId
 from tests.support.data.stores import SMALL, process, settings
 
 CHOSEN = settings(SMALL, {"features": {"algorithm": "odess"}})
@@ -69,7 +71,7 @@ def ended_at(
 
 
 @pytest.fixture
-def on_one_core():
+def on_one_core() -> Iterator[None]:
     """Let this process, and those that it starts, run on one core, which the threads of a put share."""
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("cores are not given to a process here")
@@ -82,7 +84,7 @@ def on_one_core():
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
 @pytest.mark.parametrize("cores", ["all", pytest.param("one", marks=pytest.mark.soak)])
 def test_put_killed_at_any_moment_is_whole_or_absent(
-    how, cores: str, first: Path, tmp_path: Path, request: pytest.FixtureRequest
+    how: signal.Signals, cores: str, first: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Killed at any moment, a put leaves no partial version and loses no acknowledged one."""
     if cores == "one":
@@ -125,7 +127,7 @@ def test_put_killed_at_any_moment_is_whole_or_absent(
 
 def stored_versions(store: Store) -> list[int]:
     """Return the versions in the stored manifests, without the index."""
-    found = []
+    found: list[int] = []
     while True:
         try:
             found.append(store.info("k", len(found) + 1).version)
@@ -175,7 +177,7 @@ def test_put_killed_between_steps_is_recovered(step: str, first: Path, tmp_path:
 
 
 @pytest.mark.parametrize("made", [[], ["chunks"]], ids=["no database", "one database"])
-def test_index_whose_maker_died_is_completed_by_a_reader(tmp_path: Path, made) -> None:
+def test_index_whose_maker_died_is_completed_by_a_reader(tmp_path: Path, made: list[str]) -> None:
     """An index whose maker was killed is completed by a reader."""
     with open_store(tmp_path / "store", settings=CHOSEN, create=True) as store:
         store.put("k", random_bytes(100_000, 1))
@@ -294,7 +296,7 @@ def test_put_that_commits_during_verify_is_no_damage(
         store.put("k", b"earlier")
         real, late = ContainerStore.generations, [b"late" * 1000]
 
-        def generations(self):
+        def generations(self: ContainerStore) -> dict[ContainerId, dict[int, int]]:
             found = real(self)
             if late:
                 store.put("late", late.pop())

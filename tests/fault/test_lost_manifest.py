@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes
+from nearkin_shared.config.storage import RetentionPolicy
 from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.results import Damage
-from nearkin_shared.retention import RetentionPolicy
 from tests.support.data.stores import ENCRYPTED, SMALL, containers, flip, manifests, settings, stored_bytes
 
 CHOSEN = settings(SMALL, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}})
@@ -30,7 +31,7 @@ def without_the_newest(root: Path) -> tuple[Path, bytes]:
 
 @pytest.mark.parametrize("mode", ["mark-sweep", "hybrid"])
 @pytest.mark.parametrize("more", [{}, ENCRYPTED], ids=["clear", "sealed"])
-def test_version_with_lost_manifest_keeps_its_data(tmp_path: Path, more, mode: str) -> None:
+def test_version_with_lost_manifest_keeps_its_data(tmp_path: Path, more: Mapping[str, object], mode: str) -> None:
     """No data of a version with a lost manifest are freed, and a copy restores it."""
     chosen, content = settings(CHOSEN, more, {"gc": {"mode": mode}}), random_bytes(300_000, 1)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
@@ -61,7 +62,9 @@ def test_number_of_version_with_lost_manifest_is_not_reused(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("more", [{}, ENCRYPTED], ids=["clear", "sealed"])
 @pytest.mark.parametrize("listed", [containers, manifests])
-def test_dry_run_reads_through_parity_as_the_gc_run_does(tmp_path: Path, more, listed) -> None:
+def test_dry_run_reads_through_parity_as_the_gc_run_does(
+    tmp_path: Path, more: Mapping[str, object], listed: Callable[[Path], list[Path]]
+) -> None:
     """A dry run continues over damage that parity repairs, as the GC run does."""
     chosen = settings(CHOSEN, more, {"storage": {"parity": "rs-4-2"}})
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_shared.errors import BadInput, GcPaused, NotFound, RetentionActive, StoreLocked, StoreUnavailable
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.types import Locations
 from nearkin_shared.utils import failpoints
 from tests.support.checks import inspection
 from tests.support.checks.gc_checks import COLLECTED
@@ -226,8 +230,12 @@ def test_index_names_no_container_that_a_purge_removes(tmp_path: Path) -> None:
         store._containers.evict()
         there = {int(container) for container, _ in store._containers.ids()}
         for table in ("chunks", "segments"):
-            rows = store._index.read(lambda index, table=table: list(index.rows(table)))
-            assert {int(container) for _, places in rows for container in places.containers} == there
+            rows = store._index.read(partial(list_locations, table))
+            assert {int(container) for places in rows for container in places.containers} == there
+
+
+def list_locations(table: str, index: LmdbIndex) -> list[Locations]:
+    return [locations for _, locations in index.rows(table)]
 
 
 def test_purge_during_a_put_is_refused(tmp_path: Path) -> None:
@@ -237,7 +245,7 @@ def test_purge_during_a_put_is_refused(tmp_path: Path) -> None:
         store.delete("a")
         waiting, go_on = threading.Event(), threading.Event()
 
-        def items():
+        def items() -> Iterator[tuple[str, bytes]]:
             waiting.set()
             go_on.wait(30)
             yield "b", b"second"
@@ -354,7 +362,7 @@ def test_purge_through_services_is_refused(tmp_path: Path, monkeypatch: pytest.M
         store.delete("a")
         real = LiveSet.__init__
 
-        def by_services(self, *given, **named) -> None:
+        def by_services(self: LiveSet, *given: Any, **named: Any) -> None:
             real(self, *given, **named)
             self.by_services = "manifests/xx"
 

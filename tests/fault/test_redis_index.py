@@ -61,14 +61,14 @@ def raw(server: RedisServer) -> Iterator[redis.Redis]:
         yield client
 
 
-Connect = Callable[[], RedisIndex]
+Connect = Callable[..., RedisIndex]
 
 
 @pytest.fixture
 def connect(server: RedisServer) -> Iterator[Connect]:
     made = []
 
-    def one(**changes: object) -> RedisIndex:
+    def one(**changes: Any) -> RedisIndex:
         made.append(RedisIndex(RedisSettings(url=server.url, timeout_seconds=2, **changes), samples.DOMAIN))
         return made[-1]
 
@@ -371,9 +371,15 @@ def partitions_of(raw: redis.Redis, letter: str) -> list[bytes]:
     return [key for key in raw.scan_iter() if b"{" + letter.encode() in key and raw.type(key) == b"hash"]
 
 
+def value_of(raw: redis.Redis, key: bytes, field: bytes) -> bytes:
+    value = raw.hget(key, field)
+    assert isinstance(value, bytes)
+    return value
+
+
 def buckets_of(raw: redis.Redis, key: bytes) -> list[bytes]:
     """Return a partition's buckets: fields of 3 bytes; shorter ones are its state, GC generation and server."""
-    return [field for field in raw.hkeys(key) if len(field) == 3]
+    return [field for field in raw.hkeys(key) if isinstance(field, bytes) and len(field) == 3]
 
 
 @pytest.mark.parametrize("state", [None, b"", b"1 0", b"0 0 0 0", b"99 0 0", b"2 9 0", b"-1 0 0", b"\0" * 40])
@@ -432,7 +438,7 @@ def test_truncated_bucket_counts_as_missing(connect: Connect, raw: redis.Redis, 
     index.publish(claimed)
     (key,) = partitions_of(raw, "c")
     (field,) = buckets_of(raw, key)
-    raw.hset(key, field, raw.hget(key, field)[:-cut])
+    raw.hset(key, field, value_of(raw, key, field)[:-cut])
     assert rows(index.locate_chunks(claimed.directory.chunks.names)) == [None] * 30
     index.publish(claimed)
     assert rows(index.locate_chunks(claimed.directory.chunks.names)) == [(FIRST, n) for n in range(30)]
@@ -460,7 +466,7 @@ def test_unassigned_number_is_not_a_location(connect: Connect, raw: redis.Redis,
     index.publish(first_claims())  # numbers 1 to 3
     (key,) = partitions_of(raw, "c")
     (field,) = buckets_of(raw, key)
-    bucket = raw.hget(key, field)
+    bucket = value_of(raw, key, field)
     forged = b"".join(bucket[at : at + 13] + number.to_bytes(5, "little") for at in range(0, len(bucket), 18))
     raw.hset(key, field, forged)
     assert rows(index.locate_chunks(chunk_names("a", "bb", "ccc"))) == [None] * 3
@@ -471,7 +477,7 @@ def test_tampered_container_table_finds_nothing(connect: Connect, raw: redis.Red
     """A container table that was tampered with finds nothing."""
     connect().publish(first_claims())
     (table,) = [key for key in raw.scan_iter() if key.endswith(b":table")]
-    raw.lset(table, 0, record)
+    raw.lset(table, 0, record)  # type: ignore[arg-type]  # redis-py accepts bytes, too
     assert rows(connect().locate_chunks(chunk_names("a", "bb"))) == [None, None]
 
 

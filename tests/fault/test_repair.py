@@ -435,6 +435,6 @@ with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.rebuild_index()
         store.put("history", later["history", 4])
-    for version in {**CONTENTS, **later}:  # each with nothing read before it
+    for name in {**CONTENTS, **later}:  # each with nothing read before it
         with open_store(root, settings=CHOSEN, read_only=True) as store:
-            assert find_broken(store, {version: {**CONTENTS, **later}[version]}) == set(), version
+            assert find_broken(store, {name: {**CONTENTS, **later}[name]}) == set(), name

@@ -6,8 +6,9 @@ import secrets
 import socketserver
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def direct(versitygw: S3, bucket: str) -> S3ObjectStore:
 
 
 def through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3ObjectStore:
-    quick = {"request_timeout_seconds": 4, "retries": RETRIES, "retry_seconds": 60}
+    quick: dict[str, Any] = {"request_timeout_seconds": 4, "retries": RETRIES, "retry_seconds": 60}
     return S3ObjectStore(server.settings(bucket, endpoint=proxy.url, **{**quick, **changed}))
 
 
@@ -229,7 +230,7 @@ def test_wrong_setup_is_one_line_and_no_empty_store(
     versitygw: S3,
     direct: S3ObjectStore,
     bucket: str,
-    changed: dict[str, object],
+    changed: dict[str, Any],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -308,7 +309,11 @@ def test_page_of_a_proxy_is_no_answer_about_an_object(versitygw: S3, bucket: str
         try:
             url = f"http://127.0.0.1:{listener.server_address[1]}"
             objects = S3ObjectStore(versitygw.settings(bucket, endpoint=url, retries=1, retry_seconds=2))
-            calls = [objects.check, lambda: objects.get("a"), lambda: objects.size_bytes("a")]
+            calls: list[Callable[[], object]] = [
+                objects.check,
+                lambda: objects.get("a"),
+                lambda: objects.size_bytes("a"),
+            ]
             calls += [lambda: objects.put_new("a", b"x"), lambda: objects.replace("a", b"x")]
             calls += [lambda: objects.get_ranges("a", [0], [1])]
             calls += [lambda: list(objects.names("a"))]
@@ -333,7 +338,7 @@ def test_session_token_of_the_environment_is_not_sent(
 
 
 @pytest.mark.parametrize("changed", [{"url": "s3://bucket/a//b"}, {"url": "s3://bucket/../x"}, {"ca_file": __file__}])
-def test_setting_refused_by_the_client_is_a_setting_error(versitygw: S3, changed: dict[str, object]) -> None:
+def test_setting_refused_by_the_client_is_a_setting_error(versitygw: S3, changed: dict[str, Any]) -> None:
     """A value that the client refuses is a refused setting."""
     with pytest.raises(ConfigError, match="object_store: "):
         S3ObjectStore(versitygw.settings("bucket", **changed))
@@ -351,7 +356,7 @@ def test_setting_refused_by_the_client_is_a_setting_error(versitygw: S3, changed
         {"endpoint": "http://127.0.0.1:99999"},
     ],
 )
-def test_setting_that_panics_the_client_is_refused(versitygw: S3, changed: dict[str, object]) -> None:
+def test_setting_that_panics_the_client_is_refused(versitygw: S3, changed: dict[str, Any]) -> None:
     """Settings at which the client would panic are refused."""
     with pytest.raises(ValueError, match=next(iter(changed))) as refused:
         versitygw.settings("bucket", **changed)

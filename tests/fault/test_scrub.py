@@ -12,7 +12,7 @@ import pytest
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes
 from nearkin.store import Store
-from nearkin_maintenance.verify.scrubber import BUSY_SHARE
+from nearkin_maintenance.verify.scrubber import BUSY_SHARE, ScrubStep
 from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.storage.scrub_progress import ScrubState, decode_state, encode_state
 from tests.support.checks.waiting import until
@@ -37,9 +37,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def whole_pass(store: Store) -> list:
+def whole_pass(store: Store) -> list[ScrubStep]:
     """Do the steps of a pass; return them."""
-    scrubber, steps = store.scrubber(), []
+    scrubber, steps = store.scrubber(), list[ScrubStep]()
     while not steps or not steps[-1].ended:
         steps.append(scrubber.step())
     return steps
@@ -93,7 +93,7 @@ def test_scrub_steps_take_a_bounded_share_of_the_time(root: Path) -> None:
         started = time.monotonic()
         scrubber.step()
         took = time.monotonic() - started
-        assert scrubber.waits_seconds() >= 0.8 * took * (1 / BUSY_SHARE - 1)
+        assert (scrubber.waits_seconds() or 0.0) >= 0.8 * took * (1 / BUSY_SHARE - 1)
 
 
 def test_scrub_step_is_due_by_the_bytes_of_the_last(root: Path) -> None:
@@ -106,6 +106,7 @@ def test_scrub_step_is_due_by_the_bytes_of_the_last(root: Path) -> None:
         read_bytes = scrubber.step().read_bytes
         waits = scrubber.waits_seconds()
         elapsed = time.monotonic() - started
+        assert waits is not None
         assert read_bytes / 100_000 - elapsed - 0.1 <= waits <= read_bytes / 100_000
 
 
@@ -161,12 +162,12 @@ def test_scrub_damage_not_handled_is_found_again(root: Path, fails: str, monkeyp
     flip(containers(root)[1], 60)
     rooms = iter([False])  # no room on the device, and then there is
 
-    def only_with_room(*_) -> None:
+    def only_with_room(*_: object) -> None:
         if not next(rooms, True):
             raise StoreUnavailable("no room left on the device")
 
     with open_store(root, settings=CHOSEN, create=True) as store:
-        scrubber, found = store.scrubber(), []
+        scrubber, found = store.scrubber(), list[str]()
         scrubber.step()
         if fails == "save":
             monkeypatch.setattr(scrubber, "save", only_with_room)

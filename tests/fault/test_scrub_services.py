@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,10 @@ from nearkin.lab.generated_data import random_bytes
 from nearkin_maintenance.verify import scrub_worker as scrubbing_module
 from nearkin_maintenance.verify.scrub_worker import BackgroundScrub
 from nearkin_shared.config.loader import with_changes
+from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.base import LocalObjectStore, Payload
 from nearkin_shared.objectstore.factory import with_parity
 from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore
 from nearkin_shared.objectstore.parity import ParityObjectStore
@@ -44,7 +47,7 @@ def store(versitygw: S3, tmp_path: Path) -> ParityObjectStore:
     return with_parity(bucket, COVERED)
 
 
-def scrubbing(store: ParityObjectStore, chosen=COVERED, index: object = None) -> BackgroundScrub:
+def scrubbing(store: ParityObjectStore, chosen: Settings = COVERED, index: object = None) -> BackgroundScrub:
     found = descriptor.read(store)
     fingerprinter = partial(Fingerprinter, bytes.fromhex(found.secret), fingerprint_bits=found.fingerprint_bits)
     return BackgroundScrub(store, lambda: chosen, fingerprinter, index)
@@ -82,7 +85,7 @@ def test_scrub_repairs_objects_in_the_bucket(store: ParityObjectStore) -> None:
     assert Quarantine(store, time.time).read() == {}
     again = scrubbing(store, with_changes(COVERED, {"scrub": {"every_days": 1}}))
     assert again._scrubber.state.ended_damaged == 4  # the state is stored in the bucket
-    assert again._scrubber.waits_seconds() > 80_000
+    assert (again._scrubber.waits_seconds() or 0.0) > 80_000
 
 
 class Forgetting:
@@ -91,12 +94,12 @@ class Forgetting:
     def __init__(self) -> None:
         self.told: list[dict[int, object]] = []
 
-    def withdraw(self, chunks, segments, containers) -> None:
+    def withdraw(self, chunks: Mapping[int, object], segments: object, containers: object) -> None:
         self.told.append(dict(chunks))
 
-    def renew(self, summary) -> None: ...
+    def renew(self, summary: object) -> None: ...
 
-    def collect_many(self, versions) -> None: ...
+    def collect_many(self, versions: object) -> None: ...
 
 
 def test_scrub_quarantines_and_reports_what_it_cannot_repair(
@@ -119,7 +122,7 @@ def test_scrub_quarantines_and_reports_what_it_cannot_repair(
 class Away(Forgetting):
     """An index that is unreachable for its first update."""
 
-    def withdraw(self, chunks, segments, containers) -> None:
+    def withdraw(self, chunks: Mapping[int, object], segments: object, containers: object) -> None:
         super().withdraw(chunks, segments, containers)
         if len(self.told) == 1:
             raise StoreUnavailable("redis does not answer")
@@ -141,7 +144,7 @@ def test_index_away_is_updated_when_it_is_back(store: ParityObjectStore, monkeyp
 class BadSector(ObstoreObjectStore):
     """A device that cannot read one object, until that is written again."""
 
-    def __init__(self, inner: ObjectStore, bad: str) -> None:
+    def __init__(self, inner: LocalObjectStore, bad: str) -> None:
         self._inner, self._bad = inner, {bad}
 
     def get(self, name: str) -> bytes:
@@ -149,11 +152,11 @@ class BadSector(ObstoreObjectStore):
             raise Corrupt(f"{name}: the device cannot read it (Input/output error)")
         return self._inner.get(name)
 
-    def replace(self, name, data) -> None:
+    def replace(self, name: str, data: Payload) -> None:
         self._bad.discard(name)
         self._inner.replace(name, data)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     names = property(lambda self: self._inner.names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -158,7 +159,7 @@ def test_two_puts_after_the_same_rebuild_one_is_refused(store: Store) -> None:
 
     def watch(name: str) -> None:
         if name == "rebuild.marks":
-            putting.extend(beside(lambda key=key: tried(key)) for key in ("b", "c"))
+            putting.extend(beside(partial(tried, key)) for key in ("b", "c"))
             putting[0].join(0.3)
             assert all(thread.is_alive() for thread in putting)
         elif name == "commit.begun" and len(putting) == 2:

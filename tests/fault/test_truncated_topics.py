@@ -30,7 +30,7 @@ def kafka(tmp_path: Path) -> Iterator[Kafka]:
 
 @pytest.fixture
 def pipeline(kafka: Kafka, tmp_path: Path) -> Iterator[Pipeline]:
-    config = {
+    config: dict[str, dict[str, object]] = {
         "kafka": {
             "bootstrap_servers": kafka.bootstrap,
             "topic_prefix": PREFIX,

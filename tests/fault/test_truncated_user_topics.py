@@ -1,4 +1,4 @@
-"""A user's topic that lost acknowledged records: what is written in their place is stored, nothing is stored twice."""
+"""A user topic that lost acknowledged records: the records written instead are stored, and none is stored twice."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read(settings: Settings, name: str, group: str = "reader") -> list[bytes]:
     try:
         low, high = consumer.get_watermark_offsets(TopicPartition(name, 0), timeout=30)
         consumer.assign([TopicPartition(name, 0, low)])
-        values = []
+        values: list[bytes] = []
         while len(values) < high - low:
             message = consumer.poll(10)
             assert message is not None
@@ -101,7 +101,7 @@ def test_records_rewritten_below_the_offset_are_stored_once(kafka: Kafka, settin
     kafka.start()
     assert 0 < len(read(settings, USERS)) < RECORDS
     produce(kafka, new_keys)
-    for later in ("later-1", "later-2"):  # a restarted consumer does not handle again what it handled after the cut
+    for later in ("later-1", "later-2"):  # a restarted consumer handles no record after the cut again
         produce(kafka, [later])
         with ingesting(settings):
             until(lambda later=later: stored(settings)[-1].envelope.key == later)  # type: ignore[misc]

@@ -109,7 +109,7 @@ def test_flipped_bit_of_a_location_is_named_and_not_used(root: Path, table: str)
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         database = env.open_db(table.encode())
         with env.begin(write=True, db=database) as txn:
-            run = bytearray(txn.get(bytes(9)))
+            run = bytearray(txn.get(bytes(9)) or b"")
             width = SHAPES[table].entry_bytes - HEAD_BYTES
             rows = len(run) - (len(run) - CHILDREN_BYTES) // (width + HEAD_BYTES) * width
             for number, end in enumerate(range(rows + width, len(run) + 1, width)):
