@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field
 from datetime import datetime
@@ -20,14 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearkin.local.index_location import check_index_path
-from nearkin.local.process_lock import NAMES as LOCKS
-from nearkin.local.source_feed import PutItem
+from nearkin.local.source_feed import PutItem, TreeSource
 from nearkin_shared.config.loader import explicit_names, load
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import RetentionPolicy
 from nearkin_shared.errors import (
     BadInput,
-    Corrupt,
     NotFound,
     PermanentError,
     StoreUnavailable,
@@ -56,13 +54,27 @@ from nearkin_shared.storage.version_listing import check_newest, list_from_index
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.memory import give_back_free
 from nearkin_shared.utils.private_files import make_private_folders
-from nearkin_shared.validation import Progress, Source, check_bound, check_key, check_prefix, check_version
+from nearkin_shared.validation import (
+    RESERVED_PREFIX,
+    Progress,
+    Source,
+    check_bound,
+    check_key,
+    check_prefix,
+    check_user_key,
+    check_version,
+)
 
 if TYPE_CHECKING:
     from nearkin.salvage import SalvagedBlob
+    from nearkin.trees.backup import BackupCounts
+    from nearkin.trees.store_backup import BackupOptions, BackupResult
+    from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
     from nearkin_shared.formats.tombstone import Mark
     from nearkin_shared.index.catalog import CatalogEntry
+    from nearkin_shared.reading.tree_reader import TreeReader
 
+from nearkin.store_folder import check_only_store_files, has_store, store_path
 from nearkin.store_maintenance import MaintainedStore
 
 __all__ = ["Item", "Progress", "Source", "Store", "create_store", "open_store"]
@@ -76,7 +88,7 @@ class Item:
     """A blob for `put_many` with options; the fields are those of `Store.put`."""
 
     key: str
-    source: Source
+    source: Source | TreeSource
     metadata: Mapping[str, str] = field(default_factory=dict)
     sha256: bytes | None = None
     created: datetime | None = None
@@ -123,8 +135,8 @@ def open_store(
     if chosen is None:
         chosen, origins = load()
         explicit = explicit_names(origins)
-    root = _store_path(path)
-    if not _has_store(root):
+    root = store_path(path)
+    if not has_store(root):
         if not create or read_only:
             raise no_store(str(root))
         with suppress(AlreadyExists):  # another process has just created it: open that one
@@ -143,9 +155,9 @@ def create_store(
 
     Raises BadInput (a store or other files are there), Corrupt (a store without its descriptor), StoreUnavailable.
     """
-    root = _store_path(path)
+    root = store_path(path)
     exists = BadInput(f"store {root}: already exists; choose another folder, or use the existing store")
-    if _has_store(root):
+    if has_store(root):
         raise exists
     try:
         return _create(root, settings if settings is not None else load()[0], descriptor.FINGERPRINT_BITS, clock)
@@ -156,7 +168,7 @@ def create_store(
 def _create(root: Path, settings: Settings, fingerprint_bits: int, clock: Callable[[], float]) -> Store:
     """Create and open a store. Raises AlreadyExists if another process creates it first."""
     check_index_path(root, settings.index.path)  # before anything is made
-    _check_only_store_files(root)
+    check_only_store_files(root)
     try:
         if not root.is_dir():
             make_private_folders(root)
@@ -168,50 +180,6 @@ def _create(root: Path, settings: Settings, fingerprint_bits: int, clock: Callab
     found = descriptor.create(covered, fingerprint_bits)
     chunking_record.create_record(covered, settings)
     return Store(root, objects, covered, found, ChunkingGuard(covered, settings), clock)
-
-
-def _store_path(path: str | Path) -> Path:
-    """Return the folder named by `path`. Raises BadInput for a path that cannot be a folder."""
-    try:
-        root = Path(path).expanduser()
-        if "\0" in str(root):
-            raise ValueError("a path holds no NUL byte")  # noqa: TRY301 - as all that no path can be
-        if root.exists() and not root.is_dir():
-            raise BadInput(f"store {root}: is a file; name a folder")
-    except OSError as err:
-        raise StoreUnavailable(f"store {path}: {err.strerror}") from err
-    except (ValueError, RuntimeError, TypeError) as err:  # a user without a home; no path at all
-        raise BadInput(f"store {str(path)!r}: {err}") from err
-    return root
-
-
-def _has_store(root: Path) -> bool:
-    """Return whether the folder has a store. Raises Corrupt if a store has no descriptor."""
-    try:
-        if (root / descriptor.NAME).is_file():
-            return True
-    except OSError as err:
-        raise StoreUnavailable(f"store {root}: {err.strerror}") from err
-    if _entry_names(root) >= {"containers", "manifests"}:
-        raise Corrupt(
-            f"store {root}: {descriptor.NAME} is lost; restore it from a copy, every chunk's tag depends on it"
-        )
-    return False
-
-
-def _check_only_store_files(root: Path) -> None:
-    """Raise BadInput if the folder has files that creating a store does not leave."""
-    if _entry_names(root) - {*LOCKS, "tmp", "keys", "parity", descriptor.NAME, chunking_record.NAME}:
-        raise BadInput(
-            f"store {root}: the folder is not empty and holds no {descriptor.NAME}; name an empty or new folder"
-        )
-
-
-def _entry_names(root: Path) -> set[str]:
-    try:
-        return {entry.name for entry in root.iterdir()} if root.is_dir() else set()
-    except OSError as err:
-        raise StoreUnavailable(f"store {root}: {err.strerror}") from err
 
 
 class Store(MaintainedStore):
@@ -272,6 +240,75 @@ class Store(MaintainedStore):
         self._check_writable("put")
         self._chunking.prepare_put()
         return self._puts.put(((item if isinstance(item, Item) else Item(*item)).as_put() for item in items), progress)
+
+    def backup(
+        self,
+        key: str,
+        paths: Sequence[str | Path],
+        *,
+        options: BackupOptions | None = None,
+        counts: BackupCounts | None = None,
+    ) -> BackupResult:
+        """Store folders and files as one version of `key`, a tree.
+
+        Files that are unchanged since the newest tree of the key are not read. Entries that cannot be read are listed
+        in `counts`, which another thread may read for a progress display; everything else is stored. An interrupted
+        backup leaves checkpoints that the next backup of the key continues.
+
+        Raises BadInput (a path does not exist, a pattern does not parse), and what `put` raises.
+        """
+        from nearkin.trees.backup import BackupCounts
+        from nearkin.trees.store_backup import CHECKPOINT_REASON, BackupOptions, TreeStore, back_up
+
+        self._check_writable("backup")
+        check_user_key(key)
+        access = TreeStore(
+            lambda name: self._manifest(name, None),
+            self._range,
+            self._put_tree,
+            lambda name: self.delete(name, reason=CHECKPOINT_REASON),
+            (self.root, self._index.folder),
+        )
+        return back_up(access, key, paths, options or BackupOptions(), counts or BackupCounts())
+
+    def tree(self, key: str, version: int | None = None) -> TreeReader:
+        """Return a reader of a tree's entries.
+
+        Raises as `get` does, and Corrupt if the version is no tree.
+        """
+        return self.get(key, version).tree()
+
+    def restore(
+        self,
+        key: str,
+        target: str | Path,
+        *,
+        version: int | None = None,
+        path: bytes = b"",
+        options: RestoreOptions | None = None,
+        counts: RestoreCounts | None = None,
+    ) -> RestoreCounts:
+        """Restore a tree, or the folder or file `path` in it, into the folder `target`.
+
+        Attributes that cannot be set are counted and listed in the result. Raises NotFound (key, version or path),
+        Corrupt (damaged, or no tree), BadInput (the target is no folder), NoRoom, TenantErased, StoreUnavailable.
+        """
+        from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions, TreeRestore
+
+        manifest = self._manifest(key, version)
+        reader = self._range(manifest, 0, manifest.size_bytes).tree()
+        restore = TreeRestore(
+            reader, partial(self._range, manifest), Path(target), options or RestoreOptions(), counts or RestoreCounts()
+        )
+        return restore.run(path)
+
+    def _put_tree(self, key: str, source: TreeSource, metadata: Mapping[str, str]) -> PutResult:
+        (result,) = self.put_many([Item(key, source, metadata)])
+        return result
+
+    def _range(self, manifest: Manifest, start: int, stop: int) -> Blob:
+        containers = self._containers.counting()
+        return Blob(manifest.info, manifest, containers, self._fingerprinter, start, stop, is_part=True)
 
     def find_origin(self, key: str, origin: BlobOrigin) -> PutResult | None:
         """Return the result of an earlier put with this origin, or None. Raises StoreUnavailable."""
@@ -343,7 +380,7 @@ class Store(MaintainedStore):
         for entry in entries:
             if isinstance(entry, Damage):
                 (broken or _warn)(entry)
-            else:
+            elif not entry.key.startswith(RESERVED_PREFIX) or prefix.startswith(RESERVED_PREFIX):
                 found.append(entry)
         return found
 

@@ -18,6 +18,9 @@ Progress = Callable[[int], None]
 """Called with the bytes read or written since the last call."""
 Source = Path | BinaryIO | bytes
 
+RESERVED_PREFIX = ".nearkin/"
+"""Keys with this prefix are Nearkin's own, such as unfinished backups; listings leave them out."""
+
 
 def check_key(key: str) -> None:
     """Refuse a key that cannot be listed. Other UTF-8 is accepted: a key is never a path."""
@@ -28,6 +31,13 @@ def check_key(key: str) -> None:
         raise BadInput(f"key of {size_bytes} bytes ({key[:20]!r}...): want at most {KEY_BYTES_MAX} bytes of UTF-8")
     if "\0" in key:
         raise BadInput(f"key {key!r}: has a NUL character; use another separator, such as /")
+
+
+def check_user_key(key: str) -> None:
+    """Refuse a key that `check_key` refuses, or that is reserved."""
+    check_key(key)
+    if key.startswith(RESERVED_PREFIX):
+        raise BadInput(f"key {key!r}: keys that start with {RESERVED_PREFIX} are reserved; choose another")
 
 
 def check_prefix(prefix: str) -> None:

@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
+from nearkin.embedded.blob_transfer import BlobTransfer, Splice
 from nearkin_chunker import STEP_BYTES, BlobRun
 from nearkin_chunker.splitter import CARRY_BYTES_MAX, Arenas, Cutter, FilledArena
 from nearkin_dedup import DedupStage
@@ -56,17 +55,17 @@ from nearkin_shared.pipeline.worker_thread import InlineWorker, Worker
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.results import Ledger, PutResult
 from nearkin_shared.retention import retain_until_us
-from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.types import U32, Bools, ContainerId, FreshBatch, Locations, SegmentBatch
+from nearkin_shared.types import U32, ContainerId, FreshBatch, Locations, SegmentBatch
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.memory import large_from_system, one_heap
 from nearkin_shared.utils.thread_pool import ThreadPool, cores
 
 VERSION_RACES_MAX = 1000
+CHECKPOINT_WRITE_BYTES = 1 << 20
 GROUP_BLOBS_MAX = 4096
 """So many blobs share a commit at most; each is a file to write and sync."""
 PUBLISHED_ENTRIES = 1 << 14
@@ -74,31 +73,6 @@ PUBLISHED_ENTRIES = 1 << 14
 synced, and the first run of each table written again. No more of them wait in memory than of one large container."""
 MANIFEST_THREADS = 8
 """Syncs of a group's manifests wait side by side: 5,000 small files took 17 s one after another."""
-
-
-@dataclass(slots=True)
-class _Blob:
-    """A blob in transfer."""
-
-    number: int
-    key: str
-    metadata: Mapping[str, str]
-    sha256: bytes | None
-    started: float
-    created_us: int | None = None
-    """Creation time to record; None: the moment of the commit."""
-    source_changed: bool = False
-    """Whether the source changed while it was read: the content may mix two states of it."""
-    size_bytes: int = 0
-    hasher: blake3 = field(default_factory=blake3)
-    segments: list[Locations] = field(default_factory=list)
-    known: list[Bools] = field(default_factory=list)
-    lengths: list[U32] = field(default_factory=list)
-    ledger: Ledger = field(default_factory=Ledger)
-    done: Future[PutResult] = field(default_factory=Future)
-    precondition: Precondition | None = None
-    origin: BlobOrigin | None = None
-    """Of a blob that is stored once, however often it is sent; None: each put makes a version."""
 
 
 @frozen
@@ -129,7 +103,7 @@ class SparePools:
 class _Commit:
     """The blobs that ended before this point, to commit once earlier containers are durable."""
 
-    blobs: tuple[_Blob, ...]
+    blobs: tuple[BlobTransfer, ...]
     seal: bool
 
 
@@ -180,8 +154,8 @@ class EmbeddedWriter:
         self._used = self._handed = CARRY_BYTES_MAX
         """Up to where the arena is filled, and may be cut."""
         self._runs: list[BlobRun] = []
-        self._ended: list[_Blob] = []
-        self._by_number: dict[int, _Blob] = {}
+        self._ended: list[BlobTransfer] = []
+        self._by_number: dict[int, BlobTransfer] = {}
         self._blobs = 0
         self._unpublished: list[ContainerEntries] = []
         """Of containers that are durable; the index has them before any manifest that names them is written."""
@@ -211,12 +185,18 @@ class EmbeddedWriter:
 
     def begin(
         self, key: str, metadata: Mapping[str, str], sha256: bytes | None, precondition: Precondition | None = None
-    ) -> _Blob:
+    ) -> BlobTransfer:
         """Start a blob; its bytes follow through `window` and `advance`."""
-        blob = _Blob(self._blobs, key, metadata, sha256, time.perf_counter(), precondition=precondition)
+        blob = self._register(key, metadata, sha256, precondition)
+        self._runs.append(BlobRun(blob.number, self._used, self._used, False))
+        return blob
+
+    def _register(
+        self, key: str, metadata: Mapping[str, str], sha256: bytes | None, precondition: Precondition | None = None
+    ) -> BlobTransfer:
+        blob = BlobTransfer(self._blobs, key, metadata, sha256, time.perf_counter(), precondition=precondition)
         self._by_number[self._blobs] = blob
         self._blobs += 1
-        self._runs.append(BlobRun(blob.number, self._used, self._used, False))
         return blob
 
     def window(self) -> memoryview:
@@ -225,10 +205,12 @@ class EmbeddedWriter:
             self._fill()
         return self._arena.data[self._used :]
 
-    def advance(self, blob: _Blob, count: int) -> None:
+    def advance(self, blob: BlobTransfer, count: int) -> None:
         """Take `count` bytes that were written to the window."""
-        blob.hasher.update(self._arena.data[self._used : self._used + count])
+        if not blob.is_tree:
+            blob.hasher.update(self._arena.data[self._used : self._used + count])
         blob.size_bytes += count
+        blob.fresh_bytes += count
         self._used += count
         run = self._runs[-1]
         self._runs[-1] = BlobRun(run.blob, run.start, self._used, False)
@@ -236,7 +218,52 @@ class EmbeddedWriter:
             self._cutter.add(FilledArena(self._arena, tuple(self._runs), full=False))
             self._handed = self._used
 
-    def end(self, blob: _Blob) -> None:
+    def end_chunk(self, *, ends_segment: bool = False) -> None:
+        """End a chunk of the blob in transfer; with `ends_segment` a segment as well."""
+        run = self._runs[-1]
+        self._runs[-1] = BlobRun(run.blob, run.start, run.stop, True, ends_segment)
+        self._runs.append(BlobRun(run.blob, run.stop, run.stop, False))
+
+    def splice(self, blob: BlobTransfer, segments: Locations, lengths: U32) -> None:
+        """Append stored segments, of these lengths, to the blob in transfer without reading them.
+
+        The caller read them from the manifest of a version that was not deleted when this put began: GC changes
+        nothing while a put is in progress.
+        """
+        size_bytes = int(lengths.sum(dtype=np.int64))
+        self.end_chunk(ends_segment=True)
+        blob.spliced.append(Splice(blob.fresh_bytes, segments, lengths))
+        blob.size_bytes += size_bytes
+        blob.ledger += Ledger(logical_bytes=size_bytes)
+
+    def checkpoint(self, blob: BlobTransfer, key: str, metadata: Mapping[str, str], end: bytes, digest: bytes) -> None:
+        """Commit what the tree in transfer has so far, followed by `end`, as a version of `key`."""
+        self.end_chunk(ends_segment=True)
+        copy = self._register(key, metadata, None)
+        copy.is_tree, copy.tree_digest = True, digest
+        copy.prefix = (blob, blob.fresh_bytes, len(blob.spliced))
+        open_run = self._runs.pop()
+        self._runs.append(BlobRun(copy.number, open_run.start, open_run.stop, False))
+        for start in range(0, len(end), CHECKPOINT_WRITE_BYTES):
+            self.write(copy, end[start : start + CHECKPOINT_WRITE_BYTES])
+        copy.size_bytes += blob.size_bytes
+        run = self._runs[-1]
+        self._runs[-1] = BlobRun(run.blob, run.start, run.stop, True)
+        self._fill()
+        self._runs = [BlobRun(blob.number, self._used, self._used, False)]
+        self._cutter.put(_Commit((copy,), seal=True))
+
+    def write(self, blob: BlobTransfer, data: bytes | memoryview) -> None:
+        """Append bytes to the blob in transfer."""
+        position = 0
+        while position < len(data):
+            window = self.window()
+            count = min(len(window), len(data) - position)
+            window[:count] = data[position : position + count]
+            self.advance(blob, count)
+            position += count
+
+    def end(self, blob: BlobTransfer) -> None:
         """End a blob; it is committed with its group."""
         run = self._runs[-1]
         self._runs[-1] = BlobRun(run.blob, run.start, run.stop, True)
@@ -393,7 +420,7 @@ class EmbeddedWriter:
             return
         self._publish()
         failpoint("commit.begun")
-        by_key: dict[str, list[_Blob]] = {}
+        by_key: dict[str, list[BlobTransfer]] = {}
         for blob in item.blobs:
             by_key.setdefault(blob.key, []).append(blob)
         with ThreadPoolExecutor(MANIFEST_THREADS if len(by_key) > 1 else 1) as threads:
@@ -421,11 +448,11 @@ class EmbeddedWriter:
             failpoint("put.published")
             self._pending.on_published([claims.directory.container for claims in many])
 
-    def _put_manifests(self, blobs: list[_Blob]) -> list[tuple[int, _Commitment]]:
+    def _put_manifests(self, blobs: list[BlobTransfer]) -> list[tuple[int, _Commitment]]:
         """Commit the versions of a key in order; return a reason for blobs without version."""
         return [(blob.number, self._put_manifest(blob)) for blob in blobs]
 
-    def _report(self, blob: _Blob, manifest: Manifest, manifest_bytes: int) -> None:
+    def _report(self, blob: BlobTransfer, manifest: Manifest, manifest_bytes: int) -> None:
         self._stored += Ledger(stored_bytes=self._manifests.stored_bytes(manifest, manifest_bytes))
         group = self._stored
         before = self._reported
@@ -438,26 +465,27 @@ class EmbeddedWriter:
         del self._by_number[blob.number]
         blob.done.set_result(PutResult(manifest.info, ledger, manifest.seconds))
 
-    def _report_earlier(self, blob: _Blob, manifest: Manifest) -> None:
+    def _report_earlier(self, blob: BlobTransfer, manifest: Manifest) -> None:
         """End a repeated put with its earlier version; GC frees the data of the repeat."""
         del self._by_number[blob.number]
         blob.done.set_result(PutResult(manifest.info, manifest.ledger, manifest.seconds))
 
-    def _report_refused(self, blob: _Blob, err: PermanentError) -> None:
+    def _report_refused(self, blob: BlobTransfer, err: PermanentError) -> None:
         """End a refused conditional put; its data are unreferenced until GC frees them."""
         del self._by_number[blob.number]
         blob.done.set_exception(err)
 
-    def _put_manifest(self, blob: _Blob) -> _Commitment:
+    def _put_manifest(self, blob: BlobTransfer) -> _Commitment:
         """Commit with the next free version number; on conflict retry with the next (I2)."""
         with self._manifests.exclusive_if(blob.precondition, self._settings.tenant, blob.key):
             return self._claim_version_number(blob)
 
-    def _claim_version_number(self, blob: _Blob) -> _Commitment:
+    def _claim_version_number(self, blob: BlobTransfer) -> _Commitment:
         tenant = self._settings.tenant
         seconds = round(time.perf_counter() - blob.started, 3)  # as the manifest keeps it
         # Numbers in the index count as used too: a lost manifest may be restored from a copy.
         indexed, version = self._index.versions_of(tenant, blob.key), self._heads.highest_taken(tenant, blob.key)
+        segments, known, lengths = blob.assemble()
         for _ in range(VERSION_RACES_MAX):
             histories = self._manifests.histories(tenant, blob.key)
             earlier = self._manifests.find_origin(tenant, blob.key, histories, blob.origin)
@@ -478,15 +506,16 @@ class EmbeddedWriter:
                     self._settings.retention, tenant, blob.key, now_us, self._manifests.known_time
                 ),
                 size_bytes=blob.size_bytes,
-                blake3=blob.hasher.digest(),
+                blake3=blob.tree_digest if blob.is_tree else blob.hasher.digest(),
                 sha256=blob.sha256,
                 seconds=seconds,
                 ledger=blob.ledger,
-                segments=Locations.join(blob.segments),
-                known=np.concatenate([np.zeros(0, np.bool_), *blob.known]),
+                segments=segments,
+                known=known,
                 metadata=dict(blob.metadata),
                 origin=NO_ORIGIN if blob.origin is None else blob.origin.id,
-                lengths=np.concatenate([np.zeros(0, np.uint32), *blob.lengths]),
+                lengths=lengths,
+                is_tree=blob.is_tree,
                 source_changed=blob.source_changed,
                 previous=self._manifests.find_previous(tenant, blob.key, histories),
             )

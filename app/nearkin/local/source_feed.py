@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, cast, runtime_checkable
 
 from nearkin_shared.errors import BadInput, SourceFailed
 from nearkin_shared.preconditions import Precondition
@@ -21,6 +21,7 @@ from nearkin_shared.validation import Progress, Source
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from nearkin.embedded.blob_transfer import BlobTransfer
     from nearkin.embedded.runner import EmbeddedWriter
     from nearkin_shared.results import PutResult
 
@@ -30,11 +31,19 @@ READ_BYTES = 2 * 1024 * 1024
 make a put 1 to 2 % faster, on one they cost nothing. Of 4 MiB what is hashed has left the core's cache."""
 
 
+@runtime_checkable
+class TreeSource(Protocol):
+    """Source that writes a tree itself: it sets chunk borders and splices segments."""
+
+    def feed(self, writer: EmbeddedWriter, blob: BlobTransfer) -> bytes:
+        """Write the tree; return its digest."""
+
+
 class PutItem(NamedTuple):
     """A blob to put, as `LocalPuts.put` takes it."""
 
     key: str
-    source: Source
+    source: Source | TreeSource
     metadata: Mapping[str, str]
     sha256: bytes | None = None
     """Digest that the caller announced."""
@@ -56,6 +65,11 @@ def feed(writer: EmbeddedWriter, item: PutItem, progress: Progress | None) -> Fu
     blob = writer.begin(key, item.metadata, sha256, item.precondition)
     blob.created_us = item.created_us
     blob.origin = None if item.origin is None else local_origin(item.origin)
+    if isinstance(source, TreeSource):
+        blob.is_tree = True
+        blob.tree_digest = source.feed(writer, blob)
+        writer.end(blob)
+        return blob.done
     check = hashlib.sha256() if sha256 is not None else None
     with ExitStack() as files:
         file = files.enter_context(_opened(source)) if isinstance(source, Path) else _readable(source)

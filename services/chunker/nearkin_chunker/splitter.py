@@ -9,7 +9,8 @@ Invariant: the content of a batch depends on the bytes alone, never on the sizes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -78,6 +79,8 @@ class Cutter:
         self._carry: U8 = np.empty(CARRY_BYTES_MAX, np.uint8)
         """Buffer for the tail: a new copy per batch would touch new pages per batch."""
         self._carried = 0
+        self._open_runs: list[BlobRun] = []
+        """Runs of the carried bytes, counted from the first of these."""
         self._cutting: SegmentCutter | None = None
 
     def cut(self, filled: FilledArena) -> None:
@@ -88,7 +91,7 @@ class Cutter:
             assert self._carried <= CARRY_BYTES_MAX <= first.start, self._carried
             arena[start : first.start] = self._carry[: self._carried]
             self._cutting = SegmentCutter(self._stage, start)
-        runs = (BlobRun(first.blob, start, first.stop, first.final), *others)
+        runs = (*self._carried_runs(first), *others)
         last = runs[-1]
         with counters.STAGE_SECONDS.time("chunker"):
             self._cutting.extend(FrameRuns(arena[: last.stop], runs))
@@ -96,9 +99,41 @@ class Cutter:
                 return
             chunked = self._cutting.finish()
         self._cutting = None
-        self._carried = 0 if last.final else last.stop - max(chunked.consumed, last.start)
-        self._carry[: self._carried] = arena[last.stop - self._carried : last.stop]
+        self._carry_on(arena, runs, chunked.consumed)
         if chunked.segments.segments:
             self._pass_on_container(chunked.segments)
         else:
             self._arenas.give_back(arena)
+
+    def _carried_runs(self, first: BlobRun) -> list[BlobRun]:
+        """Return the runs of the carried bytes, joined with the first run of the arena."""
+        if not self._open_runs:
+            return [first]
+        base = first.start - self._carried
+        runs = [replace(run, start=run.start + base, stop=run.stop + base) for run in self._open_runs]
+        if runs[-1].final:
+            return [*runs, first]
+        return [*runs[:-1], replace(first, start=runs[-1].start)]
+
+    def _carry_on(self, arena: U8, runs: Sequence[BlobRun], consumed: int) -> None:
+        """Keep the bytes of the last, unfinished segment, and where its chunks must end."""
+        last = runs[-1]
+        self._open_runs = []
+        if last.final and last.ends_segment:
+            self._carried = 0
+            return
+        first = len(runs) - 1
+        while first and runs[first - 1].blob == last.blob and not _ends_segment(runs[first - 1]):
+            first -= 1
+        start = max(consumed, runs[first].start)
+        self._carried = last.stop - start
+        self._carry[: self._carried] = arena[start : last.stop]
+        self._open_runs = [
+            replace(run, start=max(run.start, start) - start, stop=run.stop - start)
+            for run in runs[first:]
+            if run.stop > start or run is last
+        ]
+
+
+def _ends_segment(run: BlobRun) -> bool:
+    return run.final and run.ends_segment

@@ -25,12 +25,19 @@ STEP_BYTES = 4 * MIB
 
 @frozen
 class BlobRun:
-    """Bytes [start, stop) of the payload belong to `blob`, which ends with them if `final`."""
+    """Bytes [start, stop) of the payload, of one blob.
+
+    A chunk and a segment end with a final run.
+
+    The last run of a blob is final. A caller may end chunks or segments within a blob, such as at the border of a file.
+    """
 
     blob: int
     start: int
     stop: int
     final: bool
+    ends_segment: bool = True
+    """False: with a final run only the chunk ends, and the blob goes on with the next run."""
 
 
 @frozen
@@ -110,11 +117,21 @@ class SegmentCutter:
         payload, fingerprinter, segment = self._batch.payload, self._stage.fingerprinter, self._stage.segment
         offsets = offsets_of(lengths) + np.uint64(self._start)
         parts, blobs, chunk = [], [], 0
-        for run, count in zip(self._batch.runs, self._counts, strict=True):
+        count = 0
+        for number, run in enumerate(self._batch.runs):
+            count += self._counts[number]
+            if run.final and not run.ends_segment and number + 1 < len(self._batch.runs):
+                continue  # the segments of the blob go on
             rows = slice(chunk, chunk + count)
             bounds = segment_bounds(
-                names[rows], lengths[rows], zero[rows], segment.target_chunks, int(segment.max_bytes), run.final
+                names[rows],
+                lengths[rows],
+                zero[rows],
+                segment.target_chunks,
+                int(segment.max_bytes),
+                run.final and run.ends_segment,
             )
+            count = 0
             parts.append(bounds[1:] + np.uint32(chunk))
             blobs.append(np.full(len(bounds) - 1, run.blob, np.uint32))
             chunk += int(bounds[-1])

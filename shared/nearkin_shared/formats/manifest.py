@@ -57,7 +57,8 @@ _HAS_SHA256 = 1
 _HAS_LENGTHS = 2
 """Used in format 4; in older formats the version implies it."""
 _SOURCE_CHANGED = 4
-_FLAGS = {2: _HAS_SHA256, 3: _HAS_SHA256, 4: _HAS_SHA256 | _HAS_LENGTHS | _SOURCE_CHANGED}
+_TREE = 8
+_FLAGS = {2: _HAS_SHA256, 3: _HAS_SHA256, 4: _HAS_SHA256 | _HAS_LENGTHS | _SOURCE_CHANGED | _TREE}
 """Flags that each format version has."""
 _U32_MAX = 0xFFFFFFFF
 _TENANT_BYTES_AT = 116
@@ -118,6 +119,8 @@ class Manifest:
     """End of retention, microseconds since 1970; 0: none."""
     source_changed: bool = False
     """Whether the source changed while it was read: the content may mix two states of it."""
+    is_tree: bool = False
+    """Whether `blake3` is the digest of a tree (docs/internals/formats/tree.md), not of all bytes in order."""
 
     @property
     def is_by_services(self) -> bool:
@@ -144,7 +147,7 @@ class Manifest:
     @property
     def has_chain(self) -> bool:
         """Whether the manifest needs the fields of format 4."""
-        return self.previous != NO_PREVIOUS or self.retain_until_us != 0 or self.source_changed
+        return self.previous != NO_PREVIOUS or self.retain_until_us != 0 or self.source_changed or self.is_tree
 
 
 def moment_of(us: int) -> datetime:
@@ -233,7 +236,8 @@ def _version_and_flags(manifest: Manifest, *, has_lengths: bool) -> tuple[int, i
     if not manifest.has_chain:
         return (_LENGTHS_VERSION if has_lengths else VERSION_MIN), flags
     flags |= _HAS_LENGTHS if has_lengths else 0
-    return VERSION, flags | (_SOURCE_CHANGED if manifest.source_changed else 0)
+    flags |= _SOURCE_CHANGED if manifest.source_changed else 0
+    return VERSION, flags | (_TREE if manifest.is_tree else 0)
 
 
 def encode_metadata(metadata: Mapping[str, str]) -> bytes:
@@ -354,6 +358,7 @@ def _decode(view: memoryview, what: str) -> Manifest:
         previous=previous,
         retain_until_us=retain_until_us,
         source_changed=bool(flags & _SOURCE_CHANGED),
+        is_tree=bool(flags & _TREE),
     )
 
 

@@ -24,6 +24,7 @@ from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.reading.eviction_hints import EvictionHints
 from nearkin_shared.reading.read_ahead import ReadAhead
 from nearkin_shared.reading.read_plan import Placed, ReadPlan, announce_upcoming
+from nearkin_shared.reading.tree_reader import TreeContentCheck, TreeReader
 from nearkin_shared.results import VersionInfo
 from nearkin_shared.storage.containers import ContainerSource, ContainerStore, object_name
 from nearkin_shared.types import U8, U32, ZERO, ContainerId, Locations, distinct, group_by_container, offsets_of
@@ -55,8 +56,12 @@ class Blob:
         fingerprinter: Fingerprinter,
         start: int,
         stop: int,
+        *,
+        is_part: bool = False,
     ) -> None:
+        """Open a range. `is_part`: the caller verifies the whole version itself."""
         self.info = info
+        self._is_part = is_part
         self.costs = source.costs
         """Costs of reads so far."""
         self.size_bytes = stop - start
@@ -101,11 +106,11 @@ class Blob:
     def _pieces(
         self, ahead: ReadAhead | None, hints: EvictionHints | None, helpers: ThreadPool = SERIAL
     ) -> Generator[memoryview, None, None]:
-        is_complete = self._start == 0 and self._stop == self.info.size_bytes
+        is_complete = self._start == 0 and self._stop == self.info.size_bytes and not self._is_part
         if is_complete and not self._stop and len(self._manifest.segments):
             raise self._overlong_error()
         reader = ChunkReader(self._source if ahead is None else ahead, helpers)
-        hasher = blake3()
+        check = self._whole_check() if is_complete else None
         for position, plan in self._plans(ahead, hints):
             ends = offsets_of(plan.lengths) + plan.lengths
             total = int(ends[-1])
@@ -116,16 +121,52 @@ class Blob:
             payload = self._verified(reader, plan.take(slice(first, last)))
             if hints is not None:
                 hints.batch_read()
-            if is_complete:
+            if check is not None:
                 if position + total > self._stop:
                     raise self._overlong_error()
-                hasher.update(payload)
-                if position + total >= self._stop and hasher.digest() != self._manifest.blake3:
-                    # Before the last piece is returned: a wrong version must not look complete.
-                    raise Corrupt(
-                        f"{self._label()}: BLAKE3 of the version differs from its manifest; run `nearkin verify`"
-                    )
+                check(payload.data, position + total >= self._stop)
             yield payload.data[piece_start - skipped : piece_stop - skipped]
+
+    def _whole_check(self) -> Callable[[memoryview, bool], None]:
+        """Return a function that compares the pieces of the whole version with its digest.
+
+        It raises Corrupt before the piece is returned: a wrong version must not look complete.
+        """
+        if self._manifest.is_tree:
+            return self._tree_check()
+        hasher = blake3()
+
+        def check(piece: memoryview, is_last: bool) -> None:
+            hasher.update(piece)
+            if is_last and hasher.digest() != self._manifest.blake3:
+                raise Corrupt(f"{self._label()}: BLAKE3 of the version differs from its manifest; run `nearkin verify`")
+
+        return check
+
+    def _tree_check(self) -> Callable[[memoryview, bool], None]:
+        contents = TreeContentCheck(self.tree())
+
+        def check(piece: memoryview, _: bool) -> None:
+            wrong = contents.update(piece)
+            if wrong is not None:
+                raise Corrupt(
+                    f"{self._label()}: BLAKE3 of {wrong.entry.path!r} differs from its entry; run `nearkin verify`"
+                )
+
+        return check
+
+    def tree(self) -> TreeReader:
+        """Return a reader of the entries.
+
+        Raises Corrupt if the version is not a tree or is damaged.
+        """
+
+        def read_range(start: int, stop: int) -> bytes:
+            part = Blob(self.info, self._manifest, self._source, self._fingerprinter, start, stop, is_part=True)
+            return part.read()
+
+        digest = self._manifest.blake3 if self._manifest.is_tree else None
+        return TreeReader.open(read_range, self.info.size_bytes, self._label(), digest)
 
     def _plans(self, ahead: ReadAhead | None, hints: EvictionHints | None) -> Iterator[Placed]:
         """Yield the plans of the range's batches, with later ones announced in advance."""

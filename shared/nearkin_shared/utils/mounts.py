@@ -20,6 +20,15 @@ NETWORK_TYPES = frozenset(
 """Filesystems that another machine may change: a memory map of a file does not show such a change, or shows half."""
 
 
+PSEUDO_TYPES = frozenset(
+    {
+        "autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "efivarfs", "fusectl",
+        "mqueue", "nsfs", "proc", "pstore", "rpc_pipefs", "securityfs", "selinuxfs", "sysfs", "tracefs",
+    }
+)  # fmt: skip
+"""File systems whose files show the state of the kernel: a read of one may block, or never end."""
+
+
 def filesystem_type(path: Path) -> str | None:
     """Return the type of the filesystem that a file or folder is on, None if it is not known."""
     try:
@@ -40,3 +49,18 @@ def network_type(path: Path) -> str | None:
     """Return the type of the network filesystem that a path is on, or None."""
     found = filesystem_type(path)
     return found if found in NETWORK_TYPES else None
+
+
+def pseudo_devices() -> frozenset[int]:
+    """Return the device numbers of mounted file systems of PSEUDO_TYPES."""
+    found = set[int]()
+    try:
+        with MOUNTS.open(errors="replace") as lines:
+            for line in islice(lines, MOUNTS_MAX):
+                fields, _, after = line.partition(" - ")
+                if after.split(" ")[0] in PSEUDO_TYPES:
+                    major, _, minor = fields.split(" ")[2].partition(":")
+                    found.add(os.makedev(int(major), int(minor)))
+    except (OSError, ValueError, IndexError):
+        pass
+    return frozenset(found)

@@ -66,6 +66,51 @@ def test_batches_give_segments_of_the_whole_blob(algorithm: str, piece_bytes: in
     }
 
 
+@pytest.mark.parametrize("batch_bytes", [BATCH_BYTES, 3_333_333])
+@pytest.mark.parametrize("piece_bytes", [BATCH_BYTES, 100_000])
+@pytest.mark.parametrize("algorithm", ["leastcdc", "fastcdc", "fixed", "whole"])
+def test_borders_end_chunks_in_any_batches(algorithm: str, piece_bytes: int, batch_bytes: int) -> None:
+    """Chunk and segment borders inside a blob give the segments of one batch with the same borders."""
+    chosen = settings({"chunker": {"algorithm": algorithm}, "runner": {"batch_bytes": batch_bytes}})
+    sizes = [5_000, 0, 3_000, 1_500_000, 100, 70, *([4_000] * 700), 900_000, 2_500_000, 1]
+    parts = [random_bytes(size, number) for number, size in enumerate(sizes)]
+    segment_ends = {3, 4, 706}
+    arenas, found = Arenas(batch_bytes), list[tuple[int, bytes, bytes]]()
+    cutter = Cutter(chosen, FINGERPRINTER, arenas, lambda batch: found.extend(listed(batch)))
+    arena, used, runs = arenas.take(), CARRY_BYTES_MAX, [BlobRun(0, CARRY_BYTES_MAX, CARRY_BYTES_MAX, False)]
+    for number, part in enumerate(parts):
+        rest = np.frombuffer(part, np.uint8)
+        while len(rest):
+            if used == len(arena):
+                cutter.cut(FilledArena(arena, tuple(runs)))
+                arena, used = arenas.take(), CARRY_BYTES_MAX
+                runs = [BlobRun(0, used, used, False)]
+            count = min(len(rest), len(arena) - used, piece_bytes)
+            arena[used : used + count], rest = rest[:count], rest[count:]
+            used += count
+            runs[-1] = BlobRun(0, runs[-1].start, used, False)
+            if piece_bytes < BATCH_BYTES:
+                cutter.cut(FilledArena(arena, tuple(runs), full=False))
+        runs[-1] = BlobRun(0, runs[-1].start, used, True, number in segment_ends)
+        runs.append(BlobRun(0, used, used, False))
+    runs[-1] = BlobRun(0, used, used, True)
+    cutter.cut(FilledArena(arena, tuple(runs)))
+
+    whole = np.frombuffer(b"".join(parts), np.uint8)
+    ends = np.cumsum(sizes).tolist()
+    one = [
+        BlobRun(0, end - size, end, True, number in segment_ends or end == ends[-1])
+        for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+    expected = listed(
+        ChunkerStage(chosen, FINGERPRINTER).decide(FrameRuns(whole, tuple(one)), LookupResults()).segments
+    )
+    assert found == expected
+    assert b"".join(content for _, _, content in found) == whole.tobytes()
+    borders = np.cumsum([len(content) for _, _, content in found]).tolist()
+    assert {ends[number] for number in segment_ends} <= set(borders)
+
+
 def test_tail_is_carried_if_each_chunk_is_a_segment() -> None:
     chosen = settings({"chunker": {"algorithm": "whole"}, "runner": {"batch_bytes": BATCH_BYTES}})
     arenas, batches = Arenas(BATCH_BYTES), list[int]()

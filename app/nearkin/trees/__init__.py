@@ -1,0 +1,1 @@
+"""Store folders as one version, and restore them."""

@@ -1,0 +1,76 @@
+"""Read and set what a file system keeps of an entry besides its content."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+
+from nearkin_shared.formats.tree_entry_group import EntryKind
+
+XATTRS_MAX = 1024
+EXTENTS_MAX = 1 << 20
+KINDS = {
+    stat.S_IFREG: EntryKind.FILE,
+    stat.S_IFDIR: EntryKind.FOLDER,
+    stat.S_IFLNK: EntryKind.SYMLINK,
+    stat.S_IFIFO: EntryKind.FIFO,
+    stat.S_IFCHR: EntryKind.CHARACTER_DEVICE,
+    stat.S_IFBLK: EntryKind.BLOCK_DEVICE,
+}
+"""Kinds that are stored, by the type bits of a mode; sockets are not."""
+_UNSUPPORTED = (errno.ENOTSUP, errno.ENOSYS, errno.ENODATA)
+
+
+def descriptor_path(folder: int, name: bytes) -> bytes:
+    """Return the path of an entry through its open folder, for calls without `dir_fd`."""
+    return b"/proc/self/fd/%d/%s" % (folder, name)
+
+
+def read_xattrs(target: int | bytes) -> tuple[tuple[bytes, bytes], ...]:
+    """Return (name, value) of the extended attributes, by name; a symlink is not followed.
+
+    Raises OSError.
+    """
+    follow = isinstance(target, int)
+    try:
+        names = os.listxattr(target, follow_symlinks=follow)
+    except OSError as err:
+        if err.errno in _UNSUPPORTED:
+            return ()
+        raise
+    if not names:
+        return ()
+    found = []
+    for name in sorted(names)[:XATTRS_MAX]:
+        with suppress(OSError):  # deleted meanwhile, or readable by another user only
+            found.append((os.fsencode(name), os.getxattr(target, name, follow_symlinks=follow)))
+    return tuple(found)
+
+
+def data_extents(descriptor: int, status: os.stat_result) -> tuple[tuple[int, int], ...] | None:
+    """Return (offset, bytes) of the data in a file with holes; None if it has no holes.
+
+    Raises OSError.
+    """
+    size = status.st_size
+    if status.st_blocks * 512 >= size:
+        return None
+    extents, position = [], 0
+    while position < size:
+        try:
+            start = os.lseek(descriptor, position, os.SEEK_DATA)
+        except OSError as err:
+            if err.errno == errno.ENXIO:  # a hole up to the end
+                break
+            if err.errno in (errno.EINVAL, *_UNSUPPORTED):
+                return None
+            raise
+        position = min(os.lseek(descriptor, start, os.SEEK_HOLE), size)
+        if position <= start:
+            break
+        extents.append((start, position - start))
+        if len(extents) > EXTENTS_MAX:
+            return None
+    return None if extents == [(0, size)] else tuple(extents)

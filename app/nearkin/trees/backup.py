@@ -1,0 +1,401 @@
+"""Store folders as one version.
+
+    walk -> entry unchanged since the parent? -> take over its content : read it -> entry groups -> commit
+
+Invariant: a file that cannot be read, or changes while it is read, is reported and counted; everything else is stored.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from nearkin.trees.attributes import KINDS, data_extents, descriptor_path, read_xattrs
+from nearkin.trees.parent_tree import FoundEntry, ParentEntries, ParentTree, ReusedContent
+from nearkin.trees.tree_writer import TreeWriter
+from nearkin.trees.walker import ListedFolder, TreeWalker
+from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry, sort_key
+
+if TYPE_CHECKING:
+    from nearkin.embedded.blob_transfer import BlobTransfer
+    from nearkin.embedded.runner import EmbeddedWriter
+
+RECENT_NS = 1_000_000_000
+"""A file whose ctime is this close to the moment of its status may change again without another ctime."""
+CHECKPOINT_BYTES_MIN, CHECKPOINT_BYTES_MAX = 64 << 20, 8 << 30
+CHECKPOINT_SHARE = 20
+"""A checkpoint comes after another 1/20 of what is stored, so that a run that dies repeats little."""
+CHECKPOINT_SECONDS_MAX = 300.0
+PROBLEMS_MAX = 10_000
+"""Problems that are kept with their paths; all are counted."""
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_I64_MAX = (1 << 63) - 1
+
+
+class ComparisonOptions(NamedTuple):
+    """How an unchanged file is recognised without being read."""
+
+    force_rescan: bool = False
+    """Read every file."""
+    ignore_ctime: bool = False
+    ignore_inode: bool = False
+
+
+class TreeUnchanged(Exception):
+    """The tree is equal to its parent."""
+
+
+class PathProblem(NamedTuple):
+    """An entry that is not stored as it is."""
+
+    path: bytes
+    """In the file system."""
+    reason: str
+
+
+@dataclass(slots=True)
+class BackupCounts:
+    """Progress of a backup; another thread may read it."""
+
+    files: int = 0
+    folders: int = 0
+    others: int = 0
+    """Symlinks, hard links, devices and FIFOs."""
+    unchanged_files: int = 0
+    read_bytes: int = 0
+    """Bytes read from files."""
+    reused_bytes: int = 0
+    """Bytes taken over from the parent."""
+    unread: int = 0
+    changed: int = 0
+    """Files that changed while they were read."""
+    skipped: int = 0
+    """Sockets, and folders that are left out."""
+    path: bytes = b""
+    """The entry in progress."""
+    problems: list[PathProblem] = field(default_factory=list)
+    skips: list[PathProblem] = field(default_factory=list)
+    is_unchanged: bool = True
+    """Whether the tree is equal to its parent so far."""
+
+
+class TreeBackup:
+    """Reads folders and writes them as a tree: the source of a put."""
+
+    def __init__(
+        self,
+        walker: TreeWalker,
+        root: bytes,
+        parents: Callable[[], Sequence[ParentTree]],
+        comparison: ComparisonOptions,
+        counts: BackupCounts,
+        checkpoint: tuple[str, dict[str, str]] | None = None,
+        *,
+        skip_if_unchanged: bool = False,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """Create the source of a put.
+
+        `parents` is called when the put has begun. `checkpoint`: key and metadata of unfinished versions. With
+        `skip_if_unchanged` a tree that is equal to its only parent ends with TreeUnchanged.
+        """
+        self._walker = walker
+        self._root = root
+        self._parents = parents
+        self._comparison = comparison
+        self.counts = counts
+        self._checkpoint = checkpoint
+        self._skip_if_unchanged = skip_if_unchanged
+        self._clock = clock
+        self._links: dict[tuple[int, int], bytes] = {}
+        self._checkpoint_at = (0, time.monotonic())
+
+    def feed(self, writer: EmbeddedWriter, blob: BlobTransfer) -> bytes:
+        """Write the tree; return its digest.
+
+        Raises BadInput if the root cannot be listed, TreeUnchanged if no version is wanted, and errors of the store.
+        """
+        tree = self._tree = TreeWriter(writer, blob, self._root, socket.gethostname())
+        parents = self._parents()
+        self._previous_entries = parents[-1].reader.summary.entries if parents else -1
+        self._found = ParentEntries(parents)
+        self._reused = ReusedContent(tree, self._count_reused)
+        self._add_root()
+        for listed in self._walker.folders():
+            self._add_folder(listed)
+        self._reused.flush()
+        if tree.entries != self._previous_entries or len(parents) != 1:
+            self.counts.is_unchanged = False
+        if self._skip_if_unchanged and self.counts.is_unchanged and not self.counts.unread:
+            raise TreeUnchanged
+        return tree.finish()
+
+    def report_problem(self, path: bytes, reason: str) -> None:
+        """Count an entry that cannot be read."""
+        self.counts.unread += 1
+        self._tree.count_unread()
+        if len(self.counts.problems) < PROBLEMS_MAX:
+            self.counts.problems.append(PathProblem(path, reason))
+
+    def report_skip(self, path: bytes, reason: str) -> None:
+        """Count an entry that is left out on purpose."""
+        self.counts.skipped += 1
+        if len(self.counts.skips) < PROBLEMS_MAX:
+            self.counts.skips.append(PathProblem(path, reason))
+
+    def _count_reused(self, size_bytes: int) -> None:
+        self.counts.reused_bytes += size_bytes
+
+    def _add_root(self) -> None:
+        status = self._walker.root_status()
+        found = self._found.find(b"", b"")
+        self._add_entry(b"", b"", status, self._xattrs_of(status, found, lambda: read_xattrs(self._root)), found)
+
+    def _add_folder(self, listed: ListedFolder) -> None:
+        folder, key = listed.path, sort_key(listed.path)
+        find, same = self._found.find, self._is_unchanged
+        for name, status in listed.entries:
+            found = find(key, name)
+            if stat.S_ISREG(status.st_mode):
+                if status.st_nlink > 1 and self._add_hard_link(folder, name, status, found):
+                    continue
+                if found is not None and same(status, found.placed.entry):
+                    self._reuse(folder, name, status, found)
+                else:
+                    self._read_file(listed, name, status)
+            else:
+                self._add_other(listed, name, status, found)
+        self._checkpoint_if_due()
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def _is_unchanged(self, status: os.stat_result, entry: TreeEntry) -> bool:
+        options = self._comparison
+        return (
+            entry.kind == EntryKind.FILE
+            and entry.size == status.st_size
+            and entry.mtime_ns == status.st_mtime_ns
+            and not entry.flags
+            and (entry.ctime_ns == status.st_ctime_ns or options.ignore_ctime)
+            and (entry.inode == status.st_ino or options.ignore_inode)
+            and not options.force_rescan
+        )
+
+    def _reuse(self, folder: bytes, name: bytes, status: os.stat_result, found: FoundEntry) -> None:
+        """Add an unchanged file. Its attributes are those of the parent if the ctime proves it."""
+        entry = found.placed.entry
+        if entry.ctime_ns != status.st_ctime_ns or entry.inode != status.st_ino:
+            entry = entry._replace(
+                mode=stat.S_IMODE(status.st_mode),
+                uid=status.st_uid,
+                gid=status.st_gid,
+                ctime_ns=_bounded(status.st_ctime_ns),
+                inode=status.st_ino,
+            )
+            self.counts.is_unchanged = False
+        self.counts.files += 1
+        self.counts.unchanged_files += 1
+        if entry.digest:
+            self._reused.add(found)
+        self._tree.add(entry)
+        if status.st_nlink > 1:
+            self._links[status.st_dev, status.st_ino] = entry.path
+
+    def _add_hard_link(self, folder: bytes, name: bytes, status: os.stat_result, found: FoundEntry | None) -> bool:
+        """Add a further name of a file that the tree has; return whether it is one."""
+        target = self._links.get((status.st_dev, status.st_ino))
+        if target is None:
+            return False
+        self._add_entry(folder, name, status, (), found, kind=EntryKind.HARD_LINK, target=target)
+        self.counts.others += 1
+        return True
+
+    def _read_file(self, listed: ListedFolder, name: bytes, status: os.stat_result) -> None:
+        self._reused.flush()
+        self.counts.is_unchanged = False
+        path = os.path.join(listed.file_path, name)
+        self.counts.path = path
+        try:
+            descriptor = os.open(name, _READ_FLAGS, dir_fd=listed.descriptor)
+        except OSError as err:
+            self.report_problem(path, (err.strerror or "cannot be opened").lower())
+            return
+        try:
+            self._read_open_file(listed.path, name, path, descriptor)
+        except OSError as err:
+            self.report_problem(path, (err.strerror or "cannot be read").lower())
+        finally:
+            os.close(descriptor)
+
+    def _read_open_file(self, folder: bytes, name: bytes, path: bytes, descriptor: int) -> None:
+        before = os.fstat(descriptor)
+        if not stat.S_ISREG(before.st_mode):
+            self.report_problem(path, "was replaced while the tree was read")
+            return
+        extents = data_extents(descriptor, before)
+        xattrs = read_xattrs(descriptor)
+        stretches = extents if extents is not None else ((0, before.st_size),) if before.st_size else ()
+        written, digest, failure = self._tree.read_content(descriptor, stretches)
+        after = os.fstat(descriptor)
+        flags, size = self._file_flags(path, before, after, failure), before.st_size
+        if written < sum(length for _, length in stretches):  # cut short, or an error
+            extents, size = _truncated(stretches, written, has_holes=extents is not None)
+            if failure is None:
+                self._report_changed(path, f"shrank to {size:,} bytes while it was read")
+                flags |= EntryFlag.CHANGED
+        self.counts.read_bytes += written
+        self.counts.files += 1
+        entry = TreeEntry(
+            folder,
+            name,
+            EntryKind.FILE,
+            stat.S_IMODE(before.st_mode),
+            before.st_uid,
+            before.st_gid,
+            before.st_mtime_ns,
+            _bounded(before.st_ctime_ns),
+            before.st_ino,
+            size,
+            flags,
+            digest,
+            b"",
+            xattrs,
+            extents,
+        )
+        self._tree.add(entry)
+        if before.st_nlink > 1:
+            self._links[before.st_dev, before.st_ino] = entry.path
+
+    def _file_flags(self, path: bytes, before: os.stat_result, after: os.stat_result, failure: OSError | None) -> int:
+        flags = 0
+        if failure is not None:
+            self.report_problem(
+                path, f"reading it failed: {(failure.strerror or 'error').lower()}; its start is stored"
+            )
+            flags |= EntryFlag.INCOMPLETE
+        elif after.st_size >= before.st_size and (
+            (before.st_size, before.st_mtime_ns, before.st_ctime_ns)
+            != (after.st_size, after.st_mtime_ns, after.st_ctime_ns)
+        ):
+            self._report_changed(path, "changed while it was read")
+            flags |= EntryFlag.CHANGED
+        if self._clock() - before.st_ctime_ns < RECENT_NS:
+            flags |= EntryFlag.RECENT
+        return flags
+
+    def _report_changed(self, path: bytes, reason: str) -> None:
+        self.counts.changed += 1
+        if len(self.counts.problems) < PROBLEMS_MAX:
+            self.counts.problems.append(PathProblem(path, reason))
+
+    # --- everything else ---------------------------------------------------------------------------------------------
+
+    def _add_other(self, listed: ListedFolder, name: bytes, status: os.stat_result, found: FoundEntry | None) -> None:
+        path = os.path.join(listed.file_path, name)
+        kind = KINDS.get(stat.S_IFMT(status.st_mode))
+        if kind is None:
+            self.report_skip(path, "is a socket")
+            return
+        if kind != EntryKind.FOLDER and status.st_nlink > 1:
+            if self._add_hard_link(listed.path, name, status, found):
+                return
+            self._links[status.st_dev, status.st_ino] = listed.path + b"/" + name if listed.path else name
+        target = b""
+        try:
+            if kind == EntryKind.SYMLINK:
+                target = os.readlink(name, dir_fd=listed.descriptor)
+            through = descriptor_path(listed.descriptor, name)
+            xattrs = self._xattrs_of(status, found, lambda: read_xattrs(through))
+        except OSError as err:
+            self.report_problem(path, (err.strerror or "cannot be read").lower())
+            return
+        self._add_entry(listed.path, name, status, xattrs, found, kind=kind, target=target)
+        if kind == EntryKind.FOLDER:
+            self.counts.folders += 1
+        else:
+            self.counts.others += 1
+
+    def _xattrs_of(
+        self, status: os.stat_result, found: FoundEntry | None, read: Callable[[], tuple[tuple[bytes, bytes], ...]]
+    ) -> tuple[tuple[bytes, bytes], ...]:
+        """Return the attributes, from the parent if the ctime proves that they are the same."""
+        if found is not None:
+            entry = found.placed.entry
+            if (entry.ctime_ns, entry.inode, entry.flags) == (status.st_ctime_ns, status.st_ino, 0):
+                return entry.xattrs
+        return read()
+
+    def _add_entry(
+        self,
+        folder: bytes,
+        name: bytes,
+        status: os.stat_result,
+        xattrs: tuple[tuple[bytes, bytes], ...],
+        found: FoundEntry | None,
+        *,
+        kind: int = EntryKind.FOLDER,
+        target: bytes = b"",
+    ) -> None:
+        is_device = kind in (EntryKind.CHARACTER_DEVICE, EntryKind.BLOCK_DEVICE)
+        is_recent = self._clock() - status.st_ctime_ns < RECENT_NS
+        entry = TreeEntry(
+            folder,
+            name,
+            kind,
+            stat.S_IMODE(status.st_mode),
+            status.st_uid,
+            status.st_gid,
+            status.st_mtime_ns,
+            _bounded(status.st_ctime_ns),
+            status.st_ino,
+            status.st_rdev if is_device else 0,
+            EntryFlag.RECENT if is_recent else 0,
+            b"",
+            target,
+            xattrs,
+        )
+        if found is None or found.placed.entry != entry:
+            self.counts.is_unchanged = False
+        self._tree.add(entry)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _checkpoint_if_due(self) -> None:
+        if self._checkpoint is None:
+            return
+        done, started = self._checkpoint_at
+        fresh = self.counts.read_bytes - done
+        due = min(max(CHECKPOINT_BYTES_MIN, done // CHECKPOINT_SHARE), CHECKPOINT_BYTES_MAX)
+        if fresh < due and (not fresh or time.monotonic() - started < CHECKPOINT_SECONDS_MAX):
+            return
+        self._reused.flush()
+        self._tree.checkpoint(*self._checkpoint)
+        self._checkpoint_at = (self.counts.read_bytes, time.monotonic())
+
+
+def _truncated(
+    stretches: Sequence[tuple[int, int]], written: int, *, has_holes: bool
+) -> tuple[tuple[tuple[int, int], ...] | None, int]:
+    """Return the extents of the first `written` bytes of data, and where they end."""
+    kept, size = [], 0
+    for offset, length in stretches:
+        if written <= 0:
+            break
+        kept.append((offset, min(length, written)))
+        written -= kept[-1][1]
+        size = sum(kept[-1])
+    return (tuple(kept) if has_holes else None), size
+
+
+def _bounded(nanoseconds: int) -> int:
+    """Return a time that the format can hold; 0, which no later status equals, for any other."""
+    with suppress(OverflowError):
+        if -_I64_MAX <= nanoseconds <= _I64_MAX:
+            return nanoseconds
+    return 0

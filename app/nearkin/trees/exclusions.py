@@ -1,0 +1,104 @@
+"""Decide which entries of a folder are not stored.
+
+Patterns are those of .gitignore files, matched by the library pathspec; paths count from the root of the tree.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from nearkin_shared.errors import BadInput
+
+PATTERNS_MAX = 100_000
+PATTERN_FILE_BYTES_MAX = 16 << 20
+CACHE_TAG = "CACHEDIR.TAG"
+CACHE_SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55"
+"""First bytes of the tag of a cache folder (https://bford.info/cachedir/)."""
+
+
+class ExclusionOptions(NamedTuple):
+    """Rules of a caller for entries that are not stored."""
+
+    patterns: Sequence[str] = ()
+    """As in .gitignore files: `*.o`, `/build/`, `!keep.o`; the last one that matches decides."""
+    files: Sequence[Path] = ()
+    """Files of such patterns, one a line."""
+    if_present: Sequence[str] = ()
+    """A folder that contains an entry of one of these names is stored without its content."""
+    larger_than_bytes: int | None = None
+    """Larger files are not stored."""
+    caches: bool = False
+    """Exclude the content of folders with a valid CACHEDIR.TAG, the tag apart."""
+
+
+class Exclusions:
+    """Compiled options."""
+
+    def __init__(self, options: ExclusionOptions) -> None:
+        """Compile the patterns.
+
+        Raises BadInput for an unreadable file or a pattern that does not parse.
+        """
+        lines = [*options.patterns]
+        for path in options.files:
+            lines.extend(_read_patterns(path))
+        if len(lines) > PATTERNS_MAX:
+            raise BadInput(f"{len(lines):,} patterns: want at most {PATTERNS_MAX:,}")
+        self._spec = _compile(lines) if lines else None
+        self._options = options
+
+    def excludes(self, path: bytes, status: os.stat_result) -> bool:
+        """Return whether an entry is excluded by a pattern or its size."""
+        bound = self._options.larger_than_bytes
+        if bound is not None and stat.S_ISREG(status.st_mode) and status.st_size > bound:
+            return True
+        if self._spec is None:
+            return False
+        name = os.fsdecode(path)
+        return bool(self._spec.match_file(f"{name}/" if stat.S_ISDIR(status.st_mode) else name))
+
+    def kept_names(self, folder: int, names: Sequence[str]) -> Sequence[str]:
+        """Return the names that the rules for whole folders keep; `folder` is its descriptor."""
+        for marker in self._options.if_present:
+            if marker in names:
+                return [marker]
+        if self._options.caches and CACHE_TAG in names and _has_cache_tag(folder):
+            return [CACHE_TAG]
+        return names
+
+
+def _compile(lines: Iterable[str]):  # type: ignore[no-untyped-def]  # the library is imported only if patterns are given
+    from pathspec import GitIgnoreSpec
+
+    try:
+        return GitIgnoreSpec.from_lines(lines)
+    except ValueError as err:
+        raise BadInput(f"exclude pattern: {err}") from err
+
+
+def _read_patterns(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(PATTERN_FILE_BYTES_MAX + 1)
+    except OSError as err:
+        raise BadInput(f'exclude file "{path}": {err.strerror}') from err
+    if len(data) > PATTERN_FILE_BYTES_MAX:
+        raise BadInput(f'exclude file "{path}": more than {PATTERN_FILE_BYTES_MAX:,} bytes')
+    return os.fsdecode(data).splitlines()
+
+
+def _has_cache_tag(folder: int) -> bool:
+    try:
+        file = os.open(CACHE_TAG, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return False
+    try:
+        return os.read(file, len(CACHE_SIGNATURE)) == CACHE_SIGNATURE
+    except OSError:
+        return False
+    finally:
+        os.close(file)

@@ -1,0 +1,139 @@
+"""Find the entries of the newest tree, and take over its segments.
+
+    entries of the parent, in order  ->  ParentEntries.find(folder, name)
+    unchanged files, in order        ->  ReusedContent.add: whole segments are spliced, the bytes of partial
+                                         ones are read from the parent and written again
+
+Invariant: the spliced and rewritten bytes are the content of the added files, in order.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from nearkin.trees.tree_writer import TreeWriter
+from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.formats.tree_entry_group import sort_key
+from nearkin_shared.reading.tree_reader import PlacedEntry, ReadRange, TreeReader
+
+
+class ParentTree(NamedTuple):
+    """An earlier version of a tree."""
+
+    reader: TreeReader
+    manifest: Manifest
+    read_range: ReadRange
+
+
+class FoundEntry(NamedTuple):
+    """An entry of an earlier version."""
+
+    parent: ParentTree
+    placed: PlacedEntry
+
+
+class ParentEntries:
+    """Looks up entries in the order of the tree; the parents are read as a stream."""
+
+    def __init__(self, parents: Sequence[ParentTree]) -> None:
+        """`parents`: the later ones are used behind the last entry of the earlier."""
+        self._stream = _chain(parents)
+        self._next = next(self._stream, None)
+
+    def find(self, folder_key: bytes, name: bytes) -> FoundEntry | None:
+        """Return the entry; keys must ascend from call to call."""
+        key = (folder_key, name)
+        while self._next is not None and self._next[0] < key:
+            self._next = next(self._stream, None)
+        if self._next is None or self._next[0] != key:
+            return None
+        return self._next[1]
+
+
+def _chain(parents: Sequence[ParentTree]) -> Iterator[tuple[tuple[bytes, bytes], FoundEntry]]:
+    last: tuple[bytes, bytes] | None = None
+    for parent in parents:
+        folder, folder_key = b"", b""
+        reached = last
+        for placed in parent.reader.entries(last):
+            entry = placed.entry
+            if entry.folder != folder:
+                folder, folder_key = entry.folder, sort_key(entry.folder)
+            key = (folder_key, entry.name)
+            if reached is None or key > reached:
+                yield key, FoundEntry(parent, placed)
+                last = key
+
+
+class ReusedContent:
+    """The content of consecutive unchanged files, as a range of a parent."""
+
+    def __init__(self, tree: TreeWriter, progress: Callable[[int], None]) -> None:
+        """`progress` is called with the bytes that are taken over."""
+        self._tree = tree
+        self._progress = progress
+        self._parent: ParentTree | None = None
+        self._start = self._stop = 0
+        self._stops = array("Q")
+        """Ends of the files, in the parent."""
+        self._ends: dict[int, list[int]] = {}
+
+    def add(self, found: FoundEntry) -> None:
+        """Append the content of a file."""
+        placed = found.placed
+        if self._parent is not found.parent or placed.start != self._stop:
+            self.flush()
+            self._parent, self._start = found.parent, placed.start
+        self._stop = placed.stop
+        self._stops.append(placed.stop)
+
+    def flush(self) -> None:
+        """Write what was added."""
+        parent, start, stop = self._parent, self._start, self._stop
+        stops, self._stops, self._parent = self._stops, array("Q"), None
+        if parent is None or start == stop:
+            return
+        ends = self._segment_ends(parent)
+        first = bisect_left(ends, start)  # segments behind it begin inside the range
+        last = bisect_right(ends, stop) - 1
+        if last > first:
+            lengths = parent.manifest.lengths
+            assert lengths is not None
+            self._rewrite(parent, start, ends[first], stops)
+            rows = slice(first, last)
+            self._tree.splice(parent.manifest.segments.take(rows), lengths[rows])
+            self._rewrite(parent, ends[last], stop, stops)
+        else:
+            self._rewrite(parent, start, stop, stops)
+        self._progress(stop - start)
+
+    def _segment_ends(self, parent: ParentTree) -> list[int]:
+        """Return 0 and the end of each segment: segment i is ends[i] to ends[i + 1]."""
+        if id(parent) not in self._ends:
+            lengths = parent.manifest.lengths
+            if lengths is None:  # one segment at most
+                self._ends[id(parent)] = [0, parent.manifest.size_bytes]
+            else:
+                self._ends[id(parent)] = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
+        return self._ends[id(parent)]
+
+    def _rewrite(self, parent: ParentTree, start: int, stop: int, stops: Sequence[int]) -> None:
+        """Write a range of the parent again, file by file, so that chunks end where they did."""
+        number = bisect_right(stops, start)
+        data, position = b"", start
+        while start < stop:
+            end = min(stop, stops[number], start + REWRITE_BYTES)
+            if end > position + len(data):
+                position, data = start, parent.read_range(start, min(stop, start + REWRITE_BYTES))
+            self._tree.write_content(data[start - position : end - position])
+            start = end
+            number += start == stops[number]
+
+
+REWRITE_BYTES = 1 << 20
+"""Bytes of a parent that are read at once; an edge is shorter than two segments, 1.8 MB."""

@@ -1,0 +1,151 @@
+"""Back up folders into an open store.
+
+Unfinished versions (checkpoints) are versions of a reserved key, which no listing shows; the next backup of the same
+key takes over their content, and its commit deletes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from nearkin.trees.backup import BackupCounts, ComparisonOptions, TreeBackup, TreeUnchanged
+from nearkin.trees.exclusions import ExclusionOptions, Exclusions
+from nearkin.trees.parent_tree import ParentTree
+from nearkin.trees.walker import TreeWalker, tree_paths
+from nearkin_shared.errors import Corrupt, NotFound
+from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
+from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.tree_reader import TreeReader
+from nearkin_shared.results import PutResult
+from nearkin_shared.validation import CONTENT_TYPE, RESERVED_PREFIX
+
+TAGS = "tags"
+"""Name of the tags in a version's metadata, separated by commas."""
+CHECKPOINT_REASON = "the backup was completed"
+CHECKPOINT_KEY_CHARACTERS = 200
+"""Of the key that a checkpoint's metadata name."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackupOptions:
+    """Options of a backup."""
+
+    tags: Sequence[str] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    exclusions: ExclusionOptions = field(default_factory=ExclusionOptions)
+    comparison: ComparisonOptions = field(default_factory=ComparisonOptions)
+    one_file_system: bool = False
+    skip_if_unchanged: bool = False
+    """Store no version if the tree is equal to the newest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackupResult:
+    """The result of a backup."""
+
+    put: PutResult | None
+    """None: nothing changed, and no version was stored."""
+    counts: BackupCounts
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every entry could be read, and none changed meanwhile."""
+        return not self.counts.unread and not self.counts.changed
+
+
+class TreeStore(NamedTuple):
+    """Operations of an open store that a backup uses."""
+
+    newest: Callable[[str], Manifest]
+    """Returns the newest version of a key. Raises NotFound, Corrupt."""
+    blob: Callable[[Manifest, int, int], Blob]
+    """Opens a range of a version."""
+    put: Callable[[str, TreeBackup, dict[str, str]], PutResult]
+    delete: Callable[[str], int]
+    folders: Sequence[Path]
+    """Folders that the store writes, which a backup leaves out."""
+
+
+def back_up(
+    store: TreeStore, key: str, paths: Sequence[str | Path], options: BackupOptions, counts: BackupCounts
+) -> BackupResult:
+    """Store folders and files as one version of `key`. Raises as `Store.backup` does."""
+    chosen = tree_paths(paths)
+    checkpoint_key = f"{RESERVED_PREFIX}checkpoints/{blake3(key.encode()).hexdigest(length=16)}"
+
+    def parents() -> list[ParentTree]:
+        found = []
+        newest = _parent(store, key)
+        unfinished = _parent(store, checkpoint_key)
+        if unfinished is not None and (newest is None or unfinished.manifest.created_us > newest.manifest.created_us):
+            found.append(unfinished)
+        return [*found, *([] if newest is None else [newest])]
+
+    def report_problem(path: bytes, reason: str) -> None:
+        backup.report_problem(path, reason)
+
+    def report_skip(path: bytes, reason: str) -> None:
+        backup.report_skip(path, reason)
+
+    walker = TreeWalker(
+        chosen,
+        Exclusions(options.exclusions),
+        report_problem,
+        report_skip,
+        one_file_system=options.one_file_system,
+        left_out=_identities(store.folders),
+    )
+    metadata = {CONTENT_TYPE: CONTENT_TYPE_TREE, **options.metadata}
+    if options.tags:
+        metadata[TAGS] = ",".join(sorted(set(options.tags)))
+    backup = TreeBackup(
+        walker,
+        chosen.root,
+        parents,
+        options.comparison,
+        counts,
+        (checkpoint_key, {**metadata, "of": key[:CHECKPOINT_KEY_CHARACTERS]}),
+        skip_if_unchanged=options.skip_if_unchanged,
+    )
+    try:
+        result = store.put(key, backup, metadata)
+    except TreeUnchanged:
+        return BackupResult(None, counts)
+    with suppress(NotFound):
+        store.delete(checkpoint_key)
+    return BackupResult(result, counts)
+
+
+def _parent(store: TreeStore, key: str) -> ParentTree | None:
+    """Return the newest version of a key, if it is a tree that can be read."""
+
+    def read_range(start: int, stop: int) -> bytes:
+        return store.blob(manifest, start, stop).read()
+
+    try:
+        manifest = store.newest(key)
+        if not manifest.is_tree:
+            return None
+        reader = TreeReader.open(
+            read_range, manifest.size_bytes, f"{key!r} version {manifest.version}", manifest.blake3
+        )
+    except (NotFound, Corrupt):
+        return None
+    return ParentTree(reader, manifest, read_range)
+
+
+def _identities(folders: Sequence[Path]) -> list[tuple[int, int]]:
+    """Return device and inode of the folders that exist."""
+    found = []
+    for folder in folders:
+        with suppress(OSError):
+            status = folder.stat()
+            found.append((status.st_dev, status.st_ino))
+    return found

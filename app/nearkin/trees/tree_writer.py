@@ -1,0 +1,203 @@
+"""Write a tree into a put: contents first, then entry groups, index and footer.
+
+Chunks end at the borders of files, so that equal files have equal chunks wherever they are; runs of files below
+CHUNK_BYTES_MIN share chunks. Files above SEGMENT_FILE_BYTES_MIN begin and end segments as well. Groups wait compressed
+in memory until the contents are written: about 20 bytes an entry.
+
+Invariant: entries are added in the order of their contents.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+from backports.zstd import compress, decompress
+from blake3 import blake3
+
+from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry, encode_group
+from nearkin_shared.formats.tree_layout import GroupInfo, TreeSummary, encode_end, group_digest, tree_digest
+
+if TYPE_CHECKING:
+    from nearkin.embedded.blob_transfer import BlobTransfer
+    from nearkin.embedded.runner import EmbeddedWriter
+    from nearkin_shared.types import U32, Locations
+
+CHUNK_BYTES_MIN = 2048
+"""Smaller files share a chunk with their neighbours: an entry of the index for each would cost more than it saves."""
+SEGMENT_FILE_BYTES_MIN = 256 * 1024
+"""Larger files have segments of their own, which later versions take over even if other files change."""
+GROUP_ROWS_MIN, GROUP_ROWS_MAX = 64, 2048
+GROUP_ROWS_MASK = 255
+"""A group ends after an entry with these bits of its name's CRC-32 zero: an added file moves no later border."""
+
+
+class TreeWriter:
+    """Writes one tree."""
+
+    def __init__(self, writer: EmbeddedWriter, blob: BlobTransfer, root: bytes, host: str) -> None:
+        self._writer = writer
+        self._blob = blob
+        self._rows: list[TreeEntry] = []
+        self._groups: list[GroupInfo] = []
+        self._blocks: list[bytes] = []
+        self._since_border = 0
+        self._summary = TreeSummary(root=root, host=host)
+        self._counts = {"entries": 0, "files": 0, "folders": 0, "size_bytes": 0, "unread": 0}
+        self._users: dict[int, str] = {}
+        self._owner_groups: dict[int, str] = {}
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of contents so far."""
+        return self._blob.size_bytes
+
+    @property
+    def entries(self) -> int:
+        """Entries so far."""
+        return self._counts["entries"]
+
+    def add(self, entry: TreeEntry) -> None:
+        """Add an entry whose content, if any, has been written."""
+        self._rows.append(entry)
+        counts = self._counts
+        counts["entries"] += 1
+        if entry.kind == EntryKind.FILE:
+            counts["files"] += 1
+            counts["size_bytes"] += entry.size
+            if entry.flags & (EntryFlag.CHANGED | EntryFlag.INCOMPLETE):
+                counts["unread"] += 1
+        elif entry.kind == EntryKind.FOLDER:
+            counts["folders"] += 1
+        if entry.uid not in self._users:
+            self._users[entry.uid] = _user_name(entry.uid)
+        if entry.gid not in self._owner_groups:
+            self._owner_groups[entry.gid] = _group_name(entry.gid)
+        rows = len(self._rows)
+        if rows >= GROUP_ROWS_MIN and (not zlib.crc32(entry.name) & GROUP_ROWS_MASK or rows >= GROUP_ROWS_MAX):
+            self._end_group()
+
+    def count_unread(self) -> None:
+        """Count an entry that could not be read and is not stored."""
+        self._counts["unread"] += 1
+
+    def read_content(self, descriptor: int, extents: tuple[tuple[int, int], ...]) -> tuple[int, bytes, OSError | None]:
+        """Write extents of a file; return (bytes written, digest, error that ended it early)."""
+        total = sum(length for _, length in extents)
+        self._border(total)
+        hasher, written, failure = blake3(), 0, None
+        writer, blob = self._writer, self._blob
+        for position, length in extents:
+            left = length
+            while left:
+                window = writer.window()[:left]
+                try:
+                    count = os.preadv(descriptor, [window], position + length - left)
+                except OSError as err:
+                    failure = err
+                    break
+                if not count:
+                    break
+                hasher.update(window[:count])
+                writer.advance(blob, count)
+                left -= count
+                written += count
+            if left:
+                break  # cut short, or an error: the next extent would have a wrong offset
+        self._end_content(written)
+        return written, hasher.digest(length=DIGEST_BYTES) if written else b"", failure
+
+    def write_content(self, data: bytes) -> None:
+        """Write bytes of contents that are read from an earlier version."""
+        self._border(len(data))
+        self._writer.write(self._blob, data)
+        self._end_content(len(data))
+
+    def splice(self, segments: Locations, lengths: U32) -> None:
+        """Take over stored segments."""
+        self._writer.splice(self._blob, segments, lengths)
+        self._since_border = 0
+
+    def checkpoint(self, key: str, metadata: dict[str, str]) -> None:
+        """Commit what there is so far as a version of `key`; the tree goes on."""
+        if self._rows:
+            self._end_group()
+        if not self._groups:
+            return
+        end = encode_end(self._state(), self._groups)
+        self._writer.checkpoint(self._blob, key, metadata, b"".join(self._plain_blocks()) + end, tree_digest(end))
+        self._since_border = 0
+
+    def finish(self) -> bytes:
+        """Write groups, index and footer; return the digest of the tree."""
+        if self._rows:
+            self._end_group()
+        self._writer.end_chunk(ends_segment=True)
+        for block in self._plain_blocks():
+            self._writer.write(self._blob, block)
+            self._writer.end_chunk()
+        end = encode_end(self._state(), self._groups)
+        self._writer.write(self._blob, end)
+        return tree_digest(end)
+
+    def _state(self) -> TreeSummary:
+        return msgspec.structs.replace(
+            self._summary, users=_sorted(self._users), groups=_sorted(self._owner_groups), **self._counts
+        )
+
+    def _plain_blocks(self) -> Iterator[bytes]:
+        return map(decompress, self._blocks)
+
+    def _border(self, size: int) -> None:
+        """End a chunk before a file, unless both it and what precedes it are tiny."""
+        if size >= SEGMENT_FILE_BYTES_MIN:
+            self._writer.end_chunk(ends_segment=True)
+            self._since_border = 0
+        elif self._since_border and size >= CHUNK_BYTES_MIN:
+            self._writer.end_chunk()
+            self._since_border = 0
+
+    def _end_content(self, size: int) -> None:
+        self._since_border += size
+        if size >= SEGMENT_FILE_BYTES_MIN:
+            self._writer.end_chunk(ends_segment=True)
+            self._since_border = 0
+        elif self._since_border >= CHUNK_BYTES_MIN:
+            self._writer.end_chunk()
+            self._since_border = 0
+
+    def _end_group(self) -> None:
+        rows, self._rows = self._rows, []
+        block = encode_group(rows)
+        content_bytes = sum([row.content_bytes for row in rows])
+        first = rows[0]
+        self._groups.append(
+            GroupInfo(first.folder, first.name, len(rows), len(block), content_bytes, group_digest(block))
+        )
+        self._blocks.append(compress(block, 1))
+
+
+def _sorted(names: dict[int, str]) -> dict[int, str]:
+    """Return the names by number, so that the same tree has the same bytes."""
+    return dict(sorted(names.items()))
+
+
+def _user_name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return ""
+
+
+def _group_name(gid: int) -> str:
+    import grp
+
+    try:
+        return grp.getgrgid(gid).gr_name
+    except (KeyError, OverflowError):
+        return ""

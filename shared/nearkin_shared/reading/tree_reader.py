@@ -1,0 +1,223 @@
+"""Read the entries of a tree by ranges of its blob.
+
+    TreeReader.open -> footer and index, once       children(folder) -> the groups that hold the folder's entries
+    entries()       -> all entries in order, a few groups at a time
+
+Invariant (I8): an entry is returned only after the digest of its group agreed with the index, and the index with the
+digest of the version.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from nearkin_shared.errors import BadInput, Corrupt, NotFound
+from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryKind, TreeEntry, decode_group, is_name, sort_key
+from nearkin_shared.formats.tree_layout import (
+    FOOTER_BYTES,
+    GroupIndex,
+    TreeSummary,
+    decode_footer,
+    decode_index,
+    group_digest,
+    tree_digest,
+)
+
+ReadRange = Callable[[int, int], bytes]
+"""Returns the bytes [start, stop) of the blob, verified."""
+END_BYTES = 64 * 1024
+"""Bytes at the end that are read first: footer and index of a tree of about 250,000 entries."""
+READ_BYTES = 2 * 1024 * 1024
+"""Groups that are read together, while all entries are read."""
+
+
+class PlacedEntry(NamedTuple):
+    """An entry and where its content starts in the blob, bytes."""
+
+    entry: TreeEntry
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The end of its content in the blob."""
+        return self.start + self.entry.content_bytes
+
+
+class TreeReader:
+    """An open tree. Not to be shared between threads."""
+
+    def __init__(self, read_range: ReadRange, index: GroupIndex, size_bytes: int, label: str) -> None:
+        self._read_range = read_range
+        self._index = index
+        self._label = label
+        self._decoded: tuple[int, list[PlacedEntry]] = (-1, [])
+        self.size_bytes = size_bytes
+        """Of the blob."""
+
+    @classmethod
+    def open(cls, read_range: ReadRange, size_bytes: int, label: str, digest: bytes | None = None) -> TreeReader:
+        """Read footer and index.
+
+        `digest`: of the tree, from its manifest; None: the caller verifies the whole blob.
+
+        Raises Corrupt (not a tree, or damaged), FormatTooNew, and what `read_range` raises.
+        """
+        if size_bytes < FOOTER_BYTES:
+            raise Corrupt(f"{label}: {size_bytes} bytes are too few for a tree")
+        end = read_range(max(0, size_bytes - END_BYTES), size_bytes)
+        footer = decode_footer(end[-FOOTER_BYTES:], size_bytes, label)
+        end_bytes = footer.index_bytes + FOOTER_BYTES
+        if end_bytes > len(end):
+            end = read_range(size_bytes - end_bytes, size_bytes - len(end)) + end
+        end = end[len(end) - end_bytes :]
+        if digest is not None and tree_digest(end) != digest:
+            raise Corrupt(f"{label}: the digest of its index differs from its manifest; run `nearkin verify`")
+        return cls(read_range, decode_index(end[:-FOOTER_BYTES], footer, label), size_bytes, label)
+
+    @property
+    def summary(self) -> TreeSummary:
+        """Properties of the tree as a whole."""
+        return self._index.summary
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of all contents, which are the start of the blob."""
+        return self._index.content_starts[-1]
+
+    def entries(self, first: tuple[bytes, bytes] | None = None) -> Iterator[PlacedEntry]:
+        """Yield all entries in order.
+
+        With `first`, from the start of the group that may have an entry with this key.
+        """
+        number = 0 if first is None else max(0, self._group_of(first))
+        blocks = self._index.block_starts
+        while number < len(self._index.groups):
+            last = max(number + 1, bisect_right(blocks, blocks[number] + READ_BYTES) - 1)
+            data = self._read_range(blocks[number], blocks[last])
+            for group in range(number, last):
+                yield from self._decode(
+                    group, data[blocks[group] - blocks[number] : blocks[group + 1] - blocks[number]]
+                )
+            number = last
+
+    def children(self, folder: bytes) -> Iterator[PlacedEntry]:
+        """Yield the entries of a folder, names ascending. Nothing if it has none, or is no folder."""
+        key = sort_key(folder)
+        for number in range(max(0, self._group_of((key, b""))), len(self._index.groups)):
+            for placed in self._group(number):
+                found = sort_key(placed.entry.folder)
+                if found > key:
+                    return
+                if found == key and placed.entry.name:
+                    yield placed
+
+    def below(self, folder: bytes) -> Iterator[PlacedEntry]:
+        """Yield all entries below a folder, at any depth, in order."""
+        if not folder:
+            yield from self.entries()
+            return
+        yield from self.children(folder)
+        key = sort_key(folder) + b"\0"
+        for placed in self.entries((key, b"")):
+            found = sort_key(placed.entry.folder)
+            if found.startswith(key):
+                yield placed
+            elif found > key:
+                return
+
+    def find(self, path: bytes) -> PlacedEntry:
+        """Return the entry with a path. Raises NotFound."""
+        folder, _, name = path.rpartition(b"/")
+        key = (sort_key(folder), name)
+        number = self._group_of(key)
+        if number >= 0:
+            for placed in self._group(number):
+                if placed.entry.name == name and placed.entry.folder == folder:
+                    return placed
+        raise NotFound(f"{self._label}: has no entry {path.decode(errors='backslashreplace')!r}")
+
+    def content_of(self, placed: PlacedEntry) -> PlacedEntry:
+        """Return the entry that holds the content: itself, or the target of a hard link.
+
+        Raises Corrupt.
+        """
+        if placed.entry.kind != EntryKind.HARD_LINK:
+            return placed
+        try:
+            target = self.find(placed.entry.target)
+        except NotFound as err:
+            raise Corrupt(f"{self._label}: hard link {placed.entry.path!r}: {err}") from err
+        if target.entry.kind == EntryKind.HARD_LINK:
+            raise Corrupt(f"{self._label}: hard link {placed.entry.path!r} names another hard link")
+        return target
+
+    def _group_of(self, key: tuple[bytes, bytes]) -> int:
+        """Return the last group that starts at or before the key; -1 if none does."""
+        return bisect_right(self._index.groups, key, key=lambda group: group.first_key) - 1
+
+    def _group(self, number: int) -> list[PlacedEntry]:
+        """Return the entries of a group; the last one is kept."""
+        if self._decoded[0] != number:
+            start, stop = self._index.block_starts[number : number + 2]
+            self._decoded = (number, self._decode(number, self._read_range(start, stop)))
+        return self._decoded[1]
+
+    def _decode(self, number: int, block: bytes) -> list[PlacedEntry]:
+        group, what = self._index.groups[number], f"{self._label}: group {number} of its entries"
+        if group_digest(block) != group.digest:
+            raise Corrupt(f"{what}: its digest differs from the index; run `nearkin verify`")
+        entries = decode_group(block, what)
+        start = self._index.content_starts[number]
+        ends = [start, *(start + end for end in accumulate(entry.content_bytes for entry in entries))]
+        if len(entries) != group.rows or ends[-1] - start != group.content_bytes:
+            raise Corrupt(f"{what}: {len(entries)} entries with {ends[-1] - start} bytes; the index states others")
+        keys = [(sort_key(entry.folder), entry.name) for entry in entries]
+        if keys[0] != group.first_key or any(after <= before for before, after in pairwise(keys)):
+            raise Corrupt(f"{what}: its entries are not in order")
+        return [PlacedEntry(entry, first) for entry, first in zip(entries, ends, strict=False)]
+
+
+class TreeContentCheck:
+    """Compares the bytes of a tree, from its start on, with the digests of its files.
+
+    The entries are read ahead of the contents, so that a wrong byte is found before it is passed on.
+    """
+
+    def __init__(self, reader: TreeReader) -> None:
+        self._entries = (placed for placed in reader.entries() if placed.entry.content_bytes)
+        self._placed = next(self._entries, None)
+        self._hasher = blake3()
+        self._position = 0
+        self._content_bytes = reader.content_bytes
+
+    def update(self, piece: memoryview) -> PlacedEntry | None:
+        """Compare the next bytes; return the first file that ends within them with another digest."""
+        start, stop = self._position, min(self._position + len(piece), self._content_bytes)
+        self._position += len(piece)
+        while self._placed is not None and start < stop:
+            placed = self._placed
+            end = min(placed.stop, stop)
+            self._hasher.update(piece[start - self._position + len(piece) : end - self._position + len(piece)])
+            start = end
+            if end == placed.stop:
+                if self._hasher.digest(length=DIGEST_BYTES) != placed.entry.digest:
+                    return placed
+                self._hasher = blake3()
+                self._placed = next(self._entries, None)
+        return None
+
+
+def tree_path(text: bytes) -> bytes:
+    """Return the path of an entry from user input: `/etc/`, `etc` and `./etc` are the same.
+
+    Raises BadInput.
+    """
+    parts = [part for part in text.split(b"/") if part not in (b"", b".")]
+    if not all(is_name(part) for part in parts):
+        raise BadInput(f"path {text.decode(errors='backslashreplace')!r}: has .. or a name above 255 bytes")
+    return b"/".join(parts)

@@ -1,0 +1,250 @@
+"""Backups of folders with every kind of entry, compared with rsync."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from nearkin.store import open_store
+from nearkin.trees.exclusions import ExclusionOptions
+from nearkin.trees.store_backup import BackupOptions
+from nearkin.trees.tree_restore import Overwrite, RestoreOptions
+from nearkin_shared.errors import BadInput, Corrupt, NotFound
+
+IS_ROOT = os.geteuid() == 0
+
+
+def rsync_differences(source: Path, target: Path) -> str:
+    """Return what rsync would change to make the target equal to the source, owners and attributes included."""
+    command = ["rsync", "-naHAXS", "--itemize-changes", "--delete", f"{source}/", f"{target}/"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, errors="replace").stdout
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Return a folder with every kind of entry."""
+    root = tmp_path / "source"
+    root.mkdir()
+    (root / "empty").mkdir()
+    (root / "small.txt").write_bytes(b"small")
+    (root / "empty.txt").touch()
+    (root / "large.bin").write_bytes(os.urandom(3_000_000))
+    (root / "deep" / "er").mkdir(parents=True)
+    (root / "deep" / "er" / "copy.bin").write_bytes((root / "large.bin").read_bytes())
+    os.link(root / "small.txt", root / "deep" / "hard link")
+    (root / "symlink").symlink_to("nowhere/at all")
+    os.mkfifo(root / "fifo", 0o640)
+    os.mkdir(os.path.join(os.fsencode(root), b"bytes \xff\xfe"))
+    Path(os.fsdecode(os.path.join(os.fsencode(root), b"bytes \xff\xfe", b"new\nline"))).write_bytes(b"1")
+    with (root / "sparse").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"data" * 2048)
+        file.truncate(10 << 20)
+    with (root / "hole only").open("wb") as file:
+        file.truncate(1 << 20)
+    os.setxattr(root / "small.txt", "user.note", b"value \x00")
+    os.setxattr(root / "deep", "user.folder", b"1")
+    for number, name in enumerate(("before 1970", "after 2038")):
+        path = root / name
+        path.write_bytes(b"time")
+        os.utime(path, ns=((-1_000_000_001, 4_294_967_296_123_456_789)[number],) * 2)
+    for mode in (0o000, 0o400, 0o755, 0o4755, 0o2755, 0o1777):
+        path = root / f"mode {mode:o}"
+        path.write_bytes(b"mode")
+        path.chmod(mode)
+    (root / "closed").mkdir(0o700)
+    (root / "closed" / "file").write_bytes(b"inside")
+    (root / "closed").chmod(0o500)
+    if IS_ROOT:
+        os.mknod(root / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        os.chown(root / "large.bin", 12345, 54321)
+        os.chown(root / "symlink", 1, 1, follow_symlinks=False)
+        subprocess.run(["setfacl", "-m", "u:33:rw", root / "large.bin"], check=True)
+        subprocess.run(["setfacl", "-d", "-m", "g:33:rx", root / "deep"], check=True)
+        capability = bytes.fromhex("0100000200200000000000000000000000000000")
+        os.setxattr(root / "mode 755", "security.capability", capability)
+    os.utime(root, ns=(1, 1_234_567_890_123_456_789))
+    return root
+
+
+def test_restored_tree_equals_source_for_rsync(source: Path, tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", create=True) as store:
+        result = store.backup("home", [source])
+        counts = store.restore("home", tmp_path / "target")
+    assert result.is_complete
+    assert result.put is not None
+    assert counts.is_complete, (counts.problems, counts.unset)
+    assert rsync_differences(source, tmp_path / "target") == ""
+    assert (tmp_path / "target" / "sparse").stat().st_blocks * 512 < 1 << 20
+    assert (tmp_path / "target").stat().st_mtime_ns == 1_234_567_890_123_456_789
+
+
+def test_second_backup_reads_no_unchanged_file(source: Path, tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", create=True) as store:
+        _age(source)
+        first = store.backup("home", [source])
+        (source / "small.txt").write_bytes(b"other content")
+        second = store.backup("home", [source])
+        third = store.backup("home", [source], options=BackupOptions(skip_if_unchanged=True))
+        counts = store.restore("home", tmp_path / "target")
+    assert first.put is not None
+    assert second.put is not None
+    assert second.counts.read_bytes == len(b"other content")
+    assert second.put.ledger.stored_bytes < 20_000
+    assert counts.is_complete
+    assert rsync_differences(source, tmp_path / "target") == ""
+    assert third.put is not None, "small.txt changed within a second of its backup: it is read again"
+
+
+def test_backup_skip_if_unchanged_stores_no_version(source: Path, tmp_path: Path) -> None:
+    _age(source)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [source])
+        again = store.backup("home", [source], options=BackupOptions(skip_if_unchanged=True))
+        assert again.put is None
+        assert len(store.versions(all_versions=True)) == 1
+        os.utime(source / "deep", ns=(5, 5))
+        changed = store.backup("home", [source], options=BackupOptions(skip_if_unchanged=True))
+        assert changed.put is not None
+        assert changed.counts.read_bytes == 0
+
+
+def _age(source: Path) -> None:
+    """Wait until no ctime below `source` is recent."""
+    threading.Event().wait(1.1)
+
+
+def test_sockets_are_skipped_and_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+        with open_store(tmp_path / "store", create=True) as store:
+            result = store.backup("home", [folder])
+    assert result.is_complete
+    assert [(problem.path, problem.reason) for problem in result.counts.skips] == [
+        (os.fsencode(folder / "socket"), "is a socket")
+    ]
+
+
+def test_excluded_entries_are_not_stored(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    for name in ("a.o", "keep.o", "build/x", "cache/CACHEDIR.TAG", "cache/data", "no/.nobackup", "no/data", "big"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"Signature: 8a477f597d28d172789f06886806bc55" if path.name == "CACHEDIR.TAG" else b"x")
+    (folder / "big").write_bytes(bytes(2000))
+    options = BackupOptions(
+        exclusions=ExclusionOptions(
+            patterns=["*.o", "!keep.o", "/build/"], if_present=[".nobackup"], larger_than_bytes=1999, caches=True
+        )
+    )
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder], options=options)
+        found = [placed.entry.path for placed in store.tree("home").entries()]
+    assert found == [b"", b"cache", b"keep.o", b"no", b"cache/CACHEDIR.TAG", b"no/.nobackup"]
+
+
+def test_store_in_the_tree_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    with open_store(tmp_path / "store", create=True) as store:
+        result = store.backup("home", [tmp_path])
+        found = [placed.entry.path for placed in store.tree("home").entries()]
+    assert found == [b"", b"file", b"store"]
+    assert [problem.reason for problem in result.counts.skips] == ["is the store itself; its content is left out"]
+
+
+def test_several_paths_share_their_common_root(tmp_path: Path) -> None:
+    for name in ("a/b/one", "a/c/two", "a/d/three"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(name.encode())
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [tmp_path / "a" / "b", tmp_path / "a" / "c" / "two"])
+        tree = store.tree("home")
+        assert tree.summary.root == os.fsencode(tmp_path / "a")
+        assert [placed.entry.path for placed in tree.entries()] == [b"", b"b", b"c", b"b/one", b"c/two"]
+
+
+def test_restore_of_a_part_has_its_hard_links(source: Path, tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [source])
+        store.restore("home", tmp_path / "part", path=b"deep")
+        store.restore("home", tmp_path / "one", path=b"small.txt")
+        with pytest.raises(NotFound, match="no entry 'nothing'"):
+            store.restore("home", tmp_path / "none", path=b"nothing")
+    assert sorted(os.listdir(tmp_path / "part")) == ["er", "hard link"]
+    assert (tmp_path / "part" / "hard link").read_bytes() == b"small"
+    assert os.listdir(tmp_path / "one") == ["small.txt"]
+
+
+@pytest.mark.parametrize("overwrite", Overwrite)
+def test_restore_into_existing_folder_follows_policy(overwrite: Overwrite, tmp_path: Path) -> None:
+    folder, target = tmp_path / "source", tmp_path / "target"
+    folder.mkdir()
+    target.mkdir()
+    for name in ("same", "other", "missing"):
+        (folder / name).write_bytes(b"stored")
+        os.utime(folder / name, ns=(9, 9))
+    (target / "same").write_bytes(b"STORED")
+    os.utime(target / "same", ns=(9, 9))
+    (target / "other").write_bytes(b"local")
+    (target / "besides").write_bytes(b"local")
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        counts = store.restore("home", target, options=RestoreOptions(overwrite=overwrite))
+    content = {path.name: path.read_bytes() for path in target.iterdir()}
+    expected = {
+        Overwrite.ALWAYS: {"same": b"stored", "other": b"stored"},
+        Overwrite.IF_CHANGED: {"same": b"STORED", "other": b"stored"},
+        Overwrite.NEVER: {"same": b"STORED", "other": b"local"},
+    }[overwrite]
+    assert content == {**expected, "missing": b"stored", "besides": b"local"}
+    assert counts.is_complete
+
+
+def test_restore_delete_makes_the_target_equal(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    (target / "deep" / "besides").mkdir(parents=True)
+    (target / "empty" / "file").parent.mkdir()
+    (target / "empty" / "file").touch()
+    (target / "large.bin").mkdir()
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [source])
+        counts = store.restore("home", target, options=RestoreOptions(delete=True))
+    assert counts.deleted == 2
+    assert rsync_differences(source, target) == ""
+
+
+def test_restore_writes_nothing_through_a_symlink(tmp_path: Path) -> None:
+    folder, target, outside = tmp_path / "source", tmp_path / "target", tmp_path / "outside"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "file").write_bytes(b"stored")
+    (folder / "plain").write_bytes(b"stored")
+    for path in (target, outside):
+        path.mkdir()
+    (outside / "plain").write_bytes(b"local")
+    (target / "sub").symlink_to(outside)
+    (target / "plain").symlink_to(outside / "plain")
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        counts = store.restore("home", target)
+    assert counts.is_complete, counts.problems
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == {"plain": b"local"}
+    assert (target / "sub" / "file").read_bytes() == b"stored"
+
+
+def test_a_blob_is_not_read_as_a_tree(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", create=True) as store:
+        store.put("blob", b"x" * 1000)
+        with pytest.raises(Corrupt, match="is not a tree"):
+            store.tree("blob")
+        with pytest.raises(BadInput, match=r'path "/no/such/path"'):
+            store.backup("home", ["/no/such/path"])
+        with pytest.raises(BadInput, match="reserved"):
+            store.backup(".nearkin/x", [tmp_path])
