@@ -218,7 +218,7 @@ def test_repaired_chunks_are_duplicates_of_a_put(tmp_path: Path, back: str, harm
             path.unlink()
         with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
             assert store.verify().damage
-            if back == "a copy that repair is given":
+            if back == "a copy that repair receives":
                 assert store.repair([copy]).repaired
             else:
                 shutil.copy(copy, path)
