@@ -27,8 +27,10 @@ SAMPLES_A_SECOND = 997
 """Not a divisor of any timer's rate, so that nothing periodic is always or never hit."""
 START_SECONDS = 0.3
 CLASSES = ("kernels", "libraries", "numpy", "system", "interpreter")
-"""Ours, and zstd for blocks; Kafka's, Redis' and the store's clients with their compression and sums; numpy's loops and
-the making of its arrays; the C library (copies) and the operating system; libpython."""
+"""Groups of shared objects: our kernels and zstd for blocks; the clients of Kafka, Redis and the store with their
+compression and checksums; numpy's loops and array creation; the C library (copies) and the operating system;
+libpython.
+"""
 
 
 KERNELS = (

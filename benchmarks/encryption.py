@@ -39,7 +39,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def pages() -> None:
-    """Print how fast an object of 4 MiB is sealed in pages of several sizes."""
+    """Print the speed of encrypting an object of 4 MiB in pages of several sizes."""
     data, cipher, aad = memoryview(random_bytes(OBJECT_BYTES, 1)), AESGCM(secrets.token_bytes(32)), bytes(128)
     for page_bytes in (4096, 16_384, 32_768, 65_536, 262_144):
         into = memoryview(bytearray(page_bytes + 16))

@@ -33,7 +33,7 @@ from tests.support.data.stores import stored_bytes
 from tests.support.fakes.clock import DAY
 
 WARM_DAYS = 7
-"""Before these, nothing has ended that could be collected."""
+"""Days before the first version ends and can be collected."""
 KEEP = 5
 
 
@@ -159,7 +159,7 @@ def draw(days: list[Day], out: Path) -> None:
 
 
 def main() -> None:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scales", type=int, nargs="+", default=[1, 2, 4], help="times 8 MB of content")
     parser.add_argument("--modes", nargs="+", choices=GC_MODES, default=[MARK_SWEEP, "hybrid"])

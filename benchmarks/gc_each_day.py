@@ -69,7 +69,7 @@ class Day:
 
     @property
     def ratio(self) -> float:
-        """Return how many times the fresh store's bytes are stored."""
+        """Return the stored bytes divided by those of the fresh store."""
         return self.stored / self.fresh
 
 
@@ -102,7 +102,7 @@ def parts_of(store: Store) -> dict[str, int]:
 
 
 def history(edits: str, days: int, scale: int) -> Iterator[Contents]:
-    """Yield what the keys hold on each day."""
+    """Yield the contents of the keys on each day."""
     draw, edit = Random(1), {"small": small, "stretches": stretches}[edits]
     contents = {
         "text": text_like(3_000_000 * scale, 1),

@@ -33,11 +33,11 @@ from nearkin_shared.types import ContainerId, Locations
 
 MAP_BYTES = 64 * 1024**3
 KEPT_CONTAINERS = 400
-"""Whose names are looked up."""
+"""Containers whose names are looked up."""
 
 
 def measure(folder: Path, steps: list[int], lookups: int) -> list[dict[str, Any]]:
-    """Fill the index; return what it takes after each of `steps` chunks, which ascend."""
+    """Fill the index; return the figures after each of `steps` chunks, in ascending order."""
     random = np.random.default_rng(7)
     index = LmdbIndex(folder, DOMAIN, MAP_BYTES)
     rows, published, number, cpu = [], 0, 0, 0.0

@@ -53,7 +53,7 @@ def decoding() -> Iterator[Callable[[], float]]:
 
 
 def timed(work: Callable[[], Any], decoded: Callable[[], float]) -> str:
-    """Return how long something takes, and what is decoded for it."""
+    """Return the seconds of a call and the MB decoded for it, as a table cell."""
     decoded()
     started = time.perf_counter()
     work()

@@ -72,7 +72,7 @@ def measured(folder: Path, files: Sequence[Path], duplicates: int, changed: dict
 
 
 def row_of(kind: str, uploader: Uploader, paths: Sequence[Path], pids: dict[str, int], kafka: Path) -> dict[str, Any]:
-    """Put blobs one after another; return what they took together."""
+    """Put blobs one after another; return the figures of all together."""
     sent, events, seconds = topic_bytes(kafka), [], 0.0
     with Sampled(pids) as sampled:
         for path in paths:

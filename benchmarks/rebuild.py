@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _redis(store: Store, url: str) -> Callable[[], RebuildReport]:
-    """Return what fills an empty Redis index from a store's objects."""
+    """Return a function that fills an empty Redis index from a store's objects."""
     numbers = iter(range(1 << 30))
 
     def rebuild() -> RebuildReport:

@@ -53,7 +53,7 @@ class Rate:
 
 
 def claims_of(container: ContainerId, count: int, random: np.random.Generator) -> ContainerEntries:
-    """Return the claims of a container of so many raw chunks, with random names."""
+    """Return the entries of a container of `count` raw chunks with random names."""
     names = random.integers(0, 256, (count, 32), dtype=np.uint8)
     lengths = np.full(count, 8192, np.uint32)
     names[:, 28:] = lengths.astype("<u4").view(np.uint8).reshape(-1, 4)
@@ -80,7 +80,7 @@ def memory(index: RedisIndex) -> dict[str, int]:
 
 
 def server_cpu(index: RedisIndex) -> float:
-    """Return the processor seconds that the server has taken."""
+    """Return the CPU seconds that the server has taken."""
     found = index.server.one(("INFO", "cpu"))
     return float(found["used_cpu_user"]) + float(found["used_cpu_sys"])
 
@@ -92,7 +92,7 @@ def publish_all(index: RedisIndex, containers: list[ContainerEntries]) -> None:
 
 
 def timed(index: RedisIndex, what: str, batch: int, entries: int, work: Callable[[], Any]) -> Rate:
-    """Return the rate of `work`, which handles so many entries."""
+    """Return the rate of `work`, which handles `entries` entries."""
     server, wall, client = server_cpu(index), time.perf_counter(), time.process_time()
     work()
     wall, client = time.perf_counter() - wall, time.process_time() - client
@@ -101,7 +101,7 @@ def timed(index: RedisIndex, what: str, batch: int, entries: int, work: Callable
 
 
 def look_up(find: Callable[[U8], tuple[Locations, Any]], rows: U8, batch: int, there: bool) -> None:
-    """Look rows up in batches; all must be there, or none."""
+    """Look rows up in batches; either all or none must be present."""
     for start in range(0, len(rows), batch):
         _, found = find(rows[start : start + batch])
         if not (found.all() if there else not found.any()):

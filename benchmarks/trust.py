@@ -40,7 +40,7 @@ def put_seconds(root: Path, chosen: Settings, content: bytes) -> float:
 
 
 def scrub_pass(store: Store) -> None:
-    """Do all steps of a pass."""
+    """Do all steps of a scrub pass."""
     scrubber = store.scrubber()
     while not scrubber.step().ended:
         pass

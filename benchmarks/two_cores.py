@@ -85,7 +85,7 @@ class ThreadClocks:
         BlockEncoder.close = timed_close  # type: ignore[method-assign]
 
     def add(self, name: str, seconds: float) -> None:
-        """Add to a thread's time."""
+        """Add seconds to a thread's total."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 

@@ -1,4 +1,4 @@
-"""Stores that a module's tests break, each a copy of its own."""
+"""Stores that the tests of a module damage, each a copy of its own."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Log:
         self.begin()
 
     def begin(self) -> None:
-        """Begin with a new committer, which knows nothing."""
+        """Replace the committer by one without any state."""
         made = tenant_contexts(
             self.settings,
             self.objects,
@@ -137,7 +137,7 @@ def log(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def later(log: Log, seconds: float) -> None:
-    """Let time pass for what is gathering."""
+    """Advance the clock of pending blobs."""
     for blob in log.handler._open.values():
         blob.last_seen -= seconds
 
@@ -292,7 +292,7 @@ def test_late_version_of_pending_delete_is_taken_back(log: Log, monkeypatch: pyt
 
 
 def test_two_uploads_of_one_key_are_two_versions(log: Log) -> None:
-    """F.32: A version is an upload's own only if it has the origin of that upload (I2)."""
+    """F.32: A version belongs to an upload only if it has the origin of that upload (I2)."""
     log.placed(1, 0)
     log.end(1, 1)
     one, lengths = log.stored.take(slice(1)), np.full(1, SEGMENT_BYTES, np.uint32)

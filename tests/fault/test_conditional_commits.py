@@ -46,7 +46,7 @@ class Fleet:
         self._counting = threading.Lock()
 
     def committer(self) -> CommitterHandler:
-        """Return a committer that knows nothing."""
+        """Return a committer without any state."""
         made = tenant_contexts(
             self.settings,
             self.objects,
@@ -146,7 +146,7 @@ def test_key_lock_of_a_dead_holder_expires(fleet: Fleet, monkeypatch: pytest.Mon
     """F.16: A committer that dies inside its commit holds the key for a bounded time."""
     monkeypatch.setattr("nearkin_shared.index.redis.redis_key_locks.LOCK_SECONDS", 1)
     held = fleet.locks.for_put("t", "k")
-    held.__enter__()  # and never left
+    held.__enter__()  # never left
     started = time.monotonic()
     with fleet.locks.for_deletion("t", "k"):
         assert 0.5 < time.monotonic() - started < 10

@@ -50,7 +50,7 @@ def put(root: Path, data: bytes, cache_bytes: int = 64 * MIB) -> ContainerStore:
 
 
 def asked_of(store: ContainerStore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list to which every size is added that a reader takes memory for."""
+    """Return the list of all sizes that a reader allocates."""
     asked, take = list[int](), store.buffers.take
 
     def noted(size_bytes: int) -> U8:

@@ -336,7 +336,7 @@ def test_broken_or_lost_manifest_hides_no_other_version(root: Path, caplog: pyte
         assert [d.object_name for d in without_reading] == [named(root, lost)]
         assert [info.key for info in store.versions()] == ["empty", "history", "mixed", "zeros"]
         assert "'alone' version 2 cannot be read" in caplog.text
-        assert "'history' version 3" not in caplog.text  # not the newest
+        assert "'history' version 3" not in caplog.text  # only the newest is named
 
 
 # ------------------------------------------------------------------ descriptor and index
@@ -362,7 +362,7 @@ def test_flipped_bit_of_descriptor_yields_no_wrong_byte(root: Path) -> None:
             with open_store(root, settings=CHOSEN, create=True) as store:
                 find_broken(store, {("alone", 2): CONTENTS["alone", 2]})
         except PermanentError:
-            pass  # and never another error
+            pass  # no other error is allowed
         path.write_bytes(whole)
 
 
@@ -463,7 +463,7 @@ def test_put_after_rebuild_depends_on_no_broken_block(root: Path) -> None:
         whole = path.read_bytes()
         blocks = decode_container(whole, path.name).blocks
         if not len(blocks):
-            continue  # recipes of known chunks alone
+            continue  # recipes of known chunks only
         for block in {0, len(blocks) // 2, int(blocks.depths.argmax())}:
             copy = Path(shutil.copytree(root, root.parent / f"copy-{number}-{block}"))
             flip(copy / path.relative_to(root), int(blocks.offsets[block]) - BLOCK.size + 20)

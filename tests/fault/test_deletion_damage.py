@@ -87,7 +87,7 @@ def test_deletion_killed_at_any_step_is_the_same_to_all(root: Path, what: str, s
                     store.get("k", version)
         gone = [entry.version for entry in store.list_deleted()]
         assert sorted(found + gone) == list(range(1, VERSIONS + 1))
-        # The newest is the last to go and the first to come back: no older one is ever taken for it.
+        # The newest is deleted last and restored first: no older version ever replaces it.
         if found:
             assert VERSIONS in found
             assert store.get("k").read() == content(VERSIONS)

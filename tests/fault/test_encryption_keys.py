@@ -62,7 +62,7 @@ def test_store_with_lost_key_records_works_once_restored(root: Path, tmp_path: P
 
 
 def keys_taken_away(root: Path, to: Path) -> Path:
-    """Take the data keys of the tenant away; return where they were."""
+    """Move the data keys of the tenant away; return their new folder."""
     (folder,) = [path for path in (root / "keys").iterdir() if set(path.name) != {"0"}]
     shutil.move(folder, to)
     return folder

@@ -60,7 +60,7 @@ def meta(tenant: str, **more: object) -> Meta:
 
 
 def owners(store: Store) -> set[bytes]:
-    """Return whose keys sealed the objects of uploads."""
+    """Return the tenants whose keys encrypted the objects of uploads."""
     inner = store._covered.inner
     return {encrypted_object.head_of(inner.get(name), name).owner for name, _ in inner.names("uploads")}
 
@@ -131,7 +131,7 @@ def index_file(root: Path) -> tuple[int, bytes]:
 
 
 def digests(root: Path) -> list[bytes]:
-    """Return fingerprints of chunks that the tenant alone has, as the index keeps them."""
+    """Return fingerprints, as the index stores them, of chunks that only the tenant has."""
     with opened(root, "acme") as store:
         found = []
         for container, _ in store._containers.of(None).ids():

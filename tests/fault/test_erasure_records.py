@@ -168,7 +168,7 @@ def container_of(name: str) -> int:
 
 
 def test_gc_with_forged_swept_record_still_sweeps(root: Path) -> None:
-    """F.22: a forged record that an erased tenant is swept does not keep its objects."""
+    """F.22: A forged record that an erased tenant is swept does not keep its objects."""
     owner = owner_of(root, "acme")
     with opened(root, "acme") as store:
         store.erase_tenant("acme", 0)

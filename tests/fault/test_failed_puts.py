@@ -29,7 +29,7 @@ WAIT_SECONDS = 30.0
 
 
 class SlowEnd(io.BytesIO):
-    """Gives out all of the content; waits for a new container before it ends, or fails."""
+    """Source that yields the whole content, and waits for a new container before it ends, or fails."""
 
     def __init__(self, root: Path, failure: BaseException | None = None) -> None:
         super().__init__(CONTENT)
@@ -117,7 +117,7 @@ def test_put_failed_after_a_manifest_keeps_its_containers(store: Store) -> None:
 
 
 def test_put_many_failed_late_keeps_committed_groups(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.3: Of many blobs those that were reported stay; only what came after them is removed."""
+    """F.3: Of many blobs the reported ones stay; only later data are removed."""
     monkeypatch.setattr(embedded_runner, "GROUP_BLOBS_MAX", 100)
     many = [Item(f"k{number:03}", random_bytes(3_000, number)) for number in range(250)]
     reported = set[str]()
@@ -143,7 +143,7 @@ def test_interrupted_put_keeps_containers_for_resumption(store: Store) -> None:
 
 
 def test_failed_put_during_a_gc_run_leaves_removal_to_gc(store: Store) -> None:
-    """F.3: A GC run counts on the containers it listed: none is removed under it."""
+    """F.3: A GC run depends on the containers that it listed: none is removed during it."""
     from nearkin.local.process_lock import GC_LOCK_NAME, WriterLock
 
     before = containers(store.root)

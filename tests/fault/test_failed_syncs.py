@@ -17,7 +17,7 @@ OTHER = "containers/00/y.nkc"
 
 
 def syncs_of(root: Path, action: Callable[[LocalObjectStore], None]) -> list[int]:
-    """Return which mutating calls of an action are syncs."""
+    """Return the numbers of the mutating calls of an action that are syncs."""
     root.mkdir()
     numbers = []
     with recording(root) as layer:
@@ -33,7 +33,7 @@ def syncs_of(root: Path, action: Callable[[LocalObjectStore], None]) -> list[int
 
 
 def retried(layer: RecordingOs, action: Callable[[], None]) -> int:
-    """Do an action until it succeeds; return how often it failed."""
+    """Repeat an action until it succeeds; return the number of failures."""
     for failures in range(3):
         try:
             action()
@@ -45,7 +45,7 @@ def retried(layer: RecordingOs, action: Callable[[], None]) -> int:
 
 
 def worlds(steps: list[Step]) -> Iterator[dict[str, bytes | None]]:
-    """Yield what may be there after a power cut at the end."""
+    """Yield the folders that a power cut at the end may leave."""
     disk = Disk({})
     for step in steps:
         disk.apply(step)
@@ -53,7 +53,7 @@ def worlds(steps: list[Step]) -> Iterator[dict[str, bytes | None]]:
 
 
 def put(objects: LocalObjectStore) -> None:
-    """Put an object; one that is there with the same bytes counts, as for who tries again."""
+    """Put an object; an existing one with the same bytes counts as success, as for a retry."""
     try:
         objects.put_new(NAME, DATA)
     except AlreadyExists:

@@ -112,7 +112,7 @@ def test_store_without_links_or_folder_sync_works(tmp_path: Path, shim: Path, fa
 
 
 def test_link_that_succeeded_and_answers_eexist_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.5: NFS may repeat a link that it has made, and answer that the name is taken."""
+    """F.5: NFS may repeat a link that succeeded, and answer that the name exists."""
     real = os.link
 
     def link(source: Path, target: Path) -> None:

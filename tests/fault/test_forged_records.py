@@ -106,7 +106,7 @@ def test_gc_with_forged_highest_record_names_it(root: Path) -> None:
     ],
 )
 def test_verify_names_record_that_is_not_authenticated(root: Path, name: str, data: bytes) -> None:
-    """F.22: verify names every record of maintenance that does not verify."""
+    """F.22: Verify names every record of maintenance that is not authentic."""
     (root / name).parent.mkdir(exist_ok=True)
     (root / name).write_bytes(data)
     with opened(root) as store:

@@ -50,7 +50,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, but_bytes: int) -> Path:
-    """Leave `but_bytes` of room."""
+    """Fill the disk up to `but_bytes` of room."""
     ballast = disk / "ballast"
     left = os.statvfs(disk)
     with ballast.open("wb") as file:
@@ -77,13 +77,13 @@ def test_put_without_room_leaves_no_version(disk: Path, room_mib: int) -> None:
         with pytest.raises(StoreUnavailable, match="make room and run the same again"):
             store.put("large", LARGE)
         assert_nothing_happened(store)
-        assert not list((root / "tmp").iterdir())  # nothing half-written takes what room there is
+        assert not list((root / "tmp").iterdir())  # no partly written file uses the remaining room
         ballast.unlink()
         assert store.put("large", LARGE).info.version == 1  # through the same handle
         assert store.get("large").read() == LARGE
         assert store.verify().damage == ()
         left = os.statvfs(disk)
-        # what the failed put had stored serves the second: 20 MiB, 3 of text, the index; never 20 twice
+        # the data of the failed put serve the second: 20 MiB, 3 of text, the index; never 20 twice
         assert DISK_MIB * MIB - left.f_bavail * left.f_frsize < 34 * MIB
 
 
@@ -219,7 +219,7 @@ def test_gc_without_room_frees_whole_containers(disk: Path) -> None:
 
 
 def fill_to_last_block(disk: Path) -> Path:
-    """Leave no block."""
+    """Fill the disk to the last block."""
     ballast = disk / "ballast"
     with ballast.open("ab", buffering=0) as file:
         for size in (1 << 20, 4096):
@@ -310,7 +310,7 @@ def test_full_disk_delete_of_many_counts_all_versions(disk: Path) -> None:
     """F.3: Versions whose marks were written before the disk was full are counted once."""
     root = disk / "store"
     fill_store(root)
-    fill_to_last_block(disk).write_bytes(b"")  # and then all but three pages
+    fill_to_last_block(disk).write_bytes(b"")  # then leave room for three pages
     fill(disk, 3 * 4096)
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.delete("many") == 6

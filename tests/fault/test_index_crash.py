@@ -183,13 +183,13 @@ def filled(folder: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_page_check_accepts_what_lmdb_writes(tmp_path: Path, seed: int) -> None:
-    """F.27: A sound file is not taken for a damaged one, whatever was written and removed."""
+    """F.27: A sound file is not reported as damaged, whatever was written and removed."""
     filled(tmp_path, seed)
     assert find_page_damage(tmp_path / "data.mdb") is None
 
 
 def test_page_check_accepts_indexes_of_stores(root: Path) -> None:
-    """F.27: A store's index after puts, deletions and collection is sound."""
+    """F.27: A store's index is sound after puts, deletions and collection."""
     with open_store(root, settings=CHOSEN) as store:
         for number in range(10):
             store.put(f"key {number}", random_bytes(20_000, number))
@@ -199,7 +199,7 @@ def test_page_check_accepts_indexes_of_stores(root: Path) -> None:
 
 
 def test_page_check_finds_an_offset_beyond_the_page(tmp_path: Path) -> None:
-    """F.27: Two bytes that would have LMDB read beyond the file are found."""
+    """F.27: Two bytes that would let LMDB read beyond the file are found."""
     filled(tmp_path, 1)
     damage_node_offsets(tmp_path / "data.mdb")
     assert "nodes outside its bounds" in str(find_page_damage(tmp_path / "data.mdb"))

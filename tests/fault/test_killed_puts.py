@@ -111,7 +111,7 @@ def test_put_killed_at_any_moment_is_whole_or_absent(
                 if version in acknowledged or version == listed[-1]:
                     assert store.get("k", version).read() == mutate(content, known[version], edits=400)
             assert len(set(listed) - set(acknowledged)) == len(listed) - len(acknowledged)
-            again = store.put("k", mutate(content, number + len(acknowledged), edits=400))  # the same once more
+            again = store.put("k", mutate(content, number + len(acknowledged), edits=400))  # the same content again
             known[again.info.version] = number + len(acknowledged)
             assert store.get("k").read() == mutate(content, known[again.info.version], edits=400)
             assert not list((root / "tmp").iterdir())
@@ -169,7 +169,7 @@ def test_put_killed_between_steps_is_recovered(step: str, first: Path, tmp_path:
         assert sum(stats.parts.values()) == stats.ledger.stored_bytes
         assert min(stats.parts.values()) >= 0
         again = store.put("k", first)
-        if step != "put":  # whatever was durable serves the retry
+        if step != "put":  # all durable data serve the retry
             assert again.ledger.duplicate_chunks > 0
         assert store.get("k").read() == first.read_bytes()
         assert store.verify().damage == ()
@@ -262,7 +262,7 @@ def test_second_writer_during_a_put_learns_the_lock_holder(first: Path, tmp_path
             writer.stdin.flush()
             assert writer.stdout.readline() == "done\n"
             assert writer.wait(30) == 0
-            # the same reader sees what was committed meanwhile, and may write now
+            # the same reader sees versions committed meanwhile, and may write now
             assert store.get("k").read() == content * 2
             assert [info.version for info in store.versions(all_versions=True)] == [1, 2]
             assert store.put("k", b"mine").info.version == 3

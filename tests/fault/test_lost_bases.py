@@ -74,7 +74,7 @@ def put_and_collect(root: Path) -> tuple[Contents, list[bytes]]:
 
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Contents, list[bytes]]:
-    """A store that tests copy, its live contents, and all that were put."""
+    """A store that tests copy, its live contents, and all contents ever put."""
     root = tmp_path_factory.mktemp("joined") / "s"
     return root, *put_and_collect(root)
 

@@ -98,7 +98,7 @@ def test_older_version_never_replaces_newest_with_lost_manifest(tmp_path: Path) 
         lost.write_bytes(data)
         assert store.get("a").read() == b"two"
         lost.unlink()
-    shutil.rmtree(tmp_path / "s" / "index")  # who has no index does not know
+    shutil.rmtree(tmp_path / "s" / "index")  # without an index the version is unknown
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         assert store.get("a").read() == b"one"
 

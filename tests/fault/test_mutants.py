@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 SAMPLE = 3
-"""Mutants in one run of `make test`: 2 s each, another choice each time."""
+"""Number of mutants in one run of `make test`: 2 s each, another choice each time."""
 
 
 def _load_engine() -> ModuleType:

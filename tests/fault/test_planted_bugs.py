@@ -12,11 +12,11 @@ import pytest
 from tests.support.engines.mutation_engine import BUGS
 
 SAMPLE = 3
-"""Planted bugs in one run of `make test`, another choice each time; `make soak` hunts all of them."""
+"""Number of planted mistakes in one run of `make test`, another choice each time; `make soak` plants all of them."""
 
 
 def test_planted_mistakes_of_a_sample_are_caught() -> None:
-    """All from one process, which forks before anything is opened."""
+    """Plant them from one process, which forks before anything is opened."""
     names = random.SystemRandom().sample(sorted(BUGS), SAMPLE)
     memory = ["--folder", "/dev/shm"] if os.path.isdir("/dev/shm") else []
     done = subprocess.run(
@@ -33,7 +33,7 @@ def test_planted_mistakes_of_a_sample_are_caught() -> None:
 
 @pytest.mark.soak
 def test_checks_without_a_mistake_find_nothing() -> None:
-    """Those of the hunts that no other test does: one of each engine."""
+    """The checks that no other test runs: one of each engine."""
     script = """
 import tempfile
 from pathlib import Path

@@ -18,7 +18,7 @@ from tests.support.fakes.power_loss_disk import PENDING_NAMES_MAX, Disk, Step
 ALL = "SOAK" in os.environ
 """Every workload, every call: two and a half minutes. Else all worlds of nine workloads, each fifth call of three."""
 SPECIAL = tuple(name for name, workload in WORKLOADS.items() if workload.passes)
-"""Workloads of parity, encryption, repair and what GC rewrites: each passes the failpoints that it is for."""
+"""Workloads of parity, encryption, repair and GC rewrites: each passes the failpoints that it tests."""
 PLAIN = tuple(name for name in WORKLOADS if name not in SPECIAL)
 EXPLORED = PLAIN if ALL else ("put", "put of a group", "put + delete", "gc + put", "put + compaction")
 SAMPLE = ("encryption with parity", "repair from a copy", "repair of a manifest", "recompression")
@@ -60,7 +60,7 @@ def test_power_cut_of_more_workloads_keeps_effects(place: Path, name: str) -> No
 
 
 def test_workload_that_passes_no_failpoint_of_its_own_fails(place: Path) -> None:
-    """F.32: A workload that no longer reaches what it is for is reported."""
+    """F.32: A workload that does not reach its failpoints is reported."""
     with pytest.raises(AssertionError, match=r"passes no rebase\.done"):
         explore(place, replace(WORKLOADS["put"], passes=("put.container", "rebase.done")))
 

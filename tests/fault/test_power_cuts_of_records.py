@@ -35,12 +35,12 @@ GRACE_SECONDS = 600
 OLD, NEW = KEY_ENCRYPTION_KEYS[:2]
 WHOLE = b"0123456789" * 300
 CUT = 1300
-"""Where the second part of a staged upload begins."""
+"""Offset of the second part of a staged upload."""
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: the disk is simulated."""
+    """Yield a folder in memory if there is one: the disk is simulated."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="nearkin-", dir=memory if memory.is_dir() else tmp_path) as made:
         yield Path(made)
@@ -58,7 +58,7 @@ class KeyActions:
         self._first: dict[str, list[int]] = {}
 
     def opened(self, root: Path, *keks: bytes, now: float = NOW) -> Keyring:
-        """Return the keyring as another process has it."""
+        """Return the keyring of a separate process."""
         objects = ParityObjectStore(LocalObjectStore(root), self._scheme)
         return Keyring(objects, LocalKeys(keks or (NEW, OLD), "the test's keys"), lambda: 0.0, lambda: now)
 
@@ -96,7 +96,7 @@ class KeyActions:
         return self.opened(root).erase("db")
 
     def cancel(self, root: Path, _: Results) -> None:
-        """Cancel an erasure in its grace; again is fine."""
+        """Cancel an erasure in its grace; a repetition is allowed."""
         with suppress(NotFound):
             self.opened(root).cancel_erasure("db")
 
@@ -105,7 +105,7 @@ class KeyActions:
         return len(self.opened(root, now=NOW + GRACE_SECONDS + 1).finish_erasures())
 
     def check_readable(self, root: Path, tenant: str, keyring: Keyring, numbers: list[object]) -> None:
-        """Compare the keys of a tenant, those that were acknowledged, with what they were."""
+        """Compare the acknowledged keys of a tenant with their values at creation."""
         owner = keyring.owner_of(domain_of(tenant))
         for number in [*self._first.get(tenant, []), *numbers]:
             assert isinstance(number, int)
@@ -138,7 +138,7 @@ class KeyActions:
         assert not keyring.problems()
 
     def check_closed(self, root: Path, done: Results, begun: str | None) -> None:
-        """Require that an erasure that was acknowledged holds, and everything of the other tenant."""
+        """Require that an acknowledged erasure holds, and all data of the other tenant."""
         keyring = self.opened(root)
         self.check_readable(root, "web", keyring, [])
         ended = "erase" in done or "finish" in done
@@ -147,7 +147,7 @@ class KeyActions:
             self.check_erased(root, removed=ended)
         elif begun is None:
             self.check_readable(root, "db", keyring, [])
-        else:  # either, but not something in between
+        else:  # either outcome, but no intermediate one
             with suppress(TenantErased):
                 self.check_readable(root, "db", keyring, [])
 
@@ -315,7 +315,7 @@ class UploadActions:
         return resumable.finish(resumable.load("default", "f" * 32), UploadOutcome("ab" * 16))
 
     def check(self, root: Path, done: Results, begun: str | None) -> None:
-        """Require every byte whose offset was acknowledged, and the outcome that was."""
+        """Require every byte whose offset was acknowledged, and the acknowledged outcome."""
         resumable = self.opened(root)
         if "create" not in done or begun == "remove" or "finish final" in {begun, *done}:
             return

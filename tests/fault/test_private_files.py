@@ -44,7 +44,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def wide(folder: Path) -> list[str]:
-    """Return the entries of a folder, and itself, that others than the owner may use."""
+    """Return the entries of a folder, and the folder itself, that other users than the owner may use."""
     return [str(path) for path in (folder, *folder.rglob("*")) if path.lstat().st_mode & 0o077]
 
 
@@ -116,7 +116,7 @@ def test_index_of_older_release_is_rebuilt_once(tmp_path: Path, caplog: pytest.L
 
 
 def test_modes_of_an_older_store_are_tightened(tmp_path: Path) -> None:
-    """F.1: A writer takes other users' access from what an older version left."""
+    """F.1: A writer removes other users' access from files of an older release."""
     root = tmp_path / "s"
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("k", random_bytes(100_000, 1))
@@ -145,7 +145,7 @@ def test_lock_file_as_link_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_holder_with_another_name_is_not_written(tmp_path: Path) -> None:
-    """F.24: The holder's file is not written through where it is a hard link to another file."""
+    """F.24: The holder's file is not overwritten if it is a hard link to another file."""
     root, victim = tmp_path / "s", tmp_path / "victim"
     victim.write_bytes(b"precious\n")
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -208,7 +208,7 @@ def test_object_as_link_is_refused_and_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a link to another user")
 def test_folder_linked_by_another_user_is_refused(tmp_path: Path) -> None:
-    """F.24: A link to a folder of objects counts only where this user or root has made it."""
+    """F.24: A link to a folder of objects is accepted only if this user or root made it."""
     (tmp_path / "s").mkdir()
     objects, other = LocalObjectStore(tmp_path / "s"), tmp_path / "other disk"
     objects.put_new("containers/a/x", b"1")

@@ -26,7 +26,7 @@ from tests.support.data.stores import ENCRYPTED, SMALL, find_broken, settings
 from tests.support.fakes.clock import DAY, Clock
 
 SECRET = random_bytes(4000, 99)
-"""Does not compress: wherever it is stored, parts of it are found."""
+"""Incompressible, so that parts of it are found wherever it is stored."""
 PLAIN = settings(SMALL, {"gc": {"bytes_per_second": 1 << 30}})
 GATHERING = settings(
     COLLECTED,
@@ -178,7 +178,7 @@ def test_gc_now_ends_deletions_whatever_rm_recorded(tmp_path: Path) -> None:
 
 
 def test_purge_of_an_encrypted_store_frees_and_restores(tmp_path: Path) -> None:
-    """F.4: Sealed containers are written again, too."""
+    """F.4: Encrypted containers are rewritten, too."""
     clock = Clock()
     with open_store(tmp_path / "s", settings=settings(PLAIN, ENCRYPTED), clock=clock, create=True) as store:
         contents = put_history(store, clock, 1)
@@ -194,7 +194,7 @@ def test_purge_of_an_encrypted_store_frees_and_restores(tmp_path: Path) -> None:
     "point", ["gc.uncatalogued", "purge.withdrawn", "purge.container", "purge.put", "purge.renewed"]
 )
 def test_purge_cut_short_is_completed_by_the_next(tmp_path: Path, point: str) -> None:
-    """F.4: Wherever a purge fails, all other versions restore, and the next one ends it."""
+    """F.4: Wherever a purge fails, all other versions restore, and the next one completes it."""
     clock = Clock()
     with open_store(tmp_path / "s", settings=PLAIN, clock=clock, create=True) as store:
         contents = put_history(store, clock, 0)
@@ -275,7 +275,7 @@ def test_purge_during_another_writer_is_refused(tmp_path: Path) -> None:
 
 
 def test_purge_while_gc_is_paused_is_refused(tmp_path: Path) -> None:
-    """F.4: A pause holds for `gc --now` as for every GC run."""
+    """F.4: A pause applies to `gc --now` as to every GC run."""
     with open_store(tmp_path / "s", settings=PLAIN, create=True) as store:
         store.put("a", b"first")
         store.delete("a")

@@ -16,7 +16,7 @@ import pytest
 from tests.support.engines import races
 
 ALL = "SOAK" in os.environ
-"""Every step of every pair: a minute and a half. Else each seventh, and all of those that found a bug."""
+"""Every step of every pair takes a minute and a half. The short run does each seventh, and all that found a bug."""
 EVERY = 1 if ALL else 7
 
 

@@ -52,7 +52,7 @@ except StoreUnavailable as err:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Return a folder that other users can reach: pytest's own are private."""
+    """Return a folder that other users can reach: pytest's own folders are private."""
     made = Path(tempfile.mkdtemp())
     made.chmod(0o755)
     (made / "tmp").mkdir()
@@ -64,7 +64,7 @@ def folder() -> Iterator[Path]:
 
 
 def make_store(root: Path, kind: str) -> str:
-    """Put two versions and a deleted one; return what a reader prints of the store."""
+    """Put two versions and a deleted one; return the lines that a reader prints of the store."""
     with open_store(root, settings=settings(SMALL, ENCRYPTED if kind == "encrypted" else {}), create=True) as store:
         store.put("k", bytes(range(256)) * 2000)
         store.put("k", bytes(range(256)) * 2000 + b"more")

@@ -85,7 +85,7 @@ def many(container: ContainerId, count: int, label: str) -> ContainerEntries:
 
 
 def whole(index: RedisIndex) -> None:
-    """Say that the index was rebuilt, as a rebuild does."""
+    """Mark the index as rebuilt, as a rebuild does."""
     from nearkin_shared.index.redis.background_rebuild import Rebuilder
 
     Rebuilder(index, lambda _: None).run_once()
@@ -235,7 +235,7 @@ def test_server_killed_in_a_batch_answers_nothing_wrong(connect: Connect, server
             right += sum(place == (container, n) for n, place in enumerate(found))
             wrong += sum(place not in (None, (container, n)) for n, place in enumerate(found))
     assert wrong == 0
-    assert right >= 2 * 20 * 40  # all that came after the last kill
+    assert right >= 2 * 20 * 40  # all entries published after the last kill
 
 
 def test_unreachable_server_is_a_retryable_error(
@@ -285,7 +285,7 @@ def test_older_snapshot_reuses_no_number(tmp_path: Path) -> None:
         server.kill()
         server.start()
         assert rows(index.locate_chunks(chunk_names("a", "qq"))) == [(FIRST, 0), None]  # still of that epoch, and right
-        other = RedisIndex(settings, samples.DOMAIN)  # looks at the run_id when it starts
+        other = RedisIndex(settings, samples.DOMAIN)  # reads the run_id when it starts
         other.publish(claims(THIRD, ["x", "qq", "zzz"], ["t1", "t2"], [[7], [8], [9]]))
         # GC never freed FIRST: the continued epoch still has its entries.
         assert rows(index.locate_chunks(chunk_names("a", "x", "qq"))) == [(FIRST, 0), (THIRD, 0), (THIRD, 1)]
@@ -515,7 +515,7 @@ def test_version_that_does_not_parse_is_corrupt(connect: Connect, raw: redis.Red
 
 
 def test_crafted_super_features_fill_one_bucket(connect: Connect, raw: redis.Redis) -> None:
-    """Keys that meet in one bucket at every level: it stops growing, and the others go on."""
+    """Keys of one bucket at every level: the bucket stops growing, and the others continue."""
     from nearkin_shared.index.redis.key_encoding import FEATURES, Keys
 
     index = connect(partitions=1)

@@ -84,8 +84,8 @@ def test_reader_of_later_generation_continues_after_repair(tmp_path: Path) -> No
         copy.write_bytes(containers(root)[0].read_bytes())
         collected("v1", "v3")
         with open_store(root, settings=ANEW, clock=clock, create=True) as reader:
-            assert reader.get("v2").read() == contents["v2"]  # block 4, of what was left of 0 and 1
-            containers(root)[0].write_bytes(random_bytes(100_000, 9))  # nothing of it can be read, so the copy is used
+            assert reader.get("v2").read() == contents["v2"]  # block 4, of the rest of 0 and 1
+            containers(root)[0].write_bytes(random_bytes(100_000, 9))  # unreadable as a whole, so the copy is used
             assert store.repair([copy]).damage == ()
             collected("v2")  # block 4 again
             for key in sorted(contents, reverse=True):

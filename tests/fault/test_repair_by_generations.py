@@ -140,7 +140,7 @@ def test_chunks_are_found_in_copies_of_each_generation(
     for number, path in enumerate(sorted(later.glob("*/*.nkc"))):
         path.rename(path.with_name(f"{number}.copy"))
     for path in containers(root):
-        path.write_bytes(path.read_bytes()[:-40])  # no copy is known for the very same
+        path.write_bytes(path.read_bytes()[:-40])  # no copy is known for the same generation
     files = [*backup.glob("*/*.nkc"), *later.glob("*/*.copy")]
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.repair(files).damage == ()

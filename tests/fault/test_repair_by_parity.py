@@ -82,7 +82,7 @@ def test_repair_adds_missing_parity_and_keeps_existing(root: Path) -> None:
         assert stats.parts["parity"] == sum(len(d) for name, d in objects(root).items() if name.startswith("parity/"))
         assert stats.ledger.stored_bytes == sum(stats.parts.values()) == sum(map(len, objects(root).values()))
     flip(containers(root)[0], 50)
-    with open_store(root, settings=CHOSEN, create=True) as store:  # parity is off now, and what there is of it is used
+    with open_store(root, settings=CHOSEN, create=True) as store:  # parity is off now, and existing parity is used
         assert find_broken(store, CONTENTS) == set()
         assert store.repair().damage == ()
 
@@ -149,7 +149,7 @@ def test_parity_is_deleted_with_its_object(covered_root: Path) -> None:
             store.gc()
         assert store.verify().damage == ()
     left = objects(covered_root)
-    assert len([name for name in left if name.startswith("containers/")]) == 1  # of what can be brought back
+    assert len([name for name in left if name.startswith("containers/")]) == 1  # of data that can be undeleted
     of = [name.removeprefix("parity/").removesuffix(".nkp") for name in left if name.startswith("parity/")]
     assert set(of) == {name for name in left if not name.startswith(("parity/", "gc/"))}
 

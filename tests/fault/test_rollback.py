@@ -290,7 +290,7 @@ def test_deleted_and_expired_versions_are_no_roll_back(root: Path) -> None:
 
 
 def test_forged_heads_are_reported_and_hide_nothing(tmp_path: Path) -> None:
-    """F.25: a record of heads that is not authenticated counts as none and is named by verify."""
+    """F.25: A record of heads that is not authenticated counts as none and is named by verify."""
     with open_store(tmp_path / "s", create=True) as store:
         store.put("db", b"content")
     path = tmp_path / "s" / "heads" / "versions" / f"{9:016x}.nkh"
@@ -323,7 +323,7 @@ def test_heads_round_trip_and_detect_damage(key: bytes | None, with_marks: bool)
 
 
 def test_heads_are_never_lowered_by_a_run() -> None:
-    """F.25: a later run keeps the higher head of a key that it does not list any more."""
+    """F.25: A later run keeps the higher head of a key that it does not list any more."""
     objects = memory_objects()
     heads = VersionHeads(objects)
     objects.put_new(heads.name(1), encode_heads(1, Heads({bytes(16): 5})))

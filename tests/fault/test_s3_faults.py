@@ -53,10 +53,10 @@ def through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3
         ("E", 2),  # never reached the server
         ("5", 2),
         ("C", 2),  # 409: no object was created
-        ("L", 1),  # done, the reply lost: looking is enough, nothing is sent twice
-        ("F", 1),  # done, and denied
+        ("L", 1),  # done, the reply lost: a check is enough, nothing is sent twice
+        ("F", 1),  # done, and answered with an error
         ("D", 1),  # done, the client had given up
-        ("W", 2),  # comes after the client had given up and sent it again
+        ("W", 2),  # arrives after the client had given up and sent it again
         ("EEE", 4),
         ("5EL", 3),
         ("EFE", 2),
@@ -235,7 +235,7 @@ def test_wrong_setup_is_one_line_and_no_empty_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A wrong setup is one line with the remedy, and never an empty store."""
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # else a role is asked for at 169.254.169.254
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # else a role is requested from 169.254.169.254
     direct.put_new("a", DATA)
     objects = S3ObjectStore(versitygw.settings(bucket, retries=1, **changed))
     for call in (

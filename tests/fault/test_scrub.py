@@ -123,7 +123,7 @@ def test_scrub_pass_begins_when_due_and_never_at_zero_days(root: Path, begun: fl
         assert scrubber.waits_seconds() == pytest.approx(30 * DAY, abs=60)
         now[0] += 31 * DAY
         assert scrubber.waits_seconds() == 0.0
-        now[0] += 4000 * DAY  # a clock that is wrong
+        now[0] += 4000 * DAY  # a wrong clock
         whole_pass(store)
         now[0] -= 4000 * DAY
         scrubber = store.scrubber()
@@ -160,7 +160,7 @@ def test_scrub_names_damage_and_a_put_repairs_it(root: Path, seed: int) -> None:
 def test_scrub_damage_not_handled_is_found_again(root: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage that could not be handled is found again by the next step."""
     flip(containers(root)[1], 60)
-    rooms = iter([False])  # no room on the device, and then there is
+    rooms = iter([False])  # no room on the device at first, then enough
 
     def only_with_room(*_: object) -> None:
         if not next(rooms, True):

@@ -75,7 +75,7 @@ def put(pipeline: Pipeline, key: str, data: bytes) -> str:
 
 
 def outcome(pipeline: Pipeline, blob: str) -> str:
-    """Wait for what became of a blob."""
+    """Wait for the event about a blob."""
     with uploading(pipeline.settings) as uploader:
         return str(uploader.wait(blob, WAIT_SECONDS)["state"])
 

@@ -57,13 +57,13 @@ def placement(settings: Settings) -> tuple[int, set[int]]:
 
 
 def put(settings: Settings, key: str) -> str:
-    """Put a blob; return its id once every frame of it was acknowledged."""
+    """Put a blob; return its id once every frame was acknowledged."""
     with uploading(settings) as uploader:
         return uploader.put(key, [DATA])
 
 
 def is_acknowledged(settings: Settings, seconds: float) -> bool:
-    """Return whether Kafka acknowledges a message in so many seconds."""
+    """Return whether Kafka acknowledges a message within some seconds."""
     producer = Producer({"bootstrap.servers": settings.kafka.bootstrap_servers, "acks": "all", "log_level": 0})
     producer.produce(topic(settings, "frames"), b"")
     left = producer.flush(seconds)
@@ -72,7 +72,7 @@ def is_acknowledged(settings: Settings, seconds: float) -> bool:
 
 
 def frames_of(settings: Settings, blobs: set[str]) -> dict[str, bytes]:
-    """Return the bytes of each blob that are in the topic."""
+    """Return the bytes of each blob in the topic."""
     client = consumer(settings, "reader", "reader")
     client.assign([TopicPartition(topic(settings, "frames"), 0, 0)])
     found, deadline = dict.fromkeys(blobs, b""), time.monotonic() + READ_SECONDS

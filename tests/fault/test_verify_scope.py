@@ -161,7 +161,7 @@ def test_verify_command_prints_coverage_and_seed(root: Path) -> None:
     told = json.loads(text)
     assert told["ok"] is False
     object_name = told["damage"][0]["object_name"]
-    assert run("--since", "1h")[1].count(object_name) == 1  # and not once more in what is wrong with it
+    assert run("--since", "1h")[1].count(object_name) == 1  # named once, and not again in its problem
     assert told["damage"][0]["versions"][0]["key"] == "k1"
     assert told["since"] is not None
 

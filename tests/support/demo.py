@@ -33,7 +33,7 @@ INDEX_FOLDER = "index"
 
 
 class DiffersError(NearkinError):
-    """A version did not come back as it was put."""
+    """A restored version differs from its source."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ NOT_PLANTED_EXIT_CODE = 86
 
 
 class StaleMutantError(ImportError):
-    """The text that the mutant replaces is not exactly once in the source of the module."""
+    """The text that the mutant replaces does not occur exactly once in the source of the module."""
 
 
 class MutantLoader(SourceFileLoader):

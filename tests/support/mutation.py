@@ -28,7 +28,7 @@ TABLES = HERE / "mutants"
 RUN_SECONDS_MAX = 180
 """Time limit of one run: a mutant that makes its test wait for ever counts as caught by the time limit."""
 OUTPUT_CHARACTERS = 2000
-"""Of the output of a run that is shown for a mutant that was not caught."""
+"""Characters of a run's output that are shown for a mutant that was not caught."""
 TESTS_FAILED_EXIT_CODE = 1
 
 

@@ -21,13 +21,13 @@ STORE = Path(".serve/store")
 SOURCES = Path(open_store.__code__.co_filename).parent
 VERSIONS = 4
 EDITED_OF = 9
-"""One file of so many is edited from one version of the archive to the next."""
+"""One of this many files is edited from one version of the archive to the next."""
 DUMP_BYTES = 3_000_000
 IMAGE_MEBIBYTES = 4
 
 
 def fill(folder: Path) -> None:
-    """Fill the store in a folder where it is empty."""
+    """Fill the store in a folder if it is empty."""
     with open_store(folder, create=True) as store:
         if not store.stats().versions:
             print(f"filling {folder} with {3 * VERSIONS} versions of three keys", flush=True)

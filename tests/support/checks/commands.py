@@ -34,7 +34,7 @@ def environment(more: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def command(*arguments: str | bytes | Path) -> list[str | bytes | Path]:
-    """Return what starts the command in a process of its own."""
+    """Return the arguments that start the command in a process of its own."""
     return [sys.executable, "-m", "nearkin.cli", *arguments]
 
 

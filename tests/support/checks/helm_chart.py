@@ -99,7 +99,7 @@ def _rule_of_type(rule: object) -> dict[str, Any] | None:
 
 
 def with_config(schema: str) -> str:
-    """Return values.schema.json with the settings as they are now."""
+    """Return values.schema.json with the current settings."""
     tree = json.loads(schema)
     tree["properties"]["config"] = config_schema()
     return json.dumps(tree, indent=2) + "\n"
@@ -119,7 +119,7 @@ def rows(values: str) -> Iterator[tuple[str, object, str]]:
             line, column = key.start_mark.line, key.start_mark.column
             told = (
                 _description_above(lines, line) if not lines[line][:column].strip() else ""
-            )  # else it shares the line of another
+            )  # else it shares another value's line
             if told:
                 yield name, yaml.safe_load(yaml.serialize(value)), told
             if isinstance(value, yaml.MappingNode):
@@ -129,7 +129,7 @@ def rows(values: str) -> Iterator[tuple[str, object, str]]:
 
 
 def _description_above(lines: list[str], line: int) -> str:
-    """Return the description that ends just above a line, "" where there is none."""
+    """Return the description that ends just above a line, "" if there is none."""
     comment: list[str] = []
     while line > 0 and lines[line - 1].lstrip().startswith("#"):
         line -= 1
@@ -140,7 +140,7 @@ def _description_above(lines: list[str], line: int) -> str:
 
 
 def undocumented_values(values: str) -> list[str]:
-    """Return the values that neither have a description nor lie below one that has."""
+    """Return the values that have no description and no described parent."""
     told = {name for name, _, _ in rows(values)}
 
     def walk(tree: dict[str, Any], prefix: str) -> Iterator[str]:
@@ -157,7 +157,7 @@ def undocumented_values(values: str) -> list[str]:
 
 
 def with_values(readme: str, values: str) -> str:
-    """Return README.md with the table of values as they are now."""
+    """Return README.md with the current table of values."""
     table = ["| value | default | |", "|---|---|---|"]
     for name, default, text in rows(values):
         shown = json.dumps(default).replace("|", "\\|")
@@ -168,7 +168,7 @@ def with_values(readme: str, values: str) -> str:
 
 
 def main(chart: Path = CHART) -> int:
-    """Write what follows from values.yaml and the settings."""
+    """Write the documents that derive from values.yaml and the settings."""
     values = (chart / "values.yaml").read_text()
     if missing := undocumented_values(values):
         print(f"{chart / 'values.yaml'}: no `# --` above {', '.join(missing)}", file=sys.stderr)

@@ -33,7 +33,7 @@ _LOCATED = np.dtype([("container", "<u8"), ("ordinal", "<u4")])
 
 
 def inspect(store: Store) -> Seen:
-    """Return what a store answers to listings, and which manifests lie in it."""
+    """Return the listings of a store, and its stored manifests."""
     live = frozenset((info.key, info.version) for info in store.versions(all_versions=True))
     deleted = frozenset((entry.key, entry.version) for entry in store.list_deleted())
     names = [name for name, _ in store._manifests.names()]
@@ -47,7 +47,7 @@ def inspect(store: Store) -> Seen:
 
 
 def containers(root: Path) -> frozenset[int]:
-    """Return the ids of the containers that lie in a store."""
+    """Return the ids of the containers of a store."""
     return frozenset(int(path.name[:16], 16) for path in (root / "containers").rglob("*.nkc"))
 
 

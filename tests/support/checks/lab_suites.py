@@ -28,19 +28,19 @@ def tiny_corpus(folder: Path) -> Path:
 
 
 def command(*arguments: str | Path) -> list[str]:
-    """Return what runs `nearkin bench` with these arguments."""
+    """Return the command of `nearkin bench` with these arguments."""
     return [sys.executable, "-P", "-m", "nearkin.cli", "bench", *map(str, arguments)]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without settings, and `more`."""
+    """Return this process's environment without settings, and with `more`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NEARKIN_")}
     kernels = {name: os.environ[name] for name in ("NEARKIN_KERNELS", "NEARKIN_CPU") if name in os.environ}
     return {**kept, **kernels, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
 
 
 def run(*arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a room. Raises TimeoutExpired."""
+    """Run a suite. Raises TimeoutExpired."""
     words = command(*arguments)
     return subprocess.run(words, capture_output=True, text=True, env=environment(**more), timeout=240, check=False)
 

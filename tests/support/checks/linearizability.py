@@ -15,9 +15,9 @@ from typing import Literal
 from nearkin_shared.utils.frozen import frozen
 
 OPERATIONS_MAX = 200
-"""Of one key: the search is exponential in how many overlap, not in how many there are."""
+"""Operations on one key: the search is exponential in the number that overlap, not in their total number."""
 State = str | None
-"""The content of the newest version; None where the key has none."""
+"""Content of the newest version; None if the key has none."""
 Kind = Literal["put", "get", "delete"]
 ABSENT = "(absent)"
 
@@ -34,7 +34,7 @@ class Operation:
     expected: State = None
     """Precondition of a put: the content of the newest version, ABSENT for none, None for any."""
     done: bool | None = True
-    """Whether a put or deletion took effect; None where that is not known."""
+    """Whether a put or deletion took effect; None if unknown."""
 
 
 class Recorder:
@@ -46,7 +46,7 @@ class Recorder:
 
     @staticmethod
     def start() -> float:
-        """Return when a call begins."""
+        """Return the start time of a call."""
         return time.perf_counter()
 
     def end(
@@ -79,14 +79,14 @@ def is_linearizable(operations: Iterable[Operation], first: State = None) -> boo
 
 
 def _candidates(ordered: Sequence[Operation], taken: int) -> list[int]:
-    """Return the operations that may be next: none that is left ended before they started."""
+    """Return the operations that may be next: no remaining one ended before their start."""
     left = [number for number in range(len(ordered)) if not taken >> number & 1]
     first_end = min(ordered[number].ended for number in left)
     return [number for number in left if ordered[number].started <= first_end]
 
 
 def _apply(state: State, operation: Operation) -> list[State]:
-    """Return the states that an operation may lead to; none where what it answered cannot be."""
+    """Return the states that an operation may lead to; none if its result is impossible in this state."""
     if operation.kind == "get":
         return [state] if operation.value == state else []
     if operation.kind == "delete":

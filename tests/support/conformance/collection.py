@@ -29,7 +29,7 @@ from tests.support.conformance.index_contract import (
 
 
 class CollectionIndex(Index, SupportsCollection, Protocol):
-    """An index that can be collected from, and looked into."""
+    """An index that supports collection and inspection."""
 
     def container_ids(self) -> U64:
         """Return the ids of all containers."""
@@ -55,11 +55,11 @@ class CollectionContract:
         raise NotImplementedError
 
     def test_index_supports_collection(self, index: CollectionIndex) -> None:
-        """A maintenance worker asks for it."""
+        """A maintenance worker requires it of an index."""
         assert isinstance(index, SupportsCollection)
 
     def test_withdrawn_entries_are_misses_and_others_found(self, index: CollectionIndex) -> None:
-        """Again changes nothing."""
+        """A repetition changes nothing."""
         for _ in range(2):
             index.withdraw({FIRST: np.array([1], np.uint32)}, {FIRST: np.array([0], np.uint32)}, ())
             assert rows(index.locate_chunks(chunk_names("a", "bb", "ccc"))) == [(FIRST, 0), None, (FIRST, 2)]
@@ -68,7 +68,7 @@ class CollectionContract:
             assert len(index.container_ids()) == 2
 
     def test_deleted_container_is_not_counted(self, index: CollectionIndex) -> None:
-        """All of it, its segments too."""
+        """All its entries, segments included."""
         index.withdraw({FIRST: None}, {}, [FIRST])
         assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [None, (SECOND, 1)]
         assert index.container_ids().tolist() == [SECOND]
@@ -80,12 +80,12 @@ class CollectionContract:
         assert rows(index.locate_chunks(chunk_names("a", "ccc"))) == [None, (FIRST, 2)]
 
     def test_rewritten_container_has_its_new_summary(self, index: CollectionIndex) -> None:
-        """It keeps its id."""
+        """The container keeps its id."""
         index.renew(replace(summarise(first_claims()), container_bytes=77))
         assert next(summary.container_bytes for summary in index.containers()) == 77
 
     def test_collected_version_is_not_listed_and_its_mark_stays(self, index: CollectionIndex) -> None:
-        """The mark keeps the number taken."""
+        """The mark keeps the number in use."""
         one, two = manifest("k", 1, [(FIRST, 0), (FIRST, 1)]), manifest("k", 2, [(FIRST, 1)])
         index.commit_many([(one, 100), (two, 100)])
         index.mark_many([MarkedVersion("default", "k", 2, 1, 90)])

@@ -109,7 +109,7 @@ class IndexContract:
     # --- chunks ------------------------------------------------------------------------------------------------------
 
     def test_empty_index_finds_nothing(self, index: Index) -> None:
-        """Not found is an answer, not an error."""
+        """ "Not found" is an answer, not an error."""
         assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [None, None]
         assert rows(index.locate_segments(ids("s1"))) == [None]
         assert rows(of_rank(index, SKETCH, 0, np.array([70], np.uint64))) == [None]
@@ -207,7 +207,7 @@ class IndexContract:
         assert rows(of_rank(index, SKETCH, 0, np.array([80], np.uint64))) == [(FIRST, 1)]
 
     def test_containers_published_together_equal_sequential(self, index: Index) -> None:
-        """The first in their order wins, and what was there before them."""
+        """The first in their order wins, and earlier entries before them."""
         index.publish_many([first_claims(), second_claims(), first_claims()])
         index.publish_many([second_claims(), first_claims()])
         index.publish_many([])
@@ -222,7 +222,7 @@ class IndexContract:
         assert list(index.containers()) == [summarise(first_claims()), summarise(second_claims())]
 
     def test_empty_container_can_be_published(self, index: Index) -> None:
-        """All its chunks were folded away, or it holds recipes alone."""
+        """All its chunks were folded away, or it holds recipes only."""
         made = replace(second_claims(), super_features={})
         index.publish(made)
         assert rows(of_rank(index, SKETCH, 0, np.array([80], np.uint64))) == [None]
@@ -280,7 +280,7 @@ class IndexContract:
         assert answers() == first
 
     def test_many_entries_are_all_found(self, index: Index) -> None:
-        """As many as make tables grow, in answers of several thousand."""
+        """Enough for tables to grow, in answers of several thousand."""
         made = [
             claims(
                 ContainerId((4 << 40) + n),
@@ -302,7 +302,7 @@ class IndexContract:
     # --- versions ----------------------------------------------------------------------------------------------------
 
     def test_catalog_lists_a_version_as_committed(self, index: Index) -> None:
-        """Its ledger and times, and how many bytes its manifest takes."""
+        """Its ledger and times, and the size of its manifest."""
         ledger = Ledger(*range(1, 13))
         made = replace(manifest("k", 3, [(FIRST, 0)]), ledger=ledger, seconds=2.25)
         index.commit_many([(made, 1 << 40), (manifest("k", 1, []), 7)])
@@ -319,7 +319,7 @@ class IndexContract:
         assert index.versions_of("default", "k3") == list(range(1, 358))
 
     def test_version_committed_concurrently_is_listed_once(self, index: Index) -> None:
-        """Two workers may hold the same end of a blob."""
+        """Two workers may process the same end of a blob."""
         made = manifest("k", 1, [(FIRST, n) for n in range(50)])
         with ThreadPoolExecutor(PUBLISHERS) as pool:
             list(pool.map(lambda _: index.commit(made, 100), range(PUBLISHERS)))
@@ -373,7 +373,7 @@ class IndexContract:
         assert index.versions_of("default", "k") == [1, 2, 3]
 
     def test_marks_are_listed_on_every_page(self, index: Index) -> None:
-        """Some versions of many."""
+        """Segments are part of several versions."""
         index.commit_many([(manifest("k", version, []), 1) for version in range(1, 2501)])
         index.mark_many([MarkedVersion("default", "k", version, 1, 90) for version in range(100, 2501, 100)])
         assert [e.version for e in index.catalog("default") if e.deleted] == list(range(100, 2501, 100))

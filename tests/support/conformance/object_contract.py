@@ -21,16 +21,16 @@ LARGE_BYTES = 5 * 1024 * 1024
 
 
 class ObjectStoreContract:
-    """Give `objects`: a fixture that returns an empty ObjectStore."""
+    """Contract of an object store. Subclasses provide the fixture `objects`: an empty ObjectStore."""
 
     def test_get_returns_the_bytes_put(self, objects: ObjectStore) -> None:
-        """Objects are bytes."""
+        """The same bytes are returned."""
         objects.put_new("a/b/c.bin", b"content")
         assert objects.get("a/b/c.bin") == b"content"
         assert objects.size_bytes("a/b/c.bin") == 7
 
     def test_any_buffer_can_be_put(self, objects: ObjectStore) -> None:
-        """Writers hand on views of their buffers."""
+        """Writers pass views of their buffers."""
         objects.put_new("a/view", memoryview(b"--content--")[2:-2])
         assert objects.get("a/view") == b"content"
 
@@ -53,7 +53,7 @@ class ObjectStoreContract:
             objects.put_new("a/empty", b"")
 
     def test_large_object_is_read_back(self, objects: ObjectStore) -> None:
-        """Size is no matter."""
+        """The size does not matter."""
         data = random_bytes(LARGE_BYTES, 1)
         objects.put_new("a/large", data)
         assert objects.get("a/large") == data
@@ -77,7 +77,7 @@ class ObjectStoreContract:
         assert objects.get_ranges("a/r", [0, 2, 5, 5, 9, 10], [2, 5, 5, 9, 13, 15]) == joining
 
     def test_existing_object_is_not_overwritten(self, objects: ObjectStore) -> None:
-        """A second put of a name is refused, and says so."""
+        """A second put of a name is refused with AlreadyExists."""
         objects.put_new("a/x", b"first")
         for data in (b"first", b"second"):
             with pytest.raises(AlreadyExists, match="a/x"):
@@ -99,7 +99,7 @@ class ObjectStoreContract:
             objects.put_new("a/missing", b"")
 
     def test_reader_during_replace_sees_old_or_new_object(self, objects: ObjectStore) -> None:
-        """And never half of it."""
+        """It never sees a part of it."""
         if not isinstance(objects, SupportsReplace):
             pytest.skip("this store replaces nothing")
         contents = [random_bytes(300_000, 1), random_bytes(200_000, 2)]
@@ -138,7 +138,7 @@ class ObjectStoreContract:
         assert sorted(objects.names("ab")) == [("ab/3", 3)]
 
     def test_prefix_without_objects_lists_nothing(self, objects: ObjectStore) -> None:
-        """Before and after there was one."""
+        """A name can be used again after a deletion."""
         assert list(objects.names("a")) == []
         objects.put_new("a/b/x", b"")
         objects.delete("a/b/x")
@@ -146,14 +146,14 @@ class ObjectStoreContract:
         assert list(objects.names("a/b")) == []
 
     def test_many_names_are_listed_each_once(self, objects: ObjectStore) -> None:
-        """More than any page of a listing holds."""
+        """More than one page of a listing."""
         wanted = {f"many/{number // 100:02d}/{number:04d}" for number in range(2100)}
         for name in wanted:
             objects.put_new(name, b"x")
         assert Counter(name for name, _ in objects.names("many")) == Counter(wanted)
 
     def test_deleted_object_can_be_put_again(self, objects: ObjectStore) -> None:
-        """Deleting what is not there is fine: a maintenance worker repeats itself."""
+        """Deleting a missing object succeeds: a maintenance worker repeats itself."""
         objects.put_new("a/x", b"first")
         objects.delete("a/x")
         objects.delete("a/x")

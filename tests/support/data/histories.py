@@ -9,7 +9,7 @@ from nearkin.store import open_store
 from nearkin_shared.config.settings import Settings
 
 WORD = b"a sentence that no other than the owner reads. "
-"""In every version of `history`."""
+"""Part of every version of `history`."""
 
 
 def history() -> dict[tuple[str, int], bytes]:
@@ -26,7 +26,7 @@ def history() -> dict[tuple[str, int], bytes]:
 
 
 def make_store(root: Path, chosen: Settings) -> Path:
-    """Make a store that holds `history()`, and a key `deleted` that is; return `root`."""
+    """Make a store that holds `history()`, and a deleted key `deleted`; return `root`."""
     with open_store(root, settings=chosen, create=True) as store:
         for (key, _), content in history().items():
             store.put(key, content, metadata={"a-name": "a-value"})

@@ -22,7 +22,7 @@ NAMER = Fingerprinter(b"s" * 32, "tenant")
 
 
 def segment(data: bytes) -> SegmentBatch:
-    """Return what the chunker makes of a blob."""
+    """Return the chunker's output for a blob."""
     payload = np.frombuffer(data, np.uint8)
     chunked = ChunkerStage(Settings(), NAMER).decide(
         FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), LookupResults()
@@ -31,7 +31,7 @@ def segment(data: bytes) -> SegmentBatch:
 
 
 def mark_known(batch: SegmentBatch, known_every: int = 3) -> FreshBatch:
-    """Return it with every `known_every`-th chunk known."""
+    """Return the batch with every `known_every`-th chunk known."""
     stage = DedupStage()
     segments = FoundLocations(Locations.empty(batch.segments), np.zeros(batch.segments, np.bool_))
     wanted = stage.reads(batch, LookupResults(segments=segments))
@@ -43,7 +43,7 @@ def mark_known(batch: SegmentBatch, known_every: int = 3) -> FreshBatch:
 
 
 def pair(fresh: FreshBatch) -> PairedBatch:
-    """Return it with bases for every other fresh chunk."""
+    """Return the batch with bases for every other fresh chunk."""
     stage = ResemblanceStage(with_changes(Settings(), {"features": {"algorithm": "odess"}}))
     wanted = stage.reads(fresh, LookupResults())
     assert wanted is not None

@@ -35,19 +35,19 @@ SKETCHES = ("finesse/12/3/48", "none")
 
 
 def noise(byte_count: int, label: str) -> U8:
-    """Return `byte_count` bytes that nothing compresses, decided by `label` alone."""
+    """Return `byte_count` incompressible bytes, determined by `label`."""
     return np.frombuffer(hashlib.shake_256(label.encode()).digest(byte_count), np.uint8)
 
 
 def names_of(lengths: list[int], label: str = "names") -> U8:
-    """Return uint8[n, 32] names with these lengths, made up otherwise."""
+    """Return uint8[n, 32] names with these lengths and otherwise arbitrary bytes."""
     names = noise(len(lengths) * NAME_BYTES, label).reshape(len(lengths), NAME_BYTES).copy()
     names[:, 28:] = np.array(lengths, "<u4").view(np.uint8).reshape(len(lengths), 4)
     return names
 
 
 def compressor() -> FrameEncoder:
-    """Return an encoder as builders use it."""
+    """Return an encoder as used by builders."""
     return FrameEncoder({CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1})
 
 
@@ -157,7 +157,7 @@ def patch_container() -> bytes:
 
 
 def empty_container() -> bytes:
-    """Return a container that holds nothing: header, empty directory, footer."""
+    """Return a container without content: header, empty directory, footer."""
     none8, none32 = np.zeros(0, np.uint8), np.zeros(0, np.uint32)
     chunks = ChunkTable(
         np.zeros((0, NAME_BYTES), np.uint8), none32, none32, none32, none32, none8, Locations.empty(), none8
@@ -220,13 +220,13 @@ def small_manifest() -> Manifest:
 
 
 def measured_manifest() -> Manifest:
-    """Return the same with the lengths of its segments."""
+    """Return the same manifest with the lengths of its segments."""
     lengths = np.array([131_072, 98_765, 400_000, 1, 204_800, 300_000, 99_929], np.uint32)
     return replace(small_manifest(), lengths=lengths)
 
 
 def manifest_with_chain() -> Manifest:
-    """Return the same with all fields of format 4."""
+    """Return the same manifest with all fields of format 4."""
     return replace(
         measured_manifest(),
         previous=Previous(2, bytes(noise(32, "previous"))),
@@ -274,7 +274,7 @@ def small_parity() -> tuple[bytes, bytes]:
 
 
 def small_quarantine() -> dict[int, PendingDelete]:
-    """Return what is broken of two containers."""
+    """Return a quarantine record of two containers."""
     none = np.zeros(0, np.uint32)
     return {
         CONTAINER: PendingDelete(1_764_000_000_123_456, np.array([1, 2, 3, 9], np.uint32), np.array([0], np.uint32)),

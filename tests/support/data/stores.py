@@ -121,6 +121,6 @@ def process(script: str, *arguments: str | Path, interpreter: tuple[str, ...] = 
 
 
 def blocks_of(path: Path) -> list[int]:
-    """Return where the payload of each block begins that is there."""
+    """Return the offset of the payload of each existing block."""
     blocks = decode_container(path.read_bytes(), path.name).blocks
     return [int(offset) for offset, raw in zip(blocks.offsets, blocks.raw, strict=True) if raw]

@@ -19,7 +19,7 @@ KEY_ENCRYPTION_KEYS = tuple(bytes([number] * 32) for number in range(1, 4))
 
 
 def encode_keys(*keys: bytes) -> str:
-    """Return keys as a key file has them."""
+    """Return keys in the format of a key file."""
     return "\n".join(base64.b64encode(key).decode() for key in keys)
 
 

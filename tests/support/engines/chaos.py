@@ -41,7 +41,7 @@ class Chaos:
         self._kafka, self._redis, self._s3 = Kafka(folder / "kafka"), Redis(folder / "redis"), S3(folder / "s3")
 
     def run(self) -> Report:
-        """Run, settle, check."""
+        """Run, settle, and check."""
         started = time.monotonic()
         self._say(f"seed {self.report.seed}: {self.report.blobs} blobs, {self._kills} kills")
         with self._kafka, self._redis, self._s3, self._pipeline() as pipeline:
@@ -91,7 +91,7 @@ class Chaos:
     # --- deaths ------------------------------------------------------------------------------------------------------
 
     def _kill(self, pipeline: Pipeline, stop: threading.Event) -> None:
-        """Spread the deaths over the puts: each has a share of them as its time."""
+        """Spread the kills evenly over the puts."""
         events: list[str] = [self._random.choice(VICTIMS) for _ in range(self._kills)]
         for special in ("kafka", "kafka", "redis-flush", "redis-kill", "s3"):
             events.insert(self._random.randrange(len(events) + 1), special)

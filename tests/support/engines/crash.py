@@ -39,7 +39,7 @@ from tests.support.engines.model import Break, Call, Delete, Forget, Gc, Mend, O
 
 KEYS = ("a", "b", "ключ/🔑")
 LIVE_VERSIONS_MAX = 14
-"""Above it versions are forgotten, so that a check stays at some 20 ms."""
+"""Above this number versions are forgotten, so that a check stays at some 20 ms."""
 KILLS_A_STORE = 24
 CHILD_SECONDS_MAX = 600
 """A child that takes longer hangs: one works for about a second on an idle machine, for a minute on a loaded one."""
@@ -52,7 +52,7 @@ VARIANTS: Sequence[Mapping[str, Mapping[str, object]]] = (
     GATHERING,
     {**GATHERING, **ENCRYPTED},
 )
-"""Of the settings: each store is of one of them, by lot."""
+"""Changes of the settings: each store uses a random one."""
 GROUPS: Mapping[str, str] = {
     "compact": "gc",
     "rebase": "gc",
@@ -110,7 +110,7 @@ class Campaign:
         plant: Callable[[], None] | None = None,
         journal: Callable[[Mapping[str, object]], None] | None = None,
     ) -> None:
-        """`journal` is given what each child is to do before it starts, and how it ended."""
+        """`journal` receives the plan of each child before it starts, and its end."""
         self._folder = folder
         self._journal = journal or (lambda _: None)
         self._draw = random.Random(seed)
@@ -124,7 +124,7 @@ class Campaign:
         self.outcome = Outcome(seed)
 
     def run(self, kills: int, progress: Callable[[Outcome], None] | None = None) -> Outcome:
-        """Go on until so many children were killed, or something is wrong."""
+        """Continue until `kills` children were killed, or a violation is found."""
         started = time.perf_counter()
         while self.outcome.kills < kills and not self.outcome.violations:
             self._store(min(KILLS_A_STORE, kills - self.outcome.kills))
@@ -315,7 +315,7 @@ class Campaign:
 
 
 def _shadow(oracle: Oracle) -> Oracle:
-    """Return a copy that calls may be tried on; one in flight is taken for done."""
+    """Return a copy on which calls may be tried; a call in flight counts as done."""
     copy = Oracle(
         oracle.now,
         oracle.undelete_seconds,

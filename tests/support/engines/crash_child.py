@@ -46,7 +46,7 @@ START = 1_764_000_000.0
 FAMILIES = 3
 COLLECTIONS_MAX = 12
 RECOVERING = ("rebuild.", "repair.", "quarantine.")
-"""Points that are armed before a store is opened: recovery is part of what may die."""
+"""Failpoints that are armed before a store is opened, so that a process may die during recovery."""
 CHOSEN = settings(
     SMALL,
     {
@@ -170,7 +170,7 @@ def _is_sealed(chosen: Settings) -> bool:
 
 
 def copies_of(root: Path) -> Path:
-    """Return the folder with the copies of what was broken in a store."""
+    """Return the folder with copies of the damaged objects of a store."""
     return root.parent / f"{root.name}-copies"
 
 
@@ -183,7 +183,7 @@ def _break(store: Store, call: Break) -> None:
     path = draw.choice(paths)
     data = path.read_bytes()
     at = draw.randrange(len(data))
-    if path in inspection.newest(root).values():  # of an older generation any bit: it may be broken already
+    if path in inspection.newest(root).values():  # of an older generation any bit: it may be damaged already
         blocks = decode_container(inspection.copy_opener(store.root, store.settings)(path), path.name).blocks
         there = np.flatnonzero(blocks.raw).tolist()
         if not there:
@@ -194,7 +194,7 @@ def _break(store: Store, call: Break) -> None:
             at = HEAD.size + at // PAGE_BYTES * STRIDE_BYTES + at % PAGE_BYTES
     copies = copies_of(root)
     shutil.rmtree(copies, ignore_errors=True)
-    copy = copies / path.parent.name / path.name  # a sealed one opens under the name of its folder alone
+    copy = copies / path.parent.name / path.name  # an encrypted object opens only under its folder's name
     copy.parent.mkdir(parents=True)
     copy.write_bytes(data)
     flip(path, at, draw.randrange(8))
@@ -209,7 +209,7 @@ def mend(store: Store, broken: Break) -> None:
     directory was on the lost page.
     """
     copies = copies_of(store.root)
-    if not copies.is_dir():  # there was nothing to break
+    if not copies.is_dir():  # there was no object to damage
         return
     given = sorted(copies.glob("*/*.nk?"))
     report = store.repair(given) if broken.by_copy or broken.manifest else store.repair()

@@ -40,7 +40,7 @@ from tests.support.engines.model import DAY, Break, Mend, Violation
 
 KILLS_MAX = 60
 SEEDS = (6, 2, 1)
-"""In the order of how soon they find what is hardest to find."""
+"""In the order of how soon they find the rarest violation."""
 BLOBS, BLOB_BYTES = 20, 30_000
 EFFECTS_MAX = 200
 
@@ -49,7 +49,7 @@ Hunt = Callable[[Path, Plant], None]
 
 
 def power(name: str) -> Hunt:
-    """Return a hunt that cuts the power in a workload."""
+    """Return a check that cuts the power in a workload."""
 
     def hunt(folder: Path, plant: Plant) -> None:
         plant()
@@ -59,7 +59,7 @@ def power(name: str) -> Hunt:
 
 
 def hunt_crashes(*points: str, codec: str = "patch") -> Hunt:
-    """Return a hunt that kills at these points."""
+    """Return a check that kills at these failpoints."""
     chosen = settings(crash_child.CHOSEN, {"delta": {"codec": codec}})
 
     def hunt(folder: Path, plant: Plant) -> None:
@@ -72,7 +72,7 @@ def hunt_crashes(*points: str, codec: str = "patch") -> Hunt:
 
 
 def hunt_races(race: Callable[[Path], object]) -> Hunt:
-    """Return a hunt that holds one call while it does another."""
+    """Return a check that holds one call while it does another."""
 
     def hunt(folder: Path, plant: Plant) -> None:
         plant()
@@ -82,7 +82,7 @@ def hunt_races(race: Callable[[Path], object]) -> Hunt:
 
 
 def hunt_bitflips(folder: Path, plant: Plant) -> None:
-    """Flip bits of a container, one at a time: `verify` names each."""
+    """Flip bits of a container, one at a time: verify names each."""
     plant()
     with open_store(folder / "s", settings=crash_child.CHOSEN, create=True) as store:
         store.put("a", crash_child.content(2))
@@ -101,7 +101,7 @@ def hunt_bitflips(folder: Path, plant: Plant) -> None:
 
 
 def hunt_by_scrub(folder: Path, plant: Plant) -> None:
-    """Flip a bit of each object, one at a time: a whole pass of scrubbing names it."""
+    """Flip a bit of each object, one at a time: a whole scrub pass names it."""
     plant()
     root = folder / "s"
     with open_store(root, settings=crash_child.CHOSEN, create=True) as store:
@@ -196,14 +196,14 @@ def read_on(folder: Path, plant: Plant) -> None:
 
 
 class _LeasedObjects(LocalObjectStore):
-    """A folder of objects under a lease that is over after so many effects."""
+    """A folder of objects under a lease that ends after a number of effects."""
 
     def __init__(self, root: Path, effects: int) -> None:
         super().__init__(root)
         self.left = effects
 
     def check(self) -> None:
-        """Raise StoreUnavailable once it is over."""
+        """Raise StoreUnavailable if the lease has ended."""
         if self.left <= 0:
             raise StoreUnavailable("the lease is over")
 

@@ -26,7 +26,7 @@ from tests.support.servers.pipeline import Pipeline
 
 CLIENTS = 4
 TRY_SECONDS_MAX = 600.0
-"""A gateway that was killed is back after some 10 s on a busy machine; with eight processes to each core, after 120."""
+"""Bound for the restart of a killed gateway: 10 s on a busy machine, 120 s with eight processes per core."""
 SETTLE_SECONDS_MAX = 240.0
 DELETED_SHARE = 0.2
 PAGE = 100
@@ -47,11 +47,11 @@ class Put:
     digest: str
     size_bytes: int
     created: int | None = None
-    """The version of a 201."""
+    """Version of a 201."""
     accepted: list[str] = field(default_factory=list)
-    """The ids of 202s."""
+    """Ids of the 202s."""
     cut: int = 0
-    """Tries without an answer."""
+    """Number of tries without an answer."""
     deleted: bool = False
 
 
@@ -97,7 +97,7 @@ class Promises:
         self._lock = threading.Lock()
 
     def put_all(self, enough: Callable[[], bool] = lambda: False) -> list[Put]:
-        """Put all blobs, or as many as are begun until `enough`."""
+        """Put all blobs, or only those begun before `enough`."""
         numbers = iter(range(len(self.blobs)))
 
         def some(_: int) -> list[Put]:
@@ -115,7 +115,7 @@ class Promises:
 
     @property
     def url(self) -> str:
-        """Return where the gateway listens."""
+        """Return the URL of the gateway."""
         return f"http://127.0.0.1:{self.port}"
 
     def ready(self) -> None:
@@ -220,7 +220,7 @@ class Promises:
                 )
 
     def check_flow(self, pipeline: Pipeline) -> None:
-        """Every partition takes new blobs, and no worker is behind."""
+        """Check that every partition accepts new blobs, and that no worker has a backlog."""
         problems = self.report.problems
         with httpx.Client(base_url=self.url, timeout=60) as client:
             for number in range(16):
@@ -238,7 +238,7 @@ class Promises:
 
 
 def _list_versions(client: httpx.Client, prefix: str) -> set[tuple[str, int]]:
-    """Return (key, version) of all that is listed, page by page."""
+    """Return (key, version) of all listed versions, page by page."""
     found: set[tuple[str, int]] = set()
     after = ""
     while True:
@@ -268,7 +268,7 @@ def _outcome(client: httpx.Client, accepted: str, deadline: float) -> dict[str, 
 
 
 def _lag(reader: Consumer, full: str, partitions: int) -> int:
-    """Return how many messages a group has not yet done."""
+    """Return the number of messages that a group has not processed."""
     parts = reader.committed([TopicPartition(full, number) for number in range(partitions)], timeout=10)
     behind = 0
     for part in parts:

@@ -52,7 +52,7 @@ def neighbours(folder: Path) -> Scene:
 
 
 def _read(_: Scene, store: Store) -> None:
-    if store.get("k", 2).read() != _contents()[1]:  # directories and blocks are in this Store's caches from now on
+    if store.get("k", 2).read() != _contents()[1]:  # directories and blocks are in this Store's caches from here on
         raise Violation("other bytes before the GC run")
 
 

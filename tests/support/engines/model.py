@@ -19,7 +19,7 @@ DAY = 86_400
 
 
 class Violation(AssertionError):
-    """The store answers what no history allows."""
+    """The store's answer is impossible after the calls so far."""
 
 
 @frozen
@@ -39,7 +39,7 @@ class Delete:
 
 @frozen
 class Undelete:
-    """One version, or all that the latest deletion of a key took."""
+    """One version, or all that the latest deletion of a key hid."""
 
     key: str
     version: int | None
@@ -73,7 +73,7 @@ class Break:
     draw: int
     manifest: bool
     verify: bool
-    """Whether it is looked for at once, and quarantined."""
+    """Whether verify finds it at once, and quarantines it."""
     by_copy: bool
     """Whether it is repaired from a copy of the object, or from contents 0 to `contents`."""
     contents: int
@@ -109,18 +109,18 @@ class Oracle:
     now: float
     undelete_seconds: float = DAY
     contents: dict[Version, int] = field(default_factory=dict)
-    """Which content each version has that was ever committed."""
+    """Content number of each version ever committed."""
     until: dict[Version, float] = field(default_factory=dict)
-    """Of deleted versions: up to when they can be brought back."""
+    """Times up to which deleted versions can be undeleted."""
     gone: set[Version] = field(default_factory=set)
-    """Collected: their numbers stay taken."""
+    """Collected versions: their numbers stay in use."""
     deleted_by: dict[Version, int] = field(default_factory=dict)
-    """Of versions that were deleted: which call did it, 0 for a Forget."""
+    """Number of the call that deleted each version, 0 for a Forget."""
     in_flight: Call | None = None
     may_go: frozenset[int] | None = None
     """Containers that the GC run in flight may delete: pending delete since an earlier run, with the grace over."""
     containers: frozenset[int] = frozenset()
-    """Those that were there before the call in flight."""
+    """Containers that existed before the call in flight."""
     broken: Break | None = None
     """Planted damage, which must be repaired before the answers are compared."""
     calls: int = 0
@@ -142,11 +142,11 @@ class Oracle:
 
     @property
     def ended_versions(self) -> set[Version]:
-        """Return the deleted versions that never come back, collected or not."""
+        """Return the deleted versions that can no longer be undeleted, collected or not."""
         return {version for version, until in self.until.items() if until < self.now}
 
     def hidden_versions(self, call: Delete | Forget) -> list[Version]:
-        """Return what a deletion hides."""
+        """Return the versions that a deletion hides."""
         if isinstance(call, Delete):
             return [found for found in self.versions(call.key) if call.version in (None, found[1])]
         keys = {key for key, _ in self.live}
@@ -167,7 +167,7 @@ class Oracle:
     def begin(self, call: Call, containers: frozenset[int] = frozenset(), due: frozenset[int] = frozenset()) -> None:
         """Record the start of a call, the existing `containers`, and the `due` ones: pending delete, grace over."""
         self.calls += 1
-        self.now += 1  # no two calls at one moment
+        self.now += 1  # no two calls have the same time
         if isinstance(call, Gc):
             self.now += call.days * DAY
             self.may_go = due
@@ -176,7 +176,7 @@ class Oracle:
         self.in_flight, self.containers = call, containers
 
     def acknowledge(self) -> None:
-        """Note that it was acknowledged."""
+        """Record that the call in flight was acknowledged."""
         match self.in_flight:
             case Put(items):
                 for key, content in items:
@@ -202,7 +202,7 @@ class Oracle:
         self.deleted_by |= dict.fromkeys(versions, self.calls if isinstance(call, Delete) else 0)
 
     def settle(self, seen: Seen) -> None:
-        """Compare, and take the outcome of the call in flight from what is seen. Raises Violation."""
+        """Derive the outcome of the call in flight from the answers, and compare all others. Raises Violation."""
         if self.in_flight is not None:
             self._settle(self.in_flight, seen)
             self.check_containers(seen.containers)
@@ -215,7 +215,7 @@ class Oracle:
     def _settle(self, call: Call, seen: Seen) -> None:
         match call:
             case Put(items):
-                for key, content in items:  # of one key in order: each only if the one before it is there
+                for key, content in items:  # of one key in order: each only if the one before it was committed
                     version = key, self.next_version(key)
                     if version in seen.live:
                         self.contents[version] = content

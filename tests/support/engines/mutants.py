@@ -47,7 +47,7 @@ from tests.support.data.stores import settings
 
 
 def bytes_not_synced() -> None:
-    """An object's fsync is dropped."""
+    """Write an object without fsync."""
 
     def write(path: Path, parts: Sequence[objectstore_base.Payload], *, drop: bool) -> None:
         layer = vars(objectstore_base)["os"]
@@ -59,7 +59,7 @@ def bytes_not_synced() -> None:
 
 
 def name_not_synced() -> None:
-    """A manifest's folder is not synced after it."""
+    """Omit the sync of a manifest's folder."""
     real = objectstore_base.sync_folder
 
     def sync(folder: Path) -> None:
@@ -70,7 +70,7 @@ def name_not_synced() -> None:
 
 
 def folder_not_synced() -> None:
-    """A new folder is not synced into the one above."""
+    """Omit the sync of a new folder's parent."""
 
     def make(self: objectstore_base.LocalObjectStore, folder: Path) -> None:
         for above in reversed([folder, *folder.parents]):
@@ -81,7 +81,7 @@ def folder_not_synced() -> None:
 
 
 def create_overwrites() -> None:
-    """An object is looked for, then renamed over what is there."""
+    """Check whether an object exists, then rename over it."""
 
     def put_new(self: objectstore_base.LocalObjectStore, name: str, *parts: objectstore_base.Payload) -> None:
         final = self._root / name
@@ -111,7 +111,7 @@ def published_before_durable() -> None:
 
 
 def manifest_before_container() -> None:
-    """A manifest is put before the containers that it names."""
+    """Put a manifest before the containers that it names."""
     real_put, real_commit = ContainerStore.put, ManifestStore.put
     late: list[Callable[[], object]] = []
 
@@ -129,7 +129,7 @@ def manifest_before_container() -> None:
 
 
 def newest_deleted_first() -> None:
-    """Of a key's marks that of the newest version comes first."""
+    """Write the tombstone of a key's newest version first."""
     real = deletions.Deletions._write
 
     def write(self: deletions.Deletions, before: Sequence[Any], marks: Sequence[Any]) -> int:
@@ -150,7 +150,7 @@ def undelete_unchecked() -> None:
 
 
 def not_caught_up() -> None:
-    """An index that a dead writer left behind is taken as it is."""
+    """Use the index of a dead writer without recovery."""
     _patch(IndexRecovery, "catch_up", lambda *_: None)
 
 
@@ -243,7 +243,7 @@ def grace_ignored() -> None:
 
 
 def older_generation_first() -> None:
-    """Compaction removes a container before its next generation is there."""
+    """Remove a container in a compaction before its next generation exists."""
 
     def anew(self: Any, container: Any, left: Any, make: Any) -> bool:
         data = make()
@@ -271,7 +271,7 @@ def number_given_again() -> None:
 
 
 def lock_not_taken() -> None:
-    """The store's lock, its lease, is not taken."""
+    """Skip the acquisition of the store's writer lock."""
 
     def acquire(self: WriterLock, wait_seconds: float = 0.0, what: str = "") -> None:
         self._descriptor = None
@@ -326,13 +326,13 @@ def delta_not_verified() -> None:
 
 
 def directory_unchecked() -> None:
-    """A directory's checksum is not compared."""
+    """Skip the comparison of a directory's checksum."""
     real = directory_codec.decode_directory
 
     def decode(data: Any, container: Any, domain: Any, container_bytes: int, check: bytes, what: str) -> Any:
         return real(data, container, domain, container_bytes, columns.check_bytes(memoryview(data)), what)
 
-    for module in (directory_codec, container):  # wherever it is called from
+    for module in (directory_codec, container):  # all callers
         vars(module)["decode_directory"] = decode
 
 
@@ -350,7 +350,7 @@ def block_number_given_again() -> None:
 
 
 def scrub_skips_a_container() -> None:
-    """A scrub goes on two containers after the one that it has read."""
+    """Skip the container after the one that a scrub has read."""
     scrubber = nearkin_maintenance.verify.scrubber.Scrubber
     real = scrubber._containers_step
 

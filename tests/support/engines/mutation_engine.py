@@ -207,7 +207,7 @@ def hunt_all(names: Sequence[str], folder: Path) -> Iterator[tuple[str, str, str
 @click.argument("names", nargs=-1)
 @click.option("--folder", type=click.Path(path_type=Path), help="where stores are made; a temporary folder")
 def main(names: tuple[str, ...], folder: Path | None) -> None:
-    """Plant each bug named, or all, and say what caught it."""
+    """Plant each named mistake, or all, and print the engine that detected it."""
     logging.getLogger("nearkin").setLevel(logging.CRITICAL)
     unknown = set(names) - BUGS.keys()
     if unknown:

@@ -49,19 +49,19 @@ UNTRACED = ("index", "index.new", *LOCKS, SCRATCH)
 
 
 KEPT = "kept-copies"
-"""Folder with the copies of what the preparation broke."""
+"""Folder with copies of the objects that the preparation damaged."""
 
 
 @frozen
 class Workload:
-    """Calls that are recorded, after calls that are not."""
+    """Calls that are recorded, after unrecorded ones."""
 
     setup: tuple[Call, ...]
     calls: tuple[Call, ...]
     changes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Changes to the settings."""
     passes: tuple[str, ...] = ()
-    """Failpoints that the recorded calls must pass, or the workload does not test what it is for."""
+    """Failpoints that the recorded calls must pass, so that the workload tests its subject."""
 
 
 PARITY: Mapping[str, Mapping[str, object]] = {"storage": {"parity": "rs-4-2"}}
@@ -118,9 +118,9 @@ class ExplorationResult:
 
     prefixes: int = 0
     worlds: int = 0
-    """Different ones: trees, with the index and without, and what was acknowledged."""
+    """Distinct combinations of tree, index and acknowledged calls."""
     failures: int = 0
-    """Calls that were made to fail."""
+    """Number of calls that were made to fail."""
     steps: dict[str, int] = field(default_factory=dict)
 
 
@@ -182,7 +182,7 @@ def _record(
 
 
 def read_tree(root: Path) -> dict[str, bytes | None]:
-    """Return the objects of a folder by their names; None: a folder."""
+    """Return the objects of a folder by name; None stands for a folder."""
     found: dict[str, bytes | None] = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
@@ -199,7 +199,7 @@ def explore(folder: Path, workload: Workload, *, chosen: Settings = CHOSEN) -> E
     root, explored = folder / "recorded", ExplorationResult()
     chosen = settings(chosen, workload.changes)
     oracle = _prepare(root, chosen, workload.setup)
-    if copies_of(root).is_dir():  # which the recorded repair removes
+    if copies_of(root).is_dir():  # the recorded repair removes them
         shutil.copytree(copies_of(root), folder / KEPT)
     index, disk = _index(root), Disk(read_tree(root))
     before = copy.deepcopy(oracle)
@@ -250,7 +250,7 @@ def _try_world(
     chosen: Settings,
     workload: Workload,
 ) -> None:
-    """Make a store of what a power cut left, and check it. Raises Violation."""
+    """Make a store of the files after a power cut, and check it. Raises Violation."""
     place = folder / "world"
     for left in (place, copies_of(place)):
         shutil.rmtree(left, ignore_errors=True)
@@ -270,14 +270,14 @@ def world_key(tree: Mapping[str, bytes | None], index: bytes | None, state: int)
 
 
 def describe_tree(tree: Mapping[str, bytes | None]) -> str:
-    """Return the files of a tree in words."""
+    """Return a description of the files of a tree."""
     return (
         ", ".join(f"{path} {len(data)} bytes" for path, data in sorted(tree.items()) if data is not None) or "nothing"
     )
 
 
 def lay_tree(place: Path, tree: Mapping[str, bytes | None], index: bytes | None = None) -> None:
-    """Make a folder with the files of a tree, and with an index where there is one."""
+    """Make a folder with the files of a tree, and with its index, if any."""
     place.mkdir(parents=True)
     for path, data in sorted(tree.items()):
         if data is None:
@@ -303,7 +303,7 @@ def _check(place: Path, oracle: Oracle, chosen: Settings, workload: Workload) ->
                 mend(store, oracle.broken)
                 oracle.broken = None
             _compare(store, oracle)
-            for call in (again, *workload.calls[-1:]):  # what was cut short, or the last, can be done again
+            for call in (again, *workload.calls[-1:]):  # the interrupted call, or the last, can be repeated
                 if call is not None and possible(oracle, call):
                     oracle.begin(*_begin(store, oracle, call))
                     perform(store, call)
@@ -375,7 +375,7 @@ def _failing(place: Path, oracle: Oracle, chosen: Settings, workload: Workload, 
         if damage:
             raise Violation(f"verify names {damage[0]}")
         left = [path.name for path in (place / SCRATCH).glob("*")]
-        if left and layer.has_failed:  # its removal may be what failed: the next writer sweeps
+        if left and layer.has_failed:  # its removal may have failed: the next writer deletes it
             store.close()
             store.put("sweeps", b"")
             left = [path.name for path in (place / SCRATCH).glob("*")]
@@ -395,7 +395,7 @@ def _carried_on(store: Store, oracle: Oracle, workload: Workload, layer: Recordi
         except RetryableError as err:
             if failed_before or not layer.has_failed:
                 raise Violation(f"{call}: {err}, and nothing had failed since") from err
-            _compare(store, oracle)  # through the same handle, as it is
+            _compare(store, oracle)  # through the same handle
             if possible(oracle, call):
                 begun = _begin(store, oracle, call)
                 oracle.begin(*((Gc(0), *begun[1:]) if isinstance(call, Gc) else begun))

@@ -18,9 +18,9 @@ from tests.support.engines.power_cut import ExplorationResult, describe_tree, la
 from tests.support.fakes.power_loss_disk import Disk, Step, recording
 
 Results = Mapping[str, object]
-"""What each acknowledged action returned, by its name."""
+"""Result of each acknowledged action by name."""
 Action = Callable[[Path, Results], object]
-"""Do one step in a folder, as a process of its own does it; the results are those of the actions before."""
+"""Step in a folder, as in a process of its own; it receives the results of the actions before."""
 
 
 @frozen
@@ -32,7 +32,7 @@ class RecordWorkload:
 
     actions: Mapping[str, Action]
     check: Callable[[Path, Results, str | None], None]
-    """Given the folder, the acknowledged results, and the action that was interrupted. Raises Violation."""
+    """Check of the folder, given the acknowledged results and the interrupted action. Raises Violation."""
     prepare: Callable[[Path], None] = lambda _: None
 
 

@@ -34,11 +34,11 @@ from tests.support.engines.crash_child import CHOSEN, START, content
 from tests.support.engines.model import DAY, Violation
 
 HELD_SECONDS_MAX = 2.0
-"""A call that waits for the one that is held is left to go on after it."""
+"""Time after which a call that waits for the held one continues after it."""
 IN_TURN_SECONDS = 0.2
 """Within an exclusive section of a GC run writers wait for its end; readers and deletions do not."""
 NOBODY_COMES_BY = frozenset({"index.writing", "object.folder-made"})
-"""Here LMDB's only writer is held, or the lock of a folder that is being made: the other would wait."""
+"""Steps at which LMDB's only writer is held, or the lock of a folder that is being made: the other call would wait."""
 STEPS_MAX = 500
 ROUNDS_AFTER = 4
 
@@ -52,7 +52,7 @@ class Scene:
     wanted: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
     def open(self) -> Store:
-        """Open the store by the scene's clock."""
+        """Open the store with the scene's clock."""
         return open_store(self.root, settings=CHOSEN, clock=lambda: self.now, create=True)
 
     def check(self, store: Store) -> None:
@@ -204,7 +204,7 @@ def collect_while_putting(folder: Path, every: int = 1) -> int:
 
 
 def _undeleted_late(made: Scene, store: Store) -> None:
-    """Undelete a version whose time is over, by a clock that was set back."""
+    """Undelete a version whose window is over, by a clock that was set back."""
     back = 2 * DAY - 3600
     made.now -= back
     try:
@@ -293,7 +293,7 @@ def commit_while_committing(folder: Path) -> int:
 
 def _commit(root: Path, size_bytes: int) -> None:
     """Commit a version of one key under the next free number."""
-    manifests = ManifestStore(LocalObjectStore(root))  # its own, as another process has
+    manifests = ManifestStore(LocalObjectStore(root))  # its own, as in another process
     for version in range(1, 10):
         try:
             manifests.put(replace(small_manifest(), version=version, size_bytes=size_bytes))

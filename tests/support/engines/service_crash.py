@@ -35,7 +35,7 @@ from tests.support.servers.servers import Kafka, Redis
 
 AT_A_TIME = 2
 DIES_SECONDS_MAX = 25.0
-"""A worker is up after 3 s, on a busy machine 10; one that does not pass its point by then is killed where it is."""
+"""Time to reach a failpoint: a worker starts in 3 s, on a busy machine in 10; afterwards it is killed anywhere."""
 BLOBS_A_KILL = 12
 LOOP = ("worker.received", "worker.handled", "worker.committed")
 OBJECT = ("object.written", "object.synced", "object.linked", "object.durable")
@@ -73,7 +73,7 @@ DYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""Which points each service passes while blobs are put and deleted; a rebuild follows where Redis was emptied."""
+"""Failpoints that each service passes while blobs are put and deleted; a rebuild follows when Redis was emptied."""
 
 
 class Deaths:
@@ -88,7 +88,7 @@ class Deaths:
         every = [(service, point) for service, points in DYING.items() for point in points]
         self._planned: list[tuple[str, str, int]] = []
         while len(self._planned) < kills:
-            draw.shuffle(every)  # each of them once, before any a second time
+            draw.shuffle(every)  # each of them once, before any is repeated
             self._planned += [(service, point, draw.choice((1, 1, 2, 3))) for service, point in every]
         del self._planned[kills:]
         self._busy: set[str] = set()
@@ -96,7 +96,7 @@ class Deaths:
         self._kafka, self._redis = Kafka(folder / "kafka"), Redis(folder / "redis")
 
     def run(self) -> Report:
-        """Run, settle, check."""
+        """Run, settle, and check."""
         started = time.monotonic()
         self._say(f"seed {self.report.seed}: {len(self._planned)} deaths, up to {self.report.blobs} blobs")
         with self._kafka, self._redis, self._pipeline() as pipeline:
@@ -198,7 +198,7 @@ def main(kills: int, seed: int | None, folder: Path | None) -> None:
     click.echo(json.dumps(asdict(report), indent=1, ensure_ascii=False))
     met = sum(kind != "elsewhere" for kind in report.kills)
     click.echo(f"{sum(report.kills.values())} deaths at {met} points; {len(report.problems)} problems")
-    if report.problems:  # its data stay, to be looked at
+    if report.problems:  # keep the data for inspection
         click.echo(f"seed {seed}, {place}: {report.problems[0]}", err=True)
         sys.exit(1)
     shutil.rmtree(place)

@@ -76,7 +76,7 @@ def soak(
 
 
 class RunRecord:
-    """The files that one run leaves."""
+    """Files of one run."""
 
     def __init__(self, runs: Path, seed: int, arguments: Mapping[str, object]) -> None:
         name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-seed-{seed}"

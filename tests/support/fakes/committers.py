@@ -14,7 +14,7 @@ class EmptyBacklog(Backlog):
     """A backlog that is always empty."""
 
     def __init__(self) -> None:
-        """Ask no Kafka."""
+        """Start without a Kafka connection."""
 
     def unread(self, name: str, partition: int, offset: int) -> bool:
         """Return False."""
@@ -26,7 +26,7 @@ class EmptyBacklog(Backlog):
 
 
 class RecordingOutbox:
-    """An outbox whose events and dead letters are looked at instead of sent."""
+    """An outbox that records events and dead letters instead of sending them."""
 
     authenticator = None
 
@@ -35,14 +35,14 @@ class RecordingOutbox:
         self.letters: list[dict[str, bytes | None]] = []
 
     def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
-        """Keep an event."""
+        """Record an event."""
         assert name == "committed"
         self.events.append(json.loads(value))
 
     def send_to(
         self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
     ) -> None:
-        """Keep the headers of a dead letter."""
+        """Record the headers of a dead letter."""
         self.letters.append(dict(headers))
 
     def flush(self) -> None:

@@ -37,7 +37,7 @@ class FaultyHttp:
     """A proxy on loopback in front of the server at `port`; clients use its `url`."""
 
     def __init__(self, port: int, script: str = "", *, method: str = "PUT", held: Callable[[], object] = bool) -> None:
-        """Listen. Raises ValueError for letters that are none."""
+        """Listen. Raises ValueError for unknown letters."""
         if unknown := set(script) - set(LETTERS):
             raise ValueError(f"script {script!r}: {''.join(sorted(unknown))!r} unknown; want letters of {LETTERS!r}")
         self._held = held
@@ -59,7 +59,7 @@ class FaultyHttp:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Return the URL of the proxy."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -69,7 +69,7 @@ class FaultyHttp:
 
     @property
     def spent(self) -> bool:
-        """Whether every letter was met: a test whose script is not spent did not test its end."""
+        """Return whether every letter was met: otherwise the test did not reach the end of its script."""
         return len(self.met) >= len(self._script)
 
     def __enter__(self) -> Self:
@@ -79,7 +79,7 @@ class FaultyHttp:
     def __exit__(
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop listening, and wait for requests that are under way."""
+        """Stop listening, and wait for active requests."""
         self._listener.shutdown()
         self._thread.join()
         self._listener.server_close()
@@ -144,7 +144,7 @@ class FaultyHttp:
 
 
 def _read(client: socket.socket) -> bytes:
-    """Return one request whole, b"" where the client hung up."""
+    """Return one request whole, b"" if the client closed the connection."""
     data = b""
     while b"\r\n\r\n" not in data:
         part = client.recv(1 << 16)
@@ -169,7 +169,7 @@ def _read(client: socket.socket) -> bytes:
 
 
 def _until_given_up(client: socket.socket) -> None:
-    """Wait until the client has hung up. Raises TimeoutError."""
+    """Wait until the client has closed the connection. Raises TimeoutError."""
     with suppress(ConnectionResetError):
         while client.recv(1 << 16):
             pass

@@ -9,7 +9,7 @@ import io
 
 
 class Unseekable(io.RawIOBase):
-    """A file with a pipe's manners."""
+    """A file that behaves like a pipe."""
 
     def __init__(self, data: bytes) -> None:
         self._data = io.BytesIO(data)

@@ -28,7 +28,9 @@ from nearkin_shared.utils.frozen import frozen
 
 SECTOR_BYTES, PAGE_BYTES = 512, 4096
 PENDING_NAMES_MAX = 6
-"""Of more names that are not durable not every subset is tried, 64 at 6: none, all, each alone, all but each."""
+"""Bound of exhaustive search over names that are not durable: 64 subsets at 6. Of more: none, all, each alone, all but
+each.
+"""
 SCRATCH = "tmp"
 
 
@@ -69,7 +71,7 @@ class RecordingOs:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the call that was to fail has come."""
+        """Return whether the call that must fail was reached."""
         return 0 < self._fail_at <= self.calls
 
     def note(self, said: Any) -> None:
@@ -86,7 +88,7 @@ class RecordingOs:
             raise OSError(self._error, os.strerror(self._error))
 
     def open(self, path: str | Path, flags: int, mode: int = 0o777) -> int:
-        """Open; a file that is made is noted."""
+        """Open; record a new file."""
         if not flags & os.O_CREAT:
             return os.open(path, flags, mode)
         with self._lock:
@@ -104,7 +106,7 @@ class RecordingOs:
             os.close(descriptor)
 
     def writev(self, descriptor: int, buffers: Sequence[Any]) -> int:
-        """Write; half of it where a full disk is to be met, which takes a part before it refuses."""
+        """Write; only half if the disk is to be full, as a full disk accepts a part before it refuses."""
         with self._lock:
             self._count()
             view = memoryview(b"".join(buffers))
@@ -123,7 +125,7 @@ class RecordingOs:
                 self.steps.append(Step("sync", file=file, failed=failed))
             else:
                 folder = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-                if folder.is_relative_to(self._root):  # not the one above, in which the store itself is made
+                if folder.is_relative_to(self._root):  # not the parent, in which the store itself is created
                     self.steps.append(Step("sync-folder", self._relative(folder), failed=failed))
             self._count()
 
@@ -137,7 +139,7 @@ class RecordingOs:
             self.steps.append(Step("link", self._relative(target), file))
 
     def replace(self, source: str | Path, target: str | Path) -> None:
-        """Rename: the product has none below `objects`; bugs that are planted have."""
+        """Rename: the product never renames below `objects`; planted mistakes do."""
         with self._lock:
             self._count()
             os.replace(source, target)
@@ -186,7 +188,7 @@ def recording(root: Path, fail_at: int = 0, error: int = errno.ENOSPC) -> Iterat
 # --- the disk --------------------------------------------------------------------------------------------------------
 
 Tree = Mapping[str, bytes | None]
-"""Contents by path; None: a folder."""
+"""Contents by path; None stands for a folder."""
 
 
 @dataclass(slots=True)
@@ -196,15 +198,15 @@ class Disk:
     tree: dict[str, bytes | None]
     contents: dict[int, bytearray] = field(default_factory=dict)
     synced: dict[int, bytes] = field(default_factory=dict)
-    """As they were when they were synced last."""
+    """Contents at the last sync."""
     pending: list[tuple[str, int | None, bool]] = field(default_factory=list)
-    """(path, file, there): names made or gone since their folder was synced; file None: a folder."""
+    """(path, file, exists): names created or deleted since their folder was synced; file None stands for a folder."""
     unwritable: set[int] = field(default_factory=set)
-    """Files whose sync failed: a later one succeeds and writes nothing."""
+    """Files whose sync failed: a later sync succeeds and writes nothing."""
     doubtful: list[tuple[str, int | None, bool]] = field(default_factory=list)
-    """Names whose folder's sync failed: a later one does not make them durable, unless they were changed since."""
+    """Names whose folder's sync failed: a later sync does not make them durable, unless they were changed since."""
     durable: dict[str, int] = field(default_factory=dict)
-    """Names, of files made since the beginning, that are durable."""
+    """Durable names of files created since the beginning."""
 
     def apply(self, step: Step) -> None:
         """Apply a step."""
@@ -217,7 +219,7 @@ class Disk:
             case "sync" if step.failed:
                 self.unwritable.add(step.file)
             case "sync" if step.file in self.unwritable:
-                pass  # the kernel has nothing left to write: the call succeeds, and changes nothing
+                pass  # the kernel has nothing left to write: the call succeeds without effect
             case "sync":
                 self.synced[step.file] = bytes(self.contents[step.file])
             case "link":
@@ -241,7 +243,7 @@ class Disk:
                 pass
 
     def worlds(self) -> Iterator[dict[str, bytes | None]]:
-        """Yield every tree that may be there after a power cut now; scratch files are left out."""
+        """Yield every tree that a power cut now may leave, without scratch files."""
         pending = [entry for entry in self.pending if _folder(entry[0]) != SCRATCH]
         for chosen in _subsets(pending):
             tree, names = dict(self.tree), dict(self.durable)

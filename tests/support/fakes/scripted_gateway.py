@@ -46,7 +46,7 @@ FAULTS = (
 
 
 class ScriptedGateway:
-    """The server; `seen` holds what each request was, in order."""
+    """The server; `seen` holds the requests in order."""
 
     def __init__(self, folder: Path) -> None:
         self._store = open_store(folder, create=True)
@@ -55,7 +55,7 @@ class ScriptedGateway:
         self._script: deque[str] = deque()
         self.seen: list[tuple[str, str, dict[str, str]]] = []
         self.puts: dict[str, PutResult] = {}
-        """By idempotency key."""
+        """Stored puts by idempotency key."""
         self.accepted: dict[str, tuple[int, PutResult | None]] = {}
         """By id: how many more polls answer `pending`, then the result."""
         self.settings: dict[str, Any] = {"features": {"algorithm": "finesse"}}
@@ -75,23 +75,23 @@ class ScriptedGateway:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Return the URL of the gateway."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def speak_tls(self, certificate: Path, key: Path) -> None:
-        """Take connections that are made from now on as TLS."""
+        """Use TLS for all connections from now on."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(certificate, key)
         self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
 
     def script(self, *faults: str) -> None:
-        """Say what becomes of the next requests."""
+        """Add the faults of the next requests."""
         assert all(fault.partition(":")[0] in {known.partition(":")[0] for known in FAULTS} for fault in faults)
         self._script.extend(faults)
 
     @property
     def faults_left(self) -> int:
-        """Return how many faults are still to come."""
+        """Return the number of faults still to come."""
         return len(self._script)
 
     def next_fault(self) -> str:
@@ -100,7 +100,7 @@ class ScriptedGateway:
             return self._script.popleft() if self._script else "ok"
 
     def store_as(self, key: str, body: bytes, headers: dict[str, str]) -> PutResult:
-        """Put, once for each idempotency key."""
+        """Put a blob, once for each idempotency key."""
         with self.lock:
             number = headers.get("idempotency-key", "")
             if number not in self.puts:
@@ -128,10 +128,10 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def handle(self) -> None:
-        """Let connections break: that is what they are for here."""
+        """Ignore broken connections, which this server causes deliberately."""
         try:
             super().handle()
         except (ConnectionError, OSError):
@@ -268,7 +268,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(200, status)
 
     def _page(self, name: str, found: list[VersionInfo] | list[Deletion], query: dict[str, str]) -> None:
-        start, count = int(query.get("after", "0")), min(int(query["limit"]), 3)  # so that a test's few take pages
+        start, count = (
+            int(query.get("after", "0")),
+            min(int(query["limit"]), 3),
+        )  # so that a few versions take several pages
         following = str(start + count) if start + count < len(found) else None
         page = [
             results_json.deletion_json(entry) if isinstance(entry, Deletion) else results_json.info_json(entry)

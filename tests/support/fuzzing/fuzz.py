@@ -31,13 +31,13 @@ import click
 from tests.support.fuzzing.fuzz_targets import INPUT_BYTES_MAX, MEMORY_BYTES_MAX, TARGETS, Target
 
 SECONDS_MAX = 10
-"""Of CPU time: an input that takes longer hangs, on a busy machine too."""
+"""CPU time: an input that takes longer hangs, on a busy machine too."""
 CHANGED_SECONDS_MAX = 0.01
 STOPPED_SECONDS_MAX = 1200
-"""By the clock, where libFuzzer looks."""
+"""Wall-clock time limit of libFuzzer."""
 CHANGES_MAX = 8
 KEPT_MAX = 400
-"""Inputs that were taken, and are changed further: the newest."""
+"""Number of accepted inputs that are mutated further: the newest ones."""
 INTERESTING = (
     0,
     1,
@@ -65,7 +65,7 @@ INTERESTING = (
 
 
 class Fault(AssertionError):
-    """A parser neither ended well nor refused."""
+    """A parser neither returned nor refused."""
 
     def __init__(self, target: str, data: bytes, what: str) -> None:
         super().__init__(f"{target}: {what} for {len(data)} bytes {data[:200]!r}")
@@ -73,7 +73,7 @@ class Fault(AssertionError):
 
 
 def try_input(name: str, target: Target, data: bytes) -> bool:
-    """Give a target one input; return whether it was taken, not refused. Raises Fault."""
+    """Run a target on one input; return whether it accepted the input. Raises Fault."""
     try:
         target.parse(data)
     except target.refusals:
@@ -161,13 +161,13 @@ def run(name: str, inputs: int, seed: int, regressions: Path | None = None) -> t
 
 
 def kept_inputs(name: str, regressions: Path | None) -> Iterator[bytes]:
-    """Yield the inputs that are kept of a target."""
+    """Yield the stored inputs of a target."""
     for path in sorted((regressions / name).iterdir()) if regressions and (regressions / name).is_dir() else ():
         yield path.read_bytes()
 
 
 class _Hangs(BaseException):
-    """Not an Exception: no parser may take it for a refusal."""
+    """Not an Exception, so that no parser mistakes it for a refusal."""
 
 
 def _hangs(_number: int, _frame: FrameType | None) -> None:
@@ -184,7 +184,7 @@ def run_guided(name: str, inputs: int, seed: int, regressions: Path | None, seco
 
     Does not return.
     """
-    atheris = import_module("atheris")  # no requirement: a wheel of 35 MB that few want
+    atheris = import_module("atheris")  # no requirement: a wheel of 35 MB that few developers need
 
     target = TARGETS[name]
 
@@ -201,7 +201,7 @@ def run_guided(name: str, inputs: int, seed: int, regressions: Path | None, seco
     # Its clock includes the time in which the machine is suspended; the CPU limit ends a hang earlier.
     options += [f"-timeout={STOPPED_SECONDS_MAX}", f"-rss_limit_mb={(MEMORY_BYTES_MAX >> 20) + 512}", str(corpus)]
     for function in [one for one in gc.get_objects() if isinstance(one, FunctionType)]:
-        if (function.__module__ or "").startswith("nearkin"):  # all of the process: a minute and a half
+        if (function.__module__ or "").startswith("nearkin"):  # all functions of the process take a minute and a half
             atheris.instrument_func(function)
     atheris.Setup(options, one)
     atheris.Fuzz()
@@ -225,7 +225,7 @@ def main(
     *,
     by_coverage: bool,
 ) -> None:
-    """Give targets changed inputs until one is at fault, or all are done."""
+    """Run targets on mutated inputs until one has a fault, or all are done."""
     unknown = set(names) - TARGETS.keys()
     if unknown:
         raise click.UsageError(f"no such target: {', '.join(sorted(unknown))}; choose of {', '.join(TARGETS)}")

@@ -34,7 +34,7 @@ from tests.support.servers.gateways import embedded
 
 REQUESTS_A_STORE = 2000
 ANSWER_SECONDS_MAX = 300.0
-"""By the clock, on a machine that may be stopped meanwhile."""
+"""Wall-clock limit of a request, on a machine that may be suspended meanwhile."""
 _SENT_AS_THEY_ARE = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}")
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -49,7 +49,7 @@ class RequestRefused(Exception):
 
 @cache
 def _documented_statuses() -> Mapping[tuple[str, str], frozenset[int]]:
-    """Return the statuses by (method, route)."""
+    """Return the documented statuses by (method, route)."""
     return {
         (method.upper(), path): frozenset(map(int, operation["responses"])) - {500}
         for path, operations in openapi_document()["paths"].items()
@@ -78,7 +78,7 @@ class _Running:
         await asyncio.gather(*(asyncio.to_thread(together.wait, 60) for _ in range(THREADS_MAX)))
 
     def close(self) -> None:
-        """End."""
+        """Stop the application."""
         self.loop.run_until_complete(self._life.__aexit__(None, None, None))
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
@@ -86,7 +86,7 @@ class _Running:
 
 
 class Gateway:
-    """Answers requests, one after another."""
+    """Gateway that answers requests one after another."""
 
     def __init__(self) -> None:
         self._running: _Running | None = None
@@ -97,7 +97,7 @@ class Gateway:
         return requests()
 
     def close(self) -> None:
-        """End what is running."""
+        """Stop the running application."""
         running, self._running = self._running, None
         if running is not None:
             running.close()
@@ -159,7 +159,7 @@ async def _call(app: Any, scope: dict[str, Any], pieces: list[Message]) -> tuple
 
 
 def _request(data: bytes, upload: str) -> tuple[dict[str, Any], list[Message]]:
-    """Return the scope and the messages of a request as a server makes them."""
+    """Return the scope and the messages of a request, as a server makes them."""
     head, _, body = data.partition(b"\n\n")
     line, *lines = head.split(b"\n")
     method, _, target = line.partition(b" ")
@@ -199,7 +199,7 @@ def _request(data: bytes, upload: str) -> tuple[dict[str, Any], list[Message]]:
         {"type": "http.request", "body": body[: len(body) // 2], "more_body": True},
         {"type": "http.request", "body": body[len(body) // 2 :], "more_body": announced not in (None, len(body))},
     ]
-    if pieces[-1]["more_body"]:  # who announced more has hung up
+    if pieces[-1]["more_body"]:  # a client that announced more has closed the connection
         pieces.append({"type": "http.disconnect"})
     return scope, pieces
 
@@ -209,7 +209,7 @@ def _parse_request(line: str, *headers: str, body: bytes = b"") -> bytes:
 
 
 def requests() -> list[bytes]:
-    """Return one or more requests for every route, most of them answered well."""
+    """Return one or more requests for every route, most of them successful."""
     tus = "tus-resumable: 1.0.0"
     octets = "content-type: application/offset+octet-stream"
     found = [

@@ -51,14 +51,14 @@ MEMORY_BYTES_MAX = 768 << 20
 
 @frozen
 class Target:
-    """`parse` is given any bytes; it raises one of `refusals`, or is at fault."""
+    """`parse` receives any bytes; an exception that is not one of `refusals` is a fault."""
 
     parse: Callable[[bytes], object]
     seeds: Callable[[], list[bytes]]
     native: bool = False
     refusals: tuple[type[Exception], ...] = (Corrupt, FormatTooNew)
     close: Callable[[], None] = lambda: None
-    """Ends what `seeds` started."""
+    """Releases the resources that `seeds` acquired."""
 
 
 # --- seeds -----------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def raw_frame(data: bytes | memoryview, **_: object) -> bytes:
 
 @contextmanager
 def _raw_tables() -> Iterator[None]:
-    """Let tables be written in raw frames."""
+    """Write tables in raw frames."""
     before = vars(columns)["compress"]
     vars(columns)["compress"] = lambda data, options=None: raw_frame(data)
     try:
@@ -112,7 +112,7 @@ def _record() -> bytes:
 
 @cache
 def _messages() -> list[bytes]:
-    """Messages of every kind; those with chunks are made by the stages themselves."""
+    """Return messages of every kind; the stages themselves make those with chunks."""
     namer, envelope = Fingerprinter(b"s" * 32, "tenant"), message_format.Envelope(bytes(range(16)), "tenant", "k", 0, 0)
     payload = np.concatenate([samples.noise(20_000, "payload"), np.zeros(20_000, np.uint8)])
     runs = FrameRuns(payload, (BlobRun(0, 0, len(payload), True),))
@@ -140,7 +140,7 @@ def _messages() -> list[bytes]:
 
 
 def _blocks() -> list[bytes]:
-    """Every block of the sample containers, header and payload."""
+    """Return every block of the sample containers, header and payload."""
     found = []
     for data in (samples.small_container(), samples.patch_container()):
         blocks = decode_container(data, "sample").blocks
@@ -163,12 +163,12 @@ def _with_checksum(parse: Callable[[bytes], object]) -> Callable[[bytes], object
 
 
 def _directory(data: bytes) -> object:
-    """Read a container with this directory, in a frame that is in order."""
+    """Read a container with this directory, in a valid frame."""
     return samples.read_all(samples.with_directory(_small_container(), data))
 
 
 def _block(data: bytes) -> object:
-    """Read a block: its header's first bytes as given, its check made."""
+    """Read a block with the given first bytes of its header and a valid check."""
     head = container_layout.BLOCK.size
     if len(data) < head:
         raise Corrupt("too short to be given a check")
@@ -251,7 +251,7 @@ def _frames() -> list[bytes]:
 
 
 class _Memory:
-    """An object store that holds one object, whatever it is called."""
+    """An object store that holds one object under any name."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -287,7 +287,7 @@ def _configs() -> list[bytes]:
 
 
 def _patches() -> list[bytes]:
-    """Return a change of each hot setting to what it is, and of all at once."""
+    """Return a change of each hot setting to its own value, and of all at once."""
     whole: dict[str, dict[str, object]] = {}
     found = []
     for name in sorted(HOT_FIELDS):
@@ -355,7 +355,7 @@ def _requests() -> list[bytes]:
 
 
 def _user_record(data: bytes) -> object:
-    """A record of a user's topic: key, then headers by line, then the value."""
+    """Parse a record of a user's topic: key, then headers by line, then the value."""
     from nearkin_ingest.records import UserRecord, intake_of
 
     key, _, rest = data.partition(b"\n")

@@ -38,7 +38,7 @@ from tests.support.servers.servers import S3, Kafka, Redis
 
 BUCKET = "nearkin"
 INGEST_TOPIC = "blobs"
-"""A topic as users have them: its records become blobs."""
+"""A user's topic: its records become blobs."""
 READY_SECONDS_MAX = 90.0
 PORTS = ("kafka", "kafka-controller", "redis", "s3", "gateway")
 SERVERS = ("redis", "s3", "kafka")
@@ -64,15 +64,15 @@ SERVICES = (
     Service("ingest", "nearkin_ingest", ("--worker", "local"), ready_line=": ready"),
     Service("gateway", "nearkin_gateway", ready_path="/readyz"),
 )
-"""Started in this order, ended in the other."""
+"""Started in this order, stopped in reverse order."""
 
 
 class NotUp(RetryableError):
-    """A part did not start, or ended by itself; the text carries the end of its log."""
+    """A part did not start, or ended by itself; the text contains the end of its log."""
 
 
 class Cluster:
-    """The processes of one folder."""
+    """Processes of one folder."""
 
     def __init__(self, folder: Path, services: Sequence[Service] = SERVICES) -> None:
         self.folder = folder.absolute()
@@ -81,22 +81,22 @@ class Cluster:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every part, in the order of their start."""
+        """Return the names of all parts, in the order of their start."""
         return (*SERVERS, *(service.name for service in self.services))
 
     @property
     def url(self) -> str:
-        """The gateway's."""
+        """Return the gateway's URL."""
         return f"http://{LOOPBACK}:{self._ports()['gateway']}"
 
     @property
     def kafka(self) -> str:
-        """Kafka's address."""
+        """Return Kafka's address."""
         return f"{LOOPBACK}:{self._ports()['kafka']}"
 
     @property
     def token(self) -> str:
-        """The operator's, "" before the first `up`."""
+        """Return the operator's token, "" before the first `up`."""
         kept = self.folder / "token"
         return kept.read_text().strip() if kept.exists() else ""
 
@@ -105,7 +105,7 @@ class Cluster:
         return self.folder / name / f"{name}.log" if name in SERVERS else self.folder / f"{name}.log"
 
     def member(self, name: str) -> Member | None:
-        """Return the note of a part that was started and not ended."""
+        """Return the note of a part that was started and not stopped."""
         return processes.read(self.folder, name)
 
     def alive(self, name: str) -> bool:
@@ -136,7 +136,7 @@ class Cluster:
             return started
 
     def down(self, tell: Callable[[str], None] = lambda line: None) -> list[str]:
-        """End what runs, the gateway first and the servers last; return what was ended."""
+        """Stop the running parts, the gateway first and the servers last; return the stopped ones."""
         with self._locked():
             ended = []
             for name in reversed(self.names):
@@ -169,7 +169,7 @@ class Cluster:
         Member.of(name, pid).write(self.folder)
 
     def _ports(self) -> dict[str, int]:
-        """Return the port of each part: drawn once, so that the URL stays."""
+        """Return the port of each part: chosen once, so that the URL stays."""
         kept = self.folder / "ports.json"
         ports: dict[str, int] = json.loads(kept.read_text()) if kept.exists() else {}
         if missing := [name for name in PORTS if name not in ports]:
@@ -215,7 +215,7 @@ class Cluster:
                 sections["auth"] = {"tokens_file": str(self.folder / "tokens.json")}
             _write_privately(self.config_file, _toml(sections))
         if "gateway" in self.names and not self.token:
-            # By name: nothing below `shared` needs a gateway, save who starts one.
+            # Imported by name: only this start needs a gateway.
             create = importlib.import_module("nearkin_gateway.auth.tokens").create
             scopes = ("read", "write", "delete", "admin", "operator")
             text, _ = create(self.folder / "tokens.json", "default", scopes, days=None, note="make up")
@@ -228,7 +228,7 @@ class Cluster:
             create_named(settings, [entry.partition("=")[0] for entry in settings.ingest.topics])
 
     def _launch(self, service: Service, tell: Callable[[str], None]) -> int:
-        """Start a service; return where in its log it begins."""
+        """Start a service; return the offset of its output in the log."""
         log = self.log(service.name)
         start = log.stat().st_size if log.exists() else 0
         tell(f"starting {service.name}")
@@ -287,7 +287,7 @@ def main(context: click.Context, folder: Path) -> None:
 @main.command()
 @click.pass_obj
 def up(cluster: Cluster) -> None:
-    """Start what does not run; print how to use it."""
+    """Start the parts that do not run, and print how to use them."""
     began = time.monotonic()
     try:
         started = cluster.up(click.echo)
@@ -307,7 +307,7 @@ def up(cluster: Cluster) -> None:
 @main.command()
 @click.pass_obj
 def down(cluster: Cluster) -> None:
-    """End what `up` started, and nothing else."""
+    """Stop exactly the parts that `up` started."""
     try:
         ended = cluster.down(click.echo)
     except NearkinError as err:

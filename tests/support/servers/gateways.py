@@ -40,16 +40,16 @@ class RunningGateway:
 
     @property
     def connections(self) -> int:
-        """Return how many connections are open."""
+        """Return the number of open connections."""
         return len(self.server.server_state.connections)
 
     @property
     def url(self) -> str:
-        """Return where it listens."""
+        """Return the gateway's URL."""
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, token: str | None = None, **more: Any) -> httpx.Client:
-        """Return a client of it."""
+        """Return a client of the gateway."""
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, **more)
 

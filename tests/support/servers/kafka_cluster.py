@@ -20,7 +20,7 @@ class _Controller(Kafka):
     """The node that elects leaders and holds no topics."""
 
     def ready(self) -> bool:
-        """Return whether it accepts connections: it answers no client."""
+        """Return whether the port accepts connections; the controller answers no client."""
         return accepts(self.controller_port)
 
 
@@ -56,7 +56,7 @@ class KafkaCluster:
 
     @property
     def bootstrap(self) -> str:
-        """The addresses of all brokers, as clients want them."""
+        """Return the addresses of all brokers, as clients need them."""
         return ",".join(broker.bootstrap for broker in self.brokers.values())
 
     def __enter__(self) -> Self:

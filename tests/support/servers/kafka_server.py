@@ -48,7 +48,7 @@ class Kafka(Server):
     """
 
     name = "kafka"
-    start_seconds = 90.0  # 4 s alone on the machine; a build on both cores makes it ten times that
+    start_seconds = 90.0  # 4 s on an idle machine; ten times that while both cores compile
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Kafka(Server):
 
     @property
     def bootstrap(self) -> str:
-        """`host:port`, as clients want it."""
+        """Return `host:port`, as clients need it."""
         return f"{LOOPBACK}:{self.port}"
 
     def prepare(self) -> None:
@@ -147,7 +147,7 @@ class Kafka(Server):
         return [
             programs.java(),
             f"-Xmx{HEAP_MIB}m",
-            "-XX:+UseSerialGC",  # of the collectors the one with the least memory and threads
+            "-XX:+UseSerialGC",  # the collector with the least memory and threads
             "-XX:-UsePerfData",  # else each JVM leaves a file in /tmp when it is killed
             "-Djava.net.preferIPv4Stack=true",
             f"-Dlog4j2.configurationFile={self.folder / 'log4j2.properties'}",
@@ -172,7 +172,7 @@ class Kafka(Server):
             "default.replication.factor": 1,
             "min.insync.replicas": 1,
             "offsets.topic.replication.factor": 1,
-            "offsets.topic.num.partitions": 4,  # 50 by default: each is a folder to make and to load again
+            "offsets.topic.num.partitions": 4,  # 50 by default: each is a folder to create and to load
             "transaction.state.log.replication.factor": 1,
             "transaction.state.log.min.isr": 1,
             "transaction.state.log.num.partitions": 4,
@@ -180,12 +180,12 @@ class Kafka(Server):
             "share.coordinator.state.topic.min.isr": 1,
             "share.coordinator.state.topic.num.partitions": 4,
             "group.initial.rebalance.delay.ms": 0,
-            # A node that was killed is taken back when the session of its former life has ended: 9 s by default.
+            # A killed node is accepted again when its former session has ended: 9 s by default.
             "broker.session.timeout.ms": 2000,
             "broker.heartbeat.interval.ms": 500,
             "num.network.threads": 2,
             "num.io.threads": 4,
             "log.cleaner.dedupe.buffer.size": 8 * 1024 * 1024,  # 128 MiB by default: half of the heap
             "log.segment.bytes": 256 * 1024 * 1024,
-            "controlled.shutdown.enable": "false",  # there is no other node to hand anything to
+            "controlled.shutdown.enable": "false",  # there is no other node to move partitions to
         }

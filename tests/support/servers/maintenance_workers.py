@@ -40,13 +40,13 @@ GC = GcSettings(grace_seconds=3600, interval_seconds=60)
 
 
 def bring(root: Path, elsewhere: ObjectStore) -> None:
-    """Put the objects of a local store elsewhere."""
+    """Copy the objects of a local store to another object store."""
     for name, data in objects(root).items():
         elsewhere.put_new(name, data)
 
 
 class Fleet:
-    """One store and its index, as any process of a fleet sees them."""
+    """One store and its index, as seen by any process of a fleet."""
 
     def __init__(self, objects: ObjectStore, url: str, prefix: str, now: float, chosen: Settings = CHOSEN) -> None:
         self.objects, self.now, self.chosen = objects, now, chosen
@@ -57,7 +57,7 @@ class Fleet:
         self.manifests = ManifestStore(objects)
 
     def fill_index(self) -> None:
-        """Make the index whole, from the objects."""
+        """Fill the index from the objects."""
         rebuild_index(self.containers(self.objects), self.manifests, self.index, self.tenants(), super_features_of)
         name, lease_key = self.index.epochs.current.name, f"{self.index.prefix}:{{m}}:lease"
         with Lease(self.index) as lease:
@@ -71,7 +71,7 @@ class Fleet:
         return sum(size for folder in ("containers", "manifests", "gc") for _, size in self.objects.names(folder))
 
     def read(self, key: str, version: int) -> bytes:
-        """Return a version, by caches that nothing was read into before."""
+        """Return the content of a version, read with empty caches."""
         manifest = self.manifests.read_visible("default", key, version)
         containers = self.containers(self.objects)
         return Blob(manifest.info, manifest, containers, self.fingerprinter("default"), 0, manifest.size_bytes).read()
@@ -87,15 +87,15 @@ class Fleet:
         assert {summary.container for summary in self.index.containers()} == there.keys()
 
     def tenants(self) -> DomainOwners:
-        """Return the tenants that there are."""
+        """Return the existing tenants."""
         return DomainOwners(self.fingerprinter, ["default"], self.manifests)
 
     def fingerprinter(self, tenant: str) -> Fingerprinter:
-        """Return what names a tenant's chunks."""
+        """Return the fingerprinter of a tenant."""
         return Fingerprinter(self.secret, tenant, self.bits)
 
     def containers(self, over: ObjectStore) -> ContainerStore:
-        """Return containers with caches of their own."""
+        """Return a ContainerStore with caches of its own."""
         return ContainerStore(over, domain_of("default"), 8 << 20)
 
     def make_gc_worker(

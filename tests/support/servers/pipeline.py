@@ -36,7 +36,7 @@ POLL_SECONDS = 0.05
 
 
 MODULES = {"delta": "nearkin.workers.delta", "maintenance": "nearkin.workers.maintenance"}
-"""Of services that are not started by the module of their own name."""
+"""Modules of services that differ from the service's own name."""
 
 
 class Pipeline:
@@ -124,7 +124,7 @@ def _abort(process: subprocess.Popen[bytes]) -> int:
     process.send_signal(signal.SIGABRT)
     try:
         return process.wait(ABORT_SECONDS_MAX)
-    except subprocess.TimeoutExpired:  # it was stopped, say
+    except subprocess.TimeoutExpired:  # for example, a stopped process
         process.kill()
         return process.wait()
 
@@ -192,7 +192,7 @@ class Uploader:
                 return self._events
 
     def wait(self, blob: str, seconds: float = 180.0) -> dict[str, Any]:
-        """Return what became of a blob. Raises TimeoutError."""
+        """Return the event about a blob. Raises TimeoutError."""
         deadline = time.monotonic() + seconds
         while blob not in self._events:
             if time.monotonic() > deadline:
@@ -201,14 +201,14 @@ class Uploader:
         return self._events[blob][0]
 
     def close(self) -> None:
-        """Release all."""
+        """Release all connections."""
         self._consumer.close()
         self.outbox.close()
 
 
 @contextmanager
 def uploading(settings: Settings, tenant: str = "default") -> Iterator[Uploader]:
-    """Give an uploader for a tenant."""
+    """Yield an uploader for a tenant."""
     uploader = Uploader(settings, tenant)
     try:
         yield uploader
@@ -224,7 +224,7 @@ def file_pieces(path: Path, piece_bytes: int = FRAME_BYTES_MAX) -> Iterator[byte
 
 
 def _toml(value: object) -> str:
-    """Return a value as TOML has it."""
+    """Return a value in TOML syntax."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list):

@@ -45,21 +45,21 @@ class Member:
 
     @property
     def alive(self) -> bool:
-        """Whether it is this very process that runs."""
+        """Return whether the process with this start time runs."""
         return _start_time(self.pid) == self.started
 
     def write(self, folder: Path) -> None:
-        """Keep the note, whole or not at all."""
+        """Write the note, whole or not at all."""
         fresh = folder / f".{self.name}.new"
         fresh.write_text(json.dumps(asdict(self)))
         fresh.replace(folder / f"{self.name}.pid")
 
     def forget(self, folder: Path) -> None:
-        """Drop the note."""
+        """Delete the note."""
         (folder / f"{self.name}.pid").unlink(missing_ok=True)
 
     def end(self) -> bool:
-        """End it: SIGTERM, and after TERM_SECONDS by SIGKILL. Return whether SIGTERM was enough."""
+        """End the process by SIGTERM, and after TERM_SECONDS by SIGKILL; return whether SIGTERM was enough."""
         try:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -80,7 +80,7 @@ class Member:
 
 
 def read(folder: Path, name: str) -> Member | None:
-    """Return the note of a member, None where there is none."""
+    """Return the note of a member, None if there is none."""
     try:
         return Member(**json.loads((folder / f"{name}.pid").read_text()))
     except (FileNotFoundError, ValueError, TypeError):

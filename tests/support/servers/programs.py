@@ -28,7 +28,7 @@ from nearkin_shared.errors import NearkinError, RetryableError
 
 KAFKA = "4.3.1"
 KAFKA_SCALA = "2.13"
-LOG4J = "2.25.4"  # the one that Kafka 4.3.1 brings: the bridge must be of the same release
+LOG4J = "2.25.4"  # that of Kafka 4.3.1: the bridge must be of the same release
 MAVEN_DEPENDENCY_PLUGIN = "3.8.1"
 VERSITYGW = "v1.8.0"
 HELM = "v4.3.1"
@@ -40,7 +40,7 @@ helm takes 266 to 292 CPU seconds, in 272 to 446 s on one busy core.
 """
 
 _QUICK = ("-gcflags=all=-N -l -dwarf=false",)
-"""Not optimised: quicker to build than the little that these programs do is slower."""
+"""Flags for an unoptimised build, which saves more build time than these programs lose."""
 
 _POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
@@ -200,7 +200,7 @@ def main() -> int:
 
 
 def cache() -> Path:
-    """Return the folder of what is fetched."""
+    """Return the folder of the fetched programs."""
     chosen = os.environ.get("NEARKIN_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "nearkin"
 
@@ -212,13 +212,13 @@ def fetch_once(name: str, fetch: Callable[[Path], None]) -> Path:
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
     with (final.parent / f".{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, thus also by a death
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by a process's death
         if final.is_dir():
             return final
         with tempfile.TemporaryDirectory(dir=final.parent, prefix=".partial-") as folder:
             fetch(Path(folder))
             os.rename(folder, final)
-            Path(folder).mkdir()  # for the removal of it
+            Path(folder).mkdir()  # TemporaryDirectory removes it at the end
     return final
 
 

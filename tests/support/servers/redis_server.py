@@ -18,26 +18,26 @@ from tests.support.servers.server import LOOPBACK, free_port
 from tests.support.servers.servers import Redis
 
 CLUSTER_BUS_ABOVE = 10_000
-"""Redis' own: a Cluster's servers talk to each other on the port so far above the clients'."""
+"""Redis' own distance: a Cluster's servers talk to each other on a port this far above the clients' port."""
 
 
 class RedisServer(Redis):
-    """A server that may be killed and started again, on the same port and in the same folder."""
+    """A server that may be killed and restarted, on the same port and in the same folder."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        """`options` follow those that keep it on loopback and off the disk."""
+        """`options` follow those that keep the server on loopback and off the disk."""
         super().__init__(folder, port=free_port(CLUSTER_BUS_ABOVE) if "--cluster-enabled" in options else None)
         self._options = options
 
     def command(self) -> list[str]:
-        """Return the server itself."""
+        """Return the command of the server itself."""
         return [
             *(programs.redis_server(), "--port", str(self.port), "--bind", LOOPBACK, "--dir", str(self.folder)),
             *("--daemonize", "no", "--save", "", "--appendonly", "no", *self._options),
         ]
 
     def ready(self) -> bool:
-        """Return whether it answers, if only to ask for a password."""
+        """Return whether the server answers, if only to request a password."""
         try:
             with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
                 connection.sendall(b"PING\r\n")

@@ -26,7 +26,7 @@ HEALTH = "/health"
 
 
 class S3(Server):
-    """An S3 server: `endpoint` is its URL, `access_key_id` and `secret_access_key` open it."""
+    """An S3 server: `endpoint` is its URL, `access_key_id` and `secret_access_key` are its credentials."""
 
     name = "s3"
     stop_seconds = 2.0  # versitygw waits 10 s for its clients to close; acknowledged objects are in files
@@ -55,12 +55,12 @@ class S3(Server):
 
     @property
     def program(self) -> str:
-        """Which of PROGRAMS it is."""
+        """Return the name of the program, one of PROGRAMS."""
         return "versitygw" if self._versitygw else "moto"
 
     @property
     def endpoint(self) -> str:
-        """Its URL."""
+        """Return the server's URL."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def prepare(self) -> None:
@@ -68,7 +68,7 @@ class S3(Server):
         self._buckets.mkdir(exist_ok=True)
 
     def command(self) -> list[str]:
-        """Return the server itself."""
+        """Return the command of the server itself."""
         if self._versitygw is None:
             return [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", str(self.port)]
         listening = ["--port", f"{LOOPBACK}:{self.port}", "--health", HEALTH, "--region", REGION]
@@ -92,7 +92,7 @@ class S3(Server):
             asked.close()
 
     def make_bucket(self, name: str) -> str:
-        """Make a bucket, unless it is there; return its name."""
+        """Make a bucket unless it exists; return its name."""
         import boto3
 
         client = boto3.client(

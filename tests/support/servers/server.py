@@ -30,15 +30,15 @@ from tests.support.servers import supervisor
 
 LOOPBACK = "127.0.0.1"
 LOG_LINES = 15
-"""Of the end of a server's log, in the error of one that did not start."""
+"""Length of the log's end in the error of a server that did not start."""
 LOG_BYTES = 16 * 1024
 GONE_SECONDS = 20.0
-"""After a SIGKILL: a large process on a busy machine is not gone at once."""
+"""Wait after a SIGKILL: a large process on a busy machine does not end at once."""
 PORT_TRIES = 100
 
 
 class ServerFailed(RetryableError):
-    """A server did not start, or ended by itself; the text carries the end of its log."""
+    """A server did not start, or ended by itself; the text contains the end of its log."""
 
 
 def free_port(second_above: int = 0) -> int:
@@ -96,7 +96,7 @@ class Server(ABC):
         self.port = port or free_port()
         self.log = folder / f"{self.name}.log"
         self.pid = 0
-        """Of the server itself, not of its keeper; 0 while it does not run."""
+        """Pid of the server itself, not of its keeper; 0 while it does not run."""
         self._owner_pid = owner_pid or os.getpid()
         self._left_behind = "-" if self._owner_pid == os.getpid() else str(folder)
         self._detached = detached
@@ -111,10 +111,10 @@ class Server(ABC):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Return whether a client would be served now; it may take a second, no more."""
+        """Return whether a client would be served now; takes a second at most."""
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
-        """Make in the folder what the server needs before each start."""
+        """Create in the folder the files that the server needs before each start."""
 
     def environment(self) -> Mapping[str, str]:
         """Return variables for the server in addition to those of this process."""
@@ -122,7 +122,7 @@ class Server(ABC):
 
     @property
     def running(self) -> bool:
-        """Whether the server's process is alive."""
+        """Return whether the server's process is alive."""
         return self._handle >= 0 and not _wait_for_end(self._handle, 0)
 
     def start(self) -> Self:
@@ -146,7 +146,7 @@ class Server(ABC):
         return self
 
     def stop(self) -> None:
-        """End it in good order, by force where that takes more than `stop_seconds`."""
+        """Stop the server cleanly, or by SIGKILL after `stop_seconds`."""
         if self._handle >= 0:
             self._signal(signal.SIGTERM)
             if not _wait_for_end(self._handle, self.stop_seconds):
@@ -155,14 +155,14 @@ class Server(ABC):
         self._forget()
 
     def kill(self) -> None:
-        """End it by SIGKILL, as a crash would; its data stay as they are."""
+        """Kill the server by SIGKILL, as a crash would; its data stay unchanged."""
         if self._handle >= 0:
             self._signal(signal.SIGKILL)
             _wait_for_end(self._handle, GONE_SECONDS)
         self._forget()
 
     def restart(self) -> Self:
-        """Stop in good order, then start over the same data, on the same port."""
+        """Stop cleanly, then start over the same data, on the same port."""
         self.stop()
         return self.start()
 
@@ -171,7 +171,7 @@ class Server(ABC):
         if self._parent is not None:
             if self._parent.stdout is not None:
                 self._parent.stdout.close()
-            self._parent.returncode = 0  # not ours to wait for: without it `Popen` would warn of it at our end
+            self._parent.returncode = 0  # another process waits for it: else `Popen` would warn of it at our end
         if self._handle >= 0:
             os.close(self._handle)
         self._parent, self._handle, self.pid = None, -1, 0

@@ -35,20 +35,20 @@ class Redis(Server):
 
     @property
     def url(self) -> str:
-        """Its address as clients want it."""
+        """Return the server's address, as clients need it."""
         return f"redis://{LOOPBACK}:{self.port}/0"
 
     def command(self) -> list[str]:
-        """Return the server itself."""
+        """Return the command of the server itself."""
         return [
             *(programs.redis_server(), "--port", str(self.port), "--bind", LOOPBACK, "--dir", str(self.folder)),
             *("--daemonize", "no", "--save", "", "--maxmemory-policy", "noeviction"),
-            # `everysec` holds writes back in its memory while an fsync is under way; `no` writes before each answer.
+            # `everysec` delays writes in memory while an fsync runs; `no` writes before each answer.
             *("--appendonly", "yes", "--appendfsync", "no"),
         ]
 
     def ready(self) -> bool:
-        """Return whether it answers PING: not while it still loads its file."""
+        """Return whether the server answers PING, which it does not while it loads its file."""
         try:
             with socket.create_connection((LOOPBACK, self.port), timeout=1) as connection:
                 connection.sendall(b"PING\r\n")
@@ -69,7 +69,7 @@ def shared_kafka(folder: Path, owner_pid: int) -> Iterator[str]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         port = int(json.loads(note.read_text())["port"]) if note.exists() else 0
         if not port or not accepts(port):
-            # Named by its port: the removal of one that died must not meet the data of its successor.
+            # Named by its port, so that the removal of a dead server never affects the data of its successor.
             port = free_port()
             started = Kafka(folder / f"kafka-{port}", port=port, owner_pid=owner_pid).start()
             note.write_text(json.dumps({"port": port}))

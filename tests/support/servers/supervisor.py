@@ -32,7 +32,7 @@ NO_PROGRAM = 127
 def _die_with(keeper_pid: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-    if os.getppid() != keeper_pid:  # the keeper died in between
+    if os.getppid() != keeper_pid:  # the keeper died meanwhile
         os._exit(NO_PROGRAM)
 
 
@@ -41,7 +41,7 @@ def main(owner_pid: int, folder: str, command: list[str]) -> int:
     try:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:
-        return 0  # died before we got here: nothing was started
+        return 0  # died before this point: nothing was started
     try:
         # This process has one thread and imports nothing more, so preexec_fn is safe here.
         program = subprocess.Popen(
