@@ -61,7 +61,7 @@ def life(chosen: Settings, contents: Sequence[bytes | Path]) -> tuple[float, flo
 
     def get() -> None:
         for version in range(1, len(contents) + 1):
-            for _ in store.get("k", version):
+            for _ in store.get("k", version).pieces():
                 pass
 
     with tempfile.TemporaryDirectory() as folder:

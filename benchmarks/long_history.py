@@ -63,7 +63,7 @@ def timed(work: Callable[[], Any], decoded: Callable[[], float]) -> str:
 def read(store: Store, version: int, file: Path) -> None:
     """Read a version, and compare it with its file."""
     found = hashlib.sha256()
-    for part in store.get(KEY, version):
+    for part in store.get(KEY, version).pieces():
         found.update(part)
     with file.open("rb") as whole:
         assert found.digest() == hashlib.file_digest(whole, "sha256").digest(), version

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nearkin.blob import Blob
     from nearkin.client import connect, connect_async
     from nearkin.client.aio import AsyncRemoteStore
     from nearkin.client.sync import RemoteStore
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         RetryableError,
         SourceFailed,
     )
-    from nearkin_shared.reading.restore import Blob
 
 __version__ = "0.1.0"
 
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Blob": "nearkin_shared.reading.restore",
+    "Blob": "nearkin.blob",
     "Store": "nearkin.store",
     "create_store": "nearkin.store",
     "open_store": "nearkin.store",

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nearkin.blob import Blob
 from nearkin.local.index_location import check_index_path
 from nearkin.local.source_feed import PutItem, TreeSource
 from nearkin_shared.config.loader import explicit_names, load
@@ -35,7 +36,7 @@ from nearkin_shared.objectstore.base import AlreadyExists, check_tenant, sync_fo
 from nearkin_shared.objectstore.factory import as_set, local_objects, no_store
 from nearkin_shared.objectstore.read_only import ReadOnlyObjectStore
 from nearkin_shared.preconditions import Precondition, precondition_of
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.results import (
     Damage,
     Deletion,
@@ -204,6 +205,7 @@ class Store(MaintainedStore):
     ) -> PutResult:
         """Store a new version of `key`. Returns once it is committed and durable.
 
+        `source` is the path of a file, a file-like object open for reading bytes (from its position on), or bytes.
         `sha256` is what the caller holds the content to be. `if_match`: only over a newest version with this digest
         (`VersionInfo.digest`), or `*` for any; `if_none_match`: only where the newest version has another digest, or
         with `*` where there is none. Both are decided at the commit: of several puts that rely on the same state one
@@ -276,7 +278,8 @@ class Store(MaintainedStore):
 
         Raises as `get` does, and Corrupt if the version is no tree.
         """
-        return self.get(key, version).tree()
+        manifest = self._manifest(key, version)
+        return self._range(manifest, 0, manifest.size_bytes).tree()
 
     def restore(
         self,
@@ -306,9 +309,9 @@ class Store(MaintainedStore):
         (result,) = self.put_many([Item(key, source, metadata)])
         return result
 
-    def _range(self, manifest: Manifest, start: int, stop: int) -> Blob:
+    def _range(self, manifest: Manifest, start: int, stop: int) -> VersionReader:
         containers = self._containers.counting()
-        return Blob(manifest.info, manifest, containers, self._fingerprinter, start, stop, is_part=True)
+        return VersionReader(manifest.info, manifest, containers, self._fingerprinter, start, stop, is_part=True)
 
     def find_origin(self, key: str, origin: BlobOrigin) -> PutResult | None:
         """Return the result of an earlier put with this origin, or None. Raises StoreUnavailable."""
@@ -331,7 +334,8 @@ class Store(MaintainedStore):
         end = manifest.size_bytes if stop is None else min(stop, manifest.size_bytes)
         if not 0 <= start <= end:
             raise BadInput(f"range {start} to {stop}: {key!r} has {manifest.size_bytes} bytes")
-        return Blob(manifest.info, manifest, self._containers.counting(), self._fingerprinter, start, end)
+        source = self._containers.counting()
+        return Blob(VersionReader(manifest.info, manifest, source, self._fingerprinter, start, end))
 
     def salvage(self, key: str, version: int | None = None) -> SalvagedBlob:
         """Return a damaged version with zeros and a list of holes for lost chunks.

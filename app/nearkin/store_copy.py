@@ -13,18 +13,17 @@ leaves complete versions only; the next run continues after them.
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from nearkin_shared.errors import Corrupt, NotFound, TenantErased
 from nearkin_shared.results import Damage, PutResult, VersionInfo
 from nearkin_shared.utils.frozen import frozen
 
 if TYPE_CHECKING:
+    from nearkin.blob import VersionFile
     from nearkin.client.sync import RemoteStore
     from nearkin.store import Store
 
@@ -46,8 +45,8 @@ class ReadableStore(Protocol):
     ) -> list[VersionInfo]:
         """Return versions by key."""
 
-    def get(self, key: str, version: int | None = None) -> Iterable[memoryview]:
-        """Return a version, which yields verified pieces."""
+    def get(self, key: str, version: int | None = None) -> VersionFile:
+        """Return a version as a file."""
 
 
 @frozen
@@ -188,16 +187,16 @@ class Copier:
             yield _check_copy(info, result)
 
     def _stream(self, info: VersionInfo, key: str) -> CopiedVersion:
-        with closing(_VersionFile(self._source, info)) as file:
+        with self._source.get(info.key, info.version) as file:
             try:
-                (result,) = self._put_many([(info, key, cast("BinaryIO", file))])
+                (result,) = self._put_many([(info, key, file)])
             except Exception as err:
                 if file.failure is not None:  # the put only reports that its source failed
                     raise file.failure from err
                 raise
         return _check_copy(info, result)
 
-    def _put_many(self, puts: Iterable[tuple[VersionInfo, str, bytes | BinaryIO]]) -> Iterator[PutResult]:
+    def _put_many(self, puts: Iterable[tuple[VersionInfo, str, bytes | VersionFile]]) -> Iterator[PutResult]:
         from nearkin.store import Item, Store
 
         if isinstance(self._target, Store):
@@ -215,63 +214,9 @@ class Copier:
             yield self._target.put(key, content, metadata=stamped, sha256=_sha256(info), progress=self._progress)
 
 
-class _VersionFile(io.RawIOBase):
-    """A version of the source as a file; seeking to the start reads it again for a new upload."""
-
-    def __init__(self, source: ReadableStore, info: VersionInfo) -> None:
-        self._source, self._info = source, info
-        self._pieces: Iterator[memoryview] | None = None
-        self._rest = memoryview(b"")
-        self._position = 0
-        self.failure: Exception | None = None
-        """The exception raised by reading the source."""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if (offset, whence) != (0, io.SEEK_SET):
-            raise io.UnsupportedOperation("only the start can be sought")
-        self._end_reading()
-        self._rest, self._position = memoryview(b""), 0
-        return 0
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        try:
-            if self._pieces is None:
-                self._pieces = iter(self._source.get(self._info.key, self._info.version))
-            while not self._rest:
-                self._rest = memoryview(next(self._pieces))
-        except StopIteration:
-            return 0
-        except Exception as err:
-            self.failure = err
-            raise
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        self._position += count
-        return count
-
-    def close(self) -> None:
-        self._end_reading()
-        super().close()
-
-    def _end_reading(self) -> None:
-        if self._pieces is not None and hasattr(self._pieces, "close"):
-            self._pieces.close()
-        self._pieces = None
-
-
 def _read(source: ReadableStore, info: VersionInfo) -> bytes:
-    with closing(_VersionFile(source, info)) as file:
-        return file.readall() or b""
+    with source.get(info.key, info.version) as file:
+        return file.read()
 
 
 def _sha256(info: VersionInfo) -> bytes | None:

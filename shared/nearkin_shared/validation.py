@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol, cast
 
 from nearkin_shared.errors import BadInput
 from nearkin_shared.formats.manifest import encode_metadata
@@ -16,7 +17,29 @@ from nearkin_shared.utils.sparse_file import Output
 
 Progress = Callable[[int], None]
 """Called with the bytes read or written since the last call."""
-Source = Path | BinaryIO | bytes
+
+
+class BinaryReader(Protocol):
+    """File open for reading bytes; `read` returns b"" at the end."""
+
+    def read(self, size: int, /) -> bytes | None:
+        """Return up to `size` bytes."""
+
+
+Source = os.PathLike[str] | BinaryReader | bytes | bytearray | memoryview
+"""Content of a put: the path of a file, a file-like object, or bytes."""
+
+
+def normalize_source(source: Source) -> Path | BinaryIO | bytes:
+    """Return a path as Path, bytes of any type as bytes, and a file as it is. Raises BadInput."""
+    if isinstance(source, os.PathLike):
+        return Path(os.fsdecode(source))
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source)
+    if not hasattr(source, "read"):
+        raise BadInput(f"source of type {type(source).__name__}: want a path, bytes, or a file open for reading bytes")
+    return cast("BinaryIO", source)
+
 
 RESERVED_PREFIX = ".nearkin/"
 """Keys with this prefix are Nearkin's own, such as unfinished backups; listings leave them out."""

@@ -39,7 +39,7 @@ def sources(corpus: str) -> list[Path]:
 def assert_same(store: Store, info: VersionInfo, source: Path) -> None:
     """Compare piece by piece: two copies of 300 MB would count as the test's memory."""
     with source.open("rb") as original:
-        for piece in store.get(info.key, info.version):
+        for piece in store.get(info.key, info.version).pieces():
             assert original.read(len(piece)) == bytes(piece)
         assert original.read(1) == b""
 
@@ -164,7 +164,7 @@ with open_store(sys.argv[1], settings=settings(), create=True) as store:
     middle = store.get("zeros", start=SIZE // 2 - 12345, stop=SIZE // 2 + 5_000_000)
     assert middle.read() == bytes(5_012_345)
     restored = 0
-    for piece in store.get("zeros"):
+    for piece in store.get("zeros").pieces():
         for at in range(0, len(piece), len(zeros)):
             part = piece[at : at + len(zeros)]
             assert part.tobytes() == zeros[: len(part)].tobytes()

@@ -10,7 +10,7 @@ import pytest
 
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.objectstore.factory import open_store_of
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
 from tests.support.servers.pipeline import Pipeline, uploading
@@ -58,7 +58,7 @@ def restored(pipeline: Pipeline, key: str, version: int = 1) -> bytes:
     namer = Fingerprinter(bytes.fromhex(found.secret), "default")
     manifest = ManifestStore(objects).get("default", key, version)
     containers = ContainerStore(objects, namer.domain, 64 * MIB)
-    return Blob(manifest.info, manifest, containers, namer, 0, manifest.size_bytes).read()
+    return b"".join(VersionReader(manifest.info, manifest, containers, namer, 0, manifest.size_bytes).pieces())
 
 
 def cut_frames(kafka: Kafka, size_bytes: int) -> None:

@@ -33,7 +33,7 @@ def test_closed_stores_leave_no_memory(tmp_path: Path) -> None:
     try:
         for _ in range(6):
             with open_store(tmp_path / "s", settings=settings(), create=True) as store:
-                for _piece in store.get("k"):
+                for _piece in store.get("k").pieces():
                     pass
                 del _piece
             del store

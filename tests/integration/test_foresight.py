@@ -23,7 +23,7 @@ from nearkin_shared.reading import restore
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.reading.eviction_hints import EvictionHints
 from nearkin_shared.reading.read_plan import Placed, ReadPlan, announce_upcoming
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import ContainerId, Locations
 from tests.support.data.stores import SMALL, settings
@@ -49,18 +49,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     return root, stored(root)
 
 
-def opened(root: Path, cache_bytes: int, version: int, start: int = 0, stop: int | None = None) -> Blob:
+def opened(root: Path, cache_bytes: int, version: int, start: int = 0, stop: int | None = None) -> VersionReader:
     """Return a version of a store whose cache of blocks holds so much."""
     with open_store(root, settings=settings(SMALL, BLOCKS), read_only=True) as store:
         of = store.get("k", version)
         containers = ContainerStore(LocalObjectStore(root), store._fingerprinter.domain, cache_bytes)
         end = of.info.size_bytes if stop is None else stop
-        return Blob(of.info, of._manifest, containers.counting(), store._fingerprinter, start, end)
+        return VersionReader(of.info, of._reader._manifest, containers.counting(), store._fingerprinter, start, end)
 
 
-def decoded(blob: Blob) -> int:
+def decoded(blob: VersionReader) -> int:
     """Return how many blocks a restore decodes: each is read for that."""
-    blob.read()
+    b"".join(blob.pieces())
     assert blob.costs.blocks_decoded == blob.costs.block_reads
     return blob.costs.blocks_decoded
 
@@ -68,7 +68,7 @@ def decoded(blob: Blob) -> int:
 def gives_up(root: Path, newest: bytes) -> bool:
     """Return whether a restore of the newest version through a small cache gives blocks up."""
     blob = opened(root, 2_000_000, VERSIONS)
-    assert blob.read() == newest
+    assert b"".join(blob.pieces()) == newest
     return bool(blob._source.blocks._given_up)
 
 
@@ -84,18 +84,18 @@ def test_used_memory_is_reused_decoding_once(made: tuple[Path, list[bytes]], mon
     monkeypatch.setattr(restore, "HINTED_SHARE", 0)
     assert decoded(plain) == each_once
     assert plain._source.blocks.used_bytes > total_bytes * 0.75
-    assert opened(root, total_bytes // 3, VERSIONS).read() == versions[-1]
+    assert b"".join(opened(root, total_bytes // 3, VERSIONS).pieces()) == versions[-1]
 
 
 def test_unneeded_blocks_make_room(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Evict blocks that no batch needs any more to make room."""
     root, versions = made
     blob = opened(root, 8_500_000, 1)
-    assert blob.read() == versions[0]
+    assert b"".join(blob.pieces()) == versions[0]
     assert blob._source.blocks.used_bytes < 6_000_000, "two batches of three"
     monkeypatch.setattr(restore, "HINTED_SHARE", 0)
     blob = opened(root, 8_500_000, 1)
-    assert blob.read() == versions[0]
+    assert b"".join(blob.pieces()) == versions[0]
     assert blob._source.blocks.used_bytes > 8_000_000
 
 
@@ -106,11 +106,11 @@ def test_blocks_others_may_need_stay(made: tuple[Path, list[bytes]], why: str) -
     with ExitStack() as others:
         if why == "others restore":
             others.enter_context(blob._source.restores.register())
-        assert blob.read() == versions[0]
+        assert b"".join(blob.pieces()) == versions[0]
     assert blob._source.blocks.used_bytes > 8_000_000
     assert blob._source.restores.count == 0
-    again = Blob(blob.info, blob._manifest, blob._source.counting(), blob._fingerprinter, 0, blob.size_bytes)
-    assert again.read() == versions[0]
+    again = VersionReader(blob.info, blob._manifest, blob._source.counting(), blob._fingerprinter, 0, blob.size_bytes)
+    assert b"".join(again.pieces()) == versions[0]
     assert again.costs.blocks_decoded < blob.costs.blocks_decoded / 4
 
 
@@ -124,7 +124,7 @@ def test_ranges_are_restored_unchanged(
     root, versions = made
     monkeypatch.setattr(module, "HORIZON_PLANS", horizon)
     for version in (1, VERSIONS):
-        assert opened(root, 2_000_000, version, start, stop).read() == versions[version - 1][start:stop]
+        assert b"".join(opened(root, 2_000_000, version, start, stop).pieces()) == versions[version - 1][start:stop]
 
 
 def test_delta_chains_are_not_hinted(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_containers_that_are_looked_into_again_give_the_same(
     blob = opened(root, 12_000_000, VERSIONS)
     assert decoded(blob) == taken
     assert blob._source.blocks.used_bytes == often._source.blocks.used_bytes
-    assert opened(root, 2_000_000, VERSIONS).read() == versions[-1]
+    assert b"".join(opened(root, 2_000_000, VERSIONS).pieces()) == versions[-1]
 
 
 def test_block_of_a_later_generation_is_no_hint(
@@ -179,7 +179,7 @@ def test_range_behind_last_segment_names_its_end(made: tuple[Path, list[bytes]])
     size = len(versions[0])
     for start in (size - 1, size + 10):
         with pytest.raises(Corrupt, match=f"its segments end at byte {size} of"):
-            opened(root, 2_000_000, 1, start, size + 20).read()
+            b"".join(opened(root, 2_000_000, 1, start, size + 20).pieces())
 
 
 def test_plans_of_very_many_rows_are_few(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_plans_of_very_many_rows_are_few(made: tuple[Path, list[bytes]], monkeyp
     assert next(announce_upcoming(plans, see, 32)) == plans[0]
     assert len(told) == 2
     assert list(announce_upcoming(plans, see, 32)) == plans
-    assert blob.read() == versions[-1]
+    assert b"".join(blob.pieces()) == versions[-1]
 
 
 def test_deleted_container_is_reported_as_before(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_deleted_container_is_reported_as_before(tmp_path: Path) -> None:
     (first, *_) = sorted(container for container, _ in blob._source.ids())
     (tmp_path / "s" / object_name(first)).unlink()
     with pytest.raises(Corrupt, match=f"{object_name(first)}: missing"):
-        blob.read()
+        b"".join(blob.pieces())
     assert blob._source.restores.count == 0
 
 
@@ -264,12 +264,12 @@ def test_plan_before_a_gc_run_is_made_again(tmp_path: Path) -> None:
         now[0] += 40 * 86400
         store.gc()
         now[0] += 40 * 86400
-        pieces = iter(store.get("k", 7))
+        pieces = store.get("k", 7).pieces()
         found = bytes(next(pieces))
-        plans = list(store.get("k", 7)._range_plans())
+        plans = list(store.get("k", 7)._reader._range_plans())
         report = store.gc()
         assert report.containers_rewritten
-        fresh = list(store.get("k", 7)._range_plans())
+        fresh = list(store.get("k", 7)._reader._range_plans())
         assert any(old.rows.tobytes() != new.rows.tobytes() for (_, old), (_, new) in zip(plans, fresh, strict=True))
         assert found + b"".join(pieces) == bytes(content)
 

@@ -16,7 +16,7 @@ from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
@@ -69,6 +69,6 @@ def test_gc_runs_free_predicted_bytes(elsewhere: ObjectStore, tmp_path: Path) ->
     reader = ContainerStore(elsewhere, domain_of("default"), 8 << 20)
     for number in range(0, 16, 4):
         manifest = manifests.read_visible("default", f"k{number}", 1)
-        blob = Blob(manifest.info, manifest, reader, fingerprinter("default"), 0, manifest.size_bytes)
-        assert blob.read() == contents[f"k{number}"]
+        blob = VersionReader(manifest.info, manifest, reader, fingerprinter("default"), 0, manifest.size_bytes)
+        assert b"".join(blob.pieces()) == contents[f"k{number}"]
     index.close()

@@ -16,7 +16,7 @@ from nearkin_shared.objectstore.base import LocalObjectStore, Payload
 from nearkin_shared.reading import read_ahead as module
 from nearkin_shared.reading import restore
 from nearkin_shared.reading.read_plan import BlockName
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage.containers import ContainerStore
 from tests.support.data.stores import settings
 
@@ -63,12 +63,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     return root, versions
 
 
-def restored(root: Path, objects: LocalObjectStore, version: int, start: int = 0, stop: int | None = None) -> Blob:
+def restored(
+    root: Path, objects: LocalObjectStore, version: int, start: int = 0, stop: int | None = None
+) -> VersionReader:
     with open_store(root, settings=settings(SMALL), read_only=True) as store:
         of = store.get("k", version)
         containers = ContainerStore(objects, store._fingerprinter.domain, 32 << 20)
         end = of.info.size_bytes if stop is None else stop
-        return Blob(of.info, of._manifest, containers.counting(), store._fingerprinter, start, end)
+        return VersionReader(of.info, of._reader._manifest, containers.counting(), store._fingerprinter, start, end)
 
 
 @pytest.mark.parametrize("version", [1, 4])
@@ -76,11 +78,11 @@ def test_blocks_are_read_side_by_side_and_each_once(made: tuple[Path, list[bytes
     root, versions = made
     objects = Far(root)
     blob = restored(root, objects, version)
-    assert blob.read() == versions[version - 1]
+    assert b"".join(blob.pieces()) == versions[version - 1]
     assert 2 < objects.most <= module.THREADS
     assert blob.costs.block_reads == blob.costs.blocks_decoded
     near = restored(root, LocalObjectStore(root), version)
-    assert near.read() == versions[version - 1]
+    assert b"".join(near.pieces()) == versions[version - 1]
     assert blob.costs.block_reads == near.costs.block_reads
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nearkin-ahead")]
 
@@ -88,11 +90,11 @@ def test_blocks_are_read_side_by_side_and_each_once(made: tuple[Path, list[bytes
 def test_range_requests_little_more_than_needed(made: tuple[Path, list[bytes]]) -> None:
     root, versions = made
     far = restored(root, Far(root), 4, 2_000_000, 7_500_000)
-    assert far.read() == versions[3][2_000_000:7_500_000]
+    assert b"".join(far.pieces()) == versions[3][2_000_000:7_500_000]
     near = restored(root, LocalObjectStore(root), 4, 2_000_000, 7_500_000)
-    near.read()
+    b"".join(near.pieces())
     whole = restored(root, LocalObjectStore(root), 4)
-    whole.read()
+    b"".join(whole.pieces())
     assert near.costs.block_reads <= far.costs.block_reads <= whole.costs.block_reads
 
 
@@ -108,7 +110,7 @@ def test_waiting_reads_are_bounded(made: tuple[Path, list[bytes]], monkeypatch: 
         most = max(most, ahead._requested_bytes)
 
     monkeypatch.setattr(module.ReadAhead, "_request_block", watched)
-    assert restored(root, Far(root), 4).read() == versions[3]
+    assert b"".join(restored(root, Far(root), 4).pieces()) == versions[3]
     assert 0 < most < 300_000 + 300_000  # one more may pass the bound
 
 
@@ -121,13 +123,13 @@ def test_blocks_of_other_readers_use_no_budget(made: tuple[Path, list[bytes]], m
         of, objects = store.get("k", 1), Far(root)
         containers = ContainerStore(objects, store._fingerprinter.domain, 64 << 20)
 
-        def blob(stop: int) -> Blob:
-            return Blob(of.info, of._manifest, containers.counting(), store._fingerprinter, 0, stop)
+        def blob(stop: int) -> VersionReader:
+            return VersionReader(of.info, of._reader._manifest, containers.counting(), store._fingerprinter, 0, stop)
 
         monkeypatch.setattr(restore, "BATCH_BYTES", 500_000)
-        pieces = iter(blob(len(data)))
+        pieces = blob(len(data)).pieces()
         got = [next(pieces)]
-        assert blob(4_000_000).read() == data[:4_000_000]
+        assert b"".join(blob(4_000_000).pieces()) == data[:4_000_000]
         objects.most = 0
         got += pieces
     assert b"".join(got) == data
@@ -138,7 +140,7 @@ def test_failed_read_ahead_is_repeated(made: tuple[Path, list[bytes]]) -> None:
     root, versions = made
     objects = Far(root)
     objects.fails = 12
-    assert restored(root, objects, 4).read() == versions[3]
+    assert b"".join(restored(root, objects, 4).pieces()) == versions[3]
     assert objects.fails == 0
 
 
@@ -155,13 +157,13 @@ def test_damage_ahead_is_raised_after_its_prefix(made: tuple[Path, list[bytes]],
     last.write_bytes(data)
     blob, got = restored(broken, Far(broken), 4), bytearray()
     with pytest.raises(Corrupt):
-        got.extend(byte for piece in blob for byte in piece)
+        got.extend(byte for piece in blob.pieces() for byte in piece)
     assert bytes(got) == versions[3][: len(got)]
 
 
 def test_leaving_reader_ends_the_threads(made: tuple[Path, list[bytes]]) -> None:
     root, _ = made
-    pieces = iter(restored(root, Far(root), 4))
+    pieces = restored(root, Far(root), 4).pieces()
     next(pieces)
     pieces.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nearkin-ahead")]

@@ -107,7 +107,7 @@ def _compare(store: Store, version: int, source: Path) -> None:
     compared_bytes = 0
     blob = store.get(KEY, version)
     with source.open("rb") as original, bytes_bar(f"get version {version}", blob.size_bytes, shown=True) as progress:
-        for piece in blob:
+        for piece in blob.pieces():
             if original.read(len(piece)) != bytes(piece):  # a copy and memcmp: a view is compared byte by byte
                 raise DiffersError(f"version {version} differs from {source.name} after byte {compared_bytes}")
             compared_bytes += len(piece)

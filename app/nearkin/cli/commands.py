@@ -20,10 +20,10 @@ from nearkin.cli.session import AsWrittenGroup, Session, complete_file, current_
 from nearkin_shared.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
+    from nearkin.blob import Blob
     from nearkin.cli.arguments import ByteRange
     from nearkin.client.sync import RemoteBlob, RemoteStore
     from nearkin.store import Store
-    from nearkin_shared.reading.restore import Blob
     from nearkin_shared.results import Damage
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -211,11 +211,11 @@ def get(
     If the version that --at selects was deleted later, the command fails and names it; it never writes another one.
     --salvage (local store only) ends with the exit code of damage if bytes are lost; all other bytes are verified.
     """
+    from nearkin.blob import Blob
     from nearkin.cli.arguments import check_key, parse_range
     from nearkin.cli.output import costs_json, costs_line, print_json, to_stderr
     from nearkin.cli.output_file import OutputFile
     from nearkin.cli.progress import bytes_bar
-    from nearkin_shared.reading.restore import Blob
     from nearkin_shared.results_json import info_json
 
     session = current_session()

@@ -62,7 +62,7 @@ def _download_versions(store: RemoteStore, key: str, version: int | None, progre
     read_bytes = 0
     for done, info in enumerate(infos):
         try:
-            for piece in store.get(key, info.version):
+            for piece in store.get(key, info.version).pieces():
                 read_bytes += len(piece)
         except Corrupt as err:
             damage.append(Damage(f"{key!r} version {info.version}", str(err), ((key, info.version),)))

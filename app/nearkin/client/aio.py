@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from datetime import datetime
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -253,7 +253,7 @@ class AsyncRemoteStore:
 
 
 class AsyncRemoteBlob:
-    """A version, or a range of one: iterate it for its bytes, `read` it, or `write_to` a file."""
+    """A version, or a range of one, with its `pieces`, `read` and `write_to`."""
 
     def __init__(self, store: AsyncRemoteStore, info: VersionInfo, start: int, stop: int) -> None:
         self.info = info
@@ -262,8 +262,11 @@ class AsyncRemoteBlob:
         self._store = store
         self._start, self._stop = start, stop
 
-    async def __aiter__(self) -> AsyncIterator[memoryview]:
-        """Yield the range's bytes in order, as `RemoteBlob` does.
+    def __aiter__(self) -> AsyncGenerator[memoryview, None]:
+        return self.pieces()
+
+    async def pieces(self) -> AsyncGenerator[memoryview, None]:
+        """Yield the range's bytes in order, as `RemoteBlob.pieces` does.
 
         Raises Corrupt, StoreUnavailable.
         """
@@ -286,7 +289,7 @@ class AsyncRemoteBlob:
 
     async def read(self) -> bytes:
         """Return the range's bytes."""
-        return b"".join([bytes(piece) async for piece in self])
+        return b"".join([bytes(piece) async for piece in self.pieces()])
 
     async def write_to(self, file: BinaryIO, progress: Progress | None = None) -> int:
         """Write the range's bytes in a thread; return how many.
@@ -294,7 +297,7 @@ class AsyncRemoteBlob:
         `progress` is called with the size of each piece.
         """
         written = 0
-        async for piece in self:
+        async for piece in self.pieces():
             written += await anyio.to_thread.run_sync(write_pieces, [piece], file, None)
             if progress is not None:
                 progress(len(piece))

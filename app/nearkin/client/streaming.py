@@ -19,7 +19,7 @@ from blake3 import blake3
 from nearkin.client.http import Call, blob_path
 from nearkin_shared.errors import BadInput, Corrupt, NearkinError, RetryableError, SourceFailed, StoreUnavailable
 from nearkin_shared.results import VersionInfo
-from nearkin_shared.validation import Progress, Source
+from nearkin_shared.validation import Progress, Source, normalize_source
 
 PIECE_BYTES = 1024 * 1024
 RESUMES_MAX = 100
@@ -35,8 +35,12 @@ class Upload:
         self.idempotency_key = secrets.token_hex(16)
         self.digest = ""
         """`blake3:...` of the last complete reading."""
-        self._stream = source if isinstance(source, AsyncIterable) else None
-        self._source: Source = b"" if isinstance(source, AsyncIterable) else _take(source)
+        self._stream: AsyncIterable[bytes] | None = None
+        self._source: Path | BinaryIO | bytes = b""
+        if isinstance(source, AsyncIterable):
+            self._stream = source
+        else:
+            self._source = normalize_source(source)
         self._progress = progress
         self._told_bytes = 0
         self._touched = False
@@ -151,14 +155,6 @@ class Upload:
         if self._progress is not None and taken > self._told_bytes:
             self._progress(taken - self._told_bytes)
             self._told_bytes = taken
-
-
-def _take(source: Source) -> Source:
-    if isinstance(source, bytearray | memoryview):
-        return bytes(source)
-    if not (isinstance(source, Path | bytes) or hasattr(source, "read")):
-        raise BadInput(f"source of type {type(source).__name__}: want a Path, bytes, or a file open for reading bytes")
-    return source
 
 
 class Download:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import httpx
 from tenacity import Retrying
 
+from nearkin.blob import VersionFile
 from nearkin.client import requests
 from nearkin.client.http import (
     ANSWER_BYTES_MAX,
@@ -33,7 +34,7 @@ from nearkin.client.streaming import Download, Upload
 from nearkin_shared.errors import NearkinError, StoreUnavailable
 from nearkin_shared.preconditions import precondition_of
 from nearkin_shared.results import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
-from nearkin_shared.validation import Progress, Source, write_pieces
+from nearkin_shared.validation import Progress, Source
 
 PUTS_IN_FLIGHT_MAX = 64
 """Blobs of one `put_many` that are durable and not yet committed."""
@@ -74,11 +75,11 @@ class RemoteStore:
     ) -> PutResult:
         """Store a new version of `key`. Returns once it is committed and durable.
 
-        A source that can be read again (a Path, bytes, a seekable file) is sent again where the connection fails; it is
-        stored once all the same (perhaps twice by an embedded gateway that was ended in between). `if_match` and
-        `if_none_match` as for `Store.put`. Raises PreconditionFailed (nothing stored), BadInput (nothing stored),
-        AccessDenied, StoreUnavailable (the same put may be tried again), SourceFailed, Corrupt (what was stored is
-        not what was sent).
+        `source` is the path of a file, a file-like object open for reading bytes, or bytes. If the connection fails, a
+        path, bytes or a seekable file are sent again; they are stored once all the same (perhaps twice by an embedded
+        gateway that was ended in between). `if_match` and `if_none_match` as for `Store.put`. Raises
+        PreconditionFailed (nothing stored), BadInput (nothing stored), AccessDenied, StoreUnavailable (the same put may
+        be tried again), SourceFailed, Corrupt (what was stored is not what was sent).
         """
         upload, precondition = Upload(source, progress), precondition_of(if_match, if_none_match)
         return self._hold(requests.put(key, upload, metadata or {}, sha256, self._commit_seconds, precondition))
@@ -286,23 +287,20 @@ class RemoteStore:
         raise AssertionError("unreachable: tenacity returns or raises")
 
 
-class RemoteBlob:
-    """A version, or a range of one: iterate it for its bytes, `read` it, or `write_to` a file."""
+class RemoteBlob(VersionFile):
+    """A version behind a gateway as a file; the gateway verifies each chunk."""
 
     def __init__(self, store: RemoteStore, info: VersionInfo, start: int, stop: int) -> None:
-        self.info = info
-        self.size_bytes = stop - start
-        """Bytes of the range, not of the version."""
+        super().__init__(info, stop - start)
         self._store = store
-        self._start, self._stop = start, stop
+        self._start = start
 
-    def __iter__(self) -> Iterator[memoryview]:
-        """Yield the range's bytes in order, over another connection where one breaks.
+    def _pieces_of(self, start: int, stop: int) -> Generator[memoryview, None, None]:
+        """Yield bytes in order, over another connection where one breaks.
 
-        The gateway verifies each chunk; the whole's BLAKE3 is compared here too, before its last bytes are yielded.
-        Raises Corrupt, StoreUnavailable.
+        The BLAKE3 of a whole version is compared here too, before its last bytes are yielded.
         """
-        download = Download(self.info, self._start, self._stop)
+        download = Download(self.info, self._start + start, self._start + stop)
         while not download.is_complete:
             response, pieces, piece = self._store.open_download(download)
             failure: NearkinError | None = None
@@ -318,17 +316,6 @@ class RemoteBlob:
                 response.close()
             if not download.is_complete:
                 download.on_disconnect(failure)
-
-    def read(self) -> bytes:
-        """Return the range's bytes."""
-        return b"".join(self)
-
-    def write_to(self, file: BinaryIO, progress: Progress | None = None) -> int:
-        """Write the range's bytes; return how many.
-
-        `progress` is called with the size of each piece.
-        """
-        return write_pieces(self, file, progress)
 
 
 def _drain(waiting: deque[AcceptedPut]) -> Iterator[AcceptedPut]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, cast, run
 from nearkin_shared.errors import BadInput, SourceFailed
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.storage.committed_origins import BlobOrigin, local_origin
-from nearkin_shared.validation import Progress, Source
+from nearkin_shared.validation import Progress, Source, normalize_source
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -59,20 +59,24 @@ def feed(writer: EmbeddedWriter, item: PutItem, progress: Progress | None) -> Fu
 
     Raises BadInput, SourceFailed.
     """
-    key, source, sha256 = item.key, item.source, item.sha256
+    key, sha256 = item.key, item.sha256
     if sha256 is not None and (not isinstance(sha256, bytes) or len(sha256) != hashlib.sha256().digest_size):
         raise BadInput(f"key {key!r}: SHA-256 {sha256!r:.100}: want its 32 bytes")
     blob = writer.begin(key, item.metadata, sha256, item.precondition)
     blob.created_us = item.created_us
     blob.origin = None if item.origin is None else local_origin(item.origin)
-    if isinstance(source, TreeSource):
+    if isinstance(item.source, TreeSource):
         blob.is_tree = True
-        blob.tree_digest = source.feed(writer, blob)
+        blob.tree_digest = item.source.feed(writer, blob)
         writer.end(blob)
         return blob.done
+    source = normalize_source(item.source)
     check = hashlib.sha256() if sha256 is not None else None
     with ExitStack() as files:
-        file = files.enter_context(_opened(source)) if isinstance(source, Path) else _readable(source)
+        if isinstance(source, Path):
+            file = files.enter_context(_opened(source))
+        else:
+            file = BytesIO(source) if isinstance(source, bytes) else source
         name = str(source) if isinstance(source, Path) else "source"
         before = os.fstat(file.fileno()) if isinstance(source, Path) else None
         while True:
@@ -116,14 +120,6 @@ def _opened(path: Path) -> BinaryIO:
         raise BadInput(f"{path}: {err.strerror}") from err
     except ValueError as err:  # a NUL in it
         raise BadInput(f"{str(path)!r}: {err}") from err
-
-
-def _readable(source: BinaryIO | bytes) -> Any:
-    if isinstance(source, bytes | bytearray | memoryview):
-        return BytesIO(source)
-    if not (hasattr(source, "readinto") or hasattr(source, "read")):
-        raise BadInput(f"source of type {type(source).__name__}: want a Path, bytes, or a file open for reading bytes")
-    return source
 
 
 def _read_into(file: Any, window: memoryview, name: str) -> int:

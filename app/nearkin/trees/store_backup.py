@@ -21,7 +21,7 @@ from nearkin.trees.walker import TreeWalker, tree_paths
 from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.results import PutResult
 from nearkin_shared.validation import CONTENT_TYPE, RESERVED_PREFIX
@@ -65,7 +65,7 @@ class TreeStore(NamedTuple):
 
     newest: Callable[[str], Manifest]
     """Returns the newest version of a key. Raises NotFound, Corrupt."""
-    blob: Callable[[Manifest, int, int], Blob]
+    blob: Callable[[Manifest, int, int], VersionReader]
     """Opens a range of a version."""
     put: Callable[[str, TreeBackup, dict[str, str]], PutResult]
     delete: Callable[[str], int]

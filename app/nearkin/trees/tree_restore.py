@@ -28,7 +28,7 @@ from blake3 import blake3
 from nearkin.trees.attributes import descriptor_path, read_xattrs
 from nearkin_shared.errors import BadInput, Corrupt, NoRoom, StoreUnavailable
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
 SKIP_BYTES_MAX = 4 << 20
@@ -95,7 +95,7 @@ class TreeRestore:
     def __init__(
         self,
         reader: TreeReader,
-        open_range: Callable[[int, int], Blob],
+        open_range: Callable[[int, int], VersionReader],
         target: Path,
         options: RestoreOptions,
         counts: RestoreCounts,
@@ -446,7 +446,7 @@ class TreeRestore:
 class ContentStream:
     """Reads ascending ranges of contents as one stream where they are close together."""
 
-    def __init__(self, open_range: Callable[[int, int], Blob], stop: int) -> None:
+    def __init__(self, open_range: Callable[[int, int], VersionReader], stop: int) -> None:
         """`stop`: end of all contents."""
         self._open_range = open_range
         self._stop = stop
@@ -459,7 +459,7 @@ class ContentStream:
         if self._pieces is None or not self._position <= start <= self._position + len(self._piece) + SKIP_BYTES_MAX:
             self.close()
             blob = self._open_range(start, self._stop)
-            self._pieces, self._position = iter(blob), start
+            self._pieces, self._position = blob.pieces(), start
         while start < stop:
             if self._position + len(self._piece) <= start:
                 self._position += len(self._piece)

@@ -9,9 +9,8 @@ Invariant: every chunk is verified before its bytes are returned; a mismatch rai
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import BinaryIO
 
 import numpy as np
 from blake3 import blake3
@@ -30,7 +29,6 @@ from nearkin_shared.storage.containers import ContainerSource, ContainerStore, o
 from nearkin_shared.types import U8, U32, ZERO, ContainerId, Locations, distinct, group_by_container, offsets_of
 from nearkin_shared.utils.prefetch import PrefetchIterator
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool, all_cores
-from nearkin_shared.validation import write_pieces
 
 BATCH_BYTES = 4 * 1024 * 1024
 GROUP_SEGMENTS = 64
@@ -45,8 +43,8 @@ VerifiedPieces = Generator[memoryview, None, None] | PrefetchIterator[memoryview
 """Iterator; a caller that stops early closes it."""
 
 
-class Blob:
-    """Version, or a range of one: iterate it for verified pieces, `read` it, or `write_to`."""
+class VersionReader:
+    """Bytes [start, stop) of a version, read and verified in pieces."""
 
     def __init__(
         self,
@@ -71,7 +69,14 @@ class Blob:
         self._fingerprinter = fingerprinter
         self._start, self._stop = start, stop
 
-    def __iter__(self) -> VerifiedPieces:
+    def part(self, start: int, stop: int) -> VersionReader:
+        """Return a reader of the bytes [start, stop) of this range; costs are counted together."""
+        first, last = self._start + start, self._start + stop
+        return VersionReader(
+            self.info, self._manifest, self._source, self._fingerprinter, first, last, is_part=self._is_part
+        )
+
+    def pieces(self) -> VerifiedPieces:
         """Return the range's bytes in order, a few MiB at a time.
 
         A caller that stops early closes the iterator, which waits for the read in progress. While one piece is
@@ -82,6 +87,10 @@ class Blob:
         if self.size_bytes <= BATCH_BYTES:  # a thread would take longer
             return self._pieces(None, None)
         return PrefetchIterator("nearkin-restore", self._reading)
+
+    def read(self) -> bytes:
+        """Return the range's bytes."""
+        return b"".join(self.pieces())
 
     @contextmanager
     def _reading(self) -> Iterator[Iterator[memoryview]]:
@@ -162,7 +171,9 @@ class Blob:
         """
 
         def read_range(start: int, stop: int) -> bytes:
-            part = Blob(self.info, self._manifest, self._source, self._fingerprinter, start, stop, is_part=True)
+            part = VersionReader(
+                self.info, self._manifest, self._source, self._fingerprinter, start, stop, is_part=True
+            )
             return part.read()
 
         digest = self._manifest.blake3 if self._manifest.is_tree else None
@@ -210,15 +221,6 @@ class Blob:
         first = int(np.searchsorted(ends, self._start, side="right"))
         last = int(np.searchsorted(ends, self._stop)) + 1
         return first, last, int(ends[first - 1]) if first else 0
-
-    def read(self) -> bytes:
-        """Return the range's bytes."""
-        return b"".join(self)
-
-    def write_to(self, file: BinaryIO, progress: Callable[[int], None] | None = None) -> int:
-        """Write the range's bytes; return their number. `progress` receives each piece's size."""
-        with closing(iter(self)) as pieces:
-            return write_pieces(pieces, file, progress)
 
     def _verified(self, reader: ChunkReader, plan: ReadPlan) -> U8:
         payload = reader.fetch(plan)

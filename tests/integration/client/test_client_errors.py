@@ -109,13 +109,13 @@ def test_open_gets_are_named_when_none_is_left(
     store.put("k", noise(3_000_000, "left open").tobytes())
     monkeypatch.setattr(http, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(http, "ATTEMPTS_MAX", 2)
-    left = [iter(store.get("k")) for _ in range(http.CONNECTIONS_MAX)]
+    left = [store.get("k").pieces() for _ in range(http.CONNECTIONS_MAX)]
     for pieces in left:
         next(pieces)
     with pytest.raises(RetryableError, match=r"32 calls of this client are at work.*not read to its end"):
         store.stats()
     for pieces in left:
-        pieces.close()  # type: ignore[attr-defined]
+        pieces.close()
     assert store.stats().versions == 1
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -55,5 +58,62 @@ def test_reader_stopping_early_frees_connection(store: RemoteStore) -> None:
     """Give the connection back when a reader stops early."""
     store.put("k", DATA)
     for _ in range(100):  # more than there are connections
-        next(iter(store.get("k")))
+        next(store.get("k").pieces())
     assert store.get("k").read() == DATA
+
+
+def test_remote_blob_reads_as_a_file(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    """Reads in a row use one request; a seek opens a short range."""
+    store.put("k", DATA)
+    with store.get("k") as blob:
+        gateway.seen.clear()
+        assert b"".join(iter(lambda: blob.read(7000), b"")) == DATA
+        assert len(gateway.seen) == 1
+        assert blob.seek(-10, io.SEEK_END) == len(DATA) - 10
+        buffer = bytearray(20)
+        assert blob.readinto(buffer) == 10
+        assert buffer[:10] == DATA[-10:]
+        reader = io.BufferedReader(blob)
+        reader.seek(1000)
+        assert reader.read(50) == DATA[1000:1050]
+    with pytest.raises(ValueError, match="closed"):
+        blob.read()
+
+
+def test_remote_blob_that_is_closed_early_frees_its_connection(store: RemoteStore) -> None:
+    store.put("k", DATA)
+    for _ in range(100):  # more than there are connections
+        with store.get("k") as blob:
+            assert blob.read(1) == DATA[:1]
+
+
+def test_remote_archive_is_read_in_place(store: RemoteStore) -> None:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as zipped:
+        zipped.writestr("a", DATA)
+        zipped.writestr("b", b"second")
+    store.put("zip", archive.getvalue())
+    with store.get("zip") as blob, zipfile.ZipFile(blob) as opened:
+        assert opened.read("b") == b"second"
+        assert opened.read("a") == DATA
+
+
+def test_remote_wrong_bytes_are_not_read_to_the_end(store: RemoteStore, gateway: ScriptedGateway) -> None:
+    """I8: the digest of the whole is compared in `read(n)` too."""
+    store.put("k", DATA)
+    gateway.script("ok", "rot")
+    blob = store.get("k")
+    with pytest.raises(Corrupt, match="digest"):
+        list(iter(lambda: blob.read(5000), b""))
+    assert blob.tell() < len(DATA)
+
+
+def test_remote_put_takes_paths_files_and_blobs(store: RemoteStore, tmp_path: Path) -> None:
+    path = tmp_path / "sources" / "file"
+    path.parent.mkdir()
+    path.write_bytes(DATA)
+    with path.open("rb") as file, os.scandir(path.parent) as entries:  # os.DirEntry: an os.PathLike that is no Path
+        for source in (*entries, file, io.BytesIO(DATA), bytearray(DATA)):
+            assert store.put("k", source).info.size_bytes == len(DATA)
+    with store.get("k") as blob:
+        assert store.put("copy", blob).info.digest == store.info("k").digest

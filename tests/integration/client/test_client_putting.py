@@ -47,7 +47,7 @@ def test_two_puts_of_one_content_are_two_versions(store: RemoteStore) -> None:
 def test_pipe_is_never_sent_twice(store: RemoteStore, gateway: ScriptedGateway) -> None:
     gateway.script("busy")
     with pytest.raises(StoreUnavailable, match="busy for a moment"):
-        store.put("k", Unseekable(DATA))  # type: ignore[arg-type]
+        store.put("k", Unseekable(DATA))
     assert len(gateway.seen) == 1
     assert gateway.read().versions() == []
 
@@ -146,8 +146,8 @@ def test_shrinking_file_is_refused_growing_cut(store: RemoteStore, tmp_path: Pat
         ("x" * 1025, b"", "1024"),
         ("a\0", b"", "NUL"),
         ("k", Path("/nothing"), "no such"),
-        ("k", 5, "want a Path"),
-        ("k", "text", "want a Path"),
+        ("k", 5, "want a path"),
+        ("k", "text", "want a path"),
     ],
 )
 def test_put_refused_locally_is_never_sent(
@@ -168,7 +168,7 @@ class Failing(Unseekable):
 def test_failing_source_is_not_retried(store: RemoteStore, gateway: ScriptedGateway) -> None:
     """Raise the source's own error and do not repeat the put."""
     with pytest.raises(SourceFailed, match="Input/output error"):
-        store.put("k", Failing(b""))  # type: ignore[arg-type]
+        store.put("k", Failing(b""))
     assert gateway.read().versions() == []
 
 

@@ -22,7 +22,7 @@ from nearkin_shared.errors import TenantErased
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.kafka.dead_letter_replay import list_letters
 from nearkin_shared.objectstore.factory import open_keys, open_store_of
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
 from tests.support.data.stores import objects
@@ -57,7 +57,7 @@ def restored(pipeline: Pipeline, tenant: str, key: str, version: int) -> bytes:
     namer = Fingerprinter(bytes.fromhex(found.secret), tenant)
     manifest = ManifestStore(stored).get(tenant, key, version)
     containers = ContainerStore(stored, namer.domain, 64 << 20)
-    return Blob(manifest.info, manifest, containers, namer, 0, manifest.size_bytes).read()
+    return b"".join(VersionReader(manifest.info, manifest, containers, namer, 0, manifest.size_bytes).pieces())
 
 
 def asked_at_a_gateway(pipeline: Pipeline, folder: Path) -> None:

@@ -15,7 +15,7 @@ from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.gc_status import GcStatusStore
 from nearkin_shared.objectstore.factory import open_store_of
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.gc_pause import GcPauseFlag
@@ -85,7 +85,9 @@ class Reader(threading.Thread):
 
     def read(self, key: str, version: int) -> bytes:
         manifest = self.manifests.get("default", key, version)
-        return Blob(manifest.info, manifest, self.containers, self.namer, 0, manifest.size_bytes).read()
+        return b"".join(
+            VersionReader(manifest.info, manifest, self.containers, self.namer, 0, manifest.size_bytes).pieces()
+        )
 
 
 def test_gc_frees_during_puts_and_gets(pipeline: Pipeline) -> None:

@@ -17,7 +17,7 @@ from nearkin_shared.formats.message import End, Envelope, Frame, encode
 from nearkin_shared.kafka.clients import consumer, group, topic
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS
 from nearkin_shared.objectstore.factory import open_store_of
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
 from tests.support.checks.waiting import until
@@ -56,7 +56,7 @@ def restored(pipeline: Pipeline, key: str, version: int, tenant: str = "default"
     namer = Fingerprinter(bytes.fromhex(found.secret), tenant)
     manifest = ManifestStore(objects).get(tenant, key, version)
     containers = ContainerStore(objects, namer.domain, 64 * MIB)
-    return Blob(manifest.info, manifest, containers, namer, 0, manifest.size_bytes).read()
+    return b"".join(VersionReader(manifest.info, manifest, containers, namer, 0, manifest.size_bytes).pieces())
 
 
 def content(seed: int, size: int) -> bytes:

@@ -82,7 +82,7 @@ def attempt(store: Store, key: str, version: int) -> tuple[bytes, NearkinError |
     """Return the bytes that a `get` yielded and the error that ended it, or None if it succeeded."""
     given = bytearray()
     try:
-        for piece in store.get(key, version):
+        for piece in store.get(key, version).pieces():
             given += piece
     except NearkinError as err:
         return bytes(given), err

@@ -30,7 +30,7 @@ from nearkin_maintenance.gc.gc_run import NoIndex
 from nearkin_shared.errors import NearkinError, StoreUnavailable
 from nearkin_shared.objectstore.base import LocalObjectStore, Payload
 from nearkin_shared.objectstore.fenced import FencedObjectStore
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
 from tests.support.checks import inspection
@@ -180,7 +180,9 @@ def read_on(folder: Path, plant: Plant) -> None:
         blobs = {}
         for key in contents:
             of = store.get(key)
-            blobs[key] = Blob(of.info, of._manifest, known.counting(), store._fingerprinter, 0, of.info.size_bytes)
+            blobs[key] = VersionReader(
+                of.info, of._reader._manifest, known.counting(), store._fingerprinter, 0, of.info.size_bytes
+            )
         for container, _ in known.ids():
             known.directory(container)
     with open_store(root, settings=crash_child.CHOSEN, clock=lambda: later, create=True) as store:
@@ -188,7 +190,7 @@ def read_on(folder: Path, plant: Plant) -> None:
             raise Violation("no container was rewritten")
     for key, blob in blobs.items():
         try:
-            read = blob.read()
+            read = b"".join(blob.pieces())
         except NearkinError as err:
             raise Violation(f"{key}: {type(err).__name__}: {err}") from err
         if read != contents[key]:

@@ -26,7 +26,7 @@ from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.connection import RedisServer
 from nearkin_shared.index.redis.lease import LEASE_SECONDS, Lease
 from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
@@ -74,7 +74,11 @@ class Fleet:
         """Return the content of a version, read with empty caches."""
         manifest = self.manifests.read_visible("default", key, version)
         containers = self.containers(self.objects)
-        return Blob(manifest.info, manifest, containers, self.fingerprinter("default"), 0, manifest.size_bytes).read()
+        return b"".join(
+            VersionReader(
+                manifest.info, manifest, containers, self.fingerprinter("default"), 0, manifest.size_bytes
+            ).pieces()
+        )
 
     def check_index(self) -> None:
         """Assert that the index names no deleted container, and every existing one."""

@@ -202,7 +202,7 @@ def test_collection_of_a_dropped_restore_waits_for_nothing(tmp_path: Path) -> No
             store._containers.evict()
 
             def begin() -> object:
-                pieces = iter(store.get("k"))
+                pieces = store.get("k").pieces()
                 next(pieces)
                 return pieces
 

@@ -173,7 +173,7 @@ def test_ctrl_c_while_a_restore_waits_leaves_no_decoder(tmp_path, monkeypatch):
         store.put("k", content)
         store.put("k", mutate(content, 1))
         store._containers.evict()
-        pieces = iter(store.get("k"))
+        pieces = store.get("k").pieces()
         next(pieces)
         decoders = {one for one in threading.enumerate() if one.name.startswith("nearkin-decode")}
         assert decoders

@@ -27,7 +27,7 @@ from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.objectstore.base import ObjectStore, check_tenant
-from nearkin_shared.reading.restore import Blob
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.results import Damage, Deletion, Explanation, Stats, VersionInfo
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.containers import ContainerStore
@@ -185,10 +185,10 @@ class VersionCatalog:
         listed = self._listing.catalog_after(tenant, key, key, version, 1)
         return [entry.version for entry in takewhile(lambda entry: entry.key == key, listed)]
 
-    def blob(self, tenant: str, manifest: Manifest, start: int, stop: int) -> Blob:
+    def blob(self, tenant: str, manifest: Manifest, start: int, stop: int) -> VersionReader:
         """Return the bytes [start, stop) of a version, verified piece by piece."""
         mine = self._tenant(tenant)
-        return Blob(manifest.info, manifest, mine.containers.counting(), mine.fingerprinter, start, stop)
+        return VersionReader(manifest.info, manifest, mine.containers.counting(), mine.fingerprinter, start, stop)
 
     def versions(self, tenant: str, key: str, after: int, limit: int) -> tuple[ListedVersions, int | None]:
         """Return versions of a key above `after`, oldest first, and the next `after`.

@@ -359,7 +359,7 @@ async def _read(request: Request, key: str, caller: Caller, version: int | None)
     slot = gateway.downloads.one(caller.holders)
     slot.__enter__()
     try:
-        pieces = iter(gateway.catalogue.blob(tenant, manifest, start, stop))
+        pieces = gateway.catalogue.blob(tenant, manifest, start, stop).pieces()
         # Before the status is sent, so that damage in the first piece is answered with a problem.
         first = await asyncio.to_thread(next, pieces, None)
     except BaseException:
