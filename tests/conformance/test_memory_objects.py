@@ -1,4 +1,4 @@
-"""Run the object store contract over memory, over wrappers, and over a fault injector without faults."""
+"""Run the object store contract over memory and over wrappers."""
 
 from __future__ import annotations
 

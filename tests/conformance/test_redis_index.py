@@ -54,7 +54,7 @@ class TestRedisCollection(CollectionContract):
 
 
 def test_withdraw_100000_entries_keeps_concurrent_writes(url: str) -> None:
-    """Exactly the entries to withdraw are removed while buckets are split and other entries are written."""
+    """Only the entries to withdraw are removed while others are written."""
     with redis.Redis.from_url(url) as client:
         client.flushall()
     index = RedisIndex(RedisSettings(url=url, partitions=2), samples.DOMAIN)

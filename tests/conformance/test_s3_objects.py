@@ -1,4 +1,4 @@
-"""Run the object store contract over two S3 servers, and check which of several writers wins a name."""
+"""Run the object store contract over two S3 servers, with races for names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the compiled chunkers with their definition, and the mean length of chunks with PRUNE's formula."""
+"""Compare the compiled chunkers with their definition and PRUNE's formula."""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Compare both implementations of colocated rows: each row once in a group, and none that the group has already."""
+"""Compare both implementations of colocated rows.
+
+Each row once in a group, and none that the group has already.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def test_colocated_rows_are_neighbours_of_moved_rows(
 
 
 def test_colocated_rows_of_many_groups_are_found_once(kernel: Any) -> None:
-    """The groups hold every second row, so each row between has two neighbours, and is found once in each group."""
+    """Each row between the rows of a group has two neighbours there."""
     rows = table([(1, 0, 0, number // 64) for number in range(4001)])
     ordinals = np.tile(np.arange(0, 4001, 2, dtype=np.uint32), 2)
     of, found, groups = kernel.rows_beside(

@@ -1,4 +1,7 @@
-"""Run the kernels on emulated older processors, which end the process at an instruction that they lack."""
+"""Run the kernels on emulated older processors.
+
+An instruction that the processor lacks ends the process.
+"""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Compare the compiled features with their definition on every CPU path, for every shape of input."""
+"""Compare the compiled features with their definition on every CPU path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ ALGORITHMS = ("ntransform", "ntransform_scalar", "finesse", "finesse_scalar", "o
 
 
 def content(seed: int, length: int, symbols: int) -> bytes:
-    """Return `length` bytes of `symbols` values; few values cause equal fingerprints and runs of zeros."""
+    """Return `length` bytes of `symbols` values.
+
+    Few values cause equal fingerprints and runs of zeros.
+    """
     return np.random.default_rng(seed).integers(0, symbols, length, dtype=np.uint8).tobytes()
 
 
@@ -80,7 +83,10 @@ def test_rabin_with_any_window_agrees(window: int) -> None:
 
 
 def edge_lengths() -> list[int]:
-    """Return lengths around each boundary of the vector code: windows, lanes, 16 rows, buffers of 4096 positions."""
+    """Return lengths around each boundary of the vector code.
+
+    Windows, lanes, 16 rows, buffers of 4096 positions.
+    """
     positions = {64 * k + d for k in (1, 2, 16, 17) for d in (-1, 0, 1)} | {1024 + 63, 4097, 8200}
     whole = {p + 47 for p in positions}
     many = set(range(578, 2700, 67))  # lanes of unequal lengths
@@ -93,7 +99,10 @@ EDGE_PLANS = ((64, 4, 48), (33, 3, 16), (12, 3, 4), (5, 1, 15), (2, 1, 256), (1,
 
 
 def guarded(payload: bytes) -> memoryview:
-    """Return a copy between two guard pages, which end the process when read; the length is a multiple of a page."""
+    """Return a copy between two guard pages, which end the process when read.
+
+    The length is a multiple of a page.
+    """
     assert len(payload) % mmap.PAGESIZE == 0
     region = mmap.mmap(-1, len(payload) + 2 * mmap.PAGESIZE)
     region[mmap.PAGESIZE : -mmap.PAGESIZE] = payload
@@ -149,8 +158,9 @@ def run_with(cpu: str, script: str, *arguments: str) -> subprocess.CompletedProc
 
 
 def reachable() -> tuple[str, ...]:
-    """Return the CPU paths of this machine, as a separate process reports them: NEARKIN_CPU may hide some of them
-    here.
+    """Return the CPU paths of this machine, as a separate process reports them.
+
+    NEARKIN_CPU may hide some of them here.
     """
     environment = {name: value for name, value in os.environ.items() if name != "NEARKIN_CPU"}
     script = "from nearkin_shared.kernels.native import _features; print(_features.cpu_path())"

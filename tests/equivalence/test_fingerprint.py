@@ -1,4 +1,7 @@
-"""Compare the fast fingerprint kernel with its definition. Invariant: equal on every code path of the machine."""
+"""Compare the fast fingerprint kernel with its definition.
+
+Invariant: equal on every code path of the machine.
+"""
 
 from __future__ import annotations
 

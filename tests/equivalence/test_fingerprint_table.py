@@ -1,4 +1,7 @@
-"""Compare the compiled fingerprint table with a dict. Invariant: equal after any calls, refused ones included."""
+"""Compare the compiled fingerprint table with a dict.
+
+Invariant: equal after any calls, refused ones included.
+"""
 
 from __future__ import annotations
 

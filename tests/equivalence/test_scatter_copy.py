@@ -1,4 +1,7 @@
-"""Compare both implementations of the scatter copy: equal bytes, equal refusals, and no byte moved by a refusal."""
+"""Compare both implementations of the scatter copy.
+
+Equal bytes, equal refusals, and no byte moved by a refusal.
+"""
 
 from __future__ import annotations
 

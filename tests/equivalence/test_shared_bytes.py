@@ -1,4 +1,4 @@
-"""Compare the compiled count of bytes shared with bases with its definition, and with the bytes themselves."""
+"""Compare the compiled count of shared bytes with its definition."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def side(chunks: list[bytes]) -> tuple[bytes, np.ndarray, np.ndarray]:
 
 
 def scattered(chunks: list[bytes], buffers: int = 1) -> tuple[list[bytes], np.ndarray, np.ndarray, np.ndarray]:
-    """Return the chunks spread over `buffers` buffers, each buffer with bytes of its own before, between and
-    behind them.
-    """
+    """Return the chunks spread over buffers, with other bytes between them."""
     content, which, offsets = [bytearray() for _ in range(buffers)], [], []
     for number, chunk in enumerate(chunks):
         mine = content[number % buffers]

@@ -1,4 +1,4 @@
-"""Compare the compiled size estimate with its definition, its bounds, and zstd's ranking of chunks."""
+"""Compare the compiled size estimate with its definition and with zstd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compare both implementations of lookups in sorted runs: equal keys found in any runs, equal refusals."""
+"""Compare both implementations of lookups in sorted runs.
+
+Equal keys found in any runs, equal refusals.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ def name(depth: int, bits: int) -> bytes:
 
 
 def look_up(kernel: Any, runs: Mapping[bytes, bytes], asked: list[tuple[int, bytes]], marked: int = -1) -> list[Any]:
-    """Return the values found, None for keys without one; row `marked` is marked as found before the call."""
+    """Return the values found, None for keys without one.
+
+    Row `marked` is marked as found before the call.
+    """
     asked = sorted(asked)
     found, values = np.zeros(len(asked), np.bool_), np.zeros((len(asked), VALUE_BYTES), np.uint8)
     if marked >= 0:

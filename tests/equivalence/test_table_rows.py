@@ -1,4 +1,7 @@
-"""Compare both implementations that copy rows of several tables: equal numbers, equal rows, equal stop."""
+"""Compare both implementations that copy rows of several tables.
+
+Equal numbers, equal rows, equal stop.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Compare both xdelta3 implementations: each decodes the other's deltas, and both refuse the same with one
-message.
+"""Compare both xdelta3 implementations.
+
+Each decodes the other's deltas, and both refuse the same with one message.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ HOSTILE_NUMBER = st.sampled_from([0, 1, 127, 128, 2**31, 2**32 - 1, 2**32, 2**63
 
 @st.composite
 def windows(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
-    """Draw a delta of any instructions whose lengths and addresses mostly fit, and sometimes do not."""
+    """Draw a delta of any instructions, most of which fit."""
 
     def nearly(value: int) -> bytes:
         return number(draw(HOSTILE_NUMBER) if draw(st.integers(0, 40)) == 0 else value)

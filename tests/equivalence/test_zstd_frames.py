@@ -1,4 +1,7 @@
-"""Compare both implementations of zstd frames: equal bytes written, each other's frames read, equal refusals."""
+"""Compare both implementations of zstd frames.
+
+Equal bytes written, each other's frames read, equal refusals.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +78,9 @@ def test_encoder_is_unchanged_by_any_frame(kernel: Any) -> None:
 
 
 def test_patch_longer_than_raw_is_still_verified(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller that asks for a patch keeps it at any length; a raw frame that long is never kept, so it is not
-    verified.
+    """A caller that asks for a patch keeps it at any length.
+
+    A raw frame that long is never kept, so it is not verified.
     """
     raw, base = random_bytes(5000, 1), random_bytes(5000, 2)
     decodings = list[int]()
@@ -173,7 +177,7 @@ def test_flipped_bit_never_writes_beyond_the_buffer(at: int, bit: int) -> None:
 
 
 def placed(frames: int, sources: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (slots of frames whose buffers are behind the sources, mask of buffers that exist)."""
+    """Return (slots of frames in buffers behind the sources, mask of buffers)."""
     return np.arange(sources, sources + frames, dtype=np.int32), np.arange(sources + frames) < sources
 
 
@@ -304,7 +308,10 @@ def test_frame_depends_on_earlier_frames_only(kernel: Any) -> None:
 
 @pytest.mark.parametrize("broken", [None, 0, 40, 150])
 def test_frames_decoded_by_several_threads_are_equal(broken: int | None) -> None:
-    """Invariant: the order of decoding depends on free threads, the result on the frames alone."""
+    """The result depends on the frames alone.
+
+    Invariant: the order of decoding depends on free threads only.
+    """
     rng, count = np.random.default_rng(3), 300
     leans = [sorted(rng.integers(0, number, min(number, int(rng.integers(0, 4)))).tolist()) for number in range(count)]
     leans[5] = [9]  # a base behind it, which is decoded later
@@ -339,7 +346,10 @@ def test_frames_decoded_by_several_threads_are_equal(broken: int | None) -> None
 
 
 def test_frame_with_a_later_base_is_left_out() -> None:
-    """The second waits for the first, which takes long; meanwhile another thread decodes the third, its base."""
+    """The second waits for the first, which takes long.
+
+    Meanwhile another thread decodes the third, its base.
+    """
     raws = [text_like(3_000_000, 1), text_like(5000, 2), text_like(5000, 3)]
     encoder = _zstd_frames.FrameEncoder(OPTIONS)
     frames = [encoder.unchecked(raws[0]), encoder.unchecked(raws[1], raws[0] + raws[2]), encoder.unchecked(raws[2])]

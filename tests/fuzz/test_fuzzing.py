@@ -1,4 +1,7 @@
-"""Give changed bytes to the parsers: a short random run of each, and all inputs that once caused a fault."""
+"""Give changed bytes to the parsers.
+
+A short random run of each, and all inputs that once caused a fault.
+"""
 
 from __future__ import annotations
 

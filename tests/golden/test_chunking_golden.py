@@ -1,4 +1,7 @@
-"""Check frozen cut points: if one changes, new data no longer deduplicates against stored data."""
+"""Check frozen cut points.
+
+If one changes, new data no longer deduplicates against stored data.
+"""
 
 import hashlib
 
@@ -10,7 +13,10 @@ from nearkin_shared.kernels import chunking
 
 
 def corpus() -> bytes:
-    """Return 1.25 MiB from SHAKE-256: random bytes, text of few letters, zeros, a period of 777, random again."""
+    """Return 1.25 MiB from SHAKE-256.
+
+    Random bytes, text of few letters, zeros, a period of 777, random again.
+    """
     random = hashlib.shake_256(b"nearkin chunking golden").digest(1 << 19)
     letters = bytes(b"etaoin shrdlu\n.,"[value & 15] for value in random[: 1 << 18])
     zeros = bytes(1 << 17)

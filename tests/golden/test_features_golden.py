@@ -1,4 +1,7 @@
-"""Check frozen super-features: if one changes, no new chunk matches the sketches of stored chunks."""
+"""Check frozen super-features.
+
+If one changes, no new chunk matches the sketches of stored chunks.
+"""
 
 from __future__ import annotations
 

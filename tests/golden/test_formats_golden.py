@@ -1,4 +1,4 @@
-"""Check frozen bytes: files of the first release stay readable, and equal input gives equal bytes.
+"""Check frozen bytes: old files stay readable, equal input gives equal bytes.
 
 To freeze a new format version add its files next to these; the old ones stay.
 """

@@ -23,7 +23,10 @@ class Refused(Exception):
 
 @pytest.fixture(scope="session")
 def helm(need: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Return `helm(*arguments, values={})`, which returns the output. Raises Refused with the output on failure."""
+    """Return `helm(*arguments, values={})`, which returns the output.
+
+    Raises Refused with the output on failure.
+    """
     program = need(programs.helm)
     home = tmp_path_factory.mktemp("helm")
 
@@ -46,7 +49,10 @@ def helm(need: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., s
 
 @pytest.fixture(scope="session")
 def promtool(need: Any) -> Callable[..., str]:
-    """Return `promtool(*arguments)`, which returns the output. Raises AssertionError with the output on failure."""
+    """Return `promtool(*arguments)`, which returns the output.
+
+    Raises AssertionError with the output on failure.
+    """
     program = need(programs.promtool)
 
     def run(*arguments: str) -> str:

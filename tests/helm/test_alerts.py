@@ -76,8 +76,9 @@ def panels(rendered: Render) -> list[dict[str, Any]]:
 
 
 def selectors(expression: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (name, its matchers) of every series that an expression reads. Raises ValueError if it cannot be
-    parsed.
+    """Yield (name, its matchers) of every series that an expression reads.
+
+    Raises ValueError if it cannot be parsed.
     """
     promql_parser.parse(expression)
     for name, inside in re.findall(r"\b(up|nearkin_\w+|process_\w+)\s*\{([^}]*)\}", expression):

@@ -1,4 +1,4 @@
-"""Run real services under real faults, and evaluate the chart's alerts on the series that they export.
+"""Run real services under faults, and evaluate the alerts on their series.
 
 Series are read from the processes before, during and after the faults, and given to promtool: half an hour of each of
 the first two phases, then two hours.
@@ -222,7 +222,10 @@ def test_faults_raise_their_alerts_alone_and_these_clear(
 
 
 def as_series(calm: Shown, bad: Shown, good: Shown) -> Iterator[dict[str, str]]:
-    """Yield the series as Prometheus stores them: one value a phase, counters that keep growing, gaps as gaps."""
+    """Yield the series as Prometheus stores them.
+
+    One value a phase, counters that keep growing, gaps as gaps.
+    """
     phases = ((calm, PHASE_MINUTES), (bad, PHASE_MINUTES), (good, AFTER_MINUTES))
     for process in PROCESSES:
         given = GIVEN.format(process)

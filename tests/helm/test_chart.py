@@ -1,4 +1,4 @@
-"""Check that the chart renders, that Kubernetes accepts it, and that pods have no more rights than they need."""
+"""Check that the chart renders, that Kubernetes accepts it, and the pods' rights."""
 
 from __future__ import annotations
 

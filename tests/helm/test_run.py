@@ -1,4 +1,4 @@
-"""Run the chart's commands, variables, settings and probes as processes against real servers."""
+"""Run the chart's pods as processes against real servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Render = Callable[..., list[dict[str, Any]]]
 
 @dataclass
 class Node:
-    """Runs pods as processes: files that Kubernetes mounts are written to a folder of their own."""
+    """Runs pods as processes.
+
+    Files that Kubernetes mounts are written to a folder of their own.
+    """
 
     folder: Path
     secrets: dict[str, dict[str, str]]

@@ -1,4 +1,7 @@
-"""Check round trips of formats: lists, tables, containers and manifests are decoded as they were encoded."""
+"""Check round trips of formats.
+
+Lists, tables, containers and manifests are decoded as they were encoded.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,10 @@ def test_columns_round_trip(dtypes: list[str], rows: int, data: st.DataObject) -
 
 
 def chunk_tables(draw: st.DrawFn) -> tuple[list[EncodedBlock], ChunkTable, int]:
-    """Draw chunks in blocks of one depth each; a base is at a lower depth here, or anywhere in another container."""
+    """Draw chunks in blocks of one depth each.
+
+    A base is at a lower depth here, or anywhere in another container.
+    """
     depth_max = draw(st.integers(0, 4))
     block_depths = draw(st.lists(st.integers(0, depth_max), max_size=5))
     count = draw(st.integers(1, 25)) if block_depths else 0

@@ -1,4 +1,6 @@
-"""Compare the four GC modes: counts and times nominate, marking confirms, and the same data stay.
+"""Compare the four GC modes.
+
+Counts and times nominate, marking confirms, and the same data stay.
 
 The same history is applied to a store of each mode. At the end all stores hold what marking alone leaves.
 """

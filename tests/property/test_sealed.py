@@ -1,4 +1,4 @@
-"""Check that any range of an encrypted object equals that range of the plain bytes, after any reads."""
+"""Compare ranges of an encrypted object with those of the plain bytes."""
 
 from __future__ import annotations
 

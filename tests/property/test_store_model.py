@@ -1,4 +1,6 @@
-"""Compare the store with a dictionary: after any operations in any order, every version restores.
+"""Compare the store with a dictionary.
+
+After any operations in any order, every version restores.
 
 A deleted version is unreadable until it is undeleted; two tenants share the store and are isolated. Two writers
 alternate. A flipped bit breaks exactly the versions that need it, by name, until the container is restored.
@@ -207,7 +209,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), content=contents)
     def another_writer(self, key, content):
-        """One writer is refused while the other writes, and afterwards sees everything that it wrote."""
+        """A writer is refused while another writes, and then sees all that it wrote."""
         self.put(key, content, as_file=False)
         with open_store(
             self.folder / "s", settings=settings(SMALL, self.changes), clock=lambda: self.now, create=True, force=True
@@ -228,7 +230,10 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 50), at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
     def a_bit_flips(self, which, at, bit):
-        """`verify` names the damage, no wrong byte is returned, and with the container restored all versions read."""
+        """`verify` names the damage, and no wrong byte is returned.
+
+        With the container restored all versions read.
+        """
         found = containers(self.folder / "s")
         if not found:
             return

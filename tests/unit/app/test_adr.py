@@ -27,14 +27,17 @@ def _header(record: Path) -> re.Match[str]:
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
 def test_adr_record_has_the_five_parts(record: Path) -> None:
-    """Check that a record has a header and four sections in order, and the number of its file name."""
+    """Check a record's header, its four sections in order, and its number."""
     assert int(_header(record)["number"]) == int(record.name[:4])
     assert re.findall(r"(?m)^## (.*)$", record.read_text()) == PARTS
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
 def test_adr_record_has_at_most_400_words(record: Path) -> None:
-    """Check the length, header, tables and code included; figures belong in docs/benchmarks/history.md."""
+    """Check the length, header, tables and code included.
+
+    Figures belong in docs/benchmarks/history.md.
+    """
     assert len(record.read_text().split()) <= WORDS_MAX
 
 

@@ -274,7 +274,10 @@ def test_dumps_stop_their_server(dumps, tmp_path):
     assert [path.name for path in dumps[0].parent.parent.iterdir()] == [dumps[0].parent.name]
 
     def children():
-        """Return the child processes of this process; other tests may have started servers that still run."""
+        """Return the child processes of this process.
+
+        Other tests may have started servers that still run.
+        """
         found = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,comm="], capture_output=True, text=True)
         return {line for line in found.stdout.splitlines() if "redis-server" in line or "valkey-server" in line}
 

@@ -18,7 +18,7 @@ PAGES = sorted(page for places in _PLACES for page in ROOT.glob(places))
 
 
 def anchors(page: Path) -> Iterator[str]:
-    """Yield the fragments that a link to a page may have, as GitHub derives them from headings."""
+    """Yield the link fragments that GitHub derives from the headings of a page."""
     for heading in re.findall(r"(?m)^#+ +(.*)$", page.read_text()):
         yield re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
@@ -55,7 +55,10 @@ def test_adr_named_in_code_exists() -> None:
     ],
 )
 def test_site_link_out_of_docs_names_the_repository(link: str, expected: str) -> None:
-    """G.7: site links to files outside docs/ lead to the repository; mkdocs reports absent files."""
+    """G.7: site links to files outside docs/ lead to the repository.
+
+    Mkdocs reports absent files.
+    """
     page = SimpleNamespace(file=SimpleNamespace(src_uri="README.md"))
     config = SimpleNamespace(docs_dir=str(ROOT / "docs"), repo_url=None)
     assert on_page_markdown(link, page=page, config=config) == expected

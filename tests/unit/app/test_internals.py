@@ -1,4 +1,7 @@
-"""Compare docs/internals with the code: modules, planted mistakes and terms on the pages exist."""
+"""Compare docs/internals with the code.
+
+Modules, planted mistakes and terms on the pages exist.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test the parts of the lab: figures, names of peers and corpora, pairs, rows of kernels, generated corpora."""
+"""Test the parts of the lab.
+
+Figures, names of peers and corpora, pairs, rows of kernels, generated corpora.
+"""
 
 from __future__ import annotations
 
@@ -331,7 +334,10 @@ def test_skipped_tool_is_reported_once() -> None:
 
 
 def test_chart_labels_stay_in_their_panel_and_apart(tmp_path: Path, monkeypatch) -> None:
-    """Four tools of one reduction and speed, and one far below, which moves the others to the upper edge."""
+    """Four tools have one reduction and speed.
+
+    One tool far below moves the others to the upper edge.
+    """
     chart = pytest.importorskip("nearkin.lab.report_charts")
     pytest.importorskip("matplotlib")
     path = tmp_path / "1"

@@ -12,7 +12,10 @@ from nearkin.cli.output_file import OutputFile
 
 @pytest.mark.parametrize("step", ["open", "chmod"])
 def test_interrupt_during_creation_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """A signal sent as soon as the file appears arrives here, in one of some hundred runs on a fast machine."""
+    """A signal sent as soon as the file appears arrives here.
+
+    On a fast machine that is one of some hundred runs.
+    """
     target = tmp_path / "there"
     target.write_bytes(b"as it was")
     real = getattr(Path, step)

@@ -1,4 +1,7 @@
-"""Test the writer lock: one process at a time, named in the error, free as soon as its holder is dead."""
+"""Test the writer lock.
+
+One process at a time, named in the error, free as soon as its holder is dead.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Check the README, CONTRIBUTING and how-to pages: length, chart, commands, files and names."""
+"""Check the README, CONTRIBUTING and how-to pages.
+
+Length, chart, commands, files and names.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ def test_readme_is_at_most_400_words() -> None:
 
 
 def test_summary_chart_shows_the_figures_of_the_table() -> None:
-    """G.8: docs/benchmarks/summary.md is the source of the chart (`python -m benchmarks.summary_chart`)."""
+    """G.8: docs/benchmarks/summary.md is the source of the chart.
+
+    `python -m benchmarks.summary_chart` draws it.
+    """
     assert CHART.read_text() == draw(SUMMARY.read_text())
     names = {tool.name.split(" ")[0].rstrip(",") for tool in read_tools(SUMMARY.read_text())}
     assert names == {"nearkin", "borg", "kopia", "restic"}
@@ -45,7 +51,7 @@ def test_summary_chart_shows_the_figures_of_the_table() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_shown_in_pages_exist(page: Path) -> None:
-    """G.7: each `nearkin` command of the README and the how-to pages exists and has the options shown."""
+    """G.7: each `nearkin` command shown in pages exists and has the options shown."""
     for words in shown_commands(page.read_text()):
         command: click.Command = nearkin
         known, rest = options_of(nearkin), list(words)
@@ -64,7 +70,7 @@ def test_readme_shows_commands() -> None:
 
 
 def test_contributing_names_files_that_exist() -> None:
-    """G.7: the walks of CONTRIBUTING.md name repository files, and functions that these files define."""
+    """G.7: the walks of CONTRIBUTING.md name existing files and functions of these."""
     text = CONTRIBUTING.read_text()
     paths = [path for path in re.findall(r"`((?:app|services|shared|tests)/[\w/.]+)`", text) if "test_<" not in path]
     assert len(paths) > 15
@@ -100,5 +106,8 @@ def test_contributing_names_files_that_exist() -> None:
     ],
 )
 def test_contributing_names_definitions_that_exist(path: str, names: list[str]) -> None:
-    """G.7: other names in the walks are defined in the files that the walks name; correct both if this fails."""
+    """G.7: other names in the walks are defined in the files that the walks name.
+
+    Correct both if this fails.
+    """
     assert [name for name in names if name not in (ROOT / path).read_text()] == []

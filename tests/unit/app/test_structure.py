@@ -32,7 +32,10 @@ LINES = "x = 1\n" * check.MODULE_LINES_MIN
     ],
 )
 def test_offenders_of_one_module_are_named(source: str, rules: list[str]) -> None:
-    """G.1: sizes, parameters and summaries are limited; a reason excuses the lines of a module."""
+    """G.1: sizes, parameters and summaries are limited.
+
+    A reason excuses the lines of a module.
+    """
     assert [offender.rule for offender in check.find_offenders([module(source)])] == rules
 
 

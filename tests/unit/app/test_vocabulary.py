@@ -102,7 +102,10 @@ def test_check_text_with_phrase_over_two_lines_finds_it() -> None:
 
 
 def test_read_text_of_python_is_comments_and_strings(tmp_path: Path) -> None:
-    """Names and keywords of Python are skipped; docstrings, comments and messages are read at their lines."""
+    """Names and keywords of Python are skipped.
+
+    Docstrings, comments and messages are read at their lines.
+    """
     path = tmp_path / "module.py"
     path.write_text(
         '"""Write a block.\n\nIt is written anew.\n"""\n'
@@ -120,7 +123,10 @@ def test_read_text_of_python_is_comments_and_strings(tmp_path: Path) -> None:
 
 
 def test_find_all_with_other_meaning_skips_word(tmp_path: Path) -> None:
-    """A word is not refused in files where it is a term of another field; other words still are."""
+    """A word is not refused in files where it is a term of another field.
+
+    Other words still are.
+    """
     page = tmp_path / "sha1.md"
     page.write_text("A round adds one word, and nobody waits.\n")
     words = [replace(word, other_meaning=frozenset({str(page)})) for word in VOCABULARY.words if word.name == "round"]
@@ -141,7 +147,10 @@ def test_main_with_findings_prints_replacement_and_exits_1(tmp_path: Path) -> No
 
 
 def test_main_with_commits_checks_their_subjects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Subjects of the range are checked, earlier ones are not; an unknown range is a usage error."""
+    """Subjects of the range are checked, earlier ones are not.
+
+    An unknown range is a usage error.
+    """
     monkeypatch.setattr(check, "ROOT", tmp_path)
 
     def git(*arguments: str) -> None:

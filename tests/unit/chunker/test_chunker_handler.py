@@ -102,7 +102,10 @@ def in_one_piece(data: bytes) -> list[bytes]:
 
 
 def told(outbox: Kept) -> tuple[dict[bytes, dict[int, bytes]], dict[bytes, End]]:
-    """Return ({blob: {sequence: segment id}}, {blob: end}); a segment sent twice must be equal both times."""
+    """Return ({blob: {sequence: segment id}}, {blob: end}).
+
+    A segment sent twice must be equal both times.
+    """
     segments: dict[bytes, dict[int, bytes]] = {}
     ends: dict[bytes, End] = {}
     for name, value in outbox.sent:
@@ -186,7 +189,10 @@ def test_stopped_upload_ends_as_failed() -> None:
 
 
 def test_upload_with_unread_frames_has_not_stopped() -> None:
-    """The service was paused for longer than the idle limit of an upload; frames were acknowledged meanwhile."""
+    """The service was paused for longer than the idle limit of an upload.
+
+    Frames were acknowledged meanwhile.
+    """
     outbox, backlog = Kept(), Waiting(end=3)
     worker = handler(outbox, backlog=backlog)
     worker.on_assigned(0, "")
@@ -247,8 +253,9 @@ def test_open_blobs_beyond_commit_are_read_again() -> None:
 
 
 def test_blob_with_late_frame_keeps_state_among_many() -> None:
-    """Two owners die. The second one read so many other blobs first that it dropped the state of a blob not seen
-    yet.
+    """Two owners die; the second one reads many other blobs first.
+
+    It dropped the state of a blob whose next frame it had not read yet.
     """
     blobs = [number.to_bytes(16, "big") for number in range(STATES_MAX + 1)]
     halves = [frames(blob, RANDOM[:400_000], [200_000, 200_000]) for blob in blobs]

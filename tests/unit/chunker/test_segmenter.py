@@ -1,4 +1,7 @@
-"""Test the segmenter: bounds hold, cuts depend on content, and pieces give the segments of the whole."""
+"""Test the segmenter.
+
+Bounds hold, cuts depend on content, and pieces give the segments of the whole.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,10 @@ BATCH_BYTES = 2 * 1024 * 1024
 
 
 def fed(cutter: Cutter, arenas: Arenas, blobs: list[bytes], piece_bytes: int = BATCH_BYTES) -> None:
-    """Feed blobs as the embedded writer does: in sequence, in pieces of an arena, and once an arena is full."""
+    """Feed blobs as the embedded writer does.
+
+    In sequence, in pieces of an arena, and once an arena is full.
+    """
     arena, used, runs = arenas.take(), CARRY_BYTES_MAX, list[BlobRun]()
     for number, blob in enumerate(blobs):
         rest = np.frombuffer(blob, np.uint8)

@@ -52,7 +52,10 @@ class Away:
 
 
 def test_unreachable_kafka_is_not_queried_per_partition() -> None:
-    """Each query takes the whole timeout: for 60 partitions longer than a worker may go without polling."""
+    """Each query takes the whole timeout.
+
+    For 60 partitions longer than a worker may go without polling.
+    """
     backlog, away = Backlog(SETTINGS), Away()
     backlog._asking = away  # type: ignore[assignment]
     assert all(backlog.unread("frames", partition, 7) for partition in range(60)), "an unknown backlog counts as unread"
@@ -91,7 +94,7 @@ class Clock:
 
 
 class Stages(Backlog):
-    """Stages of which one is down from `since` to `until`, in seconds since the clock was made."""
+    """Stages of which one is down from `since` to `until`, in seconds of the clock."""
 
     def __init__(self, clock: Clock, since: float, until: float) -> None:
         self._clock, self._made, self._since, self._until = clock, clock.now, since, until
@@ -136,8 +139,9 @@ def seconds_until_given_up(handler: CommitterHandler, clock: Clock, seconds_max:
 def test_blob_is_given_up_only_without_segments_in_flight(
     monkeypatch: pytest.MonkeyPatch, backlog: Waiting, given_up: bool
 ) -> None:
-    """While a store is unavailable or a worker pauses, segments wait in the topics before; all of them arrive
-    later.
+    """While a store is unavailable or a worker pauses, segments wait in the topics before.
+
+    All of them arrive later.
     """
     clock = Clock()
     handler = waiting_for_a_segment(monkeypatch, backlog, clock)
@@ -149,7 +153,7 @@ def test_blob_is_given_up_only_without_segments_in_flight(
 def test_delayed_blob_waits_full_time_after_stage_catches_up(
     monkeypatch: pytest.MonkeyPatch, since: int, until: int
 ) -> None:
-    """The stage has just sent a recent segment, and up to three more stages have to process it."""
+    """The stage has just sent a segment, which up to three more stages process."""
     clock = Clock()
     handler = waiting_for_a_segment(monkeypatch, Stages(clock, since, until), clock)
     idle_seconds = SETTINGS.kafka.upload_idle_seconds

@@ -144,7 +144,10 @@ def test_bases_below_zstd_minimum_are_left_out() -> None:
 def test_deltas_are_tried_for_bad_patches_of_shared_bases(
     monkeypatch: pytest.MonkeyPatch, shared: int, edits: int, tried: bool
 ) -> None:
-    """`shared` chunks have one base. A good patch, and one with many bases, is kept without trying deltas."""
+    """`shared` chunks have one base.
+
+    A good patch, and one with many bases, is kept without trying deltas.
+    """
     bases = [random_bytes(8000, n) for n in range(6 // shared)]
     chunks = [mutate(bases[n // shared], n, edits=edits) for n in range(6)]
     block, _ = filled(chunks, [[(n // shared, bases[n // shared])] for n in range(6)])

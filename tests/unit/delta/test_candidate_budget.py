@@ -1,4 +1,7 @@
-"""Test the candidate budget: candidates are skipped only in a long blob with few bases, and sampled again."""
+"""Test the candidate budget.
+
+Candidates are skipped only in a long blob with few bases, and sampled again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test adaptive compression: repeats are found across a whole block, and parameters are sampled again."""
+"""Test adaptive compression.
+
+Repeats are found across a whole block, and parameters are sampled again.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,10 @@ def words_in_any_order(size_bytes: int) -> U8:
 
 
 def test_default_level_is_used_where_deep_search_is_larger() -> None:
-    """With the deep search alone the archive profile stored 2.5 % more of such text than the default profile."""
+    """The deep search alone takes more bytes for such text.
+
+    The archive profile stored 2.5 % more of it than the default profile.
+    """
     raw = words_in_any_order(2 * module.FAR_BYTES_MIN)
     default = AdaptiveSearch(OPTIONS, far=False).encode(raw, FrameEncoder(OPTIONS))
     options = {**OPTIONS, CompressionParameter.compression_level: 9}

@@ -1,4 +1,7 @@
-"""Test the container builder: locations stay valid, blocks have one depth, and the file holds what was added."""
+"""Test the container builder.
+
+Locations stay valid, blocks have one depth, and the file holds what was added.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ SKETCH = "finesse/12/3/48"
 
 
 def fresh(lengths: list[int], depths: list[int] | None = None, label: str = "c") -> Encodings:
-    """Return chunks of noise; those above depth 0 are kept as 10 bytes, on base 0 of another container."""
+    """Return chunks of noise.
+
+    Those above depth 0 are kept as 10 bytes, on base 0 of another container.
+    """
     depths = depths or [0] * len(lengths)
     encoded = [10 if depth else length for length, depth in zip(lengths, depths, strict=True)]
     payload = samples.noise(sum(lengths), label)

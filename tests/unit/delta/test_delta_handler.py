@@ -1,4 +1,7 @@
-"""Test the delta worker's commit: no message is sent, and no offset moves, before its data are durable."""
+"""Test the delta worker's commit.
+
+No message is sent, and no offset moves, before its data are durable.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ CONTENT = random_bytes(1 << 20, 7)
 
 
 class Memory(Outbox):
-    """An outbox that keeps messages and notes each step; with `is_away` nothing is acknowledged any more."""
+    """An outbox that keeps messages and notes each step.
+
+    With `is_away` nothing is acknowledged any more.
+    """
 
     def __init__(self, steps: list[str]) -> None:
         self.values: list[bytes] = []
@@ -124,7 +130,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def test_offsets_wait_until_placed_is_acknowledged(world: World) -> None:
-    """F.32: the offsets of a container's messages move only after Kafka acknowledged its `placed` messages."""
+    """F.32: offsets move only after Kafka acknowledged the `placed` messages."""
     values = world.paired()
     world.outboxes[1].is_away = True  # of `placed`
     world.handler.handle(records(values))
@@ -135,7 +141,7 @@ def test_offsets_wait_until_placed_is_acknowledged(world: World) -> None:
 
 
 def test_container_is_durable_then_published_then_sent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.32: a container is published after it is readable, and announced after it is published."""
+    """F.32: a container is readable, then published, then announced."""
     publish = LmdbIndex.publish
 
     def noted(index: LmdbIndex, claims: Any) -> Any:
@@ -156,7 +162,7 @@ def test_container_is_durable_then_published_then_sent(world: World, monkeypatch
 
 
 def test_chunk_with_another_fingerprint_is_a_dead_letter(world: World) -> None:
-    """F.32: a message whose chunk does not match its fingerprint is a dead letter and stores nothing."""
+    """F.32: a chunk that does not match its fingerprint is not stored."""
     values = world.paired()
     message = decode(values[0], "paired")
     assert isinstance(message, Paired)
@@ -172,7 +178,7 @@ def test_chunk_with_another_fingerprint_is_a_dead_letter(world: World) -> None:
 
 
 def test_container_id_of_other_bytes_starts_over(world: World) -> None:
-    """F.32: a container id that another writer took is not mistaken for the worker's own container."""
+    """F.32: a container id that another writer took is not the worker's own."""
     lane = world.lanes["t"]
     container: Any = SimpleNamespace(container=5 << 40, parts=[b"mine"], data=b"mine")
     delta_handler._put(lane, container)
@@ -183,7 +189,7 @@ def test_container_id_of_other_bytes_starts_over(world: World) -> None:
 
 
 def test_segments_of_pending_delete_chunks_stay_unpublished(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.32: a container publishes no segment that names a chunk pending deletion, and all others."""
+    """F.32: a container publishes all segments but those of chunks pending deletion."""
     lane = world.lanes["t"]
     claims: list[Any] = []
     monkeypatch.setattr(type(lane.index), "publish", lambda _, made: claims.append(made))

@@ -1,4 +1,7 @@
-"""Test the choice between delta and raw: a delta is kept if it is estimated to store fewer bytes."""
+"""Test the choice between delta and raw.
+
+A delta is kept if it is estimated to store fewer bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test depth as a budget: a chunk at the end of a full chain gets a shallower base before its base is outdated."""
+"""Test depth as a budget.
+
+A chunk at the end of a full chain gets a shallower base before its base is outdated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test gap alignment: positions of fresh chunks, and the stored chunks that were between the same neighbours."""
+"""Test gap alignment.
+
+Positions of fresh chunks, and the stored chunks that were between the same neighbours.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,9 @@ def locations(rows: list[tuple[int, int]]) -> Locations:
 
 
 def batch(text: str, blobs: str | None = None) -> PairedBatch:
-    """Return a batch of one-chunk segments: `f` fresh, `z` zero, `r` repeated, `s` a known segment, `k` a known
-    chunk.
+    """Return a batch of one-chunk segments.
+
+    `f` fresh, `z` zero, `r` repeated, `s` a known segment, `k` a known chunk.
 
     A known chunk in row i is chunk (or segment) 10 i of OLD.
     """
@@ -157,7 +161,10 @@ def test_remembered_streams_are_bounded() -> None:
 
 
 class Directories:
-    """Directories that a test defines: container -> its recipes, one list a segment, of (container, ordinal)."""
+    """Directories that a test defines.
+
+    Container -> its recipes, one list a segment, of (container, ordinal).
+    """
 
     def __init__(self, recipes: dict[int, list[list[tuple[int, int]]]]) -> None:
         self.recipes = recipes

@@ -1,4 +1,7 @@
-"""Test locality candidates: each span gets its bases, shallower ones included, before the next one is read."""
+"""Test locality candidates.
+
+Each span gets its bases, shallower ones included, before the next one is read.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def chunk(seed: int, share: float = 0.0) -> bytes:
 
 
 class History:
-    """Gaps of one chunk each with one old neighbour; those of `crowded` differ too much from their chunk."""
+    """Gaps of one chunk each with one old neighbour.
+
+    Those of `crowded` differ too much from their chunk.
+    """
 
     def __init__(self, count: int, crowded: set[int], empty: frozenset[int] = frozenset()) -> None:
         self.count, self._crowded = count, crowded
@@ -46,7 +52,10 @@ class History:
         return Contents(asked, pieces, np.full(len(found), depth, np.uint8), np.ones(len(found), np.bool_))
 
     def run(self) -> tuple[LocalityCandidates, list[tuple[str, list[int]]]]:
-        """Serve lookups until none is left; return the candidates and each lookup's kind and chunks."""
+        """Serve lookups until none is left.
+
+        Return the candidates and each lookup's kind and chunks.
+        """
         found, facts, asked = (
             LocalityCandidates(self.targets, self.neighbours, MAX_DEPTH, no_deltas=True),
             LookupResults(),

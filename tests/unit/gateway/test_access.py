@@ -32,7 +32,10 @@ class Refusals:
 
 @pytest.fixture
 def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the gateway members that `access` uses; `secret` is its only token, and its clock does not advance."""
+    """Return the gateway members that `access` uses.
+
+    `secret` is its only token, and its clock does not advance.
+    """
     monkeypatch.setattr("nearkin_gateway.http.request_limits.time", SimpleNamespace(monotonic=lambda: 100.0))
     text, token = tokens.create(tmp_path / "tokens.json", "t", ["read", "write"], days=1)
     known = TokenFile(tmp_path / "tokens.json")
@@ -126,7 +129,7 @@ def test_change_of_another_site_without_token_is_refused(gateway: Any, headers: 
 
 
 def test_change_of_another_site_with_session_is_refused(gateway: Any) -> None:
-    """F.32: a change with a session needs the gateway's own origin and the session's CSRF token."""
+    """F.32: a change with a session needs the own origin and the CSRF token."""
     cookie = gateway.sessions.open(gateway.token, time.time())
     csrf = gateway.sessions.read(cookie, time.time()).csrf
     shared = {"cookie": f"{COOKIE}={cookie}", "host": "here"}

@@ -1,4 +1,4 @@
-"""Test how long a gateway keeps the statistics of its catalog before it computes them again."""
+"""Test how long a gateway caches the statistics of its catalog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test the dashboard's functions without a socket: charts, rolling statistics, shares, host names."""
+"""Test the dashboard's functions without a socket.
+
+Charts, rolling statistics, shares, host names.
+"""
 
 from __future__ import annotations
 

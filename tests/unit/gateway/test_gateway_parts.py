@@ -1,4 +1,7 @@
-"""Test the gateway's functions without a socket: upload statuses, budgets, rates, ranges, digests, keys."""
+"""Test the gateway's functions without a socket.
+
+Upload statuses, budgets, rates, ranges, digests, keys.
+"""
 
 from __future__ import annotations
 
@@ -398,7 +401,10 @@ def test_listing_without_index_skips_unreadable_manifest(tmp_path: Path, caplog:
 
 
 def test_listing_begun_without_index_survives_its_rebuild(tmp_path: Path) -> None:
-    """New listings use the index; listings that began without it still have the entries that they remembered."""
+    """New listings use the index.
+
+    Listings that began without it still have the entries that they remembered.
+    """
     with open_store(tmp_path / "s", create=True) as store:
         store.put("a", b"a")
         objects = LocalObjectStore(tmp_path / "s")
@@ -428,7 +434,10 @@ def test_listing_begun_without_index_survives_its_rebuild(tmp_path: Path) -> Non
 
 
 def test_worker_pools_closed_end_their_threads() -> None:
-    """F.15: each pool finishes its queue and ends its threads; the event loop's pool serves later calls."""
+    """F.15: each pool finishes its queue and ends its threads.
+
+    The event loop's pool serves later calls.
+    """
 
     async def use() -> list[str]:
         pools = WorkerPools()

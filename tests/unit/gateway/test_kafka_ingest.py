@@ -1,4 +1,4 @@
-"""Test the gateway's upload into Kafka against the broker that librdkafka runs in this process."""
+"""Test the gateway's upload into Kafka against librdkafka's mock broker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ingest(monkeypatch: pytest.MonkeyPatch) -> KafkaIngest:
 
 
 def test_finish_returns_after_every_acknowledgement(ingest: KafkaIngest) -> None:
-    """G.1 (I3): when `finish` returns, Kafka has acknowledged each frame and the end of an upload."""
+    """G.1 (I3): `finish` returns after Kafka acknowledged each frame and the end."""
 
     async def put() -> int:
         await ingest.open()

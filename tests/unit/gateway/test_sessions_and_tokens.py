@@ -58,7 +58,10 @@ def test_session_of_revoked_token_is_over(sessions: Sessions, token: AccessToken
 
 
 def test_session_of_replaced_token_is_refused(sessions: Sessions, token: AccessToken, path: Path) -> None:
-    """F.32: a session belongs to one token; another token with the same id does not continue it."""
+    """F.32: a session belongs to one token.
+
+    Another token with the same id does not continue it.
+    """
     now = time.time()
     cookie = sessions.open(token, now)
     path.write_text(path.read_text().replace(token.sha256, "0" * 64) + "\n")
@@ -75,7 +78,10 @@ def test_session_past_its_time_is_over(path: Path, token: AccessToken) -> None:
 
 
 def test_session_with_changed_cookie_is_refused(sessions: Sessions, token: AccessToken) -> None:
-    """F.32: a cookie whose MAC does not verify opens nothing: neither with a later time, nor of another store."""
+    """F.32: a cookie whose MAC does not verify opens nothing.
+
+    Neither with a later time, nor of another store.
+    """
     now = time.time()
     cookie = sessions.open(token, now - 100)
     kind, number, opened, nonce, mac = cookie.split(".")

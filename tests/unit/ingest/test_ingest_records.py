@@ -1,4 +1,7 @@
-"""Test how a user's record becomes a blob: the source of each field, and refusals with their message."""
+"""Test how a user's record becomes a blob.
+
+The source of each field, and refusals with their message.
+"""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ one.
 
 @pytest.mark.parametrize(("order", "offered"), [((OLDER, NEWER), [(OLDER, 0)]), ((NEWER, OLDER), [])])
 def test_candidates_are_chunks_written_earlier(order: tuple[int, int], offered: list[tuple[int, int]]) -> None:
-    """A candidate's lower depth counts once its container is written; an older container may be the next to be
-    written.
+    """A candidate's lower depth counts once its container is written.
+
+    An older container may be the next to be written.
     """
     depths = {OLDER: np.array([0], np.uint8), NEWER: np.array([2], np.uint8)}
     one_family = {container: np.zeros(1, np.int32) for container in depths}

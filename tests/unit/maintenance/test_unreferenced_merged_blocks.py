@@ -1,4 +1,7 @@
-"""Test when merged blocks are dropped: by their bytes, and by the expected bytes of a new root."""
+"""Test when merged blocks are dropped.
+
+By their bytes, and by the expected bytes of a new root.
+"""
 
 from __future__ import annotations
 

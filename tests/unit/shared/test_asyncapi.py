@@ -1,4 +1,7 @@
-"""Test the AsyncAPI document: it describes real messages, and conforms to AsyncAPI's own models."""
+"""Test the AsyncAPI document.
+
+It describes real messages, and conforms to AsyncAPI's own models.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test the cache of decoded blocks: bounded in bytes, and during a put by the bound of puts."""
+"""Test the cache of decoded blocks.
+
+Bounded in bytes, and during a put by the bound of puts.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def test_given_up_entries_are_evicted_first_as_needed() -> None:
 
 
 def test_recently_used_entries_stay_and_others_are_sampled() -> None:
-    """A hundred fit: after a longer scan a quarter are the last ones, the rest a random sample."""
+    """After a scan of more than fits a quarter are the last ones, the rest a sample."""
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
     for number in range(300):
         cache.put(number, "x", 10)
@@ -93,7 +96,10 @@ def test_recently_used_entries_stay_and_others_are_sampled() -> None:
 
 
 def test_entries_used_in_each_scan_stay() -> None:
-    """Ten scans of 150 entries and, now and then, some that are never used again; a hundred fit."""
+    """Ten scans of 150 entries and, now and then, some that are never used again.
+
+    A hundred fit.
+    """
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
     found = list[int]()
     for turn in range(10):

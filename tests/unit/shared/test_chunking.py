@@ -243,7 +243,10 @@ def squared(polynomial: int, modulus: int) -> int:
 
 
 def is_irreducible(polynomial: int) -> bool:
-    """Return Rabin's test for a prime degree n: x^(2^n) = x, and x^2 - x shares no factor (no root in GF(2))."""
+    """Return Rabin's test for a prime degree n.
+
+    X^(2^n) = x, and x^2 - x shares no factor (no root in GF(2)).
+    """
     degree = polynomial.bit_length() - 1
     assert degree == 53  # prime, so 1 is its only proper divisor that matters
     power = 2

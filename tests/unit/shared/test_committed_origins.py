@@ -42,8 +42,9 @@ def find(origins: CommittedOrigins, newest: int, wanted: int, from_hour: int = 5
 
 
 def test_search_reads_each_manifest_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.16: a search reads back to the first attempt and a few older versions; later ones read newer versions
-    only.
+    """F.16: a search reads back to the first attempt and a few older versions.
+
+    Later ones read newer versions only.
     """
     monkeypatch.setattr(committed_origins, "OLDER_MAX", 1)
     versions = Versions()
@@ -70,7 +71,10 @@ def test_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_single_attempts_and_collected_versions_are_not_found() -> None:
-    """F.16: an origin of one attempt reads nothing; a version that GC deleted meanwhile is not found."""
+    """F.16: an origin of one attempt reads nothing.
+
+    A version that GC deleted meanwhile is not found.
+    """
     versions = Versions()
     origins = CommittedOrigins(versions.read)
     assert (origins.find("t", "k", [9], BlobOrigin(origin_of(9))), versions.reads) == (None, [])

@@ -1,4 +1,7 @@
-"""Test settings read without pydantic: they equal those of pydantic, and none is accepted that pydantic refuses."""
+"""Test settings read without pydantic.
+
+They equal those of pydantic, and none is accepted that pydantic refuses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test the descriptor: created once, never overwritten, and each damage to the secret is detected."""
+"""Test the descriptor.
+
+It is created once, never overwritten, and each damage to the secret is detected.
+"""
 
 from __future__ import annotations
 

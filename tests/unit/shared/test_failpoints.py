@@ -1,4 +1,7 @@
-"""Test failpoints: unarmed ones do nothing, armed ones act once at their pass, and each name is used once."""
+"""Test failpoints.
+
+Unarmed ones do nothing, armed ones act once at their pass, and each name is used once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test what super-features promise: similar chunks share them, others do not, and their mathematics."""
+"""Test what super-features promise.
+
+Similar chunks share them, others do not, and their mathematics.
+"""
 
 from __future__ import annotations
 

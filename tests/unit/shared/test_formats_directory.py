@@ -1,4 +1,7 @@
-"""Test hostile directories with valid checksums, as only a writer could make them: refused within bounds."""
+"""Test hostile directories with valid checksums, as only a writer could make them.
+
+Refused within bounds.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ REFUSALS = (Corrupt, FormatTooNew)
 
 @dataclass
 class Parts:
-    """A directory taken apart; `tables` are lists of columns as docs/internals/formats/container.md has them."""
+    """A directory taken apart.
+
+    `tables` are lists of columns as docs/internals/formats/container.md has them.
+    """
 
     head: list[Any]
     names: list[bytes]

@@ -1,4 +1,7 @@
-"""Test encrypted objects: each flipped bit, truncation, and page at another offset, name or key is refused."""
+"""Test encrypted objects.
+
+Each flipped bit, truncation, and page at another offset, name or key is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test manifests: they round trip, each damage is detected, and hostile ones are refused within bounds."""
+"""Test manifests.
+
+They round trip, each damage is detected, and hostile ones are refused within bounds.
+"""
 
 from __future__ import annotations
 
@@ -247,7 +250,10 @@ def test_segments_above_the_reader_s_limit_are_not_written(monkeypatch: pytest.M
 
 
 def test_version_may_span_more_than_65536_containers() -> None:
-    """100,000 containers of 4 MiB are 400 GiB of one version, which 16-bit references could not name."""
+    """16-bit references could not name 100,000 containers.
+
+    Of 4 MiB each they are 400 GiB of one version.
+    """
     holders = np.repeat(np.arange(100, 100_100, dtype=np.uint64), 2)
     made = replace(
         samples.small_manifest(),

@@ -122,7 +122,7 @@ def test_metadata_that_is_no_map_of_texts_is_refused(metadata: object) -> None:
 
 @pytest.mark.parametrize("began_us", [-1, CREATED_US_MAX + 1, (1 << 63) - 1, True, 1.0, "1"])
 def test_upload_that_began_at_no_time_is_refused(began_us: object) -> None:
-    """The committer formats this time in the message of a failed blob, where an error would stop it."""
+    """The committer formats this time for a failed blob; an error would stop it."""
     with pytest.raises(Corrupt, match="began_us"):
         decode(end_with(began_us=began_us), "test")
 
@@ -140,7 +140,10 @@ def test_each_failure_reason_is_encodable(failure: object) -> None:
 
 @pytest.mark.parametrize(("container", "ordinal"), [(0, 0), (1, 8192), (1, 0xFFFFFFFF), (5, ROWS_MAX)])
 def test_base_of_no_container_is_refused(container: int, ordinal: int) -> None:
-    """The zero chunk was accepted as a base; then the whole container that the delta was written to was refused."""
+    """The zero chunk was accepted as a base.
+
+    Then the whole container that the delta was written to was refused.
+    """
     pairs = pair(mark_known(segment(mixed_content()[:60_000])))
     where = Locations(pairs.bases.containers.copy(), pairs.bases.ordinals.copy())
     row = int(np.flatnonzero(pairs.base_found)[0])

@@ -1,4 +1,4 @@
-"""Test parity objects: they restore the written bytes, and report damage beyond their bound."""
+"""Test parity objects: they restore written bytes, or report too much damage."""
 
 from __future__ import annotations
 

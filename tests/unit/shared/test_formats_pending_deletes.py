@@ -75,7 +75,10 @@ def test_another_format_is_distinguished_from_damage(at, value, error):
 
 
 def runs_of(starts: list[int], counts: list[int], entries: int) -> bytes:
-    """Return a record whose entries all have the same runs of chunks; the runs are not expanded here."""
+    """Return a record whose entries all have the same runs of chunks.
+
+    The runs are not expanded here.
+    """
     body = FIXED.pack(MAGIC, 1, 0, 3, entries) + np.zeros(entries, "<i8").tobytes()
     runs_each = np.full(entries, len(starts), "<u4")
     body += columns.pack([np.arange(5, 5 + entries, dtype="<u8"), np.zeros(entries, "u1"), runs_each, 0 * runs_each])
@@ -131,8 +134,9 @@ def test_store_without_pending_deletes_has_no_record():
 
 
 def test_record_of_a_delayed_writer_is_never_valid(tmp_path):
-    """The writer is delayed before it writes record 1, while others mark, free, and are left without pending
-    deletes.
+    """A writer is delayed before it writes record 1.
+
+    Meanwhile others mark, free, and are left without pending deletes.
     """
     late, meanwhile = PendingDeleteStore(LocalObjectStore(tmp_path)), PendingDeleteStore(LocalObjectStore(tmp_path))
     names: list[str] = []

@@ -1,4 +1,7 @@
-"""Test retention records: each byte is verified, and a record that a reader would refuse is not written."""
+"""Test retention records.
+
+Each byte is verified, and a record that a reader would refuse is not written.
+"""
 
 from __future__ import annotations
 

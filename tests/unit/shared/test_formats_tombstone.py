@@ -1,4 +1,7 @@
-"""Test tombstones: each byte is verified, and a tombstone that a reader would refuse is not written."""
+"""Test tombstones.
+
+Each byte is verified, and a tombstone that a reader would refuse is not written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test the log lines of Kafka's clients: once for an operator, not once for each try and client."""
+"""Test the log lines of Kafka's clients.
+
+Once for an operator, not once for each try and client.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,10 @@ def test_user_without_password_is_reported_as_the_setting(protocol: str) -> None
 def test_topics_are_awaited_while_brokers_start(
     code: int, error: type[NearkinError] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first of three brokers answers and cannot replicate yet: a worker must wait for the others."""
+    """The first of three brokers answers and cannot replicate yet.
+
+    A worker must wait for the others.
+    """
 
     class Admin:
         def __init__(self, _: object) -> None:

@@ -1,4 +1,7 @@
-"""Test leader epochs committed with offsets: a log that was truncated and written again is detected."""
+"""Test leader epochs committed with offsets.
+
+A log that was truncated and written again is detected.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def read(epochs: LeaderEpochs, at: int, epoch: int | None) -> Reading:
     ids=["same", "older", "rewritten", "removed by retention", "out of range"],
 )
 def test_first_record_after_resume_is_checked(first: tuple[int, int], expected: list[Reading]) -> None:
-    """F.32: the record below the committed offset must not have a later epoch, else the log was truncated."""
+    """F.32: a later epoch below the committed offset means a truncated log."""
     epochs = LeaderEpochs()
     begin = epochs.resume(TopicPartition("t", 0, 10, "", 4))
     assert begin.offset == 9
@@ -58,14 +61,20 @@ def test_first_record_after_resume_is_checked(first: tuple[int, int], expected: 
     "committed", [TopicPartition("t", 0), TopicPartition("t", 0, 10), TopicPartition("t", 0, 0, "", 4)]
 )
 def test_resume_without_epoch_is_left_to_the_client(committed: TopicPartition) -> None:
-    """F.32: an offset committed by an older release, or none, has no epoch: the client decides."""
+    """F.32: an offset committed by an older release, or none, has no epoch.
+
+    The client decides.
+    """
     epochs = LeaderEpochs()
     assert epochs.resume(committed).offset == TopicPartition("t", 0).offset
     assert read(epochs, 9, 7) is Reading.NEW
 
 
 def test_committed_offset_carries_last_epoch() -> None:
-    """F.32: a commit carries the epoch of the last record read, or that of the last commit if none was read."""
+    """F.32: a commit carries the epoch of the last record read.
+
+    If none was read, that of the last commit.
+    """
     epochs = LeaderEpochs()
     epochs.resume(TopicPartition("t", 0, 10, "", 4))
     assert epochs.committed("t", 0, 10).leader_epoch == 4

@@ -1,4 +1,7 @@
-"""Test data keys: created once, rotated, rewrapped, erased; and the state that a crash in between leaves."""
+"""Test data keys: created once, rotated, rewrapped, erased.
+
+And the state that a crash in between leaves.
+"""
 
 from __future__ import annotations
 
@@ -200,7 +203,7 @@ def test_interrupted_erasure_changed_nothing_or_reads_fail(script: str) -> None:
 
 @pytest.mark.parametrize("erased_us", [float("inf"), 1e300, 253_402_300_800_000_000, -(1 << 63), "soon", None])
 def test_erasure_record_of_no_time_blocks_its_owner(erased_us: object) -> None:
-    """F.22: a record that does not parse erases nothing, even if the store's key authenticates it."""
+    """F.22: an authenticated record that does not parse erases nothing."""
     keys = MemoryKeys()
     owner = keys.keyring.newest(DB).owner
     data = fmt.encode_erased(owner, erased_us, 0, keys.keyring._record_key())  # type: ignore[arg-type]

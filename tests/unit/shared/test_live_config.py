@@ -1,4 +1,7 @@
-"""Test both watchers of the live configuration, file and topic: neither reverts what the other read meanwhile."""
+"""Test both watchers of the live configuration, file and topic.
+
+Neither reverts what the other read meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from nearkin_shared.kafka.live_config import LiveConfig
 
 
 class Meanwhile:
-    """A lock before whose first acquisition another change happens, as if another thread had been faster."""
+    """A lock that lets another change happen before its first acquisition."""
 
     def __init__(self, happens: Callable[[], object]) -> None:
         self._happens: Callable[[], object] | None = happens
@@ -44,7 +47,10 @@ def started(tmp_path: Path) -> tuple[LiveConfig, Path, Any]:
 
 
 def test_change_on_topic_while_file_is_read_is_kept(tmp_path: Path) -> None:
-    """A starting gateway went back to an older message, and its next change put that in force everywhere."""
+    """A starting gateway must not go back to an older message.
+
+    Its next change would put that in force everywhere.
+    """
     hot, _, inside = started(tmp_path)
     hot.on_message(message(True), "first")
     inside._lock = Meanwhile(lambda: hot.on_message(message(False), "second"))

@@ -1,4 +1,7 @@
-"""Test the log lines of services: machine readable, with the blob's context, and never with a secret."""
+"""Test the log lines of services.
+
+Machine readable, with the blob's context, and never with a secret.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test reads of data in flight: of an open, a finished and a written container, also without cached blocks."""
+"""Test reads of data in flight.
+
+Of an open, a finished and a written container, also without cached blocks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ THIRDS = [mutate(content, 50, 100 + number) for number, content in enumerate(SEC
 
 
 def chunks(contents: list[bytes], depth: int, first_base: int = 0) -> Encodings:
-    """Return chunks of `depth`, each based on one chunk of the same container if depth is not 0."""
+    """Return chunks of `depth`; above 0 each has one base in the same container."""
     count = len(contents)
     lengths, ends = packed(contents)
     payload = np.frombuffer(b"".join(contents), np.uint8)

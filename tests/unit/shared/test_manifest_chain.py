@@ -1,4 +1,7 @@
-"""Test manifest format 4: the chain to the previous manifest, retention, and the flag of a changed source."""
+"""Test manifest format 4.
+
+The chain to the previous manifest, retention, and the flag of a changed source.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ def test_manifest_with_chain_field_round_trips(change: dict[str, object], *, len
     ],
 )
 def test_manifest_chain_out_of_bounds_is_corrupt(start: int, value: bytes) -> None:
-    """F.25: a previous version that is not lower, a digest without a version, and an invalid time are refused."""
+    """F.25: chain fields that no writer makes are refused.
+
+    A previous version that is not lower, a digest without a version, and an invalid time.
+    """
     with pytest.raises(Corrupt, match=r"m: (previous version|digest|retained until)"):
         decode_manifest(with_changed(start, value), "m")
 
@@ -94,7 +100,7 @@ def test_info_json_carries_retention_and_source_flag() -> None:
 
 
 def test_put_links_to_digest_of_previous_manifest(tmp_path: Path) -> None:
-    """F.25: each version names number and digest of the previous manifest, also of a deleted one."""
+    """F.25: each version names the previous manifest, also a deleted one."""
     with nearkin.open_store(tmp_path, create=True) as store:
         for number in range(3):
             store.put("a", b"%d" % number)

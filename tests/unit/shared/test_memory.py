@@ -21,7 +21,10 @@ linux_only = pytest.mark.skipif(sys.platform != "linux" or not THP.exists(), rea
 
 
 def flags_of(array: U8) -> set[str]:
-    """Return the kernel's flags of the mapping that holds an array: "hg" wants huge pages, "nh" none."""
+    """Return the kernel's flags of the mapping that holds an array.
+
+    "hg" wants huge pages, "nh" none.
+    """
     address = array.ctypes.data
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -1,4 +1,7 @@
-"""Test MACs of records: a record that no process of the store sent is a dead letter and has no effect."""
+"""Test MACs of records.
+
+A record that no process of the store sent is a dead letter and has no effect.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,7 @@ def test_committer_accepts_signed_records(
 def test_accept_takes_unsigned_records_only(
     tmp_path: Path, manifests: ManifestStore, monkeypatch: pytest.MonkeyPatch, wrong: bool
 ) -> None:
-    """F.31: during an upgrade records without a MAC are accepted, records with a wrong one are not."""
+    """F.31: `accept` lets records without a MAC pass, but none with a wrong one."""
     handler = committer(tmp_path, manifests, monkeypatch, required=False)
     handler.handle([record(empty_blob("t"), b"x" * 16 if wrong else None)])
     assert len(list(manifests.names())) == (0 if wrong else 1)

@@ -1,4 +1,7 @@
-"""Test a folder as an object store: acknowledged objects survive a power cut, others leave no partial object."""
+"""Test a folder as an object store.
+
+Acknowledged objects survive a power cut, others leave no partial object.
+"""
 
 from __future__ import annotations
 

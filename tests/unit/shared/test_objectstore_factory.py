@@ -97,7 +97,7 @@ def test_missing_folder_without_create_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encryption", ["none", "aes-256-gcm"])
 def test_empty_store_without_create_is_refused(tmp_path: Path, encryption: str) -> None:
-    """F.2: services refuse an empty object store, and create a store only if `storage.create` is set."""
+    """F.2: services create a store only if `storage.create` is set."""
     key = {"key": base64.b64encode(bytes(32)).decode()} if encryption != "none" else {}
     chosen = {"object_store": {"url": str(tmp_path)}, "storage": {"encryption": encryption, **key}}
     with pytest.raises(NotFound, match="no store at"):
@@ -193,7 +193,7 @@ class Refusing(DelegatingObjectStore):
 
 @pytest.mark.parametrize("existing", [True, False])
 def test_server_that_overwrites_is_refused(monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
-    """F.32: a service does not start at an object store that replaces objects despite `If-None-Match: *`."""
+    """F.32: a server that ignores `If-None-Match: *` is refused at the start."""
     objects = memory_objects()
     if existing:
         descriptor.create(objects)

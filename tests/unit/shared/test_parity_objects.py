@@ -1,4 +1,7 @@
-"""Test ParityObjectStore: parity is computed from the stored bytes, and format numbers are repaired too."""
+"""Test ParityObjectStore.
+
+Parity is computed from the stored bytes, and format numbers are repaired too.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def test_parity_of_existing_object_is_not_replaced() -> None:
 
 
 def test_flipped_format_number_is_read_by_parity() -> None:
-    """F.32: a flipped bit that makes a format number too new is repaired in memory, as other damage."""
+    """F.32: a flipped bit in a format number is repaired in memory."""
     below = memory_objects()
     ParityObjectStore(below, Scheme(4, 2)).put_new(NAME, STORED)
     damaged = bytes([STORED[0] ^ 0x80]) + STORED[1:]

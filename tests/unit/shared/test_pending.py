@@ -1,4 +1,7 @@
-"""Test pending index entries: of a super-feature the durable chunk is found first, of a chunk the first rank."""
+"""Test pending index entries.
+
+Of a super-feature the durable chunk is found first, of a chunk the first rank.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def features(*rows: list[int]) -> np.ndarray:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[PendingIndex]:
-    """Return an index with a durable container whose chunk 0 has super-features, and with pending chunks 5 and 6."""
+    """Return an index with a durable chunk 0 and pending chunks 5 and 6."""
     below = LmdbIndex(tmp_path, samples.DOMAIN, 1 << 26)
     ids = np.zeros((len(DURABLE.segments), SEGMENT_ID_BYTES), np.uint8)
     of_chunk = np.zeros(1, np.uint32), features([10, 20, 30])

@@ -1,4 +1,4 @@
-"""Test preconditions of puts, their encoding in messages, and the checker of recorded histories."""
+"""Test preconditions of puts, their messages, and the checker of histories."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_precondition_is_decided_by_the_newest_version(
 
 
 def test_arguments_that_are_no_digest_are_refused() -> None:
-    """F.16: a value that matches no possible version is an error of the caller, not a condition that never holds."""
+    """F.16: a value that no version can match is an error of the caller."""
     assert precondition_of(None, None) is None
     assert precondition_of(ONE, "*") == Precondition((ONE,), (ANY,))
     for text in ("", "1", "blake3:12", ONE.upper()):
@@ -57,7 +57,7 @@ def test_arguments_that_are_no_digest_are_refused() -> None:
 
 
 def test_end_with_precondition_has_message_format_2() -> None:
-    """F.16: a worker that does not know preconditions must refuse the message instead of committing regardless."""
+    """F.16: a worker that does not know preconditions must refuse the message."""
     for precondition in (Precondition((ONE, TWO)), Precondition(None, (ANY,)), Precondition((), (TWO,))):
         conditional = replace(END, precondition=precondition)
         assert encode(conditional)[4] == 2
@@ -99,8 +99,9 @@ def test_checker_refuses_two_winners_of_one_state() -> None:
 
 
 def test_checker_refuses_stale_reads_and_lost_deletions() -> None:
-    """F.16: a read sees the last completed write; a put conditional on a deleted version does not undo the
-    deletion.
+    """F.16: a read sees the last completed write.
+
+    A put conditional on a deleted version does not undo the deletion.
     """
     assert not is_linearizable([put(0, 1, "a"), put(2, 3, "b"), Operation("get", 4, 5, "a")])
     gone = Operation("delete", 2, 4)

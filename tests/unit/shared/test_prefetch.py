@@ -1,4 +1,4 @@
-"""Test the iterator that produces the next item in a thread while the caller uses the current one."""
+"""Test the iterator that produces the next item in a thread."""
 
 from __future__ import annotations
 
@@ -107,7 +107,10 @@ def test_dropped_iterator_ends_and_used_items_are_freed() -> None:
 
 
 def test_ctrl_c_at_any_step_of_the_end_leaves_no_waiter() -> None:
-    """Interrupt before each step of the last `next` in sequence: an item taken once is not waited for again."""
+    """Interrupt before each step of the last `next` in sequence.
+
+    An item taken once is not waited for again.
+    """
     step, interrupted = 0, True
     while interrupted:
         items, interrupted, steps = PrefetchIterator("test", Making(1)), False, 0
@@ -194,7 +197,7 @@ def dropped_in_a_cycle(begin: Callable[[], object]) -> None:
 
 
 def test_collection_of_a_dropped_restore_waits_for_nothing(tmp_path: Path) -> None:
-    """The garbage collector may run at any allocation, also inside a wait of the restore's own thread."""
+    """The garbage collector may run inside a wait of the restore's own thread."""
     gc.disable()
     try:
         with open_store(tmp_path / "s", create=True) as store:

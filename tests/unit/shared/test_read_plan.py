@@ -1,4 +1,7 @@
-"""Test read plans of hostile files: memory is bounded by what a version may be, not by what the file claims."""
+"""Test read plans of hostile files.
+
+Memory is bounded by what a version may be, not by what the file claims.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from tests.support.data import samples
 
 
 def a_segment_of_single_bytes() -> bytes:
-    """Return a container of 300 bytes whose only recipe has as many zero chunks as a segment has bytes."""
+    """Return a container of 300 bytes whose recipe has a zero chunk for each byte."""
     count, none = SEGMENT_BYTES_MAX, np.zeros(1, np.uint32)
     one, zeros = np.ones(1, np.uint32), np.zeros(1, np.uint8)
     chunks = ChunkTable(samples.names_of([1]), one, none, none, one, zeros, Locations.empty(1), zeros)

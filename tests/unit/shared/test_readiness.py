@@ -15,7 +15,7 @@ from nearkin_shared.observability.readiness import Readiness
 
 
 def test_check_that_hangs_runs_once_for_all_callers() -> None:
-    """F.15: fifty callers wait for one check until its deadline, and later ones are answered at once."""
+    """F.15: fifty callers share one check; later ones are answered at once."""
     goes_on, runs = threading.Event(), []
 
     def hang() -> None:

@@ -1,4 +1,7 @@
-"""Test the Lua scripts of the Redis index: each file is loaded, complete, and part of the wheel."""
+"""Test the Lua scripts of the Redis index.
+
+Each file is loaded, complete, and part of the wheel.
+"""
 
 from __future__ import annotations
 

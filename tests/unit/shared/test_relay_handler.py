@@ -1,4 +1,7 @@
-"""Test stages between topics: messages are processed together, with the results of each alone."""
+"""Test stages between topics.
+
+Messages are processed together, with the results of each alone.
+"""
 
 from __future__ import annotations
 
@@ -388,7 +391,7 @@ def test_revoked_partition_takes_its_offsets_along() -> None:
 def test_container_is_too_old_by_either_clock(
     monkeypatch: pytest.MonkeyPatch, wall: int, steady: int, in_time: bool
 ) -> None:
-    """A clock that is set back, or stops while the machine sleeps, must not make a container recent again."""
+    """A clock that stops or is set back must not make a container recent again."""
     lane: Any = SimpleNamespace(collected=SimpleNamespace(grace_seconds=100))
     container: Any = SimpleNamespace(container=1_700_000_000_000 << 20)
     clocks = SimpleNamespace(time=lambda: 1_700_000_000 + wall, monotonic=lambda: 500.0 + steady)

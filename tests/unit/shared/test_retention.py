@@ -1,4 +1,4 @@
-"""Test retention: rules against a plain restatement, the policy of a key, and refused deletions."""
+"""Test retention: rules, the policy of a key, and refused deletions."""
 
 from __future__ import annotations
 

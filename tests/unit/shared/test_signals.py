@@ -81,7 +81,7 @@ def test_signal_to_another_thread_ends_the_main_wait():
 
 @pytest.mark.parametrize("in_the_source", [False, True])
 def test_ctrl_c_while_a_thread_is_awaited_leaves_no_thread(tmp_path, monkeypatch, *, in_the_source):
-    """At the end of a put, or as a second one after the first one interrupted the reading of the source."""
+    """The interrupt arrives at the end of a put, or is the second one of a put."""
     stop, pressed = Worker.stop, []
 
     def interrupted(worker):
@@ -131,7 +131,10 @@ def test_ctrl_c_while_a_put_starts_threads_leaves_none(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_as_a_put_ends_leaves_the_store_usable(tmp_path, monkeypatch):
-    """At its end a put resets the bound of the cache; an interrupt there must not block later puts."""
+    """At its end a put resets the bound of the cache.
+
+    An interrupt there must not block later puts.
+    """
     bound, calls = ByteBoundedCache.bound, []
 
     def interrupted(cache, bytes_max):

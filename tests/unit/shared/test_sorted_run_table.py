@@ -1,4 +1,4 @@
-"""Test sorted runs: a table that behaves as a dict in which the first value stays, after any spills."""
+"""Compare the table of sorted runs with a dict in which the first value stays."""
 
 from __future__ import annotations
 

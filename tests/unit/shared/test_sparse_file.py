@@ -1,4 +1,4 @@
-"""Test sparse files: a file reads back as written, whatever it is and whatever was written before."""
+"""Test sparse files: each kind of file reads back as written."""
 
 from __future__ import annotations
 

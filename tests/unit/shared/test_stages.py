@@ -1,4 +1,4 @@
-"""Test stages on scripted lookups, and the order in which a runner makes their effects durable."""
+"""Test stages on scripted lookups, and the order of durable effects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def segments(data: bytes) -> SegmentBatch:
 
 
 class Scripted:
-    """Lookups that a test defines: names, segments and bases not listed are unknown. Records the queries."""
+    """Lookups that a test defines: names, segments and bases not listed are unknown.
+
+    Records the queries.
+    """
 
     def __init__(
         self,
@@ -286,7 +289,10 @@ def written(writer, key, content):
 
 
 def test_lookups_of_a_batch_are_not_repeated(tmp_path, monkeypatch):
-    """Dedup's own query finds a chunk that the previous batch stored: every chunk is stored once (I5)."""
+    """Dedup's own query finds a chunk that the previous batch stored.
+
+    Every chunk is stored once (I5).
+    """
     index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
     asked: list[int] = []
     locate = index.locate_chunks
@@ -351,7 +357,7 @@ def test_pending_container_answers_the_next_batch(tmp_path):
 
 
 class Recording(ObstoreObjectStore):
-    """Objects in memory that record each put in order, and fail scripted ones before or after the write."""
+    """Objects in memory that record puts in order, and fail scripted ones."""
 
     def __init__(self, log: list[str], script: dict[str, str] | None = None) -> None:
         self._inner = memory_objects()

@@ -104,7 +104,10 @@ def no_thread_starts(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatc
 def test_refused_task_that_runs_nevertheless_is_awaited(
     threads: ThreadPoolExecutor,
 ) -> None:
-    """The executor keeps a refused task: its one thread begins it later, while the caller does the other part."""
+    """The executor keeps a refused task.
+
+    Its one thread begins it later, while the caller does the other part.
+    """
     gate, both = threading.Event(), threading.Barrier(2)
     threads.submit(gate.wait, WAIT_SECONDS)
     ended = list[int]()

@@ -1,5 +1,6 @@
-"""Test the files that a get writes: short writes continue, and a file that accepts nothing is an error, not a
-loop.
+"""Test the files that a get writes.
+
+Short writes continue, and a file that accepts nothing is an error, not a loop.
 """
 
 from __future__ import annotations

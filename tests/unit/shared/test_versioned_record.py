@@ -1,4 +1,7 @@
-"""Test records that are replaced while another process reads or writes them: none appears absent."""
+"""Test records that are replaced while another process reads or writes them.
+
+None appears absent.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ A, B, C, D = ((1 << 40) + number for number in range(4))
 
 
 class Meanwhile(ObstoreObjectStore):
-    """An object store in which a change happens between a listing and the read that follows it."""
+    """An object store that changes between a listing and the read after it."""
 
     def __init__(self, inner: ObstoreObjectStore, happens: Callable[[], None], times: int = 1) -> None:
         super().__init__(inner._client)

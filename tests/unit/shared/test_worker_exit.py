@@ -46,7 +46,7 @@ def _own_signals() -> Iterator[None]:
 def test_setting_refused_before_the_first_message_has_code(
     failure: NearkinError, code: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit as the gateway does for a store without a URL, a missing key, or maintenance that cannot run GC."""
+    """A setting refused at the start has the exit code of the gateway."""
 
     def refuse(*_: object) -> None:
         raise failure

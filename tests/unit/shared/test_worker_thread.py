@@ -1,4 +1,7 @@
-"""Test the worker thread with and without a queue: order, back-pressure, and failures that reach each waiter."""
+"""Test the worker thread with and without a queue.
+
+Order, back-pressure, and failures that reach each waiter.
+"""
 
 from __future__ import annotations
 
@@ -248,7 +251,10 @@ def test_stopped_worker_is_no_longer_counted() -> None:
 
 @pytest.fixture
 def nothing_is_collected() -> Iterator[None]:
-    """Disable garbage collection: its callbacks (Hypothesis, threading's WeakSet) would swallow an interrupt."""
+    """Disable garbage collection.
+
+    Its callbacks (Hypothesis, threading's WeakSet) would swallow an interrupt.
+    """
     gc.collect()
     gc.disable()
     yield
@@ -262,7 +268,10 @@ class Interrupt(BaseException):
 @pytest.mark.usefixtures("nothing_is_collected")
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_two_interrupts_at_any_moment_leave_cancel_usable(in_turn: bool) -> None:
-    """`timeout` sends SIGTERM twice, people press Ctrl-C twice: the second arrives while the first one unwinds."""
+    """`timeout` sends SIGTERM twice, people press Ctrl-C twice.
+
+    The second arrives while the first one unwinds.
+    """
     shots = 0
 
     def interrupt(_signal: int, _frame: object) -> None:

@@ -1,4 +1,7 @@
-"""Test both implementations of xdelta3: decoded deltas, refused ones, and the messages of refusals."""
+"""Test both implementations of xdelta3.
+
+Decoded deltas, refused ones, and the messages of refusals.
+"""
 
 from __future__ import annotations
 
