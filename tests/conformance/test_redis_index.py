@@ -50,7 +50,7 @@ class TestRedisCollection(CollectionContract):
         listed = {catalog_encoding.member_start(entry.key, entry.version) for entry in index.catalog("default")}
         noted = index.server.one(("HGETALL", f"{versions}:marks"))
         pairs = noted.items() if isinstance(noted, dict) else zip(noted[::2], noted[1::2], strict=True)
-        return sum(int(told.split()[1]) for start, told in pairs if start not in listed)
+        return sum(int(listing.split()[1]) for start, listing in pairs if start not in listed)
 
 
 def test_withdraw_100000_entries_keeps_concurrent_writes(url: str) -> None:
@@ -69,16 +69,16 @@ def test_withdraw_100000_entries_keeps_concurrent_writes(url: str) -> None:
     ]
     for one in filled[:5]:
         index.publish(one)
-    going = {one.directory.container: np.arange(0, 4000, 2, dtype=np.uint32) for one in filled[:3]}
+    unwanted = {one.directory.container: np.arange(0, 4000, 2, dtype=np.uint32) for one in filled[:3]}
     other = threading.Thread(target=lambda: [index.publish(one) for one in filled[5:]])
     other.start()
-    index.withdraw(going, {}, ())
+    index.withdraw(unwanted, {}, ())
     other.join()
     for number, one in enumerate(filled):
         _, found = index.locate_chunks(one.directory.chunks.names)
-        gone = np.zeros(4000, np.bool_)
-        gone[::2] = number < 3
-        assert np.array_equal(found, ~gone)
+        withdrawn = np.zeros(4000, np.bool_)
+        withdrawn[::2] = number < 3
+        assert np.array_equal(found, ~withdrawn)
     sizes = [index.server.one(("HGET", index.epochs.current.partition("c", p), "")) for p in range(2)]
     assert sum(int(size.split()[2]) for size in sizes) == 34_000
     index.close()

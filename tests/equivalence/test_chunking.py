@@ -118,11 +118,11 @@ def test_kernel_with_any_target_cuts_as_reference(name: str, data: bytes, least:
 def test_piecewise_input_gives_equal_chunks(name: str, data: bytes, pieces: list[int]) -> None:
     kernel_cut = PAIRS[name][0]
     lengths: list[int] = []
-    tail, taken, turn = b"", 0, 0
+    tail, taken, step = b"", 0, 0
     while taken < len(data):
-        piece_bytes = pieces[turn % len(pieces)]
+        piece_bytes = pieces[step % len(pieces)]
         tail += data[taken : taken + piece_bytes]
-        taken, turn = taken + piece_bytes, turn + 1
+        taken, step = taken + piece_bytes, step + 1
         certain = kernel_cut(tail, 128, 512, 2048, False)
         lengths += certain.tolist()
         tail = tail[int(certain.sum()) :]

@@ -100,7 +100,7 @@ def test_colocated_rows_of_many_groups_are_found_once(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"which": np.zeros(1, np.int64)}, "which int64"),
         ({"ordinals": np.zeros(1, np.int32)}, "ordinals int32"),
@@ -117,7 +117,7 @@ def test_colocated_rows_of_many_groups_are_found_once(kernel: Any) -> None:
         ({"tables": [np.zeros(2, CHUNK_ROW), np.zeros(2, np.uint8)]}, "tables.1. uint8"),
     ],
 )
-def test_colocated_rows_refuse_arrays_that_do_not_agree(kernel: Any, change: dict[str, Any], said: str) -> None:
+def test_colocated_rows_refuse_arrays_that_do_not_agree(kernel: Any, change: dict[str, Any], message: str) -> None:
     given_ = {
         "tables": [np.zeros(3, CHUNK_ROW)],
         "which": np.zeros(1, np.int32),
@@ -128,5 +128,5 @@ def test_colocated_rows_refuse_arrays_that_do_not_agree(kernel: Any, change: dic
         "bytes_max": 9,
     }
     assert not len(kernel.rows_beside(**given_)[0])
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         kernel.rows_beside(**(given_ | change))

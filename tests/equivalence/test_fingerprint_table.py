@@ -57,8 +57,8 @@ class TableAgainstDict(RuleBasedStateMachine):
 
     @rule(ids=st.lists(st.integers(0, 5), max_size=4))
     def discard(self, ids: list[int]) -> None:
-        gone = np.array(ids, np.uint64) * np.uint64(2**61)
-        assert self.fast.discard_containers(gone) == self.plain.discard_containers(gone)
+        removed = np.array(ids, np.uint64) * np.uint64(2**61)
+        assert self.fast.discard_containers(removed) == self.plain.discard_containers(removed)
 
     @rule()
     def clear(self) -> None:
@@ -163,15 +163,17 @@ def test_table_shared_by_threads_is_consistent() -> None:
     table, keys = fast.NameTable(32, 1 << 16), many(20_000)
     inserted: list[int] = []
 
-    def work(who: int) -> None:
+    def work(writer: int) -> None:
         mine = 0
         for at in range(0, len(keys), 500):
             part = keys[at : at + 500]
-            mine += int(table.put_first_many(part, np.full(500, who, np.uint64), np.arange(500, dtype=np.uint32)).sum())
+            mine += int(
+                table.put_first_many(part, np.full(500, writer, np.uint64), np.arange(500, dtype=np.uint32)).sum()
+            )
             assert table.get_many(part)[2].all()
         inserted.append(mine)
 
-    threads = [threading.Thread(target=work, args=(who,)) for who in range(4)]
+    threads = [threading.Thread(target=work, args=(writer,)) for writer in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

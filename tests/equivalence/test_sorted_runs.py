@@ -57,7 +57,7 @@ def look_up(kernel: Any, runs: Mapping[bytes, bytes], asked: list[tuple[int, byt
         return memoryview(runs[wanted]) if wanted in runs else None
 
     kernel.find_in_runs(get, np.array([head for head, _ in asked], np.uint64), tails, values, found)
-    return [value.tobytes() if there else None for value, there in zip(values, found.tolist(), strict=True)]
+    return [value.tobytes() if is_found else None for value, is_found in zip(values, found.tolist(), strict=True)]
 
 
 @given(
@@ -96,8 +96,8 @@ def test_look_up_with_any_spread_of_heads_finds_keys(kernel: Any, count: int, sp
     }[spread].tolist()
     held = {(head, number.to_bytes(3, "big")): number.to_bytes(5, "big") for number, head in enumerate(drawn)}
     runs = {name(0, 0): run([(*key, value) for key, value in held.items()])}
-    beside = [(head ^ 1, tail) for head, tail in held] + [(head, b"zzz") for head, _ in held]
-    asked = sorted([*held, *beside])
+    absent = [(head ^ 1, tail) for head, tail in held] + [(head, b"zzz") for head, _ in held]
+    asked = sorted([*held, *absent])
     assert look_up(kernel, runs, asked) == [held.get(key) for key in asked]
 
 
@@ -152,7 +152,7 @@ def test_look_up_refuses_run_of_another_size(kernel: Any, run_bytes: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"heads": np.zeros(2, np.int64)}, "heads int64"),
         ({"heads": np.array([2, 1], np.uint64)}, "heads fall after row 0"),
@@ -164,7 +164,7 @@ def test_look_up_refuses_run_of_another_size(kernel: Any, run_bytes: int) -> Non
         ({"found": np.zeros(4, np.bool_)[::2]}, "found: want a contiguous"),
     ],
 )
-def test_look_up_refuses_arrays_that_do_not_agree(kernel: Any, change: dict[str, Any], said: str) -> None:
+def test_look_up_refuses_arrays_that_do_not_agree(kernel: Any, change: dict[str, Any], message: str) -> None:
     given = {
         "heads": np.zeros(2, np.uint64),
         "tails": np.zeros((2, 3), np.uint8),
@@ -172,5 +172,5 @@ def test_look_up_refuses_arrays_that_do_not_agree(kernel: Any, change: dict[str,
         "found": np.zeros(2, np.bool_),
     }
     kernel.find_in_runs(lambda wanted: None, **given)
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         kernel.find_in_runs(lambda wanted: None, **(given | change))

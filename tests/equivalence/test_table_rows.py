@@ -88,7 +88,7 @@ def test_rows_are_copied_from_their_own_tables(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"which": np.array([0, 1], np.int32)}, "which 0 to 1: there are 1 tables"),
         ({"which": np.array([-1, 0], np.int32)}, "which -1 to 0"),
@@ -101,11 +101,11 @@ def test_rows_are_copied_from_their_own_tables(data: st.DataObject) -> None:
         ({"tables": [table(4, 0)[::2]]}, "tables.0. .*want contiguous rows"),
     ],
 )
-def test_arrays_that_do_not_agree_are_refused(kernel: Any, change: dict[str, Any], said: str) -> None:
+def test_arrays_that_do_not_agree_are_refused(kernel: Any, change: dict[str, Any], message: str) -> None:
     given = {"tables": [table(4, 1)], "which": np.zeros(2, np.int32), "ordinals": np.zeros(2, np.uint32)}
     given["out"] = table(2, 2)
     assert kernel.take_rows(**given) == 2
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         kernel.take_rows(**(given | change))
 
 

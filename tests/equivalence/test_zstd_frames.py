@@ -62,8 +62,8 @@ def test_prefix_below_zstd_minimum_is_ignored(kernel: Any, prefix_bytes: int) ->
     assert kernel.FrameEncoder(OPTIONS).unchecked(raw, raw[:prefix_bytes]) == frame
     assert decoded(kernel, frame, len(raw), raw[:prefix_bytes]) == raw
     slices = [np.array([number], kind) for number, kind in ((0, np.int32), (0, np.uint64), (prefix_bytes, np.uint32))]
-    buffers, (slots, there) = [raw, np.empty(len(raw), np.uint8)], placed(1, 1)
-    assert kernel.decode_frames([frame], slots, buffers, there, *slices, np.array([0, 1], np.uint32)).all()
+    buffers, (slots, is_allocated) = [raw, np.empty(len(raw), np.uint8)], placed(1, 1)
+    assert kernel.decode_frames([frame], slots, buffers, is_allocated, *slices, np.array([0, 1], np.uint32)).all()
 
 
 def test_encoder_is_unchanged_by_any_frame(kernel: Any) -> None:
@@ -148,7 +148,7 @@ def test_patch_without_its_prefix_is_refused_or_differs(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("frame", "size_bytes", "said"),
+    ("frame", "size_bytes", "message"),
     [
         (b"", 10, "announced|frame"),
         (b"no frame at all", 10, "announced|frame|descriptor"),
@@ -159,8 +159,8 @@ def test_patch_without_its_prefix_is_refused_or_differs(kernel: Any) -> None:
         (compress(b"a" * 500) * 2, 1000, "announced"),
     ],
 )
-def test_incomplete_or_extended_frame_is_refused(kernel: Any, frame: bytes, size_bytes: int, said: str) -> None:
-    with pytest.raises(Corrupt, match=said):
+def test_incomplete_or_extended_frame_is_refused(kernel: Any, frame: bytes, size_bytes: int, message: str) -> None:
+    with pytest.raises(Corrupt, match=message):
         decoded(kernel, frame, size_bytes)
 
 
@@ -214,8 +214,8 @@ def test_many_frames_are_decoded_as_one_by_one(data: st.DataObject) -> None:
     bounds = np.append(0, np.cumsum(counts)).astype(np.uint32)
     for kernel in BOTH:
         outs = [np.full(len(raw), 0xA5, np.uint8) for raw in raws]
-        slots, there = placed(len(frames), len(sources))
-        done = kernel.decode_frames(frames, slots, [*sources, *outs], there, *slices, bounds)
+        slots, is_allocated = placed(len(frames), len(sources))
+        done = kernel.decode_frames(frames, slots, [*sources, *outs], is_allocated, *slices, bounds)
         assert done.tolist() == [number != broken for number in range(len(frames))]
         assert [out.tobytes() for out, good in zip(outs, done, strict=True) if good] == [
             raw for number, raw in enumerate(raws) if number != broken
@@ -228,13 +228,13 @@ def test_patch_with_another_prefix_is_refused_or_differs(kernel: Any) -> None:
     patch, out = kernel.FrameEncoder(OPTIONS).encode(raw, base), np.zeros(len(raw), np.uint8)
     one, none = np.ones(1, np.uint32), np.zeros(1, np.uint64)
     slices = one.astype(np.int32) * 0, none, one * 90_000, np.arange(2, dtype=np.uint32)
-    slots, there = placed(1, 1)
-    found = kernel.decode_frames([patch], slots, [base, out], there, *slices)
+    slots, is_allocated = placed(1, 1)
+    found = kernel.decode_frames([patch], slots, [base, out], is_allocated, *slices)
     assert not found[0] or out.tobytes() != raw
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"which": np.array([2], np.int32)}, "names buffer 2: there are 2"),
         ({"which": np.array([-1], np.int32)}, "names buffer -1"),
@@ -256,7 +256,7 @@ def test_patch_with_another_prefix_is_refused_or_differs(kernel: Any) -> None:
         ({"there": np.array([1, 0], np.uint8)}, "bool"),
     ],
 )
-def test_slices_outside_their_buffers_are_refused(kernel: Any, change: dict[str, np.ndarray], said: str) -> None:
+def test_slices_outside_their_buffers_are_refused(kernel: Any, change: dict[str, np.ndarray], message: str) -> None:
     slices = {
         "which": np.zeros(1, np.int32),
         "offsets": np.zeros(1, np.uint64),
@@ -266,7 +266,7 @@ def test_slices_outside_their_buffers_are_refused(kernel: Any, change: dict[str,
     slices["slots"], slices["there"] = placed(1, 1)
     frame, buffers = compress(b"abc" * 9), [bytes(100), np.zeros(27, np.uint8)]
     assert kernel.decode_frames([frame], buffers=buffers, **slices).all()
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         kernel.decode_frames([frame], buffers=buffers, **(slices | change))
 
 
@@ -282,14 +282,14 @@ def test_frame_depends_on_earlier_frames_only(kernel: Any) -> None:
         np.array([len(raw) for raw in raws[:4]], np.uint32),
         np.array([0, 0, 1, 2, 3, 4], np.uint32),
     )
-    slots, there = np.arange(5, dtype=np.int32), np.zeros(5, np.bool_)
+    slots, is_allocated = np.arange(5, dtype=np.int32), np.zeros(5, np.bool_)
 
     def decoded_frames(order: list[int], some: list[bytes]) -> tuple[list[bool], list[np.ndarray]]:
         outs = [np.zeros(len(raw), np.uint8) for raw in raws]
         bounds = np.append(0, np.cumsum([int(number > 0) for number in order])).astype(np.uint32)
         rows = [number - 1 for number in order if number]
         mine = [column[rows] for column in slices[:3]]
-        done = kernel.decode_frames([some[number] for number in order], slots[order], outs, there, *mine, bounds)
+        done = kernel.decode_frames([some[number] for number in order], slots[order], outs, is_allocated, *mine, bounds)
         return done.tolist(), outs
 
     done, outs = decoded_frames([0, 1, 2, 3, 4], frames)
@@ -313,20 +313,22 @@ def test_frames_decoded_by_several_threads_are_equal(broken: int | None) -> None
     Invariant: the order of decoding depends on free threads only.
     """
     rng, count = np.random.default_rng(3), 300
-    leans = [sorted(rng.integers(0, number, min(number, int(rng.integers(0, 4)))).tolist()) for number in range(count)]
-    leans[5] = [9]  # a base behind it, which is decoded later
+    bases_of = [
+        sorted(rng.integers(0, number, min(number, int(rng.integers(0, 4)))).tolist()) for number in range(count)
+    ]
+    bases_of[5] = [9]  # a base behind it, which is decoded later
     raws = [text_like(int(size), seed) for seed, size in enumerate(rng.integers(100, 20_000, count))]
     encoder = _zstd_frames.FrameEncoder(OPTIONS)
     frames = [
-        encoder.unchecked(raw, b"".join(raws[base] for base in mine)) for raw, mine in zip(raws, leans, strict=True)
+        encoder.unchecked(raw, b"".join(raws[base] for base in mine)) for raw, mine in zip(raws, bases_of, strict=True)
     ]
     if broken is not None:
         frames[broken] = frames[broken][:-1]
-    which = np.array([base for mine in leans for base in mine], np.int32)
-    bounds = np.append(0, np.cumsum([len(mine) for mine in leans])).astype(np.uint32)
+    which = np.array([base for mine in bases_of for base in mine], np.int32)
+    bounds = np.append(0, np.cumsum([len(mine) for mine in bases_of])).astype(np.uint32)
     slices = which, np.zeros(len(which), np.uint64), np.array([len(raws[base]) for base in which], np.uint32), bounds
     good = list[bool]()
-    for number, mine in enumerate(leans):
+    for number, mine in enumerate(bases_of):
         good.append(number not in (5, broken) and all(good[base] for base in mine))
     assert sum(good) < count - 20, "frames that depend on the fifth must fail with it"
 
@@ -339,8 +341,8 @@ def test_frames_decoded_by_several_threads_are_equal(broken: int | None) -> None
         for kernel, times in ((_zstd_frames, 20), (zstd_frames_reference, 1)):
             for _ in range(times):
                 outs = [np.full(len(raw), 0xA5, np.uint8) for raw in raws]
-                slots, there = placed(count, 0)
-                done = kernel.decode_frames(frames, slots, outs, there, *slices, share)
+                slots, is_allocated = placed(count, 0)
+                done = kernel.decode_frames(frames, slots, outs, is_allocated, *slices, share)
                 assert done.tolist() == good
                 assert all(out.tobytes() == raw for out, raw, fine in zip(outs, raws, done, strict=True) if fine)
 
@@ -363,8 +365,8 @@ def test_frame_with_a_later_base_is_left_out() -> None:
 
         for _ in range(60):
             outs = [np.empty(len(raw), np.uint8) for raw in raws]
-            slots, there = placed(3, 0)
-            done = _zstd_frames.decode_frames(frames, slots, outs, there, *slices, share)
+            slots, is_allocated = placed(3, 0)
+            done = _zstd_frames.decode_frames(frames, slots, outs, is_allocated, *slices, share)
             assert done.tolist() == [True, False, True], "the result must be that of one thread"
 
 

@@ -98,11 +98,11 @@ def shown(pipeline: Pipeline) -> Shown:
     return found
 
 
-def total(told: Shown, name: str, **labels: str) -> float:
+def total(by_process: Shown, name: str, **labels: str) -> float:
     wanted = {f"{label}={value!r}" for label, value in labels.items()}
     return sum(
         value
-        for series in told.values()
+        for series in by_process.values()
         for one, value in series.items()
         if one.partition("{")[0] == name and wanted <= set(one.partition("{")[2].rstrip("}").split(","))
     )
@@ -132,8 +132,8 @@ def test_faults_raise_their_alerts_alone_and_these_clear(
         for number in range(3):
             data = noise(300_000, f"kept {number}").tobytes()
             assert client.put(f"/v1/blobs/k{number}", params={"wait": 60}, content=data).status_code == 201
-            gone = noise(300_000, f"gone {number}").tobytes()
-            assert client.put(f"/v1/blobs/gone{number}", params={"wait": 60}, content=gone).status_code == 201
+            doomed = noise(300_000, f"gone {number}").tobytes()
+            assert client.put(f"/v1/blobs/gone{number}", params={"wait": 60}, content=doomed).status_code == 201
             assert client.delete(f"/v1/blobs/gone{number}").status_code in (200, 204)
     until(lambda: total(shown(pipeline), "nearkin_gc_freed_bytes_total") > 500_000, pipeline.logs)
     calm = shown(pipeline)
@@ -231,13 +231,13 @@ def as_series(calm: Shown, bad: Shown, good: Shown) -> Iterator[dict[str, str]]:
         given = GIVEN.format(process)
         up = " ".join(f"{int(process in values)}x{minutes - 1}" for values, minutes in phases)
         yield {"series": f"up{{{given}}}", "values": up}
-        names = sorted(set().union(*(told.get(process, {}) for told, _ in phases)))
+        names = sorted(set().union(*(by_process.get(process, {}) for by_process, _ in phases)))
         for name in names:
             if not name.startswith("nearkin_") or name.partition("{")[0].endswith(("_created", "_bucket")):
                 continue
             parts = []
-            for number, (told, minutes) in enumerate(phases):
-                value = told.get(process, {}).get(name)
+            for number, (by_process, minutes) in enumerate(phases):
+                value = by_process.get(process, {}).get(name)
                 if value is None:
                     parts.append(f"_x{minutes}")
                 elif name.startswith("nearkin_lag_seen") and value:

@@ -282,7 +282,7 @@ def test_network_policies_allow_listed_ports_only(rendered: Render) -> None:
 
 
 def test_workers_have_at_most_one_replica_a_partition(rendered: Render, helm: Callable[..., str]) -> None:
-    for values, told in (
+    for values, shown in (
         ({"delta": {"replicas": 13}}, "delta.replicas 13: want at most config.kafka.partitions (12)"),
         ({"config": {"kafka": {"partitions": 1}}}, "chunker.replicas 2: want at most config.kafka.partitions (1)"),
         (
@@ -296,7 +296,7 @@ def test_workers_have_at_most_one_replica_a_partition(rendered: Render, helm: Ca
     ):
         with pytest.raises(Exception, match=r"want at most") as refused:
             rendered(values)
-        assert told in str(refused.value)
+        assert shown in str(refused.value)
     rendered({"gateway": {"replicas": 40}, "delta": {"replicas": 12}})
 
 
@@ -307,9 +307,9 @@ def test_keda_scales_each_worker_by_its_lag(rendered: Render) -> None:
     for name, one in scaled.items():
         assert one["spec"]["scaleTargetRef"]["name"] in of_kind(objects, "Deployment")
         for trigger in one["spec"]["triggers"]:
-            told = trigger["metadata"]
-            waits[told["consumerGroup"]] = told["topic"]
-            assert (told["sasl"], told["tls"], told["allowIdleConsumers"]) == ("scram_sha512", "enable", "false")
+            shown = trigger["metadata"]
+            waits[shown["consumerGroup"]] = shown["topic"]
+            assert (shown["sasl"], shown["tls"], shown["allowIdleConsumers"]) == ("scram_sha512", "enable", "false")
             assert trigger["authenticationRef"]["name"] in of_kind(objects, "TriggerAuthentication")
         if name.endswith("-ingest"):
             assert one["spec"]["maxReplicaCount"] == 4
@@ -421,7 +421,7 @@ def test_cold_setting_restarts_each_service(rendered: Render) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "shown"),
     [
         ({"config": {"features": {"algorithm": "fineese"}}}, "config/features/algorithm"),
         ({"config": {"features": {"algoritm": "odess"}}}, "algoritm"),
@@ -452,10 +452,10 @@ def test_cold_setting_restarts_each_service(rendered: Render) -> None:
         ),
     ],
 )
-def test_invalid_value_is_refused_by_name(rendered: Render, values: dict[str, Any], told: str) -> None:
+def test_invalid_value_is_refused_by_name(rendered: Render, values: dict[str, Any], shown: str) -> None:
     with pytest.raises(Exception, match=r"Error: ") as refused:
         rendered(values)
-    assert told in str(refused.value)
+    assert shown in str(refused.value)
 
 
 # --- documentation ---------------------------------------------------------------------------------------------------
@@ -472,8 +472,8 @@ def test_readme_and_schema_follow_values_and_settings() -> None:
 
 def test_chart_version_is_the_package_version() -> None:
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    told = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert (told["version"], told["appVersion"]) == (package, package)
+    shown = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (shown["version"], shown["appVersion"]) == (package, package)
 
 
 def test_notes_begin_with_a_working_curl(helm: Callable[..., str]) -> None:

@@ -143,12 +143,13 @@ def test_pods_are_ready_store_blobs_and_reload_settings(
     ports = {}
     for name, spec in deployments.items():
         (container,) = spec["containers"]
-        told = lambda name=name: f"{name}: {log_end(node.log(name))}"  # noqa: E731
-        ports[name] = {"monitor": int(until(lambda: LISTENS.search(node.log(name).read_text()), told)[1]), "http": port}  # noqa: B023
+        state_of = lambda name=name: f"{name}: {log_end(node.log(name))}"  # noqa: E731
+        listens = lambda name=name: LISTENS.search(node.log(name).read_text())  # noqa: E731
+        ports[name] = {"monitor": int(until(listens, state_of)[1]), "http": port}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             asked = container[probe]["httpGet"]
             url = f"http://127.0.0.1:{ports[name][asked['port']]}{asked['path']}"
-            until(lambda: _status(url) == 200, told)  # noqa: B023
+            until(lambda: _status(url) == 200, state_of)  # noqa: B023
 
     test = release["Pod", "store-nearkin-test"]["spec"]
     smoke = node.start("test", test, NEARKIN_SERVER=f"http://127.0.0.1:{port}")

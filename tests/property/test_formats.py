@@ -174,14 +174,14 @@ def test_containers_round_trip(made: Any) -> None:
 def test_manifests_round_trip(data: st.DataObject) -> None:
     rows = data.draw(stretches([2, 3, 7_000_001, (1 << 64) - 1]))
     lengths = np.array([data.draw(st.integers(1, (1 << 32) - 1)) for _ in rows], np.uint32)
-    told = data.draw(st.booleans())
+    with_lengths = data.draw(st.booleans())
     numbers = st.integers(0, (1 << 64) - 1)
     made = Manifest(
         tenant=data.draw(TEXT),
         key=data.draw(TEXT),
         version=data.draw(numbers),
         created_us=data.draw(st.integers(0, 253_402_300_799_999_999)),
-        size_bytes=int(lengths.sum(dtype=np.uint64)) if told else data.draw(numbers),
+        size_bytes=int(lengths.sum(dtype=np.uint64)) if with_lengths else data.draw(numbers),
         blake3=data.draw(st.binary(min_size=32, max_size=32)),
         sha256=data.draw(st.none() | st.binary(min_size=32, max_size=32)),
         seconds=data.draw(st.integers(0, 0xFFFFFFFF)) / 1000,
@@ -189,12 +189,12 @@ def test_manifests_round_trip(data: st.DataObject) -> None:
         segments=located(rows),
         known=np.array([data.draw(st.booleans()) for _ in rows], np.bool_),
         metadata=data.draw(st.dictionaries(TEXT, TEXT, max_size=4)),
-        lengths=lengths if told else None,
+        lengths=lengths if with_lengths else None,
     )
     found = decode_manifest(encode_manifest(made), "m")
     assert equal(found.segments, made.segments)
-    if told or len(rows) > 1:
-        assert (found.lengths is not None) == told
+    if with_lengths or len(rows) > 1:
+        assert (found.lengths is not None) == with_lengths
         assert found.lengths is None or found.lengths.tolist() == lengths.tolist()
     assert found.known.tolist() == made.known.tolist()
     plain = ("tenant", "key", "version", "created_us", "size_bytes", "blake3", "sha256", "seconds", "metadata")

@@ -173,21 +173,21 @@ def manifest_of(key: str, version: int, held: frozenset[int]) -> Manifest:
 )
 def test_reference_counts_match_live_versions(rounds, mode) -> None:
     """After any sequence of puts and deletions."""
-    said: dict[tuple[str, int], frozenset[int]] = {}
+    references: dict[tuple[str, int], frozenset[int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         before: set[tuple[int, int]] = set()
-        for day, living in enumerate(rounds):
-            for name, held in living.items():
-                said.setdefault(name, held)  # a version never changes
-            kept = {object_name("default", *name): manifest_of(*name, said[name]) for name in living}
+        for day, visible in enumerate(rounds):
+            for name, held in visible.items():
+                references.setdefault(name, held)  # a version never changes
+            kept = {object_name("default", *name): manifest_of(*name, references[name]) for name in visible}
             ledger = ReferenceCounts(Path(folder), 1 << 24, mode)
             try:
-                told = ledger.update(kept, (), kept.__getitem__, lambda _: None, day)
+                result = ledger.update(kept, (), kept.__getitem__, lambda _: None, day)
                 again = ledger.update(kept, (), kept.__getitem__, lambda _: None, day)
-                needed = {(row // 4 + 1, row % 4) for name in living for row in said[name]}
+                needed = {(row // 4 + 1, row % 4) for name in visible for row in references[name]}
                 assert ledger.held_segments() == needed
-                assert told.nominated >= len(before - needed)
-                assert (again.nominated, again.touched) == (told.nominated, 0)
+                assert result.nominated >= len(before - needed)
+                assert (again.nominated, again.touched) == (result.nominated, 0)
                 ledger.record_marking(day)
             finally:
                 ledger.close()
@@ -294,23 +294,23 @@ def test_small_put_changes_few_reference_counts(
     mode: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In hybrid mode."""
-    told = []
+    result = []
     real = ReferenceCounts.update
-    monkeypatch.setattr(ReferenceCounts, "update", lambda self, *rest: told.append(real(self, *rest)) or told[-1])
+    monkeypatch.setattr(ReferenceCounts, "update", lambda self, *rest: result.append(real(self, *rest)) or result[-1])
     clock, draw = Clock(), random.Random(1)
     content = random_bytes(24_000_000, 1)
     with opened(tmp_path / "s", mode, clock) as store:
         store.put("a", content)
         store.gc()
-        whole = told[-1].touched
+        whole = result[-1].touched
         at = draw.randrange(len(content) - 100)
         store.put("a", content[:at] + b"changed" + content[at + 7 :])
         store.gc()
     assert whole > 15
     if mode == HYBRID:
-        assert 0 < told[-1].touched <= share * whole + 4
+        assert 0 < result[-1].touched <= share * whole + 4
     else:
-        assert told[-1].touched >= 0.8 * share * whole
+        assert result[-1].touched >= 0.8 * share * whole
 
 
 def test_deleted_or_outdated_counts_are_rebuilt(tmp_path: Path) -> None:

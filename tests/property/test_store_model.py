@@ -46,10 +46,10 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         """Version -> number of the call that deleted it."""
         self.until: dict[int, float] = {}
         """Call -> time until which its deletions can be undone."""
-        self.gone: set[tuple[str, int]] = set()
+        self.erased: set[tuple[str, int]] = set()
         """Versions that cannot be undeleted any more."""
         self.now = 1_764_000_000.0
-        self.rounds = 0
+        self.gc_runs = 0
         self.calls = self.others = 0
         self.changes: dict[str, dict[str, object]] = {"gc": {"compact_below": 0.8, "trust_clock": True}}
         self.store = None
@@ -78,7 +78,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
             (name, number, content)
             for name in sorted(self.model, key=str.encode)
             for number, content in enumerate(self.model[name], 1)
-            if key in (None, name) and (name, number) not in self.deleted.keys() | self.gone
+            if key in (None, name) and (name, number) not in self.deleted.keys() | self.erased
         ]
 
     # --- contents: generated, edited, joined
@@ -168,11 +168,11 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
             with pytest.raises(ClockSkew):  # the clock jumped back, so `forget` deletes nothing
                 self.store.forget(key, RetentionPolicy(keep_last=keep), dry_run=dry_run)
             return
-        going = {(name, number) for name, number, _ in self.live(key)[:-keep] if name == key}
+        expected = {(name, number) for name, number, _ in self.live(key)[:-keep] if name == key}
         decided = self.store.forget(key, RetentionPolicy(keep_last=keep), dry_run=dry_run)
-        assert {(decision.info.key, decision.info.version) for decision in decided if not decision.kept} == going
+        assert {(decision.info.key, decision.info.version) for decision in decided if not decision.kept} == expected
         if not dry_run:
-            for entry in sorted(going):  # one call for each
+            for entry in sorted(expected):  # one call for each
                 self.calls += 1
                 self.until[self.calls] = self.now + WEEK
                 self.deleted[entry] = self.calls
@@ -289,7 +289,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         live = self.store._index.writable().entries()
         assert self.store.rebuild_index().skipped == ()
         rebuilt = self.store._index.writable().entries()
-        if self.rounds:  # a second copy, stored later, is indexed after the first one is deleted
+        if self.gc_runs:  # a second copy, stored later, is indexed after the first one is deleted
             for table in ("chunks", "segments"):
                 assert live.pop(table).keys() <= rebuilt.pop(table).keys()
             del live["features"], rebuilt["features"]  # the rebuilt index has none for chunks of deleted segments
@@ -303,10 +303,10 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         done = self.store.gc()
         assert before - stored_bytes(self.folder / "s") == done.freed_bytes == foreseen.freed_bytes
         assert self.others or done.versions == len(ended)
-        self.gone |= ended
+        self.erased |= ended
         for entry in ended:
             del self.deleted[entry]
-        self.rounds += 1
+        self.gc_runs += 1
 
     @rule(years=st.sampled_from([-10, 10]))
     def clock_jumps(self, years):
@@ -317,10 +317,10 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         report = self.store.verify()
         assert report.damage == ()
         if not self.others:  # some of these may have been deleted
-            assert report.versions == sum(map(len, self.model.values())) - len(self.gone)
+            assert report.versions == sum(map(len, self.model.values())) - len(self.erased)
 
     @invariant()
-    def lists_what_there_is(self):
+    def listing_equals_the_model(self):
         if self.store is not None:
             listed = [(info.key, info.version, info.size_bytes) for info in self.store.versions(all_versions=True)]
             assert listed == [(key, number, len(content)) for key, number, content in self.live()]
@@ -335,7 +335,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
                     len(content)
                     for key, versions in self.model.items()
                     for number, content in enumerate(versions, 1)
-                    if (key, number) not in self.gone
+                    if (key, number) not in self.erased
                 ]
                 assert stats.ledger.logical_bytes == sum(every)
                 assert (stats.versions, stats.keys) == (len(listed), len(newest))

@@ -26,9 +26,9 @@ def anchors(page: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page_links_lead_to_existing_files(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
-        there = page.parent / target if target else page
-        assert there.exists(), target
-        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
 
 
 def test_adr_readme_lists_each_record_once_in_order() -> None:

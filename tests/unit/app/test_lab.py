@@ -133,8 +133,8 @@ def test_row_of_settings_file_lists_its_settings(tmp_path: Path) -> None:
     file = tmp_path / "own.toml"
     file.write_text('[delta]\nmax_depth = 2\n[features]\nalgorithm = "odess"\n')
     peer = nearkin_tool.as_set(nearkin_tool.NearkinEmbedded, file)
-    told = {part.strip() for part in peer.settings.replace(";", ",").split(",")}
-    assert told >= {"settings of own.toml", "one process", "delta.max_depth=2", "features.algorithm=odess"}
+    shown = {part.strip() for part in peer.settings.replace(";", ",").split(",")}
+    assert shown >= {"settings of own.toml", "one process", "delta.max_depth=2", "features.algorithm=odess"}
     file.write_text("[delta]\nmax_depth = 99\n")
     with pytest.raises(ConfigError, match=r"delta\.max_depth"):
         nearkin_tool.as_set(nearkin_tool.Nearkin, file)
@@ -324,13 +324,13 @@ def test_ratio_is_shown_with_its_range_over_runs() -> None:
 
 
 def test_skipped_tool_is_reported_once() -> None:
-    gone = LeftOut("kopia", "kopia is not installed", "build it")
+    absent = LeftOut("kopia", "kopia is not installed", "build it")
     record = MeasurementRecord(
-        "store", "nearkin bench store", 0, 3, 0, [], left_out=[gone, LeftOut("borg", "ended with 2"), gone]
+        "store", "nearkin bench store", 0, 3, 0, [], left_out=[absent, LeftOut("borg", "ended with 2"), absent]
     )
-    told = record.as_json()["left_out"]
-    assert isinstance(told, list)
-    assert [one["tool"] for one in told] == ["kopia", "borg"]
+    shown = record.as_json()["left_out"]
+    assert isinstance(shown, list)
+    assert [one["tool"] for one in shown] == ["kopia", "borg"]
 
 
 def test_chart_labels_stay_in_their_panel_and_apart(tmp_path: Path, monkeypatch) -> None:

@@ -101,7 +101,7 @@ def in_one_piece(data: bytes) -> list[bytes]:
     return [row.tobytes() for row in batch.segment_ids]
 
 
-def told(outbox: Kept) -> tuple[dict[bytes, dict[int, bytes]], dict[bytes, End]]:
+def segments_and_ends(outbox: Kept) -> tuple[dict[bytes, dict[int, bytes]], dict[bytes, End]]:
     """Return ({blob: {sequence: segment id}}, {blob: end}).
 
     A segment sent twice must be equal both times.
@@ -161,7 +161,7 @@ def test_blob_with_crashes_is_cut_as_one_piece(data: st.DataObject) -> None:
             worker = handler(outbox)
             worker.on_assigned(0, metadata)
             position = committed
-    segments, ends = told(outbox)
+    segments, ends = segments_and_ends(outbox)
     assert set(ends) == set(blobs)
     for blob, content in blobs.items():
         assert ends[blob].failure is None
@@ -181,7 +181,7 @@ def test_stopped_upload_ends_as_failed() -> None:
     assert [offset for _, offset, _ in worker.committable()] == [7]
     worker._partitions[0].open[b"x" * 16].last_seen -= 2
     worker.idle()
-    _, ends = told(outbox)
+    _, ends = segments_and_ends(outbox)
     failure = ends[b"x" * 16].failure
     assert failure is not None
     assert "stopped" in failure
@@ -201,7 +201,7 @@ def test_upload_with_unread_frames_has_not_stopped() -> None:
     worker._partitions[0].open[b"x" * 16].last_seen -= 2
     worker.idle()
     worker.handle([record(1, log[1]), record(2, log[2])])
-    _, ends = told(outbox)
+    _, ends = segments_and_ends(outbox)
     assert ends[b"x" * 16].failure is None
 
 
@@ -213,7 +213,7 @@ def test_gap_and_short_blob_end_as_failed() -> None:
     short = frames(b"s" * 16, RANDOM[:3000], [1000] * 3)
     log = [gap[0], gap[2], gap[3], short[0], short[1], short[3]]
     worker.handle([record(offset, value) for offset, value in enumerate(log)])
-    _, ends = told(outbox)
+    _, ends = segments_and_ends(outbox)
     assert "are missing" in (ends[b"g" * 16].failure or "")
     assert "2000 of 3000 bytes arrived" in (ends[b"s" * 16].failure or "")
 
@@ -226,7 +226,7 @@ def test_garbage_becomes_dead_letter_and_the_rest_is_cut() -> None:
     worker.handle([record(offset, value) for offset, value in enumerate(log)])
     assert len(outbox.dead) == 3
     assert all(dict(headers)["__connect.errors.stage"] == b"chunker" for headers in outbox.dead)
-    segments, ends = told(outbox)
+    segments, ends = segments_and_ends(outbox)
     assert len(segments[b"x" * 16]) == 1
     assert ends[b"x" * 16].failure is None
 
@@ -248,7 +248,7 @@ def test_open_blobs_beyond_commit_are_read_again() -> None:
     whole = log + ends
     resumed.handle([record(number, whole[number]) for number in range(offset, len(whole))])
     outbox.sent += again.sent
-    segments, found = told(outbox)
+    segments, found = segments_and_ends(outbox)
     assert all(found[blob].failure is None and len(segments[blob]) == found[blob].segments for blob in blobs)
 
 
@@ -277,7 +277,7 @@ def test_blob_with_late_frame_keeps_state_among_many() -> None:
     third.on_assigned(0, metadata)
     log.append(last[2])
     third.handle([record(number, log[number]) for number in range(offset, len(log))])
-    _, ends = told(outbox)
+    _, ends = segments_and_ends(outbox)
     assert ends[blobs[0]].failure is None
 
 
@@ -323,7 +323,7 @@ def test_record_of_another_tenant_is_a_dead_letter() -> None:
     worker = handler(outbox)
     worker.on_assigned(0, "")
     worker.handle([record(offset, value) for offset, value in enumerate([messages[0], *aside, *messages[1:]])])
-    segments, ends = told(outbox)
+    segments, ends = segments_and_ends(outbox)
     assert [row for _, row in sorted(segments[b"a" * 16].items())] == in_one_piece(data)
     end = ends[b"a" * 16]
     assert (end.failure, end.envelope.tenant) == (None, "t")

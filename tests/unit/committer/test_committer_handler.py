@@ -40,7 +40,7 @@ class Waiting(Backlog):
         return self.age_seconds
 
 
-class Away:
+class UnreachableConsumer:
     """A consumer whose Kafka is unreachable."""
 
     def __init__(self) -> None:
@@ -56,13 +56,13 @@ def test_unreachable_kafka_is_not_queried_per_partition() -> None:
 
     For 60 partitions longer than a worker may go without polling.
     """
-    backlog, away = Backlog(SETTINGS), Away()
-    backlog._asking = away  # type: ignore[assignment]
+    backlog, asking = Backlog(SETTINGS), UnreachableConsumer()
+    backlog._asking = asking  # type: ignore[assignment]
     assert all(backlog.unread("frames", partition, 7) for partition in range(60)), "an unknown backlog counts as unread"
-    assert away.asked == 1
+    assert asking.asked == 1
     backlog._away_since -= 6
     assert backlog.unread("frames", 0, 7)
-    assert away.asked == 2
+    assert asking.asked == 2
 
 
 class Kept:
@@ -123,21 +123,21 @@ def waiting_for_a_segment(
 
 
 def seconds_until_given_up(handler: CommitterHandler, clock: Clock, seconds_max: int) -> int | None:
-    told: Any = handler._outbox
+    sent_events: Any = handler._outbox
     for seconds in range(seconds_max):
         handler.idle()
-        if told.events:
-            assert [event["state"] for event in told.events] == ["failed"]
+        if sent_events.events:
+            assert [event["state"] for event in sent_events.events] == ["failed"]
             return seconds
         clock.now += 1
     return None
 
 
 @pytest.mark.parametrize(
-    ("backlog", "given_up"), [(Waiting(), True), (Waiting(oldest_seconds=700), False), (Waiting(end=2), False)]
+    ("backlog", "is_given_up"), [(Waiting(), True), (Waiting(oldest_seconds=700), False), (Waiting(end=2), False)]
 )
 def test_blob_is_given_up_only_without_segments_in_flight(
-    monkeypatch: pytest.MonkeyPatch, backlog: Waiting, given_up: bool
+    monkeypatch: pytest.MonkeyPatch, backlog: Waiting, is_given_up: bool
 ) -> None:
     """While a store is unavailable or a worker pauses, segments wait in the topics before.
 
@@ -145,8 +145,8 @@ def test_blob_is_given_up_only_without_segments_in_flight(
     """
     clock = Clock()
     handler = waiting_for_a_segment(monkeypatch, backlog, clock)
-    assert (seconds_until_given_up(handler, clock, 1000) is not None) == given_up
-    assert list(handler.committable()) == [(0, 1 if given_up else 0, "")]
+    assert (seconds_until_given_up(handler, clock, 1000) is not None) == is_given_up
+    assert list(handler.committable()) == [(0, 1 if is_given_up else 0, "")]
 
 
 @pytest.mark.parametrize(("since", "until"), [(5, 100), (5, 290), (5, 299), (5, 595), (50, 590), (5, 3000)])
@@ -158,10 +158,10 @@ def test_delayed_blob_waits_full_time_after_stage_catches_up(
     handler = waiting_for_a_segment(monkeypatch, Stages(clock, since, until), clock)
     idle_seconds = SETTINGS.kafka.upload_idle_seconds
     seen_behind = until - since > idle_seconds
-    given_up = seconds_until_given_up(handler, clock, until + 10 * idle_seconds)
-    assert given_up is not None
-    assert given_up > (until if seen_behind else 0) + (committer_handler.LATE_TIMES - 1) * idle_seconds
-    assert given_up < until + (committer_handler.LATE_TIMES + 1) * idle_seconds
+    is_given_up = seconds_until_given_up(handler, clock, until + 10 * idle_seconds)
+    assert is_given_up is not None
+    assert is_given_up > (until if seen_behind else 0) + (committer_handler.LATE_TIMES - 1) * idle_seconds
+    assert is_given_up < until + (committer_handler.LATE_TIMES + 1) * idle_seconds
 
 
 def test_blobs_that_wait_again_are_evicted_last(monkeypatch: pytest.MonkeyPatch) -> None:

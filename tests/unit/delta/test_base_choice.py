@@ -69,8 +69,8 @@ def test_bases_of_two_policies_are_joined() -> None:
     assert held == [[(7, 1), (7, 2)], [], [(8, 1)], [(7, 2)]]
     assert [bytes_of(bases.pieces.take(some)) for some in rows] == [[near[1], near[2]], [], [similar[1]], [near[2]]]
     assert [bytes_of(each.pieces) for each in (one, two)] == [near, similar]
-    lie_in = {id(buffer) for buffer in (*one.pieces.buffers, *two.pieces.buffers)}
-    assert {id(buffer) for buffer in bases.pieces.buffers} == lie_in, "bases must not be copied"
+    buffer_ids = {id(buffer) for buffer in (*one.pieces.buffers, *two.pieces.buffers)}
+    assert {id(buffer) for buffer in bases.pieces.buffers} == buffer_ids, "bases must not be copied"
 
 
 def test_bases_of_one_policy_are_not_copied() -> None:
@@ -94,12 +94,12 @@ def _chosen(rows: list[list[int]]) -> BaseChoice:
 
 
 def _targets(chunks: list[bytes]) -> Targets:
-    payload, offsets, lengths = _laid(chunks)
+    payload, offsets, lengths = _concatenated(chunks)
     return Targets(payload, offsets, lengths)
 
 
 def _contents(chunks: list[bytes], depths: list[int]) -> Contents:
-    payload, offsets, lengths = _laid(chunks)
+    payload, offsets, lengths = _concatenated(chunks)
     count = len(chunks)
     locations = Locations(np.full(count, 7, np.uint64), np.arange(count, dtype=np.uint32))
     pieces = Pieces.of(payload, offsets, lengths)
@@ -111,7 +111,7 @@ def bytes_of(pieces: Pieces) -> list[bytes]:
     return [bytes(pieces.buffers[buffer][first : first + length]) for buffer, first, length in rows]
 
 
-def _laid(chunks: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _concatenated(chunks: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
     offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.uint64)
     return np.frombuffer(b"".join(chunks), np.uint8), offsets, lengths

@@ -57,13 +57,13 @@ def filled(
     """Return a patch block that took as many of the chunks as fit, and how many."""
     block = OpenBlock(0, container_layout.PATCH, 2, limit_bytes)
     lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
-    leaning = prefixes(bases)
-    part = block.add_bases(leaning.validate(), np.arange(len(chunks)), lengths)
+    base_prefixes = prefixes(bases)
+    part = block.add_bases(base_prefixes.validate(), np.arange(len(chunks)), lengths)
     offsets = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
     payload = np.frombuffer(b"".join(chunks), np.uint8)
     none = np.zeros(0, np.uint8)
     block.append((payload, none), np.zeros(len(part), np.int32), offsets[part], lengths[part])
-    block.record_bases(leaning.bases.take(leaning.bounds[part].astype(np.intp)))
+    block.record_bases(base_prefixes.bases.take(base_prefixes.bounds[part].astype(np.intp)))
     return block, len(part)
 
 
@@ -274,7 +274,7 @@ def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("threads", [0, 1])
 def test_prefix_of_an_encoded_block_is_reused(threads: int) -> None:
     base, spares = random_bytes(9000, 1), SparePrefixes()
-    leaning = prefixes([[(1, base)]]).validate()
+    base_prefixes = prefixes([[(1, base)]]).validate()
     payload, nothing = np.frombuffer(mutate(base, 2), np.uint8), np.zeros(0, np.uint8)
     lengths = np.array([len(payload)], np.uint32)
     with ThreadPoolExecutor(1) if threads else nullcontext() as thread:
@@ -285,7 +285,7 @@ def test_prefix_of_an_encoded_block_is_reused(threads: int) -> None:
             block = closer.begin(number, container_layout.PATCH, 1, 1 << 16)
             seen.add(id(block.bases_so_far))
             assert not len(block.bases_so_far)
-            block.add_bases(leaning, np.arange(1), lengths)
+            block.add_bases(base_prefixes, np.arange(1), lengths)
             block.append((payload, nothing), np.zeros(1, np.int32), np.zeros(1, np.uint64), lengths)
             block.record_bases(Locations(np.full(1, 5, np.uint64), np.ones(1, np.uint32)))
             (encoding,) = closer.close([block])

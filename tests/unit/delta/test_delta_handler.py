@@ -173,8 +173,8 @@ def test_chunk_with_another_fingerprint_is_a_dead_letter(world: World) -> None:
     world.handler.handle(records([encode(message)]))
     world.handler.drain(0)
     assert len(world.dead) == 1
-    told = [decode(value, "told") for outbox in world.outboxes for value in outbox.values]
-    assert not any(isinstance(one, Placed) for one in told)
+    output = [decode(value, "output") for outbox in world.outboxes for value in outbox.values]
+    assert not any(isinstance(one, Placed) for one in output)
 
 
 def test_container_id_of_other_bytes_starts_over(world: World) -> None:

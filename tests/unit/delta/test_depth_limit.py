@@ -29,13 +29,13 @@ def changed(content: bytes, share: float) -> bytes:
     return random_bytes(int(len(content) * share), 99) + content[int(len(content) * share) :]
 
 
-def laid(chunks: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def concatenated(chunks: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     lengths = np.array([len(chunk) for chunk in chunks], np.uint32)
     return np.frombuffer(b"".join(chunks), np.uint8), (np.cumsum(lengths) - lengths).astype(np.uint64), lengths
 
 
 def contents(chunks: list[bytes], depths: list[int], first: int = 0) -> Contents:
-    payload, offsets, lengths = laid(chunks)
+    payload, offsets, lengths = concatenated(chunks)
     where = Locations(np.full(len(chunks), 7, np.uint64), np.arange(first, first + len(chunks), dtype=np.uint32))
     pieces = Pieces.of(payload, offsets, lengths)
     return Contents(where, pieces, np.array(depths, np.uint8), np.ones(len(chunks), np.bool_))
@@ -53,7 +53,7 @@ NEAR, FAR, OLD, OLDEST = (changed(TARGET, share) for share in (0.02, 0.12, 0.2, 
 
 
 def test_overdeep_chunks_are_of_full_chains_and_differ_much() -> None:
-    targets = Targets(*laid([TARGET] * 4))
+    targets = Targets(*concatenated([TARGET] * 4))
     part = tried(targets, contents([NEAR, FAR, FAR, OLDEST], [3, 3, 2, 3]))
     assert part.chosen.found.tolist() == [True, True, True, False]
     asked = find_overdeep([part], MAX_DEPTH)
@@ -67,7 +67,7 @@ def test_overdeep_chunks_are_of_full_chains_and_differ_much() -> None:
 
 def test_reduce_depth_ascends_until_a_base_fits_well() -> None:
     count = 3
-    targets = Targets(*laid([TARGET] * count))
+    targets = Targets(*concatenated([TARGET] * count))
     parts: list[PolicyChoice] = [tried(targets, contents([FAR] * count, [3] * count))]
     asked = find_overdeep(parts, MAX_DEPTH)
     assert asked is not None
@@ -90,7 +90,7 @@ def test_reduce_depth_ascends_until_a_base_fits_well() -> None:
 
 
 def test_reduce_depth_ends_when_each_chunk_has_a_base() -> None:
-    targets = Targets(*laid([TARGET]))
+    targets = Targets(*concatenated([TARGET]))
     part = tried(targets, contents([FAR], [3]))
     asked = find_overdeep([part], MAX_DEPTH)
     assert asked is not None

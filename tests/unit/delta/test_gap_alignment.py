@@ -71,7 +71,7 @@ def batch(text: str, blobs: str | None = None) -> PairedBatch:
     )  # fmt: skip
 
 
-def told(gaps: Gaps) -> list[tuple[int, int, int, int, int]]:
+def gap_rows(gaps: Gaps) -> list[tuple[int, int, int, int, int]]:
     """Return (left kind, left ordinal, right kind, right ordinal, fresh) of each gap."""
     rows = zip(gaps.left_kinds, gaps.left.ordinals, gaps.right_kinds, gaps.right.ordinals, gaps.fresh, strict=True)
     return [
@@ -81,12 +81,12 @@ def told(gaps: Gaps) -> list[tuple[int, int, int, int, int]]:
 
 
 def test_gaps_end_at_known_chunks_not_at_zeros_or_repeats() -> None:
-    found = told(Alignment().gaps(batch("kffzfrfskkf"), "s"))
+    found = gap_rows(Alignment().gaps(batch("kffzfrfskkf"), "s"))
     assert found == [(Anchor.CHUNK, 0, Anchor.SEGMENT, 70, 4), (Anchor.CHUNK, 90, Anchor.NONE, 0, 1)]
 
 
 def test_gap_never_spans_blobs() -> None:
-    found = told(Alignment().gaps(batch("kffkf", "aabbb"), "s"))
+    found = gap_rows(Alignment().gaps(batch("kffkf", "aabbb"), "s"))
     assert found == [
         (Anchor.CHUNK, 0, Anchor.NONE, 0, 1),
         (Anchor.NONE, 0, Anchor.CHUNK, 30, 1),
@@ -95,7 +95,7 @@ def test_gap_never_spans_blobs() -> None:
 
 
 def test_long_gap_is_split_into_continued_ones() -> None:
-    found = told(Alignment().gaps(batch("k" + "f" * (2 * GAP_CHUNKS_MAX + 1) + "k"), "s"))
+    found = gap_rows(Alignment().gaps(batch("k" + "f" * (2 * GAP_CHUNKS_MAX + 1) + "k"), "s"))
     last = 10 * (2 * GAP_CHUNKS_MAX + 2)
     assert found == [
         (Anchor.CHUNK, 0, Anchor.NONE, 0, GAP_CHUNKS_MAX),
@@ -107,26 +107,26 @@ def test_long_gap_is_split_into_continued_ones() -> None:
 def test_stream_continues_at_the_end_of_its_last_batch() -> None:
     alignment = Alignment()
     alignment.follow(batch("ffk"), "s", None)
-    assert told(alignment.gaps(batch("ff"), "s"))[0][:2] == (Anchor.CHUNK, 20)
-    assert told(alignment.gaps(batch("ff"), "other"))[0][0] == Anchor.NONE
-    assert told(alignment.gaps(batch("ff", "bb"), "s"))[0][0] == Anchor.NONE
+    assert gap_rows(alignment.gaps(batch("ff"), "s"))[0][:2] == (Anchor.CHUNK, 20)
+    assert gap_rows(alignment.gaps(batch("ff"), "other"))[0][0] == Anchor.NONE
+    assert gap_rows(alignment.gaps(batch("ff", "bb"), "s"))[0][0] == Anchor.NONE
 
 
 def test_chunk_stored_by_the_blob_itself_is_no_anchor() -> None:
     alignment = Alignment()
-    assert told(alignment.gaps(batch("f"), "s", StreamMark(OLD, 15, 25))) == [(Anchor.NONE, 0, Anchor.NONE, 0, 1)]
+    assert gap_rows(alignment.gaps(batch("f"), "s", StreamMark(OLD, 15, 25))) == [(Anchor.NONE, 0, Anchor.NONE, 0, 1)]
     # Chunk 10 was stored before the blob began; segments 30 and 70 and chunk 50 belong to the blob.
-    found = told(alignment.gaps(batch("fkfsfkfs"), "s", StreamMark(OLD, 45, 45)))
+    found = gap_rows(alignment.gaps(batch("fkfsfkfs"), "s", StreamMark(OLD, 45, 45)))
     assert [gap[:1] + gap[2:3] for gap in found] == [
         (Anchor.NONE, Anchor.CHUNK),
         (Anchor.CHUNK, Anchor.NONE),
     ]
-    assert told(alignment.gaps(batch("kf"), "next", StreamMark(OLD - 1)))[0][0] == Anchor.NONE
-    assert told(alignment.gaps(batch("kf"), "later", StreamMark(OLD + 1)))[0][0] == Anchor.CHUNK
+    assert gap_rows(alignment.gaps(batch("kf"), "next", StreamMark(OLD - 1)))[0][0] == Anchor.NONE
+    assert gap_rows(alignment.gaps(batch("kf"), "later", StreamMark(OLD + 1)))[0][0] == Anchor.CHUNK
 
 
 def test_chunk_stored_long_ago_by_the_blob_is_an_anchor() -> None:
-    def pass_by(alignment: Alignment, here: StreamMark, size_bytes: int, text: str = "s") -> None:
+    def skip_bytes(alignment: Alignment, here: StreamMark, size_bytes: int, text: str = "s") -> None:
         passing = batch(text)
         passing.fresh.batch.lengths[:] = size_bytes // len(text)
         if text == "s":
@@ -137,15 +137,15 @@ def test_chunk_stored_long_ago_by_the_blob_is_an_anchor() -> None:
 
     for text in ("s", "kf"):
         alignment = Alignment()
-        pass_by(alignment, StreamMark(OLD), MARK_BYTES, text)
-        pass_by(alignment, StreamMark(OLD, 20, 30), OWN_BYTES - MARK_BYTES, text)
-        own = told(alignment.gaps(batch("fkf"), "s", StreamMark(OLD, 100, 100)))
+        skip_bytes(alignment, StreamMark(OLD), MARK_BYTES, text)
+        skip_bytes(alignment, StreamMark(OLD, 20, 30), OWN_BYTES - MARK_BYTES, text)
+        own = gap_rows(alignment.gaps(batch("fkf"), "s", StreamMark(OLD, 100, 100)))
         assert own[0][2] == Anchor.NONE  # chunk 10 was stored since the blob began, too recently
-        pass_by(alignment, StreamMark(OLD, 100, 100), MARK_BYTES, text)
-        older = told(alignment.gaps(batch("fkfkf"), "s", StreamMark(OLD, 100, 100)))
+        skip_bytes(alignment, StreamMark(OLD, 100, 100), MARK_BYTES, text)
+        older = gap_rows(alignment.gaps(batch("fkfkf"), "s", StreamMark(OLD, 100, 100)))
         assert [gap[2:4] for gap in older] == [(Anchor.CHUNK, 10), (Anchor.NONE, 0)]  # chunk 30 still counts as its own
         for fresh, found in (OWN_SHARE - 1, Anchor.CHUNK), (OWN_SHARE, Anchor.NONE):
-            few = told(alignment.gaps(batch("rk" + "z" * 99 + "f" * (fresh - 1)), "s", StreamMark(OLD, 100, 100)))
+            few = gap_rows(alignment.gaps(batch("rk" + "z" * 99 + "f" * (fresh - 1)), "s", StreamMark(OLD, 100, 100)))
             assert few[0][0] == found  # a batch with few old chunks predicts nothing
 
 
@@ -153,8 +153,8 @@ def test_remembered_streams_are_bounded() -> None:
     alignment = Alignment()
     for stream in range(STREAMS_MAX + 5):
         alignment.follow(batch("k"), stream, None)
-    assert told(alignment.gaps(batch("f"), 4))[0][0] == Anchor.NONE
-    assert told(alignment.gaps(batch("f"), 5))[0][0] == Anchor.CHUNK
+    assert gap_rows(alignment.gaps(batch("f"), 4))[0][0] == Anchor.NONE
+    assert gap_rows(alignment.gaps(batch("f"), 5))[0][0] == Anchor.CHUNK
 
 
 # --- stored neighbours -----------------------------------------------------------------------------------------------
@@ -275,8 +275,8 @@ def test_rewritten_container_without_recipe_has_neighbours() -> None:
     assert near.between(question).chunks.ordinals.tolist() == [13, 14, 15, 16, 17]
     source.recipes = {OLD: [[], own(OLD, *range(8, 20))]}
     assert near.between(question).chunks.ordinals.tolist() == [13, 14, 15, 16, 17]
-    gone = asked((Anchor.CHUNK, (OLD, 3), Anchor.CHUNK, (OLD, 6), 1))
-    assert near.between(gone).chunks.ordinals.tolist() == []
+    request = asked((Anchor.CHUNK, (OLD, 3), Anchor.CHUNK, (OLD, 6), 1))
+    assert near.between(request).chunks.ordinals.tolist() == []
 
 
 def test_neighbours_are_of_one_generation() -> None:

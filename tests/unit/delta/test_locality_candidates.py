@@ -34,14 +34,14 @@ class History:
     Those of `crowded` differ too much from their chunk.
     """
 
-    def __init__(self, count: int, crowded: set[int], empty: frozenset[int] = frozenset()) -> None:
-        self.count, self._crowded = count, crowded
+    def __init__(self, count: int, overdeep: set[int], empty: frozenset[int] = frozenset()) -> None:
+        self.count, self._crowded = count, overdeep
         lengths = np.full(count, CHUNK_BYTES, np.uint32)
         payload = np.frombuffer(b"".join(map(chunk, range(count))), np.uint8)
         self.targets = Targets(payload, offsets_of(lengths), lengths)
-        there = np.array([number for number in range(count) if number not in empty], np.uint32)
-        sizes = np.isin(np.arange(count), there).astype(np.int64)
-        chunks = Locations(np.full(len(there), NEIGHBOURS, np.uint64), there)
+        with_neighbours = np.array([number for number in range(count) if number not in empty], np.uint32)
+        sizes = np.isin(np.arange(count), with_neighbours).astype(np.int64)
+        chunks = Locations(np.full(len(with_neighbours), NEIGHBOURS, np.uint64), with_neighbours)
         self.neighbours = Neighbours(np.ones(count, np.uint32), bounds_of(sizes), chunks, Locations.empty(count))
 
     def _contents(self, asked: Locations, depth: int) -> Contents:
@@ -82,7 +82,7 @@ class History:
 
 def test_span_ascends_all_levels_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 2 * CHUNK_BYTES)
-    found, asked = History(6, crowded={1, 4, 5}).run()
+    found, asked = History(6, overdeep={1, 4, 5}).run()
     assert asked == [
         ("contents", [0, 1]),
         ("lower", [1]),
@@ -99,28 +99,28 @@ def test_span_ascends_all_levels_before_the_next(monkeypatch: pytest.MonkeyPatch
 
 def test_span_without_old_neighbours_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 2 * CHUNK_BYTES)
-    found, asked = History(6, crowded=set(), empty=frozenset({2, 3, 5})).run()
+    found, asked = History(6, overdeep=set(), empty=frozenset({2, 3, 5})).run()
     assert asked == [("contents", [0, 1]), ("contents", [4])]
     assert found.found.tolist() == [True, True, False, False, True, False]
-    nothing, asked = History(3, crowded=set(), empty=frozenset(range(3))).run()
+    nothing, asked = History(3, overdeep=set(), empty=frozenset(range(3))).run()
     assert (asked, nothing.found.any()) == ([], False)
-    none, asked = History(0, crowded=set()).run()
+    none, asked = History(0, overdeep=set()).run()
     assert (asked, none.parts) == ([], [])
 
 
 def test_large_batch_has_bounded_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", CHUNK_BYTES)
-    found, asked = History(50, crowded=set()).run()
+    found, asked = History(50, overdeep=set()).run()
     assert len(asked) == SPANS_MAX
     assert sorted(number for _, numbers in asked for number in numbers) == list(range(50))
     assert found.found.all()
 
 
 def test_many_spans_choose_the_bases_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, asked = History(12, crowded={0, 3, 9}).run()
+    whole, asked = History(12, overdeep={0, 3, 9}).run()
     assert len(asked) == 2
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 3 * CHUNK_BYTES)
-    parts, asked = History(12, crowded={0, 3, 9}).run()
+    parts, asked = History(12, overdeep={0, 3, 9}).run()
     assert len(asked) == 4 + 3
     assert bases(parts) == bases(whole)
 

@@ -92,8 +92,8 @@ def test_bars_have_the_height_of_their_values() -> None:
 
 
 def test_durations_are_shown_in_their_two_largest_units() -> None:
-    told = [number_text.seconds(value) for value in (0.04, 59, 60, 3_599, 86_400, 90_000, None)]
-    assert told == ["0.0 s", "59 s", "1 min", "59 min 59 s", "1 d", "1 d 1 h", "unknown"]
+    result = [number_text.seconds(value) for value in (0.04, 59, 60, 3_599, 86_400, 90_000, None)]
+    assert result == ["0.0 s", "59 s", "1 min", "59 min 59 s", "1 d", "1 d 1 h", "unknown"]
 
 
 # --- the last hour ---------------------------------------------------------------------------------------------------
@@ -110,10 +110,10 @@ def test_rolling_stats_are_bounded() -> None:
         minutes.add(event(now - timedelta(minutes=ago)))
     for number in range(300):
         minutes.add(event(now, "failed", tenant="t", key=str(number), failure="x" * 10_000))
-    told = minutes.last_hour()
-    assert len(told) == MINUTES_MAX
-    assert MINUTES_MAX - 1 <= sum(int(str(minute["committed"])) for minute in told) <= MINUTES_MAX
-    assert sum(int(str(minute["logical_bytes"])) for minute in told) <= 100 * MINUTES_MAX
+    result = minutes.last_hour()
+    assert len(result) == MINUTES_MAX
+    assert MINUTES_MAX - 1 <= sum(int(str(minute["committed"])) for minute in result) <= MINUTES_MAX
+    assert sum(int(str(minute["logical_bytes"])) for minute in result) <= 100 * MINUTES_MAX
     failures = minutes.failures()
     assert (len(failures), failures[0]["key"]) == (FAILURES_MAX, "299")
     assert len(failures[0]["failure"]) <= 500
@@ -267,7 +267,7 @@ def test_origin_of_the_requested_host_is_own(headers: dict[str, str], fits: bool
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "wording"),
     [
         (12.44, "12.4×"),
         (1.0, "1.0×"),
@@ -277,9 +277,9 @@ def test_origin_of_the_requested_host_is_own(headers: dict[str, str], fits: bool
         (0, "nothing yet"),
     ],
 )
-def test_ratio_below_one_is_shown_in_words(value: float, said: str) -> None:
+def test_ratio_below_one_is_shown_in_words(value: float, wording: str) -> None:
     """F.21: a ratio below 1 is shown as how much larger the store is, never as `0.0×`."""
-    assert number_text.ratio(value) == said
+    assert number_text.ratio(value) == wording
 
 
 @pytest.mark.parametrize(

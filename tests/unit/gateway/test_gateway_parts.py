@@ -207,10 +207,10 @@ def test_rate_passes_a_burst_and_then_so_many_a_second(monkeypatch: pytest.Monke
 
 
 def test_slot_is_returned_after_any_outcome() -> None:
-    slots, somebody = ConcurrencyLimit("things", 1), Holders("t", "", "")
-    with pytest.raises(RuntimeError), slots.one(somebody):
+    slots, holders = ConcurrencyLimit("things", 1), Holders("t", "", "")
+    with pytest.raises(RuntimeError), slots.one(holders):
         raise RuntimeError
-    with slots.one(somebody), pytest.raises(Problem), slots.one(somebody):
+    with slots.one(holders), pytest.raises(Problem), slots.one(holders):
         pass
     assert slots.taken_count == 0
 
@@ -312,7 +312,7 @@ def test_key_in_url_round_trips(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "shown"),
     [
         ("kafka broker-0.internal:9092,[fd00::1]:9093: down", "kafka (an address),(an address): down"),
         ("redis 10.1.2.3:6379: refused", "redis (an address): refused"),
@@ -323,8 +323,8 @@ def test_key_in_url_round_trips(key: str) -> None:
         ("2 messages not acknowledged in 30 s, and/or lost", None),
     ],
 )
-def test_problem_shows_no_path_or_backend_address(text: str, told: str | None) -> None:
-    assert from_error(StoreUnavailable(text)).detail == (told or text)
+def test_problem_shows_no_path_or_backend_address(text: str, shown: str | None) -> None:
+    assert from_error(StoreUnavailable(text)).detail == (shown or text)
 
 
 # --- sessions --------------------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def test_claim_checks_are_off_unless_a_prefix_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "complaint"),
     [
         ({"key": None}, "no key"),
         ({"key": b""}, "at least one character"),
@@ -190,8 +190,8 @@ def test_claim_checks_are_off_unless_a_prefix_is_set() -> None:
     ],
     ids=str,
 )
-def test_invalid_record_is_refused_with_a_message(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(BadInput, match=says):
+def test_invalid_record_is_refused_with_a_message(fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(BadInput, match=complaint):
         taken(record(**fields), value_bytes_max=100, tenant_header="who")
 
 
@@ -201,7 +201,7 @@ def test_records_without_value_may_be_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ingest", "says"),
+    ("ingest", "complaint"),
     [
         ({"topics": ["a b"]}, "a topic's name, or topic=tenant"),
         ({"topics": ["a="]}, "a topic's name, or topic=tenant"),
@@ -219,8 +219,8 @@ def test_records_without_value_may_be_skipped() -> None:
     ],
     ids=str,
 )
-def test_unsafe_settings_are_refused(ingest: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_unsafe_settings_are_refused(ingest: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
         load(None, {"ingest": ingest})
 
 

@@ -33,8 +33,8 @@ def test_candidates_are_chunks_written_earlier(order: tuple[int, int], offered: 
     families = SimpleNamespace(
         by_container=one_family, count=1, trees_of=lambda container, ordinals: one_family[container][ordinals]
     )
-    heirs = ReplacementBases(cast("LiveSet", reach), cast("BaseTrees", families), [OLDER, NEWER], order)
+    replacements = ReplacementBases(cast("LiveSet", reach), cast("BaseTrees", families), [OLDER, NEWER], order)
     ordinals = np.zeros(1, np.uint32)
-    found = heirs.candidates(NEWER, ordinals, np.array([2], np.uint8))
+    found = replacements.candidates(NEWER, ordinals, np.array([2], np.uint8))
     assert list(zip(found.containers.tolist(), found.ordinals.tolist(), strict=True)) == offered
-    assert not len(heirs.candidates(OLDER, ordinals, np.array([2], np.uint8))), "no chunk is written earlier"
+    assert not len(replacements.candidates(OLDER, ordinals, np.array([2], np.uint8))), "no chunk is written earlier"

@@ -99,9 +99,9 @@ def test_consumers_of_topics_are_those_of_the_lag_watch() -> None:
 @pytest.mark.parametrize("kind", list(MessageKind), ids=lambda kind: kind.name.lower())
 def test_message_is_readable_by_the_document_alone(kind: MessageKind) -> None:
     data = encode(SAMPLES[kind])
-    told = MESSAGES[kind.name.lower()]
-    assert len(data) <= told["payload"]["maxLength"]
-    layout = told["payload"]["x-nearkin-layout"]
+    documented = MESSAGES[kind.name.lower()]
+    assert len(data) <= documented["payload"]["maxLength"]
+    layout = documented["payload"]["x-nearkin-layout"]
     header: dict[str, Any] = {}
     for field in layout["header"]:
         part = data[field["offset"] : field["offset"] + field["bytes"]]
@@ -143,16 +143,16 @@ def _rows(text: str, counts: dict[str, int]) -> int:
 def test_header_is_that_of_the_format_page() -> None:
     page = (Path(__file__).parents[3] / "docs/internals/formats/message.md").read_text()
     rows = re.findall(r"^\| ([0-9]+) \| ([0-9]+) \|", page, re.MULTILINE)
-    told = [(str(field["offset"]), str(field["bytes"])) for field in asyncapi.header_layout()]
-    assert [row for row in rows if row not in (("51", "1"), ("54", "10"))] == told  # these two are zeros
+    documented = [(str(field["offset"]), str(field["bytes"])) for field in asyncapi.header_layout()]
+    assert [row for row in rows if row not in (("51", "1"), ("54", "10"))] == documented  # these two are zeros
 
 
 def test_columns_are_in_the_order_of_the_format_page() -> None:
     page = (Path(__file__).parents[3] / "docs/internals/formats/message.md").read_text()
     rows = re.findall(r"^\| ([a-z_, ]+) \| [^|]*\b(?:u8|u16|u32|u64|bytes), [^|]*\| ([2-5 ]+) \|", page, re.MULTILINE)
     for kind, columns in COLUMNS.items():
-        told = [name for names, kinds in rows if str(int(kind)) in kinds.split() for name in names.split(", ")]
-        assert told == [name for name, _, _ in columns], kind
+        documented = [name for names, kinds in rows if str(int(kind)) in kinds.split() for name in names.split(", ")]
+        assert documented == [name for name, _, _ in columns], kind
 
 
 def test_message_headers_are_those_sent() -> None:
@@ -234,9 +234,9 @@ def test_nearkin_docs_writes_the_document(command: str, capsys: pytest.CaptureFi
     from nearkin.cli import main
 
     assert main(["docs", command]) == 0
-    told = json.loads(capsys.readouterr().out)
+    documented = json.loads(capsys.readouterr().out)
     if command == "asyncapi":
-        assert told == json.loads(json.dumps(DOCUMENT))
+        assert documented == json.loads(json.dumps(DOCUMENT))
     else:
-        operations = [entry for path in told["paths"].values() for entry in path.values()]
+        operations = [entry for path in documented["paths"].values() for entry in path.values()]
         assert {"putBlob", "replayDead"} <= {entry["operationId"] for entry in operations}

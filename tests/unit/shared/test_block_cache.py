@@ -102,13 +102,13 @@ def test_entries_used_in_each_scan_stay() -> None:
     """
     cache: ByteBoundedCache[int, str] = ByteBoundedCache(1000, "test")
     found = list[int]()
-    for turn in range(10):
+    for repeat in range(10):
         hits = cache.hits
         for number in range(150):
             if cache.get(number) is None:
                 cache.put(number, "x", 10)
             if number % 5 == 0:
-                cache.put(1000 * (turn + 1) + number, "y", 10)
+                cache.put(1000 * (repeat + 1) + number, "y", 10)
         found.append(cache.hits - hits)
     assert min(found[7:]) > 50, "random eviction alone would find 30 again, least recently used none"
 
@@ -118,11 +118,11 @@ def test_once_frequent_entries_are_evicted_when_unused() -> None:
     cache.put_many(range(100), ["x"] * 100, [10] * 100)
     for _ in range(10):
         cache.get_many(range(100))
-    for turn in range(80):
+    for repeat in range(80):
         for number in range(100, 180):
             if cache.get(number) is None:
                 cache.put(number, "x", 10)
-        if turn == 2:
+        if repeat == 2:
             assert sum(number in cache._entries for number in range(100)) > 50
     assert all(number in cache._entries for number in range(100, 180))
 
@@ -145,12 +145,12 @@ def test_cache_counts_stay_exact_and_evictions_reproducible() -> None:
                 cache.bound(chance.choice([500, 2000]))
             else:
                 cache.clear()
-            there = [one for one in range(300) if one in cache._entries]
-            assert cache.entries == len(there)
-            assert sorted(one for keys in cache._keys for one in keys) == there
+            cached = [one for one in range(300) if one in cache._entries]
+            assert cache.entries == len(cached)
+            assert sorted(one for keys in cache._keys for one in keys) == cached
             assert all(cache._keys[held.uses][held.position] == one for one, held in cache._entries.items())
-            assert cache.used_bytes == sum(1 + one % 40 for one in there) <= 2000
-            sizes.append(len(there))
+            assert cache.used_bytes == sum(1 + one % 40 for one in cached) <= 2000
+            sizes.append(len(cached))
         return sizes
 
     assert played() == played()
@@ -267,9 +267,9 @@ def test_gc_run_evicts_deleted_and_rewritten_blocks_alone(tmp_path: Path) -> Non
 
         before = read(1, 2, 3)
         assert store.gc().containers_rewritten
-        anew = {container for container, generations in source.generations().items() if max(generations)}
-        assert anew
-        kept = {name for name, _ in before.items() if name[0] not in anew}
+        rewritten = {container for container, generations in source.generations().items() if max(generations)}
+        assert rewritten
+        kept = {name for name, _ in before.items() if name[0] not in rewritten}
         assert kept
         assert dict(source.blocks.items()).keys() == kept
         before = read(1, 2, 3)
@@ -282,12 +282,12 @@ def test_gc_run_evicts_deleted_and_rewritten_blocks_alone(tmp_path: Path) -> Non
         store.delete("k", 2)
         while {container for container, _ in source.ids()} == ids:
             store.gc()
-        gone = ids - {container for container, _ in source.ids()}
-        assert {container for container, _ in before} & gone
+        removed = ids - {container for container, _ in source.ids()}
+        assert {container for container, _ in before} & removed
         after = dict(source.blocks.items())
         assert after
-        assert not {container for container, _ in after} & gone
-        assert not {container for container, _ in source._directories.items()} & gone
+        assert not {container for container, _ in after} & removed
+        assert not {container for container, _ in source._directories.items()} & removed
         read(1, 3)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         assert store.get("k", 1).read() == data
@@ -303,10 +303,10 @@ def test_deleted_and_rewritten_blocks_of_others_are_evicted(tmp_path: Path) -> N
             assert store.get(str(number)).read() == text_like(500_000, number)
         source = store._containers
         other = source.with_own_caches(source._objects)
-        gone, anew, same = sorted(container for container, _ in source.ids())
-        assert {container for container, _ in dict(source.blocks.items())} == {gone, anew, same}
-        other.put(anew, [other.raw(anew)], generation=1)
-        other.delete(gone, 0)
+        removed, rewritten, same = sorted(container for container, _ in source.ids())
+        assert {container for container, _ in dict(source.blocks.items())} == {removed, rewritten, same}
+        other.put(rewritten, [other.raw(rewritten)], generation=1)
+        other.delete(removed, 0)
         source.evict_deleted()
         assert {container for container, _ in dict(source.blocks.items())} == {same}
         assert {container for container, _ in source._directories.items()} == {same}

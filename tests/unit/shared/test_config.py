@@ -278,14 +278,14 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG, ids=lambda part: str(part)[:50])
-def test_refusal_is_one_line_of_field_value_and_remedy(given: dict[str, Any], said: list[str]) -> None:
+@pytest.mark.parametrize(("given", "complaint"), WRONG, ids=lambda part: str(part)[:50])
+def test_refusal_is_one_line_of_field_value_and_remedy(given: dict[str, Any], complaint: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         load(None, given)
     text = str(raised.value)
     assert "\n" not in text
     assert len(text) < 300
-    assert [part for part in said if part not in text] == [], text
+    assert [part for part in complaint if part not in text] == [], text
 
 
 def test_misspelled_section_shows_no_secret() -> None:
@@ -394,7 +394,7 @@ def test_settings_are_immutable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "complaint"),
     [
         ({"url": "http://127.0.0.1"}, 'redis: url scheme "http": choose one of redis, rediss, unix'),
         ({"url": "redis://h", "ca_file": "ca.pem"}, "need rediss:// (TLS)"),
@@ -404,10 +404,10 @@ def test_settings_are_immutable() -> None:
         ({"timeout_seconds": 0}, 'redis.timeout_seconds "0": want 1 to 300'),
     ],
 )
-def test_redis_settings_that_cannot_work_are_refused(section: dict[str, object], said: str) -> None:
+def test_redis_settings_that_cannot_work_are_refused(section: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(None, {"redis": section})
-    assert said in str(refused.value)
+    assert complaint in str(refused.value)
 
 
 def test_redis_password_is_read_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +428,7 @@ def test_undelete_seconds_are_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "complaint"),
     [
         ({"encryption": "rot13"}, 'storage.encryption "rot13": choose aes-256-gcm or none'),
         ({"encryption": "aes-256-gcm"}, "encryption aes-256-gcm: want key_file or key, and neither is set"),
@@ -437,11 +437,11 @@ def test_undelete_seconds_are_bounded(tmp_path: Path) -> None:
         ({"encryption": "aes-256-gcm", "key": "K" * 5000}, 'storage.key "***": want 1 to 4096 bytes'),
     ],
 )
-def test_invalid_encryption_settings_are_refused_unshown(section: dict[str, object], said: str) -> None:
+def test_invalid_encryption_settings_are_refused_unshown(section: dict[str, object], complaint: str) -> None:
     """The key is not shown."""
     with pytest.raises(ConfigError) as refused:
         load(None, {"storage": section})
-    assert said in str(refused.value)
+    assert complaint in str(refused.value)
     assert "KKKK" not in str(refused.value)
 
 

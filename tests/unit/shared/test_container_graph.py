@@ -10,7 +10,7 @@ from nearkin_shared.storage.container_graph import topological_order
 
 
 @pytest.mark.parametrize(
-    ("leans", "expected"),
+    ("bases_of", "expected"),
     [
         ({1: [], 2: [1], 3: [1, 2]}, [1, 2, 3]),
         ({1: [3], 2: [], 3: []}, [3, 1, 2]),  # the older one was open for longer
@@ -19,8 +19,8 @@ from nearkin_shared.storage.container_graph import topological_order
         ({}, []),
     ],
 )
-def test_order_has_each_container_once_after_its_bases(leans: dict[int, list[int]], expected: list[int]) -> None:
-    assert list(topological_order(leans, leans.__getitem__)) == expected
+def test_order_has_each_container_once_after_its_bases(bases_of: dict[int, list[int]], expected: list[int]) -> None:
+    assert list(topological_order(bases_of, bases_of.__getitem__)) == expected
 
 
 def test_order_of_cycle_or_chain_of_100000_ends() -> None:
@@ -34,7 +34,7 @@ def test_order_of_any_acyclic_graph_is_topological() -> None:
     for _ in range(50):
         ids = list(range(30))
         rank = draw.sample(ids, 30)  # the order in which they were finished
-        leans = {c: [o for o in ids if rank[o] < rank[c] and draw.random() < 0.1] for c in ids}
-        order = list(topological_order(ids, leans.__getitem__))
+        bases_of = {c: [o for o in ids if rank[o] < rank[c] and draw.random() < 0.1] for c in ids}
+        order = list(topological_order(ids, bases_of.__getitem__))
         assert sorted(order) == ids
-        assert all(order.index(base) < order.index(c) for c in ids for base in leans[c])
+        assert all(order.index(base) < order.index(c) for c in ids for base in bases_of[c])

@@ -52,11 +52,11 @@ def test_armed_failpoint_fails_at_its_pass_only() -> None:
 
 
 def test_watch_receives_each_pass() -> None:
-    told: list[str] = []
-    arm((), told.append)
+    passes: list[str] = []
+    arm((), passes.append)
     failpoint("gc.begun")
     failpoint("put.begun")
-    assert told == ["gc.begun", "put.begun"]
+    assert passes == ["gc.begun", "put.begun"]
 
 
 def test_arming_an_unlisted_name_is_refused() -> None:
@@ -73,7 +73,7 @@ def test_failpoint_text_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    ("text", "complaint"),
     [
         ("put.begin:1:kill", "choose one of .*put.begun"),
         ("put.begun", "NAME:COUNT:ACTION"),
@@ -87,9 +87,9 @@ def test_failpoint_text_is_parsed() -> None:
         (",".join(["put.begun:1:error"] * 65), "at most 64"),
     ],
 )
-def test_invalid_failpoint_text_is_refused_with_valid_forms(said: str, complaint: str) -> None:
+def test_invalid_failpoint_text_is_refused_with_valid_forms(text: str, complaint: str) -> None:
     with pytest.raises(BadInput, match=complaint):
-        parse_failpoints(said)
+        parse_failpoints(text)
 
 
 def test_environment_arms_a_process_that_dies_at_the_step(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ with open_store(sys.argv[1], create=True) as store:
         print(store.put("k", b"content").info.version, flush=True)
 """
     child = process(script, tmp_path / "s")
-    said, _ = child.communicate(timeout=60)
+    text, _ = child.communicate(timeout=60)
     assert child.returncode == -signal.SIGKILL
-    assert said.split() == ["1"]
+    assert text.split() == ["1"]
     assert failpoints.VARIABLE == "NEARKIN_FAILPOINT"

@@ -65,9 +65,9 @@ def test_lengths_that_differ_from_the_rule_are_kept(segments: int) -> None:
     )  # fmt: skip
     data = encode_manifest(made)
     assert data[4] == (3 if segments > 1 else 2)
-    for told in (data, encode_manifest(replace(made, lengths=None))):
-        found = decode_manifest(told, "m").lengths
-        if segments > 1 and told is not data:
+    for encoded in (data, encode_manifest(replace(made, lengths=None))):
+        found = decode_manifest(encoded, "m").lengths
+        if segments > 1 and encoded is not data:
             assert found is None
         else:
             assert found is not None

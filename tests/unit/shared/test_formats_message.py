@@ -104,11 +104,11 @@ def test_end_round_trips(failure: str | None) -> None:
     assert decode(encode(sent), "test") == sent
 
 
-def end_with(**said: object) -> bytes:
+def end_with(**changes: object) -> bytes:
     """Return an end with other JSON values, as another program may write it."""
     ours = encode(End(BLOB, 123, b"o" * 16, 10, b"b" * 32, None, 17, None, {"a": "b"}))
     text = ours[read_header(ours, "ours").starts[-1] :]
-    other = json.dumps(json.loads(text) | said).encode()
+    other = json.dumps(json.loads(text) | changes).encode()
     header = bytearray(ours[: -len(text)])
     header[40:44] = len(other).to_bytes(4, "little")
     return bytes(header) + other

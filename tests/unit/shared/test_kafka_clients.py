@@ -23,33 +23,33 @@ REFUSED = KafkaError(KafkaError._TRANSPORT, "127.0.0.1:1: connection refused")
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def client_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(clients, "_said", {})
     caplog.set_level(logging.WARNING, "nearkin.kafka")
     return caplog
 
 
 def test_equal_lines_are_logged_once_in_a_while(
-    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    client_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(clients.time, "monotonic", lambda: now)
     for _ in range(50):
         clients._on_error(REFUSED)
     clients._on_error(KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down"))
-    assert [record.getMessage() for record in said.records] == [
+    assert [record.getMessage() for record in client_log.records] == [
         "kafka: 127.0.0.1:1: connection refused",
         "kafka: 1/1 brokers are down",
     ]
     now += clients.REPEAT_SECONDS
     clients._on_error(REFUSED)
-    assert len(said.records) == 3
+    assert len(client_log.records) == 3
 
 
-def test_remembered_lines_are_bounded(said: pytest.LogCaptureFixture) -> None:
+def test_remembered_lines_are_bounded(client_log: pytest.LogCaptureFixture) -> None:
     for number in range(3 * clients.REPORTED_MAX):
         clients._on_error(KafkaError(KafkaError._TRANSPORT, f"after {number} ms"))
-    assert len(said.records) == 3 * clients.REPORTED_MAX
+    assert len(client_log.records) == 3 * clients.REPORTED_MAX
     assert len(clients._said) <= clients.REPORTED_MAX
 
 
@@ -59,12 +59,12 @@ def kafka(**values: object) -> Settings:
 
 def test_invalid_certificate_file_is_reported_as_the_setting(tmp_path: Path) -> None:
     """librdkafka's own message is `error:05880020:x509 certificate routines::BIO lib`."""
-    there = tmp_path / "ca.pem"
-    with pytest.raises(ConfigError, match=rf'^kafka\.ca_file "{there}": No such file'):
-        clients.connection(kafka(security_protocol="ssl", ca_file=str(there)), "test")
-    there.write_text("no certificate")
+    ca_path = tmp_path / "ca.pem"
+    with pytest.raises(ConfigError, match=rf'^kafka\.ca_file "{ca_path}": No such file'):
+        clients.connection(kafka(security_protocol="ssl", ca_file=str(ca_path)), "test")
+    ca_path.write_text("no certificate")
     with pytest.raises(ConfigError, match=r"^kafka\.ca_file .*: contains no certificates in PEM"):
-        clients.connection(kafka(security_protocol="ssl", ca_file=str(there)), "test")
+        clients.connection(kafka(security_protocol="ssl", ca_file=str(ca_path)), "test")
     self_signed(tmp_path)
     found = clients.connection(kafka(security_protocol="ssl", ca_file=str(tmp_path / "cert.pem")), "test")
     clients.Producer(found)

@@ -52,8 +52,8 @@ def test_owner_names_are_opaque_without_the_store_key() -> None:
     assert key.tenant == "a-tenants-name"
     assert key.owner != others.keyring.newest(domain).owner
     stored = b"".join(name.encode() + keys.below.get(name) for name in records(keys))
-    for told in (b"a-tenants-name", domain, key.secret, keys.keyring.newest(None).secret):
-        for form in (told, told.hex().encode(), base64.b64encode(told)):
+    for needle in (b"a-tenants-name", domain, key.secret, keys.keyring.newest(None).secret):
+        for form in (needle, needle.hex().encode(), base64.b64encode(needle)):
             assert form not in stored
 
 

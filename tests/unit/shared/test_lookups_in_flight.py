@@ -111,13 +111,13 @@ def test_cache_makes_room_for_blocks_in_use() -> None:
 
     decode(0, 20)
     assert store.blocks.used_bytes == 20 * MIB
-    beside = [in_flight.room(MIB) for _ in range(NEIGHBOUR_BYTES_MAX // MIB)]
+    rooms = [in_flight.room(MIB) for _ in range(NEIGHBOUR_BYTES_MAX // MIB)]
     decode(20, 1)
     assert store.blocks.used_bytes == 20 * MIB
-    beside += [in_flight.room(MIB) for _ in range(5)]
+    rooms += [in_flight.room(MIB) for _ in range(5)]
     decode(21, 1)
     assert store.blocks.used_bytes == 15 * MIB
-    del beside
+    del rooms
     decode(22, 5)
     assert store.blocks.used_bytes == 20 * MIB
     held = [block for first in range(100, 200, 10) for block in decode(first, 10)]
@@ -144,13 +144,13 @@ def test_chunks_are_equal_before_and_after_the_write(world: World) -> None:
     sealed = finished.seal()
     assert world.read() == WANTED
     assert [sealed.size_bytes, sum(map(len, sealed.parts))] == [len(sealed.data)] * 2
-    known, said = finished.known, sealed.claims.directory
+    known, written_directory = finished.known, sealed.claims.directory
     for table in ("chunks", "segments", "prefixes"):
-        assert vars_of(getattr(known, table)) == vars_of(getattr(said, table)), table
+        assert vars_of(getattr(known, table)) == vars_of(getattr(written_directory, table)), table
     for column in ("raw", "kinds", "depths"):
-        assert np.array_equal(getattr(known.blocks, column), getattr(said.blocks, column))
+        assert np.array_equal(getattr(known.blocks, column), getattr(written_directory.blocks, column))
     world.store.put(CONTAINER, sealed.parts)
-    world.in_flight.durable(said)
+    world.in_flight.durable(written_directory)
     assert world.read() == WANTED
     assert world.objects.get(object_name(CONTAINER)) == sealed.data
 

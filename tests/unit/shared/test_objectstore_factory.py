@@ -128,7 +128,7 @@ def test_file_at_the_path_of_the_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "message"),
     [
         ({"url": "gs://bucket"}, 'url "gs://bucket": want s3://'),
         ({"url": "file://host/folder"}, 'url "file://host/folder": want'),
@@ -142,8 +142,8 @@ def test_file_at_the_path_of_the_folder_is_named(tmp_path: Path) -> None:
         ({"bucket": "b"}, "no such setting"),
     ],
 )
-def test_invalid_setting_is_refused_with_valid_examples(section: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^object_store.*{said}"):
+def test_invalid_setting_is_refused_with_valid_examples(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^object_store.*{message}"):
         opened(**section)
 
 

@@ -62,7 +62,7 @@ ASKED = {
 def located(index: PendingIndex, sketch: str = "finesse") -> list[tuple[int, int, int] | None]:
     locations, ranks, found = index.locate_bases(sketch, features(*map(list, ASKED)))
     rows = zip(locations.containers.tolist(), locations.ordinals.tolist(), ranks.tolist(), strict=True)
-    return [row if there else None for row, there in zip(rows, found.tolist(), strict=True)]
+    return [row if is_found else None for row, is_found in zip(rows, found.tolist(), strict=True)]
 
 
 def test_bases_are_found_by_rank_and_durable_first(index: PendingIndex) -> None:

@@ -104,9 +104,9 @@ def test_checker_refuses_stale_reads_and_lost_deletions() -> None:
     A put conditional on a deleted version does not undo the deletion.
     """
     assert not is_linearizable([put(0, 1, "a"), put(2, 3, "b"), Operation("get", 4, 5, "a")])
-    gone = Operation("delete", 2, 4)
-    assert not is_linearizable([put(0, 1, "a"), gone, put(3, 6, "b", "a"), Operation("get", 7, 8, "b")])
-    assert is_linearizable([put(0, 1, "a"), gone, put(3, 6, "b", "a"), Operation("get", 7, 8, None)])
+    erasure = Operation("delete", 2, 4)
+    assert not is_linearizable([put(0, 1, "a"), erasure, put(3, 6, "b", "a"), Operation("get", 7, 8, "b")])
+    assert is_linearizable([put(0, 1, "a"), erasure, put(3, 6, "b", "a"), Operation("get", 7, 8, None)])
 
 
 def test_checker_accepts_either_effect_of_a_lost_answer() -> None:

@@ -16,11 +16,11 @@ from nearkin_shared.observability.readiness import Readiness
 
 def test_check_that_hangs_runs_once_for_all_callers() -> None:
     """F.15: fifty callers share one check; later ones are answered at once."""
-    goes_on, runs = threading.Event(), []
+    may_end, runs = threading.Event(), []
 
     def hang() -> None:
         runs.append(threading.current_thread().name)
-        goes_on.wait(60)
+        may_end.wait(60)
 
     found = Readiness({"object store": hang, "kafka": lambda: None}, deadline_seconds=0.2)
     try:
@@ -31,7 +31,7 @@ def test_check_that_hangs_runs_once_for_all_callers() -> None:
         assert asyncio.run(found.missing_soon()) == {"object store": "no answer for 0 s"}
         assert (time.monotonic() - began < 0.15, len(runs)) == (True, 1)
     finally:
-        goes_on.set()
+        may_end.set()
         found.close()
 
 

@@ -64,9 +64,9 @@ def test_stats_and_explanation_round_trip(results: dict[str, Any]) -> None:
 
 
 def test_explanation_counts_sketches_by_readable_names(results: dict[str, Any]) -> None:
-    told = results_json.explain_json(results["explanation"], segments=True)
-    assert sum(told["sketches"].values()) == told["segment_count"]  # type: ignore[attr-defined]
-    assert set(told["sketches"]) == {segment["sketch"] for segment in told["segments"]}  # type: ignore[call-overload,attr-defined]
+    answer = results_json.explain_json(results["explanation"], segments=True)
+    assert sum(answer["sketches"].values()) == answer["segment_count"]  # type: ignore[attr-defined]
+    assert set(answer["sketches"]) == {segment["sketch"] for segment in answer["segments"]}  # type: ignore[call-overload,attr-defined]
 
 
 def test_fields_of_a_later_nearkin_are_ignored(results: dict[str, Any]) -> None:

@@ -134,10 +134,10 @@ def test_policy_of_the_longest_prefix_and_age_applies():
 
 
 def test_version_below_min_age_is_refused_with_its_time():
-    young = info(3, START, "db/legal/x")
-    check_age(POLICIES, "t", young, START.timestamp() + 1000)
+    recent = info(3, START, "db/legal/x")
+    check_age(POLICIES, "t", recent, START.timestamp() + 1000)
     with pytest.raises(RetentionActive, match=r"'db/legal/x' version 3: is kept until 2026-11-21T12:16:40Z"):
-        check_age(POLICIES, "t", young, START.timestamp() + 999)
+        check_age(POLICIES, "t", recent, START.timestamp() + 999)
     with pytest.raises(RetentionActive, match="is kept until after the year 9999"):
         check_age(POLICIES, "t", info(3, datetime.max.replace(tzinfo=UTC), "db/legal/x"), START.timestamp())
 

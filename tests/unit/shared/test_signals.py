@@ -196,5 +196,5 @@ def test_ctrl_c_in_an_import_of_a_put_ends_the_put_after_it(module, tmp_path):
     first = tmp_path / "first"
     first.write_bytes(text_like(100_000, 1))
     with process(IN_AN_IMPORT, tmp_path / "store", first, module) as writer:
-        said, complained = writer.communicate(timeout=60)
-    assert (said, complained) == ("interrupted True\n", "")
+        output, errors = writer.communicate(timeout=60)
+    assert (output, errors) == ("interrupted True\n", "")

@@ -48,7 +48,7 @@ class Table:
             locations, found = self.runs.locate(txn, keys)
         assert not locations.containers[~found].any()
         rows = zip(locations.containers.tolist(), locations.ordinals.tolist(), found.tolist(), strict=True)
-        return [(container, ordinal) if there else None for container, ordinal, there in rows]
+        return [(container, ordinal) if is_found else None for container, ordinal, is_found in rows]
 
     def walk(self) -> Iterator[tuple[bytes, tuple[int, int]]]:
         name = b""
@@ -105,10 +105,10 @@ def test_table_behaves_as_a_dict_that_keeps_the_first(tmp_path: Path, data: st.D
         rows = data.draw(st.lists(st.integers(0, len(pool) - 1), max_size=60))
         table.add(pool[rows], container)
         if data.draw(st.integers(0, 5)) == 0:
-            gone = data.draw(st.sets(st.integers(0, container)))
-            by_key = np.array([np.frombuffer(k, np.uint8) for k, v in table.held.items() if v[0] in gone], np.uint8)
-            table.drop(gone, by_key.reshape(-1, shape.key_bytes) if data.draw(st.booleans()) else None)
-            table.held = {key: place for key, place in table.held.items() if place[0] not in gone}
+            removed = data.draw(st.sets(st.integers(0, container)))
+            by_key = np.array([np.frombuffer(k, np.uint8) for k, v in table.held.items() if v[0] in removed], np.uint8)
+            table.drop(removed, by_key.reshape(-1, shape.key_bytes) if data.draw(st.booleans()) else None)
+            table.held = {key: place for key, place in table.held.items() if place[0] not in removed}
         assert table.found(pool) == [table.held.get(key.tobytes()) for key in pool]
         walked = list(table.walk())
         assert len(walked) == len(table.held)
@@ -136,13 +136,13 @@ def test_runs_that_fill_at_once_spill_in_sequence(table: Table, monkeypatch: pyt
     assert len(spilt) == 1
     assert sum(table.sizes()) == 5000
     assert max(table.sizes()) > 100
-    turns = 0
+    additions = 0
     while max(table.sizes()) > 8:
         spilt.clear()
-        table.add(keys_of(table.shape, 10_000 + turns, 1), 2)
+        table.add(keys_of(table.shape, 10_000 + additions, 1), 2)
         assert len(spilt) <= sorted_run_table.SPILLS_MAX
-        turns += 1
-    assert turns > 50
+        additions += 1
+    assert additions > 50
     keys = keys_of(table.shape, 0, 5000)
     assert table.found(keys) == [(1, ordinal) for ordinal in range(5000)]
 
@@ -153,10 +153,10 @@ def test_walk_during_spills_misses_no_entry(table: Table) -> None:
     for start in range(0, 500, 50):
         table.add(before[start : start + 50], 1)
     seen = set[bytes]()
-    for turn, (key, _) in enumerate(table.walk()):
+    for number, (key, _) in enumerate(table.walk()):
         seen.add(key)
-        if turn < 200:
-            table.add(keys_of(table.shape, 1000 + turn, 10), 2)
+        if number < 200:
+            table.add(keys_of(table.shape, 1000 + number, 10), 2)
     assert {key.tobytes() for key in before} <= seen
 
 
@@ -165,8 +165,8 @@ def test_keys_with_equal_heads_are_kept_apart(tmp_path: Path, monkeypatch: pytes
     table = Table(tmp_path / "t", KeyShape(20))
     keys = keys_of(table.shape, 0, 60)
     keys[:, :8] = 5
-    for turn in range(40):
-        table.add(keys[: turn + 20], turn)
+    for number in range(40):
+        table.add(keys[: number + 20], number)
     assert table.found(keys[:20]) == [(0, ordinal) for ordinal in range(20)]
     assert table.found(keys[58:]) == [(39, 58), None]
     assert max(name[0] for name in table.names()) == 20
@@ -213,8 +213,8 @@ def test_repeated_entry_is_dropped_with_hidden_ones(tmp_path: Path, monkeypatch:
             table.add(keys, container)
         table.drop({4}, keys[::2] if by_key else None)
         assert set(table.found(keys[::2])) == {None}
-        for turn in range(300):  # spills move removals down to the entries that they hide
-            table.add(keys_of(table.shape, 1000 + turn, 20), 5)
+        for number in range(300):  # spills move removals down to the entries that they hide
+            table.add(keys_of(table.shape, 1000 + number, 20), 5)
         assert set(table.found(keys[::2])) == {None}
         assert all(place[0] != 1 for _, place in table.walk())
         table.env.close()
@@ -243,7 +243,7 @@ DAMAGE = {
 @pytest.mark.parametrize("where", ["find", "add", "walk", "drop"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_run_is_reported_with_its_remedy(tmp_path: Path, where: str, damage: str) -> None:
-    key, value, met_by = DAMAGE[damage]
+    key, value, detected_by = DAMAGE[damage]
     table = Table(tmp_path / "t", KeyShape(20))
     with table.env.begin(write=True) as txn:
         txn.put(key, value, db=table.db)
@@ -254,7 +254,7 @@ def test_damaged_run_is_reported_with_its_remedy(tmp_path: Path, where: str, dam
         "walk": lambda: list(table.walk()),
         "drop": lambda: table.drop({1}),
     }[where]
-    if where in met_by.split():
+    if where in detected_by.split():
         with pytest.raises(IndexDamaged, match="rebuild-index"):
             act()
     else:
@@ -290,11 +290,11 @@ def test_location_of_another_key_is_detected(tmp_path: Path) -> None:
     rows[:, 12:] = np.roll(rows[:, 12:], 1, axis=0)
     with table.env.begin(write=True) as txn:
         txn.put(name, run[: -64 * 24] + rows.tobytes(), db=table.db)
-    told = 0
+    detected = 0
     for key in keys:
         try:
             table.found(key[None])
         except IndexDamaged:
-            told += 1
-    assert told >= 62
+            detected += 1
+    assert detected >= 62
     table.env.close()

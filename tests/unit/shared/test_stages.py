@@ -228,9 +228,9 @@ class Near(Scripted):
         if reads.gaps is None:
             return facts
         count = len(reads.gaps)
-        there = Locations(np.full(count, 77, np.uint64), np.zeros(count, np.uint32))
+        old_chunks = Locations(np.full(count, 77, np.uint64), np.zeros(count, np.uint32))
         bounds = np.arange(count + 1, dtype=np.uint32)
-        return replace(facts, neighbours=Neighbours(reads.gaps.fresh, bounds, there, Locations.empty(count)))
+        return replace(facts, neighbours=Neighbours(reads.gaps.fresh, bounds, old_chunks, Locations.empty(count)))
 
 
 def test_late_lookup_covers_unknown_chunks_without_base():
@@ -265,10 +265,10 @@ def test_late_base_lookup_equals_the_early_one(changes):
     base = text_like(CHUNK, 5)
     data = mutate(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x")
     facts = Scripted(base=(base, 0))
-    early, fresh, told = through_delta(data, facts, facts, changes)
+    early, fresh, sent = through_delta(data, facts, facts, changes)
     late = DeltaStage(settings(CHOSEN, changes), FINGERPRINTER.domain, 0, asks_bases="late")
     outcome = run_stage(late, run_stage(ResemblanceStage(CHOSEN, looks_up=False), fresh, facts), facts)
-    assert told.counts.delta.tolist() == outcome.counts.delta.tolist() == [True]
+    assert sent.counts.delta.tolist() == outcome.counts.delta.tolist() == [True]
     one, other = (stage.flush()[0].seal().claims.directory for stage in (early, late))
     assert one.rows[["depths", "encoded", "base_containers", "base_ordinals", "ranks"]].tolist() == (
         other.rows[["depths", "encoded", "base_containers", "base_ordinals", "ranks"]].tolist()

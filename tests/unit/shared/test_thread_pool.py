@@ -132,10 +132,10 @@ def test_task_that_no_thread_begins_is_not_kept() -> None:
 
     none = ThreadPoolExecutor(2)  # none of its own threads will take it
     task = Task()
-    gone = weakref.ref(task)
+    reference = weakref.ref(task)
     ThreadPool(none, 2).run_on_all(task)
     del task
-    assert gone() is None, "a batch's buffers, 96 MiB, must not be kept"
+    assert reference() is None, "a batch's buffers, 96 MiB, must not be kept"
     assert none._work_queue.qsize() == 1
 
 
@@ -190,10 +190,10 @@ def test_task_without_a_thread_runs_on_the_caller() -> None:
             return threading.get_ident()
 
     none, piece = Unstartable(2), Piece()
-    gone = weakref.ref(piece)
+    reference = weakref.ref(piece)
     assert ThreadPool(none, 2).begin(piece)() == threading.get_ident()
     del piece
-    assert gone() is None, "a block and its bases, 12 MiB, must not be kept"
+    assert reference() is None, "a block and its bases, 12 MiB, must not be kept"
     assert none._work_queue.qsize() == 1
 
 
@@ -251,10 +251,10 @@ def test_cores_are_those_that_the_process_may_use() -> None:
         os.sched_setaffinity(0, allowed)
 
 
-@pytest.mark.parametrize(("of", "hands"), [(1, 1), (2, 2), (64, THREADS_MAX)])
-def test_task_keeps_a_thread_a_core_while_it_runs(monkeypatch: pytest.MonkeyPatch, of: int, hands: int) -> None:
+@pytest.mark.parametrize(("of", "thread_count"), [(1, 1), (2, 2), (64, THREADS_MAX)])
+def test_task_keeps_a_thread_a_core_while_it_runs(monkeypatch: pytest.MonkeyPatch, of: int, thread_count: int) -> None:
     monkeypatch.setattr(thread_pool, "cores", lambda: of)
-    together, names = threading.Barrier(hands), set[str]()
+    together, names = threading.Barrier(thread_count), set[str]()
 
     def work() -> None:
         together.wait(WAIT_SECONDS)  # each call on its own thread
@@ -262,13 +262,15 @@ def test_task_keeps_a_thread_a_core_while_it_runs(monkeypatch: pytest.MonkeyPatc
 
     with all_cores("nearkin-test") as helpers:
         helpers.run_on_all(work)
-    assert len(names) == hands
-    assert sum(name.startswith("nearkin-test") for name in names) == hands - 1, "the caller must be one of them"
+    assert len(names) == thread_count
+    assert sum(name.startswith("nearkin-test") for name in names) == thread_count - 1, "the caller must be one of them"
     assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-test")]
 
 
-@pytest.mark.parametrize(("of", "hands"), [(1, 0), (2, 1), (3, 2), (64, 2)])
-def test_tasks_leave_the_caller_s_core_up_to_a_limit(monkeypatch: pytest.MonkeyPatch, of: int, hands: int) -> None:
+@pytest.mark.parametrize(("of", "thread_count"), [(1, 0), (2, 1), (3, 2), (64, 2)])
+def test_tasks_leave_the_caller_s_core_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch, of: int, thread_count: int
+) -> None:
     monkeypatch.setattr(thread_pool, "cores", lambda: of)
     gate, begun = threading.Event(), list[str]()
 
@@ -278,22 +280,22 @@ def test_tasks_leave_the_caller_s_core_up_to_a_limit(monkeypatch: pytest.MonkeyP
 
     helpers = ThreadPool()
     with helpers.on_other_cores("nearkin-test", 2):
-        assert helpers.is_serial == (not hands)
-        together, shared = threading.Barrier(hands + 1), list[str]()
+        assert helpers.is_serial == (not thread_count)
+        together, shared = threading.Barrier(thread_count + 1), list[str]()
 
         def part() -> None:
             together.wait(WAIT_SECONDS)
             shared.append(threading.current_thread().name)
 
         helpers.run_on_all(part)
-        assert len(set(shared)) == hands + 1, "the caller must be one of them"
-        if not hands:
+        assert len(set(shared)) == thread_count + 1, "the caller must be one of them"
+        if not thread_count:
             gate.set()
-        for _ in range(hands + 1):  # the last one waits, or runs on the caller
+        for _ in range(thread_count + 1):  # the last one waits, or runs on the caller
             helpers.begin(work)
-        until(lambda: len(begun) == max(hands, 1))
-        if hands:
+        until(lambda: len(begun) == max(thread_count, 1))
+        if thread_count:
             threading.Timer(0.2, gate.set).start()  # while the block ends: waiting tasks are released then
-    assert sorted(begun) == ([f"nearkin-test_{number}" for number in range(hands)] or ["MainThread"])
+    assert sorted(begun) == ([f"nearkin-test_{number}" for number in range(thread_count)] or ["MainThread"])
     assert helpers.is_serial
     assert not [one for one in threading.enumerate() if one.name.startswith("nearkin-test")]

@@ -30,10 +30,10 @@ class Raw(io.RawIOBase):
 
 
 def test_raw_file_may_accept_less_than_it_is_given() -> None:
-    file, told = Raw(3, 1), []
-    assert write_pieces(PIECES, file, told.append) == 17  # type: ignore[arg-type]
+    file, counts = Raw(3, 1), []
+    assert write_pieces(PIECES, file, counts.append) == 17  # type: ignore[arg-type]
     assert file.got == b"first piecesecond"
-    assert told == [11, 0, 6]
+    assert counts == [11, 0, 6]
 
 
 @pytest.mark.parametrize("taken", [None, 0])

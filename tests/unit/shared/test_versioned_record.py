@@ -48,10 +48,10 @@ def test_writer_reading_a_replaced_record_sees_the_new_one() -> None:
     objects = memory_objects()
     maintenance = PendingDeleteStore(objects)
     maintenance.replace({A: entry(5, 0)})
-    beside = Meanwhile(objects, lambda: maintenance.replace({A: entry(5, 0), B: entry(6, 3)}))
-    watch = PendingDeleteWatcher(PendingDeleteStore(beside), 3600.0)
+    changing = Meanwhile(objects, lambda: maintenance.replace({A: entry(5, 0), B: entry(6, 3)}))
+    watch = PendingDeleteWatcher(PendingDeleteStore(changing), 3600.0)
     assert sorted(watch.record()) == [A, B]
-    assert not beside.times
+    assert not changing.times
 
 
 def test_record_removed_without_replacement_is_none() -> None:
@@ -66,9 +66,9 @@ def test_records_replaced_repeatedly_are_a_transient_error() -> None:
     objects = memory_objects()
     maintenance = PendingDeleteStore(objects)
     maintenance.replace({A: entry(5, 0)})
-    beside = Meanwhile(objects, lambda: maintenance.replace({A: entry(5, 0)}), READ_TRIES_MAX)
+    changing = Meanwhile(objects, lambda: maintenance.replace({A: entry(5, 0)}), READ_TRIES_MAX)
     with pytest.raises(StoreUnavailable, match="try again"):
-        PendingDeleteStore(beside).read()
+        PendingDeleteStore(changing).read()
 
 
 def test_quarantine_read_during_replacement_is_complete() -> None:
@@ -106,5 +106,5 @@ def test_scrub_progress_is_read_during_replacement() -> None:
     objects = memory_objects()
     states = ScrubStates(objects)
     states.write(ScrubState(begun_us=1))
-    beside = ScrubStates(Meanwhile(objects, lambda: states.write(ScrubState(begun_us=2))))
-    assert beside.read().begun_us == 2
+    changing = ScrubStates(Meanwhile(objects, lambda: states.write(ScrubState(begun_us=2))))
+    assert changing.read().begun_us == 2

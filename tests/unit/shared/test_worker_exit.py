@@ -17,9 +17,9 @@ from nearkin_shared.kafka.worker import exit_code
 
 def test_setting_refused_by_a_stage_has_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     assert exit_code("delta", [ConfigError('gc.grace_seconds "2": too short')], alive=False) == 2
-    (told,) = caplog.records
-    assert told.getMessage() == 'delta: gc.grace_seconds "2": too short'
-    assert not told.exc_info
+    (line,) = caplog.records
+    assert line.getMessage() == 'delta: gc.grace_seconds "2": too short'
+    assert not line.exc_info
 
 
 @pytest.mark.parametrize(("alive", "code"), [(False, 0), (True, 1)])
@@ -53,9 +53,9 @@ def test_setting_refused_before_the_first_message_has_code(
 
     monkeypatch.setattr(worker, "_connect", refuse)
     assert worker.run_worker("chunker", [], Settings(), None, "w", None) == code
-    (told,) = caplog.records
-    assert told.getMessage() == f"chunker: {failure}"
-    assert not told.exc_info
+    (line,) = caplog.records
+    assert line.getMessage() == f"chunker: {failure}"
+    assert not line.exc_info
 
 
 @pytest.mark.usefixtures("_own_signals")

@@ -141,9 +141,9 @@ def test_failure_stops_all_items_and_reaches_each_caller() -> None:
     for number in range(5):
         with suppress(OSError):  # raised at once, or in the loop below
             worker.put(number)
-    for told in (worker.drain, worker.check, lambda: worker.put(5)):
+    for call in (worker.drain, worker.check, lambda: worker.put(5)):
         with pytest.raises(OSError, match="item 2"):
-            told()
+            call()
     assert done == [0, 1]
     worker.stop()
 
@@ -216,10 +216,10 @@ def test_interrupted_stop_is_completed_by_the_next(monkeypatch: pytest.MonkeyPat
 
     owner = Owner()
     worker = Worker("interrupted-stop", owner.carry_out, 1)
-    wait, gone = Worker._wait, weakref.ref(owner)
+    wait, reference = Worker._wait, weakref.ref(owner)
 
-    def interrupted(this: Worker[int], told: object) -> None:
-        wait(this, told)  # type: ignore[arg-type]
+    def interrupted(this: Worker[int], call: object) -> None:
+        wait(this, call)  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Worker, "_wait", interrupted)
@@ -228,7 +228,7 @@ def test_interrupted_stop_is_completed_by_the_next(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     del owner
     worker.stop()
-    assert gone() is None, "its buffers would stay until garbage is collected"
+    assert reference() is None, "its buffers would stay until garbage is collected"
     assert worker not in QUEUED._owners["interrupted-stop"]
 
 
@@ -334,9 +334,9 @@ def test_inline_failure_stops_all_and_reaches_each_caller() -> None:
     done: list[int] = []
     direct = InlineWorker(failing(1, done))
     direct.put(0)
-    for told in (lambda: direct.put(1), lambda: direct.put(2), direct.drain):
+    for call in (lambda: direct.put(1), lambda: direct.put(2), direct.drain):
         with pytest.raises(OSError, match="item 1"):
-            told()
+            call()
     direct.stop()
     direct.cancel()
     assert done == [0]
