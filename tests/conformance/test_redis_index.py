@@ -11,7 +11,7 @@ import redis
 
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.index.redis import RedisIndex, catalog_encoding
-from nearkin_shared.types import ContainerId
+from nearkin_shared.types import U32, ContainerId
 from tests.support.conformance import IndexContract
 from tests.support.conformance.collection import CollectionContract
 from tests.support.conformance.index_contract import claims
@@ -69,7 +69,9 @@ def test_withdraw_100000_entries_keeps_concurrent_writes(url: str) -> None:
     ]
     for one in filled[:5]:
         index.publish(one)
-    unwanted = {one.directory.container: np.arange(0, 4000, 2, dtype=np.uint32) for one in filled[:3]}
+    unwanted: dict[int, U32 | None] = {
+        one.directory.container: np.arange(0, 4000, 2, dtype=np.uint32) for one in filled[:3]
+    }
     other = threading.Thread(target=lambda: [index.publish(one) for one in filled[5:]])
     other.start()
     index.withdraw(unwanted, {}, ())

@@ -76,7 +76,7 @@ class TestVersitygw(ObjectStoreContract):
 
 
 class TestMoto(ObjectStoreContract):
-    test_concurrent_writers_have_one_winner = None
+    test_concurrent_writers_have_one_winner = None  # type: ignore[assignment]
     """It looks and stores in two steps: on a busy machine two of eight win now and then. No store to commit to."""
 
     @pytest.fixture

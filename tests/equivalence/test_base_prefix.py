@@ -34,7 +34,7 @@ def bases_of(kind: Any, chunks: list[list[tuple[int, int, int, int]]]) -> Any:
 
 
 def filled(kind: Any, batches: list[list[list[tuple[int, int, int, int]]]], bounds: tuple[int, int]) -> list[Any]:
-    prefix, seen = kind(*bounds), []
+    prefix, seen = kind(*bounds), list[Any]()
     for chunks in batches:
         taken = prefix.add(np.arange(len(chunks)), bases_of(kind, chunks))
         bases = [column.tolist() for column in prefix.bases()]

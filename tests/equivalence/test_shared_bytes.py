@@ -79,7 +79,8 @@ def sides(draw: st.DrawFn) -> tuple[list[bytes], list[bytes], tuple[np.ndarray, 
 @given(sides(), st.integers(1, 4))
 def test_compiled_count_equals_definition(given_sides: Any, buffers: int) -> None:
     """The bases may be anywhere in any buffer."""
-    assert shared(compiled, *given_sides, buffers=buffers) == shared(reference, *given_sides)
+    targets, bases, groups = given_sides
+    assert shared(compiled, targets, bases, groups, buffers) == shared(reference, targets, bases, groups)
 
 
 @settings(max_examples=60, deadline=None)
@@ -127,6 +128,7 @@ def test_no_chunks_share_nothing(kernel: Any) -> None:
 @KERNELS
 def test_wrong_arrays_are_refused_by_name(kernel: Any) -> None:
     payload, offsets, lengths = side([b"x" * 100])
+    wrong: Any
     sides = {
         "target": (payload, offsets, lengths, bounds(1)),
         "base": ([b"y", payload], np.array([1], np.int32), offsets, lengths, bounds(1)),

@@ -77,7 +77,7 @@ def test_rows_are_copied_from_their_own_tables(data: st.DataObject) -> None:
     tables = [None if size is None else table(size, seed) for seed, size in enumerate(sizes)]
     pairs = data.draw(st.lists(st.tuples(st.integers(0, len(sizes) - 1), st.integers(0, 22)), max_size=40))
     which, ordinals = np.array([a for a, _ in pairs], np.int32), np.array([b for _, b in pairs], np.uint32)
-    beyond = [i for i, (a, b) in enumerate(pairs) if sizes[a] is not None and b >= sizes[a]]
+    beyond = [i for i, (a, b) in enumerate(pairs) if (size := sizes[a]) is not None and b >= size]
     wanted = beyond[0] if beyond else len(pairs)
     for kernel in BOTH:
         out = table(len(pairs), 99)

@@ -22,8 +22,8 @@ from nearkin_shared.errors import BadInput, Corrupt
 from nearkin_shared.kernels.native import _zstd_frames
 from nearkin_shared.kernels.reference import zstd_frames_reference
 
-OPTIONS = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
-FAST = {**OPTIONS, CompressionParameter.compression_level: 1, CompressionParameter.hash_log: 18}
+OPTIONS: dict[int, int] = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
+FAST: dict[int, int] = {**OPTIONS, CompressionParameter.compression_level: 1, CompressionParameter.hash_log: 18}
 BOTH = [_zstd_frames, zstd_frames_reference]
 
 
@@ -202,7 +202,7 @@ def test_many_frames_are_decoded_as_one_by_one(data: st.DataObject) -> None:
             lengths.append(length)
         raws.append(mutate(prefix[-30_000:] + text_like(3000, seed + 9), seed))
         frames.append(
-            _zstd_frames.FrameEncoder(OPTIONS).unchecked(raws[-1], prefix if len(prefix) >= 8 else None, FAST)
+            bytes(_zstd_frames.FrameEncoder(OPTIONS).unchecked(raws[-1], prefix if len(prefix) >= 8 else None, FAST))
         )
         if len(prefix) < 8:  # zstd ignores a prefix that short
             counts[-1] = 0
@@ -392,7 +392,7 @@ def test_arguments_that_are_not_bytes_are_refused(kernel: Any) -> None:
 
 def test_threads_decode_concurrently() -> None:
     raws = [text_like(300_000, seed) for seed in range(6)]
-    frames = [_zstd_frames.FrameEncoder(OPTIONS).encode(raw) for raw in raws]
+    frames = [bytes(_zstd_frames.FrameEncoder(OPTIONS).encode(raw)) for raw in raws]
     wrong: list[int] = []
 
     def check(number: int) -> None:

@@ -145,7 +145,9 @@ def test_pods_are_ready_store_blobs_and_reload_settings(
         (container,) = spec["containers"]
         state_of = lambda name=name: f"{name}: {log_end(node.log(name))}"  # noqa: E731
         listens = lambda name=name: LISTENS.search(node.log(name).read_text())  # noqa: E731
-        ports[name] = {"monitor": int(until(listens, state_of)[1]), "http": port}
+        found = until(listens, state_of)
+        assert found is not None
+        ports[name] = {"monitor": int(found[1]), "http": port}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             asked = container[probe]["httpGet"]
             url = f"http://127.0.0.1:{ports[name][asked['port']]}{asked['path']}"

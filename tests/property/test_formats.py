@@ -11,9 +11,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nearkin_shared.errors import Corrupt, FormatTooNew
 from nearkin_shared.formats import columns, location_runs
 from nearkin_shared.formats.block import EncodedBlock, decode_block, encode_block
-from nearkin_shared.formats.container import Corrupt, FormatTooNew, encode_container
+from nearkin_shared.formats.container import encode_container
 from nearkin_shared.formats.container_layout import ROWS_MAX
 from nearkin_shared.formats.directory import ChunkTable, SegmentTable, positions_in_blocks
 from nearkin_shared.formats.manifest import Manifest, decode_manifest, encode_manifest

@@ -14,6 +14,8 @@ import tempfile
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_maintenance import ReferenceCounts
 from nearkin_maintenance.gc.gc_run import require_marking
+from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.storage import EXPIRY, GC_MODES, HYBRID, MARK_SWEEP, REFCOUNT
 from nearkin_shared.errors import ConfigError, Corrupt, StoreUnavailable
@@ -57,21 +60,15 @@ def left(root: Path) -> Counter[bytes]:
 
 def marked(store: Store) -> bool:
     """Run GC; return whether it read manifests to mark."""
-    from nearkin_maintenance.gc import gc_run
-
     looked = []
-    real = gc_run.LiveSet
 
-    class Looking(real):
-        def __init__(self, *args: object) -> None:
+    class Looking(LiveSet):
+        def __init__(self, *args: Any) -> None:
             looked.append(True)
             super().__init__(*args)
 
-    gc_run.LiveSet = Looking
-    try:
+    with mock.patch("nearkin_maintenance.gc.gc_run.LiveSet", Looking):
         store.gc()
-    finally:
-        gc_run.LiveSet = real
     return bool(looked)
 
 
@@ -93,7 +90,7 @@ STEPS = st.lists(
 @example([("put", "a", 1), ("gc", "", 1), ("change", "a", 2), ("delete", "a", 1), ("gc", "", 2), ("gc", "", 2)])
 @example([("put", "a", 1), ("put", "a", 2), ("gc", "", 0), ("put", "a", 1), ("delete", "a", 2), ("gc", "", 2)])
 @example([("put", "a", 1), ("put", "b", 1), ("gc", "", 1), ("delete", "a", 1), ("gc", "", 2), ("delete", "b", 1)])
-def test_each_gc_mode_leaves_what_marking_leaves(steps) -> None:
+def test_each_gc_mode_leaves_what_marking_leaves(steps: list[tuple[Any, ...]]) -> None:
     """After any history."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -171,7 +168,7 @@ def manifest_of(key: str, version: int, held: frozenset[int]) -> Manifest:
     ],
     HYBRID,
 )
-def test_reference_counts_match_live_versions(rounds, mode) -> None:
+def test_reference_counts_match_live_versions(rounds: list[dict[tuple[str, int], frozenset[int]]], mode: str) -> None:
     """After any sequence of puts and deletions."""
     references: dict[tuple[str, int], frozenset[int]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
@@ -18,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as runs
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from nearkin import open_store
+from nearkin import Store, open_store
 from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.reduction import BASE_POLICIES, CHUNKERS, FEATURES
@@ -52,15 +53,16 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         self.gc_runs = 0
         self.calls = self.others = 0
         self.changes: dict[str, dict[str, object]] = {"gc": {"compact_below": 0.8, "trust_clock": True}}
-        self.store = None
-        self.open()
+        self.store = self._open()
 
-    def open(self) -> None:
-        if self.store is not None:
-            self.store.close()
-        self.store = open_store(
+    def _open(self) -> Store:
+        return open_store(
             self.folder / "s", settings=settings(SMALL, self.changes), clock=lambda: self.now, create=True, force=True
         )
+
+    def open(self) -> None:
+        self.store.close()
+        self.store = self._open()
 
     def teardown(self) -> None:
         assert self.store.verify().damage == ()
@@ -84,26 +86,26 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
     # --- contents: generated, edited, joined
 
     @initialize(target=contents)
-    def first(self):
+    def first(self) -> bytes:
         return text_like(300_000, 1)
 
     @rule(target=contents, maker=st.sampled_from(MAKERS), size=SIZES, seed=st.integers(0, 5))
-    def fresh(self, maker, size, seed):
+    def fresh(self, maker: Callable[[int, int], bytes], size: int, seed: int) -> bytes:
         return maker(size, seed)
 
     @rule(target=contents, content=contents, seed=st.integers(0, 50), edits=st.sampled_from([1, 8, 80]))
-    def changed(self, content, seed, edits):
+    def changed(self, content: bytes, seed: int, edits: int) -> bytes:
         return mutate(content, seed, edits)
 
     @rule(target=contents, one=contents, other=contents, cut=st.integers(0, 300_000))
-    def joined(self, one, other, cut):
+    def joined(self, one: bytes, other: bytes, cut: int) -> bytes | MultipleResults[bytes]:
         joined = one[:cut] + other + one[cut:]
         return joined if len(joined) < 3_000_000 else multiple()
 
     # --- operations of callers
 
     @rule(key=st.sampled_from(KEYS), content=contents, as_file=st.booleans())
-    def put(self, key, content, as_file):
+    def put(self, key: str, content: bytes, as_file: bool) -> None:
         result = self.store.put(key, BytesIO(content) if as_file else content)
         versions = self.model.setdefault(key, [])
         versions.append(content)
@@ -113,7 +115,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         assert ledger.unique_bytes <= ledger.logical_bytes == len(content)
 
     @rule(items=st.lists(st.tuples(st.sampled_from(KEYS), contents), max_size=4))
-    def put_many(self, items):
+    def put_many(self, items: list[tuple[str, bytes]]) -> None:
         results = list(self.store.put_many(items))
         for (key, content), result in zip(items, results, strict=True):
             versions = self.model.setdefault(key, [])
@@ -121,7 +123,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
             assert (result.info.key, result.info.version) == (key, len(versions))
 
     @rule(key=st.sampled_from(KEYS), content=contents)
-    def refused(self, key, content):
+    def refused(self, key: str, content: bytes) -> None:
         try:
             self.store.put(key, content, sha256=bytes(32))
         except BadInput:
@@ -134,7 +136,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         start=st.integers(0, 1 << 22),
         length=st.integers(0, 1 << 21),
     )
-    def read(self, key, which, start, length):
+    def read(self, key: str, which: int, start: int, length: int) -> None:
         versions = self.live(key)
         if not versions:
             with pytest.raises(NotFound):
@@ -146,7 +148,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         assert self.store.get(key).read() == versions[-1][2]
 
     @rule(key=st.sampled_from(KEYS), which=st.one_of(st.none(), st.integers(1, 8)))
-    def delete(self, key, which):
+    def delete(self, key: str, which: int | None) -> None:
         wanted = [(name, number) for name, number, _ in self.live(key) if which in (None, number)]
         if not wanted:
             with pytest.raises(NotFound):
@@ -162,7 +164,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
                 self.store.get(name, number)
 
     @rule(key=st.sampled_from(KEYS), keep=st.integers(1, 3), dry_run=st.booleans())
-    def forget(self, key, keep, dry_run):
+    def forget(self, key: str, keep: int, dry_run: bool) -> None:
         found = [info for info in self.store.versions(key, all_versions=True) if info.key == key]
         if any(info.created.timestamp() > self.now + CLOCK_SKEW_SECONDS_MAX for info in found):
             with pytest.raises(ClockSkew):  # the clock jumped back, so `forget` deletes nothing
@@ -179,7 +181,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
             self.now += 1
 
     @rule(key=st.sampled_from(KEYS), which=st.one_of(st.none(), st.integers(1, 8)))
-    def undelete(self, key, which):
+    def undelete(self, key: str, which: int | None) -> None:
         hidden = {entry: call for entry, call in self.deleted.items() if entry[0] == key and which in (None, entry[1])}
         if not hidden:
             with pytest.raises(NotFound):
@@ -196,7 +198,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
             del self.deleted[entry]
 
     @rule(content=contents, delete=st.booleans())
-    def another_tenant(self, content, delete):
+    def another_tenant(self, content: bytes, delete: bool) -> None:
         self.store.close()
         other = with_changes(settings(SMALL, self.changes), {"tenant": "other"})
         with open_store(self.folder / "s", settings=other, clock=lambda: self.now, create=True, force=True) as store:
@@ -208,7 +210,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         self.open()
 
     @rule(key=st.sampled_from(KEYS), content=contents)
-    def another_writer(self, key, content):
+    def another_writer(self, key: str, content: bytes) -> None:
         """A writer is refused while another writes, and then sees all that it wrote."""
         self.put(key, content, as_file=False)
         with open_store(
@@ -229,7 +231,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
     # --- operations of operators, and faults
 
     @rule(which=st.integers(0, 50), at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-    def a_bit_flips(self, which, at, bit):
+    def a_bit_flips(self, which: int, at: float, bit: int) -> None:
         """`verify` names the damage, and no wrong byte is returned.
 
         With the container restored all versions read.
@@ -263,7 +265,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         policy=st.sampled_from(BASE_POLICIES),
         share=st.sampled_from([0.0, 0.5, 0.95]),
     )
-    def toggle(self, algorithm, chunker, depth, codec, policy, share):
+    def toggle(self, algorithm: str, chunker: str, depth: int, codec: str, policy: str, share: float) -> None:
         self.changes = {
             "gc": {"compact_below": share, "grace_seconds": 86_400, "trust_clock": True},
             "features": {"algorithm": algorithm},
@@ -274,17 +276,17 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         self.open()
 
     @rule()
-    def reopen(self):
+    def reopen(self) -> None:
         self.open()
 
     @rule()
-    def lose_the_index(self):
+    def lose_the_index(self) -> None:
         self.store.close()
         shutil.rmtree(self.folder / "s" / "index", ignore_errors=True)
         self.open()
 
     @rule()
-    def rebuild(self):
+    def rebuild(self) -> None:
         self.store.versions()
         live = self.store._index.writable().entries()
         assert self.store.rebuild_index().skipped == ()
@@ -296,7 +298,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         assert rebuilt == live
 
     @rule(days=st.sampled_from([0, 1, 2, 8, 3650]))
-    def collect(self, days):
+    def collect(self, days: int) -> None:
         self.now += days * 86_400
         ended = {entry for entry, call in self.deleted.items() if self.now > self.until[call]}
         foreseen, before = self.store.gc(dry_run=True), stored_bytes(self.folder / "s")
@@ -309,42 +311,41 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         self.gc_runs += 1
 
     @rule(years=st.sampled_from([-10, 10]))
-    def clock_jumps(self, years):
+    def clock_jumps(self, years: int) -> None:
         self.now += years * 31_557_600
 
     @rule()
-    def verify(self):
+    def verify(self) -> None:
         report = self.store.verify()
         assert report.damage == ()
         if not self.others:  # some of these may have been deleted
             assert report.versions == sum(map(len, self.model.values())) - len(self.erased)
 
     @invariant()
-    def listing_equals_the_model(self):
-        if self.store is not None:
-            listed = [(info.key, info.version, info.size_bytes) for info in self.store.versions(all_versions=True)]
-            assert listed == [(key, number, len(content)) for key, number, content in self.live()]
-            assert [(entry.key, entry.version) for entry in self.store.list_deleted()] == sorted(
-                self.deleted, key=lambda entry: (entry[0].encode(), entry[1])
-            )
-            newest = {key: number for key, number, _ in self.live()}
-            assert {info.key: info.version for info in self.store.versions()} == newest
-            stats = self.store.stats()
-            if not self.others:
-                every = [
-                    len(content)
-                    for key, versions in self.model.items()
-                    for number, content in enumerate(versions, 1)
-                    if (key, number) not in self.erased
-                ]
-                assert stats.ledger.logical_bytes == sum(every)
-                assert (stats.versions, stats.keys) == (len(listed), len(newest))
-                assert stats.deleted_versions == len(self.deleted)
-                assert stats.deleted_bytes == sum(len(self.model[key][n - 1]) for key, n in self.deleted)
-                assert stats.ledger.stored_bytes == stored_bytes(self.folder / "s")
-            assert sum(stats.parts.values()) == stats.ledger.stored_bytes
-            assert min(stats.parts.values()) >= 0
-            assert max(stats.depths, default=0) <= 4
+    def listing_equals_the_model(self) -> None:
+        listed = [(info.key, info.version, info.size_bytes) for info in self.store.versions(all_versions=True)]
+        assert listed == [(key, number, len(content)) for key, number, content in self.live()]
+        assert [(entry.key, entry.version) for entry in self.store.list_deleted()] == sorted(
+            self.deleted, key=lambda entry: (entry[0].encode(), entry[1])
+        )
+        newest = {key: number for key, number, _ in self.live()}
+        assert {info.key: info.version for info in self.store.versions()} == newest
+        stats = self.store.stats()
+        if not self.others:
+            every = [
+                len(content)
+                for key, versions in self.model.items()
+                for number, content in enumerate(versions, 1)
+                if (key, number) not in self.erased
+            ]
+            assert stats.ledger.logical_bytes == sum(every)
+            assert (stats.versions, stats.keys) == (len(listed), len(newest))
+            assert stats.deleted_versions == len(self.deleted)
+            assert stats.deleted_bytes == sum(len(self.model[key][n - 1]) for key, n in self.deleted)
+            assert stats.ledger.stored_bytes == stored_bytes(self.folder / "s")
+        assert sum(stats.parts.values()) == stats.ledger.stored_bytes
+        assert min(stats.parts.values()) >= 0
+        assert max(stats.depths, default=0) <= 4
 
 
 TestStoreBesideADictionary = StoreAgainstDictionary.TestCase

@@ -30,6 +30,7 @@ def test_compose_workers_read_their_settings(monkeypatch: pytest.MonkeyPatch) ->
     assert (settings.object_store.url, settings.object_store.allow_http) == ("s3://nearkin", True)
     assert settings.object_store.secret_access_key == SERVICES["s3"]["environment"]["ROOT_SECRET_ACCESS_KEY"]
     assert settings.object_store.access_key_id == SERVICES["s3"]["environment"]["ROOT_ACCESS_KEY_ID"]
+    assert settings.object_store.secret_access_key is not None
     assert settings.object_store.secret_access_key not in str(origins)
     asked = SERVICES["delta"]["healthcheck"]["test"][-1]
     assert f"http://{settings.monitor.host}:{settings.monitor.port}/readyz" in asked

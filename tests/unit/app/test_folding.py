@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from nearkin.embedded.runner import _shares
 from nearkin.lab.generated_data import random_bytes, text_like
 from nearkin_delta import ChunkCounts, DeltaStage
 from nearkin_delta.container_builder import ContainerBuilder
+from nearkin_shared.results import Ledger
 
 
 def edited(data: bytes, seed: int) -> bytes:
@@ -23,7 +25,7 @@ def edited(data: bytes, seed: int) -> bytes:
     return bytes(out)
 
 
-def stored(root: Path, versions: list[bytes]) -> list[nearkin.Ledger]:
+def stored(root: Path, versions: list[bytes]) -> list[Ledger]:
     with nearkin.open_store(root, create=True) as store:
         ledgers = [store.put("k", data).ledger for data in versions]
         for number, data in enumerate(versions, 1):
@@ -32,7 +34,9 @@ def stored(root: Path, versions: list[bytes]) -> list[nearkin.Ledger]:
 
 
 @pytest.mark.parametrize("make", [text_like, random_bytes])
-def test_known_segments_have_results_of_the_general_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make) -> None:
+def test_known_segments_have_results_of_the_general_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[int, int], bytes]
+) -> None:
     first = make(10_000_000, 3)
     half = first[:9_000_000] + edited(first[9_000_000:], 5)  # a batch of known segments, then fresh chunks
     versions = [first, first, half, half + bytes(2_000_000), first[2_000_000:] + first]
@@ -60,7 +64,7 @@ def test_shares_of_one_blob_equal_the_general_path() -> None:
         return ChunkCounts(blobs.astype(np.uint32), lengths, flags[0], flags[1], flags[2] & ~flags[0], lengths // 3)
 
     one = counts(np.full(count, 7))
-    two = ChunkCounts(np.append(one.blobs[:-1], 8), *(getattr(one, name) for name in ChunkCounts.__slots__[1:]))
+    two = ChunkCounts(np.append(one.blobs[:-1], 8), *(getattr(one, name) for name in ChunkCounts.__slots__[1:]))  # type: ignore[attr-defined]
     ((number, share),) = _shares(one)
     split = _shares(two)
     assert number == 7

@@ -26,6 +26,7 @@ from nearkin.lab.tools import nearkin_tool, peer_tools, rust_fastcdc
 from nearkin.lab.tools.base_tool import MissingPeer
 from nearkin.lab.tools.solid_zstd import ZstdLong
 from nearkin_shared.errors import BadInput, ConfigError, RetryableError
+from nearkin_shared.kernels import chunking
 from tests.support.checks.waiting import until
 
 # ------------------------------------------------------------------ figures
@@ -71,13 +72,13 @@ def test_failed_command_is_reported_with_its_last_line(tmp_path: Path) -> None:
     assert len(str(found.value)) < 2 * OUTPUT_BYTES_MAX
 
 
-def test_command_over_its_time_limit_is_killed(tmp_path: Path, monkeypatch) -> None:
+def test_command_over_its_time_limit_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nearkin.lab.measure.COMMAND_SECONDS_MAX", 0.2)
     with pytest.raises(CommandFailed, match="exit -9"):
         run(["sleep", "60"], os.environ, sync=tmp_path)
 
 
-def test_hung_command_is_killed_with_its_children(tmp_path: Path, monkeypatch) -> None:
+def test_hung_command_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = tmp_path / "pid"
     pid.touch()
     for seconds in (1.0, 5.0, 25.0):  # the shell has started by then, if the machine is not busy
@@ -102,7 +103,7 @@ def test_missing_command_or_binary_output_is_no_error(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ peers
 
 
-def test_version_without_text_is_empty(monkeypatch, tmp_path: Path) -> None:
+def test_version_without_text_is_empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kopia = tmp_path / "kopia"
     kopia.write_text("#!/bin/sh\necho '0.21.1 build: -(unknown_revision) from:'\n")
     kopia.chmod(0o755)
@@ -140,7 +141,7 @@ def test_row_of_settings_file_lists_its_settings(tmp_path: Path) -> None:
         nearkin_tool.as_set(nearkin_tool.Nearkin, file)
 
 
-def test_peer_works_in_an_absolute_folder(tmp_path: Path, monkeypatch) -> None:
+def test_peer_works_in_an_absolute_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stops(nearkin_tool.Nearkin):
         def create(self) -> None:
             assert self.folder.parent == tmp_path / "work"
@@ -173,7 +174,7 @@ def test_peers_have_install_hints_and_unique_names() -> None:
 # ------------------------------------------------------------------ corpora
 
 
-def test_known_name_is_a_corpus_not_a_folder(tmp_path: Path, monkeypatch) -> None:
+def test_known_name_is_a_corpus_not_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mutated").mkdir()
     (tmp_path / "own,name").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -194,14 +195,14 @@ def test_folder_files_are_versions_in_order_of_name(tmp_path: Path) -> None:
     assert len(corpus.paths) == 2
 
 
-def test_corpus_is_generated_in_another_process(tmp_path: Path, monkeypatch) -> None:
+def test_corpus_is_generated_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path))
     (corpus,) = corpora.find_corpora(["mutated"], 1)
     assert (corpus.name, [path.name for path in corpus.paths]) == ("mutated", ["0000.bin"])
     assert corpus.paths[0].is_relative_to(tmp_path)
 
 
-def test_failed_corpus_reports_reason_and_alternatives(tmp_path: Path, monkeypatch) -> None:
+def test_failed_corpus_reports_reason_and_alternatives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "file"))
     with pytest.raises(RetryableError, match=r"mutated: .*vm-synthetic and mutated"):
@@ -221,7 +222,7 @@ def test_mutated_versions_are_reproducible(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in first] == contents
 
 
-def test_debian_image_without_root_names_alternatives(tmp_path: Path, monkeypatch) -> None:
+def test_debian_image_without_root_names_alternatives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(MissingTool, match=r"only root.*vm-synthetic"):
         disk_images.debian_images(1, tmp_path)
@@ -254,7 +255,7 @@ def test_sample_of_pairs_is_even_and_unique() -> None:
 # ------------------------------------------------------------------ kernels
 
 
-def test_kernel_row_measures_one_function(tmp_path: Path, monkeypatch) -> None:
+def test_kernel_row_measures_one_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cases, "KERNELS", dict(kernel_cases.KERNELS))
     (tmp_path / "version").write_bytes(bytes(100_000))
 
@@ -283,7 +284,7 @@ def test_rust_crate_cuts_equal_bytes_by_its_own_clock(tmp_path: Path) -> None:
     assert 1e-5 < prepared.once() < 10
 
 
-def test_rust_crate_without_cargo_is_left_out(monkeypatch) -> None:
+def test_rust_crate_without_cargo_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MissingPeer, match="cargo is not installed"):
         rust_fastcdc.built()
@@ -294,9 +295,9 @@ def test_dedup_of_chunker_is_corpus_by_unique_chunks(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).write_bytes(data)
     material = kernel_cases.Material(Corpus("same", sorted(tmp_path.iterdir())))
-    ratio, mean_bytes = material.dedup(kernel_cases.chunking.fastcdc_cut)
+    ratio, mean_bytes = material.dedup(chunking.fastcdc_cut)
     assert ratio == pytest.approx(3)
-    assert mean_bytes == material.mean_chunk_bytes(kernel_cases.chunking.fastcdc_cut)
+    assert mean_bytes == material.mean_chunk_bytes(chunking.fastcdc_cut)
     assert 2048 <= mean_bytes <= 65536
 
 
@@ -304,7 +305,7 @@ def test_leastcdc_is_compared_at_the_mean_chunk_of_fastcdc(tmp_path: Path) -> No
     (tmp_path / "version").write_bytes(np.random.default_rng(3).bytes(4_000_000))
     material = kernel_cases.Material(Corpus("random", [tmp_path / "version"]))
     prepared = kernel_cases.KERNELS["leastcdc, fastcdc's mean"].prepare(material)
-    wanted_bytes = material.mean_chunk_bytes(kernel_cases.chunking.fastcdc_cut)
+    wanted_bytes = material.mean_chunk_bytes(chunking.fastcdc_cut)
     assert prepared.mean_chunk_bytes == pytest.approx(wanted_bytes, rel=0.02)
     assert prepared.version.startswith("target ")
 
@@ -333,7 +334,7 @@ def test_skipped_tool_is_reported_once() -> None:
     assert [one["tool"] for one in shown] == ["kopia", "borg"]
 
 
-def test_chart_labels_stay_in_their_panel_and_apart(tmp_path: Path, monkeypatch) -> None:
+def test_chart_labels_stay_in_their_panel_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tools have one reduction and speed.
 
     One tool far below moves the others to the upper edge.

@@ -135,7 +135,7 @@ def test_blob_with_crashes_is_cut_as_one_piece(data: st.DataObject) -> None:
         blobs[bytes([number]) * 16] = RANDOM[start : start + size]
     queues = []
     for blob, content in blobs.items():
-        sizes = []
+        sizes = list[int]()
         while sum(sizes) < len(content):
             sizes.append(data.draw(st.sampled_from([1, 1000, 65_536, 300_000, 921_600])))
         queues.append(frames(blob, content, sizes))
@@ -318,7 +318,7 @@ def test_record_of_another_tenant_is_a_dead_letter() -> None:
     data = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
     messages = frames(b"a" * 16, data, [100_000] * 3)
     foreign = [decode(messages[number], "test") for number in (1, 3)]
-    aside = [encode(replace(one, envelope=replace(one.envelope, tenant="other"))) for one in foreign]  # type: ignore[type-var]
+    aside = [encode(replace(one, envelope=replace(one.envelope, tenant="other"))) for one in foreign]
     outbox = Kept()
     worker = handler(outbox)
     worker.on_assigned(0, "")

@@ -176,6 +176,7 @@ def test_deltas_smaller_than_a_patch_are_kept(monkeypatch: pytest.MonkeyPatch) -
     closed = ENCODER._as_deltas(block, block.bytes_so_far, wide)
     assert (closed.block.kind, closed.block.depth, len(closed.prefix)) == (container_layout.XDELTA3, 2, 0)
     sizes = closed.encoded
+    assert sizes is not None
     found = xdelta3.decode_many(
         read(closed, b""),
         (np.cumsum(sizes, dtype=np.uint64) - sizes).astype(np.uint64),

@@ -29,7 +29,7 @@ class CountingEncoder(FrameEncoder):
 
     frames = 0
 
-    def encode(self, raw: Any, prefix: Any = None, options: Any = None) -> bytes:
+    def encode(self, raw: Any, prefix: Any = None, options: Any = None) -> bytes | memoryview:
         self.frames += 1
         return super().encode(raw, prefix, options)
 
@@ -131,7 +131,7 @@ def test_level_3_writes_incompressible_blocks_at_level_2() -> None:
     easy = as_array(b"".join(mutate(text_like(4096, 6), number, edits=3) for number in range(300)))
 
     def at(level: int, raw: U8) -> bytes:
-        window = {CompressionParameter.window_log: (len(raw) - 1).bit_length()}
+        window: dict[int, int] = {CompressionParameter.window_log: (len(raw) - 1).bit_length()}
         return bytes(encoder.encode(raw, None, {**OPTIONS, **window, CompressionParameter.compression_level: level}))
 
     assert at(2, hard) != at(3, hard)
@@ -158,7 +158,7 @@ def test_block_is_judged_by_all_its_quarters() -> None:
     for quarter in range(module.SAMPLES):
         raw = np.zeros(size_bytes, np.uint8)
         raw[quarter * size_bytes // 4 :][: size_bytes // 4] = as_array(random_bytes(size_bytes // 4, 7))
-        level = {CompressionParameter.compression_level: 2, CompressionParameter.window_log: 22}
+        level: dict[int, int] = {CompressionParameter.compression_level: 2, CompressionParameter.window_log: 22}
         assert searches.encode(raw, encoder).payload == encoder.encode(raw, None, {**OPTIONS, **level}), quarter
 
 

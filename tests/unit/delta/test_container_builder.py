@@ -5,6 +5,8 @@ Locations stay valid, blocks have one depth, and the file holds what was added.
 
 from __future__ import annotations
 
+import secrets
+import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -76,7 +78,7 @@ def wanted(added: Encodings) -> list[bytes]:
 
 
 def test_ids_grow_when_the_clock_stops_or_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.time, "time_ns", lambda: 1_764_000_000_000_000_000)
+    monkeypatch.setattr(time, "time_ns", lambda: 1_764_000_000_000_000_000)
     first = new_container_id(0)
     assert first >> 20 == 1_764_000_000_000
     last = first
@@ -84,7 +86,7 @@ def test_ids_grow_when_the_clock_stops_or_is_set_back(monkeypatch: pytest.Monkey
         found = new_container_id(last)
         assert found > last
         last = found
-    monkeypatch.setattr(module.time, "time_ns", lambda: 5)
+    monkeypatch.setattr(time, "time_ns", lambda: 5)
     steps = {new_container_id(last) - last for _ in range(50)}
     assert min(steps) >= 1
     assert max(steps) <= 1 << 20
@@ -92,8 +94,8 @@ def test_ids_grow_when_the_clock_stops_or_is_set_back(monkeypatch: pytest.Monkey
 
 
 def test_ids_of_two_tenants_of_a_process_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.time, "time_ns", lambda: 1_764_000_000_001_000_000)
-    monkeypatch.setattr(module.secrets, "randbits", lambda _: 7)
+    monkeypatch.setattr(time, "time_ns", lambda: 1_764_000_000_001_000_000)
+    monkeypatch.setattr(secrets, "randbits", lambda _: 7)
     first, second = new_container_id(0), new_container_id(0)
     assert second == first + 1
 

@@ -5,6 +5,8 @@ Positions of fresh chunks, and the stored chunks that were between the same neig
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,7 @@ from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin_shared.pipeline.stage import Anchor, Gaps
 from nearkin_shared.reading.stream_neighbours import ROWS_BEHIND, Neighbourhood
+from nearkin_shared.storage.containers import ContainerSource
 from nearkin_shared.types import ContainerId, FreshBatch, Locations, PairedBatch, SegmentBatch
 
 OLD, NEW = 50, 60
@@ -255,7 +258,8 @@ def test_repeated_chunk_is_at_its_first_row_without_holes() -> None:
 
 def test_recipe_that_names_older_chunks_returns_them() -> None:
     recipes = {**RECIPES, NEW: [[(OLD, 2), (NEW, 0), (OLD, 4)]]}
-    found = Neighbourhood(Directories(recipes)).between(asked((Anchor.CHUNK, (NEW, 0), Anchor.NONE, NONE, 1)))
+    source = cast("ContainerSource", Directories(recipes))
+    found = Neighbourhood(source).between(asked((Anchor.CHUNK, (NEW, 0), Anchor.NONE, NONE, 1)))
     assert list(zip(found.chunks.containers.tolist(), found.chunks.ordinals.tolist(), strict=True)) == [(OLD, 4)]
     assert (found.ends.containers.tolist(), found.ends.ordinals.tolist()) == ([NEW], [3])
 

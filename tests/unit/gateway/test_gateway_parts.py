@@ -187,7 +187,7 @@ def test_budget_with_any_cancellation_ends_empty(steps: list[tuple[int, bool]]) 
 
 def test_rate_passes_a_burst_and_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(request_limits.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     rates = Rates(10)
     for _ in range(10):
         rates.take("a")
@@ -346,7 +346,9 @@ def test_session_of_a_clock_ahead_is_open(tmp_path: Path) -> None:
 
 def test_page_token_is_a_valid_version(tmp_path: Path) -> None:
     assert _after("k\0" + "9" * 40) == ("k", VERSION_MAX)
-    assert member_start(*_after("k\0" + "9" * 40))
+    key, version = _after("k\0" + "9" * 40)
+    assert version is not None
+    assert member_start(key, version)
 
 
 def test_page_ends_before_its_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +366,7 @@ def test_page_ends_before_its_size_limit(tmp_path: Path, monkeypatch: pytest.Mon
             pages.append([info.version for info in page.found])
             asked, after = following is not None, following or 0
         assert pages == [[1, 2], [3, 4], [5]]
+        start: str | None
         keys, start = [], ""
         while start is not None:
             page, start = found.list_versions("default", "l", start, 100, all_versions=False)

@@ -14,7 +14,9 @@ from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memor
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 def test_object_replaced_by_one_of_equal_size_is_read_again(tmp_path: Path, kind: str) -> None:
-    objects: ObstoreObjectStore = LocalObjectStore(tmp_path) if kind == "folder" else memory_objects()
+    objects: LocalObjectStore | ObstoreObjectStore = (
+        LocalObjectStore(tmp_path) if kind == "folder" else memory_objects()
+    )
     objects.replace("in-dump", b"a" * (3 * FRAME_BYTES_MAX))
     frames = object_frames(objects, "in-dump", 1 << 40)
     assert next(frames)[:1] == b"a"

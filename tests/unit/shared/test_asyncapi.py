@@ -19,7 +19,6 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.message import (
-    COLUMNS,
     End,
     Frame,
     Fresh,
@@ -30,6 +29,7 @@ from nearkin_shared.formats.message import (
     Segments,
     encode,
 )
+from nearkin_shared.formats.message_layout import COLUMNS
 from nearkin_shared.kafka import asyncapi
 from nearkin_shared.kafka.clients import TOPICS, signed_headers
 from nearkin_shared.kafka.dead_letters import send_dead_letter

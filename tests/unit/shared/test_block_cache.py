@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -274,7 +275,7 @@ def test_gc_run_evicts_deleted_and_rewritten_blocks_alone(tmp_path: Path) -> Non
         assert dict(source.blocks.items()).keys() == kept
         before = read(1, 2, 3)
         assert not store.gc().containers_rewritten
-        after = dict(source.blocks.items())
+        after: dict[Any, object] = dict(source.blocks.items())
         assert after.keys() == before.keys()
         assert all(after[name] is content for name, content in before.items())
 

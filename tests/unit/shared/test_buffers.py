@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 
 from nearkin_shared.limits import KIB, MIB
+from nearkin_shared.types import U8
 from nearkin_shared.utils.buffers import (
     LARGEST_BYTES,
     SLAB_BYTES,
@@ -34,7 +37,7 @@ def test_memory_is_reused_after_its_array_is_freed() -> None:
 
 
 @pytest.mark.parametrize("look", [lambda a: a[10:20], lambda a: memoryview(a)[5:], lambda a: a.reshape(2, -1)[1][::3]])
-def test_memory_is_not_reused_while_a_view_exists(look) -> None:
+def test_memory_is_not_reused_while_a_view_exists(look: Callable[[U8], object]) -> None:
     buffers = BufferPool()
     first = buffers.take(MIB)
     at, view = address(first), look(first)
@@ -111,7 +114,7 @@ def test_end_of_a_lease_runs_no_python() -> None:
     buffers, seen = BufferPool(), []
     array = buffers.take(MIB)
 
-    def look(frame, event, arg):
+    def look(frame: FrameType, event: str, arg: object) -> None:
         if event == "call":
             seen.append(frame.f_code.co_name)
 

@@ -453,7 +453,7 @@ def test_store_key_is_read_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> N
     assert "bmVhcmtpbg" not in repr(settings)
 
 
-def test_each_promised_name_is_importable():
+def test_each_promised_name_is_importable() -> None:
     for name in nearkin.__all__:
         assert getattr(nearkin, name) is not None, name
 

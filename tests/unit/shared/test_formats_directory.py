@@ -103,7 +103,7 @@ def shortened(table: int) -> Callable[[Parts], None]:
     return change
 
 
-def counted(place: int, value: int) -> Callable[[Parts], None]:
+def counted(place: int, value: int | bytes) -> Callable[[Parts], None]:
     def change(p: Parts) -> None:
         p.head[place] = value
 

@@ -86,12 +86,12 @@ def test_flipped_bit_of_a_page_damages_this_page_only() -> None:
             start, end = stored_range(page, page + 1, len(data))
             if page == hit:
                 with pytest.raises(Corrupt, match=f"page {page} "):
-                    cipher.open_into(damaged[start:end], page, page + 1, allocate(PAGE_BYTES))
+                    cipher.open_into(bytes(damaged[start:end]), page, page + 1, allocate(PAGE_BYTES))
             else:
                 plain = allocate(PAGE_BYTES)
-                size_bytes = cipher.open_into(damaged[start:end], page, page + 1, plain)
+                size_bytes = cipher.open_into(bytes(damaged[start:end]), page, page + 1, plain)
                 assert plain[:size_bytes] == data[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
-        salvaged = cipher.salvage(damaged)
+        salvaged = cipher.salvage(bytes(damaged))
         around = data[: hit * PAGE_BYTES], data[(hit + 1) * PAGE_BYTES :]
         lost = bytes(len(data) - len(around[0]) - len(around[1]))
         assert salvaged == around[0] + lost + around[1]
@@ -138,7 +138,7 @@ def test_plain_object_and_later_format_are_distinguished() -> None:
         head_of(b"NKC1" + bytes(100), "a/b")
     packed = bytearray(encrypted(b"x"))
     packed[4] = 2
-    packed[56:64] = check_bytes(packed[:56])
+    packed[56:64] = check_bytes(bytes(packed[:56]))
     with pytest.raises(FormatTooNew, match="format 2"):
         head_of(bytes(packed), "a/b")
 

@@ -52,7 +52,8 @@ def test_manifest_round_trips() -> None:
     assert found.segments.ordinals.tolist() == made.segments.ordinals.tolist()
     assert found.known.tolist() == made.known.tolist()
     nothing = Locations.empty(), np.zeros(0, np.bool_)
-    assert replace(found, segments=nothing[0], known=None) == replace(made, segments=nothing[0], known=None)
+    same: dict[str, Any] = {"segments": nothing[0], "known": None}
+    assert replace(found, **same) == replace(made, **same)
 
 
 @pytest.mark.parametrize("segments", [0, 1, 2])
@@ -71,7 +72,8 @@ def test_lengths_that_differ_from_the_rule_are_kept(segments: int) -> None:
             assert found is None
         else:
             assert found is not None
-            assert (found.dtype, found.tolist()) == (np.uint32, lengths.tolist())
+            assert found.dtype == np.uint32
+            assert found.tolist() == lengths.tolist()
 
 
 @pytest.mark.parametrize(
@@ -108,9 +110,9 @@ def test_each_flipped_bit_is_detected() -> None:
     for position in range(len(data) * 8):
         data[position // 8] ^= 1 << position % 8
         with pytest.raises(REFUSALS):
-            decode_manifest(data, "m")
+            decode_manifest(bytes(data), "m")
         data[position // 8] ^= 1 << position % 8
-    decode_manifest(data, "m")
+    decode_manifest(bytes(data), "m")
 
 
 def test_each_truncation_is_detected() -> None:

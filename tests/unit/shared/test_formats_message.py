@@ -239,7 +239,7 @@ def joint(values: list[bytes]) -> list[SegmentBatch | FreshBatch | PairedBatch]:
 def assert_equal(found: object, expected: object) -> None:
     assert type(found) is type(expected)
     if not is_dataclass(found):
-        np.testing.assert_array_equal(found, expected)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(found, expected)
         return
     for one in fields(found):
         assert_equal(getattr(found, one.name), getattr(expected, one.name))

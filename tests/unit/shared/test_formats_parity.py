@@ -9,6 +9,7 @@ from blake3 import blake3
 
 from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
+from nearkin_shared.formats.columns import CHECK_BYTES, check_bytes
 from nearkin_shared.formats.parity_object import HEAD, Scheme, encode_parity, head_of, reconstruct, scheme_of
 
 NAME = "containers/1a200/1a20082bad40bb55.nkc"
@@ -22,7 +23,7 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 63, 64, 500, 513, 8 * 4096, 100_001])
-def test_any_flipped_bit_is_repaired_with_damaged_parity(size_bytes):
+def test_any_flipped_bit_is_repaired_with_damaged_parity(size_bytes: int) -> None:
     """The parity object itself may be damaged too."""
     data, draw = random_bytes(size_bytes, 3), random.Random(size_bytes)
     parity = encode_parity(NAME, data, SCHEME)
@@ -41,7 +42,7 @@ def test_any_flipped_bit_is_repaired_with_damaged_parity(size_bytes):
 
 
 @pytest.mark.parametrize("harm", ["stretch", "scattered", "short", "long", "zeros"])
-def test_damage_up_to_the_bound_is_repaired(harm):
+def test_damage_up_to_the_bound_is_repaired(harm: str) -> None:
     data = random_bytes(300_000, 5)
     parity, draw, found = encode_parity(NAME, data, SCHEME), random.Random(9), bytearray(data)
     match harm:
@@ -59,7 +60,7 @@ def test_damage_up_to_the_bound_is_repaired(harm):
     assert reconstruct(NAME, bytes(found), parity) == data
 
 
-def test_damage_above_the_bound_is_detected():
+def test_damage_above_the_bound_is_detected() -> None:
     """No wrong object is returned."""
     data = random_bytes(300_000, 5)
     parity = encode_parity(NAME, data, SCHEME)
@@ -68,12 +69,12 @@ def test_damage_above_the_bound_is_detected():
     assert reconstruct(NAME, data[:150_000], parity) is None
 
 
-def test_small_object_is_restored_from_parity_alone():
+def test_small_object_is_restored_from_parity_alone() -> None:
     data = random_bytes(150, 2)
     assert reconstruct(NAME, b"", encode_parity(NAME, data, SCHEME)) == data
 
 
-def test_foreign_truncated_or_newer_parity_is_refused():
+def test_foreign_truncated_or_newer_parity_is_refused() -> None:
     data = random_bytes(9000, 2)
     parity = encode_parity(NAME, data, SCHEME)
     with pytest.raises(Corrupt, match="belongs to another object"):
@@ -89,28 +90,26 @@ def test_foreign_truncated_or_newer_parity_is_refused():
         reconstruct(NAME, data, bytes(newer) + parity[HEAD.size :])
 
 
-def test_parity_size_is_little_above_the_scheme_s_share():
+def test_parity_size_is_little_above_the_scheme_s_share() -> None:
     assert len(encode_parity(NAME, random_bytes(4 << 20, 1), Scheme(28, 4))) < (4 / 28 + 0.004) * (4 << 20)
 
 
 @pytest.mark.parametrize("text", ["", "rs", "rs-0-1", "rs-1-0", "rs-30-3", "rs-1", "RS-2-1", "rs-2-1 "])
-def test_invalid_scheme_is_refused(text):
+def test_invalid_scheme_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="rs-28-4"):
         scheme_of(text)
 
 
-def test_schemes_are_parsed():
+def test_schemes_are_parsed() -> None:
     assert scheme_of("none") is None
     assert scheme_of("rs-28-4") == Scheme(28, 4)
 
 
 def test_head_beyond_the_parity_size_allocates_nothing() -> None:
-    from nearkin_shared.formats import parity_object as module
-
     sound = encode_parity(NAME, b"n" * 10_000, Scheme(4, 2))
-    fields = list(module.HEAD.unpack(sound[: module.HEAD.size]))
+    fields = list(HEAD.unpack(sound[: HEAD.size]))
     for object_bytes, shard_bytes in ((3 << 30, 1 << 30), (1 << 30, 1 << 28)):  # 6 GiB and 1.5, for some 5 KB of parity
         fields[3], fields[7] = object_bytes, shard_bytes
-        lead = module.HEAD.pack(*fields)[: -module.CHECK_BYTES]
+        lead = HEAD.pack(*fields)[:-CHECK_BYTES]
         with pytest.raises(Corrupt, match="shards of"):
-            module.head_of(lead + module.check_bytes(lead) + sound[module.HEAD.size :], NAME)
+            head_of(lead + check_bytes(lead) + sound[HEAD.size :], NAME)

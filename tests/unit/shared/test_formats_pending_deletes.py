@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ entries = st.builds(PendingDelete, st.integers(0, 1 << 50), ordinals, ordinals, 
 records = st.dictionaries(st.integers(2, (1 << 64) - 1), entries, max_size=8)
 
 
-def plain(record):
+def plain(record: dict[int, PendingDelete]) -> dict[int, tuple[int, list[int], list[int], bool]]:
     return {c: (e.at_us, e.chunks.tolist(), e.segments.tolist(), e.whole) for c, e in record.items()}
 
 
@@ -42,19 +43,19 @@ def example() -> dict[int, PendingDelete]:
 
 @given(record=records, sequence=st.integers(0, (1 << 64) - 1))
 @runs(deadline=None, max_examples=100)
-def test_record_round_trips(record, sequence):
+def test_record_round_trips(record: dict[int, PendingDelete], sequence: int) -> None:
     found, back = decode_record(encode_record(sequence, record), "r")
     assert (found, plain(back)) == (sequence, plain(record))
 
 
 @given(record=records, later=st.integers(1, 1 << 40))
 @runs(deadline=None, max_examples=50)
-def test_record_size_is_independent_of_the_clock(record, later):
+def test_record_size_is_independent_of_the_clock(record: dict[int, PendingDelete], later: int) -> None:
     moved = {c: PendingDelete(e.at_us + later, e.chunks, e.segments, e.whole) for c, e in record.items()}
     assert record_bytes(moved) == record_bytes(record)
 
 
-def test_each_flipped_bit_and_truncation_is_detected():
+def test_each_flipped_bit_and_truncation_is_detected() -> None:
     data = encode_record(3, example())
     for at in range(len(data)):
         with pytest.raises(Corrupt):
@@ -67,7 +68,7 @@ def test_each_flipped_bit_and_truncation_is_detected():
 
 
 @pytest.mark.parametrize(("at", "value", "error"), [(4, 3, FormatTooNew), (6, 1, FormatTooNew), (4, 0, Corrupt)])
-def test_another_format_is_distinguished_from_damage(at, value, error):
+def test_another_format_is_distinguished_from_damage(at: int, value: int, error: type[Exception]) -> None:
     body = bytearray(encode_record(3, example())[:-8])
     body[at : at + 2] = value.to_bytes(2, "little")
     with pytest.raises(error):
@@ -86,7 +87,7 @@ def runs_of(starts: list[int], counts: list[int], entries: int) -> bytes:
     return body + check_bytes(body)
 
 
-def test_few_bytes_never_expand_beyond_memory():
+def test_few_bytes_never_expand_beyond_memory() -> None:
     record = decode_record(runs_of([0, 9], [8, 2], 3), "r")[1]
     assert [entry.chunks.tolist() for entry in record.values()] == [[*range(8), 9, 10]] * 3
     many = runs_of([0], [1 << 23], 60)
@@ -100,7 +101,7 @@ def test_few_bytes_never_expand_beyond_memory():
         tracemalloc.stop()
 
 
-def test_entries_beyond_one_record_wait(monkeypatch):
+def test_entries_beyond_one_record_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     record = example()
     assert select_fitting(record) == record
     monkeypatch.setattr(pending_delete_record, "ORDINALS_MAX", 8)
@@ -110,7 +111,7 @@ def test_entries_beyond_one_record_wait(monkeypatch):
         encode_record(1, record)
 
 
-def test_highest_record_is_valid_and_lower_ones_are_removed():
+def test_highest_record_is_valid_and_lower_ones_are_removed() -> None:
     objects = memory_objects()
     store = PendingDeleteStore(objects)
     assert store.read() == {}
@@ -126,14 +127,14 @@ def test_highest_record_is_valid_and_lower_ones_are_removed():
     assert store.read() == {}
 
 
-def test_store_without_pending_deletes_has_no_record():
+def test_store_without_pending_deletes_has_no_record() -> None:
     store = PendingDeleteStore(memory_objects())
     store.replace({})
     assert store.list_records() == {}
     assert store.is_consistent()
 
 
-def test_record_of_a_delayed_writer_is_never_valid(tmp_path):
+def test_record_of_a_delayed_writer_is_never_valid(tmp_path: Path) -> None:
     """A writer is delayed before it writes record 1.
 
     Meanwhile others mark, free, and are left without pending deletes.
@@ -160,7 +161,7 @@ def test_record_of_a_delayed_writer_is_never_valid(tmp_path):
     assert meanwhile.is_consistent()
 
 
-def test_damaged_record_or_two_records_are_inconsistent():
+def test_damaged_record_or_two_records_are_inconsistent() -> None:
     objects = memory_objects()
     store = PendingDeleteStore(objects)
     store.replace(example())
@@ -173,7 +174,7 @@ def test_damaged_record_or_two_records_are_inconsistent():
     assert not store.is_consistent()
 
 
-def test_damaged_record_has_no_entries_and_unknown_name_fails():
+def test_damaged_record_has_no_entries_and_unknown_name_fails() -> None:
     objects = memory_objects()
     store = PendingDeleteStore(objects)
     objects.put_new(f"gc/{2:016x}.nkg", encode_record(3, example()))  # under another record's name

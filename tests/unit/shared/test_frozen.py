@@ -94,7 +94,7 @@ def test_records_compare_hash_and_print_as_the_library_s(
     same = theirs == Theirs(*others, **others_named)
     assert (ours == Ours(*others, **others_named)) is same
     assert (hash(ours) == hash(Ours(*others, **others_named))) is same
-    assert ours != theirs
+    assert ours != theirs  # type: ignore[comparison-overlap]
     assert [each.name for each in fields(Ours)] == [each.name for each in fields(Theirs)]
 
 

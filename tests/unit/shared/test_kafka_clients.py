@@ -6,11 +6,12 @@ Once for an operator, not once for each try and client.
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.cimpl import NewTopic
 
 from nearkin_shared.config.loader import with_changes
@@ -33,7 +34,7 @@ def test_equal_lines_are_logged_once_in_a_while(
     client_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(clients.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     for _ in range(50):
         clients._on_error(REFUSED)
     clients._on_error(KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down"))
@@ -67,7 +68,7 @@ def test_invalid_certificate_file_is_reported_as_the_setting(tmp_path: Path) -> 
         clients.connection(kafka(security_protocol="ssl", ca_file=str(ca_path)), "test")
     self_signed(tmp_path)
     found = clients.connection(kafka(security_protocol="ssl", ca_file=str(tmp_path / "cert.pem")), "test")
-    clients.Producer(found)
+    Producer(found)
 
 
 @pytest.mark.parametrize("protocol", ["sasl_plaintext", "sasl_ssl"])
@@ -76,7 +77,7 @@ def test_user_without_password_is_reported_as_the_setting(protocol: str) -> None
         clients.connection(kafka(security_protocol=protocol), "test")
     with pytest.raises(ConfigError, match=r"^kafka\.sasl_password: not set.*NEARKIN_KAFKA__SASL_PASSWORD"):
         clients.connection(kafka(security_protocol=protocol, sasl_username="nearkin"), "test")
-    clients.Producer(
+    Producer(
         clients.connection(kafka(security_protocol=protocol, sasl_username="nearkin", sasl_password="s3same"), "test")
     )
 

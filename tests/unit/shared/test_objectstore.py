@@ -21,7 +21,6 @@ from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import Corrupt, NotFound, RetryableError, StoreUnavailable
 from nearkin_shared.limits import MANIFEST_BYTES_MAX, OBJECT_BYTES_MAX
 from nearkin_shared.objectstore import base as module
-from nearkin_shared.objectstore import obstore_adapter
 from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX, LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from tests.support.fakes.faulty_objects import FaultyObjectStore
@@ -45,8 +44,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         link(source, target)
         recorded.append(("link", os.stat(target).st_ino))
 
-    monkeypatch.setattr(module.os, "fsync", recording_fsync)
-    monkeypatch.setattr(module.os, "link", recording_link)
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "link", recording_link)
     return recorded
 
 
@@ -128,7 +127,7 @@ def test_failed_write_leaves_nothing_and_can_be_retried(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(module.os, "writev", full)
+        patched.setattr(os, "writev", full)
         with pytest.raises(StoreUnavailable, match="make room") as raised:
             store.put_new("a/x", b"content")
     assert isinstance(raised.value, RetryableError)
@@ -145,7 +144,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         calls.append(len(parts))
         return os.write(descriptor, b"".join(parts)[:3])
 
-    monkeypatch.setattr(module.os, "writev", short)
+    monkeypatch.setattr(os, "writev", short)
     monkeypatch.setattr(module, "PARTS_WRITTEN_MAX", 2)
     LocalObjectStore(tmp_path).put_new("a/x", b"01", b"", b"2345", memoryview(b"6"), b"789")
     assert (tmp_path / "a/x").read_bytes() == b"0123456789"
@@ -190,7 +189,7 @@ def test_error_while_listing_is_raised(tmp_path: Path, monkeypatch: pytest.Monke
         yield [{"path": "a/x", "size": 1}]
         raise obstore.exceptions.GenericError("connection reset\nand more")
 
-    monkeypatch.setattr(obstore_adapter.obstore, "list", pages)
+    monkeypatch.setattr(obstore, "list", pages)
     with pytest.raises(StoreUnavailable, match=r"connection reset$"):
         list(memory_objects().names("a"))
 

@@ -17,7 +17,7 @@ from nearkin_shared.objectstore import factory
 from nearkin_shared.objectstore.base import LocalObjectStore, Payload
 from nearkin_shared.objectstore.delegating import DelegatingObjectStore
 from nearkin_shared.objectstore.factory import open_objects, open_store_of
-from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
 from nearkin_shared.objectstore.s3 import Where
 from nearkin_shared.storage import descriptor
 
@@ -182,6 +182,7 @@ class Overwriting(DelegatingObjectStore):
     far = True
 
     def put_new(self, name: str, *parts: Payload) -> None:
+        assert isinstance(self.inner, ObstoreObjectStore)
         self.inner.replace(name, b"".join(parts))
 
 

@@ -153,7 +153,9 @@ def test_close_by_another_thread_ends_the_reader() -> None:
         items = PrefetchIterator("test", making)
         found, failed = list[int](), list[RuntimeError]()
 
-        def reading(items: PrefetchIterator[np.ndarray] = items, found: list[int] = found, failed=failed) -> None:
+        def reading(
+            items: PrefetchIterator[np.ndarray] = items, found: list[int] = found, failed: list[RuntimeError] = failed
+        ) -> None:
             try:
                 found += [int(item[0]) for item in items]
             except RuntimeError as err:

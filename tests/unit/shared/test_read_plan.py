@@ -57,7 +57,15 @@ def test_column_of_one_row_is_a_copy_too() -> None:
     rows = np.zeros(3, CHUNK_ROW)
     rows["lengths"], rows["depths"], rows["ranks"] = 7, 1, 2
     for plan in (ReadPlan(Locations.empty(3), rows), ReadPlan(Locations.empty(1), rows[1:2])):
-        columns = [plan.lengths, plan.encoded, plan.blocks, plan.positions, plan.depths, plan.names, plan.ranks]
+        columns: list[np.ndarray] = [
+            plan.lengths,
+            plan.encoded,
+            plan.blocks,
+            plan.positions,
+            plan.depths,
+            plan.names,
+            plan.ranks,
+        ]
         for column in columns:
             assert column.flags.aligned
             assert column.flags.c_contiguous

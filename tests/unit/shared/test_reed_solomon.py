@@ -35,13 +35,13 @@ def by_definition(data: np.ndarray, parity: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("shards", "parity"), [(1, 1), (1, 4), (2, 3), (7, 2), (28, 4), (30, 2), (4, 28)])
-def test_parity_equals_the_format_page(shards, parity):
+def test_parity_equals_the_format_page(shards: int, parity: int) -> None:
     data = np.random.default_rng(shards).integers(0, 256, (shards, 333), np.uint8)
     assert np.array_equal(parity_of(data, parity), by_definition(data, parity))
 
 
 @pytest.mark.parametrize(("shards", "parity"), [(1, 2), (5, 3), (28, 4)])
-def test_lost_shards_up_to_the_parity_count_are_restored(shards, parity):
+def test_lost_shards_up_to_the_parity_count_are_restored(shards: int, parity: int) -> None:
     draw = random.Random(1)
     data = np.random.default_rng(7).integers(0, 256, (shards, 100), np.uint8)
     whole = np.concatenate([data, parity_of(data, parity)])
@@ -55,6 +55,6 @@ def test_lost_shards_up_to_the_parity_count_are_restored(shards, parity):
 
 
 @pytest.mark.parametrize(("shards", "parity"), [(0, 1), (1, 0), (31, 2), (SHARDS_MAX, 1)])
-def test_shard_counts_out_of_bounds_are_refused(shards, parity):
+def test_shard_counts_out_of_bounds_are_refused(shards: int, parity: int) -> None:
     with pytest.raises(BadInput):
         parity_of(np.zeros((shards, 4), np.uint8), parity)

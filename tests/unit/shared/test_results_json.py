@@ -88,15 +88,18 @@ def test_missing_or_wrong_field_is_refused(
     derived |= {"policies", "metadata_bytes", "metadata_bytes_per_chunk", "metadata_bytes_per_fresh_chunk"}
     whole = through_text(write(results))
     for field in set(whole) - derived - {"sha256", "retain_until", "source_changed"}:
-        for wrong in (None, -1, True, [], "x" if not isinstance(whole[field], str) or field == "created" else 7):
+        values: list[Any] = [None, -1, True, []]
+        for wrong in (*values, "x" if not isinstance(whole[field], str) or field == "created" else 7):
             with pytest.raises(ValueError, match=r"."):
                 read({**whole, field: wrong})
         with pytest.raises(ValueError, match=field):
             read({part: value for part, value in whole.items() if part != field})
-    for wrong in (None, [], "text", 5, [whole]):
+    others: list[Any] = [None, [], "text", 5, [whole]]
+    for wrong in others:
         with pytest.raises(ValueError, match="want an object"):
             read(wrong)
-    for wrong in (10**400, float("inf"), float("nan")):  # JSON spells each of them
+    numbers: list[Any] = [10**400, float("inf"), float("nan")]
+    for wrong in numbers:  # JSON spells each of them
         if "seconds" in whole:
             with pytest.raises(ValueError, match="seconds"):
                 read({**whole, "seconds": wrong})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from nearkin.cli.forget import parse_duration
 from nearkin_shared.config.storage import RetentionPolicy, RetentionSettings
 from nearkin_shared.errors import BadInput, ConfigError, NotFound, RetentionActive
-from nearkin_shared.results import VersionInfo
+from nearkin_shared.results import Damage, VersionInfo
 from nearkin_shared.retention import Decision, check_age, decide, forget, min_age_seconds, policy_of
 
 START = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -22,7 +25,7 @@ def info(version: int, created: datetime, key: str = "k") -> VersionInfo:
     return VersionInfo(key, version, 1, created, "blake3:", None, 1, 1, {})
 
 
-def kept(created: list[datetime], **rules: int) -> list[int]:
+def kept(created: list[datetime], **rules: Any) -> list[int]:
     versions = [info(number, when) for number, when in enumerate(created, 1)]
     found = decide(versions, RetentionPolicy(**rules), START.timestamp())
     return sorted(decision.info.version for decision in found if decision.kept)
@@ -32,13 +35,13 @@ def days(*numbers: float) -> list[datetime]:
     return [START + timedelta(days=number) for number in numbers]
 
 
-def test_keep_last_keeps_the_newest_by_time():
+def test_keep_last_keeps_the_newest_by_time() -> None:
     assert kept(days(0, 1, 2, 3), keep_last=2) == [3, 4]
     assert kept(days(0, 1, 2, 3), keep_last=-1) == [1, 2, 3, 4]
     assert kept(days(3, 2, 1, 0), keep_last=2) == [1, 2, 4]  # by time, not by number; the current version stays
 
 
-def test_version_with_a_wrong_time_removes_no_other():
+def test_version_with_a_wrong_time_removes_no_other() -> None:
     lost, ahead = datetime(1970, 1, 1, tzinfo=UTC), datetime(2036, 1, 1, tzinfo=UTC)
     assert kept([*days(0, 1, 2), lost], keep_last=2) == [2, 3, 4]
     assert kept([*days(0, 1), ahead, *days(2, 3)], keep_within_seconds=30 * 86_400) == [1, 2, 3, 4, 5]
@@ -49,38 +52,38 @@ def test_version_with_a_wrong_time_removes_no_other():
     assert [(d.info.version, d.reasons) for d in found] == [(2, ("daily",)), (1, ()), (3, ("newest",))]
 
 
-def test_keep_daily_keeps_the_newest_of_days_with_versions():
+def test_keep_daily_keeps_the_newest_of_days_with_versions() -> None:
     assert kept(days(0, 0.1, 5, 5.2, 9), keep_daily=2) == [4, 5]
 
 
-def test_oldest_is_kept_for_rules_not_yet_full():
+def test_oldest_is_kept_for_rules_not_yet_full() -> None:
     assert kept(days(0, 0.1, 0.2), keep_daily=7) == [1, 3]
     assert kept(days(0, 0.1, 0.2), keep_daily=1) == [3]
 
 
-def test_weeks_begin_on_monday_in_the_year_of_thursday():
+def test_weeks_begin_on_monday_in_the_year_of_thursday() -> None:
     sunday, monday = datetime(2027, 1, 3, 12, tzinfo=UTC), datetime(2027, 1, 4, 12, tzinfo=UTC)
     december = datetime(2026, 12, 29, 12, tzinfo=UTC)
     earlier = datetime(2026, 11, 1, tzinfo=UTC)
     assert kept([earlier, december, sunday, monday], keep_weekly=2) == [3, 4]
 
 
-def test_keep_monthly_and_yearly_keep_one_each():
+def test_keep_monthly_and_yearly_keep_one_each() -> None:
     created = [datetime(year, month, 15, tzinfo=UTC) for year in (2024, 2025, 2026) for month in (1, 1, 7)]
     assert kept(created, keep_yearly=2) == [6, 9]
     assert kept(created, keep_monthly=3) == [6, 8, 9]
 
 
-def test_within_counts_from_the_newest_version():
+def test_within_counts_from_the_newest_version() -> None:
     assert kept(days(-400, -390, -365, -364), keep_within_seconds=86_400 * 2) == [3, 4]
 
 
-def test_rules_add_up_and_no_rule_keeps_all():
+def test_rules_add_up_and_no_rule_keeps_all() -> None:
     assert kept(days(0, 1, 2, 3, 4), keep_last=1, keep_within_seconds=86_400 * 1) == [4, 5]
     assert kept(days(0, 1, 2)) == [1, 2, 3]
 
 
-def test_version_below_min_age_is_kept():
+def test_version_below_min_age_is_kept() -> None:
     versions = [info(1, START - timedelta(days=3)), info(2, START - timedelta(days=1)), info(3, START)]
     found = decide(versions, RetentionPolicy(keep_last=1), START.timestamp(), min_age=2 * 86_400)
     assert [(d.info.version, d.reasons) for d in found] == [(3, ("last", "min-age")), (2, ("min-age",)), (1, ())]
@@ -93,7 +96,7 @@ def test_version_below_min_age_is_kept():
     yearly=st.integers(0, 3),
 )
 @runs(deadline=None, max_examples=100)
-def test_rules_equal_their_plain_restatement(hours, last, daily, yearly):
+def test_rules_equal_their_plain_restatement(hours: list[int], last: int, daily: int, yearly: int) -> None:
     created = [START + timedelta(hours=hour) for hour in hours]
     versions = sorted(enumerate(created, 1), key=lambda v: (v[1], v[0]), reverse=True)
     wanted = {number for number, _ in versions[:last]}
@@ -122,7 +125,7 @@ POLICIES = RetentionSettings(
 )
 
 
-def test_policy_of_the_longest_prefix_and_age_applies():
+def test_policy_of_the_longest_prefix_and_age_applies() -> None:
     def last_of(tenant: str, key: str) -> int:
         policy = policy_of(POLICIES, tenant, key)
         assert policy is not None
@@ -133,7 +136,7 @@ def test_policy_of_the_longest_prefix_and_age_applies():
     assert [min_age_seconds(POLICIES, "t", key) for key in ("x", "db/legal/x")] == [10, 1000]
 
 
-def test_version_below_min_age_is_refused_with_its_time():
+def test_version_below_min_age_is_refused_with_its_time() -> None:
     recent = info(3, START, "db/legal/x")
     check_age(POLICIES, "t", recent, START.timestamp() + 1000)
     with pytest.raises(RetentionActive, match=r"'db/legal/x' version 3: is kept until 2026-11-21T12:16:40Z"):
@@ -142,17 +145,19 @@ def test_version_below_min_age_is_refused_with_its_time():
         check_age(POLICIES, "t", info(3, datetime.max.replace(tzinfo=UTC), "db/legal/x"), START.timestamp())
 
 
-def test_forget_continues_after_a_concurrent_deletion():
+def test_forget_continues_after_a_concurrent_deletion() -> None:
     class Racing:
         """A store in which another process deletes the first version meanwhile."""
 
         def __init__(self) -> None:
             self.deleted: list[int | None] = []
 
-        def versions(self, prefix="", *, all_versions=False, broken=None):
+        def versions(
+            self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
+        ) -> list[VersionInfo]:
             return [info(1, START), info(2, START)]
 
-        def delete(self, key, version=None, *, reason=""):
+        def delete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
             if version == 1:
                 raise NotFound("gone")
             self.deleted.append(version)
@@ -165,17 +170,17 @@ def test_forget_continues_after_a_concurrent_deletion():
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("36h", 129_600), ("1y6w", 35_164_800), ("90s", 90), ("2m", 120)])
-def test_durations_are_parsed(text, seconds):
+def test_durations_are_parsed(text: str, seconds: int) -> None:
     assert parse_duration("keep-within", text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1.5d", "0s", "101y", "1d 2h", "1D"])
-def test_invalid_duration_is_refused(text):
+def test_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="want a time"):
         parse_duration("keep-within", text)
 
 
-def test_policies_of_a_file_are_read_or_refused_in_one_line(tmp_path):
+def test_policies_of_a_file_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
     from nearkin_shared.config.loader import load
 
     file = tmp_path / "n.toml"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from pathlib import Path
+from typing import Any, BinaryIO, cast
 from weakref import WeakSet
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from nearkin import open_store
 from nearkin.embedded import runner as embedded_runner
 from nearkin.lab.generated_data import mutate, text_like
+from nearkin_chunker import splitter
 from nearkin_shared.pipeline.worker_thread import Worker
 from nearkin_shared.reading.block_cache import ByteBoundedCache
 from nearkin_shared.reading.read_stats import ActiveRestores
@@ -39,10 +42,10 @@ except KeyboardInterrupt:
 """
 
 
-def test_deferred_signal_is_handled_after_the_block():
-    reached, handler = [], signal.getsignal(signal.SIGINT)
+def test_deferred_signal_is_handled_after_the_block() -> None:
+    reached, handler = list[bool](), signal.getsignal(signal.SIGINT)
 
-    def block():
+    def block() -> None:
         with interrupts_wait():
             signal.raise_signal(signal.SIGINT)
             reached.append(True)
@@ -71,7 +74,7 @@ print("ended")
 """
 
 
-def test_signal_to_another_thread_ends_the_main_wait():
+def test_signal_to_another_thread_ends_the_main_wait() -> None:
     with process(GIVEN_TO_ANOTHER) as waiting:
         try:
             assert waiting.communicate(timeout=30) == ("ended\n", "")
@@ -80,11 +83,13 @@ def test_signal_to_another_thread_ends_the_main_wait():
 
 
 @pytest.mark.parametrize("in_the_source", [False, True])
-def test_ctrl_c_while_a_thread_is_awaited_leaves_no_thread(tmp_path, monkeypatch, *, in_the_source):
+def test_ctrl_c_while_a_thread_is_awaited_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_the_source: bool
+) -> None:
     """The interrupt arrives at the end of a put, or is the second one of a put."""
-    stop, pressed = Worker.stop, []
+    stop, pressed = Worker.stop, list[bool]()
 
-    def interrupted(worker):
+    def interrupted(worker: Worker[Any]) -> None:
         if worker._name == "cut" and not pressed:
             pressed.append(True)
             worker._items.put(None)
@@ -92,7 +97,7 @@ def test_ctrl_c_while_a_thread_is_awaited_leaves_no_thread(tmp_path, monkeypatch
         stop(worker)
 
     class Source:
-        def read(self, size_bytes):
+        def read(self, size_bytes: int) -> bytes:
             raise KeyboardInterrupt
 
     before = set(threading.enumerate())
@@ -100,7 +105,7 @@ def test_ctrl_c_while_a_thread_is_awaited_leaves_no_thread(tmp_path, monkeypatch
     monkeypatch.setattr(Worker, "stop", interrupted)
     with open_store(tmp_path / "store", create=True) as store:
         with pytest.raises(KeyboardInterrupt):
-            store.put("k", Source() if in_the_source else text_like(100_000, 1))
+            store.put("k", cast("BinaryIO", Source()) if in_the_source else text_like(100_000, 1))
         assert pressed
 
         def left() -> set[threading.Thread]:
@@ -111,10 +116,10 @@ def test_ctrl_c_while_a_thread_is_awaited_leaves_no_thread(tmp_path, monkeypatch
         assert store.verify().damage == ()
 
 
-def test_ctrl_c_while_a_put_starts_threads_leaves_none(tmp_path, monkeypatch):
-    cutter, pressed = embedded_runner.Cutter, []
+def test_ctrl_c_while_a_put_starts_threads_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cutter, pressed = splitter.Cutter, list[bool]()
 
-    def interrupted(*given):
+    def interrupted(*given: Any) -> Any:
         if not pressed:
             pressed.append(True)
             signal.raise_signal(signal.SIGINT)
@@ -130,14 +135,14 @@ def test_ctrl_c_while_a_put_starts_threads_leaves_none(tmp_path, monkeypatch):
         assert store.put("k", text_like(200_000, 2)).info.version == 1
 
 
-def test_ctrl_c_as_a_put_ends_leaves_the_store_usable(tmp_path, monkeypatch):
+def test_ctrl_c_as_a_put_ends_leaves_the_store_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its end a put resets the bound of the cache.
 
     An interrupt there must not block later puts.
     """
-    bound, calls = ByteBoundedCache.bound, []
+    bound, calls = ByteBoundedCache.bound, list[int]()
 
-    def interrupted(cache, bytes_max):
+    def interrupted(cache: ByteBoundedCache[Any, Any], bytes_max: int) -> None:
         calls.append(bytes_max)
         if len(calls) == 2:
             signal.raise_signal(signal.SIGINT)
@@ -153,8 +158,8 @@ def test_ctrl_c_as_a_put_ends_leaves_the_store_usable(tmp_path, monkeypatch):
         assert store.get("k").read() == b"abcd"
 
 
-def test_ctrl_c_as_a_restore_begins_does_not_leak_its_count(monkeypatch):
-    def interrupted(*_given):
+def test_ctrl_c_as_a_restore_begins_does_not_leak_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_given: Any) -> None:
         add(*_given)
         raise KeyboardInterrupt
 
@@ -169,7 +174,7 @@ def test_ctrl_c_as_a_restore_begins_does_not_leak_its_count(monkeypatch):
     assert restores.count == 0
 
 
-def test_ctrl_c_while_a_restore_waits_leaves_no_decoder(tmp_path, monkeypatch):
+def test_ctrl_c_while_a_restore_waits_leaves_no_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = text_like(6_000_000, 1)
     monkeypatch.setattr(thread_pool, "cores", lambda: 3)
     with open_store(tmp_path / "store", create=True) as store:
@@ -192,7 +197,7 @@ def test_ctrl_c_while_a_restore_waits_leaves_no_decoder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "module", ["nearkin.embedded.runner", "nearkin_delta.stage", "nearkin_shared.index.lmdb.lmdb_index"]
 )
-def test_ctrl_c_in_an_import_of_a_put_ends_the_put_after_it(module, tmp_path):
+def test_ctrl_c_in_an_import_of_a_put_ends_the_put_after_it(module: str, tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.write_bytes(text_like(100_000, 1))
     with process(IN_AN_IMPORT, tmp_path / "store", first, module) as writer:

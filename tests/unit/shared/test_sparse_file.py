@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import pytest
 
@@ -64,7 +64,7 @@ def test_existing_content_is_overwritten_or_appended_to(tmp_path: Path, mode: st
     path, zeros = tmp_path / "file", bytes(4 * HOLE_BYTES)
     path.write_bytes(b"x" * 10 * HOLE_BYTES)
     with path.open(mode) as file:
-        write_pieces([memoryview(zeros)], file, None)
+        write_pieces([memoryview(zeros)], cast("BinaryIO", file), None)
     before = b"x" * 10 * HOLE_BYTES
     assert path.read_bytes() == (zeros + before[len(zeros) :] if mode == "r+b" else before + zeros)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +14,14 @@ from nearkin.embedded.runner import EmbeddedWriter
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 from nearkin_dedup import DedupStage
-from nearkin_delta import DeltaStage
+from nearkin_delta import DeltaOutcome, DeltaStage
 from nearkin_resemblance import ResemblanceStage
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.pending import PendingIndex
+from nearkin_shared.objectstore.base import Payload
 from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
 from nearkin_shared.pipeline.lookups import EmbeddedLookups
 from nearkin_shared.pipeline.stage import (
@@ -31,7 +35,7 @@ from nearkin_shared.pipeline.stage import (
 )
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.types import Locations, Pieces, SegmentBatch
+from nearkin_shared.types import FreshBatch, Locations, Pieces, SegmentBatch
 from nearkin_shared.utils.thread_pool import ThreadPool
 from tests.support.data.stores import SMALL, settings
 
@@ -116,7 +120,7 @@ def pieces(*seeds: int) -> bytes:
 # ------------------------------------------------------------------ dedup
 
 
-def test_dedup_keeps_the_first_copies_in_stream_order():
+def test_dedup_keeps_the_first_copies_in_stream_order() -> None:
     batch = segments(pieces(1, 2, 1, 3, 0, 2, 2, 4, 0, 1))
     facts = Scripted()
     fresh = run_stage(DedupStage(), batch, facts)
@@ -125,14 +129,14 @@ def test_dedup_keeps_the_first_copies_in_stream_order():
     assert fresh.chunk_known.tolist() == [False] * 4 + [True] + [False] * 3 + [True, False]
 
 
-def test_dedup_drops_known_chunks_and_returns_locations():
+def test_dedup_drops_known_chunks_and_returns_locations() -> None:
     batch = segments(pieces(1, 2, 3))
     fresh = run_stage(DedupStage(), batch, Scripted({batch.names[1].tobytes(): (500, 9)}))
     assert fresh.fresh.tolist() == [0, 2]
     assert (int(fresh.chunk_locations.containers[1]), int(fresh.chunk_locations.ordinals[1])) == (500, 9)
 
 
-def test_dedup_queries_no_known_segment_and_no_zeros():
+def test_dedup_queries_no_known_segment_and_no_zeros() -> None:
     batch = segments(pieces(*range(1, 200), 0, 0))
     assert batch.segments > 10
     known = {batch.segment_ids[3].tobytes(): (9, 1)}
@@ -146,7 +150,7 @@ def test_dedup_queries_no_known_segment_and_no_zeros():
 
 
 @pytest.mark.parametrize("algorithm", ["finesse", "ntransform", "odess", "none"])
-def test_sketch_by_a_pool_equals_that_of_one_thread(algorithm):
+def test_sketch_by_a_pool_equals_that_of_one_thread(algorithm: str) -> None:
     chosen = settings(CHOSEN, {"features": {"algorithm": algorithm}})
     batch = run_stage(DedupStage(), segments(random_bytes(5 * 1024 * 1024 + 77, 3)), Scripted())
     alone = run_stage(ResemblanceStage(chosen, looks_up=False), batch, Scripted())
@@ -162,7 +166,9 @@ def test_sketch_by_a_pool_equals_that_of_one_thread(algorithm):
 FIRST_FIT = {"base": {"policy": "first-fit"}, "delta": {"codec": "xdelta3", "max_depth": 2}}
 
 
-def through_delta(data: bytes, facts: Scripted, recheck: Scripted, changes: dict | None = None):
+def through_delta(
+    data: bytes, facts: Scripted, recheck: Scripted, changes: dict[str, Any] | None = None
+) -> tuple[DeltaStage, FreshBatch, DeltaOutcome]:
     """Run the last three stages; `recheck` serves the lookups of the delta stage."""
     fresh = run_stage(DedupStage(), segments(data), facts)
     paired = run_stage(ResemblanceStage(CHOSEN), fresh, facts)
@@ -170,7 +176,7 @@ def through_delta(data: bytes, facts: Scripted, recheck: Scripted, changes: dict
     return stage, fresh, run_stage(stage, paired, recheck)
 
 
-def test_chunk_stored_meanwhile_is_not_stored_again():
+def test_chunk_stored_meanwhile_is_not_stored_again() -> None:
     """Another writer stored it after dedup."""
     data = pieces(1, 2, 3)
     names = segments(data).names
@@ -184,14 +190,14 @@ def test_chunk_stored_meanwhile_is_not_stored_again():
     assert len(sealed.claims.directory.chunks) == 2
 
 
-def test_recipes_point_to_the_stored_copy_of_a_chunk():
+def test_recipes_point_to_the_stored_copy_of_a_chunk() -> None:
     data = pieces(1, 2, 1, 1, 0, 2)
     stage, _, outcome = through_delta(data, Scripted(), Scripted())
     (sealed,) = [finished.seal() for finished in stage.flush()]
     directory = sealed.claims.directory
     own, zero = int(sealed.container), 1
     assert set(outcome.segments.containers.tolist()) == {own}
-    chunks = []  # a segment that occurs twice has one recipe
+    chunks: list[tuple[int, int]] = []  # a segment that occurs twice has one recipe
     for ordinal in outcome.segments.ordinals.tolist():
         rows = slice(int(directory.segments.bounds[ordinal]), int(directory.segments.bounds[ordinal + 1]))
         recipe = directory.segments.chunks.take(rows)
@@ -201,7 +207,7 @@ def test_recipes_point_to_the_stored_copy_of_a_chunk():
 
 
 @pytest.mark.parametrize(("depth", "kept"), [(0, True), (1, True), (2, False), (9, False)])
-def test_base_at_max_depth_is_not_used(depth, kept):
+def test_base_at_max_depth_is_not_used(depth: int, kept: bool) -> None:
     base = text_like(CHUNK, 5)
     facts = Scripted(base=(base, depth))
     stage, _, _ = through_delta(mutate(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x"), facts, facts, FIRST_FIT)
@@ -210,7 +216,7 @@ def test_base_at_max_depth_is_not_used(depth, kept):
 
 
 @pytest.mark.parametrize("changes", [FIRST_FIT, {}, {"delta": {"codec": "xdelta3"}}, {"base": {"policy": "first-fit"}}])
-def test_lost_or_unlike_base_is_not_used(changes):
+def test_lost_or_unlike_base_is_not_used(changes: dict[str, Any]) -> None:
     for content in (b"", random_bytes(CHUNK, 9)):
         facts = Scripted(base=(content, 0))
         stage, _, outcome = through_delta(text_like(CHUNK, 5), facts, facts, changes)
@@ -233,7 +239,7 @@ class Near(Scripted):
         return replace(facts, neighbours=Neighbours(reads.gaps.fresh, bounds, old_chunks, Locations.empty(count)))
 
 
-def test_late_lookup_covers_unknown_chunks_without_base():
+def test_late_lookup_covers_unknown_chunks_without_base() -> None:
     base = text_like(CHUNK, 5)
     data = mutate(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x") + pieces(1, 2)
     batch = segments(data)
@@ -248,7 +254,7 @@ def test_late_lookup_covers_unknown_chunks_without_base():
     assert outcome.counts.duplicate.tolist() == [False, True, False]
 
 
-def test_late_lookup_skips_ranks_without_useful_bases():
+def test_late_lookup_skips_ranks_without_useful_bases() -> None:
     facts = Scripted(base=(random_bytes(CHUNK, 999), 0))  # rank 0 always names this base, which is unlike any chunk
     stage = DeltaStage(CHOSEN, FINGERPRINTER.domain, 0, asks_bases="late")
     for number in range(3):
@@ -261,7 +267,7 @@ def test_late_lookup_skips_ranks_without_useful_bases():
 
 
 @pytest.mark.parametrize("changes", [FIRST_FIT, {}, {"base": {"policy": "first-fit"}}])
-def test_late_base_lookup_equals_the_early_one(changes):
+def test_late_base_lookup_equals_the_early_one(changes: dict[str, Any]) -> None:
     base = text_like(CHUNK, 5)
     data = mutate(base, 1, edits=3)[:CHUNK].ljust(CHUNK, b"x")
     facts = Scripted(base=(base, 0))
@@ -275,7 +281,7 @@ def test_late_base_lookup_equals_the_early_one(changes):
     )
 
 
-def written(writer, key, content):
+def written(writer: EmbeddedWriter, key: str, content: bytes) -> Any:
     blob = writer.begin(key, {}, None)
     rest = memoryview(content)
     while rest:
@@ -288,7 +294,7 @@ def written(writer, key, content):
     return blob
 
 
-def test_lookups_of_a_batch_are_not_repeated(tmp_path, monkeypatch):
+def test_lookups_of_a_batch_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dedup's own query finds a chunk that the previous batch stored.
 
     Every chunk is stored once (I5).
@@ -309,7 +315,7 @@ def test_lookups_of_a_batch_are_not_repeated(tmp_path, monkeypatch):
     assert sum(asked) < 300  # each chunk of the first blob once, and those of the second one's last segment
 
 
-def test_redelivered_batch_stores_nothing_twice(tmp_path):
+def test_redelivered_batch_stores_nothing_twice(tmp_path: Path) -> None:
     index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
     pending = PendingIndex(index, FINGERPRINTER.domain)
     store = ContainerStore(memory_objects(), FINGERPRINTER.domain, 1 << 20)
@@ -338,7 +344,7 @@ def test_redelivered_batch_stores_nothing_twice(tmp_path):
     index.close()
 
 
-def test_pending_container_answers_the_next_batch(tmp_path):
+def test_pending_container_answers_the_next_batch(tmp_path: Path) -> None:
     assert issubclass(PendingIndex, object)
     index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
     pending = PendingIndex(index, FINGERPRINTER.domain)
@@ -364,7 +370,7 @@ class Recording(ObstoreObjectStore):
         super().__init__(self._inner._client)
         self._log, self._script, self._count = log, script or {}, {"containers": 0, "manifests": 0}
 
-    def put_new(self, name, *parts) -> None:
+    def put_new(self, name: str, *parts: Payload) -> None:
         kind = name.partition("/")[0]
         self._count[kind] += 1
         fate = self._script.get(f"{kind} {self._count[kind]}")
@@ -383,13 +389,13 @@ def log() -> list[str]:
 
 
 @pytest.fixture
-def index(tmp_path, log) -> Iterator[LmdbIndex]:
+def index(tmp_path: Path, log: list[str]) -> Iterator[LmdbIndex]:
     class Logged(LmdbIndex):
-        def publish_many(self, many) -> None:
-            super().publish_many(many)
+        def publish_many(self, many: Sequence[ContainerEntries], *, summaries: bool = True) -> None:
+            super().publish_many(many, summaries=summaries)
             log.extend(["publish"] * len(many))
 
-        def commit_many(self, versions) -> None:
+        def commit_many(self, versions: Any) -> None:
             super().commit_many(versions)
             log.append("commit")
 
@@ -409,7 +415,9 @@ def put(objects: Recording, index: LmdbIndex, content: bytes, key: str = "k") ->
 LARGE = random_bytes(5_000_000, 1)
 
 
-def test_container_is_durable_before_publish_and_manifest(log, index, monkeypatch):
+def test_container_is_durable_before_publish_and_manifest(
+    log: list[str], index: LmdbIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nearkin.embedded.runner.PUBLISHED_ENTRIES", 1)
     put(Recording(log), index, LARGE)
     containers = log.count("containers")
@@ -417,7 +425,7 @@ def test_container_is_durable_before_publish_and_manifest(log, index, monkeypatc
     assert log == ["containers", "publish"] * containers + ["manifests", "commit"]
 
 
-def test_small_containers_are_published_together(log, index):
+def test_small_containers_are_published_together(log: list[str], index: LmdbIndex) -> None:
     """Before the manifest."""
     put(Recording(log), index, LARGE)
     containers = log.count("containers")
@@ -426,7 +434,7 @@ def test_small_containers_are_published_together(log, index):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("fate", ["fails", "reply lost"])
-def test_unacknowledged_container_is_not_published(log, index, number, fate):
+def test_unacknowledged_container_is_not_published(log: list[str], index: LmdbIndex, number: int, fate: str) -> None:
     """And nothing is committed."""
     objects = Recording(log, {f"containers {number}": fate})
     with pytest.raises(StoreUnavailable):
@@ -443,7 +451,7 @@ def test_unacknowledged_container_is_not_published(log, index, number, fate):
 
 
 @pytest.mark.parametrize("fate", ["fails", "reply lost"])
-def test_unacknowledged_manifest_is_not_in_the_catalog(log, index, fate):
+def test_unacknowledged_manifest_is_not_in_the_catalog(log: list[str], index: LmdbIndex, fate: str) -> None:
     objects = Recording(log, {"manifests 1": fate})
     with pytest.raises(StoreUnavailable):
         put(objects, index, LARGE)
@@ -456,7 +464,7 @@ def test_unacknowledged_manifest_is_not_in_the_catalog(log, index, fate):
     assert index.versions_of("default", "k") == [1 if fate == "fails" else 2]
 
 
-def test_aborted_put_commits_nothing(log, index):
+def test_aborted_put_commits_nothing(log: list[str], index: LmdbIndex) -> None:
     objects = Recording(log)
     containers = ContainerStore(objects, FINGERPRINTER.domain, 1 << 20)
 

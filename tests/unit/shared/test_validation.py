@@ -30,7 +30,7 @@ class Raw(io.RawIOBase):
 
 
 def test_raw_file_may_accept_less_than_it_is_given() -> None:
-    file, counts = Raw(3, 1), []
+    file, counts = Raw(3, 1), list[int]()
     assert write_pieces(PIECES, file, counts.append) == 17  # type: ignore[arg-type]
     assert file.got == b"first piecesecond"
     assert counts == [11, 0, 6]

@@ -12,7 +12,7 @@ import pytest
 
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.formats.pending_delete_record import PendingDelete
-from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.base import AlreadyExists, Payload
 from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
 from nearkin_shared.storage.pending_delete_watch import PendingDeleteWatcher
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
@@ -88,7 +88,7 @@ def test_of_two_quarantine_writers_one_fails_and_none_loses() -> None:
     other.note({A: np.array([4], np.uint32)}, {}, everything=False)
 
     class Late(ObstoreObjectStore):
-        def put_new(self, name, *parts) -> None:
+        def put_new(self, name: str, *parts: Payload) -> None:
             other.note({B: np.array([7], np.uint32)}, {}, everything=False)
             other.note({D: np.array([7], np.uint32)}, {}, everything=False)
             super().put_new(name, *parts)

@@ -104,7 +104,10 @@ def test_added_items_run_in_order_without_waiting(items_max: int) -> None:
 
 
 def test_add_after_a_failure_is_refused() -> None:
-    worker: Worker[int] = Worker("test", lambda number: 1 // number, 0)
+    def divide(number: int) -> None:
+        1 // number
+
+    worker: Worker[int] = Worker("test", divide, 0)
     worker.add(0)
     with pytest.raises(ZeroDivisionError):
         worker.drain()
@@ -203,7 +206,7 @@ def test_stop_finishes_the_queue_and_cancel_drops_it() -> None:
 
 
 def test_thread_ends_with_stop() -> None:
-    worker = Worker("a-name-of-its-own", lambda _: None, 1)
+    worker: Worker[int] = Worker("a-name-of-its-own", lambda _: None, 1)
     assert "nearkin-a-name-of-its-own" in {thread.name for thread in threading.enumerate()}
     worker.stop()
     assert "nearkin-a-name-of-its-own" not in {thread.name for thread in threading.enumerate()}
@@ -357,7 +360,7 @@ def test_interrupt_of_an_inline_item_is_a_failure() -> None:
 
 
 def test_cancelled_item_is_reported() -> None:
-    direct = InlineWorker(lambda _: None)
+    direct: InlineWorker[int] = InlineWorker(lambda _: None)
     direct.cancel()
     with pytest.raises(StoreUnavailable, match="put cancelled"):
         direct.put(1)
