@@ -57,7 +57,7 @@ def test_index_complete_after_bulk_write_becomes_durable(tmp_path: Path) -> None
     durable.close()
 
 
-def test_an_index_with_the_segment_counts_of_an_earlier_release_is_used_as_it_is(tmp_path: Path) -> None:
+def test_index_with_counts_of_an_earlier_release_is_usable(tmp_path: Path) -> None:
     """Its table `counts` is neither read nor written."""
     folder = tmp_path / "index"
     first = LmdbIndex(folder, samples.DOMAIN, 64 << 20)

@@ -59,13 +59,13 @@ def test_colocated_rows_are_neighbours_of_moved_rows(
 
     rows = [each for group in groups for each in group]
     read = {(of, found[3]) for of, ordinal, _ in rows if (found := row(of, ordinal))}
-    wanted = []
+    expected = []
     for number, group in enumerate(groups):
         near = {(of, ordinal + side) for of, ordinal, moved in group if moved for side in (-1, 1)}
         for of, ordinal in sorted(near - {(of, ordinal) for of, ordinal, _ in group}):
             found = row(of, ordinal)
             if found and 0 < found[0] <= bytes_max and found[1] < depth_below and found[2] != left_out:
-                wanted += [(of, ordinal, number)] * ((of, found[3]) in read)
+                expected += [(of, ordinal, number)] * ((of, found[3]) in read)
     for kernel in BOTH:
         columns = kernel.rows_beside(
             [None if some is None else table(some) for some in tables],
@@ -78,7 +78,7 @@ def test_colocated_rows_are_neighbours_of_moved_rows(
             left_out,
         )
         assert [column.dtype for column in columns] == [np.int32, np.uint32, np.intp]
-        assert list(zip(*(column.tolist() for column in columns), strict=True)) == wanted
+        assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
 
 
 def test_colocated_rows_of_many_groups_are_found_once(kernel: Any) -> None:

@@ -25,12 +25,12 @@ def kernel(request: pytest.FixtureRequest) -> Any:
 
 
 def arrays(slices: Slices) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    which, offsets, lengths, places = zip(*slices, strict=True) if slices else ((), (), (), ())
+    which, offsets, lengths, targets = zip(*slices, strict=True) if slices else ((), (), (), ())
     return (
         np.array(which, np.int32),
         np.array(offsets, np.uint64),
         np.array(lengths, np.uint32),
-        np.array(places, np.uint64),
+        np.array(targets, np.uint64),
     )
 
 
@@ -50,14 +50,14 @@ def legal(draw: st.DrawFn) -> tuple[list[bytes], Slices, int]:
 @given(case=legal())
 def test_both_kernels_copy_equal_bytes(case: tuple[list[bytes], Slices, int]) -> None:
     buffers, slices, out_bytes = case
-    which, offsets, lengths, places = arrays(slices)
+    which, offsets, lengths, targets = arrays(slices)
     expected = bytearray(b"." * out_bytes)
-    for buffer, offset, length, place in slices:
-        expected[place : place + length] = buffers[buffer][offset : offset + length]
+    for buffer, offset, length, target in slices:
+        expected[target : target + length] = buffers[buffer][offset : offset + length]
     joined = b"".join(buffers[buffer][offset : offset + length] for buffer, offset, length, _ in slices)
     for module in (_scatter_copy, scatter_copy_reference):
         out = bytearray(b"." * out_bytes)
-        module.gather(buffers, which, offsets, lengths, out, places)
+        module.gather(buffers, which, offsets, lengths, out, targets)
         assert out == expected
         made = module.gather_new(buffers, which, offsets, lengths)
         assert made.dtype == np.uint8
@@ -75,8 +75,8 @@ farther = st.sampled_from([2**64 - 1, 2**63, 2**64 - 5])
 )
 def test_refused_slices_copy_nothing(slices: Slices, extra: int) -> None:
     """Both kernels refuse the same slices with the same message."""
-    which, offsets, lengths, places = arrays(slices)
-    counts = [which, offsets, lengths, places]
+    which, offsets, lengths, targets = arrays(slices)
+    counts = [which, offsets, lengths, targets]
     if extra < 3:
         counts[extra + 1] = np.append(counts[extra + 1], counts[extra + 1].dtype.type(0))
 
@@ -100,23 +100,23 @@ def test_refused_slices_copy_nothing(slices: Slices, extra: int) -> None:
 
 
 def test_no_slices_and_no_buffers_copy_nothing(kernel: Any) -> None:
-    which, offsets, lengths, places = arrays([])
-    kernel.gather([], which, offsets, lengths, bytearray(), places)
+    which, offsets, lengths, targets = arrays([])
+    kernel.gather([], which, offsets, lengths, bytearray(), targets)
     assert kernel.gather_new([], which, offsets, lengths).shape == (0,)
     assert kernel.gather_new([b"", b"x"], *arrays([(0, 0, 0, 0), (1, 1, 0, 0)])[:3]).shape == (0,)
 
 
 def test_overlapping_targets_keep_the_later_slice(kernel: Any) -> None:
     out = bytearray(6)
-    which, offsets, lengths, places = arrays([(0, 0, 4, 0), (1, 0, 4, 2)])
-    kernel.gather([b"aaaa", b"bbbb"], which, offsets, lengths, out, places)
+    which, offsets, lengths, targets = arrays([(0, 0, 4, 0), (1, 0, 4, 2)])
+    kernel.gather([b"aaaa", b"bbbb"], which, offsets, lengths, out, targets)
     assert out == b"aabbbb"
 
 
 def test_buffer_may_be_its_own_destination(kernel: Any) -> None:
     out = bytearray(b"0123456789")
-    which, offsets, lengths, places = arrays([(0, 0, 8, 2)])
-    kernel.gather([out], which, offsets, lengths, out, places)
+    which, offsets, lengths, targets = arrays([(0, 0, 8, 2)])
+    kernel.gather([out], which, offsets, lengths, out, targets)
     assert out == b"0101234567"
 
 
@@ -125,16 +125,16 @@ def test_arguments_in_the_target_memory_are_read_first(kernel: Any) -> None:
     memory = np.zeros(64, np.uint8)
     lengths = memory[:16].view(np.uint32)
     lengths[:] = 8, 4, 0, 0
-    which, offsets, _, places = arrays([(0, 0, 0, 4), (0, 0, 0, 20), (0, 0, 0, 0), (0, 0, 0, 0)])
-    kernel.gather([np.full(1000, 0x7F, np.uint8)], which, offsets, lengths, memory, places)
+    which, offsets, _, targets = arrays([(0, 0, 0, 4), (0, 0, 0, 20), (0, 0, 0, 0), (0, 0, 0, 0)])
+    kernel.gather([np.full(1000, 0x7F, np.uint8)], which, offsets, lengths, memory, targets)
     assert np.flatnonzero(memory == 0x7F).tolist() == [*range(4, 12), *range(20, 24)]
 
 
 def test_any_contiguous_buffer_is_read_or_written(kernel: Any) -> None:
     wide = np.arange(4, dtype=np.uint16).reshape(2, 2)
     out = np.zeros((2, 4), np.uint16)
-    which, offsets, lengths, places = arrays([(0, 2, 4, 0), (1, 0, 3, 5), (2, 1, 2, 8), (3, 0, 1, 15)])
-    kernel.gather([wide, b"abc", memoryview(b"wxyz"), bytearray(b"!")], which, offsets, lengths, out, places)
+    which, offsets, lengths, targets = arrays([(0, 2, 4, 0), (1, 0, 3, 5), (2, 1, 2, 8), (3, 0, 1, 15)])
+    kernel.gather([wide, b"abc", memoryview(b"wxyz"), bytearray(b"!")], which, offsets, lengths, out, targets)
     assert out.tobytes() == wide.tobytes()[2:6] + b"\0abcxy\0\0\0\0\0!"
 
 
@@ -148,9 +148,9 @@ def test_any_contiguous_buffer_is_read_or_written(kernel: Any) -> None:
     ],
 )
 def test_other_buffers_are_refused_by_name(kernel: Any, buffers: list[Any], out: Any, words: str) -> None:
-    which, offsets, lengths, places = arrays([(0, 0, 4, 0)])
+    which, offsets, lengths, targets = arrays([(0, 0, 4, 0)])
     with pytest.raises(BadInput, match=words):
-        kernel.gather(buffers, which, offsets, lengths, out, places)
+        kernel.gather(buffers, which, offsets, lengths, out, targets)
 
 
 @pytest.mark.parametrize("wrong", range(4))

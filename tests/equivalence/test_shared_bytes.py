@@ -58,10 +58,8 @@ def sides(draw: st.DrawFn) -> tuple[list[bytes], list[bytes], tuple[np.ndarray, 
     target = mutate(base, draw(st.integers(0, 99)), edits=draw(st.integers(0, 12)))
 
     def cut(data: bytes) -> list[bytes]:
-        places = sorted(
-            {0, len(data), *(p % (len(data) + 1) for p in draw(st.lists(st.integers(0, 5000), max_size=6)))}
-        )
-        return [data[a:b] for a, b in itertools.pairwise(places)]
+        cuts = sorted({0, len(data), *(p % (len(data) + 1) for p in draw(st.lists(st.integers(0, 5000), max_size=6)))})
+        return [data[a:b] for a, b in itertools.pairwise(cuts)]
 
     def grouped(count: int, inner: list[int]) -> np.ndarray:
         return bounds(*sorted(n % (count + 1) for n in inner), count)
@@ -158,10 +156,10 @@ def test_wrong_arrays_are_refused_by_name(kernel: Any) -> None:
             kernel.shared_bytes(*sides["target"], *changed(sides["base"], wrong))
 
 
-def changed(side: tuple[Any, ...], by_place: dict[int, Any]) -> list[Any]:
+def changed(side: tuple[Any, ...], by_index: dict[int, Any]) -> list[Any]:
     result = list(side)
-    for place, value in by_place.items():
-        result[place] = value
+    for index, value in by_index.items():
+        result[index] = value
     return result
 
 

@@ -42,21 +42,21 @@ def name(depth: int, bits: int) -> bytes:
     return struct.pack(">BQ", depth, bits)
 
 
-def look_up(kernel: Any, runs: Mapping[bytes, bytes], asked: list[tuple[int, bytes]], marked: int = -1) -> list[Any]:
+def look_up(kernel: Any, runs: Mapping[bytes, bytes], searched: list[tuple[int, bytes]], marked: int = -1) -> list[Any]:
     """Return the values found, None for keys without one.
 
     Row `marked` is marked as found before the call.
     """
-    asked = sorted(asked)
-    found, values = np.zeros(len(asked), np.bool_), np.zeros((len(asked), VALUE_BYTES), np.uint8)
+    searched = sorted(searched)
+    found, values = np.zeros(len(searched), np.bool_), np.zeros((len(searched), VALUE_BYTES), np.uint8)
     if marked >= 0:
         found[marked] = True
-    tails = np.frombuffer(b"".join(tail for _, tail in asked), np.uint8).reshape(-1, TAIL_BYTES)
+    tails = np.frombuffer(b"".join(tail for _, tail in searched), np.uint8).reshape(-1, TAIL_BYTES)
 
-    def get(wanted: bytes) -> memoryview | None:
-        return memoryview(runs[wanted]) if wanted in runs else None
+    def get(expected: bytes) -> memoryview | None:
+        return memoryview(runs[expected]) if expected in runs else None
 
-    kernel.find_in_runs(get, np.array([head for head, _ in asked], np.uint64), tails, values, found)
+    kernel.find_in_runs(get, np.array([head for head, _ in searched], np.uint64), tails, values, found)
     return [value.tobytes() if is_found else None for value, is_found in zip(values, found.tolist(), strict=True)]
 
 
@@ -77,10 +77,10 @@ def test_look_up_finds_keys_of_each_run(
             children[parent] = children.get(parent, 0) | 1 << bits
         placed.setdefault(name(depth, head >> (64 - 3 * depth) if depth else 0), []).append((head, tail, value))
     runs = {which: run(entries, children.get(which, 0)) for which, entries in placed.items()}
-    asked = sorted([*held, *others])
-    wanted = [held.get(key) for key in asked]
+    searched = sorted([*held, *others])
+    expected = [held.get(key) for key in searched]
     for kernel in BOTH:
-        assert look_up(kernel, runs, asked) == wanted
+        assert look_up(kernel, runs, searched) == expected
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 15, 16, 17, 18, 33, pytest.param(1000, marks=pytest.mark.soak)])
@@ -97,8 +97,8 @@ def test_look_up_with_any_spread_of_heads_finds_keys(kernel: Any, count: int, sp
     held = {(head, number.to_bytes(3, "big")): number.to_bytes(5, "big") for number, head in enumerate(drawn)}
     runs = {name(0, 0): run([(*key, value) for key, value in held.items()])}
     absent = [(head ^ 1, tail) for head, tail in held] + [(head, b"zzz") for head, _ in held]
-    asked = sorted([*held, *absent])
-    assert look_up(kernel, runs, asked) == [held.get(key) for key in asked]
+    searched = sorted([*held, *absent])
+    assert look_up(kernel, runs, searched) == [held.get(key) for key in searched]
 
 
 def test_look_up_key_in_several_runs_takes_the_shallowest(kernel: Any) -> None:
@@ -109,8 +109,8 @@ def test_look_up_key_in_several_runs_takes_the_shallowest(kernel: Any) -> None:
         name(1, 6): run([(other, b"aaa", b"above")], 0xFF),
         name(2, 0o60): run([(other, b"aaa", b"under")]),
     }
-    wanted = [b"first", b"other", b"above"]
-    assert look_up(kernel, runs, [(one, b"aaa"), (one, b"aab"), (other, b"aaa")]) == wanted
+    expected = [b"first", b"other", b"above"]
+    assert look_up(kernel, runs, [(one, b"aaa"), (one, b"aab"), (other, b"aaa")]) == expected
 
 
 def test_look_up_reads_runs_to_the_depth_limit_only(kernel: Any) -> None:
@@ -130,15 +130,15 @@ def test_look_up_unsorted_heads_stays_within_the_run(kernel: Any) -> None:
     random = np.random.default_rng(3)
     for count in (1, 17, 40, 300):
         shuffled = random.integers(0, 2**64, count, np.uint64).tobytes() + bytes(count * (TAIL_BYTES + VALUE_BYTES))
-        asked = [(int(head), b"\0\0\0") for head in random.integers(0, 2**64, 200, np.uint64)]
-        assert set(look_up(kernel, {name(0, 0): bytes(8) + shuffled}, asked)) <= {None, bytes(VALUE_BYTES)}
+        searched = [(int(head), b"\0\0\0") for head in random.integers(0, 2**64, 200, np.uint64)]
+        assert set(look_up(kernel, {name(0, 0): bytes(8) + shuffled}, searched)) <= {None, bytes(VALUE_BYTES)}
 
 
 def test_look_up_propagates_errors_of_the_callable(kernel: Any) -> None:
-    def get(wanted: bytes) -> memoryview | None:
-        if wanted == name(0, 0):
+    def get(expected: bytes) -> memoryview | None:
+        if expected == name(0, 0):
             return memoryview(run([], 0xFF))
-        raise KeyError(wanted)
+        raise KeyError(expected)
 
     one = np.zeros(1, np.uint64)
     with pytest.raises(KeyError):
@@ -171,6 +171,6 @@ def test_look_up_refuses_arrays_that_do_not_agree(kernel: Any, change: dict[str,
         "values": np.zeros((2, 5), np.uint8),
         "found": np.zeros(2, np.bool_),
     }
-    kernel.find_in_runs(lambda wanted: None, **given)
+    kernel.find_in_runs(lambda expected: None, **given)
     with pytest.raises(BadInput, match=message):
-        kernel.find_in_runs(lambda wanted: None, **(given | change))
+        kernel.find_in_runs(lambda expected: None, **(given | change))

@@ -32,12 +32,12 @@ def table(rows: int, seed: int) -> np.ndarray:
 @given(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**64 - 1)), max_size=300), st.integers(1, 4))
 def test_values_are_numbered_by_first_occurrence(values: list[int], step: int) -> None:
     array = np.array(values, np.uint64)[::step]
-    wanted = list(dict.fromkeys(array.tolist()))
+    expected = list(dict.fromkeys(array.tolist()))
     for kernel in BOTH:
         numbers, distinct = kernel.numbered(array)
         assert (numbers.dtype, distinct.dtype) == (np.int32, np.uint64)
-        assert distinct.tolist() == wanted
-        assert [wanted[number] for number in numbers.tolist()] == array.tolist()
+        assert distinct.tolist() == expected
+        assert [expected[number] for number in numbers.tolist()] == array.tolist()
 
 
 def test_many_values_are_numbered_alike(kernel: Any) -> None:
@@ -51,9 +51,9 @@ def test_many_values_are_numbered_alike(kernel: Any) -> None:
 def test_rows_are_copied_until_the_limit(sizes: list[int], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=60))
     room_bytes = data.draw(st.integers(-5, 3000))
-    wanted = next((n for n in range(1, len(rows)) if sum(sizes[row] for row in rows[:n]) >= room_bytes), len(rows))
+    expected = next((n for n in range(1, len(rows)) if sum(sizes[row] for row in rows[:n]) >= room_bytes), len(rows))
     for kernel in BOTH:
-        assert kernel.rows_to_fill(np.array(rows, np.intp), np.array(sizes, np.uint32), room_bytes) == wanted
+        assert kernel.rows_to_fill(np.array(rows, np.intp), np.array(sizes, np.uint32), room_bytes) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_rows_are_copied_from_their_own_tables(data: st.DataObject) -> None:
     pairs = data.draw(st.lists(st.tuples(st.integers(0, len(sizes) - 1), st.integers(0, 22)), max_size=40))
     which, ordinals = np.array([a for a, _ in pairs], np.int32), np.array([b for _, b in pairs], np.uint32)
     beyond = [i for i, (a, b) in enumerate(pairs) if (size := sizes[a]) is not None and b >= size]
-    wanted = beyond[0] if beyond else len(pairs)
+    expected = beyond[0] if beyond else len(pairs)
     for kernel in BOTH:
         out = table(len(pairs), 99)
-        assert kernel.take_rows(tables, which, ordinals, out) == wanted
-        for row, (a, b) in zip(out[:wanted], pairs, strict=False):
+        assert kernel.take_rows(tables, which, ordinals, out) == expected
+        for row, (a, b) in zip(out[:expected], pairs, strict=False):
             rows = tables[a]
             assert row.tobytes() == (bytes(ROW.itemsize) if rows is None else rows[b].tobytes())
 

@@ -147,8 +147,8 @@ def windows(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
                 length += half_bytes
         body = nearly(length) + b"\x00" + nearly(len(data)) + nearly(len(codes)) + nearly(len(addresses))
         body += data + codes + addresses
-        place = nearly(segment_bytes) + nearly(offset) if bits else b""
-        delta += bytes([bits]) + place + nearly(len(body)) + body
+        source_range = nearly(segment_bytes) + nearly(offset) if bits else b""
+        delta += bytes([bits]) + source_range + nearly(len(body)) + body
         target_bytes += length
     return bytes(delta), base, target_bytes
 

@@ -25,10 +25,10 @@ def corpus() -> bytes:
 
 def digest(algorithm: str, **parameters: Any) -> str:
     payload = corpus()
-    places = [(start, length) for start in range(0, len(payload), 9_973) for length in LENGTHS]
-    places = [(start, length) for start, length in places if start + length <= len(payload)]
-    offsets = np.array([start for start, _ in places], np.uint64)
-    lengths = np.array([length for _, length in places], np.uint32)
+    ranges = [(start, length) for start in range(0, len(payload), 9_973) for length in LENGTHS]
+    ranges = [(start, length) for start, length in ranges if start + length <= len(payload)]
+    offsets = np.array([start for start, _ in ranges], np.uint64)
+    lengths = np.array([length for _, length in ranges], np.uint32)
     found = getattr(features, algorithm)(payload, offsets, lengths, **parameters)
     return hashlib.sha256(found.astype("<u8").tobytes()).hexdigest()[:32]
 
@@ -59,8 +59,8 @@ def test_scalar_variants_have_equal_digest(algorithm: str) -> None:
 
 def test_rows_of_one_chunk_are_frozen() -> None:
     chunk = corpus()[:8192]
-    place = np.zeros(1, np.uint64), np.array([8192], np.uint32)
-    rows = {name: [f"{value:016x}" for value in getattr(features, name)(chunk, *place)[0]] for name in SPELLED_OUT}
+    whole = np.zeros(1, np.uint64), np.array([8192], np.uint32)
+    rows = {name: [f"{value:016x}" for value in getattr(features, name)(chunk, *whole)[0]] for name in SPELLED_OUT}
     assert rows == SPELLED_OUT
 
 

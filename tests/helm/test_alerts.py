@@ -105,10 +105,10 @@ def test_series_of_the_code_are_found() -> None:
 
 def test_alerts_and_panels_read_existing_series(alerts: list[dict[str, Any]], panels: list[dict[str, Any]]) -> None:
     known = series()
-    asked = [alert["expr"] for alert in alerts]
-    asked += [target["expr"] for panel in panels for target in panel.get("targets", [])]
-    assert len(asked) > 65
-    for expression in asked:
+    expressions = [alert["expr"] for alert in alerts]
+    expressions += [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    assert len(expressions) > 65
+    for expression in expressions:
         found = list(selectors(expression))
         assert found, expression
         may_group = GIVEN_LABELS | {"stage"} | set().union(*(known[name] for name, _ in found))
@@ -123,11 +123,11 @@ def test_matched_label_values_exist(alerts: list[dict[str, Any]], panels: list[d
     source = "\n".join(
         path.read_text() for folder in ("app", "shared", "services") for path in (ROOT / folder).rglob("*.py")
     )
-    asked = [alert["expr"] for alert in alerts]
-    asked += [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    expressions = [alert["expr"] for alert in alerts]
+    expressions += [target["expr"] for panel in panels for target in panel.get("targets", [])]
     values = {
         value
-        for expression in asked
+        for expression in expressions
         for _, matchers in selectors(expression)
         for label, value in matchers.items()
         if label in ("after", "state", "outcome")
@@ -201,12 +201,12 @@ def test_thresholds_and_names_follow_the_values(rendered: Render) -> None:
 def test_panels_do_not_overlap(panels: list[dict[str, Any]]) -> None:
     taken: set[tuple[int, int]] = set()
     for panel in panels:
-        place = panel["gridPos"]
+        position = panel["gridPos"]
         cells = {
             (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
+            for x in range(position["x"], position["x"] + position["w"])
+            for y in range(position["y"], position["y"] + position["h"])
         }
         assert not taken & cells, panel["title"]
-        assert place["x"] + place["w"] <= 24
+        assert position["x"] + position["w"] <= 24
         taken |= cells

@@ -99,12 +99,12 @@ def shown(pipeline: Pipeline) -> Shown:
 
 
 def total(by_process: Shown, name: str, **labels: str) -> float:
-    wanted = {f"{label}={value!r}" for label, value in labels.items()}
+    selected = {f"{label}={value!r}" for label, value in labels.items()}
     return sum(
         value
         for series in by_process.values()
         for one, value in series.items()
-        if one.partition("{")[0] == name and wanted <= set(one.partition("{")[2].rstrip("}").split(","))
+        if one.partition("{")[0] == name and selected <= set(one.partition("{")[2].rstrip("}").split(","))
     )
 
 
@@ -216,9 +216,9 @@ def test_faults_raise_their_alerts_alone_and_these_clear(
         for name, inside in re.findall(r"increase\((\w+)\{([^}]*)\}", alert["expr"]):
             labels = dict(re.findall(r'(\w+)="([^"]*)"', inside))
             del labels["namespace"], labels["job"]
-            wanted = {f"{label}={value!r}" for label, value in labels.items()}
+            selected = {f"{label}={value!r}" for label, value in labels.items()}
             found = [one for series in calm.values() for one in series if one.startswith(f"{name}{{")]
-            assert any(wanted <= set(one.partition("{")[2].rstrip("}").split(",")) for one in found), alert["alert"]
+            assert any(selected <= set(one.partition("{")[2].rstrip("}").split(",")) for one in found), alert["alert"]
 
 
 def as_series(calm: Shown, bad: Shown, good: Shown) -> Iterator[dict[str, str]]:

@@ -139,14 +139,14 @@ def test_three_versions_of_kubernetes_accept_the_objects(rendered: Render, case:
 
 def test_rendered_chart_equals_golden_file(rendered: Render) -> None:
     """A change of the chart shows its effect in golden.yaml; review it and commit both."""
-    wanted = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(GOLDEN.read_text())}
+    expected = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(GOLDEN.read_text())}
     without_dashboard = MATRIX["aws"] | {"monitoring": MATRIX["aws"]["monitoring"] | {"dashboard": {"enabled": False}}}
     found = {(one["kind"], one["metadata"]["name"]): one for one in rendered(without_dashboard)}
     command = (
         "helm template store deploy/helm/nearkin -n backups -f deploy/helm/nearkin/examples/aws.yaml "
         "--set monitoring.dashboard.enabled=false"
     )
-    assert found == wanted, f"review the difference, then run: {command} > tests/helm/golden.yaml"
+    assert found == expected, f"review the difference, then run: {command} > tests/helm/golden.yaml"
 
 
 def test_names_are_unique_in_one_namespace(rendered: Render, case: dict[str, Any]) -> None:
@@ -192,8 +192,11 @@ def test_services_have_probes(rendered: Render, case: dict[str, Any]) -> None:
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports["monitor"] == 9090
         for probe, path in (("startupProbe", "/livez"), ("livenessProbe", "/livez"), ("readinessProbe", "/readyz")):
-            asked = container[probe]["httpGet"]
-            assert (asked["path"], asked["port"]) == (path, "http" if name.endswith("-gateway") else "monitor")
+            get = container[probe]["httpGet"]
+            assert (get["path"], get["port"]) == (
+                path,
+                "http" if name.endswith("-gateway") else "monitor",
+            )
         patience = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
         assert patience > 120  # how long a service waits for servers before it reports which one is missing
         assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 60
@@ -224,8 +227,8 @@ def test_services_have_the_store_key_and_the_job_has_not(rendered: Render) -> No
     objects = rendered(MATRIX["encrypted"])
     for name, _, spec in pods(objects):
         given = [one for one in spec["containers"][0].get("env", []) if one["name"] == "NEARKIN_STORAGE__KEY"]
-        wanted = [{"secretKeyRef": {"name": "keys", "key": "store.key"}}] if name.startswith("Deployment") else []
-        assert [one["valueFrom"] for one in given] == wanted, name
+        expected = [{"secretKeyRef": {"name": "keys", "key": "store.key"}}] if name.startswith("Deployment") else []
+        assert [one["valueFrom"] for one in given] == expected, name
 
 
 def test_chart_runs_the_services_of_make_up(rendered: Render) -> None:

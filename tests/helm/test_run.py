@@ -149,8 +149,8 @@ def test_pods_are_ready_store_blobs_and_reload_settings(
         assert found is not None
         ports[name] = {"monitor": int(found[1]), "http": port}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            asked = container[probe]["httpGet"]
-            url = f"http://127.0.0.1:{ports[name][asked['port']]}{asked['path']}"
+            request = container[probe]["httpGet"]
+            url = f"http://127.0.0.1:{ports[name][request['port']]}{request['path']}"
             until(lambda: _status(url) == 200, state_of)  # noqa: B023
 
     test = release["Pod", "store-nearkin-test"]["spec"]
@@ -173,8 +173,8 @@ def test_pods_are_ready_store_blobs_and_reload_settings(
         return dict(httpx.get(f"http://127.0.0.1:{port}/v1/config", headers=headers, timeout=10).json())
 
     until(lambda: config()["settings"]["features"]["algorithm"] == "ntransform", lambda: log_end(node.log("gateway")))
-    wanted = {name: config()["revision"] for name in deployments if name != "gateway"}
-    until(lambda: revisions() == wanted, lambda: str(revisions()))
+    expected = {name: config()["revision"] for name in deployments if name != "gateway"}
+    until(lambda: revisions() == expected, lambda: str(revisions()))
     assert {name: process.pid for name, process in node.processes.items() if process.poll() is None} == pids
     del node.processes["topics"], node.processes["test"]
     assert set(node.stop().values()) == {0}

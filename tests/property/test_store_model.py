@@ -149,17 +149,17 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), which=st.one_of(st.none(), st.integers(1, 8)))
     def delete(self, key: str, which: int | None) -> None:
-        wanted = [(name, number) for name, number, _ in self.live(key) if which in (None, number)]
-        if not wanted:
+        targets = [(name, number) for name, number, _ in self.live(key) if which in (None, number)]
+        if not targets:
             with pytest.raises(NotFound):
                 self.store.delete(key, which)
             return
-        assert self.store.delete(key, which, reason="model") == len(wanted)
+        assert self.store.delete(key, which, reason="model") == len(targets)
         self.calls += 1
         self.now += 1
         self.until[self.calls] = self.now - 1 + WEEK
-        self.deleted |= dict.fromkeys(wanted, self.calls)
-        for name, number in wanted:
+        self.deleted |= dict.fromkeys(targets, self.calls)
+        for name, number in targets:
             with pytest.raises(NotFound):
                 self.store.get(name, number)
 

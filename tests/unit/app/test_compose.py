@@ -32,8 +32,8 @@ def test_compose_workers_read_their_settings(monkeypatch: pytest.MonkeyPatch) ->
     assert settings.object_store.access_key_id == SERVICES["s3"]["environment"]["ROOT_ACCESS_KEY_ID"]
     assert settings.object_store.secret_access_key is not None
     assert settings.object_store.secret_access_key not in str(origins)
-    asked = SERVICES["delta"]["healthcheck"]["test"][-1]
-    assert f"http://{settings.monitor.host}:{settings.monitor.port}/readyz" in asked
+    check = SERVICES["delta"]["healthcheck"]["test"][-1]
+    assert f"http://{settings.monitor.host}:{settings.monitor.port}/readyz" in check
 
 
 def test_compose_runs_the_services_of_make_up() -> None:

@@ -13,8 +13,8 @@ from tools.docs_links import on_page_markdown
 
 ROOT = Path(__file__).parents[3]
 ADR = ROOT / "docs" / "adr"
-_PLACES = "*.md", "docs/**/*.md", "benchmarks/*.md", "services/*/*.md", "deploy/**/*.md"
-PAGES = sorted(page for places in _PLACES for page in ROOT.glob(places))
+_PATTERNS = "*.md", "docs/**/*.md", "benchmarks/*.md", "services/*/*.md", "deploy/**/*.md"
+PAGES = sorted(page for pattern in _PATTERNS for page in ROOT.glob(pattern))
 
 
 def anchors(page: Path) -> Iterator[str]:

@@ -99,15 +99,15 @@ def test_whole_and_single_steps_end_segments_alike(
     count: int, target: int, bytes_max: int, final: bool, seed: int
 ) -> None:
     names, lengths, zero = stream(count, str(seed))
-    wanted, held, start = [0], 0, 0
+    expected, held, start = [0], 0, 0
     for row in range(count):
         if row > start and held + int(lengths[row]) > bytes_max:
-            wanted.append(row)
+            expected.append(row)
             start, held = row, 0
         held += int(lengths[row])
         if (int(names[row, 0]) | int(names[row, 1]) << 8) % target == 0 and not zero[row]:
-            wanted.append(row + 1)
+            expected.append(row + 1)
             start, held = row + 1, 0
-    if final and wanted[-1] < count:
-        wanted.append(count)
-    assert segment_bounds(names, lengths, zero, target, bytes_max, final).tolist() == wanted
+    if final and expected[-1] < count:
+        expected.append(count)
+    assert segment_bounds(names, lengths, zero, target, bytes_max, final).tolist() == expected

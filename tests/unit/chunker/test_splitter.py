@@ -46,8 +46,8 @@ def listed(batch: SegmentBatch) -> list[tuple[int, bytes, bytes]]:
     found = []
     for i in range(batch.segments):
         rows = range(int(batch.chunk_bounds[i]), int(batch.chunk_bounds[i + 1]))
-        places = [(int(batch.offsets[row]), int(batch.lengths[row])) for row in rows]
-        content = b"".join(batch.payload[start : start + length].tobytes() for start, length in places)
+        slices = [(int(batch.offsets[row]), int(batch.lengths[row])) for row in rows]
+        content = b"".join(batch.payload[start : start + length].tobytes() for start, length in slices)
         found.append((int(batch.blobs[i]), batch.segment_ids[i].tobytes(), content))
     return found
 

@@ -220,26 +220,26 @@ def test_block_takes_last_chunk_of_any_size() -> None:
 
 
 def test_memory_of_a_growing_block_is_from_one_allocator() -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def take(size_bytes: int) -> np.ndarray:
-        asked.append(size_bytes)
+        requested.append(size_bytes)
         return np.zeros(size_bytes, np.uint8)
 
     block = OpenBlock(0, container_layout.RAW, 0, 4096, take)
     content = np.frombuffer(random_bytes(4096 + 4096 // SLACK_SHARE + 1, 1), np.uint8)
     sizes = np.array([4000, len(content) - 4000], np.uint32)
     block.append((content, content), np.zeros(2, np.int32), np.array([0, 4000], np.uint64), sizes)
-    assert asked == [4096 + 4096 // SLACK_SHARE, len(content)]
+    assert requested == [4096 + 4096 // SLACK_SHARE, len(content)]
     assert block.bytes_so_far.tobytes() == content.tobytes()
 
 
 @pytest.mark.parametrize("profile", ["default", "archive"])
 def test_block_of_some_mib_reserves_room_for_largest_chunk(profile: str) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def take(size_bytes: int) -> np.ndarray:
-        asked.append(size_bytes)
+        requested.append(size_bytes)
         return np.zeros(size_bytes, np.uint8)
 
     chosen = settings(PROFILES[profile])
@@ -248,7 +248,7 @@ def test_block_of_some_mib_reserves_room_for_largest_chunk(profile: str) -> None
     payload = np.zeros(limit_bytes + largest_bytes - 1, np.uint8)
     sizes = np.array([limit_bytes - 1, largest_bytes], np.uint32)
     block.append((payload, payload), np.zeros(2, np.int32), np.array([0, limit_bytes - 1], np.uint64), sizes)
-    assert asked == [limit_bytes + largest_bytes], "large blocks must not be copied"
+    assert requested == [limit_bytes + largest_bytes], "large blocks must not be copied"
 
 
 def test_spare_prefixes_are_empty_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,21 +65,21 @@ def test_rank_budget_judges_each_rank_by_its_candidates() -> None:
     trials, tried = RankBudget(), list[tuple[int, int]]()
     ranks = np.repeat(np.array([0, 2], np.uint8), RANK_CHUNKS_MIN)
     for _ in range(1 + EVERY):
-        wanted = trials.should_try("a", ranks)
-        assert all(len(set(wanted[ranks == rank])) == 1 for rank in (0, 2)), "a rank must be tried as a whole"
-        tried.append((int(wanted[0]), int(wanted[-1])))
-        trials.record_result(ranks[wanted], ranks[wanted] == 0)  # all of the first rank are bases, of the third none
+        chosen = trials.should_try("a", ranks)
+        assert all(len(set(chosen[ranks == rank])) == 1 for rank in (0, 2)), "a rank must be tried as a whole"
+        tried.append((int(chosen[0]), int(chosen[-1])))
+        trials.record_result(ranks[chosen], ranks[chosen] == 0)  # all of the first rank are bases, of the third none
     assert tried == [(1, 1)] + [(1, 0)] * (EVERY - 1) + [(1, 1)]
 
 
 def test_rank_below_its_cost_is_tried_in_few_batches() -> None:
-    trials, asked = RankBudget(), list[list[bool]]()
+    trials, requested = RankBudget(), list[list[bool]]()
     for _ in range(1 + EVERY):
         ranks = np.flatnonzero(trials.should_request("a", 3)).astype(np.uint8)
-        asked.append([rank in ranks for rank in range(3)])
+        requested.append([rank in ranks for rank in range(3)])
         named = np.repeat(ranks, RANK_CHUNKS_MIN)
         trials.record_result(named, named == 0)
-    assert asked == [[True] * 3] + [[True, False, False]] * (EVERY - 1) + [[True] * 3]
+    assert requested == [[True] * 3] + [[True, False, False]] * (EVERY - 1) + [[True] * 3]
     assert trials.should_request("another", 3).all()
 
 

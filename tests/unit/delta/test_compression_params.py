@@ -184,10 +184,10 @@ def test_large_blocks_at_lazy_levels_skip_matches_of_5(level: int, size_bytes: i
     options = {**OPTIONS, CompressionParameter.compression_level: level}
     seen = {**options, CompressionParameter.window_log: 22, CompressionParameter.min_match: least}
     encoder = FrameEncoder(options)
-    wanted = bytes(encoder.encode(raw, None, seen))
-    assert wanted != bytes(encoder.encode(raw, None, {**seen, CompressionParameter.min_match: 6 - least}))
-    assert bytes(AdaptiveSearch(options, far=False).encode(raw, encoder).payload) == wanted
-    assert bytes(encoder.encode(raw, None, gc_options(level, len(raw)))) == wanted
+    expected = bytes(encoder.encode(raw, None, seen))
+    assert expected != bytes(encoder.encode(raw, None, {**seen, CompressionParameter.min_match: 6 - least}))
+    assert bytes(AdaptiveSearch(options, far=False).encode(raw, encoder).payload) == expected
+    assert bytes(encoder.encode(raw, None, gc_options(level, len(raw)))) == expected
 
 
 def test_archive_level_also_tries_longer_matches() -> None:

@@ -62,8 +62,8 @@ def builder(settings: BlockSettings = SMALL, depth_max: int = 3) -> ContainerBui
 def encodings_of(made: PublishableContainer) -> list[bytes]:
     """Return each chunk's encoding, read from the file."""
     directory, blocks = samples.read_all(made.data)
-    places = zip(directory.chunks.blocks, directory.chunks.positions, directory.chunks.encoded, strict=True)
-    return [blocks[block][at : at + size] for block, at, size in places]
+    positions = zip(directory.chunks.blocks, directory.chunks.positions, directory.chunks.encoded, strict=True)
+    return [blocks[block][at : at + size] for block, at, size in positions]
 
 
 def block_of(made: ContainerBuilder, number: int) -> np.ndarray:
@@ -73,8 +73,8 @@ def block_of(made: ContainerBuilder, number: int) -> np.ndarray:
 
 
 def wanted(added: Encodings) -> list[bytes]:
-    places = zip(added.which, added.offsets, added.encoded, strict=True)
-    return [added.sources[which][int(at) : int(at) + int(size)].tobytes() for which, at, size in places]
+    positions = zip(added.which, added.offsets, added.encoded, strict=True)
+    return [added.sources[which][int(at) : int(at) + int(size)].tobytes() for which, at, size in positions]
 
 
 def test_ids_grow_when_the_clock_stops_or_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,14 +52,18 @@ TARGET = random_bytes(8192, 1)
 NEAR, FAR, OLD, OLDEST = (changed(TARGET, share) for share in (0.02, 0.12, 0.2, 0.9))
 
 
-def test_overdeep_chunks_are_of_full_chains_and_differ_much() -> None:
+def test_rest_are_of_full_chains_and_differ_much() -> None:
     targets = Targets(*concatenated([TARGET] * 4))
     part = tried(targets, contents([NEAR, FAR, FAR, OLDEST], [3, 3, 2, 3]))
     assert part.chosen.found.tolist() == [True, True, True, False]
-    asked = find_overdeep([part], MAX_DEPTH)
-    assert asked is not None
-    assert asked.chunks.tolist() == [1]
-    assert (asked.asked.ordinals.tolist(), asked.depth_below, asked.ranks.tolist()) == ([1], 3, [9])
+    rest = find_overdeep([part], MAX_DEPTH)
+    assert rest is not None
+    assert rest.chunks.tolist() == [1]
+    assert (rest.asked.ordinals.tolist(), rest.depth_below, rest.ranks.tolist()) == (
+        [1],
+        3,
+        [9],
+    )
     assert find_overdeep([part], MAX_DEPTH + 1) is None, "a chain that is not full has no overdeep chunk"
     assert find_overdeep([tried(targets, contents([FAR] * 4, [0] * 4))], 1) is None, "depth 0 cannot be reduced"
     assert find_overdeep([], MAX_DEPTH) is None
@@ -69,18 +73,18 @@ def test_reduce_depth_ascends_until_a_base_fits_well() -> None:
     count = 3
     targets = Targets(*concatenated([TARGET] * count))
     parts: list[PolicyChoice] = [tried(targets, contents([FAR] * count, [3] * count))]
-    asked = find_overdeep(parts, MAX_DEPTH)
-    assert asked is not None
+    rest = find_overdeep(parts, MAX_DEPTH)
+    assert rest is not None
     # bases one level up fit the first chunk, two levels up the second; nothing fits the third
     above = [[FAR, OLD, OLDEST], [OLD, OLDEST], [OLDEST]]
     assert FULL_REST * GROWTH < 0.2 < FULL_REST * GROWTH**2
     for level, bases in enumerate(above, 1):
-        assert asked is not None
-        assert asked.depth_below == MAX_DEPTH - level
-        assert len(asked.asked) == len(bases)
+        assert rest is not None
+        assert rest.depth_below == MAX_DEPTH - level
+        assert len(rest.asked) == len(bases)
         found = contents(bases, [MAX_DEPTH - 1 - level] * len(bases), first=10 * level)
-        parts, asked = reduce_depth(parts, asked, targets, found)
-    assert asked is None, "there is no level below depth 0"
+        parts, rest = reduce_depth(parts, rest, targets, found)
+    assert rest is None, "there is no level below depth 0"
     chosen, bases_of = join_choices(count, parts)
     assert chosen.found.all()
     assert chosen.bounds.tolist() == [0, 1, 2, 3]
@@ -92,9 +96,9 @@ def test_reduce_depth_ascends_until_a_base_fits_well() -> None:
 def test_reduce_depth_ends_when_each_chunk_has_a_base() -> None:
     targets = Targets(*concatenated([TARGET]))
     part = tried(targets, contents([FAR], [3]))
-    asked = find_overdeep([part], MAX_DEPTH)
-    assert asked is not None
-    parts, above = reduce_depth([part], asked, targets, contents([FAR], [0], first=5))
+    rest = find_overdeep([part], MAX_DEPTH)
+    assert rest is not None
+    parts, above = reduce_depth([part], rest, targets, contents([FAR], [0], first=5))
     assert above is None
     assert [one.chosen.found.tolist() for one in parts] == [[False], [True]]
     assert part.chosen.found.all(), "the first choice must not be changed in place"
@@ -106,8 +110,8 @@ def history(versions: int) -> list[bytes]:
     made = []
     for version in range(versions):
         for number in range(version * 7919, version * 7919 + RECORDS // 30):
-            place = number * 37 % RECORDS
-            records[place] = random_bytes(RECORD_BYTES, 10_000 + version * RECORDS + place)
+            row = number * 37 % RECORDS
+            records[row] = random_bytes(RECORD_BYTES, 10_000 + version * RECORDS + row)
         made.append(b"".join(records))
     return made
 
@@ -139,16 +143,16 @@ def test_version_behind_a_full_chain_stores_its_changes_once(
 def test_batch_of_many_spans_stays_within_lookup_passes(
     codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    lookups: list[int] = []
     reads = locality_candidates.LocalityCandidates.reads
 
     def counted(of: locality_candidates.LocalityCandidates, facts: LookupResults) -> LookupRequest | None:
         found = reads(of, facts)
-        asked[-1] += found is not None
+        lookups[-1] += found is not None
         return found
 
     def begun(*given: Any, **more: Any) -> locality_candidates.LocalityCandidates:
-        asked.append(0)
+        lookups.append(0)
         return locality_candidates.LocalityCandidates(*given, **more)
 
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 1)
@@ -164,7 +168,7 @@ def test_batch_of_many_spans_stays_within_lookup_passes(
         for number, content in enumerate(versions, 1):
             assert store.get("k", version=number).read() == content
     most = locality_candidates.SPANS_MAX * (1 + depth_limit.LEVELS_MAX)
-    assert 3 * locality_candidates.SPANS_MAX <= max(asked) <= most, "most spans must ascend all levels, none further"
+    assert 3 * locality_candidates.SPANS_MAX <= max(lookups) <= most, "most spans must ascend all levels, none further"
     others = 3 + depth_limit.LEVELS_MAX  # names and gaps, super-features, what these name, and shallower ones
     assert most + others <= LOOKUP_PASSES_MAX
 

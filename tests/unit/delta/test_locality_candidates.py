@@ -44,25 +44,25 @@ class History:
         chunks = Locations(np.full(len(with_neighbours), NEIGHBOURS, np.uint64), with_neighbours)
         self.neighbours = Neighbours(np.ones(count, np.uint32), bounds_of(sizes), chunks, Locations.empty(count))
 
-    def _contents(self, asked: Locations, depth: int) -> Contents:
-        shares = [0.12 if number in self._crowded else 0.02 for number in asked.ordinals.tolist()]
-        found = [chunk(number, share) for number, share in zip(asked.ordinals.tolist(), shares, strict=True)]
+    def _contents(self, served: Locations, depth: int) -> Contents:
+        shares = [0.12 if number in self._crowded else 0.02 for number in served.ordinals.tolist()]
+        found = [chunk(number, share) for number, share in zip(served.ordinals.tolist(), shares, strict=True)]
         lengths = np.full(len(found), CHUNK_BYTES, np.uint32)
         pieces = Pieces.of(np.frombuffer(b"".join(found), np.uint8), offsets_of(lengths), lengths)
-        return Contents(asked, pieces, np.full(len(found), depth, np.uint8), np.ones(len(found), np.bool_))
+        return Contents(served, pieces, np.full(len(found), depth, np.uint8), np.ones(len(found), np.bool_))
 
     def run(self) -> tuple[LocalityCandidates, list[tuple[str, list[int]]]]:
         """Serve lookups until none is left.
 
         Return the candidates and each lookup's kind and chunks.
         """
-        found, facts, asked = (
+        found, facts, served = (
             LocalityCandidates(self.targets, self.neighbours, MAX_DEPTH, no_deltas=True),
             LookupResults(),
             [],
         )
         while (reads := found.reads(facts)) is not None:
-            asked.append(self._question(reads))
+            served.append(self._question(reads))
             if reads.contents is not None:
                 facts = LookupResults(contents=self._contents(reads.contents, MAX_DEPTH - 1), lower=facts.lower)
             else:
@@ -70,20 +70,20 @@ class History:
                 assert reads.depth_below is not None
                 above = Locations(np.full(len(reads.lower), OLDER, np.uint64), reads.lower.ordinals)
                 facts = LookupResults(contents=facts.contents, lower=self._contents(above, reads.depth_below - 1))
-        return found, asked
+        return found, served
 
     @staticmethod
     def _question(reads: LookupRequest) -> tuple[str, list[int]]:
         assert reads.no_deltas
-        kind, asked = ("contents", reads.contents) if reads.contents is not None else ("lower", reads.lower)
-        assert asked is not None
-        return kind, asked.ordinals.tolist()
+        kind, served = ("contents", reads.contents) if reads.contents is not None else ("lower", reads.lower)
+        assert served is not None
+        return kind, served.ordinals.tolist()
 
 
 def test_span_ascends_all_levels_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 2 * CHUNK_BYTES)
-    found, asked = History(6, overdeep={1, 4, 5}).run()
-    assert asked == [
+    found, served = History(6, overdeep={1, 4, 5}).run()
+    assert served == [
         ("contents", [0, 1]),
         ("lower", [1]),
         ("contents", [2, 3]),
@@ -99,30 +99,30 @@ def test_span_ascends_all_levels_before_the_next(monkeypatch: pytest.MonkeyPatch
 
 def test_span_without_old_neighbours_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 2 * CHUNK_BYTES)
-    found, asked = History(6, overdeep=set(), empty=frozenset({2, 3, 5})).run()
-    assert asked == [("contents", [0, 1]), ("contents", [4])]
+    found, served = History(6, overdeep=set(), empty=frozenset({2, 3, 5})).run()
+    assert served == [("contents", [0, 1]), ("contents", [4])]
     assert found.found.tolist() == [True, True, False, False, True, False]
-    nothing, asked = History(3, overdeep=set(), empty=frozenset(range(3))).run()
-    assert asked == []
+    nothing, served = History(3, overdeep=set(), empty=frozenset(range(3))).run()
+    assert served == []
     assert not nothing.found.any()
-    none, asked = History(0, overdeep=set()).run()
-    assert (asked, none.parts) == ([], [])
+    none, served = History(0, overdeep=set()).run()
+    assert (served, none.parts) == ([], [])
 
 
 def test_large_batch_has_bounded_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", CHUNK_BYTES)
-    found, asked = History(50, overdeep=set()).run()
-    assert len(asked) == SPANS_MAX
-    assert sorted(number for _, numbers in asked for number in numbers) == list(range(50))
+    found, served = History(50, overdeep=set()).run()
+    assert len(served) == SPANS_MAX
+    assert sorted(number for _, numbers in served for number in numbers) == list(range(50))
     assert found.found.all()
 
 
 def test_many_spans_choose_the_bases_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, asked = History(12, overdeep={0, 3, 9}).run()
-    assert len(asked) == 2
+    whole, served = History(12, overdeep={0, 3, 9}).run()
+    assert len(served) == 2
     monkeypatch.setattr(locality_candidates, "SPAN_BYTES", 3 * CHUNK_BYTES)
-    parts, asked = History(12, overdeep={0, 3, 9}).run()
-    assert len(asked) == 4 + 3
+    parts, served = History(12, overdeep={0, 3, 9}).run()
+    assert len(served) == 4 + 3
     assert bases(parts) == bases(whole)
 
 

@@ -360,11 +360,11 @@ def test_page_ends_before_its_size_limit(tmp_path: Path, monkeypatch: pytest.Mon
             store.put(f"l{number}", b"", metadata={"a": "x" * 60_000})
         objects = LocalObjectStore(tmp_path / "s")
         found = VersionCatalog(objects, descriptor.read(objects), store.settings, StoreListing(store))
-        pages, after, asked = [], 0, True
-        while asked:
+        pages, after, has_more = [], 0, True
+        while has_more:
             page, following = found.versions("default", "k", after, 100)
             pages.append([info.version for info in page.found])
-            asked, after = following is not None, following or 0
+            has_more, after = following is not None, following or 0
         assert pages == [[1, 2], [3, 4], [5]]
         start: str | None
         keys, start = [], ""

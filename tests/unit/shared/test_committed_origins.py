@@ -35,8 +35,8 @@ class Versions:
         return replace(small_manifest(), version=version, created_us=version * HOUR_US, origin=origin)
 
 
-def find(origins: CommittedOrigins, newest: int, wanted: int, from_hour: int = 5, key: str = "k") -> int | None:
-    origin = BlobOrigin(origin_of(wanted), from_hour * HOUR_US + CLOCK_SKEW_SECONDS_MAX * 1_000_000)
+def find(origins: CommittedOrigins, newest: int, origin_version: int, from_hour: int = 5, key: str = "k") -> int | None:
+    origin = BlobOrigin(origin_of(origin_version), from_hour * HOUR_US + CLOCK_SKEW_SECONDS_MAX * 1_000_000)
     found = origins.find("t", key, range(1, newest + 1), origin)
     return None if found is None else found.version
 

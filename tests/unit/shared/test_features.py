@@ -83,7 +83,7 @@ def test_finesse_groups_by_rank_as_in_figure_3() -> None:
         for i in range(12)
     ]
     sets = [sorted(maxima[i : i + 3]) for i in (0, 3, 6, 9)]
-    largest, second, third = ([ordered[place] for ordered in sets] for place in (2, 1, 0))
+    largest, second, third = ([ordered[index] for ordered in sets] for index in (2, 1, 0))
     expected = [definition.super_feature(x, group) for x, group in enumerate((largest, second, third))]
     assert sketch("finesse", chunk).tolist() == [expected]
 

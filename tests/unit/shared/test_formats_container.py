@@ -220,9 +220,9 @@ def test_container_parts_are_verified_before_the_write() -> None:
     found = EncodedContainer(parts, 0, 0).read_back("made")
     assert np.array_equal(found.rows, decode_container(data, "whole").rows)
     header, blocks, directory, lead, check, magic = parts
-    for place in (0, 2, 3, 4, 5):  # of blocks the directory holds their lengths only
+    for index in (0, 2, 3, 4, 5):  # of blocks the directory holds their lengths only
         wrong = list(parts)
-        wrong[place] = bytes([wrong[place][0] ^ 1]) + wrong[place][1:]
+        wrong[index] = bytes([wrong[index][0] ^ 1]) + wrong[index][1:]
         with pytest.raises(Corrupt):
             EncodedContainer(wrong, 0, 0).read_back("made")
     with pytest.raises(Corrupt):

@@ -103,9 +103,9 @@ def shortened(table: int) -> Callable[[Parts], None]:
     return change
 
 
-def counted(place: int, value: int | bytes) -> Callable[[Parts], None]:
+def counted(index: int, value: int | bytes) -> Callable[[Parts], None]:
     def change(p: Parts) -> None:
-        p.head[place] = value
+        p.head[index] = value
 
     return change
 

@@ -134,7 +134,7 @@ def test_object_truncated_or_extended_at_a_page_is_refused() -> None:
 
 
 def test_plain_object_and_later_format_are_distinguished() -> None:
-    with pytest.raises(Corrupt, match="is not encrypt"):
+    with pytest.raises(Corrupt, match="is not sealed"):
         head_of(b"NKC1" + bytes(100), "a/b")
     packed = bytearray(encrypted(b"x"))
     packed[4] = 2

@@ -107,10 +107,10 @@ def test_topics_are_awaited_while_brokers_start(
         def list_topics(self, timeout: float) -> Admin:
             return self
 
-        def create_topics(self, wanted: list[NewTopic]) -> dict[str, Future[None]]:
+        def create_topics(self, new_topics: list[NewTopic]) -> dict[str, Future[None]]:
             refused: Future[None] = Future()
             refused.set_exception(KafkaException(KafkaError(code, "it failed.")))
-            return {wanted[0].topic: refused}
+            return {new_topics[0].topic: refused}
 
     monkeypatch.setattr(clients, "AdminClient", Admin)
     if error is None:

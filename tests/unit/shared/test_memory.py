@@ -135,22 +135,22 @@ for one in threads: one.join()
 libc = ctypes.CDLL(None)
 libc.fdopen.restype = ctypes.c_void_p
 with tempfile.TemporaryFile() as output:
-    stream = ctypes.c_void_p(libc.fdopen(told.fileno(), b"w"))
+    stream = ctypes.c_void_p(libc.fdopen(output.fileno(), b"w"))
     libc.malloc_info(0, stream)
     libc.fflush(stream)
-    told.seek(0)
-    print(told.read().count(b"<heap nr="))
+    output.seek(0)
+    print(output.read().count(b"<heap nr="))
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's malloc")
-@pytest.mark.parametrize(("asked", "set_by_user", "shared"), [("", "", 0), ("one", "", 1), ("one", "8", 0)])
-def test_threads_share_one_heap_unless_configured(asked: str, set_by_user: str, shared: int) -> None:
+@pytest.mark.parametrize(("setting", "set_by_user", "shared"), [("", "", 0), ("one", "", 1), ("one", "8", 0)])
+def test_threads_share_one_heap_unless_configured(setting: str, set_by_user: str, shared: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
     if set_by_user:
         environment["MALLOC_ARENA_MAX"] = set_by_user
     done = subprocess.run(
-        [sys.executable, "-c", HEAPS, *filter(None, [asked])],
+        [sys.executable, "-c", HEAPS, *filter(None, [setting])],
         capture_output=True, text=True, check=True, env=environment,
     )  # fmt: skip
     assert (int(done.stdout) == 1) == bool(shared)

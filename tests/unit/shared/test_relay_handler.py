@@ -164,9 +164,12 @@ def test_joint_lookups_equal_single_lookups(tenants: TenantContexts) -> None:
 
 def test_rest_of_many_messages_is_sent_as_few(tenants: TenantContexts) -> None:
     known = chunked(random_bytes(MIB, 2))
-    places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
+    count = len(known.names)
+    known_locations = Locations(np.full(count, 9, np.uint64), np.arange(count, dtype=np.uint32))
     nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
-    tenants["t"].pending.add(known.names, places, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty())
+    tenants["t"].pending.add(
+        known.names, known_locations, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty()
+    )
     sent = messages((random_bytes(MIB, 2) + random_bytes(50_000, 9)) * 6)
     found = handled(dedup_work(SETTINGS, tenants), [*map(encode, sent), end()]).decoded_messages
     assert len(sent) > 6
@@ -218,9 +221,12 @@ def test_repeated_message_is_not_merged_with_the_original(tenants: TenantContext
 
 def test_merged_messages_equal_the_single_ones(tenants: TenantContexts) -> None:
     known = chunked(random_bytes(MIB, 11))
-    places = Locations(np.full(len(known.names), 9, np.uint64), np.arange(len(known.names), dtype=np.uint32))
+    count = len(known.names)
+    known_locations = Locations(np.full(count, 9, np.uint64), np.arange(count, dtype=np.uint32))
     nothing = np.zeros((0, 3), np.uint64), np.zeros((0, 20), np.uint8)
-    tenants["t"].pending.add(known.names, places, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty())
+    tenants["t"].pending.add(
+        known.names, known_locations, "s", Locations.empty(), nothing[0], nothing[1], Locations.empty()
+    )
     again, other = random_bytes(300_000, 12), b"fedcba9876543210"
     ours = messages((random_bytes(MIB, 11) + again) * 2 + random_bytes(2 * MIB, 13) + again + bytes(MIB))
     theirs = messages(again + random_bytes(MIB, 11) + again, blob=other)

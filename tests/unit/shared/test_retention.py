@@ -99,19 +99,19 @@ def test_version_below_min_age_is_kept() -> None:
 def test_rules_equal_their_plain_restatement(hours: list[int], last: int, daily: int, yearly: int) -> None:
     created = [START + timedelta(hours=hour) for hour in hours]
     versions = sorted(enumerate(created, 1), key=lambda v: (v[1], v[0]), reverse=True)
-    wanted = {number for number, _ in versions[:last]}
+    expected = {number for number, _ in versions[:last]}
     for count, period in ((daily, lambda when: when.date()), (yearly, lambda when: when.year)):
         newest: dict[object, int] = {}
         for number, when in versions:
             newest.setdefault(period(when), number)
         chosen = list(newest.values()) if count < 0 else list(newest.values())[:count]
-        wanted |= set(chosen)
+        expected |= set(chosen)
         if versions and (count < 0 or len(chosen) < count):
-            wanted.add(versions[-1][0])
-    wanted |= {len(hours)} - {0}  # the current version, at any time
+            expected.add(versions[-1][0])
+    expected |= {len(hours)} - {0}  # the current version, at any time
     if not (last or daily or yearly):
-        wanted = {number for number, _ in versions}
-    assert set(kept(created, keep_last=last, keep_daily=daily, keep_yearly=yearly)) == wanted
+        expected = {number for number, _ in versions}
+    assert set(kept(created, keep_last=last, keep_daily=daily, keep_yearly=yearly)) == expected
 
 
 POLICIES = RetentionSettings(

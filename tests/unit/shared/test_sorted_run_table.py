@@ -29,10 +29,10 @@ class Table:
         self.held: dict[bytes, tuple[int, int]] = {}
 
     def add(self, keys: U8, container: int) -> None:
-        places = np.empty(len(keys), PACKED_LOCATION)
-        places["container"], places["ordinal"] = container, np.arange(len(keys))
+        packed_locations = np.empty(len(keys), PACKED_LOCATION)
+        packed_locations["container"], packed_locations["ordinal"] = container, np.arange(len(keys))
         with self.env.begin(write=True, buffers=True) as txn:
-            self.runs.add(txn, keys, places)
+            self.runs.add(txn, keys, packed_locations)
         for ordinal, key in enumerate(keys):
             self.held.setdefault(key.tobytes(), (container, ordinal))
 
@@ -57,8 +57,8 @@ class Table:
                 step = self.runs.next_run(txn, name)
             if step is None:
                 return
-            name, keys, places = step
-            rows = zip(keys, places.containers.tolist(), places.ordinals.tolist(), strict=True)
+            name, keys, packed_locations = step
+            rows = zip(keys, packed_locations.containers.tolist(), packed_locations.ordinals.tolist(), strict=True)
             yield from ((key.tobytes(), (container, ordinal)) for key, container, ordinal in rows)
 
     def names(self) -> list[bytes]:
@@ -108,7 +108,7 @@ def test_table_behaves_as_a_dict_that_keeps_the_first(tmp_path: Path, data: st.D
             removed = data.draw(st.sets(st.integers(0, container)))
             by_key = np.array([np.frombuffer(k, np.uint8) for k, v in table.held.items() if v[0] in removed], np.uint8)
             table.drop(removed, by_key.reshape(-1, shape.key_bytes) if data.draw(st.booleans()) else None)
-            table.held = {key: place for key, place in table.held.items() if place[0] not in removed}
+            table.held = {key: location for key, location in table.held.items() if location[0] not in removed}
         assert table.found(pool) == [table.held.get(key.tobytes()) for key in pool]
         walked = list(table.walk())
         assert len(walked) == len(table.held)
@@ -195,8 +195,8 @@ def test_drop_touches_few_runs(table: Table) -> None:
     assert len(before) > 70
     assert table.found(keys_of(table.shape, 7, 8000)) == [None] * 500 + [(7, ordinal) for ordinal in range(500, 8000)]
     table.add(keys_of(table.shape, 7, 8000)[:100], 99)
-    wanted = [(99, ordinal) for ordinal in range(100)] + [None] * 400
-    assert table.found(keys_of(table.shape, 7, 8000)[:500]) == wanted
+    answers = [(99, ordinal) for ordinal in range(100)] + [None] * 400
+    assert table.found(keys_of(table.shape, 7, 8000)[:500]) == answers
     assert len(dict(table.walk())) == 40 * 8000 - 400
 
 
@@ -216,7 +216,7 @@ def test_repeated_entry_is_dropped_with_hidden_ones(tmp_path: Path, monkeypatch:
         for number in range(300):  # spills move removals down to the entries that they hide
             table.add(keys_of(table.shape, 1000 + number, 20), 5)
         assert set(table.found(keys[::2])) == {None}
-        assert all(place[0] != 1 for _, place in table.walk())
+        assert all(location[0] != 1 for _, location in table.walk())
         table.env.close()
 
 

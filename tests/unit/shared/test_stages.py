@@ -144,8 +144,8 @@ def test_dedup_queries_no_known_segment_and_no_zeros() -> None:
     fresh = run_stage(DedupStage(), batch, facts)
     inside = np.arange(batch.chunk_bounds[3], batch.chunk_bounds[4])
     assert not set(inside) & set(fresh.fresh)
-    (asked,) = (reads.names for reads in facts.asked if reads.names is not None)
-    assert len(asked) == len(batch.names) - len(inside) - 2
+    (requested,) = (reads.names for reads in facts.asked if reads.names is not None)
+    assert len(requested) == len(batch.names) - len(inside) - 2
     assert fresh.segment_known.tolist() == [number == 3 for number in range(batch.segments)]
 
 
@@ -248,8 +248,8 @@ def test_late_lookup_covers_unknown_chunks_without_base() -> None:
     assert not paired.base_found.any()
     stage = DeltaStage(CHOSEN, FINGERPRINTER.domain, 0, asks_bases="late")
     outcome = run_stage(stage, paired, facts)
-    (asked,) = (reads.super_features for reads in facts.asked if reads.super_features is not None)
-    assert asked.tolist() == paired.super_features[[2]].tolist()
+    (requested,) = (reads.super_features for reads in facts.asked if reads.super_features is not None)
+    assert requested.tolist() == paired.super_features[[2]].tolist()
     assert outcome.counts.delta.tolist() == [True, False, False]
     assert outcome.counts.duplicate.tolist() == [False, True, False]
 
@@ -261,9 +261,9 @@ def test_late_lookup_skips_ranks_without_useful_bases() -> None:
         batch = segments(pieces(*range(1 + 80 * number, 81 + 80 * number)))
         fresh = run_stage(DedupStage(), batch, Scripted())
         run_stage(stage, run_stage(ResemblanceStage(CHOSEN, looks_up=False), fresh, Scripted()), facts)
-    asked = [reads.super_features for reads in facts.asked if reads.super_features is not None]
-    assert [of.all(axis=0).tolist() for of in asked] == [[True] * 3, [False, True, True], [False, True, True]]
-    assert not asked[1][:, 0].any()
+    requested = [reads.super_features for reads in facts.asked if reads.super_features is not None]
+    assert [of.all(axis=0).tolist() for of in requested] == [[True] * 3, [False, True, True], [False, True, True]]
+    assert not requested[1][:, 0].any()
 
 
 @pytest.mark.parametrize("changes", [FIRST_FIT, {}, {"base": {"policy": "first-fit"}}])
@@ -300,9 +300,9 @@ def test_lookups_of_a_batch_are_not_repeated(tmp_path: Path, monkeypatch: pytest
     Every chunk is stored once (I5).
     """
     index = LmdbIndex(tmp_path / "index", FINGERPRINTER.domain, 1 << 26)
-    asked: list[int] = []
+    requested: list[int] = []
     locate = index.locate_chunks
-    monkeypatch.setattr(index, "locate_chunks", lambda names: asked.append(len(names)) or locate(names))
+    monkeypatch.setattr(index, "locate_chunks", lambda names: requested.append(len(names)) or locate(names))
     objects = memory_objects()
     containers = ContainerStore(objects, FINGERPRINTER.domain, 1 << 20)
     chosen = settings(CHOSEN, {"runner": {"batch_bytes": 2 << 20}})
@@ -312,7 +312,7 @@ def test_lookups_of_a_batch_are_not_repeated(tmp_path: Path, monkeypatch: pytest
             written(writer, key, content + key.encode() * CHUNK)
         writer.flush()
     assert sum(len(containers.directory(container).chunks) for container, _ in containers.ids()) == 201
-    assert sum(asked) < 300  # each chunk of the first blob once, and those of the second one's last segment
+    assert sum(requested) < 300  # each chunk of the first blob once, and those of the second one's last segment
 
 
 def test_redelivered_batch_stores_nothing_twice(tmp_path: Path) -> None:

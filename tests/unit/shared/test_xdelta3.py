@@ -81,8 +81,8 @@ def window(
     body += b"" if checksum is None else checksum.to_bytes(4)
     body += data + codes + addresses
     bits, segment_bytes, offset = segment
-    place = number(segment_bytes) + number(offset) if bits & 3 else b""
-    return bytes([bits | (0 if checksum is None else 4)]) + place + number(len(body)) + body
+    source_range = number(segment_bytes) + number(offset) if bits & 3 else b""
+    return bytes([bits | (0 if checksum is None else 4)]) + source_range + number(len(body)) + body
 
 
 def vcdiff(*windows: bytes) -> bytes:
