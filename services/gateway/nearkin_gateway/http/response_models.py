@@ -21,6 +21,7 @@ class BlobVersion(BaseModel):
     chunks: int
     metadata: dict[str, str]
     retain_until: datetime | None = Field(default=None, description="It cannot be deleted before; null: no retention.")
+    source_changed: bool = Field(default=False, description="Whether the source changed while it was read.")
 
 
 class Outcome(BaseModel):
